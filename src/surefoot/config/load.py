@@ -1,0 +1,263 @@
+"""From YAML and `key=value` to a `RunConfig`, with the place of every setting so that errors can point at it."""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic import ValidationError
+
+from surefoot.config.schema import ALIASES, FREE_ON_RESUME, VALUE_ALIASES, RunConfig
+from surefoot.errors import ConfigError
+
+NUMBER = re.compile(r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$")
+FILE_FIELDS = ("dataset", "eval_dataset", "output_dir", "chat_template", "init_adapter")
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A checked config and where each setting came from."""
+
+    run: RunConfig
+    places: Mapping[str, str]
+    """Field name -> `run.yaml:14`, `command line` or `default`."""
+    renamed: Mapping[str, str]
+    """Peers' names that were used -> ours."""
+
+    def where(self, *fields: str) -> str:
+        """The places of some fields, for an error message."""
+        return ", ".join(dict.fromkeys(self.places.get(field, "default") for field in fields))
+
+
+@dataclass
+class _Setting:
+    value: Any
+    place: str
+    base: Path
+    """Relative paths in the value are relative to this folder."""
+
+
+def load_config(
+    path: str | Path | None, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None
+) -> LoadedConfig:
+    """Read a YAML file, then `key=value` overrides, then Python `values`; later ones win.
+
+    Relative paths in the file are relative to the file, others to the current folder.
+    Raises: ConfigError for anything that is not a valid, consistent config.
+    """
+    settings: dict[str, _Setting] = {}
+    renamed: dict[str, str] = {}
+    if path is not None:
+        for key, value, place in _read_yaml(Path(path)):
+            _add(settings, renamed, key, _Setting(value, place, Path(path).resolve().parent), replace=False)
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"'{text}' is not of the form key=value (command line).")
+        _add(
+            settings,
+            renamed,
+            key.lstrip("-"),
+            _Setting(_parse_value(value), "command line", Path.cwd()),
+            replace=True,
+        )
+    for key, value in (values or {}).items():
+        value = str(value) if isinstance(value, Path) else value
+        _add(settings, renamed, key, _Setting(value, "argument", Path.cwd()), replace=True)
+    places = {name: setting.place for name, setting in settings.items()}
+    loaded = LoadedConfig(_validate(settings), places, renamed)
+    _check_contradictions(loaded)
+    return loaded
+
+
+def _read_yaml(path: Path) -> list[tuple[str, Any, str]]:
+    """(key, value, place) of each entry of a flat YAML mapping."""
+    try:
+        text = path.read_text("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}.") from error
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        if node is None:
+            raise ConfigError(f"{path} is empty. It needs at least model, dataset and output_dir.")
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(
+                f"{path}:1: expected `key: value` lines, found a {type(node).__name__.removesuffix('Node').lower()}."
+            )
+        loader = yaml.SafeLoader("")
+        entries = []
+        for key_node, value_node in node.value:
+            place = f"{path.name}:{key_node.start_mark.line + 1}"
+            entries.append((str(key_node.value), loader.construct_object(value_node, deep=True), place))
+        return entries
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path.name}{line}: not valid YAML: {getattr(error, 'problem', error)}.") from error
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _add(settings: dict[str, _Setting], renamed: dict[str, str], key: str, setting: _Setting, *, replace: bool) -> None:
+    if key in ("bf16", "fp32") and setting.value is True:  # flags in TRL and LLaMA-Factory, a type here
+        name, setting.value = "dtype", key
+    else:
+        name = ALIASES.get(key, key)
+    if name not in RunConfig.model_fields:
+        raise ConfigError(f"unknown setting '{key}'{_suggestion(key)} ({setting.place}).")
+    if name != key:
+        renamed[key] = name
+    earlier = settings.get(name)
+    if earlier is not None and not replace:
+        raise ConfigError(f"'{name}' is set twice, at {earlier.place} and as '{key}' ({setting.place}). Keep one.")
+    settings[name] = setting
+
+
+def _suggestion(key: str) -> str:
+    known = [*RunConfig.model_fields, *ALIASES]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if not near:
+        return ". `surefoot train --help` lists the settings"
+    meant = ALIASES.get(near[0], near[0])
+    return f"; did you mean '{meant}'?" if meant == near[0] else f"; did you mean '{near[0]}' (here: {meant})?"
+
+
+def _validate(settings: dict[str, _Setting]) -> RunConfig:
+    values = {name: _normalise(name, setting) for name, setting in settings.items()}
+    try:
+        return RunConfig(**values)
+    except ValidationError as error:
+        problems = []
+        for item in error.errors():
+            name = str(item["loc"][0])
+            if item["type"] == "missing":
+                about = RunConfig.model_fields[name].description
+                problems.append(f"'{name}' is missing. {about}")
+                continue
+            place = settings[name].place
+            about = RunConfig.model_fields[name].description
+            problems.append(f"{name}={values[name]!r}: {_explain(item['msg'])} ({place}). {about}")
+        raise ConfigError("\n".join(dict.fromkeys(problems))) from error
+
+
+def _explain(message: str) -> str:
+    return message.replace("Input should be", "must be")
+
+
+def _normalise(name: str, setting: _Setting) -> Any:
+    """Numbers written as text (YAML reads `1e-4` so), peers' values, and relative paths."""
+    value = setting.value
+    if isinstance(value, str):
+        if NUMBER.match(value) and _takes_number(RunConfig.model_fields[name].annotation):
+            value = float(value)
+        value = VALUE_ALIASES.get(name, {}).get(value, value) if isinstance(value, str) else value
+    if name == "report_to":
+        value = [] if value in ("none", None) else [value] if isinstance(value, str) else value
+    if name in FILE_FIELDS and isinstance(value, str):
+        return str(_absolute(value, setting.base))
+    if name in FILE_FIELDS and isinstance(value, list):
+        return [str(_absolute(item, setting.base)) if isinstance(item, str) else item for item in value]
+    if name == "model" and isinstance(value, str) and not value.startswith("pypi:"):
+        beside = _absolute(value, setting.base)
+        return str(beside) if beside.is_dir() or value.startswith((".", "~")) else value
+    if name == "resume_from_checkpoint" and isinstance(value, str) and value not in ("auto", "never"):
+        return str(_absolute(value, setting.base))
+    if name == "resume_from_checkpoint" and value in ("never", True):
+        return "auto" if value is True else False
+    return value
+
+
+def _absolute(value: str, base: Path) -> Path:
+    return Path(base, Path(value).expanduser()).resolve()
+
+
+def _takes_number(annotation: Any) -> bool:
+    if get_origin(annotation) is UnionType:
+        return any(_takes_number(part) for part in get_args(annotation))
+    return annotation is float or annotation is int
+
+
+def _check_contradictions(loaded: LoadedConfig) -> None:
+    """Refuse settings that exclude each other, before anything is read or loaded."""
+    run = loaded.run
+    given = set(loaded.places)
+
+    def refuse(text: str, *fields: str) -> None:
+        raise ConfigError(f"{text} ({loaded.where(*fields)}).")
+
+    if run.global_batch_size is not None and run.gradient_accumulation_steps is not None:
+        product = run.per_device_train_batch_size * run.gradient_accumulation_steps
+        if product != run.global_batch_size:
+            refuse(
+                f"global_batch_size={run.global_batch_size} but per_device_train_batch_size="
+                f"{run.per_device_train_batch_size} x gradient_accumulation_steps={run.gradient_accumulation_steps} = "
+                f"{product}. Both name the sequences of one step; keep global_batch_size and drop the other",
+                "global_batch_size",
+                "gradient_accumulation_steps",
+            )
+    if run.tuning == "full":
+        lora = sorted(
+            given & {"lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "init_adapter"}
+        )
+        if lora:
+            refuse(
+                f"tuning=full trains every weight, yet {', '.join(lora)} asks for LoRA. Drop them or set tuning: lora",
+                *lora,
+            )
+    targets = [run.target_modules] if isinstance(run.target_modules, str) else run.target_modules
+    if not targets:
+        refuse("target_modules is empty, so LoRA would train nothing. Name a group such as attention", "target_modules")
+    if run.lora_dropout and any("experts" in target for target in targets):
+        refuse(
+            f"lora_dropout={run.lora_dropout} with target_modules={targets}: dropout cannot be applied inside the "
+            "grouped expert product, and PEFT refuses it too. Set lora_dropout: 0 or leave experts out",
+            "lora_dropout",
+            "target_modules",
+        )
+    if run.warmup_steps is not None and run.warmup_ratio:
+        refuse("warmup_steps and warmup_ratio both set the warm-up. Keep one", "warmup_steps", "warmup_ratio")
+    if run.max_steps is not None and "num_train_epochs" in given:
+        refuse(
+            "max_steps and num_train_epochs both set the length of the run. Keep one", "max_steps", "num_train_epochs"
+        )
+    if run.eval_steps is not None and run.eval_dataset is None:
+        refuse(f"eval_steps={run.eval_steps} without eval_dataset: there is nothing to evaluate", "eval_steps")
+    if run.overwrite_output_dir and isinstance(run.resume_from_checkpoint, str) and "resume_from_checkpoint" in given:
+        refuse(
+            "overwrite_output_dir deletes the run that resume_from_checkpoint would go on from. Keep one",
+            "overwrite_output_dir",
+            "resume_from_checkpoint",
+        )
+
+
+def as_yaml(run: RunConfig) -> str:
+    """The resolved config as it is written to the run folder."""
+    return yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def changed_fields(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
+    """The settings that enter a run's numbers and differ from a saved config: `learning_rate: 0.0001 -> 0.0002`."""
+    current = run.model_dump(mode="json")
+    free = set(FREE_ON_RESUME)
+    if run.lr_scheduler_type == "constant":  # then the length of the run enters nothing but its end
+        free |= {"max_steps", "num_train_epochs"}
+    changes = [
+        f"{name}: {saved.get(name)} -> {current[name]}"
+        for name in current
+        if name not in free and saved.get(name) != current[name]
+    ]
+    before = RunConfig.model_validate(saved).sequences_per_step
+    if before != run.sequences_per_step:
+        changes.append(f"sequences per step: {before} -> {run.sequences_per_step}")
+    return changes

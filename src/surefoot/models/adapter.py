@@ -1,0 +1,153 @@
+"""PEFT's adapter files, written from our LoRA parameters and read back into them.
+
+Layouts. A linear layer's pair is stored as it is. PEFT keeps the experts of one stack in two matrices, lora_A
+[E * r, in] with the expert as the slow index and lora_B [out, r * E] with the expert as the fast one; ours are
+[E, r, in] and [E, out, r]. Where both stacks of a module are adapted, PEFT nests them: `base_layer` holds gate_up.
+Routers trained in full are stored whole, as PEFT's `modules_to_save`.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from surefoot.errors import ModelError
+from surefoot.models.experts import PROJECTIONS
+from surefoot.models.lora import LoraSettings, is_lora
+
+PREFIX = "base_model.model."
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+
+def write_adapter(
+    folder: Path, parameters: Mapping[str, Tensor], settings: LoraSettings, base_model: str, linear_names: Iterable[str]
+) -> None:
+    """Write `parameters` (our names) as a PEFT adapter into an existing empty folder.
+
+    `linear_names`: every linear module of the model, to find the shortest target names that mean just the adapted ones.
+    """
+    tensors = {}
+    for name, value in parameters.items():
+        key, stored = _to_peft(name, value.detach().to("cpu", torch.float32), parameters)
+        tensors[key] = stored.contiguous()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(
+        json.dumps(_peft_config(parameters, settings, base_model, linear_names), indent=2) + "\n"
+    )
+
+
+def _to_peft(name: str, value: Tensor, parameters: Mapping[str, Tensor]) -> tuple[str, Tensor]:
+    owner, _, leaf = name.rpartition(".")
+    if not is_lora(name):
+        return f"{PREFIX}{name}", value
+    part = leaf[-1]
+    if leaf in ("lora_A", "lora_B"):
+        return f"{PREFIX}{owner}.lora_{part}.weight", value
+    is_nested = leaf.startswith("gate_up_proj") and f"{owner}.down_proj_lora_A" in parameters
+    key = f"{PREFIX}{owner}.{'base_layer.' if is_nested else ''}lora_{part}.weight"
+    if part == "A":
+        return key, value.reshape(-1, value.shape[-1])  # [E, r, in] -> [E * r, in]
+    return key, value.permute(1, 2, 0).reshape(value.shape[1], -1)  # [E, out, r] -> [out, r * E]
+
+
+def _peft_config(
+    parameters: Mapping[str, Tensor], settings: LoraSettings, base_model: str, linear_names: Iterable[str]
+) -> dict[str, Any]:
+    adapted = {name.removesuffix(".lora_A") for name in parameters if name.endswith(".lora_A")}
+    suffixes = {name.rpartition(".")[2] for name in adapted}
+    meant = {name for name in linear_names if name.rpartition(".")[2] in suffixes}
+    stacks = {name.removesuffix("_lora_A") for name in parameters if name.endswith("_proj_lora_A")}
+    routers = {name.removesuffix(".weight") for name in parameters if not is_lora(name)}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "use_rslora": settings.rslora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "target_modules": sorted(suffixes if meant == adapted else adapted),
+        "target_parameters": sorted({".".join(name.split(".")[-3:]) for name in stacks}, key=_stack_order) or None,
+        "modules_to_save": sorted({".".join(name.split(".")[-2:]) for name in routers}) or None,
+    }
+
+
+def _stack_order(name: str) -> tuple[str, int]:
+    owner, _, leaf = name.rpartition(".")
+    return owner, PROJECTIONS.index(leaf)
+
+
+def read_adapter(folder: Path, wanted: Mapping[str, torch.Size], settings: LoraSettings) -> dict[str, Tensor]:
+    """Read a PEFT adapter into our names and shapes.
+
+    `wanted`: the trainable parameters of the model, by name. Every one must be in the file and nothing else.
+    Raises: ModelError where the folder is no adapter, or its settings, names or shapes differ.
+    """
+    config, stored = load_adapter_files(folder)
+    theirs = {
+        "lora_rank": config.get("r"),
+        "lora_alpha": config.get("lora_alpha"),
+        "use_rslora": config.get("use_rslora", False),
+    }
+    ours = {"lora_rank": settings.rank, "lora_alpha": settings.alpha, "use_rslora": settings.rslora}
+    different = [
+        f"{name}={ours[name]} but the adapter has {theirs[name]}" for name in ours if ours[name] != theirs[name]
+    ]
+    if different:
+        raise ModelError(f"init_adapter={folder}: {'; '.join(different)}. Set the same values.")
+    values = {}
+    for name, shape in wanted.items():
+        key, _ = _to_peft(name, torch.empty(shape, device="meta"), wanted_as_tensors(wanted))
+        if key not in stored:
+            raise ModelError(f"init_adapter={folder} has no {key}. Adapt the same modules as it does (target_modules).")
+        values[name] = _from_peft(name, stored.pop(key), shape, folder)
+    if stored:
+        raise ModelError(f"init_adapter={folder} also adapts {sorted(stored)[0]}, which target_modules leaves out.")
+    return values
+
+
+def wanted_as_tensors(wanted: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Names and shapes as tensors without storage."""
+    return {name: torch.empty(shape, device="meta") for name, shape in wanted.items()}
+
+
+def _from_peft(name: str, value: Tensor, shape: torch.Size, folder: Path) -> Tensor:
+    if value.numel() != shape.numel():
+        raise ModelError(f"init_adapter={folder}: {name} has shape {tuple(value.shape)} there, {tuple(shape)} here.")
+    if name.endswith("_proj_lora_B"):
+        num_experts, out_features, rank = shape
+        return value.reshape(out_features, rank, num_experts).permute(2, 0, 1).contiguous().float()
+    return value.reshape(shape).float()
+
+
+def load_adapter_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config and the tensors of a PEFT adapter folder, as stored."""
+    try:
+        config = json.loads((folder / CONFIG).read_text("utf-8"))
+        return config, load_file(folder / WEIGHTS)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{folder} is no PEFT adapter: it needs a readable {CONFIG} and {WEIGHTS} ({error})."
+        ) from error
+
+
+def settings_of(config: Mapping[str, Any]) -> LoraSettings:
+    """Our settings for an adapter that was written by `write_adapter`."""
+    return LoraSettings(
+        rank=config["r"],
+        alpha=config["lora_alpha"],
+        rslora=config.get("use_rslora", False),
+        targets=(
+            *(config.get("target_modules") or ()),
+            *(config.get("target_parameters") or ()),
+            *(["router"] if config.get("modules_to_save") else []),
+        ),
+    )

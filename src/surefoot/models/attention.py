@@ -1,0 +1,100 @@
+"""Attention over packed samples, plugged into transformers under the name `surefoot`.
+
+A batch is one row of T tokens in which samples follow each other; `lengths` says where each ends. No sample sees
+another, no mask is ever built, and the cost follows the samples' lengths, not the pack's.
+
+Knows nothing of packing or of models: it gets `lengths` and `cu_seq_lens_q` through the model's keyword arguments.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+IMPLEMENTATION = "surefoot"
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _attention_mask: Tensor | None,
+    *,
+    lengths: list[int],
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sample.
+
+    Shapes: query [1, heads, T, D], key and value [1, kv_heads, T, D] -> [1, T, heads, D]; sum(lengths) == T.
+    Raises: NotImplementedError for variants whose numbers would be wrong here (soft-capping, attention sinks).
+    """
+    for name in ("softcap", "s_aux", "position_bias"):
+        if extra.get(name) is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__} needs {name}; set attn_implementation to flash_attention_2"
+            )
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
+        window = (sliding_window - 1, 0) if sliding_window else (-1, 0)
+        query_THD, key_THD, value_THD = (t[0].transpose(0, 1).contiguous() for t in _same_heads(query, key, value))
+        out = varlen_attn(
+            query_THD,
+            key_THD,
+            value_THD,
+            cu_seq_lens_q,
+            cu_seq_lens_q,
+            max_length_q,
+            max_length_q,
+            scale=scaling,
+            window_size=window,
+        )
+        assert isinstance(out, Tensor)
+        return out[None], None
+    outputs = []
+    begin = 0
+    for length in lengths:
+        span = slice(begin, begin + length)
+        mask = None
+        if sliding_window and length > sliding_window:
+            position = torch.arange(length, device=query.device)
+            distance = position[:, None] - position[None, :]
+            mask = (distance >= 0) & (distance < sliding_window)
+        sample = F.scaled_dot_product_attention(
+            query[:, :, span],
+            key[:, :, span],
+            value[:, :, span],
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(sample.transpose(1, 2))
+        begin += length
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+
+
+def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Key and value repeated to the query's number of heads, as `varlen_attn` of torch 2.10 and 2.11 needs."""
+    repeats = query.shape[1] // key.shape[1]
+    if repeats == 1:
+        return query, key, value
+    return query, key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """`lengths` already says everything a mask would."""
+
+
+AttentionInterface.register(IMPLEMENTATION, packed_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _no_mask)

@@ -1,0 +1,240 @@
+"""Grouped experts with LoRA, plugged into transformers under the name `surefoot`.
+
+Serves every model whose experts follow transformers' fused convention: `gate_up_proj [E, 2I, H]` and
+`down_proj [E, H, I]` (Mixtral, Qwen2-MoE, Qwen3-MoE, the text part of Qwen3-VL-MoE and more). Where a module carries
+`<name>_lora_A [E, r, in]` and `<name>_lora_B [E, out, r]` (see `lora.py`), they are added as low-rank grouped GEMMs.
+The backward forms only what is asked for: under LoRA dX, dA and dB, never a dense dW.
+
+Knows nothing of how LoRA parameters are made, frozen or sharded, nor of routers.
+
+Shape suffixes: T tokens, K experts per token, S = T*K rows sorted by expert, E experts, H hidden, I intermediate,
+R rank.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+
+from surefoot.models.grouped_gemm import (
+    STRIDE_ELEMENTS,
+    Groups,
+    grouped_linear,
+    grouped_linear_add_,
+    grouped_linear_dw,
+    grouped_linear_dx,
+    grouped_linear_dx_add_,
+)
+
+IMPLEMENTATION = "surefoot"
+PROJECTIONS = ("gate_up_proj", "down_proj")
+
+
+def is_fused_experts(module: nn.Module) -> bool:
+    """Whether `module` holds experts in the layout this file computes."""
+    return (
+        all(
+            isinstance(getattr(module, name, None), nn.Parameter) and getattr(module, name).dim() == 3
+            for name in PROJECTIONS
+        )
+        and getattr(module, "has_gate", False)
+        and not any(getattr(module, flag, True) for flag in ("has_bias", "is_transposed", "has_post_expert_norm"))
+    )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The forward of a fused experts module, as `ALL_EXPERTS_FUNCTIONS` calls it.
+
+    Shapes: hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K] -> [T, H].
+    """
+    if not is_fused_experts(self):
+        raise TypeError(
+            f"{type(self).__name__} has biased, transposed or ungated experts; use experts_implementation=grouped_mm"
+        )
+    adapters = [getattr(self, f"{name}_lora_{part}", None) for name in PROJECTIONS for part in "AB"]
+    return _Experts.apply(  # type: ignore[no-any-return,no-untyped-call]
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        self.gate_up_proj,
+        self.down_proj,
+        *adapters,
+        getattr(self, "lora_scaling", 0.0),
+        _gate_of(self),
+    )
+
+
+class _SwiGLU:
+    """silu(gate) * up over concatenated halves, with few passes over memory."""
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def backward(self, d_act: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        """(activation again, gradient by gate_up); `d_act` is used up."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        d_gate_up = torch.empty_like(gate_up)
+        d_gate, d_up = d_gate_up.chunk(2, dim=-1)
+        act = F.silu(gate)
+        torch.mul(d_act, act, out=d_up)
+        torch.ops.aten.silu_backward.grad_input(d_act.mul_(up), gate, grad_input=d_gate)
+        return act.mul_(up), d_gate_up
+
+
+class _ModuleGate:
+    """Whatever gating the model defines, differentiated by autograd."""
+
+    def __init__(self, apply_gate: Callable[[Tensor], Tensor]) -> None:
+        self.forward = apply_gate
+
+    def backward(self, d_act: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            leaf = gate_up.detach().requires_grad_()
+            act = self.forward(leaf)
+            (d_gate_up,) = torch.autograd.grad(act, leaf, d_act)
+        return act.detach(), d_gate_up
+
+
+def _gate_of(module: nn.Module) -> _SwiGLU | _ModuleGate:
+    is_silu = isinstance(module.act_fn, nn.SiLU)
+    apply_gate: Any = module._apply_gate
+    is_plain = apply_gate.__func__ is _default_apply_gate and module.is_concatenated
+    return _SwiGLU() if is_silu and is_plain else _ModuleGate(apply_gate)
+
+
+def _lora_pair(a: Tensor | None, b: Tensor | None, like: Tensor, groups: Groups) -> tuple[Tensor, Tensor] | None:
+    """The pair in the computing type, its rank padded with zeros where the fused kernel needs wider rows."""
+    if a is None or b is None:
+        return None
+    a, b = a.to(like.dtype), b.to(like.dtype)
+    missing = -a.shape[1] % STRIDE_ELEMENTS if groups.spans is None else 0
+    return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)
+
+
+class _Experts(torch.autograd.Function):
+    """Gather, gate-up, gate, down, weigh and combine, with LoRA on both projections, as one node of the graph.
+
+    Saved for the backward: the tokens [T, H], the gate-up output [S, 2I] and the low-rank products [S, R]. The gathered
+    rows [S, H] and the activation [S, I] are formed again. With u = g @ W_down the gradient of a routing weight is
+    <u, act>, so the down projection's output is not kept either.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        index_TK: Tensor,
+        weights_TK: Tensor,
+        gate_up_E2IH: Tensor,
+        down_EHI: Tensor,
+        gate_up_A: Tensor | None,
+        gate_up_B: Tensor | None,
+        down_A: Tensor | None,
+        down_B: Tensor | None,
+        scaling: float,
+        gate: _SwiGLU | _ModuleGate,
+    ) -> Tensor:
+        tokens, top_k = index_TK.shape
+        device_type = hidden_TH.device.type
+        is_autocast = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if is_autocast else gate_up_E2IH.dtype
+        ids, order_S = torch.sort(index_TK.reshape(-1), stable=True)
+        groups = Groups.of(ids, gate_up_E2IH.shape[0], dtype)
+        token_S = order_S // top_k
+
+        x_SH = hidden_TH.to(dtype)[token_S]
+        gate_up_S = grouped_linear(x_SH, gate_up_E2IH.to(dtype), groups)
+        first = _lora_pair(gate_up_A, gate_up_B, x_SH, groups)
+        first_low_SR = None
+        if first is not None:
+            first_low_SR = grouped_linear(x_SH, first[0], groups)
+            grouped_linear_add_(gate_up_S, first_low_SR, first[1], groups, scaling)
+
+        act_SI = gate.forward(gate_up_S)
+        out_SH = grouped_linear(act_SI, down_EHI.to(dtype), groups)
+        second = _lora_pair(down_A, down_B, x_SH, groups)
+        second_low_SR = None
+        if second is not None:
+            second_low_SR = grouped_linear(act_SI, second[0], groups)
+            grouped_linear_add_(out_SH, second_low_SR, second[1], groups, scaling)
+
+        weight_S = weights_TK.reshape(-1)[order_S].to(dtype)
+        position_S = torch.empty_like(order_S)
+        position_S[order_S] = torch.arange(order_S.numel(), device=order_S.device)
+        out_TH = out_SH.mul_(weight_S[:, None])[position_S].view(tokens, top_k, -1).sum(1)
+
+        ctx.save_for_backward(
+            hidden_TH, token_S, position_S, weight_S, gate_up_S, first_low_SR, second_low_SR,
+            gate_up_E2IH, down_EHI, gate_up_A, gate_up_B, down_A, down_B,
+        )  # fmt: skip
+        ctx.groups, ctx.scaling, ctx.gate, ctx.top_k, ctx.weights_dtype = groups, scaling, gate, top_k, weights_TK.dtype
+        return out_TH.to(hidden_TH.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out_TH: Tensor) -> tuple[Tensor | None, ...]:
+        (
+            hidden_TH, token_S, position_S, weight_S, gate_up_S, first_low_SR, second_low_SR,
+            gate_up_E2IH, down_EHI, gate_up_A, gate_up_B, down_A, down_B,
+        ) = ctx.saved_tensors  # fmt: skip
+        groups, scaling, needs = ctx.groups, ctx.scaling, ctx.needs_input_grad
+        dtype = gate_up_S.dtype
+        tokens = hidden_TH.shape[0]
+        g_SH = d_out_TH.to(dtype)[token_S]  # by the combined rows, before the routing weight
+        second = _lora_pair(down_A, down_B, g_SH, groups)
+        d_act_SI = grouped_linear_dx(g_SH, down_EHI.to(dtype), groups)
+        g_low_SR = None
+        if second is not None:
+            g_low_SR = grouped_linear_dx(g_SH, second[1], groups)
+            grouped_linear_dx_add_(d_act_SI, g_low_SR, second[0], groups, scaling)
+        unweighted_SI = d_act_SI.clone() if needs[2] else None
+        act_SI, d_gate_up_S = ctx.gate.backward(d_act_SI.mul_(weight_S[:, None]), gate_up_S)
+
+        d_weights = d_down = d_down_A = d_down_B = d_gate_up = d_gate_up_A = d_gate_up_B = d_hidden = None
+        if unweighted_SI is not None:
+            d_weight_S = unweighted_SI.mul_(act_SI).sum(-1)
+            d_weights = d_weight_S[position_S].view(tokens, ctx.top_k).to(ctx.weights_dtype)
+        if needs[4]:
+            d_down = grouped_linear_dw(g_SH * weight_S[:, None], act_SI, groups)
+        if second is not None:
+            rank = down_A.shape[1]
+            if needs[7]:
+                d_low = g_low_SR * weight_S[:, None]
+                d_down_A = grouped_linear_dw(d_low, act_SI, groups, scaling)[:, :rank].to(down_A.dtype)
+            if needs[8]:
+                low = second_low_SR * weight_S[:, None]
+                d_down_B = grouped_linear_dw(g_SH, low, groups, scaling)[:, :, :rank].to(down_B.dtype)
+        del act_SI, d_act_SI, unweighted_SI
+
+        first = _lora_pair(gate_up_A, gate_up_B, g_SH, groups)
+        x_SH = hidden_TH.to(dtype)[token_S] if needs[3] or needs[5] else g_SH.new_empty(0)
+        d_first_low_SR = None
+        if first is not None:
+            rank = gate_up_A.shape[1]
+            d_first_low_SR = grouped_linear_dx(d_gate_up_S, first[1], groups)
+            if needs[5]:
+                d_gate_up_A = grouped_linear_dw(d_first_low_SR, x_SH, groups, scaling)[:, :rank].to(gate_up_A.dtype)
+            if needs[6]:
+                d_gate_up_B = grouped_linear_dw(d_gate_up_S, first_low_SR, groups, scaling)[:, :, :rank].to(
+                    gate_up_B.dtype
+                )
+        if needs[3]:
+            d_gate_up = grouped_linear_dw(d_gate_up_S, x_SH, groups)
+        if needs[0]:
+            d_x_SH = grouped_linear_dx(d_gate_up_S, gate_up_E2IH.to(dtype), groups)
+            if first is not None and d_first_low_SR is not None:
+                grouped_linear_dx_add_(d_x_SH, d_first_low_SR, first[0], groups, scaling)
+            d_hidden = d_x_SH[position_S].view(tokens, ctx.top_k, -1).sum(1).to(hidden_TH.dtype)
+        return (
+            d_hidden, None, d_weights, d_gate_up, d_down,
+            d_gate_up_A, d_gate_up_B, d_down_A, d_down_B, None, None,
+        )  # fmt: skip
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)

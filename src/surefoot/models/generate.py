@@ -1,0 +1,68 @@
+"""Complete conversations with a model: for chat, for looking, and for exact-match evaluation. Not a serving engine."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+Turns = Sequence[dict[str, str]]
+
+
+@contextmanager
+def generating(model: PreTrainedModel) -> Iterator[None]:
+    """The model in evaluation mode with ordinary cached attention, put back afterwards."""
+    before, training = model.config._attn_implementation, model.training
+    model.set_attn_implementation("sdpa")
+    model.eval()
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        model.train(training)
+
+
+def complete(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Turns],
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    batch_size: int = 16,
+) -> list[str]:
+    """The assistant's next turn for each conversation, without its end-of-turn token. Temperature 0 is greedy."""
+    prompts: list[list[int]] = [
+        tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=False)
+        for turns in conversations
+    ]
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    own_ends = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(own_ends if isinstance(own_ends, list) else [own_ends])} - {None}
+    settings = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=temperature > 0,
+        temperature=temperature if temperature > 0 else None,
+        pad_token_id=pad,
+        eos_token_id=sorted(ends),
+    )
+    answers: list[str] = []
+    with generating(model), torch.no_grad():
+        for begin in range(0, len(prompts), batch_size):
+            answers += _complete_batch(model, tokenizer, prompts[begin : begin + batch_size], settings, int(pad))
+    return answers
+
+
+def _complete_batch(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[list[int]],
+    settings: GenerationConfig,
+    pad: int,
+) -> list[str]:
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
+    output = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
+    answers: list[str] = tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
+    return answers

@@ -1,0 +1,101 @@
+"""Matrix products where each group of rows meets its own matrix: the arithmetic of Mixture-of-Experts.
+
+Knows nothing of experts, LoRA or gradients. Two backends give the same numbers up to rounding: `F.grouped_mm` (one
+kernel, no host synchronisation) for bfloat16 on CUDA, and one `mm` per non-empty group written in place elsewhere.
+
+Shapes: S rows sorted by group, E groups; `x [S, in]`, `dy [S, out]`, `weight [E, out, in]`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+STRIDE_ELEMENTS = 8
+"""`grouped_mm` wants row strides of 16 bytes: 8 elements of bfloat16."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How S sorted rows are dealt to E groups."""
+
+    counts: Tensor
+    """Rows per group, int64 [E]."""
+    offsets: Tensor
+    """End of each group, int32 [E]."""
+    spans: list[tuple[int, int, int]] | None
+    """(group, begin, end) of each non-empty group on the host; None where one kernel takes them all."""
+
+    @classmethod
+    def of(cls, ids: Tensor, num_groups: int, dtype: torch.dtype) -> "Groups":
+        """Count `ids [S]` (0 <= id < num_groups). Synchronises with the device only where there is no fused kernel."""
+        counts = torch.bincount(ids, minlength=num_groups)
+        offsets = counts.cumsum(0, dtype=torch.int32)
+        if _is_fused(ids.device, dtype):
+            return cls(counts, offsets, None)
+        ends = offsets.tolist()
+        spans = [
+            (e, begin, end) for e, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)) if end > begin
+        ]
+        return cls(counts, offsets, spans)
+
+
+def _is_fused(device: torch.device, dtype: torch.dtype) -> bool:
+    return (
+        device.type == "cuda"
+        and dtype == torch.bfloat16
+        and hasattr(F, "grouped_mm")
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+
+
+def grouped_linear(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    """`y[s] = weight[group of s] @ x[s]`: [S, in] -> [S, out]."""
+    if groups.spans is None:
+        return F.grouped_mm(x, weight.transpose(-2, -1), offs=groups.offsets)
+    y = x.new_empty(x.shape[0], weight.shape[1])
+    for group, begin, end in groups.spans:
+        torch.mm(x[begin:end], weight[group].t(), out=y[begin:end])
+    return y
+
+
+def grouped_linear_add_(y: Tensor, x: Tensor, weight: Tensor, groups: Groups, scale: float) -> Tensor:
+    """`y += scale * grouped_linear(x, weight)`, in place."""
+    if groups.spans is None:
+        return y.add_(F.grouped_mm(x, weight.transpose(-2, -1), offs=groups.offsets), alpha=scale)
+    for group, begin, end in groups.spans:
+        y[begin:end].addmm_(x[begin:end], weight[group].t(), alpha=scale)
+    return y
+
+
+def grouped_linear_dx(dy: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    """The gradient of `grouped_linear` by x: [S, out] -> [S, in]."""
+    if groups.spans is None:
+        return F.grouped_mm(dy, weight, offs=groups.offsets)
+    dx = dy.new_empty(dy.shape[0], weight.shape[2])
+    for group, begin, end in groups.spans:
+        torch.mm(dy[begin:end], weight[group], out=dx[begin:end])
+    return dx
+
+
+def grouped_linear_dx_add_(dx: Tensor, dy: Tensor, weight: Tensor, groups: Groups, scale: float) -> Tensor:
+    """`dx += scale * grouped_linear_dx(dy, weight)`, in place."""
+    if groups.spans is None:
+        return dx.add_(F.grouped_mm(dy, weight, offs=groups.offsets), alpha=scale)
+    for group, begin, end in groups.spans:
+        dx[begin:end].addmm_(dy[begin:end], weight[group], alpha=scale)
+    return dx
+
+
+def grouped_linear_dw(dy: Tensor, x: Tensor, groups: Groups, scale: float = 1.0) -> Tensor:
+    """The gradient of `grouped_linear` by its weights, times `scale`: [E, out, in]. A group without rows gets zeros."""
+    shape = (groups.counts.shape[0], dy.shape[1], x.shape[1])
+    if groups.spans is None:
+        dw = F.grouped_mm(dy.t(), x, offs=groups.offsets)
+        # The kernel may leave the matrix of an empty group unwritten.
+        return torch.where((groups.counts > 0)[:, None, None], dw * scale, 0)
+    dw = dy.new_zeros(shape) if len(groups.spans) < shape[0] else dy.new_empty(shape)
+    for group, begin, end in groups.spans:
+        torch.addmm(dw[group], dy[begin:end].t(), x[begin:end], beta=0, alpha=scale, out=dw[group])
+    return dw

@@ -1,0 +1,214 @@
+"""LoRA as our own module. Base parameters keep their names; `lora_A` and `lora_B` stand beside them.
+
+Made before the model is sharded (on the meta device), so a LoRA parameter gets its base's placement; its initial value
+depends on (seed, parameter name) alone, never on rank or topology.
+
+Knows nothing of files: `export.py` translates to PEFT's format.
+
+Source: Hu et al., https://arxiv.org/abs/2106.09685; rank-stabilised scaling: Kalajdzievski, https://arxiv.org/abs/2312.03732
+"""
+
+import difflib
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from surefoot.errors import ModelError
+from surefoot.models.experts import PROJECTIONS, is_fused_experts
+from surefoot.models.routing import router_names
+
+GROUPS = ("attention", "mlp", "experts", "router", "all")
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """What to adapt and how."""
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    rslora: bool = False
+    targets: tuple[str, ...] = ("attention", "experts")
+    seed: int = 0
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclass(frozen=True)
+class LoraTargets:
+    """What the target groups and names came to in one model."""
+
+    linears: list[str] = field(default_factory=list)
+    """Names of linear modules."""
+    experts: list[str] = field(default_factory=list)
+    """Names of fused expert parameters (`model.layers.0.mlp.experts.gate_up_proj`)."""
+    routers: list[str] = field(default_factory=list)
+    """Names of router modules, whose small weights are trained in full."""
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with `lora_A [r, in]` and `lora_B [out, r]` beside its weight."""
+
+    lora_A: nn.Parameter  # noqa: N815 - PEFT's names
+    lora_B: nn.Parameter  # noqa: N815
+    lora_scaling: float
+    lora_dropout: float
+
+    @staticmethod
+    def adopt(linear: nn.Linear, settings: LoraSettings) -> None:
+        """Give an existing linear layer its low-rank pair, in place, so that no name changes."""
+        linear.__class__ = LoraLinear
+        assert isinstance(linear, LoraLinear)
+        linear.lora_A = nn.Parameter(torch.empty(settings.rank, linear.in_features))
+        linear.lora_B = nn.Parameter(torch.empty(linear.out_features, settings.rank))
+        linear.lora_scaling = settings.scaling
+        linear.lora_dropout = settings.dropout
+
+    def forward(self, input: Tensor) -> Tensor:
+        a, b = self.lora_A.to(input.dtype), self.lora_B.to(input.dtype)
+        if self.lora_dropout and self.training:
+            low = F.linear(F.dropout(input, self.lora_dropout), a)
+            return F.linear(input, self.weight, self.bias) + self.lora_scaling * F.linear(low, b)
+        return _LoraLinear.apply(input, self.weight, self.bias, a, b, self.lora_scaling)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _LoraLinear(torch.autograd.Function):
+    """y = x W^T + b + s (x A^T) B^T with W and b frozen: one pass over y forward, and only dx, dA, dB backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        low = rows @ a.t()
+        y = torch.addmm(bias, rows, weight.t()) if bias is not None else rows @ weight.t()
+        y.addmm_(low, b.t(), alpha=scaling)
+        ctx.save_for_backward(rows, low, weight, a, b)
+        ctx.scaling, ctx.shape = scaling, x.shape
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        rows, low, weight, a, b = ctx.saved_tensors
+        d_rows = d_y.reshape(-1, d_y.shape[-1])
+        d_low = d_rows @ b
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            d_x = (d_rows @ weight).addmm_(d_low, a, alpha=ctx.scaling).view(ctx.shape)
+        d_a = (d_low.t() @ rows).mul_(ctx.scaling)
+        d_b = (d_rows.t() @ low).mul_(ctx.scaling)
+        return d_x, None, None, d_a, d_b, None
+
+
+def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
+    """Resolve groups (attention, mlp, experts, router, all) and names to modules and parameters of `model`.
+
+    A name matches a linear module or an expert parameter whose full name equals it or ends with `.name`.
+    Raises: ModelError for a target that matches nothing, with the nearest names.
+    """
+    groups = _groups_of(model)
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    expert_parameters = set(groups["experts"])
+    chosen: set[str] = set()
+    for target in targets:
+        if target in groups:
+            found = set(groups[target])
+        else:
+            found = {n for n in linears | expert_parameters if n == target or n.endswith(f".{target}")}
+            if (
+                "experts" not in target
+            ):  # `down_proj` means the linear layers; expert stacks are named `experts.down_proj`
+                found -= expert_parameters
+        if not found:
+            raise ModelError(_nothing_matches(target, groups, linears | expert_parameters, type(model).__name__))
+        chosen |= found
+    order = [name for name, _ in model.named_modules()]
+    return LoraTargets(
+        linears=[name for name in order if name in chosen & linears],
+        experts=[name for name, _ in model.named_parameters() if name in chosen & expert_parameters],
+        routers=[name for name in order if name in chosen & set(groups["router"])],
+    )
+
+
+def _groups_of(model: PreTrainedModel) -> dict[str, list[str]]:
+    routers = router_names(model)
+    experts = [name for name, module in model.named_modules() if is_fused_experts(module)]
+    attention, mlp = [], []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and ".layers." in f".{name}" and name not in routers:
+            parents = name.split(".")[:-1]
+            if any("attn" in part or "attention" in part for part in parents):
+                attention.append(name)
+            elif any("mlp" in part or "feed_forward" in part for part in parents) and module.out_features > 1:
+                mlp.append(name)  # a gate with one output (Qwen2-MoE's shared_expert_gate) is too small to adapt
+    expert_parameters = [f"{name}.{part}" for name in experts for part in PROJECTIONS]
+    return {
+        "attention": attention,
+        "mlp": mlp,
+        "experts": expert_parameters,
+        "router": routers,
+        "all": attention + mlp + expert_parameters,
+    }
+
+
+def _nothing_matches(target: str, groups: dict[str, list[str]], names: set[str], model_name: str) -> str:
+    if target in GROUPS:
+        present = [group for group, members in groups.items() if members]
+        return (
+            f"target_modules: the group '{target}' is empty in {model_name}. Groups with members: {', '.join(present)}."
+        )
+    endings = {".".join(name.split(".")[-2:]) for name in names} | {name.split(".")[-1] for name in names}
+    near = difflib.get_close_matches(target, [*GROUPS, *sorted(endings)], n=5, cutoff=0.4)
+    known = sorted({name.split(".")[-1] for name in names})
+    return (
+        f"target_modules: '{target}' matches nothing in {model_name}. Nearest: {', '.join(near) or 'none'}. "
+        f"Linear modules and expert stacks: {', '.join(known)}. Groups: {', '.join(GROUPS)}."
+    )
+
+
+def attach(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:
+    """Create the LoRA parameters (uninitialised, on the current device) and return what was adapted."""
+    targets = find_targets(model, settings.targets)
+    for name in targets.linears:
+        module = model.get_submodule(name)
+        if type(module) is not nn.Linear:
+            raise ModelError(
+                f"target_modules: {name} is a {type(module).__name__}, not a plain linear layer; leave it out."
+            )
+        LoraLinear.adopt(module, settings)
+    for name in targets.experts:
+        owner, _, projection = name.rpartition(".")
+        module = model.get_submodule(owner)
+        num_experts, out_features, in_features = getattr(module, projection).shape
+        setattr(module, f"{projection}_lora_A", nn.Parameter(torch.empty(num_experts, settings.rank, in_features)))
+        setattr(module, f"{projection}_lora_B", nn.Parameter(torch.empty(num_experts, out_features, settings.rank)))
+        module.lora_scaling = settings.scaling
+    return targets
+
+
+def is_lora(name: str) -> bool:
+    """Whether a parameter of this name was made by `attach`."""
+    return name.endswith(("lora_A", "lora_B"))
+
+
+def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
+    """The value a LoRA parameter starts from, in full and in float32: uniform (Kaiming, a = sqrt 5) for A, zeros for B.
+
+    Drawn on the CPU from a generator seeded by (seed, name), so every topology and device gets the same numbers.
+    """
+    if name.endswith("lora_B"):
+        return torch.zeros(shape)
+    number = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
+    bound = 1 / math.sqrt(shape[-1])  # kaiming_uniform_(a=sqrt 5) over fan_in
+    return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(number))

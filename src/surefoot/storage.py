@@ -1,0 +1,108 @@
+"""Writing files so that a crash, a kill or a full disk never leaves half a file. Standard library only.
+
+Everything goes to a temporary name beside its target, is synced, and is renamed.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from surefoot.errors import StorageError
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the entries of `folder` itself (names, renames) durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Make the bytes of one file durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` by `text`, whole or not at all.
+
+    Raises: StorageError where the file system refuses; the old file stays.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise storage_error(path, error) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by `value` as JSON, whole or not at all. NaN and infinity are refused: they are no JSON."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Give a temporary folder to fill; on success it is synced and becomes `target`, on failure it is removed.
+
+    An existing `target` is replaced only after the new one is complete.
+    Raises: StorageError where the file system refuses.
+    """
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        temporary.mkdir()
+        yield temporary
+        for path in sorted(temporary.rglob("*")):
+            if path.is_file():
+                sync_file(path)
+            elif path.is_dir():
+                sync_folder(path)
+        sync_folder(temporary)
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(temporary, target)
+        sync_folder(target.parent)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise storage_error(target, error) from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def storage_error(path: Path, error: OSError) -> StorageError:
+    """The system's refusal to write `path`, with the room that is left on its file system."""
+    folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
+    free_mib = shutil.disk_usage(folder).free / 2**20
+    return StorageError(
+        f"{path}: could not be written: {error.strerror or error} ({free_mib:.0f} MiB free on its file system). "
+        "Nothing that was there before was touched. Free space or choose another output_dir, then run again."
+    )
+
+
+def sha256_of(path: Path) -> str:
+    """The file's SHA-256 in hex, read in pieces."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,149 @@
+"""What a run leaves for others: its adapter or model, found, exported, merged, and loaded again for completion."""
+
+import shutil
+from pathlib import Path
+
+import torch
+import yaml
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surefoot.config import RunConfig
+from surefoot.errors import ModelError
+from surefoot.models.adapter import CONFIG, load_adapter_files, read_adapter, settings_of, write_adapter
+from surefoot.models.build import build_model, load_tokenizer, meta_model, trainable_parameters
+from surefoot.models.export import linear_names, merge_adapter
+from surefoot.models.lora import LoraSettings
+from surefoot.models.sources import resolve_model
+from surefoot.storage import new_folder
+from surefoot.train.checkpoint import DamagedCheckpoint, checkpoint_folder, list_checkpoints, read_parameters, verify
+
+
+def lora_settings(config: RunConfig) -> LoraSettings | None:
+    """The config's LoRA part; None for full fine-tuning."""
+    if config.tuning == "full":
+        return None
+    targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules
+    return LoraSettings(
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        rslora=config.use_rslora,
+        targets=tuple(targets),
+        seed=config.seed,
+    )
+
+
+def write_artifact(
+    target: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: LoraSettings | None, base: Path
+) -> Path:
+    """Write the trained adapter (PEFT format), or without LoRA the whole model (HF format, the base's type)."""
+    with new_folder(target) as folder:
+        if settings is not None:
+            parameters = {name: parameter.data for name, parameter in trainable_parameters(model).items()}
+            write_adapter(folder, parameters, settings, str(base), linear_names(model))
+        else:
+            stored = meta_model(base).config.dtype or torch.float32
+            model.to(stored).save_pretrained(folder)  # the run is over: its float32 weights are not needed
+        tokenizer.save_pretrained(folder)
+    return target
+
+
+def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
+    """Write the adapter or model of a run folder (or of its checkpoint `step`), or merge an adapter into its base.
+
+    Raises: ModelError where there is nothing to export, or `target` exists.
+    """
+    if target.exists():
+        raise ModelError(f"{target} exists already; it was not touched. Give a new folder.")
+    if (run / CONFIG).is_file():
+        return _merge_or_copy(run, target, merge)
+    config = _config_of(run)
+    settings = lora_settings(config)
+    if settings is None and merge:
+        raise ModelError(f"{run} was trained in full: there is no adapter to merge. Leave --merge out.")
+    finished = run / ("adapter" if settings else "model")
+    if step is None and finished.is_dir():
+        return _merge_or_copy(finished, target, merge)
+    checkpoint = _checkpoint_of(run, step)
+    base = resolve_model(config.model, f"{run}/run.yaml")
+    tokenizer = load_tokenizer(base, config.chat_template)
+    parameters = read_parameters(checkpoint)
+    if settings is None:
+        model = build_model(base, lora=None, device=torch.device("cpu"), dtype=torch.float32).model
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(parameters[name])
+        return write_artifact(target, model, tokenizer, None, base)
+    adapter = target if not merge else target.with_name(f".{target.name}.adapter")
+    with new_folder(adapter) as folder:
+        write_adapter(folder, parameters, settings, str(base), linear_names(meta_model(base)))
+        tokenizer.save_pretrained(folder)
+    if not merge:
+        return adapter
+    try:
+        return merge_adapter(base, adapter, target)
+    finally:
+        shutil.rmtree(adapter)
+
+
+def _merge_or_copy(finished: Path, target: Path, merge: bool) -> Path:
+    if not merge:
+        with new_folder(target) as folder:
+            shutil.copytree(finished, folder, dirs_exist_ok=True)
+        return target
+    base = load_adapter_files(finished)[0].get("base_model_name_or_path")
+    if not base:
+        raise ModelError(f"{finished}/{CONFIG} names no base model.")
+    return merge_adapter(resolve_model(base, f"{finished}/{CONFIG}"), finished, target)
+
+
+def _config_of(run: Path) -> RunConfig:
+    try:
+        return RunConfig.model_validate(yaml.safe_load((run / "run.yaml").read_text("utf-8")))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ModelError(
+            f"{run} is neither a run folder (with run.yaml) nor an adapter folder (with {CONFIG}): {error}"
+        ) from error
+
+
+def _checkpoint_of(run: Path, step: int | None) -> Path:
+    saved = list_checkpoints(run)
+    path = saved[-1] if step is None and saved else checkpoint_folder(run, step or 0)
+    if path not in saved:
+        raise ModelError(
+            f"{run} has no checkpoint of step {step}. It has: {', '.join(p.name for p in saved) or 'none'}."
+        )
+    try:
+        verify(path)
+    except DamagedCheckpoint as error:
+        raise ModelError(f"{error}. Choose another checkpoint with --step.") from error
+    return path
+
+
+def load(source: str, adapter: Path | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model and tokenizer for completion: a run folder (its base with its adapter), or a model with an adapter."""
+    folder = Path(source).expanduser()
+    if (folder / "run.yaml").is_file():
+        config = _config_of(folder)
+        if config.tuning == "full":
+            source = str(folder / "model")
+        else:
+            source, adapter = config.model, folder / "adapter"
+    base = resolve_model(source, source)
+    settings = None
+    if adapter is not None:
+        settings = settings_of(load_adapter_files(adapter)[0])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = build_model(base, lora=settings, device=device, dtype=dtype).model
+    if adapter is not None and settings is not None:
+        load_adapter(adapter, model, settings)
+    tokens_from = adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else base
+    return model, load_tokenizer(tokens_from)
+
+
+def load_adapter(folder: Path, model: PreTrainedModel, settings: LoraSettings) -> None:
+    """Put the values of a PEFT adapter into a model that was built with the same LoRA settings."""
+    parameters = trainable_parameters(model)
+    values = read_adapter(folder, {name: parameter.shape for name, parameter in parameters.items()}, settings)
+    for name, value in values.items():
+        parameters[name].data.copy_(value)

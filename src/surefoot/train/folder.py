@@ -1,0 +1,120 @@
+"""The run folder: taken by one process at a time, never shared by two runs, and where a run goes on from."""
+
+import fcntl
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from surefoot.config import LoadedConfig, RunConfig, changed_fields
+from surefoot.errors import CheckpointError, ConfigError
+from surefoot.findings import Finding
+from surefoot.train.checkpoint import DamagedCheckpoint, find_newest, list_checkpoints, remove_leftovers, verify
+from surefoot.train.metrics import METRICS
+
+OWN_ENTRIES = (
+    "run.yaml environment.json metrics.jsonl summary.json findings.jsonl checkpoints adapter model tensorboard"
+).split()
+"""What a run writes into its folder."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where to go on from, and what was found on the way there."""
+
+    checkpoint: Path | None
+    findings: list[Finding]
+
+
+@contextmanager
+def claim(loaded: LoadedConfig) -> Iterator[Resume]:
+    """Take the run folder for this process, decide what to resume, and refuse to mix two runs."""
+    config, folder = loaded.run, loaded.run.run_folder
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output_dir={folder} is a file ({loaded.where('output_dir')}).")
+    strangers = (
+        sorted(p.name for p in folder.iterdir() if p.name not in OWN_ENTRIES and p.name[0] != ".")
+        if folder.is_dir()
+        else []
+    )
+    if strangers and not _holds_run(folder):
+        raise ConfigError(
+            f"output_dir={folder} holds files that are no run: {', '.join(strangers[:5])}. Nothing was touched. "
+            f"Give a new or empty folder ({loaded.where('output_dir')})."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "w")  # noqa: SIM115 - held until the run ends
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={folder} cannot be written: {error.strerror} ({loaded.where('output_dir')})."
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir={folder} is in use by another process right now. Choose another folder."
+            ) from error
+        resume = _decide_resume(loaded, config, folder)
+        remove_leftovers(folder)
+        yield resume
+
+
+def _holds_run(folder: Path) -> bool:
+    metrics = folder / METRICS
+    has_metrics = metrics.is_file() and metrics.stat().st_size > 0
+    return (
+        bool(list_checkpoints(folder)) or has_metrics or any((folder / name).exists() for name in ("adapter", "model"))
+    )
+
+
+def _decide_resume(loaded: LoadedConfig, config: RunConfig, folder: Path) -> Resume:
+    if config.overwrite_output_dir:
+        for name in OWN_ENTRIES:
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    explicit = config.resume_from_checkpoint not in ("auto", False)
+    if _holds_run(folder) and not explicit:
+        _refuse_other_run(loaded, config, folder)
+    if config.resume_from_checkpoint is False:
+        return Resume(None, [])
+    if not explicit:
+        return Resume(*find_newest(folder))
+    path = Path(str(config.resume_from_checkpoint))
+    where = loaded.where("resume_from_checkpoint")
+    if not path.is_dir():
+        raise CheckpointError(f"resume_from_checkpoint={path}: no such folder ({where}).")
+    try:
+        manifest = verify(path)
+    except DamagedCheckpoint as error:
+        raise CheckpointError(
+            f"resume_from_checkpoint={path} is damaged: {error}. Name an older one ({where})."
+        ) from error
+    changes = changed_fields(manifest["config"], config)
+    if changes:
+        raise CheckpointError(f"{path} was written with other settings: {'; '.join(changes)} ({where}).")
+    return Resume(path, [])
+
+
+def _refuse_other_run(loaded: LoadedConfig, config: RunConfig, folder: Path) -> None:
+    where = loaded.where("output_dir")
+    ways = "Choose another output_dir, or set overwrite_output_dir: true to delete that run"
+    if config.resume_from_checkpoint is False:
+        raise CheckpointError(
+            f"output_dir={folder} already holds a run, and resume_from_checkpoint is false. {ways} ({where})."
+        )
+    try:
+        saved = yaml.safe_load((folder / "run.yaml").read_text("utf-8"))
+        changes = changed_fields(saved, config)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise CheckpointError(
+            f"output_dir={folder} holds a run whose run.yaml cannot be read. {ways} ({where})."
+        ) from error
+    if changes:
+        raise CheckpointError(
+            f"output_dir={folder} holds another run; it differs in {'; '.join(changes)}. {ways} ({where})."
+        )

@@ -1,0 +1,204 @@
+"""The loop over steps: batch, step, events, evaluation, checkpoints, stop signals. Nothing else.
+
+SFT and later GRPO share it; what differs comes in through `Job`.
+"""
+
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from surefoot.config import RunConfig
+from surefoot.data.loader import MicroBatch
+from surefoot.errors import StoppedOnFinding
+from surefoot.events import CheckpointSaved, Evaluated, Event, StepEnded
+from surefoot.findings import Finding
+from surefoot.train.checkpoint import TrainState, list_checkpoints, timed_save
+from surefoot.train.optim import learning_rate_at
+from surefoot.train.sft import SftObjective
+from surefoot.train.step import NotFinite, StepResult, train_step
+
+
+class StopSignal:
+    """SIGINT and SIGTERM. During the loop they are remembered and the run saves; before and after they interrupt."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._deferred = False
+
+    @contextmanager
+    def watching(self) -> Iterator["StopSignal"]:
+        """Install the handlers; outside the main thread signals stay with whoever handles them."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self._handle) for number in signals}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Remember a signal instead of interrupting; a second one interrupts all the same."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if not self._deferred or (self.received and number == signal.SIGINT):
+            raise KeyboardInterrupt(signal.Signals(number).name)
+        self.received = signal.Signals(number).name
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything the loop works with, assembled by `run.py`."""
+
+    config: RunConfig
+    run_folder: Path
+    total_steps: int
+    batches: Callable[[int], tuple[float, list[MicroBatch]]]
+    """Step (from 0) -> (epoch when it is done, its micro-batches)."""
+    eval_batches: Callable[[], Sequence[MicroBatch]] | None
+    objective: SftObjective
+    optimizer: torch.optim.Optimizer
+    parameters: dict[str, nn.Parameter]
+    device: torch.device
+    forward_context: Callable[[], AbstractContextManager[object]]
+    emit: Callable[[Event], None]
+    saved_config: dict[str, Any]
+
+
+def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Literal["completed", "interrupted"]]:
+    """Train from `state` to the end or to a stop signal; either way the last step is saved.
+
+    Raises: StoppedOnFinding when the loss or a gradient is not finite; StorageError when the disk refuses a checkpoint.
+    """
+    config = job.config
+    with stop.deferred():
+        while state.step < job.total_steps and stop.received is None:
+            state = _one_step(job, state)
+            is_last = state.step == job.total_steps
+            if job.eval_batches and (is_last or (config.eval_steps and state.step % config.eval_steps == 0)):
+                _evaluate(job, state)
+            if config.save_steps and not is_last and state.step % config.save_steps == 0:
+                _save(job, state)
+        ended_early = state.step < job.total_steps
+        is_saved = any(path.name == f"step-{state.step:08d}" for path in list_checkpoints(job.run_folder))
+        if state.step and not is_saved and (ended_early or config.save_steps):
+            _save(job, state)
+    return state, "interrupted" if ended_early else "completed"
+
+
+def _one_step(job: Job, state: TrainState) -> TrainState:
+    config = job.config
+    began = time.perf_counter()
+    epoch, batches = job.batches(state.step)
+    # Dropout depends on (seed, step) alone, so a resumed run needs no saved generator.
+    torch.manual_seed(config.seed * 1_000_003 + state.step)
+    learning_rate = learning_rate_at(state.step, job.total_steps, config)
+    try:
+        result = train_step(
+            [batch.to(job.device) for batch in batches],
+            job.objective,
+            job.optimizer,
+            job.parameters,
+            learning_rate=learning_rate,
+            max_grad_norm=config.max_grad_norm,
+            forward_context=job.forward_context,
+        )
+    except NotFinite as error:
+        raise StoppedOnFinding(_not_finite_finding(job, state, error, batches, learning_rate)) from error
+    step_time_s = time.perf_counter() - began
+    state = replace(
+        state,
+        step=state.step + 1,
+        tokens=state.tokens + result.totals.tokens,
+        trained_tokens=state.trained_tokens + result.totals.trained,
+        loss_sum=state.loss_sum + result.loss,
+    )
+    job.emit(_step_ended(job, state, result, epoch, learning_rate, step_time_s))
+    return state
+
+
+def _step_ended(
+    job: Job, state: TrainState, result: StepResult, epoch: float, learning_rate: float, step_time_s: float
+) -> StepEnded:
+    counts = job.objective.expert_counts
+    load = None
+    if counts is not None:
+        load = tuple([round(value, 3) for value in (counts.amax(1) / counts.float().mean(1)).tolist()])
+    return StepEnded(
+        step=state.step,
+        total_steps=job.total_steps,
+        epoch=epoch,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        learning_rate=learning_rate,
+        tokens=state.tokens,
+        trained_tokens=state.trained_tokens,
+        tokens_per_second=result.totals.tokens / step_time_s,
+        step_time_s=step_time_s,
+        peak_memory_bytes=peak_memory_bytes(job.device),
+        aux_loss=None if result.aux_loss is None else result.aux_loss / job.config.router_aux_loss_coef,
+        expert_load=load,
+    )
+
+
+def _evaluate(job: Job, state: TrainState) -> None:
+    assert job.eval_batches is not None
+    with job.forward_context():
+        loss, trained = job.objective.evaluate([batch.to(job.device) for batch in job.eval_batches()])
+    job.emit(Evaluated(state.step, loss, trained))
+
+
+def _save(job: Job, state: TrainState) -> None:
+    path, seconds = timed_save(
+        job.run_folder, job.parameters, job.optimizer, state, job.saved_config, job.config.save_total_limit
+    )
+    job.emit(CheckpointSaved(state.step, path, seconds))
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory used so far: the allocator's on CUDA, the process's resident set elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+
+
+def _not_finite_finding(
+    job: Job, state: TrainState, error: NotFinite, batches: Sequence[MicroBatch], learning_rate: float
+) -> Finding:
+    saved = list_checkpoints(job.run_folder)
+    places = [place for batch in batches for place in batch.places]
+    evidence: dict[str, Any] = {
+        "step": state.step + 1,
+        error.what: str(error.value),
+        "learning_rate": learning_rate,
+        "rows": ", ".join(places[:32]) + (f" and {len(places) - 32} more" if len(places) > 32 else ""),
+        "last_good_checkpoint": str(saved[-1]) if saved else "none",
+    }
+    if error.parameters:
+        evidence["parameters"] = ", ".join(error.parameters[:8])
+    return Finding(
+        code="SF401" if error.what == "loss" else "SF402",
+        cause=f"the {error.what} of step {state.step + 1} is {error.value}; the weights were not updated with it",
+        evidence=evidence,
+        fix="Look at the rows above. Lower learning_rate or add warmup_steps; resume from the last good checkpoint.",
+    )

@@ -1,0 +1,89 @@
+"""The likelihood of the trained tokens, without ever holding logits for other tokens or for all of them at once."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from surefoot.data.loader import MicroBatch
+
+CHUNK_TOKENS = 512
+"""Trained tokens whose logits exist at the same time."""
+
+
+def forward_arguments(batch: MicroBatch) -> dict[str, Any]:
+    """What the decoder needs to see of a batch. The lengths travel to the attention function unread by the model."""
+    return {
+        "input_ids": batch.ids,
+        "position_ids": batch.position_ids,
+        "attention_mask": None,
+        "use_cache": False,
+        "lengths": batch.lengths,
+        "cu_seq_lens_q": batch.cu_seq_lens,
+        "max_length_q": max(batch.lengths),
+    }
+
+
+class TokenLoss:
+    """Sum of the negative log-likelihoods of a batch's trained tokens under a causal LM."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._head: nn.Linear | None = None
+        if self._head_is_plain():
+            head = model.get_output_embeddings()
+            assert isinstance(head, nn.Linear)
+            self._head = head
+
+    def _head_is_plain(self) -> bool:
+        """Whether logits are just the output layer of the decoder's states, seen on one token.
+
+        Some models scale or cap their logits on the way; for those the model's own forward is used, and the logits of
+        all trained tokens of a micro-batch exist at once.
+        """
+        head = self._model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            return False
+        device = self._model.device
+        ids = torch.zeros(1, 1, dtype=torch.long, device=device)
+        extra = {
+            "lengths": [1],
+            "cu_seq_lens_q": torch.tensor([0, 1], dtype=torch.int32, device=device),
+            "max_length_q": 1,
+        }
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            hidden = self._model.base_model(input_ids=ids, use_cache=False, **extra).last_hidden_state
+            logits = self._model(input_ids=ids, use_cache=False, **extra).logits
+            return torch.allclose(head(hidden), logits, rtol=1e-3, atol=1e-4)
+
+    def __call__(self, batch: MicroBatch) -> Tensor:
+        """Shapes: a scalar in float32, with its graph."""
+        if self._head is None:
+            logits = self._model(**forward_arguments(batch), logits_to_keep=batch.predict_at).logits[0]
+            return F.cross_entropy(logits.float(), batch.targets, reduction="sum")
+        hidden = self._model.base_model(**forward_arguments(batch)).last_hidden_state[0]
+        return _nll_sum(hidden[batch.predict_at], self._head, batch.targets)
+
+
+def _nll_sum(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
+    """Shapes: hidden [N, H], targets [N] -> scalar."""
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    hidden, weight = hidden.to(dtype), head.weight.to(dtype)
+    bias = head.bias.to(dtype) if head.bias is not None else None
+    if hasattr(F, "linear_cross_entropy"):
+        options = nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=CHUNK_TOKENS)
+        return F.linear_cross_entropy(
+            hidden, weight, targets, linear_bias=bias, reduction="sum", options=options
+        ).float()
+
+    def chunk_nll(part: Tensor, part_targets: Tensor) -> Tensor:  # torch < 2.13
+        return F.cross_entropy(F.linear(part, weight, bias).float(), part_targets, reduction="sum")
+
+    parts = zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
+    losses = [checkpoint(chunk_nll, part, wanted, use_reentrant=False) for part, wanted in parts]
+    return torch.stack(losses).sum()

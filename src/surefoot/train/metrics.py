@@ -1,0 +1,179 @@
+"""Observers that write a run's events down: metrics.jsonl, the screen, TensorBoard, W&B and trackio."""
+
+import importlib
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from surefoot.errors import ConfigError
+from surefoot.events import CheckpointSaved, Evaluated, Event, Noted, Observer, RunEnded, RunStarted, StepEnded
+from surefoot.storage import write_text
+
+METRICS = "metrics.jsonl"
+
+
+def as_metrics(event: StepEnded | Evaluated) -> dict[str, Any]:
+    """The numbers of an event, without those the model does not have."""
+    return {name: value for name, value in asdict(event).items() if value is not None and name != "total_steps"}
+
+
+class MetricsFile:
+    """Appends a line per logged step to metrics.jsonl; a resumed run first drops lines beyond its checkpoint."""
+
+    def __init__(self, path: Path, logging_steps: int) -> None:
+        self._path = path
+        self._every = logging_steps
+        self._file: TextIO | None = None
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._drop_lines_from(event.first_step)
+            self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed at the end of the run
+        elif isinstance(event, Evaluated) or (isinstance(event, StepEnded) and is_logged(event, self._every)):
+            assert self._file is not None
+            self._file.write(json.dumps(as_metrics(event)) + "\n")
+            self._file.flush()
+        elif isinstance(event, RunEnded) and self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _drop_lines_from(self, first_step: int) -> None:
+        if not self._path.is_file():
+            return
+        kept = []
+        for line in self._path.read_text("utf-8").splitlines(keepends=True):
+            try:
+                if json.loads(line)["step"] < first_step:
+                    kept.append(line)
+            except ValueError:  # the last line of a killed run may be cut short
+                break
+        write_text(self._path, "".join(kept))
+
+
+def is_logged(event: StepEnded, every: int) -> bool:
+    """Whether a step is one of those written down; the last one always is."""
+    return event.step % every == 0 or event.step == event.total_steps
+
+
+class Screen:
+    """Progress for a person: one line per logged step, rewritten in place on a terminal."""
+
+    def __init__(self, logging_steps: int, stream: TextIO | None = None) -> None:
+        self._every = logging_steps
+        self._stream = stream if stream is not None else sys.stderr
+        self._live = self._stream.isatty()
+        self._began = time.perf_counter()
+        self._first_step = 1
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._began, self._first_step = time.perf_counter(), event.first_step
+            share = event.trainable_parameters / event.all_parameters
+            rows = ", ".join(f"{count} {name}" for name, count in event.rows.items())
+            self._line(f"data: rows {rows}")
+            self._line(
+                f"training {event.trainable_parameters / 1e6:.2f} M of {event.all_parameters / 1e6:.1f} M parameters "
+                f"({share:.2%}), {event.total_steps} steps, into {event.run_folder}"
+            )
+        elif isinstance(event, StepEnded) and is_logged(event, self._every):
+            is_last = event.step == event.total_steps
+            self._write(self._progress(event), end="\n" if is_last or not self._live else "")
+        elif isinstance(event, Evaluated):
+            self._line(f"step {event.step}: eval_loss {event.eval_loss:.4f}")
+        elif isinstance(event, CheckpointSaved):
+            self._line(f"step {event.step}: checkpoint {event.path.name} ({event.save_time_s:.1f} s)")
+        elif isinstance(event, Noted):
+            self._line(event.text)
+
+    def _progress(self, event: StepEnded) -> str:
+        done = event.step - self._first_step + 1
+        left_s = (time.perf_counter() - self._began) / done * (event.total_steps - event.step)
+        parts = [
+            f"step {event.step}/{event.total_steps}",
+            f"loss {event.loss:.4f}",
+            f"grad {event.grad_norm:.2f}",
+            f"lr {event.learning_rate:.1e}",
+            f"{event.tokens_per_second:.0f} tok/s",
+            f"{event.peak_memory_bytes / 2**30:.1f} GiB",
+            f"ETA {int(left_s) // 60}:{int(left_s) % 60:02d}",
+        ]
+        if event.expert_load:
+            parts.insert(4, f"expert load {max(event.expert_load):.1f}x")
+        return "  ".join(parts)
+
+    def _line(self, text: str) -> None:
+        self._write(text, end="\n")
+
+    def _write(self, text: str, end: str) -> None:
+        start = "\r\x1b[K" if self._live else ""
+        self._stream.write(f"{start}{text}{end}")
+        self._stream.flush()
+
+
+class TensorBoard:
+    """Scalars under `<run folder>/tensorboard`."""
+
+    def __init__(self, run_folder: Path, logging_steps: int) -> None:
+        _require("tensorboard", "tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run_folder / "tensorboard"))
+        self._every = logging_steps
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, Evaluated) or (isinstance(event, StepEnded) and is_logged(event, self._every)):
+            for name, value in _scalars(event).items():
+                self._writer.add_scalar(f"train/{name}", value, event.step)
+        elif isinstance(event, RunEnded):
+            self._writer.close()
+
+
+class Tracker:
+    """W&B or trackio, which share these three calls."""
+
+    def __init__(self, package: str, run_folder: Path, logging_steps: int) -> None:
+        self._module = _require(package, package)
+        self._name = run_folder.name
+        self._every = logging_steps
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._module.init(project="surefoot", name=self._name, config=dict(event.config))
+        elif isinstance(event, Evaluated) or (isinstance(event, StepEnded) and is_logged(event, self._every)):
+            self._module.log({f"train/{name}": value for name, value in _scalars(event).items()}, step=event.step)
+        elif isinstance(event, RunEnded):
+            self._module.finish()
+
+
+def _scalars(event: StepEnded | Evaluated) -> dict[str, float]:
+    scalars = {}
+    for name, value in as_metrics(event).items():
+        if name == "expert_load":
+            scalars["expert_load_max"] = max(value)
+        elif name != "step":
+            scalars[name] = float(value)
+    return scalars
+
+
+def _require(package: str, setting: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(f"report_to: {setting} needs the package {package}: pip install {package}") from error
+
+
+def build_observers(run_folder: Path, logging_steps: int, report_to: list[str], *, screen: bool) -> list[Observer]:
+    """The observers a config asks for. Raises: ConfigError where a package is missing."""
+    observers: list[Observer] = [MetricsFile(run_folder / METRICS, logging_steps)]
+    if screen:
+        observers.append(Screen(logging_steps))
+    for name in report_to:
+        observers.append(
+            TensorBoard(run_folder, logging_steps)
+            if name == "tensorboard"
+            else Tracker(name, run_folder, logging_steps)
+        )
+    return observers

@@ -1,0 +1,73 @@
+"""Supervised fine-tuning: the likelihood of the assistant's words, plus the load-balancing loss where asked for."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from surefoot.data.loader import MicroBatch
+from surefoot.models.build import BuiltModel
+from surefoot.models.routing import LayerRouting, expert_counts, load_balancing_loss
+from surefoot.train.loss import TokenLoss, forward_arguments
+from surefoot.train.step import LossParts, Totals
+
+
+class SftObjective:
+    """`Objective` of SFT; also keeps how the last step's tokens were spread over experts."""
+
+    def __init__(self, built: BuiltModel, aux_loss_coef: float) -> None:
+        self._model = built.model
+        self._routing = built.routing
+        self._coefficient = aux_loss_coef if built.routing.names else 0.0
+        self._token_loss = TokenLoss(built.model)
+        self._counts: Tensor | None = None
+        """Rows per expert over the global batch, [layers, E]."""
+        self._counts_are_complete = False
+
+    @property
+    def expert_counts(self) -> Tensor | None:
+        """Rows each expert got in the last step, int64 [layers, E]; None for a dense model."""
+        return self._counts
+
+    def begin_step(self, batches: Sequence[MicroBatch]) -> None:
+        """The load-balancing loss weighs each micro-batch by how the whole global batch was routed.
+
+        With one micro-batch its own forward tells. With several, routing is counted first in a forward without graph:
+        exact for any accumulation, for about a third more time, and only where `router_aux_loss_coef` is set.
+        """
+        self._counts = None
+        self._counts_are_complete = False
+        if self._coefficient and len(batches) > 1:
+            for batch in batches:
+                with torch.no_grad(), self._routing.recording() as layers:
+                    self._model.base_model(**forward_arguments(batch))
+                self._add(layers)
+            self._counts_are_complete = True
+
+    def loss(self, batch: MicroBatch, totals: Totals) -> LossParts:
+        """This micro-batch's share, normalised over the global batch."""
+        with self._routing.recording() as layers:
+            main = self._token_loss(batch) / totals.trained
+        if not layers:
+            return LossParts(main)
+        if not self._counts_are_complete:
+            self._add(layers)
+        if not self._coefficient:
+            return LossParts(main)
+        assert self._counts is not None
+        return LossParts(main, self._coefficient * load_balancing_loss(layers, self._counts, totals.tokens))
+
+    def _add(self, layers: list[LayerRouting]) -> None:
+        counts = expert_counts(layers, layers[0].logits.shape[-1])
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
+        """(mean negative log-likelihood, trained tokens) over held-out batches, with dropout off."""
+        self._model.eval()
+        try:
+            total = sum(self._token_loss(batch).double().item() for batch in batches)
+        finally:
+            self._model.train()
+        trained = sum(batch.num_trained for batch in batches)
+        return total / trained, trained
