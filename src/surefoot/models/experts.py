@@ -167,7 +167,7 @@ class _Experts(torch.autograd.Function):
         weight_S = weights_TK.reshape(-1)[order_S].to(dtype)
         position_S = torch.empty_like(order_S)
         position_S[order_S] = torch.arange(order_S.numel(), device=order_S.device)
-        out_TH = out_SH.mul_(weight_S[:, None])[position_S].view(tokens, top_k, -1).sum(1)
+        out_TH = out_SH.mul_(weight_S[:, None])[position_S].view(tokens, top_k, out_SH.shape[1]).sum(1)
 
         ctx.save_for_backward(
             hidden_TH, token_S, position_S, weight_S, gate_up_S, first_low_SR, second_low_SR,
@@ -230,7 +230,7 @@ class _Experts(torch.autograd.Function):
             d_x_SH = grouped_linear_dx(d_gate_up_S, gate_up_E2IH.to(dtype), groups)
             if first is not None and d_first_low_SR is not None:
                 grouped_linear_dx_add_(d_x_SH, d_first_low_SR, first[0], groups, scaling)
-            d_hidden = d_x_SH[position_S].view(tokens, ctx.top_k, -1).sum(1).to(hidden_TH.dtype)
+            d_hidden = d_x_SH[position_S].view(tokens, ctx.top_k, d_x_SH.shape[1]).sum(1).to(hidden_TH.dtype)
         return (
             d_hidden, None, d_weights, d_gate_up, d_down,
             d_gate_up_A, d_gate_up_B, d_down_A, d_down_B, None, None,

@@ -82,7 +82,7 @@ class _Deltas:
                 return f"{owner}.(not adapted)"
             is_nested = leaf == "gate_up_proj" and "down_proj" in self._stacks
             return f"{owner}.base_layer" if is_nested else owner
-        return owner
+        return owner if leaf == "weight" else f"{owner}.(not adapted)"
 
     def apply(self, parameter: str, value: Tensor, expert: int | None, rows: tuple[int, int] | None) -> Tensor:
         """`value` with the adapter's part added: of one expert (or all, None), of some output rows (or all, None)."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 
@@ -88,15 +88,43 @@ def load_balancing_loss(layers: list[LayerRouting], counts: Tensor, num_tokens: 
     return torch.stack(shares).mean()
 
 
-def keep_routing_on_recompute() -> Any:
-    """A `context_fn` for `torch.utils.checkpoint`: top-k results of the first forward are used again, not recomputed.
+def keep_routing_on_recompute() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """A `context_fn` for `torch.utils.checkpoint`: the experts chosen in the first forward are chosen again.
 
     A router that decides differently the second time (other kernels, another reduction order) would change the number
-    of rows an expert gets, and with it the saved shapes and every expert's gradient.
+    of rows an expert gets, and with it the saved shapes and every expert's gradient. Only the indices are kept: the
+    weights are computed again from them, because routers normalise them in place.
     """
+    chosen: list[Tensor] = []
+    return _RememberChoices(chosen), _RepeatChoices(chosen)
 
-    def policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        is_choice = operator is torch.ops.aten.topk.default
-        return CheckpointPolicy.MUST_SAVE if is_choice else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+class _RememberChoices(TorchDispatchMode):
+    def __init__(self, chosen: list[Tensor]) -> None:
+        super().__init__()
+        self._chosen = chosen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.topk.default:
+            self._chosen.append(output[1])
+        return output
+
+
+class _RepeatChoices(TorchDispatchMode):
+    def __init__(self, chosen: list[Tensor]) -> None:
+        super().__init__()
+        self._chosen = chosen
+        self._next = 0
+
+    def __enter__(self) -> "_RepeatChoices":
+        self._next = 0
+        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.topk.default:
+            return func(*args, **(kwargs or {}))
+        index = self._chosen[self._next]
+        self._next += 1
+        dim = args[2] if len(args) > 2 else (kwargs or {}).get("dim", -1)
+        return args[0].gather(dim, index), index

@@ -39,7 +39,7 @@ class TokenLoss:
             self._head = head
 
     def _head_is_plain(self) -> bool:
-        """Whether logits are just the output layer of the decoder's states, seen on one token.
+        """Whether logits are just the output layer of the decoder's states, seen on a few tokens.
 
         Some models scale or cap their logits on the way; for those the model's own forward is used, and the logits of
         all trained tokens of a micro-batch exist at once.
@@ -48,16 +48,18 @@ class TokenLoss:
         if not isinstance(head, nn.Linear):
             return False
         device = self._model.device
-        ids = torch.zeros(1, 1, dtype=torch.long, device=device)
-        extra = {
-            "lengths": [1],
-            "cu_seq_lens_q": torch.tensor([0, 1], dtype=torch.int32, device=device),
-            "max_length_q": 1,
-        }
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            hidden = self._model.base_model(input_ids=ids, use_cache=False, **extra).last_hidden_state
-            logits = self._model(input_ids=ids, use_cache=False, **extra).logits
-            return torch.allclose(head(hidden), logits, rtol=1e-3, atol=1e-4)
+        count = min(8, head.out_features)
+        ids = torch.arange(count, device=device)[None]
+        ends = torch.tensor([0, count], dtype=torch.int32, device=device)
+        seen: dict[str, Any] = {"lengths": [count], "cu_seq_lens_q": ends, "max_length_q": count, "use_cache": False}
+        self._model.eval()  # dropout would tell the two forwards apart
+        try:
+            with torch.no_grad():
+                hidden = self._model.base_model(input_ids=ids, **seen).last_hidden_state
+                logits = self._model(input_ids=ids, **seen).logits
+                return torch.allclose(head(hidden).float(), logits.float(), rtol=1e-3, atol=1e-4)
+        finally:
+            self._model.train()
 
     def __call__(self, batch: MicroBatch) -> Tensor:
         """Shapes: a scalar in float32, with its graph."""

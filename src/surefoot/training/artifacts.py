@@ -15,7 +15,7 @@ from surefoot.models.export import linear_names, merge_adapter
 from surefoot.models.lora import LoraSettings
 from surefoot.models.sources import resolve_model
 from surefoot.storage import new_folder
-from surefoot.train.checkpoint import DamagedCheckpoint, checkpoint_folder, list_checkpoints, read_parameters, verify
+from surefoot.training.checkpoint import DamagedCheckpoint, checkpoint_folder, list_checkpoints, read_parameters, verify
 
 
 def lora_settings(config: RunConfig) -> LoraSettings | None:

@@ -8,8 +8,8 @@ from torch import Tensor
 from surefoot.data.loader import MicroBatch
 from surefoot.models.build import BuiltModel
 from surefoot.models.routing import LayerRouting, expert_counts, load_balancing_loss
-from surefoot.train.loss import TokenLoss, forward_arguments
-from surefoot.train.step import LossParts, Totals
+from surefoot.training.loss import TokenLoss, forward_arguments
+from surefoot.training.step import LossParts, Totals
 
 
 class SftObjective:

@@ -23,10 +23,10 @@ from surefoot.data.loader import MicroBatch
 from surefoot.errors import StoppedOnFinding
 from surefoot.events import CheckpointSaved, Evaluated, Event, StepEnded
 from surefoot.findings import Finding
-from surefoot.train.checkpoint import TrainState, list_checkpoints, timed_save
-from surefoot.train.optim import learning_rate_at
-from surefoot.train.sft import SftObjective
-from surefoot.train.step import NotFinite, StepResult, train_step
+from surefoot.training.checkpoint import TrainState, list_checkpoints, timed_save
+from surefoot.training.optim import learning_rate_at
+from surefoot.training.sft import SftObjective
+from surefoot.training.step import NotFinite, StepResult, train_step
 
 
 class StopSignal:

@@ -24,13 +24,13 @@ from surefoot.findings import Finding
 from surefoot.models.build import build_model, keep_freed_memory, load_tokenizer, trainable_parameters
 from surefoot.models.sources import resolve_model
 from surefoot.storage import write_json, write_text
-from surefoot.train.artifacts import load_adapter, lora_settings, write_artifact
-from surefoot.train.checkpoint import TrainState, load_checkpoint
-from surefoot.train.folder import Resume, claim
-from surefoot.train.loop import Job, StopSignal, fit, peak_memory_bytes
-from surefoot.train.metrics import build_observers
-from surefoot.train.optim import build_optimizer
-from surefoot.train.sft import SftObjective
+from surefoot.training.artifacts import load_adapter, lora_settings, write_artifact
+from surefoot.training.checkpoint import TrainState, load_checkpoint
+from surefoot.training.folder import Resume, claim
+from surefoot.training.loop import Job, StopSignal, fit, peak_memory_bytes
+from surefoot.training.metrics import build_observers
+from surefoot.training.optim import build_optimizer
+from surefoot.training.sft import SftObjective
 
 
 @dataclass(frozen=True)
@@ -159,17 +159,20 @@ class _Run:
         if resume.checkpoint is not None:
             self._resume(resume.checkpoint, parameters, optimizer, dataset)
 
+        forward_context = _autocast(self._device) if built.autocast else contextlib.nullcontext
+        with forward_context():
+            objective = SftObjective(built, config.router_aux_loss_coef)
         job = Job(
             config=config,
             run_folder=self._folder,
             total_steps=total_steps,
             batches=_batches_of(order, dataset, config),
             eval_batches=_eval_batches_of(held_out, config) if held_out else None,
-            objective=SftObjective(built, config.router_aux_loss_coef),
+            objective=objective,
             optimizer=optimizer,
             parameters=parameters,
             device=self._device,
-            forward_context=_autocast(self._device) if built.autocast else contextlib.nullcontext,
+            forward_context=forward_context,
             emit=self._keep_state(self.emit),
             saved_config=config.model_dump(mode="json"),
         )

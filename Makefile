@@ -1,0 +1,39 @@
+# make demo | test | check | bench: each builds what it needs; only Python 3.11+, git and make must be there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/.run
+	$(BIN)/python examples/demo.py demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -m "not slow"
+
+bench: $(VENV)/.bench
+	$(BIN)/python benchmarks/sft_vs_trl.py
+
+$(VENV)/.run: pyproject.toml
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(BIN)/python -m pip install -q -e ".[dev]"
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.run
+	$(BIN)/python -m pip install -q -e ".[bench]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist demo .mypy_cache .ruff_cache .pytest_cache

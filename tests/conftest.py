@@ -1,0 +1,160 @@
+"""Small real models, a real tokenizer and small data, made once per session."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # a forgotten download fails at once
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+VOCAB_SIZE = 512
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Qwen1.5's ChatML with its default system prompt."""
+
+
+def make_model(kind: str) -> PreTrainedModel:
+    torch.manual_seed(7)
+    if kind == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=6, num_experts_per_tok=2))
+    if kind == "qwen2_moe":
+        return Qwen2MoeForCausalLM(Qwen2MoeConfig(**SIZES, **MOE, shared_expert_intermediate_size=40))
+    if kind == "qwen3_moe":
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, head_dim=8))
+    if kind == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**SIZES))
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<|endoftext|>", "<|im_end|>", "<|im_start|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        ["system user assistant You are a helpful assistant. Count one two three four."], trainer
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    fast.chat_template = CHATML
+    return fast
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Callable[[str], Path]:
+    """kind -> a folder with a tiny random model of that kind and a tokenizer."""
+    root = tmp_path_factory.mktemp("models")
+
+    def folder(kind: str) -> Path:
+        path = root / kind
+        if not path.exists():
+            make_model(kind).save_pretrained(path)
+            tokenizer.save_pretrained(path)
+        return path
+
+    return folder
+
+
+def counting_rows(count: int) -> list[dict[str, Any]]:
+    """Conversations of varied lengths."""
+    words = "one two three four five six seven eight nine ten".split()
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"Count from {i % 7} in {1 + i % 9} steps"},
+                {"role": "assistant", "content": " ".join(words[(i + k) % 10] for k in range(1 + i % 9))},
+            ]
+        }
+        for i in range(count)
+    ]
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("data") / "train.jsonl", counting_rows(40))
+
+
+@pytest.fixture
+def settings(model_folder: Callable[[str], Path], data_file: Path, tmp_path: Path) -> dict[str, Any]:
+    """A complete small run on the CPU."""
+    return {
+        "model": str(model_folder("qwen2_moe")),
+        "dataset": str(data_file),
+        "output_dir": str(tmp_path / "run"),
+        "max_length": 128,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "lora_rank": 4,
+        "device": "cpu",
+    }
+
+
+def surefoot(
+    *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None, timeout_s: float = 120
+) -> Any:
+    """Run the command line in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "surefoot", *arguments],
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )

@@ -1,0 +1,180 @@
+"""Recorded routing, the load-balancing loss, and routing under gradient checkpointing."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss_func
+
+from surefoot.data.loader import MicroBatch, collate
+from surefoot.data.render import Sample
+from surefoot.models.build import BuiltModel, build_model
+from surefoot.models.lora import LoraSettings
+from surefoot.models.routing import LayerRouting, RoutingRecorder, expert_counts, load_balancing_loss
+from surefoot.training.loss import forward_arguments
+from surefoot.training.sft import SftObjective
+from surefoot.training.step import Totals
+from tests.conftest import make_model
+
+LORA = LoraSettings(rank=4, alpha=8, targets=("attention", "experts", "router"))
+
+
+def build(folder: Path, **extra: bool) -> BuiltModel:
+    torch.manual_seed(5)
+    return build_model(folder, lora=LORA, device=torch.device("cpu"), dtype=torch.float32, **extra)  # type: ignore[arg-type]
+
+
+def samples(count: int) -> list[Sample]:
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for index in range(count):
+        ids = torch.randint(3, 500, (10 + 5 * index,), generator=generator).int().numpy()
+        trained = ids > 100
+        made.append(Sample(ids, trained, f"row {index}"))
+    return made
+
+
+def random_layers(tokens: int, experts: int, top_k: int, count: int) -> list[LayerRouting]:
+    torch.manual_seed(1)
+    logits = [torch.randn(tokens, experts) for _ in range(count)]
+    return [LayerRouting(layer, layer.softmax(-1).topk(top_k, dim=-1).indices) for layer in logits]
+
+
+def test_one_layers_loss_is_that_of_transformers() -> None:
+    layers = random_layers(50, 6, 2, 1)
+    ours = load_balancing_loss(layers, expert_counts(layers, 6), 50)
+    theirs = load_balancing_loss_func((layers[0].logits,), 6, 2)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_layers_are_not_pooled_so_opposite_imbalances_do_not_cancel() -> None:
+    first = torch.full((8, 2), -5.0)
+    first[:, 0] = 5.0
+    second = first.flip(1)
+    layers = [LayerRouting(logits, logits.topk(1, dim=-1).indices) for logits in (first, second)]
+    pooled = load_balancing_loss_func((first, second), 2, 1)
+    ours = load_balancing_loss(layers, expert_counts(layers, 2), 8)
+    assert pooled.item() == pytest.approx(1.0, abs=1e-3)
+    assert ours.item() == pytest.approx(2.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_every_moe_layer_is_recorded_once_per_forward(kind: str, model_folder: Callable[[str], Path]) -> None:
+    built = build(model_folder(kind))
+    batch = collate(samples(2))
+    with built.routing.recording() as layers:
+        built.model.base_model(**forward_arguments(batch))
+    assert [layer.index.shape for layer in layers] == [(25, 2)] * 2
+    assert expert_counts(layers, 6).sum(1).tolist() == [50, 50]
+    built.model.base_model(**forward_arguments(batch))
+    assert len(layers) == 2
+
+
+def test_a_dense_model_has_no_routers() -> None:
+    assert RoutingRecorder(make_model("llama")).names == []
+
+
+def aux_gradients(built: BuiltModel, batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
+    objective = SftObjective(built, aux_loss_coef=0.5)
+    totals = Totals(sum(b.num_tokens for b in batches), sum(b.num_trained for b in batches))
+    built.model.zero_grad()
+    objective.begin_step(batches)
+    total = 0.0
+    for batch in batches:
+        parts = objective.loss(batch, totals)
+        parts.total.backward()
+        assert parts.aux is not None
+        total += parts.aux.item()
+    gradients = {name: p.grad.clone() for name, p in built.model.named_parameters() if p.grad is not None}
+    return {"aux": torch.tensor(total), **gradients}
+
+
+def test_the_loss_does_not_depend_on_accumulation(model_folder: Callable[[str], Path]) -> None:
+    built = build(model_folder("qwen2_moe"))
+    rows = samples(4)
+    together = aux_gradients(built, [collate(rows)])
+    apart = aux_gradients(built, [collate([row]) for row in rows])
+    assert together["aux"] > 0.5
+    assert together.keys() == apart.keys()
+    for name, value in together.items():
+        torch.testing.assert_close(
+            apart[name], value, atol=1e-6, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_the_loss_reaches_the_routers(model_folder: Callable[[str], Path]) -> None:
+    built = build(model_folder("mixtral"))
+    batch = collate(samples(3))
+    gradients = []
+    for coefficient in (0.0, 0.5):
+        objective = SftObjective(built, aux_loss_coef=coefficient)
+        built.model.zero_grad()
+        objective.begin_step([batch])
+        objective.loss(batch, Totals(batch.num_tokens, batch.num_trained)).total.backward()
+        gradients.append(built.model.model.layers[0].mlp.gate.weight.grad.clone())
+    assert not torch.allclose(*gradients)
+
+
+class FickleRouter(nn.Module):
+    """Decides differently each time it is asked, as another reduction order on a GPU can."""
+
+    calls = 0
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.weight = router.weight
+        self.top_k = router.top_k
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        FickleRouter.calls += 1
+        logits = hidden.reshape(-1, hidden.shape[-1]) @ self.weight.t()
+        noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(FickleRouter.calls))
+        values, index = torch.topk((logits + noise).softmax(-1), self.top_k, dim=-1)
+        return logits, values, index
+
+
+def test_checkpointing_uses_the_first_forwards_routing_again(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from surefoot.models import experts
+
+    built = build(model_folder("mixtral"), gradient_checkpointing=True)
+    for layer in built.model.model.layers:
+        layer.mlp.gate = FickleRouter(layer.mlp.gate)
+    seen: list[torch.Tensor] = []
+    original = experts.Groups.of
+
+    def spy(ids: torch.Tensor, *rest: object) -> object:
+        seen.append(ids.clone())
+        return original(ids, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(experts.Groups, "of", spy)
+    batch = collate(samples(2))
+    hidden = built.model.base_model(**forward_arguments(batch)).last_hidden_state
+    hidden.sum().backward()
+    assert FickleRouter.calls == 4, "two layers, each forward and recomputed"
+    first, second = seen[:2], seen[2:][::-1]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "llama"])
+def test_checkpointing_gives_the_same_gradients(kind: str, model_folder: Callable[[str], Path]) -> None:
+    found = []
+    for enabled in (False, True):
+        built = build_model(
+            model_folder(kind),
+            lora=LoraSettings(rank=4, alpha=8, targets=("all",)),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            gradient_checkpointing=enabled,
+        )
+        objective = SftObjective(built, aux_loss_coef=0.1)
+        batch = collate(samples(3))
+        objective.begin_step([batch])
+        objective.loss(batch, Totals(batch.num_tokens, batch.num_trained)).total.backward()
+        found.append({n: p.grad for n, p in built.model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value)

@@ -1,0 +1,55 @@
+"""Up-cycled models are ordinary folders and compute what the dense model computes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from surefoot.errors import ModelError
+from surefoot.models.upcycle import upcycle
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "top_k"),
+    [("llama", "mixtral", 2), ("llama", "qwen2_moe", 2), ("qwen2", "qwen2_moe", 3), ("llama", "mixtral", 1)],
+)
+def test_the_function_is_unchanged(
+    kind: str, form: str, top_k: int, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = upcycle(str(model_folder(kind)), tmp_path / "moe", num_experts=4, top_k=top_k, form=form)  # type: ignore[arg-type]
+    ids = torch.randint(3, 500, (2, 16))
+    with torch.no_grad():
+        dense = AutoModelForCausalLM.from_pretrained(model_folder(kind))(ids).logits
+        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        sparse = model(ids).logits
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert (sparse - dense).abs().max() < 1e-4
+    assert model.config.model_type == form
+    assert AutoTokenizer.from_pretrained(folder).chat_template is not None
+    gate = model.model.layers[0].mlp.gate.weight
+    assert gate.std() > 0.01, "a router of zeros would send every token to the same experts"
+
+
+def test_the_same_seed_gives_the_same_folder(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    folders = [upcycle(str(model_folder("llama")), tmp_path / name, num_experts=2, seed=5) for name in "ab"]
+    names = sorted(path.name for path in folders[0].iterdir())
+    assert all((folders[0] / name).read_bytes() == (folders[1] / name).read_bytes() for name in names)
+    index = json.loads((folders[0] / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] > 0
+
+
+def test_what_cannot_be_upcycled_is_refused(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="1 <= top_k"):
+        upcycle(str(model_folder("llama")), tmp_path / "moe", num_experts=2, top_k=3)
+    with pytest.raises(ModelError, match="mixtral, qwen2_moe|llama, mistral or qwen2"):
+        upcycle(str(model_folder("mixtral")), tmp_path / "moe")
+    with pytest.raises(ModelError, match="biases, which Mixtral lacks"):
+        upcycle(str(model_folder("qwen2")), tmp_path / "moe", form="mixtral")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    with pytest.raises(ModelError, match="not empty"):
+        upcycle(str(model_folder("llama")), tmp_path / "taken")
+    assert not (tmp_path / "moe").exists()

@@ -1,0 +1,322 @@
+"""Interrupted runs end like uninterrupted ones, bit for bit; damaged or foreign checkpoints are named."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import surefoot
+from surefoot.errors import CheckpointError, ConfigError, DataError, StorageError
+from surefoot.training import checkpoint
+from surefoot.training.checkpoint import DamagedCheckpoint, find_newest, list_checkpoints, verify
+from tests.conftest import counting_rows, write_jsonl
+from tests.conftest import surefoot as command
+
+TIMES = {"tokens_per_second", "step_time_s", "peak_memory_bytes"}
+EXACT = {
+    "lora_dropout": 0.1,
+    "target_modules": ["attention", "mlp"],
+    "packing": True,
+    "router_aux_loss_coef": 0.1,
+    "global_batch_size": 3,
+    "per_device_train_batch_size": 2,
+    "max_steps": 9,
+    "save_steps": 2,
+    "save_total_limit": None,
+}
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert numbers(one) == numbers(other)
+    assert (one / "adapter/adapter_model.safetensors").read_bytes() == (
+        other / "adapter/adapter_model.safetensors"
+    ).read_bytes()
+    for part in ("model", "optimizer"):
+        first, second = (next((list_checkpoints(run)[-1] / part).glob("*.safetensors")) for run in (one, other))
+        tensors, others = load_file(first), load_file(second)
+        assert tensors.keys() == others.keys()
+        assert all(torch.equal(tensors[name], others[name]) for name in tensors)
+    states = [json.loads((list_checkpoints(run)[-1] / "state.json").read_text()) for run in (one, other)]
+    assert states[0] == states[1]
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (one, other)]
+    for key in ("status", "steps", "train_loss", "examples"):
+        assert summaries[0][key] == summaries[1][key]
+
+
+class SignalAfter:
+    """An observer that sends this process a signal at the end of a step."""
+
+    def __init__(self, step: int, number: int) -> None:
+        self.step, self.number = step, number
+
+    def observe(self, event: Any) -> None:
+        if getattr(event, "step", None) == self.step and hasattr(event, "loss"):
+            os.kill(os.getpid(), self.number)
+
+
+def train_with(settings: dict[str, Any], observer: Any) -> Any:
+    from surefoot.config import load_config
+    from surefoot.training.run import train
+
+    return train(load_config(None, (), settings), [observer], screen=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_resumes_bit_for_bit(settings: dict[str, Any], tmp_path: Path, number: int) -> None:
+    whole = surefoot.train({**settings, **EXACT, "output_dir": str(tmp_path / "whole")}, screen=False)
+    stopped = train_with({**settings, **EXACT}, SignalAfter(5, number))
+    assert (stopped.status, stopped.steps, stopped.artifact) == ("interrupted", 5, None)
+    assert json.loads((stopped.run_folder / "summary.json").read_text())["status"] == "interrupted"
+    assert list_checkpoints(stopped.run_folder)[-1].name == "step-00000005"
+    resumed = surefoot.train({**settings, **EXACT}, screen=False)
+    assert (resumed.status, resumed.steps) == ("completed", 9)
+    assert_same_run(whole.run_folder, resumed.run_folder)
+
+
+def start(settings: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes]":
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    return subprocess.Popen(
+        [sys.executable, "-m", "surefoot", "train", str(folder / "run.yaml")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def wait_for_lines(path: Path, count: int, process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if path.is_file() and path.read_bytes().count(b"\n") >= count:
+            return
+        time.sleep(0.002)
+
+
+@pytest.mark.slow
+def test_kill_9_at_any_moment_then_resume_bit_for_bit(settings: dict[str, Any], tmp_path: Path) -> None:
+    """A save at every step, so that many of the kills fall into one."""
+    settings = {**settings, **EXACT, "max_steps": 60, "save_steps": 1, "save_total_limit": 2}
+    whole = surefoot.train({**settings, "output_dir": str(tmp_path / "whole")}, screen=False)
+    run = Path(settings["output_dir"])
+    kills = 0
+    for lines in (3, 14, 27, 41):
+        process = start(settings, tmp_path)
+        wait_for_lines(run / "metrics.jsonl", lines, process)
+        time.sleep(0.013 * (lines % 5))
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.wait(30)
+    assert kills >= 3
+    resumed = surefoot.train(settings, screen=False)
+    assert resumed.status == "completed"
+    assert not list((run / "checkpoints").glob(".*"))
+    assert_same_run(whole.run_folder, run)
+
+
+def test_sigterm_during_a_save_lets_it_finish(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    original = checkpoint._write_tensors
+
+    def interrupted(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+        original(folder, tensors)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(checkpoint, "_write_tensors", interrupted)
+    result = surefoot.train(settings, screen=False, save_steps=2)
+    assert (result.status, result.steps) == ("interrupted", 2)
+    newest, findings = find_newest(result.run_folder)
+    assert newest is not None
+    assert newest.name == "step-00000002"
+    assert findings == []
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**settings, **EXACT}
+    whole = surefoot.train({**settings, "output_dir": str(tmp_path / "whole")}, screen=False)
+    train_with(settings, SignalAfter(7, signal.SIGTERM))
+    run = Path(settings["output_dir"])
+    saved = list_checkpoints(run)
+    assert [path.name for path in saved][-2:] == ["step-00000006", "step-00000007"]
+    weights = next((saved[-1] / "model").glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 0xFF
+    weights.write_bytes(content)
+    (saved[-2] / "state.json").unlink()
+    (saved[-3] / "manifest.json").write_text("{")
+    result = surefoot.train(settings, screen=False)
+    assert [finding.code for finding in result.findings] == ["SF601"] * 3
+    assert str(weights) in result.findings[0].cause
+    assert "does not match its checksum" in result.findings[0].cause
+    assert "state.json is missing" in result.findings[1].cause
+    assert "manifest.json is missing or unreadable" in result.findings[2].cause
+    assert_same_run(whole.run_folder, run)
+
+
+def test_naming_a_damaged_checkpoint_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    run = surefoot.train(settings, screen=False).run_folder
+    path = list_checkpoints(run)[-1]
+    os.truncate(next((path / "optimizer").glob("*.safetensors")), 100)
+    with pytest.raises(DamagedCheckpoint, match="does not match its checksum"):
+        verify(path)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        surefoot.train(settings, screen=False, output_dir=tmp_path / "new", resume_from_checkpoint=path)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        surefoot.train(settings, screen=False, resume_from_checkpoint=tmp_path / "none")
+
+
+def test_a_newer_format_is_not_read(settings: dict[str, Any]) -> None:
+    run = surefoot.train(settings, screen=False).run_folder
+    manifest = list_checkpoints(run)[-1] / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format_version": 99}))
+    with pytest.raises(CheckpointError, match="format version 99; this Surefoot reads up to 1"):
+        surefoot.train(settings, screen=False)
+
+
+def test_an_explicit_checkpoint_continues_in_another_folder(settings: dict[str, Any], tmp_path: Path) -> None:
+    run = surefoot.train(settings, screen=False, save_steps=2).run_folder
+    moved = surefoot.train(
+        settings, screen=False, output_dir=tmp_path / "new", resume_from_checkpoint=run / "checkpoints/step-00000002"
+    )
+    assert [line["step"] for line in numbers(moved.run_folder)] == [3, 4]
+    assert numbers(moved.run_folder) == numbers(run)[2:]
+
+
+def test_a_completed_run_is_not_trained_again(settings: dict[str, Any]) -> None:
+    first = surefoot.train(settings, screen=False)
+    before = (first.run_folder / "metrics.jsonl").read_bytes()
+    again = surefoot.train(settings, screen=False)
+    assert (again.status, again.steps) == ("completed", 4)
+    assert (first.run_folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_changed_config_is_named_field_by_field(settings: dict[str, Any], tmp_path: Path) -> None:
+    run = surefoot.train(settings, screen=False).run_folder
+    with pytest.raises(CheckpointError, match=r"differs in learning_rate: 0.01 -> 0.5; seed: 42 -> 7. Choose another"):
+        surefoot.train(settings, screen=False, learning_rate=0.5, seed=7)
+    path = list_checkpoints(run)[-1]
+    with pytest.raises(CheckpointError, match="written with other settings: seed: 42 -> 7"):
+        surefoot.train(settings, screen=False, seed=7, output_dir=tmp_path / "new", resume_from_checkpoint=path)
+    with pytest.raises(CheckpointError, match="already holds a run, and resume_from_checkpoint is false"):
+        surefoot.train(settings, screen=False, resume_from_checkpoint=False)
+    replaced = surefoot.train(settings, screen=False, seed=7, overwrite_output_dir=True)
+    assert replaced.status == "completed"
+
+
+def test_changed_data_are_noticed(settings: dict[str, Any], tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "data.jsonl", counting_rows(20))
+    settings = {**settings, "dataset": str(data)}
+    train_with(settings, SignalAfter(2, signal.SIGTERM))
+    write_jsonl(data, counting_rows(21))
+    with pytest.raises(CheckpointError, match="trained on other data"):
+        surefoot.train(settings, screen=False)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(
+    settings: dict[str, Any], tmp_path: Path, model_folder: Any
+) -> None:
+    run = surefoot.train(settings, screen=False).run_folder
+    path = list_checkpoints(run)[-1]
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["config"]["model"] = str(model_folder("llama"))
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"\d+ tensors do not fit this run; model.layers.0.mlp"):
+        surefoot.train(
+            settings,
+            screen=False,
+            model=model_folder("llama"),
+            output_dir=tmp_path / "new",
+            resume_from_checkpoint=path,
+        )
+
+
+def test_a_folder_with_other_files_is_not_touched(settings: dict[str, Any]) -> None:
+    folder = Path(settings["output_dir"])
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("mine")
+    with pytest.raises(ConfigError, match="holds files that are no run: thesis.tex"):
+        surefoot.train(settings, screen=False)
+    assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
+    shutil.rmtree(folder)
+    folder.write_text("a file")
+    with pytest.raises(ConfigError, match="is a file"):
+        surefoot.train(settings, screen=False)
+
+
+def test_a_run_that_failed_before_its_first_step_can_be_corrected(settings: dict[str, Any]) -> None:
+    with pytest.raises(DataError):
+        surefoot.train(settings, screen=False, max_length=40)
+    assert surefoot.train(settings, screen=False).status == "completed"
+
+
+def test_two_processes_cannot_share_a_run_folder(settings: dict[str, Any]) -> None:
+    class Second:
+        error: Exception | None = None
+
+        def observe(self, event: Any) -> None:
+            if getattr(event, "step", None) == 1:
+                try:
+                    surefoot.train(settings, screen=False)
+                except ConfigError as error:
+                    Second.error = error
+
+    train_with(settings, Second())
+    assert "in use by another process" in str(Second.error)
+
+
+def test_a_disk_that_fills_during_a_save_loses_nothing(settings: dict[str, Any]) -> None:
+    """The file system refuses files beyond 30 kB from step 3 on; a checkpoint is larger than that."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class DiskFills:
+        def observe(self, event: Any) -> None:
+            if getattr(event, "step", None) == 3:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+
+    try:
+        with pytest.raises(
+            StorageError, match=r"step-00000004: could not be written: .*MiB free.*Nothing that was there"
+        ):
+            train_with({**settings, "save_steps": 2}, DiskFills())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    run = Path(settings["output_dir"])
+    newest, findings = find_newest(run)
+    assert newest is not None
+    assert newest.name == "step-00000002"
+    assert findings == []
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
+    assert json.loads((run / "summary.json").read_text())["status"] == "failed"
+    resumed = surefoot.train({**settings, "save_steps": 2}, screen=False)
+    assert resumed.status == "completed"
+    assert [line["step"] for line in numbers(run)] == [1, 2, 3, 4]
+
+
+def test_old_checkpoints_are_deleted_beyond_the_limit(settings: dict[str, Any]) -> None:
+    run = surefoot.train(settings, screen=False, max_steps=6, save_steps=1, save_total_limit=2).run_folder
+    assert [path.name for path in list_checkpoints(run)] == ["step-00000005", "step-00000006"]
+
+
+def test_the_command_line_reports_an_interruption(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**settings, "max_steps": 100000, "save_steps": 0}
+    process = start(settings, tmp_path)
+    wait_for_lines(Path(settings["output_dir"]) / "metrics.jsonl", 2, process)
+    process.terminate()
+    assert process.wait(30) == 1
+    summary = json.loads((Path(settings["output_dir"]) / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert len(list_checkpoints(Path(settings["output_dir"]))) == 1
+    assert command("export", settings["output_dir"], str(tmp_path / "adapter")).returncode == 0

@@ -1,0 +1,264 @@
+"""Whole runs of small models: what they write, and that the numbers are those of transformers."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+import surefoot
+from surefoot.errors import ConfigError, StoppedOnFinding
+from surefoot.models.generate import generating
+from tests.conftest import counting_rows, write_jsonl
+
+METRICS = {
+    "step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "trained_tokens", "tokens_per_second",
+    "step_time_s", "peak_memory_bytes",
+}  # fmt: skip
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(settings: dict[str, Any], **changes: Any) -> list[float]:
+    result = surefoot.train({**settings, **changes}, screen=False)
+    found = [line["loss"] for line in metrics_of(result.run_folder) if "loss" in line]
+    shutil.rmtree(result.run_folder)
+    return found
+
+
+def test_a_run_leaves_what_the_documentation_says(settings: dict[str, Any]) -> None:
+    result = surefoot.train(settings, screen=False, save_steps=2, eval_dataset=settings["dataset"], eval_steps=2)
+    run = Path(settings["output_dir"])
+    assert result.status == "completed"
+    assert result.steps == 4
+    assert result.findings == []
+    lines = metrics_of(run)
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert all(line.keys() == METRICS | {"expert_load"} for line in steps)
+    assert all(len(line["expert_load"]) == 2 and min(line["expert_load"]) >= 1 for line in steps)
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4]
+    assert steps[-1]["tokens"] > steps[-1]["trained_tokens"] > 0
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary == result.as_dict()
+    assert summary["examples"] == {"read": 40, "trained": 40, "truncated": 0, "skipped": 0}
+    assert summary["artifact"] == str(run / "adapter")
+    assert summary["tokens_per_second"] > 0
+    assert summary["peak_memory_bytes"] > 0
+    assert summary["train_loss"] == pytest.approx(sum(line["loss"] for line in steps) / 4)
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-00000002", "step-00000004"]
+    assert json.loads((run / "environment.json").read_text())["torch"] == torch.__version__
+    assert not list(run.rglob("*.tmp"))
+    from surefoot.config import load_config
+
+    assert load_config(run / "run.yaml").run.max_steps == 4
+
+
+def test_learning_works(settings: dict[str, Any]) -> None:
+    """A model of random numbers can only learn in full; LoRA's learning is shown on a real model in test_examples."""
+    del settings["lora_rank"]
+    found = losses(settings, tuning="full", max_steps=60, learning_rate=1e-2)
+    assert found[-1] < 0.3 * found[0]
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe", "qwen2", "llama"])
+def test_the_first_loss_is_that_of_transformers(
+    kind: str, settings: dict[str, Any], model_folder: Callable[[str], Path], tokenizer: Any
+) -> None:
+    folder = model_folder(kind)
+    rows = counting_rows(4)
+    ours = losses({**settings, "model": str(folder), "shuffle": False, "max_steps": 1})[0]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    total, count = 0.0, 0
+    for row in rows:
+        ids = tokenizer.apply_chat_template(row["messages"], return_dict=False)
+        prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_dict=False)
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0]
+        wanted = range(len(prompt), len(ids) - 1)  # the newline after the end of the turn is not trained
+        total += sum(F.cross_entropy(logits[i - 1], torch.tensor(ids[i])).item() for i in wanted)
+        count += len(wanted)
+    assert ours == pytest.approx(total / count, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "llama"])
+def test_packed_and_unpacked_losses_are_equal(
+    kind: str, settings: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """One step over all rows: the pack's loss is that of the rows one by one."""
+    data = write_jsonl(tmp_path / "few.jsonl", counting_rows(8))
+    base = {**settings, "model": str(model_folder(kind)), "dataset": str(data), "max_steps": 3, "global_batch_size": 8}
+    alone = losses(base, per_device_train_batch_size=1)
+    packed = losses(base, packing=True, max_length=200)
+    torch.testing.assert_close(torch.tensor(packed), torch.tensor(alone), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"router_aux_loss_coef": 0.1}, {"tuning": "full"}])
+def test_the_size_of_micro_batches_changes_nothing(settings: dict[str, Any], changes: dict[str, Any]) -> None:
+    if "tuning" in changes:
+        settings = {key: value for key, value in settings.items() if key != "lora_rank"}
+        settings["learning_rate"] = 1e-3
+    found = [losses(settings, global_batch_size=8, per_device_train_batch_size=n, **changes) for n in (1, 3, 8)]
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.tensor(found[2]), torch.tensor(found[0]), atol=1e-5, rtol=1e-5)
+
+
+def test_the_aux_loss_is_reported_and_changes_training(settings: dict[str, Any]) -> None:
+    plain = losses(settings)
+    result = surefoot.train(settings, screen=False, router_aux_loss_coef=1.0)
+    lines = metrics_of(result.run_folder)
+    assert all(1.9 < line["aux_loss"] < 4 for line in lines), "top 2 used evenly gives 2"
+    assert [line["loss"] for line in lines][1:] != plain[1:]
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        result: torch.Tensor = model.eval()(input_ids=torch.randint(3, 500, (2, 12))).logits
+    return result
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_the_artifacts_of_a_lora_run_agree(
+    kind: str, settings: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = model_folder(kind)
+    targets = ["all", "router"]
+    run = surefoot.train(settings, screen=False, model=str(base), target_modules=targets).run_folder
+    model, _ = surefoot.load(run)
+    with generating(model):
+        wanted = logits_of(model)
+    peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), run / "adapter")
+    torch.testing.assert_close(logits_of(peft), wanted, atol=1e-4, rtol=1e-4)
+    merged = surefoot.export(run, tmp_path / "merged", merge=True)
+    torch.testing.assert_close(logits_of(AutoModelForCausalLM.from_pretrained(merged)), wanted, atol=1e-4, rtol=1e-4)
+    assert (logits_of(AutoModelForCausalLM.from_pretrained(base)) - wanted).abs().max() > 1e-3
+    from_checkpoint = surefoot.export(run, tmp_path / "adapter", step=4)
+    name = "adapter_model.safetensors"
+    assert (from_checkpoint / name).read_bytes() == (run / "adapter" / name).read_bytes()
+
+
+def test_full_fine_tuning_leaves_a_plain_model(settings: dict[str, Any], tmp_path: Path) -> None:
+    del settings["lora_rank"]
+    run = surefoot.train(settings, screen=False, tuning="full", learning_rate=1e-3).run_folder
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    ours, tokenizer = surefoot.load(run)
+    with generating(ours):
+        torch.testing.assert_close(logits_of(ours), logits_of(model), atol=1e-5, rtol=1e-5)
+    exported = surefoot.export(run, tmp_path / "exported", step=4)
+    torch.testing.assert_close(
+        logits_of(AutoModelForCausalLM.from_pretrained(exported)), logits_of(model), atol=1e-5, rtol=1e-5
+    )
+    assert tokenizer.chat_template is not None
+    with pytest.raises(surefoot.errors.ModelError, match="no adapter to merge"):
+        surefoot.export(run, tmp_path / "merged", merge=True)
+
+
+def test_a_run_can_start_from_an_adapter(settings: dict[str, Any], tmp_path: Path) -> None:
+    first = surefoot.train(settings, screen=False, shuffle=False, lr_scheduler_type="constant")
+    started = surefoot.train(
+        settings, screen=False, shuffle=False, output_dir=tmp_path / "second", init_adapter=first.run_folder / "adapter"
+    )
+    before, after = metrics_of(first.run_folder), metrics_of(started.run_folder)
+    assert after[0]["loss"] < before[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient_checkpointing": True},
+        {"lora_dropout": 0.1, "target_modules": ["attention", "mlp"]},
+        {"use_rslora": True},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "target_modules": ["all", "router"]},
+        {"lr_scheduler_type": "wsd", "warmup_steps": 2},
+        {"truncation": "right", "max_length": 60},
+    ],
+)
+def test_settings_that_only_need_to_run(settings: dict[str, Any], changes: dict[str, Any]) -> None:
+    found = losses(settings, max_steps=12, **changes)
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("tuning", ["lora", "full"])
+def test_bfloat16_follows_float32(settings: dict[str, Any], tuning: str) -> None:
+    del settings["lora_rank"]
+    changes = {"tuning": tuning, "learning_rate": 1e-3, "max_steps": 6}
+    exact = losses(settings, **changes)
+    rounded = losses(settings, dtype="bfloat16", **changes)
+    torch.testing.assert_close(torch.tensor(rounded), torch.tensor(exact), atol=0.03, rtol=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile raises them about itself
+def test_compiled_layers_give_the_same_losses(settings: dict[str, Any], model_folder: Callable[[str], Path]) -> None:
+    plain = losses(settings, model=str(model_folder("llama")))
+    compiled = losses(settings, model=str(model_folder("llama")), compile=True)
+    torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), atol=1e-4, rtol=1e-4)
+
+
+def test_a_non_finite_loss_stops_the_run_with_its_rows_and_the_last_good_checkpoint(settings: dict[str, Any]) -> None:
+    with pytest.raises(StoppedOnFinding) as caught:
+        surefoot.train(settings, screen=False, learning_rate=1e30, lr_scheduler_type="constant", save_steps=1)
+    run = Path(settings["output_dir"])
+    finding = caught.value.finding
+    assert finding.code in ("SF401", "SF402")
+    step = finding.evidence["step"]
+    assert 2 <= step <= 4
+    assert finding.evidence["last_good_checkpoint"] == str(run / "checkpoints" / f"step-{step - 1:08d}")
+    assert finding.evidence["rows"].count("train.jsonl:") == 4
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert summary["steps"] == step - 1
+    assert [entry["code"] for entry in summary["findings"]] == [finding.code]
+    assert json.loads((run / "findings.jsonl").read_text())["code"] == finding.code
+
+
+def test_tensorboard_gets_the_metrics(settings: dict[str, Any]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = surefoot.train(settings, screen=False, report_to=["tensorboard"]).run_folder
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    logged = [point.value for point in events.Scalars("train/loss")]
+    assert logged == pytest.approx([line["loss"] for line in metrics_of(run)])
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_loading(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="pip install trackio"):
+        surefoot.train(settings, screen=False, report_to=["trackio"])
+
+
+def test_the_model_is_stopped_from_scaling_its_logits_in_silence(
+    settings: dict[str, Any], tmp_path: Path, tokenizer: Any
+) -> None:
+    """Granite divides its logits; the loss must be that of the model, not of the bare output layer."""
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    from tests.conftest import SIZES
+
+    torch.manual_seed(3)
+    model = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=0.05))
+    model.save_pretrained(tmp_path / "granite")
+    tokenizer.save_pretrained(tmp_path / "granite")
+    found = losses({**settings, "model": str(tmp_path / "granite"), "shuffle": False, "max_steps": 1})[0]
+    row = counting_rows(4)
+    total = count = 0.0
+    for entry in row:
+        ids = tokenizer.apply_chat_template(entry["messages"], return_dict=False)
+        prompt = tokenizer.apply_chat_template(entry["messages"][:1], add_generation_prompt=True, return_dict=False)
+        labels = torch.tensor([[-100] * len(prompt) + ids[len(prompt) : -1] + [-100]])
+        with torch.no_grad():
+            mean = model.eval()(torch.tensor([ids]), labels=labels).loss.item()
+        total += mean * (len(ids) - 1 - len(prompt))
+        count += len(ids) - 1 - len(prompt)
+    assert found == pytest.approx(total / count, abs=1e-4)
