@@ -97,5 +97,8 @@ def grouped_linear_dw(dy: Tensor, x: Tensor, groups: Groups, scale: float = 1.0)
         return torch.where((groups.counts > 0)[:, None, None], dw * scale, 0)
     dw = dy.new_zeros(shape) if len(groups.spans) < shape[0] else dy.new_empty(shape)
     for group, begin, end in groups.spans:
-        torch.addmm(dw[group], dy[begin:end].t(), x[begin:end], beta=0, alpha=scale, out=dw[group])
+        if x.shape[1] < dy.shape[1]:  # a thin product is several times faster on the CPU with its short side as rows
+            dw[group].t().copy_(torch.mm(x[begin:end].t(), dy[begin:end])).mul_(scale)
+        else:
+            torch.addmm(dw[group], dy[begin:end].t(), x[begin:end], beta=0, alpha=scale, out=dw[group])
     return dw

@@ -107,7 +107,7 @@ class _LoraLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x = (d_rows @ weight).addmm_(d_low, a, alpha=ctx.scaling).view(ctx.shape)
         d_a = (d_low.t() @ rows).mul_(ctx.scaling)
-        d_b = (d_rows.t() @ low).mul_(ctx.scaling)
+        d_b = (low.t() @ d_rows).mul_(ctx.scaling).t()  # thin products are faster with their short side as rows
         return d_x, None, None, d_a, d_b, None
 
 

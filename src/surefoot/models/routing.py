@@ -101,7 +101,7 @@ def keep_routing_on_recompute() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 
 class _RememberChoices(TorchDispatchMode):
     def __init__(self, chosen: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._chosen = chosen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,7 +113,7 @@ class _RememberChoices(TorchDispatchMode):
 
 class _RepeatChoices(TorchDispatchMode):
     def __init__(self, chosen: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._chosen = chosen
         self._next = 0
 
