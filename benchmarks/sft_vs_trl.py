@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,31 @@ def table(name: str, mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 def losses(name: str, mine: list[float], theirs: list[float]) -> str:
     worst = max(abs(a - b) for a, b in zip(mine, theirs, strict=True))
-    return f"| {name}: largest difference of {len(mine)} losses | {mine[-1]:.4f} | {theirs[-1]:.4f} | {worst:.1e} |"
+    return f"| {name}: last of {len(mine)} losses, worst difference | {mine[-1]:.4f} | {theirs[-1]:.4f} | {worst:.1e} |"
+
+
+def measure(arguments: argparse.Namespace, work: Path) -> Iterator[str]:
+    """Every comparison, one after the other, as rows of the table."""
+    peer, source, steps = arguments.peer, arguments.data, arguments.steps
+    data = as_pairs(source, work / "gsm8k.jsonl", 400)
+    dense = resolve_model(MODEL)
+    moe = surefoot.upcycle(MODEL, work / "moe", num_experts=8, top_k=2)
+    moe_ours = ours(data, moe, "experts", steps, work / "moe-ours")
+    yield from table("MoE x8 top-2, LoRA attention + experts", moe_ours, trl(peer, source, moe, "experts", steps))
+    dense_ours = ours(data, dense, "all", steps, work / "dense-ours")
+    yield from table("dense, LoRA all linear layers", dense_ours, trl(peer, source, dense, "all", steps))
+    wide = dense_of_equal_active_size(dense, work / "wide")
+    wide_ours = ours(data, wide, "all", steps, work / "wide-ours")
+    ratio = moe_ours["step_time_s"] / wide_ours["step_time_s"]
+    yield (
+        f"| Surefoot's step time, s: MoE and dense of equal active size | {moe_ours['step_time_s']:.2f} | "
+        f"{wide_ours['step_time_s']:.2f} | {ratio:.2f} x |"
+    )
+    for name, model, targets in (("dense", dense, "all"), ("MoE", moe, "experts")):
+        adapter = work / f"adapter-{name}"
+        theirs = trl(peer, source, model, targets, arguments.parity_steps, adapter)
+        mine = ours(data, model, targets, arguments.parity_steps, work / f"parity-{name}", adapter)
+        yield losses(f"{name}, one initial adapter", mine["loss"], theirs["loss"])
 
 
 def main() -> None:
@@ -150,32 +175,9 @@ def main() -> None:
     work = Path(tempfile.mkdtemp(prefix="surefoot-bench-"))
     rows: list[str] = []
     try:
-        data = as_pairs(arguments.data, work / "gsm8k.jsonl", 400)
-        dense = resolve_model(MODEL)
-        moe = surefoot.upcycle(MODEL, work / "moe", num_experts=8, top_k=2)
-        wide = dense_of_equal_active_size(dense, work / "wide")
-        moe_ours = ours(data, moe, "experts", arguments.steps, work / "moe-ours")
-        rows += table(
-            "MoE x8 top-2, LoRA attention + experts",
-            moe_ours,
-            trl(arguments.peer, arguments.data, moe, "experts", arguments.steps),
-        )
-        rows += table(
-            "dense, LoRA all linear layers",
-            ours(data, dense, "all", arguments.steps, work / "dense-ours"),
-            trl(arguments.peer, arguments.data, dense, "all", arguments.steps),
-        )
-        wide_ours = ours(data, wide, "all", arguments.steps, work / "wide-ours")
-        ratio = moe_ours["step_time_s"] / wide_ours["step_time_s"]
-        rows.append(
-            f"| step time: MoE / dense of equal active size, s | {moe_ours['step_time_s']:.2f} | "
-            f"{wide_ours['step_time_s']:.2f} | {ratio:.2f} x |"
-        )
-        for name, model, targets in (("dense", dense, "all"), ("MoE", moe, "experts")):
-            adapter = work / f"adapter-{name}"
-            theirs = trl(arguments.peer, arguments.data, model, targets, arguments.parity_steps, adapter)
-            mine = ours(data, model, targets, arguments.parity_steps, work / f"parity-{name}", adapter)
-            rows.append(losses(f"{name} from one initial adapter", mine["loss"], theirs["loss"]))
+        for row in measure(arguments, work):
+            print(row, flush=True)
+            rows.append(row)
     finally:
         shutil.rmtree(work)
 

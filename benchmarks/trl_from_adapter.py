@@ -17,7 +17,7 @@ train = SFTTrainer.train
 
 
 def without_last(row: dict[str, Any]) -> dict[str, Any]:
-    return {"completion_mask": [*row["completion_mask"][:-1], 0]}
+    return {"labels": [*row["labels"][:-1], -100]}
 
 
 def train_from_saved(self: SFTTrainer, *args: Any, **kwargs: Any) -> Any:

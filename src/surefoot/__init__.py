@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from surefoot.training.run import RunResult
+    from surefoot.training.record import RunResult
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "complete", "export", "load", "train", "upcycle"]

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from surefoot.findings import Finding
+
 
 @dataclass(frozen=True)
 class RunStarted:
@@ -76,13 +78,20 @@ class Noted:
 
 
 @dataclass(frozen=True)
+class FindingMade:
+    """A named cause was found."""
+
+    finding: Finding
+
+
+@dataclass(frozen=True)
 class RunEnded:
     """The run is over; `summary` is what summary.json says."""
 
     summary: Mapping[str, Any] = field(default_factory=dict)
 
 
-Event = RunStarted | StepEnded | Evaluated | CheckpointSaved | Noted | RunEnded
+Event = RunStarted | StepEnded | Evaluated | CheckpointSaved | Noted | FindingMade | RunEnded
 
 
 class Observer(Protocol):

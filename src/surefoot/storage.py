@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ def write_text(path: Path, text: str) -> None:
         os.replace(temporary, path)
         sync_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # where even that is refused, the first error says why
+            temporary.unlink()
         raise storage_error(path, error) from error
 
 

@@ -74,6 +74,21 @@ def test_plain_pairs_end_with_the_end_token_once(tokenizer: PreTrainedTokenizerF
         assert tokenizer.decode(sample.ids[sample.trained]) == " 4<|im_end|>"
 
 
+def test_plain_pairs_begin_as_the_tokenizer_begins(tokenizer: PreTrainedTokenizerFast) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    chat = with_template(tokenizer, None)
+    chat.bos_token = "<|endoftext|>"
+    chat._tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", chat.bos_token_id)]
+    )
+    renderer = Renderer(chat)
+    for prompt in ("2 + 2 =", "<|endoftext|>2 + 2 ="):
+        pair = Conversation((Message("user", prompt), Message("assistant", " 4")), "x:1", is_plain=True)
+        sample = renderer.tokenize([renderer.render(pair)])[0]
+        assert sample.ids.tolist() == [*chat("2 + 2 = 4")["input_ids"], chat.eos_token_id]
+
+
 def test_chat_data_without_a_template_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     renderer = Renderer(with_template(tokenizer, None))
     with pytest.raises(DataError, match=r"data.jsonl:1: .*no chat template. Use an instruct model"):

@@ -77,6 +77,17 @@ def train_with(settings: dict[str, Any], observer: Any) -> Any:
     return train(load_config(None, (), settings), [observer], screen=False)
 
 
+def test_full_fine_tuning_resumes_bit_for_bit(settings: dict[str, Any], tmp_path: Path) -> None:
+    del settings["lora_rank"]
+    settings = {**settings, "tuning": "full", "learning_rate": 1e-3, "max_steps": 6}
+    whole = surefoot.train({**settings, "output_dir": str(tmp_path / "whole")}, screen=False).run_folder
+    train_with(settings, SignalAfter(3, signal.SIGTERM))
+    resumed = surefoot.train(settings, screen=False).run_folder
+    assert numbers(whole) == numbers(resumed)
+    weights = [load_file(run / "model" / "model.safetensors") for run in (whole, resumed)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_run_resumes_bit_for_bit(settings: dict[str, Any], tmp_path: Path, number: int) -> None:
     whole = surefoot.train({**settings, **EXACT, "output_dir": str(tmp_path / "whole")}, screen=False)
@@ -250,6 +261,12 @@ def test_a_folder_with_other_files_is_not_touched(settings: dict[str, Any]) -> N
     with pytest.raises(ConfigError, match="holds files that are no run: thesis.tex"):
         surefoot.train(settings, screen=False)
     assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
+    for overwrite in (False, True):
+        shutil.rmtree(folder)
+        (folder / "model").mkdir(parents=True)
+        with pytest.raises(ConfigError, match="holds files that are no run: model"):
+            surefoot.train(settings, screen=False, overwrite_output_dir=overwrite)
+        assert (folder / "model").is_dir()
     shutil.rmtree(folder)
     folder.write_text("a file")
     with pytest.raises(ConfigError, match="is a file"):

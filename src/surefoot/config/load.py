@@ -265,7 +265,8 @@ def changed_fields(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
         for name in current
         if name not in free and saved.get(name) != current[name]
     ]
-    before = RunConfig.model_validate(saved).sequences_per_step
+    product = saved.get("per_device_train_batch_size", 1) * (saved.get("gradient_accumulation_steps") or 1)
+    before = saved.get("global_batch_size") or product
     if before != run.sequences_per_step:
         changes.append(f"sequences per step: {before} -> {run.sequences_per_step}")
     return changes

@@ -3,7 +3,7 @@
 Batches are formed globally, over the whole order; dealing them to ranks comes after.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
@@ -131,9 +131,7 @@ class GlobalOrder:
         return StepBatch(epoch + end / len(rows), rows[index * self._per_step : end])
 
 
-def micro_batches(batch: StepBatch, dataset: Dataset, rows_each: int) -> list[MicroBatch]:
-    """Cut a step's sequences into forwards of at most `rows_each` sequences."""
-    return [
-        collate([dataset.samples[index] for row in batch.rows[begin : begin + rows_each] for index in row])
-        for begin in range(0, len(batch.rows), rows_each)
-    ]
+def micro_batches(rows: Sequence[Sequence[int]], dataset: Dataset, rows_each: int) -> Iterator[MicroBatch]:
+    """Cut sequences (sample indices) into forwards of at most `rows_each` sequences."""
+    for begin in range(0, len(rows), rows_each):
+        yield collate([dataset.samples[index] for row in rows[begin : begin + rows_each] for index in row])

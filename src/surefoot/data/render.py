@@ -51,6 +51,9 @@ class Renderer:
         if tokenizer.eos_token is None:
             raise DataError("the tokenizer names no end-of-sequence token, so completions could never end.")
         self._tokenizer = tokenizer
+        begins = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+        self._plain_start = str(tokenizer.bos_token) if begins else ""
+        """What the tokenizer itself puts before a text without a template."""
         self._specials = sorted(
             {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}, key=len, reverse=True
         )
@@ -62,6 +65,7 @@ class Renderer:
         """
         if conversation.is_plain:
             prompt, completion = (message.content for message in conversation.messages)
+            prompt = self._plain_start + prompt.removeprefix(self._plain_start)
             eos = str(self._tokenizer.eos_token)
             text = prompt + completion + ("" if completion.endswith(eos) else eos)
             return Text(text, ((len(prompt), len(text)),), conversation.place)

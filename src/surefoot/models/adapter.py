@@ -140,7 +140,19 @@ def load_adapter_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]
 
 
 def settings_of(config: Mapping[str, Any]) -> LoraSettings:
-    """Our settings for an adapter that was written by `write_adapter`."""
+    """Our settings for an adapter's config.
+
+    Raises: ModelError for an adapter of another kind, which would be read wrongly.
+    """
+    if isinstance(config.get("target_modules"), str):
+        raise ModelError(
+            f"target_modules={config['target_modules']!r} in {CONFIG} is a pattern; a list of names is needed."
+        )
+    other = [name for name in ("use_dora", "rank_pattern", "alpha_pattern", "lora_bias") if config.get(name)]
+    if config.get("peft_type") != "LORA" or other:
+        raise ModelError(
+            f"{CONFIG}: only plain LoRA can be read; this is {config.get('peft_type')} with {other or 'nothing else'}."
+        )
     return LoraSettings(
         rank=config["r"],
         alpha=config["lora_alpha"],

@@ -34,18 +34,31 @@ def lora_settings(config: RunConfig) -> LoraSettings | None:
 
 
 def write_artifact(
-    target: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: LoraSettings | None, base: Path
+    target: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: LoraSettings | None,
+    base: Path,
+    source: str,
 ) -> Path:
-    """Write the trained adapter (PEFT format), or without LoRA the whole model (HF format, the base's type)."""
+    """Write the trained adapter (PEFT format), or without LoRA the whole model (HF format, the base's type).
+
+    `base` is the base model's folder, `source` what the config calls it.
+    """
     with new_folder(target) as folder:
         if settings is not None:
             parameters = {name: parameter.data for name, parameter in trainable_parameters(model).items()}
-            write_adapter(folder, parameters, settings, str(base), linear_names(model))
+            write_adapter(folder, parameters, settings, _base_name(source, base), linear_names(model))
         else:
             stored = meta_model(base).config.dtype or torch.float32
             model.to(stored).save_pretrained(folder)  # the run is over: its float32 weights are not needed
         tokenizer.save_pretrained(folder)
     return target
+
+
+def _base_name(source: str, base: Path) -> str:
+    """What an adapter calls its base: the hub id, which means the same everywhere, or else the local folder."""
+    return str(base) if source.startswith("pypi:") or Path(source).is_dir() else source
 
 
 def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
@@ -72,10 +85,10 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
         model = build_model(base, lora=None, device=torch.device("cpu"), dtype=torch.float32).model
         for name, parameter in model.named_parameters():
             parameter.data.copy_(parameters[name])
-        return write_artifact(target, model, tokenizer, None, base)
+        return write_artifact(target, model, tokenizer, None, base, config.model)
     adapter = target if not merge else target.with_name(f".{target.name}.adapter")
     with new_folder(adapter) as folder:
-        write_adapter(folder, parameters, settings, str(base), linear_names(meta_model(base)))
+        write_adapter(folder, parameters, settings, _base_name(config.model, base), linear_names(meta_model(base)))
         tokenizer.save_pretrained(folder)
     if not merge:
         return adapter

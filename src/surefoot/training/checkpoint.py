@@ -12,7 +12,6 @@ import errno
 import json
 import re
 import shutil
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -138,7 +137,10 @@ def _read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
+        try:
+            state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
+        except CheckpointException as error:
+            raise CheckpointError(f"{folder}: could not be read: {error}") from error
 
 
 def _entries(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
@@ -220,10 +222,3 @@ def read_parameters(path: Path) -> dict[str, Tensor]:
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
     _read_tensors(path / "model", tensors)
     return tensors
-
-
-def timed_save(*args: Any, **kwargs: Any) -> tuple[Path, float]:
-    """`save_checkpoint` and the seconds it held the run."""
-    begin = time.perf_counter()
-    path = save_checkpoint(*args, **kwargs)
-    return path, time.perf_counter() - begin

@@ -20,6 +20,9 @@ OWN_ENTRIES = (
 ).split()
 """What a run writes into its folder."""
 
+LEFT_BY_FAILURE = ("summary.json", "findings.jsonl", "tensorboard")
+"""What may be there before `run.yaml`, which is written when a run is about to take its first step."""
+
 
 @dataclass(frozen=True)
 class Resume:
@@ -35,16 +38,13 @@ def claim(loaded: LoadedConfig) -> Iterator[Resume]:
     config, folder = loaded.run, loaded.run.run_folder
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output_dir={folder} is a file ({loaded.where('output_dir')}).")
-    strangers = (
-        sorted(p.name for p in folder.iterdir() if p.name not in OWN_ENTRIES and p.name[0] != ".")
-        if folder.is_dir()
-        else []
-    )
-    if strangers and not _holds_run(folder):
-        raise ConfigError(
-            f"output_dir={folder} holds files that are no run: {', '.join(strangers[:5])}. Nothing was touched. "
-            f"Give a new or empty folder ({loaded.where('output_dir')})."
-        )
+    if folder.is_dir() and not (folder / "run.yaml").is_file():
+        strangers = sorted(p.name for p in folder.iterdir() if p.name not in LEFT_BY_FAILURE and p.name[0] != ".")
+        if strangers:
+            raise ConfigError(
+                f"output_dir={folder} holds files that are no run: {', '.join(strangers[:5])}. Nothing was touched. "
+                f"Give a new or empty folder ({loaded.where('output_dir')})."
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "w")  # noqa: SIM115 - held until the run ends
@@ -65,11 +65,9 @@ def claim(loaded: LoadedConfig) -> Iterator[Resume]:
 
 
 def _holds_run(folder: Path) -> bool:
+    """Whether a run took a step here."""
     metrics = folder / METRICS
-    has_metrics = metrics.is_file() and metrics.stat().st_size > 0
-    return (
-        bool(list_checkpoints(folder)) or has_metrics or any((folder / name).exists() for name in ("adapter", "model"))
-    )
+    return bool(list_checkpoints(folder)) or (metrics.is_file() and metrics.stat().st_size > 0)
 
 
 def _decide_resume(loaded: LoadedConfig, config: RunConfig, folder: Path) -> Resume:
@@ -78,7 +76,7 @@ def _decide_resume(loaded: LoadedConfig, config: RunConfig, folder: Path) -> Res
             path = folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     explicit = config.resume_from_checkpoint not in ("auto", False)
-    if _holds_run(folder) and not explicit:
+    if _holds_run(folder):
         _refuse_other_run(loaded, config, folder)
     if config.resume_from_checkpoint is False:
         return Resume(None, [])

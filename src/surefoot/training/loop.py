@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from surefoot.data.loader import MicroBatch
 from surefoot.errors import StoppedOnFinding
 from surefoot.events import CheckpointSaved, Evaluated, Event, StepEnded
 from surefoot.findings import Finding
-from surefoot.training.checkpoint import TrainState, list_checkpoints, timed_save
+from surefoot.training.checkpoint import TrainState, list_checkpoints, save_checkpoint
 from surefoot.training.optim import learning_rate_at
 from surefoot.training.sft import SftObjective
 from surefoot.training.step import NotFinite, StepResult, train_step
@@ -74,7 +74,7 @@ class Job:
     total_steps: int
     batches: Callable[[int], tuple[float, list[MicroBatch]]]
     """Step (from 0) -> (epoch when it is done, its micro-batches)."""
-    eval_batches: Callable[[], Sequence[MicroBatch]] | None
+    eval_batches: Callable[[], Iterable[MicroBatch]] | None
     objective: SftObjective
     optimizer: torch.optim.Optimizer
     parameters: dict[str, nn.Parameter]
@@ -163,15 +163,16 @@ def _step_ended(
 def _evaluate(job: Job, state: TrainState) -> None:
     assert job.eval_batches is not None
     with job.forward_context():
-        loss, trained = job.objective.evaluate([batch.to(job.device) for batch in job.eval_batches()])
+        loss, trained = job.objective.evaluate(batch.to(job.device) for batch in job.eval_batches())
     job.emit(Evaluated(state.step, loss, trained))
 
 
 def _save(job: Job, state: TrainState) -> None:
-    path, seconds = timed_save(
+    began = time.perf_counter()
+    path = save_checkpoint(
         job.run_folder, job.parameters, job.optimizer, state, job.saved_config, job.config.save_total_limit
     )
-    job.emit(CheckpointSaved(state.step, path, seconds))
+    job.emit(CheckpointSaved(state.step, path, time.perf_counter() - began))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

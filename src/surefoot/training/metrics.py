@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from surefoot.errors import ConfigError
-from surefoot.events import CheckpointSaved, Evaluated, Event, Noted, Observer, RunEnded, RunStarted, StepEnded
+from surefoot.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    FindingMade,
+    Noted,
+    Observer,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+)
 from surefoot.storage import write_text
 
 METRICS = "metrics.jsonl"
@@ -87,6 +97,8 @@ class Screen:
             self._line(f"step {event.step}: checkpoint {event.path.name} ({event.save_time_s:.1f} s)")
         elif isinstance(event, Noted):
             self._line(event.text)
+        elif isinstance(event, FindingMade):
+            self._line(event.finding.as_text())
 
     def _progress(self, event: StepEnded) -> str:
         done = event.step - self._first_step + 1

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the likelihood of the assistant's words, plus the load-balancing loss where asked for."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -62,12 +62,14 @@ class SftObjective:
         self._counts = counts if self._counts is None else self._counts + counts
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
+    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """(mean negative log-likelihood, trained tokens) over held-out batches, with dropout off."""
+        total, trained = 0.0, 0
         self._model.eval()
         try:
-            total = sum(self._token_loss(batch).double().item() for batch in batches)
+            for batch in batches:
+                total += self._token_loss(batch).item()
+                trained += batch.num_trained
         finally:
             self._model.train()
-        trained = sum(batch.num_trained for batch in batches)
         return total / trained, trained

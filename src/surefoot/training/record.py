@@ -1,0 +1,113 @@
+"""What a run did and what it ran on: summary.json, findings.jsonl and environment.json."""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+
+import surefoot
+from surefoot.events import Event, FindingMade, RunStarted, StepEnded
+from surefoot.findings import Finding
+
+Status = Literal["completed", "interrupted", "failed"]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run did; the same as summary.json."""
+
+    status: Status
+    run_folder: Path
+    steps: int
+    """Optimizer steps done, those of earlier processes included."""
+    train_loss: float | None
+    """Mean of the steps' losses."""
+    tokens_per_second: float | None
+    """Over the steps of this process."""
+    peak_memory_bytes: int
+    examples: Mapping[str, int]
+    """Rows read, trained, truncated and skipped."""
+    artifact: Path | None
+    """The adapter or model folder."""
+    findings: list[Finding] = field(default_factory=list)
+    error: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As written to summary.json."""
+        return {
+            "status": self.status,
+            "run_folder": str(self.run_folder),
+            "steps": self.steps,
+            "train_loss": self.train_loss,
+            "tokens_per_second": self.tokens_per_second,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "examples": dict(self.examples),
+            "artifact": str(self.artifact) if self.artifact else None,
+            "findings": [finding.as_dict() for finding in self.findings],
+            "error": self.error,
+        }
+
+
+class RunRecord:
+    """The observer that knows, at any moment, what the summary would say; findings go to findings.jsonl at once."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._folder = run_folder
+        self._steps = 0
+        self._examples: Mapping[str, int] = {"read": 0, "trained": 0, "truncated": 0, "skipped": 0}
+        self._tokens = 0
+        self._time_s = 0.0
+        self._peak_memory_bytes = 0
+        self._findings: list[Finding] = []
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._steps, self._examples = event.first_step - 1, event.rows
+        elif isinstance(event, StepEnded):
+            self._steps = event.step
+            self._tokens += round(event.tokens_per_second * event.step_time_s)
+            self._time_s += event.step_time_s
+            self._peak_memory_bytes = event.peak_memory_bytes
+        elif isinstance(event, FindingMade):
+            self._findings.append(event.finding)
+            with open(self._folder / "findings.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(event.finding.as_dict()) + "\n")
+
+    def result(
+        self, status: Status, *, train_loss: float | None = None, artifact: Path | None = None, error: str | None = None
+    ) -> RunResult:
+        """The summary of the run as it stands."""
+        return RunResult(
+            status=status,
+            run_folder=self._folder,
+            steps=self._steps,
+            train_loss=train_loss,
+            tokens_per_second=self._tokens / self._time_s if self._time_s else None,
+            peak_memory_bytes=self._peak_memory_bytes,
+            examples=self._examples,
+            artifact=artifact,
+            findings=list(self._findings),
+            error=error,
+        )
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What the run runs on and with."""
+    return {
+        "surefoot": surefoot.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "threads": torch.get_num_threads(),
+        "cpu_count": os.cpu_count(),
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }

