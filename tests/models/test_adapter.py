@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from surefoot.errors import ModelError
 from surefoot.models.adapter import read_adapter, write_adapter
 from surefoot.models.build import BuiltModel, build_model, trainable_parameters
-from surefoot.models.export import linear_names, merge_adapter
+from surefoot.models.export import merge_adapter
 from surefoot.models.generate import generating
-from surefoot.models.lora import LoraSettings
+from surefoot.models.lora import LoraSettings, adaptable_names
 
 KINDS = ["mixtral", "qwen2_moe", "qwen3_moe", "qwen2", "llama"]
 TARGETS = {
@@ -24,9 +24,11 @@ TARGETS = {
 }
 
 
-def trained_model(folder: Path, kind: str, rslora: bool = False) -> tuple[BuiltModel, LoraSettings]:
+def trained_model(
+    folder: Path, kind: str, rslora: bool = False, targets: tuple[str, ...] | None = None
+) -> tuple[BuiltModel, LoraSettings]:
     """A built model whose trainable parameters are far from their initial values."""
-    settings = LoraSettings(rank=4, alpha=8, rslora=rslora, targets=TARGETS.get(kind, ("all",)))
+    settings = LoraSettings(rank=4, alpha=8, rslora=rslora, targets=targets or TARGETS.get(kind, ("all",)))
     built = build_model(folder, lora=settings, device=torch.device("cpu"), dtype=torch.float32)
     torch.manual_seed(11)
     for parameter in trainable_parameters(built.model).values():
@@ -37,7 +39,7 @@ def trained_model(folder: Path, kind: str, rslora: bool = False) -> tuple[BuiltM
 def save(built: BuiltModel, settings: LoraSettings, folder: Path, base: Path) -> Path:
     folder.mkdir()
     parameters = {name: p.data for name, p in trainable_parameters(built.model).items()}
-    write_adapter(folder, parameters, settings, str(base), linear_names(built.model))
+    write_adapter(folder, parameters, settings, str(base), adaptable_names(built.model))
     return folder
 
 
@@ -67,6 +69,28 @@ def test_peft_and_the_merged_folder_give_the_trained_models_logits(
     merged = merge_adapter(base, adapter, tmp_path / "merged")
     torch.testing.assert_close(logits_of(AutoModelForCausalLM.from_pretrained(merged)), wanted, atol=1e-4, rtol=1e-4)
     assert {p.name for p in merged.iterdir()} == {p.name for p in base.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ("experts",),
+        ("experts.gate_up_proj",),
+        ("model.layers.1.mlp.experts.down_proj", "model.layers.0.self_attn.q_proj"),
+    ],
+)
+def test_any_choice_of_targets_means_the_same_to_peft(
+    targets: tuple[str, ...], model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = model_folder("qwen2_moe")
+    built, settings = trained_model(base, "qwen2_moe", targets=targets)
+    with generating(built.model):
+        wanted = logits_of(built.model)
+    adapter = save(built, settings, tmp_path / "adapter", base)
+    with_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    torch.testing.assert_close(logits_of(with_peft), wanted, atol=1e-4, rtol=1e-4)
+    merged = merge_adapter(base, adapter, tmp_path / "merged")
+    torch.testing.assert_close(logits_of(AutoModelForCausalLM.from_pretrained(merged)), wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

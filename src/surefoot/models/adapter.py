@@ -7,7 +7,8 @@ Routers trained in full are stored whole, as PEFT's `modules_to_save`.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Container, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +26,30 @@ CONFIG = "adapter_config.json"
 
 
 def write_adapter(
-    folder: Path, parameters: Mapping[str, Tensor], settings: LoraSettings, base_model: str, linear_names: Iterable[str]
+    folder: Path, parameters: Mapping[str, Tensor], settings: LoraSettings, base_model: str, adaptable: Collection[str]
 ) -> None:
     """Write `parameters` (our names) as a PEFT adapter into an existing empty folder.
 
-    `linear_names`: every linear module of the model, to find the shortest target names that mean just the adapted ones.
+    `adaptable`: every linear module and expert stack of the model, to find the shortest target names that mean just
+    the adapted ones.
     """
     tensors = {}
     for name, value in parameters.items():
         key, stored = _to_peft(name, value.detach().to("cpu", torch.float32), parameters)
         tensors[key] = stored.contiguous()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(
-        json.dumps(_peft_config(parameters, settings, base_model, linear_names), indent=2) + "\n"
-    )
+    (folder / CONFIG).write_text(json.dumps(_peft_config(parameters, settings, base_model, adaptable), indent=2) + "\n")
 
 
-def _to_peft(name: str, value: Tensor, parameters: Mapping[str, Tensor]) -> tuple[str, Tensor]:
+def _to_peft(name: str, value: Tensor, names: Container[str]) -> tuple[str, Tensor]:
+    """PEFT's name and layout of one parameter; `names` are all that are trained, for the nesting."""
     owner, _, leaf = name.rpartition(".")
     if not is_lora(name):
         return f"{PREFIX}{name}", value
     part = leaf[-1]
     if leaf in ("lora_A", "lora_B"):
         return f"{PREFIX}{owner}.lora_{part}.weight", value
-    is_nested = leaf.startswith("gate_up_proj") and f"{owner}.down_proj_lora_A" in parameters
+    is_nested = leaf.startswith("gate_up_proj") and f"{owner}.down_proj_lora_A" in names
     key = f"{PREFIX}{owner}.{'base_layer.' if is_nested else ''}lora_{part}.weight"
     if part == "A":
         return key, value.reshape(-1, value.shape[-1])  # [E, r, in] -> [E * r, in]
@@ -56,11 +57,9 @@ def _to_peft(name: str, value: Tensor, parameters: Mapping[str, Tensor]) -> tupl
 
 
 def _peft_config(
-    parameters: Mapping[str, Tensor], settings: LoraSettings, base_model: str, linear_names: Iterable[str]
+    parameters: Mapping[str, Tensor], settings: LoraSettings, base_model: str, adaptable: Collection[str]
 ) -> dict[str, Any]:
-    adapted = {name.removesuffix(".lora_A") for name in parameters if name.endswith(".lora_A")}
-    suffixes = {name.rpartition(".")[2] for name in adapted}
-    meant = {name for name in linear_names if name.rpartition(".")[2] in suffixes}
+    linears = {name.removesuffix(".lora_A") for name in parameters if name.endswith(".lora_A")}
     stacks = {name.removesuffix("_lora_A") for name in parameters if name.endswith("_proj_lora_A")}
     routers = {name.removesuffix(".weight") for name in parameters if not is_lora(name)}
     return {
@@ -74,10 +73,20 @@ def _peft_config(
         "use_rslora": settings.rslora,
         "bias": "none",
         "fan_in_fan_out": False,
-        "target_modules": sorted(suffixes if meant == adapted else adapted),
-        "target_parameters": sorted({".".join(name.split(".")[-3:]) for name in stacks}, key=_stack_order) or None,
+        "target_modules": sorted(_shortest(linears, adaptable, 1)),
+        "target_parameters": sorted(_shortest(stacks, adaptable, 3), key=_stack_order) or None,
         "modules_to_save": sorted({".".join(name.split(".")[-2:]) for name in routers}) or None,
     }
+
+
+def _shortest(adapted: set[str], adaptable: Collection[str], parts: int) -> set[str]:
+    """The last `parts` of each name, where these mean the adapted ones and no others; else the full names."""
+
+    def ending(name: str) -> str:
+        return ".".join(name.split(".")[-parts:])
+
+    endings = {ending(name) for name in adapted}
+    return endings if adapted == {name for name in adaptable if ending(name) in endings} else adapted
 
 
 def _stack_order(name: str) -> tuple[str, int]:
@@ -105,18 +114,13 @@ def read_adapter(folder: Path, wanted: Mapping[str, torch.Size], settings: LoraS
         raise ModelError(f"init_adapter={folder}: {'; '.join(different)}. Set the same values.")
     values = {}
     for name, shape in wanted.items():
-        key, _ = _to_peft(name, torch.empty(shape, device="meta"), wanted_as_tensors(wanted))
+        key, _ = _to_peft(name, torch.empty(shape, device="meta"), wanted)
         if key not in stored:
             raise ModelError(f"init_adapter={folder} has no {key}. Adapt the same modules as it does (target_modules).")
         values[name] = _from_peft(name, stored.pop(key), shape, folder)
     if stored:
         raise ModelError(f"init_adapter={folder} also adapts {sorted(stored)[0]}, which target_modules leaves out.")
     return values
-
-
-def wanted_as_tensors(wanted: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Names and shapes as tensors without storage."""
-    return {name: torch.empty(shape, device="meta") for name, shape in wanted.items()}
 
 
 def _from_peft(name: str, value: Tensor, shape: torch.Size, folder: Path) -> Tensor:
@@ -137,6 +141,55 @@ def load_adapter_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]
         raise ModelError(
             f"{folder} is no PEFT adapter: it needs a readable {CONFIG} and {WEIGHTS} ({error})."
         ) from error
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """One weight's low-rank pair. Shapes: a [r, in], b [out, r]; of a stack of experts a [E, r, in], b [E, out, r]."""
+
+    a: Tensor
+    b: Tensor
+
+    @property
+    def numel(self) -> int:
+        """Elements of the weight it belongs to."""
+        return self.a.numel() // self.a.shape[-2] * self.b.shape[-2]
+
+
+@dataclass(frozen=True)
+class AdapterContents:
+    """An adapter by the names of the model's parameters."""
+
+    settings: LoraSettings
+    low_rank: dict[str, LowRank]
+    whole: dict[str, Tensor]
+    """Parameters that were trained in full."""
+
+
+def read_contents(folder: Path) -> AdapterContents:
+    """Read a PEFT adapter without its model.
+
+    Raises: ModelError where it is no plain LoRA adapter.
+    """
+    config, stored = load_adapter_files(folder)
+    settings = settings_of(config)
+    stacks = [name.rpartition(".")[2] for name in config.get("target_parameters") or ()]
+    low_rank, whole = {}, {}
+    for key, a in stored.items():
+        name = key.removeprefix(PREFIX)
+        if name.endswith(".lora_A.weight"):
+            owner, b = name.removesuffix(".lora_A.weight"), stored[key.replace(".lora_A.", ".lora_B.")]
+            if owner.endswith((".experts", ".experts.base_layer")) and stacks:
+                is_inner = owner.endswith(".base_layer")
+                leaf = "gate_up_proj" if is_inner or "down_proj" not in stacks else "down_proj"
+                a = a.view(-1, settings.rank, a.shape[1])
+                b = b.view(b.shape[0], settings.rank, -1).permute(2, 0, 1)
+                low_rank[f"{owner.removesuffix('.base_layer')}.{leaf}"] = LowRank(a, b)
+            else:
+                low_rank[f"{owner}.weight"] = LowRank(a, b)
+        elif not name.endswith(".lora_B.weight"):
+            whole[name] = a
+    return AdapterContents(settings, low_rank, whole)
 
 
 def settings_of(config: Mapping[str, Any]) -> LoraSettings:

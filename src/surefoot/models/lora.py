@@ -118,8 +118,8 @@ def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
     Raises: ModelError for a target that matches nothing, with the nearest names.
     """
     groups = _groups_of(model)
-    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     expert_parameters = set(groups["experts"])
+    linears = adaptable_names(model) - expert_parameters
     chosen: set[str] = set()
     for target in targets:
         if target in groups:
@@ -139,6 +139,12 @@ def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
         experts=[name for name, _ in model.named_parameters() if name in chosen & expert_parameters],
         routers=[name for name in order if name in chosen & set(groups["router"])],
     )
+
+
+def adaptable_names(model: PreTrainedModel) -> set[str]:
+    """Every linear module and every fused expert parameter of a model, by name."""
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return linears | set(_groups_of(model)["experts"])
 
 
 def _groups_of(model: PreTrainedModel) -> dict[str, list[str]]:

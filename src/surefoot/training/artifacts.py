@@ -11,8 +11,8 @@ from surefoot.config import RunConfig
 from surefoot.errors import ModelError
 from surefoot.models.adapter import CONFIG, load_adapter_files, read_adapter, settings_of, write_adapter
 from surefoot.models.build import build_model, load_tokenizer, meta_model, trainable_parameters
-from surefoot.models.export import linear_names, merge_adapter
-from surefoot.models.lora import LoraSettings
+from surefoot.models.export import merge_adapter
+from surefoot.models.lora import LoraSettings, adaptable_names
 from surefoot.models.sources import resolve_model
 from surefoot.storage import new_folder
 from surefoot.training.checkpoint import DamagedCheckpoint, checkpoint_folder, list_checkpoints, read_parameters, verify
@@ -48,7 +48,7 @@ def write_artifact(
     with new_folder(target) as folder:
         if settings is not None:
             parameters = {name: parameter.data for name, parameter in trainable_parameters(model).items()}
-            write_adapter(folder, parameters, settings, _base_name(source, base), linear_names(model))
+            write_adapter(folder, parameters, settings, _base_name(source, base), adaptable_names(model))
         else:
             stored = meta_model(base).config.dtype or torch.float32
             model.to(stored).save_pretrained(folder)  # the run is over: its float32 weights are not needed
@@ -88,7 +88,7 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
         return write_artifact(target, model, tokenizer, None, base, config.model)
     adapter = target if not merge else target.with_name(f".{target.name}.adapter")
     with new_folder(adapter) as folder:
-        write_adapter(folder, parameters, settings, _base_name(config.model, base), linear_names(meta_model(base)))
+        write_adapter(folder, parameters, settings, _base_name(config.model, base), adaptable_names(meta_model(base)))
         tokenizer.save_pretrained(folder)
     if not merge:
         return adapter
