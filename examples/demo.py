@@ -24,8 +24,8 @@ def complete(model: object, tokenizer: object, rows: list[dict[str, list[dict[st
 
 def main(folder: Path) -> None:
     began = time.perf_counter()
-    if folder.exists():
-        shutil.rmtree(folder)
+    for made in ("moe", "run"):  # of an earlier demo
+        shutil.rmtree(folder / made, ignore_errors=True)
     train, dev = orders.write(folder)
     rows = [json.loads(line) for line in dev.read_text("utf-8").splitlines()]
     right = [row["messages"][-1]["content"] for row in rows]

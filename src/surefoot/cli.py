@@ -16,7 +16,12 @@ DONE, FAILED = 0, 1
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit status: 0 done, 2 wrong input, 3 stopped on a finding, 1 anything else."""
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    parsed, extra = parser.parse_known_args(arguments)
+    if extra and not (hasattr(parsed, "overrides") and all("=" in text for text in extra)):
+        parser.error(f"unrecognized arguments: {' '.join(extra)}")
+    if extra:  # key=value behind an option, and --key=value
+        parsed.overrides += extra
     # Large pages for large tensors: fewer faults when activations come and go. Read once, when torch is loaded.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

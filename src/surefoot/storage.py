@@ -3,6 +3,7 @@
 Everything goes to a temporary name beside its target, is synced, and is renamed.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -82,11 +83,12 @@ def new_folder(target: Path) -> Iterator[Path]:
             shutil.rmtree(target)
         os.replace(temporary, target)
         sync_folder(target.parent)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise storage_error(target, error) from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise storage_error(target, error) from error
+        if type(error).__name__ == "SafetensorError" and "os error" in str(error).lower():  # it is no OSError
+            raise storage_error(target, OSError(errno.EIO, str(error))) from error
         raise
 
 

@@ -28,7 +28,9 @@ def test_prompt_and_completion_plain_and_conversational() -> None:
     plain = convert(prompt="2 + 2 =", completion=" 4")
     assert plain.is_plain
     assert [message.content for message in plain.messages] == ["2 + 2 =", " 4"]
-    assert convert(prompt=[SYSTEM, USER], completion=[ASSISTANT]) == convert(messages=[SYSTEM, USER, ASSISTANT])
+    pair = convert(prompt=[SYSTEM, USER, ASSISTANT, USER], completion=[ASSISTANT])
+    assert pair.messages == convert(messages=[SYSTEM, USER, ASSISTANT, USER, ASSISTANT]).messages
+    assert pair.first_trained == 4, "assistant turns of the prompt are context"
 
 
 def test_null_and_empty_extras_are_no_content() -> None:
@@ -53,6 +55,7 @@ def test_null_and_empty_extras_are_no_content() -> None:
         ({"prompt": "a", "completion": [ASSISTANT]}, r"prompt is a str and completion a list"),
         ({"prompt": "a", "completion": ""}, r"the completion is empty"),
         ({"messages": [USER, ASSISTANT], "prompt": "a"}, r"ambiguous"),
+        ({"prompt": "a", "completion": "cut \ud83d"}, r"completion is no valid text at character 5"),
         ({"question": "a", "answer": "b"}, r"columns \['answer', 'question'\] fit no known format"),
     ],
 )

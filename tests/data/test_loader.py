@@ -38,6 +38,7 @@ def test_any_step_can_be_asked_for_first() -> None:
 def test_epochs_and_steps() -> None:
     made = order()
     assert [made.steps_in(epochs) for epochs in (1, 2, 0.5, 0.01, 2.4)] == [3, 6, 2, 1, 8]
+    assert GlobalOrder([1] * 10, sequences_per_step=1, seed=0, shuffle=False, pack_length=None).steps_in(1.1) == 11
     assert made.step(2).epoch == 1.0
     assert made.step(4).epoch == 1.8
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
+from surefoot.errors import ModelError
 from surefoot.models import attention  # registers the implementation
 from tests.conftest import SIZES, make_model
 
@@ -46,7 +47,7 @@ def test_a_sliding_window_is_honoured() -> None:
 
 def test_variants_that_would_be_wrong_are_refused() -> None:
     q = torch.randn(1, 2, 4, 8)
-    with pytest.raises(NotImplementedError, match="softcap"):
+    with pytest.raises(ModelError, match="softcap"):
         attention.packed_attention(
             torch.nn.Identity(),
             q,

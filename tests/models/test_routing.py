@@ -170,7 +170,7 @@ def test_checkpointing_gives_the_same_gradients(kind: str, model_folder: Callabl
             dtype=torch.float32,
             gradient_checkpointing=enabled,
         )
-        objective = SftObjective(built, aux_loss_coef=0.1)
+        objective = SftObjective(built, aux_loss_coef=0.1 if kind == "mixtral" else 0.0)
         batch = collate(samples(3))
         objective.begin_step([batch])
         objective.loss(batch, Totals(batch.num_tokens, batch.num_trained)).total.backward()

@@ -31,6 +31,31 @@ def test_folders_that_are_no_models(tmp_path: Path, content: dict[str, str], mes
         resolve_model(str(tmp_path), "run.yaml:3")
 
 
+def test_broken_weights_are_no_traceback(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
+    import os
+    import shutil
+
+    import torch
+
+    from surefoot.models.upcycle import upcycle
+
+    shutil.copytree(model_folder("llama"), tmp_path / "m")
+    os.truncate(tmp_path / "m" / "model.safetensors", 1000)
+    with pytest.raises(ModelError, match="its weights cannot be loaded"):
+        build_model(tmp_path / "m", lora=None, device=torch.device("cpu"), dtype=torch.float32)
+    with pytest.raises(ModelError, match="cannot be read"):
+        upcycle(str(tmp_path / "m"), tmp_path / "moe")
+    assert not (tmp_path / "moe").exists()
+
+
+def test_files_beside_the_model_are_not_its_weights(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
+    import shutil
+
+    shutil.copytree(model_folder("llama"), tmp_path / "m")
+    shutil.copy(tmp_path / "m" / "model.safetensors", tmp_path / "m" / "consolidated.safetensors")
+    assert [path.name for path in sources.weight_files(tmp_path / "m")] == ["model.safetensors"]
+
+
 def test_a_missing_folder_and_a_hub_that_does_not_answer(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such folder. Give the folder"):
         resolve_model(str(tmp_path / "none"))

@@ -177,6 +177,29 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(settings: dict
     assert_same_run(whole.run_folder, run)
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over_in_silence(settings: dict[str, Any]) -> None:
+    run = surefoot.train(settings, screen=False, save_steps=2).run_folder
+    for path in list_checkpoints(run):
+        (path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="all 2 checkpoints are damaged; the newest: .*step-00000004"):
+        surefoot.train(settings, screen=False)
+    assert len(list_checkpoints(run)) == 2
+
+
+def test_overwriting_deletes_the_old_run_only_when_the_new_one_is_ready(settings: dict[str, Any]) -> None:
+    run = surefoot.train(settings, screen=False).run_folder
+    summary = (run / "summary.json").read_bytes()
+    with pytest.raises(DataError):
+        surefoot.train(settings, screen=False, overwrite_output_dir=True, dataset="typo.jsonl")
+    with pytest.raises(ConfigError, match="would delete init_adapter="):
+        surefoot.train(settings, screen=False, overwrite_output_dir=True, init_adapter=run / "adapter")
+    assert (run / "adapter").is_dir()
+    assert list_checkpoints(run)
+    assert (run / "summary.json").read_bytes() == summary, "a failed start does not hide what was achieved"
+    surefoot.train(settings, screen=False, overwrite_output_dir=True, seed=3)
+    assert yaml.safe_load((run / "run.yaml").read_text())["seed"] == 3
+
+
 def test_naming_a_damaged_checkpoint_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
     run = surefoot.train(settings, screen=False).run_folder
     path = list_checkpoints(run)[-1]
@@ -208,10 +231,12 @@ def test_an_explicit_checkpoint_continues_in_another_folder(settings: dict[str, 
 
 def test_a_completed_run_is_not_trained_again(settings: dict[str, Any]) -> None:
     first = surefoot.train(settings, screen=False)
-    before = (first.run_folder / "metrics.jsonl").read_bytes()
+    before = {
+        path: path.read_bytes() for path in first.run_folder.iterdir() if path.name in ("metrics.jsonl", "summary.json")
+    }
     again = surefoot.train(settings, screen=False)
-    assert (again.status, again.steps) == ("completed", 4)
-    assert (first.run_folder / "metrics.jsonl").read_bytes() == before
+    assert again == first
+    assert all(path.read_bytes() == content for path, content in before.items())
 
 
 def test_a_changed_config_is_named_field_by_field(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -264,7 +289,8 @@ def test_a_folder_with_other_files_is_not_touched(settings: dict[str, Any]) -> N
     for overwrite in (False, True):
         shutil.rmtree(folder)
         (folder / "model").mkdir(parents=True)
-        with pytest.raises(ConfigError, match="holds files that are no run: model"):
+        (folder / "run.yaml").write_text("the user's own")
+        with pytest.raises(ConfigError, match="holds files that are no run: model, run.yaml"):
             surefoot.train(settings, screen=False, overwrite_output_dir=overwrite)
         assert (folder / "model").is_dir()
     shutil.rmtree(folder)
@@ -277,6 +303,13 @@ def test_a_run_that_failed_before_its_first_step_can_be_corrected(settings: dict
     with pytest.raises(DataError):
         surefoot.train(settings, screen=False, max_length=40)
     assert surefoot.train(settings, screen=False).status == "completed"
+
+
+def test_the_saved_config_names_what_was_chosen(settings: dict[str, Any]) -> None:
+    saved = yaml.safe_load((surefoot.train(settings, screen=False).run_folder / "run.yaml").read_text())
+    assert (saved["device"], saved["dtype"], saved["global_batch_size"]) == ("cpu", "float32", 4)
+    with pytest.raises(CheckpointError, match="dtype: float32 -> bfloat16"):
+        surefoot.train(settings, screen=False, dtype="bfloat16", max_steps=4)
 
 
 def test_two_processes_cannot_share_a_run_folder(settings: dict[str, Any]) -> None:

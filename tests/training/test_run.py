@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 import surefoot
-from surefoot.errors import ConfigError, StoppedOnFinding
+from surefoot.errors import ConfigError, ModelError, StoppedOnFinding
 from surefoot.models.generate import generating
 from tests.conftest import counting_rows, write_jsonl
 
@@ -236,6 +236,82 @@ def test_tensorboard_gets_the_metrics(settings: dict[str, Any]) -> None:
 def test_a_tracker_that_is_not_installed_is_refused_before_loading(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="pip install trackio"):
         surefoot.train(settings, screen=False, report_to=["trackio"])
+
+
+def test_lora_on_the_output_layer_is_trained(settings: dict[str, Any], model_folder: Callable[[str], Path]) -> None:
+    from safetensors.torch import load_file
+
+    run = surefoot.train(
+        settings, screen=False, model=str(model_folder("llama")), target_modules=["lm_head"]
+    ).run_folder
+    adapter = load_file(run / "adapter" / "adapter_model.safetensors")
+    assert adapter["base_model.model.lm_head.lora_B.weight"].abs().max() > 0
+
+
+def test_layers_that_carry_state_across_samples_are_refused(
+    settings: dict[str, Any], tmp_path: Path, tokenizer: Any
+) -> None:
+    """LFM2's short convolutions would read the end of one sample at the start of the next."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    from tests.conftest import SIZES
+
+    torch.manual_seed(0)
+    config = Lfm2Config(**SIZES, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)
+    Lfm2ForCausalLM(config).save_pretrained(tmp_path / "lfm2")
+    tokenizer.save_pretrained(tmp_path / "lfm2")
+    with pytest.raises(ModelError, match="mixes samples that share a batch"):
+        surefoot.train(settings, screen=False, model=str(tmp_path / "lfm2"), target_modules=["attention"])
+
+
+def test_the_text_part_of_a_vision_language_moe_is_trained(
+    settings: dict[str, Any], tmp_path: Path, tokenizer: Any
+) -> None:
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    from tests.conftest import MOE, SIZES
+
+    text = {
+        **SIZES,
+        **MOE,
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "intermediate_size": 16,
+        "out_hidden_size": 32,
+        "deepstack_visual_indexes": [],
+    }
+    torch.manual_seed(0)
+    model = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(text_config=text, vision_config=vision))
+    model.save_pretrained(tmp_path / "vl")
+    tokenizer.save_pretrained(tmp_path / "vl")
+    result = surefoot.train(
+        settings, screen=False, model=str(tmp_path / "vl"), target_modules=["attention", "experts"], max_steps=8
+    )
+    lines = metrics_of(result.run_folder)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert len(lines[0]["expert_load"]) == 2
+    ids = torch.randint(3, 500, (1, 12))
+    peft = PeftModel.from_pretrained(
+        Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path / "vl"), result.artifact
+    )
+    ours, _ = surefoot.load(result.run_folder)
+    with torch.no_grad():
+        torch.testing.assert_close(peft(input_ids=ids).logits, ours(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_dropout_with_experts_among_the_targets_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match="lora_dropout=0.1 with 4 expert stacks among the targets"):
+        surefoot.train(settings, screen=False, lora_dropout=0.1)
+
+
+def test_balancing_a_dense_model_is_refused(settings: dict[str, Any], model_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelError, match="LlamaForCausalLM has no routers to balance"):
+        surefoot.train(settings, screen=False, model=str(model_folder("llama")), router_aux_loss_coef=0.1)
 
 
 def test_the_model_is_stopped_from_scaling_its_logits_in_silence(

@@ -69,6 +69,14 @@ def test_a_loss_or_gradient_that_is_not_finite_leaves_the_weights_alone() -> Non
     assert weight.item() == pytest.approx(1e38)
 
 
+def test_the_loss_of_a_bfloat16_model_is_summed_in_float32() -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(8, 64).bfloat16()
+    hidden, targets = torch.randn(6000, 8).bfloat16(), torch.randint(0, 64, (6000,))
+    wanted = F.cross_entropy(head(hidden).float(), targets, reduction="sum")
+    torch.testing.assert_close(_nll_sum(hidden, head, targets), wanted, atol=0, rtol=1e-5)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("is_old_torch", [False, True])
 def test_the_loss_in_chunks_is_the_loss(bias: bool, is_old_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,7 +258,8 @@ def changed_fields(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
     """The settings that enter a run's numbers and differ from a saved config: `learning_rate: 0.0001 -> 0.0002`."""
     current = run.model_dump(mode="json")
     free = set(FREE_ON_RESUME)
-    if run.lr_scheduler_type == "constant":  # then the length of the run enters nothing but its end
+    has_fixed_warmup = run.warmup_steps is not None or run.warmup_ratio == 0
+    if run.lr_scheduler_type == "constant" and has_fixed_warmup:  # then the length of the run enters only its end
         free |= {"max_steps", "num_train_epochs"}
     changes = [
         f"{name}: {saved.get(name)} -> {current[name]}"

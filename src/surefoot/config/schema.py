@@ -25,8 +25,6 @@ class RunConfig(BaseModel):
     """Held-out data; its loss is measured every `eval_steps` and at the end."""
     chat_template: str | None = None
     """A Jinja file to use instead of the tokenizer's own chat template."""
-    trust_remote_code: bool = False
-    """Allow Python code that comes with the model to run. Leave off unless you have read that code."""
 
     tuning: Literal["lora", "full"] = "lora"
     """`lora` trains low-rank adapters beside frozen weights; `full` trains every weight."""

@@ -3,7 +3,7 @@
 Knows nothing of templates or tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from surefoot.data.sources import Row
@@ -31,6 +31,8 @@ class Conversation:
     messages: tuple[Message, ...]
     place: str
     is_plain: bool = False
+    first_trained: int = 0
+    """Assistant turns before this message are context: those in the prompt of a prompt/completion pair."""
 
 
 def to_conversation(row: Row) -> Conversation:
@@ -52,10 +54,15 @@ def _pair(prompt: Any, completion: Any, place: str) -> Conversation:
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise DataError(f"{place}: the completion is empty, so there is nothing to train on.")
-        return Conversation((Message("user", prompt), Message("assistant", completion)), place, is_plain=True)
+        turns = (
+            Message("user", _encodable(prompt, "prompt", place)),
+            Message("assistant", _encodable(completion, "completion", place)),
+        )
+        return Conversation(turns, place, is_plain=True)
     if isinstance(prompt, list) and isinstance(completion, list):
-        both = (*_messages(prompt, "prompt", place), *_messages(completion, "completion", place))
-        return _check(both, place)
+        context = _messages(prompt, "prompt", place)
+        checked = _check((*context, *_messages(completion, "completion", place)), place)
+        return replace(checked, first_trained=len(context))
     raise DataError(
         f"{place}: prompt is a {type(prompt).__name__} and completion a {type(completion).__name__}; "
         "both must be texts or both lists of messages."
@@ -83,7 +90,16 @@ def _message(item: Any, name: str, place: str) -> Message:
     )
     if extra:
         raise DataError(f"{place}: {name} ({role}) has {', '.join(extra)}, which this version does not train on.")
-    return Message(role, content)
+    return Message(role, _encodable(content, f"{name} ({role})", place))
+
+
+def _encodable(text: str, name: str, place: str) -> str:
+    """JSON can hold half of a surrogate pair, which no tokenizer can take."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"{place}: {name} is no valid text at character {error.start + 1}: {error.reason}.") from error
+    return text
 
 
 def _check(messages: tuple[Message, ...], place: str) -> Conversation:

@@ -117,7 +117,7 @@ class GlobalOrder:
         whole = int(epochs)
         steps = sum(self._steps_in(epoch) for epoch in range(whole))
         if epochs > whole:
-            steps += ceil(self._steps_in(whole) * (epochs - whole))
+            steps += ceil(self._steps_in(whole) * (epochs - whole) - 1e-9)  # 10 x (1.1 - 1) is a little over 1
         return max(steps, 1)
 
     def step(self, index: int) -> StepBatch:

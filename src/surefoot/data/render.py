@@ -73,7 +73,7 @@ class Renderer:
         full = self._template(messages, conversation.place)
         spans = []
         for index, message in enumerate(messages):
-            if message.role != "assistant":
+            if message.role != "assistant" or index < conversation.first_trained:
                 continue
             before = self._template(messages[:index], conversation.place, add_generation_prompt=True)
             through = full if index == len(messages) - 1 else self._template(messages[: index + 1], conversation.place)

@@ -37,9 +37,12 @@ def read_rows(paths: str | list[str], where: str = "dataset") -> Iterator[Row]:
         if path.stat().st_size == 0:
             raise DataError(f"dataset {path} is empty (0 bytes) ({where}).")
         is_blank = True
-        for row in _read_file(path, where):
-            is_blank = False
-            yield row
+        try:
+            for row in _read_file(path, where):
+                is_blank = False
+                yield row
+        except OSError as error:
+            raise DataError(f"dataset {path} cannot be read: {error.strerror or error} ({where}).") from error
         if is_blank:
             raise DataError(f"dataset {path} holds no rows ({where}).")
 

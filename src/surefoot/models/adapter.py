@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -137,7 +138,7 @@ def load_adapter_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]
     try:
         config = json.loads((folder / CONFIG).read_text("utf-8"))
         return config, load_file(folder / WEIGHTS)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(
             f"{folder} is no PEFT adapter: it needs a readable {CONFIG} and {WEIGHTS} ({error})."
         ) from error
@@ -173,18 +174,19 @@ def read_contents(folder: Path) -> AdapterContents:
     """
     config, stored = load_adapter_files(folder)
     settings = settings_of(config)
-    stacks = [name.rpartition(".")[2] for name in config.get("target_parameters") or ()]
+    stacks = config.get("target_parameters") or ()
     low_rank, whole = {}, {}
     for key, a in stored.items():
         name = key.removeprefix(PREFIX)
         if name.endswith(".lora_A.weight"):
             owner, b = name.removesuffix(".lora_A.weight"), stored[key.replace(".lora_A.", ".lora_B.")]
-            if owner.endswith((".experts", ".experts.base_layer")) and stacks:
-                is_inner = owner.endswith(".base_layer")
-                leaf = "gate_up_proj" if is_inner or "down_proj" not in stacks else "down_proj"
+            module = owner.removesuffix(".base_layer")
+            adapted = [leaf for leaf in PROJECTIONS if any(f".{module}.{leaf}".endswith(f".{name}") for name in stacks)]
+            if adapted:  # the outermost wrapper holds the last stack, what it wraps the first
+                leaf = adapted[0] if owner.endswith(".base_layer") else adapted[-1]
                 a = a.view(-1, settings.rank, a.shape[1])
                 b = b.view(b.shape[0], settings.rank, -1).permute(2, 0, 1)
-                low_rank[f"{owner.removesuffix('.base_layer')}.{leaf}"] = LowRank(a, b)
+                low_rank[f"{module}.{leaf}"] = LowRank(a, b)
             else:
                 low_rank[f"{owner}.weight"] = LowRank(a, b)
         elif not name.endswith(".lora_B.weight"):

@@ -15,6 +15,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from surefoot.errors import ModelError
+
 IMPLEMENTATION = "surefoot"
 
 
@@ -37,13 +39,13 @@ def packed_attention(
     """Causal attention within each sample.
 
     Shapes: query [1, heads, T, D], key and value [1, kv_heads, T, D] -> [1, T, heads, D]; sum(lengths) == T.
-    Raises: NotImplementedError for variants whose numbers would be wrong here (soft-capping, attention sinks).
+    Raises: ModelError for variants whose numbers would be wrong here (soft-capping, attention sinks).
     """
     for name in ("softcap", "s_aux", "position_bias"):
         if extra.get(name) is not None:
-            raise NotImplementedError(
-                f"{type(module).__name__} needs {name}; set attn_implementation to flash_attention_2"
-            )
+            raise ModelError(f"{type(module).__name__} uses {name}, which attention over packed samples does not have.")
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):
+        query, key, value = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value))
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
         window = (sliding_window - 1, 0) if sliding_window else (-1, 0)
         query_THD, key_THD, value_THD = (t[0].transpose(0, 1).contiguous() for t in _same_heads(query, key, value))

@@ -16,15 +16,23 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from surefoot.errors import ModelError
 from surefoot.models import attention, experts
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
 from surefoot.models.routing import RoutingRecorder, keep_routing_on_recompute
+
+LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
+"""Names under which configs list the kind of each layer."""
+
+ATTENTION_KINDS = {"full_attention", "sliding_attention", "attention"}
 
 
 @dataclass(frozen=True)
@@ -56,12 +64,10 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrained
     return tokenizer
 
 
-def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The model's configuration. Raises: ModelError for an unknown architecture."""
+def load_config(folder: Path) -> PreTrainedConfig:
+    """The model's configuration. Raises: ModelError for an architecture that transformers itself does not have."""
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except (ValueError, OSError, KeyError) as error:
         raise ModelError(
             f"{folder}: transformers {transformers.__version__} cannot read its config: {error}"
@@ -69,17 +75,14 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
     return config
 
 
-def model_class(folder: Path, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> type[PreTrainedModel]:
-    """The causal language model class for a config."""
-    auto_map = getattr(config, "auto_map", None) or {}
-    if trust_remote_code and "AutoModelForCausalLM" in auto_map:
-        remote: type[PreTrainedModel] = get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], str(folder))
-        return remote
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"{folder}: model_type={config.model_type} has no causal language model in transformers.")
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    stock: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
-    return stock
+def model_class(folder: Path, config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class with a language-model head for a config; of a vision-language model the whole, to train on text."""
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            stock: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
+            return stock
+    raise ModelError(f"{folder}: model_type={config.model_type} has no language model in transformers.")
 
 
 def meta_model(folder: Path) -> PreTrainedModel:
@@ -97,7 +100,6 @@ def build_model(
     dtype: torch.dtype,
     gradient_checkpointing: bool = False,
     compile_layers: bool = False,
-    trust_remote_code: bool = False,
     experts_implementation: str = experts.IMPLEMENTATION,
 ) -> BuiltModel:
     """Load a causal LM for training.
@@ -106,16 +108,13 @@ def build_model(
     is trained and stored in float32, and computed in `dtype` through autocast.
     Raises: ModelError for a folder whose weights do not fill the model exactly, or targets that match nothing.
     """
-    config = load_config(folder, trust_remote_code=trust_remote_code)
-    stock = model_class(folder, config, trust_remote_code=trust_remote_code)
-    if not stock._supports_attention_backend:
-        raise ModelError(
-            f"{stock.__name__} does not use transformers' attention interface, so packed samples would mix."
-        )
+    config = load_config(folder)
+    stock = model_class(folder, config)
+    _check_samples_stay_apart(stock, config)
     found: list[LoraTargets] = []
     cls = _with_lora(stock, lora, found) if lora is not None else stock
     stored = dtype if lora is not None else torch.float32
-    model = _load(cls, folder, config, stored, device, trust_remote_code, experts_implementation)
+    model = _load(cls, folder, config, stored, device, experts_implementation)
     targets = found[-1] if lora is not None else None
     if lora is not None and targets is not None:
         _set_trainable(model, lora, targets)
@@ -136,6 +135,22 @@ def build_model(
     return BuiltModel(model, targets, routing, autocast=mixed)
 
 
+def _check_samples_stay_apart(stock: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+    """Refuse models that would let samples of one batch see each other.
+
+    Only attention is told where samples end. Convolutions, recurrent states and chunked attention are not.
+    """
+    if not stock._supports_attention_backend:
+        raise ModelError(f"{stock.__name__} does not use transformers' attention interface, so samples would mix.")
+    text = config.get_text_config()
+    kinds = {kind for name in LAYER_KINDS for kind in getattr(text, name, None) or ()}
+    if kinds - ATTENTION_KINDS:
+        raise ModelError(
+            f"{stock.__name__} mixes samples that share a batch: it has layers of kind "
+            f"{', '.join(sorted(kinds - ATTENTION_KINDS))}, which are not told where a sample ends."
+        )
+
+
 def _with_lora(stock: type[PreTrainedModel], lora: LoraSettings, found: list[LoraTargets]) -> type[PreTrainedModel]:
     """A subclass of the stock model that attaches LoRA when constructed, on whatever device that happens."""
 
@@ -152,11 +167,10 @@ def _load(
     config: PreTrainedConfig,
     dtype: torch.dtype,
     device: torch.device,
-    trust_remote_code: bool,
     experts_implementation: str,
 ) -> PreTrainedModel:
     options: dict[str, Any] = {"device_map": {"": device}} if device.type != "cpu" else {}
-    with quiet_transformers():
+    with quiet_transformers(), _as_model_errors(folder):
         model, info = cls.from_pretrained(
             str(folder),
             config=config,
@@ -164,7 +178,6 @@ def _load(
             attn_implementation=attention.IMPLEMENTATION,
             output_loading_info=True,
             local_files_only=True,
-            trust_remote_code=trust_remote_code,
             **options,
         )
     problems = {
@@ -181,6 +194,20 @@ def _load(
     if any(experts.is_fused_experts(module) for module in model.modules()):
         model.set_experts_implementation(experts_implementation)
     return model
+
+
+@contextmanager
+def _as_model_errors(folder: Path) -> Iterator[None]:
+    """What the loader raises for broken or foreign weights, as one error with its first line."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ModelError(
+            f"{folder}: its weights cannot be loaded: {reason[:300]} Is the folder complete, its config.json its own?"
+        ) from error
 
 
 def _set_trainable(model: PreTrainedModel, lora: LoraSettings, targets: LoraTargets) -> None:

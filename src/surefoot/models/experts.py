@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
+from surefoot.errors import ModelError
 from surefoot.models.grouped_gemm import (
     STRIDE_ELEMENTS,
     Groups,
@@ -53,8 +54,8 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     Shapes: hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K] -> [T, H].
     """
     if not is_fused_experts(self):
-        raise TypeError(
-            f"{type(self).__name__} has biased, transposed or ungated experts; use experts_implementation=grouped_mm"
+        raise ModelError(
+            f"{type(self).__name__} has biased, transposed or ungated experts, which are not computed here."
         )
     adapters = [getattr(self, f"{name}_lora_{part}", None) for name in PROJECTIONS for part in "AB"]
     return _Experts.apply(  # type: ignore[no-any-return,no-untyped-call]

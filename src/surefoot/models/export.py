@@ -26,6 +26,7 @@ from transformers.core_model_loading import (
 from surefoot.errors import ModelError
 from surefoot.models.adapter import read_contents
 from surefoot.models.build import meta_model
+from surefoot.models.sources import weight_files
 from surefoot.storage import new_folder
 
 EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
@@ -38,7 +39,7 @@ def merge_adapter(base: Path, adapter: Path, target: Path) -> Path:
     """
     if target.exists():
         raise ModelError(f"{target} exists already; it was not touched. Give a new folder.")
-    files = sorted(base.glob("*.safetensors"))
+    files = weight_files(base)
     if not files:
         raise ModelError(f"{base} has no *.safetensors weights to merge into.")
     merger = _Merger(adapter)

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from surefoot.errors import ModelError
+
 Turns = Sequence[dict[str, str]]
 
 
@@ -31,7 +33,12 @@ def complete(
     temperature: float = 0.0,
     batch_size: int = 16,
 ) -> list[str]:
-    """The assistant's next turn for each conversation, without its end-of-turn token. Temperature 0 is greedy."""
+    """The assistant's next turn for each conversation, without its end-of-turn token. Temperature 0 is greedy.
+
+    Raises: ModelError for a tokenizer without a chat template.
+    """
+    if tokenizer.chat_template is None:
+        raise ModelError("the model's tokenizer has no chat template, so it cannot be talked to in turns.")
     prompts: list[list[int]] = [
         tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=False)
         for turns in conversations

@@ -29,9 +29,9 @@ class Groups:
 
     @classmethod
     def of(cls, ids: Tensor, num_groups: int, dtype: torch.dtype) -> "Groups":
-        """Count `ids [S]` (0 <= id < num_groups). Synchronises with the device only where there is no fused kernel."""
-        counts = torch.bincount(ids, minlength=num_groups)
-        offsets = counts.cumsum(0, dtype=torch.int32)
+        """Count sorted `ids [S]`, 0 <= id < num_groups. The host waits for the device only where no kernel is fused."""
+        offsets = torch.searchsorted(ids, torch.arange(num_groups, device=ids.device), right=True, out_int32=True)
+        counts = offsets.diff(prepend=offsets.new_zeros(1)).long()
         if _is_fused(ids.device, dtype):
             return cls(counts, offsets, None)
         ends = offsets.tolist()

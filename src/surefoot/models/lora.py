@@ -3,7 +3,7 @@
 Made before the model is sharded (on the meta device), so a LoRA parameter gets its base's placement; its initial value
 depends on (seed, parameter name) alone, never on rank or topology.
 
-Knows nothing of files: `export.py` translates to PEFT's format.
+Knows nothing of files: `adapter.py` translates to PEFT's format.
 
 Source: Hu et al., https://arxiv.org/abs/2106.09685; rank-stabilised scaling: Kalajdzievski, https://arxiv.org/abs/2312.03732
 """
@@ -186,6 +186,12 @@ def _nothing_matches(target: str, groups: dict[str, list[str]], names: set[str],
 def attach(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:
     """Create the LoRA parameters (uninitialised, on the current device) and return what was adapted."""
     targets = find_targets(model, settings.targets)
+    if settings.dropout and targets.experts:
+        raise ModelError(
+            f"lora_dropout={settings.dropout} with {len(targets.experts)} expert stacks among the targets: dropout "
+            "cannot be applied inside the grouped expert product, and PEFT refuses it too. Set lora_dropout: 0, or "
+            "name targets without experts, such as [attention, mlp]."
+        )
     for name in targets.linears:
         module = model.get_submodule(name)
         if type(module) is not nn.Linear:

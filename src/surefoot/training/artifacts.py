@@ -69,6 +69,10 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
     if target.exists():
         raise ModelError(f"{target} exists already; it was not touched. Give a new folder.")
     if (run / CONFIG).is_file():
+        if step is not None:
+            raise ModelError(
+                f"{run} is an adapter folder, which has no steps. Give the run folder to export step {step}."
+            )
         return _merge_or_copy(run, target, merge)
     config = _config_of(run)
     settings = lora_settings(config)
@@ -136,6 +140,10 @@ def load(source: str, adapter: Path | None) -> tuple[PreTrainedModel, PreTrained
     """A model and tokenizer for completion: a run folder (its base with its adapter), or a model with an adapter."""
     folder = Path(source).expanduser()
     if (folder / "run.yaml").is_file():
+        if adapter is not None:
+            raise ModelError(
+                f"{folder} is a run folder with an adapter of its own; give its base model with --adapter."
+            )
         config = _config_of(folder)
         if config.tuning == "full":
             source = str(folder / "model")
@@ -150,6 +158,8 @@ def load(source: str, adapter: Path | None) -> tuple[PreTrainedModel, PreTrained
     model = build_model(base, lora=settings, device=device, dtype=dtype).model
     if adapter is not None and settings is not None:
         load_adapter(adapter, model, settings)
+    model.set_attn_implementation("sdpa")  # ours needs the lengths of packed samples, which callers do not have
+    model.eval()
     tokens_from = adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else base
     return model, load_tokenizer(tokens_from)
 

@@ -64,8 +64,8 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
 
 def remove_leftovers(run_folder: Path) -> None:
     """Delete what an interrupted save left behind. Only for the process that holds the run folder."""
-    for path in (run_folder / "checkpoints").glob(".step-*.tmp"):
-        shutil.rmtree(path)
+    for path in (*run_folder.glob(".*.tmp"), *(run_folder / "checkpoints").glob(".step-*.tmp")):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def save_checkpoint(
@@ -174,7 +174,11 @@ def verify(path: Path) -> dict[str, Any]:
     for name, digest in files.items():
         if not (path / name).is_file():
             raise DamagedCheckpoint(f"{path / name} is missing")
-        if sha256_of(path / name) != digest:
+        try:
+            found = sha256_of(path / name)
+        except OSError as error:
+            raise DamagedCheckpoint(f"{path / name} cannot be read: {error.strerror}") from error
+        if found != digest:
             raise DamagedCheckpoint(f"{path / name} does not match its checksum")
     return manifest
 
@@ -191,7 +195,7 @@ def find_newest(run_folder: Path) -> tuple[Path | None, list[Finding]]:
                     code="SF601",
                     cause=str(error),
                     evidence={"checkpoint": str(path)},
-                    fix="An older one is used. Delete the damaged one, and check the disk if this happens again.",
+                    fix="It is set aside and an older one is used. Check the disk if this happens again.",
                 )
             )
             continue

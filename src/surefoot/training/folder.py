@@ -1,7 +1,9 @@
 """The run folder: taken by one process at a time, never shared by two runs, and where a run goes on from."""
 
 import fcntl
+import json
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ OWN_ENTRIES = (
 """What a run writes into its folder."""
 
 LEFT_BY_FAILURE = ("summary.json", "findings.jsonl", "tensorboard")
-"""What may be there before `run.yaml`, which is written when a run is about to take its first step."""
+"""What a run that fails before its first step leaves."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def claim(loaded: LoadedConfig) -> Iterator[Resume]:
     config, folder = loaded.run, loaded.run.run_folder
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output_dir={folder} is a file ({loaded.where('output_dir')}).")
-    if folder.is_dir() and not (folder / "run.yaml").is_file():
+    if folder.is_dir() and not _is_run_folder(folder):
         strangers = sorted(p.name for p in folder.iterdir() if p.name not in LEFT_BY_FAILURE and p.name[0] != ".")
         if strangers:
             raise ConfigError(
@@ -64,6 +66,24 @@ def claim(loaded: LoadedConfig) -> Iterator[Resume]:
         yield resume
 
 
+def _is_run_folder(folder: Path) -> bool:
+    """Whether a run was assembled here: it writes environment.json with our name. Any folder can hold a run.yaml."""
+    try:
+        return "surefoot" in json.loads((folder / "environment.json").read_text("utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def delete_run(folder: Path) -> None:
+    """Delete what a run wrote into its folder."""
+    for name in OWN_ENTRIES:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def _holds_run(folder: Path) -> bool:
     """Whether a run took a step here."""
     metrics = folder / METRICS
@@ -72,16 +92,15 @@ def _holds_run(folder: Path) -> bool:
 
 def _decide_resume(loaded: LoadedConfig, config: RunConfig, folder: Path) -> Resume:
     if config.overwrite_output_dir:
-        for name in OWN_ENTRIES:
-            path = folder / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        _refuse_own_inputs(loaded, config, folder)
+        return Resume(None, [])  # what is there is deleted once the new run is ready for its first step
     explicit = config.resume_from_checkpoint not in ("auto", False)
     if _holds_run(folder):
         _refuse_other_run(loaded, config, folder)
     if config.resume_from_checkpoint is False:
         return Resume(None, [])
     if not explicit:
-        return Resume(*find_newest(folder))
+        return _newest(folder)
     path = Path(str(config.resume_from_checkpoint))
     where = loaded.where("resume_from_checkpoint")
     if not path.is_dir():
@@ -96,6 +115,32 @@ def _decide_resume(loaded: LoadedConfig, config: RunConfig, folder: Path) -> Res
     if changes:
         raise CheckpointError(f"{path} was written with other settings: {'; '.join(changes)} ({where}).")
     return Resume(path, [])
+
+
+def _newest(folder: Path) -> Resume:
+    """The newest sound checkpoint; damaged ones are set aside, so that nothing counts or finds them again."""
+    newest, findings = find_newest(folder)
+    if findings and newest is None:
+        raise CheckpointError(
+            f"{folder}: all {len(findings)} checkpoints are damaged; the newest: {findings[0].cause}. "
+            "Nothing was touched. Set overwrite_output_dir: true to start anew."
+        )
+    for finding in findings:
+        path = Path(finding.evidence["checkpoint"])
+        path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
+    return Resume(newest, findings)
+
+
+def _refuse_own_inputs(loaded: LoadedConfig, config: RunConfig, folder: Path) -> None:
+    datasets = [config.dataset] if isinstance(config.dataset, str) else config.dataset
+    inputs = {"model": [config.model], "dataset": datasets, "init_adapter": [config.init_adapter or ""]}
+    for name, values in inputs.items():
+        for value in values:
+            if value and Path(value).resolve().is_relative_to(folder.resolve()):
+                raise ConfigError(
+                    f"overwrite_output_dir would delete {name}={value}, which this run reads "
+                    f"({loaded.where('overwrite_output_dir', name)}). Choose another output_dir."
+                )
 
 
 def _refuse_other_run(loaded: LoadedConfig, config: RunConfig, folder: Path) -> None:

@@ -25,8 +25,7 @@ from surefoot.events import CheckpointSaved, Evaluated, Event, StepEnded
 from surefoot.findings import Finding
 from surefoot.training.checkpoint import TrainState, list_checkpoints, save_checkpoint
 from surefoot.training.optim import learning_rate_at
-from surefoot.training.sft import SftObjective
-from surefoot.training.step import NotFinite, StepResult, train_step
+from surefoot.training.step import NotFinite, Objective, StepResult, train_step
 
 
 class StopSignal:
@@ -75,7 +74,7 @@ class Job:
     batches: Callable[[int], tuple[float, list[MicroBatch]]]
     """Step (from 0) -> (epoch when it is done, its micro-batches)."""
     eval_batches: Callable[[], Iterable[MicroBatch]] | None
-    objective: SftObjective
+    objective: Objective
     optimizer: torch.optim.Optimizer
     parameters: dict[str, nn.Parameter]
     device: torch.device

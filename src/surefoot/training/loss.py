@@ -1,5 +1,7 @@
 """The likelihood of the trained tokens, without ever holding logits for other tokens or for all of them at once."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +29,18 @@ def forward_arguments(batch: MicroBatch) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def probing(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode without graph: dropout would tell two forwards apart."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
 class TokenLoss:
     """Sum of the negative log-likelihoods of a batch's trained tokens under a causal LM."""
 
@@ -45,21 +59,17 @@ class TokenLoss:
         all trained tokens of a micro-batch exist at once.
         """
         head = self._model.get_output_embeddings()
-        if not isinstance(head, nn.Linear):
+        if type(head) is not nn.Linear:  # a subclass computes more than its weight and bias say (LoRA, for one)
             return False
         device = self._model.device
         count = min(8, head.out_features)
         ids = torch.arange(count, device=device)[None]
         ends = torch.tensor([0, count], dtype=torch.int32, device=device)
         seen: dict[str, Any] = {"lengths": [count], "cu_seq_lens_q": ends, "max_length_q": count, "use_cache": False}
-        self._model.eval()  # dropout would tell the two forwards apart
-        try:
-            with torch.no_grad():
-                hidden = self._model.base_model(input_ids=ids, **seen).last_hidden_state
-                logits = self._model(input_ids=ids, **seen).logits
-                return torch.allclose(head(hidden).float(), logits.float(), rtol=1e-3, atol=1e-4)
-        finally:
-            self._model.train()
+        with probing(self._model):
+            hidden = self._model.base_model(input_ids=ids, **seen).last_hidden_state
+            logits = self._model(input_ids=ids, **seen).logits
+            return torch.allclose(head(hidden).float(), logits.float(), rtol=1e-3, atol=1e-4)
 
     def __call__(self, batch: MicroBatch) -> Tensor:
         """Shapes: a scalar in float32, with its graph."""
@@ -77,13 +87,14 @@ def _nll_sum(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(hidden.device.type)
     hidden, weight = hidden.to(dtype), head.weight.to(dtype)
     bias = head.bias.to(dtype) if head.bias is not None else None
-    if hasattr(F, "linear_cross_entropy"):
+    # It sums in the type of its input, which bfloat16 is too coarse for; torch < 2.13 does not have it.
+    if dtype == torch.float32 and hasattr(F, "linear_cross_entropy"):
         options = nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=CHUNK_TOKENS)
         return F.linear_cross_entropy(
             hidden, weight, targets, linear_bias=bias, reduction="sum", options=options
         ).float()
 
-    def chunk_nll(part: Tensor, part_targets: Tensor) -> Tensor:  # torch < 2.13
+    def chunk_nll(part: Tensor, part_targets: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(part, weight, bias).float(), part_targets, reduction="sum")
 
     parts = zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)

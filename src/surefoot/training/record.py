@@ -55,11 +55,30 @@ class RunResult:
         }
 
 
+def completed_earlier(run_folder: Path, step: int, total_steps: int) -> RunResult | None:
+    """The result of a run that was complete before this process began, if this is one."""
+    try:
+        summary = json.loads((run_folder / "summary.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    artifact = summary.get("artifact")
+    if (
+        summary.get("status") != "completed"
+        or not step == total_steps == summary["steps"]
+        or not Path(artifact).is_dir()
+    ):
+        return None
+    names = ("code", "cause", "evidence", "fix", "confidence")
+    summary["findings"] = [Finding(**{name: made[name] for name in names}) for made in summary["findings"]]
+    return RunResult(**{**summary, "run_folder": run_folder, "artifact": Path(artifact)})
+
+
 class RunRecord:
     """The observer that knows, at any moment, what the summary would say; findings go to findings.jsonl at once."""
 
     def __init__(self, run_folder: Path) -> None:
         self._folder = run_folder
+        self.has_started = False
         self._steps = 0
         self._examples: Mapping[str, int] = {"read": 0, "trained": 0, "truncated": 0, "skipped": 0}
         self._tokens = 0
@@ -69,6 +88,7 @@ class RunRecord:
 
     def observe(self, event: Event) -> None:
         if isinstance(event, RunStarted):
+            self.has_started = True
             self._steps, self._examples = event.first_step - 1, event.rows
         elif isinstance(event, StepEnded):
             self._steps = event.step

@@ -1,7 +1,6 @@
 """The composition root: from a config to a finished run. Reads as a list of what a run is made of."""
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,18 +13,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surefoot.config import LoadedConfig, RunConfig, as_yaml
 from surefoot.data.dataset import Dataset, load_dataset
 from surefoot.data.loader import GlobalOrder, MicroBatch, micro_batches
-from surefoot.errors import CheckpointError, ConfigError, StoppedOnFinding, SurefootError
+from surefoot.errors import CheckpointError, StoppedOnFinding, SurefootError
 from surefoot.events import Event, FindingMade, Noted, Observer, RunEnded, RunStarted
-from surefoot.models.build import build_model, keep_freed_memory, load_tokenizer, trainable_parameters
+from surefoot.models.build import build_model, keep_freed_memory, load_config, load_tokenizer, trainable_parameters
 from surefoot.models.sources import resolve_model
 from surefoot.storage import write_json, write_text
 from surefoot.training.artifacts import load_adapter, lora_settings, write_artifact
 from surefoot.training.checkpoint import TrainState, load_checkpoint
-from surefoot.training.folder import Resume, claim
+from surefoot.training.folder import Resume, claim, delete_run
 from surefoot.training.loop import Job, StopSignal, fit
 from surefoot.training.metrics import build_observers
 from surefoot.training.optim import build_optimizer
-from surefoot.training.record import RunRecord, RunResult, Status, environment
+from surefoot.training.record import RunRecord, RunResult, Status, completed_earlier, environment
+from surefoot.training.resolve import resolve
 from surefoot.training.sft import SftObjective
 
 Emit = Callable[[Event], None]
@@ -36,6 +36,7 @@ def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: b
 
     Raises: InputError (nothing was changed), StoppedOnFinding, StorageError; summary.json then says `failed`.
     """
+    loaded = resolve(loaded)
     config, folder = loaded.run, loaded.run.run_folder
     with StopSignal().watching() as stop, claim(loaded) as resume:
         record = RunRecord(folder)
@@ -48,12 +49,18 @@ def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: b
 
         def finish(status: Status, **details: object) -> RunResult:
             result = record.result(status, **details)  # type: ignore[arg-type]
-            write_json(folder / "summary.json", result.as_dict())
+            if record.has_started or not (folder / "summary.json").exists():  # keep what an earlier start achieved
+                write_json(folder / "summary.json", result.as_dict())
             emit(RunEnded(result.as_dict()))
             return result
 
         try:
             assembled = _assemble(loaded, resume, emit)
+            earlier = completed_earlier(folder, assembled.state.step, assembled.job.total_steps)
+            if earlier is not None:
+                emit(Noted(f"complete since an earlier start: {assembled.state.step} steps"))
+                emit(RunEnded(earlier.as_dict()))
+                return earlier
             state, status = fit(assembled.job, assembled.state, stop)
             train_loss = state.loss_sum / state.step if state.step else None
             artifact = assembled.write_artifact() if status == "completed" else None
@@ -88,7 +95,7 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit) -> _Assembled:
         emit(Noted(f"config: {theirs} is read as {ours}"))
     for finding in resume.findings:
         emit(FindingMade(finding))
-    device = _choose_device(loaded)
+    device = torch.device(config.device)
     if device.type == "cpu":
         keep_freed_memory()
 
@@ -103,10 +110,9 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit) -> _Assembled:
         base,
         lora=lora,
         device=device,
-        dtype=_choose_dtype(config, device),
+        dtype=getattr(torch, config.dtype),
         gradient_checkpointing=config.gradient_checkpointing,
         compile_layers=config.compile,
-        trust_remote_code=config.trust_remote_code,
     )
     if config.init_adapter and lora is not None:
         load_adapter(Path(config.init_adapter), built.model, lora)
@@ -134,6 +140,8 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit) -> _Assembled:
         emit=emit,
         saved_config=config.model_dump(mode="json"),
     )
+    if config.overwrite_output_dir:
+        delete_run(folder)
     write_text(folder / "run.yaml", as_yaml(config))
     write_json(folder / "environment.json", environment(device))
     emit(_started(job, state, built.model, dataset))
@@ -211,23 +219,9 @@ def _all_batches_of(dataset: Dataset, config: RunConfig) -> Callable[[], Iterato
     return lambda: micro_batches(rows, dataset, config.per_device_train_batch_size)
 
 
-def _choose_device(loaded: LoadedConfig) -> torch.device:
-    wanted = loaded.run.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device=cuda, but torch {torch.__version__} sees no CUDA device ({loaded.where('device')}).")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def _choose_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-
-
 def _autocast(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 def _vocab_size(base: Path) -> int:
-    config = json.loads((base / "config.json").read_text("utf-8"))
-    return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+    return int(load_config(base).get_text_config().vocab_size)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from surefoot.data.loader import MicroBatch
+from surefoot.errors import ModelError
 from surefoot.models.build import BuiltModel
 from surefoot.models.routing import LayerRouting, expert_counts, load_balancing_loss
 from surefoot.training.loss import TokenLoss, forward_arguments
@@ -18,7 +19,11 @@ class SftObjective:
     def __init__(self, built: BuiltModel, aux_loss_coef: float) -> None:
         self._model = built.model
         self._routing = built.routing
-        self._coefficient = aux_loss_coef if built.routing.names else 0.0
+        if aux_loss_coef and not built.routing.names:
+            raise ModelError(
+                f"router_aux_loss_coef={aux_loss_coef}, but {type(built.model).__name__} has no routers to balance."
+            )
+        self._coefficient = aux_loss_coef
         self._token_loss = TokenLoss(built.model)
         self._counts: Tensor | None = None
         """Rows per expert over the global batch, [layers, E]."""
@@ -33,7 +38,7 @@ class SftObjective:
         """The load-balancing loss weighs each micro-batch by how the whole global batch was routed.
 
         With one micro-batch its own forward tells. With several, routing is counted first in a forward without graph:
-        exact for any accumulation, for about a third more time, and only where `router_aux_loss_coef` is set.
+        exact for any accumulation (dropout aside), for about a third more time, only with `router_aux_loss_coef`.
         """
         self._counts = None
         self._counts_are_complete = False

@@ -1,6 +1,6 @@
 """One optimizer step. Knows nothing of where batches come from, of files, or of what is logged."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,11 +35,18 @@ class LossParts:
 class Objective(Protocol):
     """What is minimised: SFT here, GRPO later."""
 
+    @property
+    def expert_counts(self) -> Tensor | None:
+        """Rows each expert got in the last step, int64 [layers, E]; None for a dense model."""
+
     def begin_step(self, batches: Sequence[MicroBatch]) -> None:
         """See the whole global batch before its first forward."""
 
     def loss(self, batch: MicroBatch, totals: Totals) -> LossParts:
         """A micro-batch's share of the loss, with its graph."""
+
+    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
+        """(mean loss, trained tokens) over held-out batches, without graph."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,11 @@ def train_step(
         parts.total.backward()
         main.append(parts.main.detach())
         aux += [] if parts.aux is None else [parts.aux.detach()]
+    for parameter in parameters.values():
+        if (
+            parameter.grad is None
+        ):  # had no part in this step: a zero gradient, so that its state exists like all others
+            parameter.grad = torch.zeros_like(parameter)
     gradients = [p.grad for p in parameters.values() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
     loss, aux_loss, grad_norm = torch.stack(
