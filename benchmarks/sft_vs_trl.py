@@ -189,7 +189,7 @@ def main() -> None:
             "",
             f"{today}, {platform.machine()}, {os.cpu_count()} cores, float32, GSM8K, batch 4, LoRA r=8. {packages}.",
             f"Median and totals over {arguments.steps - WARMUP_STEPS} steps after {WARMUP_STEPS} of warm-up.",
-            "For the losses, TRL's label on the newline after the end-of-turn token is masked: Surefoot does not train it.",
+            "For the losses, TRL's label on the newline after the end of the turn is masked: Surefoot trains none.",
             "",
             "| | Surefoot | TRL | ratio or difference |",
             "|---|---|---|---|",
