@@ -161,9 +161,12 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from surefoot.models.build import quiet_transformers
+
     options = {"gguf_file": gguf.name, "local_files_only": True}
-    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), dtype=torch.float32, **options)
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **options)
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), dtype=torch.float32, **options)
+        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **options)
     config = model.config.to_dict()
     for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):  # these speak of the temporary file
         config.pop(name, None)
