@@ -29,6 +29,7 @@ def test_help_loads_no_torch() -> None:
 
 def test_settings_are_listed() -> None:
     assert "learning_rate: 0.0001\n    Peak learning rate." in surefoot("settings").stdout
+    assert 'lr_scheduler_type: "cosine"  (linear | cosine | constant | wsd)' in surefoot("settings").stdout
     assert json.loads(surefoot("settings", "--json").stdout)["seed"]["default"] == 42
 
 
@@ -50,6 +51,10 @@ def test_train_export_and_chat(tmp_path: Path, settings: dict[str, Any]) -> None
         chat = surefoot("chat", source, "--prompt", "Count", "--max-new-tokens", "3", "--json")
         assert chat.returncode == 0, chat.stderr
         assert json.loads(chat.stdout)["prompt"] == "Count"
+    for option in ("--max-new-tokens=-3", "--temperature=-1"):
+        refused = surefoot("chat", settings["output_dir"], "--prompt", "Count", option)
+        assert refused.returncode == 2
+        assert "need at least 1, and not below 0" in refused.stderr
     talk = subprocess.run(
         [sys.executable, "-m", "surefoot", "chat", settings["output_dir"], "--max-new-tokens", "3"],
         input="one\ntwo\n\n",

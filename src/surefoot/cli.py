@@ -112,8 +112,15 @@ def _settings(arguments: argparse.Namespace) -> int:
         return DONE
     for name, about in schema.items():
         default = json.dumps(about["default"]) if "default" in about else "required"
-        print(f"{name}: {default}\n    {about['description']}")
+        choices = _choices(about)
+        print(f"{name}: {default}{f'  ({choices})' if choices else ''}\n    {about['description']}")
     return DONE
+
+
+def _choices(about: dict[str, Any]) -> str:
+    """The values a setting of fixed choices accepts."""
+    values = about.get("enum") or about.get("items", {}).get("enum") or []
+    return " | ".join(str(value) for value in values)
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -106,7 +106,7 @@ def test_bad_values_say_what_and_where(tmp_path: Path, text: str, message: str) 
         ("tuning: full\nlora_rank: 16\n", "tuning=full trains every weight, yet lora_rank"),
         ("lora_dropout: 0.1\ntarget_modules: [attention, experts]\n", "dropout cannot be applied inside"),
         ("warmup_steps: 3\nwarmup_ratio: 0.1\n", "both set the warm-up"),
-        ("max_steps: 3\nnum_train_epochs: 2\n", "both set the length"),
+        ("max_steps: 3\nnum_train_epochs: 1\n", "both set the length"),
         ("eval_steps: 5\n", "nothing to evaluate"),
         ("target_modules: []\n", "target_modules is empty"),
         ("overwrite_output_dir: true\nresume_from_checkpoint: some/step\n", "Keep one"),
@@ -116,6 +116,20 @@ def test_bad_values_say_what_and_where(tmp_path: Path, text: str, message: str) 
 def test_contradictions_are_refused_before_anything_loads(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, text)
+
+
+def test_null_takes_a_setting_back_to_its_default(tmp_path: Path) -> None:
+    run = load(tmp_path, "target_modules: [q_proj]\nmax_steps: 3\n", "tuning=full", "target_modules=null")
+    assert (run.tuning, run.target_modules, run.max_steps) == ("full", "all", 3)
+    assert load(tmp_path, "max_steps: 3\n", "max_steps=null", "num_train_epochs=2").epochs == 2.0
+
+
+def test_a_setting_of_several_types_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "dataset_path: 3\n".replace("dataset_path", "eval_dataset"))
+    assert str(caught.value).count("eval_dataset=3") == 1
+    with pytest.raises(ConfigError, match="is a folder. Give the YAML file"):
+        load_config(tmp_path)
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

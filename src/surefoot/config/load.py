@@ -80,6 +80,8 @@ def _read_yaml(path: Path) -> list[tuple[str, Any, str]]:
         text = path.read_text("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file.") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder. Give the YAML file of a run.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}.") from error
     try:
@@ -121,7 +123,10 @@ def _add(settings: dict[str, _Setting], renamed: dict[str, str], key: str, setti
     earlier = settings.get(name)
     if earlier is not None and not replace:
         raise ConfigError(f"'{name}' is set twice, at {earlier.place} and as '{key}' ({setting.place}). Keep one.")
-    settings[name] = setting
+    if setting.value is None and not _takes_none(RunConfig.model_fields[name].annotation):  # back to its default
+        settings.pop(name, None)
+    else:
+        settings[name] = setting
 
 
 def _suggestion(key: str) -> str:
@@ -138,17 +143,21 @@ def _validate(settings: dict[str, _Setting]) -> RunConfig:
     try:
         return RunConfig(**values)
     except ValidationError as error:
-        problems = []
+        problems: list[str] = []
+        refused: set[str] = set()
         for item in error.errors():
             name = str(item["loc"][0])
             if item["type"] == "missing":
                 about = RunConfig.model_fields[name].description
                 problems.append(f"'{name}' is missing. {about}")
                 continue
+            if name in refused:  # a setting of several types is refused once a type
+                continue
+            refused.add(name)
             place = settings[name].place
             about = RunConfig.model_fields[name].description
             problems.append(f"{name}={values[name]!r}: {_explain(item['msg'])} ({place}). {about}")
-        raise ConfigError("\n".join(dict.fromkeys(problems))) from error
+        raise ConfigError("\n".join(problems)) from error
 
 
 def _explain(message: str) -> str:
@@ -180,6 +189,10 @@ def _normalise(name: str, setting: _Setting) -> Any:
 
 def _absolute(value: str, base: Path) -> Path:
     return Path(base, Path(value).expanduser()).resolve()
+
+
+def _takes_none(annotation: Any) -> bool:
+    return type(None) in get_args(annotation)
 
 
 def _takes_number(annotation: Any) -> bool:
@@ -235,7 +248,7 @@ def _check_contradictions(loaded: LoadedConfig) -> None:
         )
     if run.warmup_steps is not None and run.warmup_ratio:
         refuse("warmup_steps and warmup_ratio both set the warm-up. Keep one", "warmup_steps", "warmup_ratio")
-    if run.max_steps is not None and "num_train_epochs" in given:
+    if run.max_steps is not None and run.num_train_epochs is not None:
         refuse(
             "max_steps and num_train_epochs both set the length of the run. Keep one", "max_steps", "num_train_epochs"
         )

@@ -80,8 +80,8 @@ class RunConfig(BaseModel):
     """AdamW's term against division by zero."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Gradients are scaled down to this global norm; 0 leaves them."""
-    num_train_epochs: float = Field(default=1.0, gt=0)
-    """Passes over the data, unless `max_steps` is given."""
+    num_train_epochs: float | None = Field(default=None, gt=0)
+    """Passes over the data, unless `max_steps` is given. Default: 1."""
     max_steps: int | None = Field(default=None, gt=0)
     """Optimizer steps; takes the place of `num_train_epochs`."""
     seed: int = Field(default=42, ge=0)
@@ -123,6 +123,11 @@ class RunConfig(BaseModel):
         if self.global_batch_size is not None:
             return self.global_batch_size
         return self.per_device_train_batch_size * (self.gradient_accumulation_steps or 1)
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the data, where `max_steps` does not say otherwise."""
+        return self.num_train_epochs if self.num_train_epochs is not None else 1.0
 
     @property
     def run_folder(self) -> Path:

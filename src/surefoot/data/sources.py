@@ -82,9 +82,10 @@ def _json_lines(path: Path) -> Iterator[Row]:
                 continue
             try:
                 value = json.loads(text)
-            except ValueError as error:
+            except json.JSONDecodeError as error:
                 raise DataError(
-                    f"{place}: not valid JSON: {error}. In a .jsonl file each line is one JSON object."
+                    f"{place}: not valid JSON: {error.msg} (column {error.colno}). In a .jsonl file each line is one "
+                    "JSON object."
                 ) from error
             except RecursionError:
                 raise DataError(f"{place}: JSON nested too deeply to be a row of training data.") from None

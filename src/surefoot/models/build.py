@@ -127,7 +127,7 @@ def build_model(
             options["context_fn"] = keep_routing_on_recompute
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     if compile_layers:
-        for layer in model.base_model.layers:
+        for layer in model.get_decoder().layers:
             layer.compile(dynamic=True)
     mixed = dtype != torch.float32 and any(
         p.requires_grad and not is_lora(name) for name, p in model.named_parameters()

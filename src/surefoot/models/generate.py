@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from surefoot.errors import ModelError
+from surefoot.errors import InputError, ModelError
 
 Turns = Sequence[dict[str, str]]
 
@@ -35,8 +35,12 @@ def complete(
 ) -> list[str]:
     """The assistant's next turn for each conversation, without its end-of-turn token. Temperature 0 is greedy.
 
-    Raises: ModelError for a tokenizer without a chat template.
+    Raises: InputError for impossible settings, ModelError for a tokenizer without a chat template.
     """
+    if max_new_tokens < 1 or temperature < 0:
+        raise InputError(
+            f"max_new_tokens={max_new_tokens}, temperature={temperature}: need at least 1, and not below 0."
+        )
     if tokenizer.chat_template is None:
         raise ModelError("the model's tokenizer has no chat template, so it cannot be talked to in turns.")
     prompts: list[list[int]] = [

@@ -42,6 +42,8 @@ def resolve_model(source: str, where: str = "model") -> Path:
     folder = Path(source).expanduser()
     if folder.is_dir():
         return _check_folder(folder, where)
+    if folder.is_file():
+        raise ModelError(f"model={source} is a file. Give the folder of a model saved by transformers ({where}).")
     if folder.is_absolute() or source.startswith((".", "~")) or not HUB_ID.match(source):
         raise ModelError(
             f"model={source}: no such folder. Give the folder of a model saved by transformers, "

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surefoot.config import RunConfig
 from surefoot.errors import ModelError
 from surefoot.models.adapter import CONFIG, load_adapter_files, read_adapter, settings_of, write_adapter
-from surefoot.models.build import build_model, load_tokenizer, meta_model, trainable_parameters
+from surefoot.models.build import build_model, load_tokenizer, meta_model, quiet_transformers, trainable_parameters
 from surefoot.models.export import merge_adapter
 from surefoot.models.lora import LoraSettings, adaptable_names
 from surefoot.models.sources import resolve_model
@@ -51,7 +51,8 @@ def write_artifact(
             write_adapter(folder, parameters, settings, _base_name(source, base), adaptable_names(model))
         else:
             stored = meta_model(base).config.dtype or torch.float32
-            model.to(stored).save_pretrained(folder)  # the run is over: its float32 weights are not needed
+            with quiet_transformers():
+                model.to(stored).save_pretrained(folder)  # the run is over: its float32 weights are not needed
         tokenizer.save_pretrained(folder)
     return target
 

@@ -129,7 +129,7 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit) -> _Assembled:
     job = Job(
         config=config,
         run_folder=folder,
-        total_steps=config.max_steps or order.steps_in(config.num_train_epochs),
+        total_steps=config.max_steps or order.steps_in(config.epochs),
         batches=_batches_of(order, dataset, config),
         eval_batches=_all_batches_of(held_out, config) if held_out else None,
         objective=objective,
