@@ -118,6 +118,14 @@ def test_contradictions_are_refused_before_anything_loads(tmp_path: Path, text: 
         load(tmp_path, text)
 
 
+def test_an_override_takes_the_place_of_its_rival_in_the_file(tmp_path: Path) -> None:
+    assert load(tmp_path, "num_train_epochs: 3\n", max_steps=10).num_train_epochs is None
+    run = load(tmp_path, "max_steps: 10\nwarmup_ratio: 0.1\n", "num_train_epochs=1", "warmup_steps=2")
+    assert (run.max_steps, run.epochs, run.warmup_ratio, run.warmup_steps) == (None, 1.0, 0.0, 2)
+    with pytest.raises(ConfigError, match="both set the length"):
+        load(tmp_path, "", "max_steps=3", "num_train_epochs=2")
+
+
 def test_null_takes_a_setting_back_to_its_default(tmp_path: Path) -> None:
     run = load(tmp_path, "target_modules: [q_proj]\nmax_steps: 3\n", "tuning=full", "target_modules=null")
     assert (run.tuning, run.target_modules, run.max_steps) == ("full", "all", 3)

@@ -15,6 +15,13 @@ from surefoot.config.schema import ALIASES, FREE_ON_RESUME, VALUE_ALIASES, RunCo
 from surefoot.errors import ConfigError
 
 NUMBER = re.compile(r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$")
+RIVALS = {
+    "max_steps": "num_train_epochs",
+    "num_train_epochs": "max_steps",
+    "warmup_steps": "warmup_ratio",
+    "warmup_ratio": "warmup_steps",
+}
+"""Two ways to set one thing; an override of one takes the place of the other."""
 FILE_FIELDS = ("dataset", "eval_dataset", "output_dir", "chat_template", "init_adapter")
 
 
@@ -123,6 +130,9 @@ def _add(settings: dict[str, _Setting], renamed: dict[str, str], key: str, setti
     earlier = settings.get(name)
     if earlier is not None and not replace:
         raise ConfigError(f"'{name}' is set twice, at {earlier.place} and as '{key}' ({setting.place}). Keep one.")
+    rival = RIVALS.get(name, "")
+    if replace and rival in settings and settings[rival].place != setting.place:  # later ones win, also over a rival
+        settings.pop(rival)
     if setting.value is None and not _takes_none(RunConfig.model_fields[name].annotation):  # back to its default
         settings.pop(name, None)
     else:
