@@ -1,4 +1,4 @@
-"""Surefoot fine-tunes large language models. The public surface is `train`, `upcycle`, `export`, `load` and `complete`.
+"""Surefoot fine-tunes large language models. The public surface is in `__all__`.
 
 Importing this package imports no torch; each function imports what it needs.
 """
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from surefoot.data.report import DataReport
     from surefoot.training.record import RunResult
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "complete", "export", "load", "train", "upcycle"]
+__all__ = ["__version__", "complete", "describe_data", "export", "load", "train", "upcycle"]
 
 
 def train(
@@ -30,6 +31,21 @@ def train(
     if isinstance(config, Mapping):
         return run(load_config(None, overrides, {**config, **settings}), screen=screen)
     return run(load_config(config, overrides, settings), screen=screen)
+
+
+def describe_data(
+    config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, show: int = 1, **settings: Any
+) -> "DataReport":
+    """What the data of a config are: format, counts, lengths, masks, findings, and the first `show` samples.
+
+    Raises: surefoot.errors.SurefootError.
+    """
+    from surefoot.config import load_config
+    from surefoot.training.batches import describe
+
+    if isinstance(config, Mapping):
+        return describe(load_config(None, overrides, {**config, **settings}), show=show)
+    return describe(load_config(config, overrides, settings), show=show)
 
 
 def upcycle(

@@ -57,6 +57,13 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--json", action="store_true", help="print the summary as one JSON object")
     train.set_defaults(verb=_train)
 
+    data = verbs.add_parser("data", help="show what a run's data are: format, counts, masks, what is odd about them")
+    data.add_argument("config", help="run.yaml")
+    data.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    data.add_argument("--show", type=int, default=1, metavar="N", help="show the first N samples (default 1)")
+    data.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    data.set_defaults(verb=_data)
+
     settings = verbs.add_parser("settings", help="list every setting of run.yaml with its default")
     settings.add_argument("--json", action="store_true")
     settings.set_defaults(verb=_settings)
@@ -101,6 +108,17 @@ def _train(arguments: argparse.Namespace) -> int:
         print(f"{result.status} after {result.steps} steps{loss}{speed}")
         print(f"{'artifact: ' + str(result.artifact) if result.artifact else 'run folder: ' + str(result.run_folder)}")
     return DONE if result.status == "completed" else FAILED
+
+
+def _data(arguments: argparse.Namespace) -> int:
+    report = surefoot.describe_data(arguments.config, arguments.overrides, show=arguments.show)
+    if arguments.json:
+        _print_json(report.as_dict())
+    else:
+        from surefoot.data.report import as_text
+
+        print(as_text(report, color=sys.stdout.isatty()))
+    return StoppedOnFinding.exit_status if any(found.severity == "error" for found in report.findings) else DONE
 
 
 def _settings(arguments: argparse.Namespace) -> int:

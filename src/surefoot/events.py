@@ -12,6 +12,22 @@ from surefoot.findings import Finding
 
 
 @dataclass(frozen=True)
+class Preparing:
+    """Data is being prepared; `text` says how far, with rate and time left."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class DataCounted:
+    """The rows of the training data were counted: all of them, or those prepared so far."""
+
+    rows: Mapping[str, int]
+    """read, trained, truncated, skipped."""
+    is_complete: bool
+
+
+@dataclass(frozen=True)
 class RunStarted:
     """The run is assembled and about to take its first step."""
 
@@ -22,8 +38,6 @@ class RunStarted:
     """1, or the step after the checkpoint that was resumed."""
     trainable_parameters: int
     all_parameters: int
-    rows: Mapping[str, int]
-    """Rows of the dataset: read, trained, truncated, skipped."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +105,7 @@ class RunEnded:
     summary: Mapping[str, Any] = field(default_factory=dict)
 
 
-Event = RunStarted | StepEnded | Evaluated | CheckpointSaved | Noted | FindingMade | RunEnded
+Event = Preparing | DataCounted | RunStarted | StepEnded | Evaluated | CheckpointSaved | Noted | FindingMade | RunEnded
 
 
 class Observer(Protocol):

@@ -11,6 +11,15 @@ Severity = Literal["info", "warning", "error"]
 CATALOGUE: dict[str, tuple[Severity, str]] = {
     "SF401": ("error", "the loss is not finite"),
     "SF402": ("error", "a gradient is not finite"),
+    "SF501": ("error", "no token of any sample is trained"),
+    "SF502": ("warning", "two end-of-turn tokens"),
+    "SF503": ("warning", "two beginning-of-sequence tokens"),
+    "SF504": ("warning", "the answer stands in the prompt"),
+    "SF505": ("error", "the tokenizer does not belong to the model"),
+    "SF506": ("warning", "many rows are truncated"),
+    "SF507": ("warning", "held-out samples are also trained on"),
+    "SF508": ("info", "texts of the data look like special tokens"),
+    "SF509": ("warning", "reasoning is not shown by the chat template"),
     "SF601": ("warning", "a damaged checkpoint was passed over"),
 }
 

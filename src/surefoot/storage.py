@@ -16,6 +16,11 @@ from typing import Any
 from surefoot.errors import StorageError
 
 
+def cache_folder() -> Path:
+    """Where fetched models and prepared data are kept: `$SUREFOOT_CACHE`, else `~/.cache/surefoot`."""
+    return Path(os.environ.get("SUREFOOT_CACHE", "~/.cache/surefoot")).expanduser()
+
+
 def sync_folder(folder: Path) -> None:
     """Make the entries of `folder` itself (names, renames) durable."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -35,15 +40,20 @@ def sync_file(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text`, whole or not at all.
+    """Replace `path` by `text`, whole or not at all. Raises: StorageError, see `write_bytes`."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace `path` by `content`, whole or not at all.
 
     Raises: StorageError where the file system refuses; the old file stays.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -1,6 +1,6 @@
 """The config of a run: its schema and how it is read."""
 
 from surefoot.config.load import LoadedConfig, as_yaml, changed_fields, load_config
-from surefoot.config.schema import RunConfig
+from surefoot.config.schema import DatasetItem, RunConfig
 
-__all__ = ["LoadedConfig", "RunConfig", "as_yaml", "changed_fields", "load_config"]
+__all__ = ["DatasetItem", "LoadedConfig", "RunConfig", "as_yaml", "changed_fields", "load_config"]

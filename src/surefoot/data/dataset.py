@@ -1,108 +1,400 @@
-"""A dataset ready to train on: files read, rendered, measured against `max_length`, and counted."""
+"""A dataset as training sees it: prepared samples of all its sources, cut to `max_length`, weighted and counted.
+
+What is read from a shard depends on the shard and the settings alone, so any part of the dataset can be asked for
+without the parts before it.
+"""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
-from transformers import PreTrainedTokenizerBase
+import numpy as np
+from numpy.typing import NDArray
 
-from surefoot.data.formats import to_conversation
-from surefoot.data.render import Renderer, Sample
-from surefoot.data.sources import read_rows
+from surefoot.data.cache import CachedFile, renderer_key
+from surefoot.data.preparation import Preparation, Progress
+from surefoot.data.render import RendererSource
+from surefoot.data.shard import Shard
+from surefoot.data.sources import Source
 from surefoot.errors import DataError
 
 Truncation = Literal["error", "drop", "left", "right"]
+TrainOn = Literal["assistant", "last_assistant", "all"]
+Side = Literal["all", "train", "eval"]
+OPEN_SHARDS = 64
+"""Shards mapped into memory at a time; the others are not counted against the process."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How prepared samples are read. None of it enters the cache."""
+
+    max_length: int
+    truncation: Truncation
+    train_on: TrainOn = "assistant"
+    skip_bad_rows: bool = False
+    vocab_size: int | None = None
+    is_lenient: bool = False
+    """Look at what training would refuse, instead of refusing it."""
+    side: Side = "all"
+    eval_fraction: float = 0.0
+    """Share of the samples on the `eval` side, told by their content, so that equal samples fall on one side."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample. Shapes: ids int32 [n]; weights float32 [n], the weight of each token in the loss, 0 for context."""
+
+    ids: NDArray[np.int32]
+    weights: NDArray[np.float32]
+    place: str
 
 
 @dataclass(frozen=True)
 class Counts:
     """What became of the rows: read = trained + truncated + skipped."""
 
-    read: int
-    trained: int
+    read: int = 0
+    trained: int = 0
     """Used whole."""
-    truncated: int
+    truncated: int = 0
     """Used after being cut to max_length."""
-    skipped: int
-    """Left out: longer than max_length (drop), or nothing trained was left of them."""
+    skipped: int = 0
+    """Left out: bad rows, too long ones (drop), and those in which nothing trained is left."""
+    cut_inside: int = 0
+    """Of the truncated, those that lost a part of a trained turn."""
 
     def as_dict(self) -> dict[str, int]:
-        return asdict(self)
+        """The four numbers of summary.json."""
+        return {"read": self.read, "trained": self.trained, "truncated": self.truncated, "skipped": self.skipped}
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """Rendered samples in the files' order."""
+class ChunkRef:
+    """A chunk of the dataset: which of its files, which chunk there, and where it stands in its source."""
 
-    samples: Sequence[Sample]
-    counts: Counts
-    skipped_places: Sequence[str]
+    source: int
+    file: int
+    index: int
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Usable:
+    """What a chunk gives. Shapes: S samples."""
+
+    samples: NDArray[np.int64]
+    """[S]: their numbers in the shard."""
+    lengths: NDArray[np.int64]
+    """[S]: tokens after cutting."""
+    trained: NDArray[np.int64]
+    """[S]: trained tokens after cutting."""
+    is_cut: NDArray[np.bool_]
+    """[S]"""
+    cut_inside: NDArray[np.bool_]
+    """[S]: a part of a trained turn is lost."""
+    skipped: Sequence[tuple[int, str]]
+    """(line, reason) of the rows that give nothing."""
+    read: int
+    """Rows of the chunk that belong to the dataset."""
+
+
+class Dataset:
+    """All sources of one setting.
+
+    Raises: DataError for files that are missing, empty or of no known format.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        source: RendererSource,
+        reading: Reading,
+        *,
+        num_workers: int = 0,
+        keep_columns: bool = False,
+        on_progress: Callable[[Progress], None] = lambda _: None,
+        where: str = "dataset",
+    ) -> None:
+        self.sources = sources
+        self.renderer_source = source
+        self.reading = reading
+        self._where = where
+        key = renderer_key(source)
+        self._files: list[CachedFile] = []
+        self._file_sources: list[int] = []
+        for number, part in enumerate(sources):
+            for path, name in zip(part.files, part.names, strict=True):
+                try:
+                    self._files.append(CachedFile(path, name, part.spec, key, keep_columns=keep_columns))
+                except DataError as error:
+                    raise DataError(f"{error} ({where})") from error
+                self._file_sources.append(number)
+        self.preparation = Preparation(self._files, source, num_workers=num_workers, on_progress=on_progress)
+        self._chunks: list[ChunkRef] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.shard = lru_cache(OPEN_SHARDS)(self._shard)
+        self.usable = lru_cache(OPEN_SHARDS)(self._usable)
+
+    def read_as(self, reading: Reading) -> "Dataset":
+        """The same prepared samples, read in another way."""
+        other = copy(self)
+        other.reading = reading
+        other._forget()
+        return other
 
     @property
-    def lengths(self) -> list[int]:
-        """Tokens per sample."""
-        return [len(sample.ids) for sample in self.samples]
+    def formats(self) -> list[str]:
+        """The formats of the files, each once."""
+        return list(dict.fromkeys(file.format for file in self._files))
+
+    @property
+    def keys(self) -> list[str]:
+        """The cache keys of the files: two datasets with the same ones hold the same samples."""
+        return [file.key for file in self._files]
+
+    @property
+    def has_layout(self) -> bool:
+        """Whether all chunks are known, prepared or not."""
+        return all(file.chunks is not None for file in self._files)
+
+    @property
+    def chunks(self) -> Sequence[ChunkRef]:
+        """All chunks, in the order of sources, files and rows."""
+        if self._chunks is None:
+            refs: list[ChunkRef] = []
+            done: Counter[int] = Counter()
+            for number, (file, part) in enumerate(zip(self._files, self._file_sources, strict=True)):
+                assert file.chunks is not None
+                refs += [
+                    ChunkRef(part, number, index, done[part] + chunk.first_row, chunk.num_rows)
+                    for index, chunk in enumerate(file.chunks)
+                ]
+                done[part] += sum(chunk.num_rows for chunk in file.chunks)
+            self._chunks = [ref for ref in refs if self._overlap(ref, done[ref.source]) != (0, 0)]
+            self._totals = done
+        return self._chunks
+
+    def _overlap(self, ref: ChunkRef, total: int) -> tuple[int, int]:
+        """The rows of a chunk, counted from its first, that belong to the source's range."""
+        begin, end = self.sources[ref.source].rows.of(total)
+        first, last = max(begin - ref.first_row, 0), min(end - ref.first_row, ref.num_rows)
+        return (first, last) if first < last else (0, 0)
+
+    def prepare(self) -> None:
+        """Prepare everything, then check it. Raises: DataError, with file and line where a row is to blame."""
+        self.preparation.run()
+        self.check()
+
+    def check(self) -> None:
+        """Raises: DataError for bad or too long rows, where settings say so, or if nothing is left to train on."""
+        counts, too_long, longest = Counts(), [], (0, "")
+        first_skipped = ""
+        for number, ref in enumerate(self.chunks):
+            usable = self.usable(number)
+            counts = _sum(counts, self.counts_of(number))
+            if usable.skipped and not first_skipped:
+                first_skipped = f"{self._place(ref, usable.skipped[0][0])}: {usable.skipped[0][1]}"
+            if self.reading.truncation == "error":
+                shard = self.shard(number)
+                for sample in np.flatnonzero((shard.lengths > self.reading.max_length) & self._in_view(number)):
+                    place = self._place(ref, int(shard.lines[sample]))
+                    too_long.append(place)
+                    longest = max(longest, (int(shard.lengths[sample]), place))
+        if too_long:
+            raise DataError(
+                f"{len(too_long)} of {counts.read} rows are longer than max_length={self.reading.max_length}: the "
+                f"first is {too_long[0]}, the longest {longest[1]} with {longest[0]} tokens. Cutting them would train "
+                f"on answers without an end. Set max_length: {longest[0]}, or truncation: drop (leave them out) or "
+                f"right (cut them) ({self._where})."
+            )
+        if counts.trained + counts.truncated == 0:
+            raise DataError(
+                f"no row of {counts.read} is left to train on: {counts.skipped} were skipped, the first "
+                f"{first_skipped or 'of none'} ({self._where})."
+            )
+
+    def counts_of(self, number: int) -> Counts:
+        """What became of a chunk's rows."""
+        usable = self.usable(number)
+        cut = int(usable.is_cut.sum())
+        return Counts(
+            usable.read, len(usable.samples) - cut, cut, usable.read - len(usable.samples), int(usable.cut_inside.sum())
+        )
+
+    def counts(self) -> Counts:
+        """What became of all rows that are prepared."""
+        total = Counts()
+        for number, ref in enumerate(self.chunks):
+            if self._files[ref.file].has(ref.index):
+                total = _sum(total, self.counts_of(number))
+        return total
+
+    def skipped(self) -> Iterator[tuple[str, str]]:
+        """(place, reason) of the rows that are left out, in order, as far as the dataset is prepared."""
+        for number, ref in enumerate(self.chunks):
+            if self._files[ref.file].has(ref.index):
+                for line, reason in self.usable(number).skipped:
+                    yield self._place(ref, line), reason
 
     def fingerprint(self) -> str:
-        """SHA-256 over every token and mask: two datasets with the same one train the same."""
-        digest = hashlib.sha256()
-        for sample in self.samples:
-            digest.update(len(sample.ids).to_bytes(4, "little"))
-            digest.update(sample.ids.tobytes())
-            digest.update(sample.trained.tobytes())
-        return digest.hexdigest()
+        """Equal for two datasets only if they hold the same samples."""
+        return hashlib.sha256(json.dumps(self.keys).encode()).hexdigest()
 
+    def sample(self, chunk: int, sample: int) -> Sample:
+        """A sample of a chunk, cut and weighted."""
+        shard = self.shard(chunk)
+        begin, end = int(shard.offsets[sample]), int(shard.offsets[sample + 1])
+        first, last = self.window(end - begin)
+        weights = np.zeros(end - begin, np.float32)
+        if self.reading.train_on == "all":
+            weights[:] = 1
+        span_begin, span_end = int(shard.span_offsets[sample]), int(shard.span_offsets[sample + 1])
+        for index in range(span_begin, span_end):
+            if self.reading.train_on == "assistant" or index == span_end - 1:
+                weight = shard.weights[index]
+                weights[shard.spans[index, 0] : shard.spans[index, 1]] = 1 if np.isnan(weight) else weight
+        ids = np.array(shard.ids[begin + first : begin + last])
+        return Sample(ids, weights[first:last], self._place(self.chunks[chunk], int(shard.lines[sample])))
 
-def load_dataset(
-    paths: str | list[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_length: int,
-    truncation: Truncation,
-    vocab_size: int,
-    where: str = "dataset",
-) -> Dataset:
-    """Read, render and measure a dataset.
+    def __iter__(self) -> Iterator[Sample]:
+        """All samples, in the files' order."""
+        for number in range(len(self.chunks)):
+            for sample in self.usable(number).samples:
+                yield self.sample(number, int(sample))
 
-    Raises: DataError for anything in the files that cannot be trained on, with file and line.
-    """
-    renderer = Renderer(tokenizer)
-    kept: list[Sample] = []
-    too_long: list[Sample] = []
-    skipped: list[str] = []
-    read = truncated = 0
-    for sample in renderer.samples(map(to_conversation, read_rows(paths, where))):
-        read += 1
-        if sample.ids.size and int(sample.ids.max()) >= vocab_size:
+    def file_of(self, ref: ChunkRef) -> CachedFile:
+        """The file a chunk is from."""
+        return self._files[ref.file]
+
+    def weight(self, chunk: int) -> float:
+        """How often each row of a chunk comes in an epoch."""
+        return self.sources[self.chunks[chunk].source].weight
+
+    def columns(self, chunk: int, sample: int) -> dict[str, object]:
+        """Columns kept beside a sample, where the dataset was opened with `keep_columns`."""
+        return dict(self.shard(chunk).columns(sample))
+
+    def _place(self, ref: ChunkRef, line: int) -> str:
+        return f"{self._files[ref.file].recipe.name}:{line}"
+
+    def _shard(self, number: int) -> Shard:
+        ref = self.chunks[number]
+        self.preparation.require(ref.file, ref.index)
+        shard = self._files[ref.file].shard(ref.index)
+        vocab_size = self.reading.vocab_size
+        if vocab_size is not None and shard.max_id >= vocab_size and not self.reading.is_lenient:
+            sample = int(np.searchsorted(shard.offsets, int(np.argmax(shard.ids)), "right")) - 1
             raise DataError(
-                f"{sample.place}: token id {int(sample.ids.max())} is outside the model's vocabulary of {vocab_size}. "
-                "The tokenizer does not belong to the model."
+                f"{self._place(ref, int(shard.lines[sample]))}: token id {shard.max_id} is outside the model's "
+                f"vocabulary of {vocab_size}. The tokenizer does not belong to the model."
             )
-        cut = sample
-        if len(sample.ids) > max_length:
-            too_long.append(sample)
-            if truncation in ("error", "drop"):
-                skipped.append(sample.place)
-                continue
-            span = slice(None, max_length) if truncation == "right" else slice(-max_length, None)
-            cut = Sample(sample.ids[span], sample.trained[span], sample.place)
-        if not cut.trained[1:].any():  # the first token is never predicted
-            skipped.append(sample.place)
-            continue
-        truncated += cut is not sample
-        kept.append(cut)
-    if too_long and truncation == "error":
-        longest = max(too_long, key=lambda sample: len(sample.ids))
-        raise DataError(
-            f"{len(too_long)} of {read} rows are longer than max_length={max_length}: the first is "
-            f"{too_long[0].place}, the longest {longest.place} with {len(longest.ids)} tokens. Cutting them would "
-            "train on answers without an end. "
-            f"Set max_length: {len(longest.ids)}, or truncation: drop (leave them out) or right (cut them) ({where})."
+        if shard.problems and not (self.reading.skip_bad_rows or self.reading.is_lenient):
+            first, last = self._overlap(ref, self._totals[ref.source])
+            problems = [(line, reason) for row, line, reason in shard.problems if first <= row < last]
+            if problems:
+                more = f" ({len(problems) - 1} more rows near it are bad)" if len(problems) > 1 else ""
+                raise DataError(
+                    f"{self._place(ref, problems[0][0])}: {problems[0][1]}.{more} Correct the row, or leave "
+                    f"such rows out with on_bad_row: skip ({self._where})."
+                )
+        return shard
+
+    def _in_view(self, number: int) -> NDArray[np.bool_]:
+        """[S]: samples in the source's range and on this side of the held-out split."""
+        ref, shard = self.chunks[number], self.shard(number)
+        first, last = self._overlap(ref, self._totals[ref.source])
+        inside = (shard.rows >= first) & (shard.rows < last)
+        if self.reading.side != "all":
+            held_out = shard.digests < np.uint64(round(self.reading.eval_fraction * 2**64 * (1 - 1e-12)))
+            inside &= held_out if self.reading.side == "eval" else ~held_out
+        return inside
+
+    def window(self, length: int) -> tuple[int, int]:
+        """The part of a sample that is kept."""
+        if length <= self.reading.max_length:
+            return 0, length
+        return (length - self.reading.max_length, length) if self.reading.truncation == "left" else (
+            0, self.reading.max_length)  # fmt: skip
+
+    def _usable(self, number: int) -> Usable:
+        ref, shard, reading = self.chunks[number], self.shard(number), self.reading
+        view = self._in_view(number)
+        lengths = shard.lengths
+        too_long = lengths > reading.max_length
+        cut = np.minimum(lengths, reading.max_length)
+        first = np.where(too_long, lengths - cut, 0) if reading.truncation == "left" else np.zeros_like(lengths)
+        trained, loses_trained = self._trained_in(shard, first, first + cut)
+        skip = view & ((trained == 0) | (too_long & (reading.truncation in ("error", "drop"))))
+        take = view & ~skip
+        reasons = [
+            (int(shard.lines[i]), _reason(int(lengths[i]), reading, bool(loses_trained[i])))
+            for i in np.flatnonzero(skip)
+        ]
+        begin, end = self._overlap(ref, self._totals[ref.source])
+        bad = [(line, reason) for row, line, reason in shard.problems if begin <= row < end]
+        # Of a held-out split each side counts its own samples; a bad row has no side and counts with the training rows.
+        counted_bad = bad if reading.side != "eval" else []
+        return Usable(
+            np.flatnonzero(take),
+            cut[take],
+            trained[take],
+            too_long[take],
+            (too_long & loses_trained)[take],
+            sorted(reasons + counted_bad),
+            int(view.sum()) + len(counted_bad),
         )
-    if not kept:
-        raise DataError(
-            f"no row of {read} is left to train on: {len(skipped)} were skipped, the first at {skipped[0]} ({where}). "
-            f"max_length is {max_length}."
+
+    def _trained_in(
+        self, shard: Shard, first: NDArray[np.int64], last: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """[S], [S]: trained tokens inside `[first, last)` of each sample, and whether any is outside.
+
+        The first token of what is kept is never predicted, so it does not count as inside.
+        """
+        if self.reading.train_on == "all":
+            owner = np.arange(len(shard))
+            begins, ends = np.zeros(len(shard), np.int64), shard.lengths
+        else:
+            counts = np.diff(shard.span_offsets)
+            owner = np.repeat(np.arange(len(shard)), counts)
+            weighs = np.isnan(shard.weights) | (shard.weights > 0)
+            if self.reading.train_on == "last_assistant":
+                is_last = np.zeros(len(owner), np.bool_)
+                is_last[shard.span_offsets[1:][counts > 0] - 1] = True
+                weighs &= is_last
+            owner = owner[weighs]
+            begins, ends = shard.spans[weighs, 0].astype(np.int64), shard.spans[weighs, 1].astype(np.int64)
+        inside = np.maximum(np.minimum(ends, last[owner]) - np.maximum(begins, first[owner] + 1), 0)
+        outside = (begins < first[owner]) | (ends > last[owner])
+        return (
+            np.bincount(owner, inside, minlength=len(shard)).astype(np.int64),
+            np.bincount(owner[outside], minlength=len(shard)) > 0,
         )
-    return Dataset(kept, Counts(read, len(kept) - truncated, truncated, len(skipped)), skipped)
+
+
+def _reason(length: int, reading: Reading, loses_trained: bool) -> str:
+    if length > reading.max_length and reading.truncation in ("error", "drop"):
+        return f"{length} tokens, longer than max_length={reading.max_length}"
+    if length > reading.max_length and loses_trained:
+        return f"{length} tokens: cut to max_length={reading.max_length}, nothing trained is left"
+    return "no token of it is trained"
+
+
+def _sum(one: Counts, other: Counts) -> Counts:
+    return Counts(*(a + b for a, b in zip(vars(one).values(), vars(other).values(), strict=True)))
+
+
+def progress_line(progress: Progress) -> str:
+    """How far preparing has come, as a line for the screen."""
+    share = f"{progress.bytes_done / progress.bytes_total:.0%}, " if progress.eta_s is not None else ""
+    eta = f", ETA {int(progress.eta_s) // 60}:{int(progress.eta_s) % 60:02d}" if progress.eta_s is not None else ""
+    return f"preparing data: {share}{progress.rows} rows, {progress.rows_per_second:.0f} rows/s{eta}"

@@ -1,126 +1,431 @@
-"""From the columns of a row to a conversation: the one type everything behind this door sees.
+"""From the columns of a row to a conversation: every format users have, told apart by the columns' names.
 
-Knows nothing of templates or tokens.
+Knows nothing of files, templates or tokens.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from surefoot.data.sources import Row
-from surefoot.errors import DataError
+from surefoot.data.conversation import BadRow, Conversation, Message, Role, check_tools, check_turns
 
-Role = Literal["system", "user", "assistant"]
-FORMATS = "messages (OpenAI), or prompt + completion (texts or message lists)"
+Columns = Mapping[str, Any]
+
+ROLES: Mapping[str, str] = {
+    "system": "system", "developer": "system",
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "bot": "assistant",
+    "tool": "tool", "observation": "tool", "tool_response": "tool", "function": "tool", "ipython": "tool",
+    "function_call": "calls", "tool_call": "calls",
+}  # fmt: skip
+"""Names of roles in the formats -> ours; `calls` is a turn of the assistant that holds tool calls as JSON text."""
+
+WEIGHTS = ("loss", "loss_weight", "weight", "train", "training")
+"""Names of a message's weight in the loss: ms-swift, LLaMA-Factory v1, OpenAI, axolotl."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+UNTRAINABLE_PARTS = ("image", "image_url", "video", "video_url", "audio", "input_audio", "audio_url")
 
 
 @dataclass(frozen=True)
-class Message:
-    """One turn."""
+class FormatSpec:
+    """How the rows of one source are to be read."""
 
-    role: Role
-    content: str
+    format: str = "auto"
+    """A name of FORMATS, or `auto`: told apart by the columns."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Our column -> the column of the file."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """A LLaMA-Factory entry's `tags`: role_tag, content_tag, user_tag, ..."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON, for the key of the cache and for worker processes."""
+        return {"format": self.format, "columns": dict(self.columns), "tags": dict(self.tags)}
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """A training sample before rendering. Assistant turns are trained.
+class Format:
+    """One format: the columns that tell it, those it may have besides, and its reader."""
 
-    `is_plain`: a prompt and its completion as bare text, user then assistant, to be used without a chat template.
+    required: frozenset[str]
+    optional: frozenset[str]
+    read: Callable[["Reader", Columns], Conversation]
+
+
+def detect(columns: Collection[str]) -> str:
+    """The name of the format whose columns these are.
+
+    Raises: BadRow where none or several fit; it shows the candidates.
+    """
+    candidates = [name for name, format in FORMATS.items() if format.required <= set(columns)]
+    if len(candidates) == 1:
+        return candidates[0]
+    found = ", ".join(sorted(columns)[:8]) + (f", ... ({len(columns)} columns)" if len(columns) > 8 else "")
+    if candidates:
+        raise BadRow(
+            f"the columns ({found}) fit several formats: {', '.join(candidates)}. "
+            f"Say which one with `dataset_format: {candidates[0]}`"
+        )
+    known = "; ".join(f"{name} ({' + '.join(sorted(format.required))})" for name, format in FORMATS.items())
+    raise BadRow(
+        f"the columns ({found}) fit no known format: {known}. Name them with "
+        "`columns: {query: YOUR_COLUMN, response: YOUR_COLUMN}`, for example"
+    )
+
+
+def format_of(spec: FormatSpec, first_row: Columns) -> str:
+    """The format of a file: the one its spec names, or the one of its first row.
+
+    Raises: BadRow where it cannot be told.
+    """
+    return detect(_mapped(first_row, spec).keys()) if spec.format == "auto" else spec.format
+
+
+def _mapped(row: Columns, spec: FormatSpec) -> Columns:
+    """The row under our names for its columns."""
+    if not spec.columns:
+        return row
+    required = FORMATS[spec.format].required if spec.format != "auto" else frozenset(spec.columns)
+    absent = [theirs for ours, theirs in spec.columns.items() if theirs not in row and ours in required]
+    if absent:
+        raise BadRow(f"column '{absent[0]}', named in `columns`, is missing; the row has {_shown(list(row))}")
+    theirs = set(spec.columns.values())
+    mapped = {name: value for name, value in row.items() if name not in theirs}
+    return mapped | {ours: row[theirs] for ours, theirs in spec.columns.items() if theirs in row}
+
+
+class Reader:
+    """Reads the rows of one file, which all have one format.
+
+    `keep_columns`: carry the columns that are no part of the conversation, for reward functions.
     """
 
-    messages: tuple[Message, ...]
-    place: str
-    is_plain: bool = False
-    first_trained: int = 0
-    """Assistant turns before this message are context: those in the prompt of a prompt/completion pair."""
+    def __init__(self, spec: FormatSpec, format: str, *, keep_columns: bool = False) -> None:
+        self.spec = spec
+        self.format = format
+        self._keep_columns = keep_columns
+        tags = {"role_tag": "from", "content_tag": "value", **spec.tags}
+        self._role_keys = (tags["role_tag"], "role", "from")
+        self._content_keys = (tags["content_tag"], "content", "value")
+        self._roles = dict(ROLES)
+        for tag, role in (
+            ("user_tag", "user"),
+            ("assistant_tag", "assistant"),
+            ("observation_tag", "tool"),
+            ("function_tag", "calls"),
+            ("system_tag", "system"),
+        ):
+            if tag in spec.tags:
+                self._roles[spec.tags[tag]] = role
+        self._seen: dict[tuple[str, ...], str] = {}
+
+    def read(self, row: Columns) -> Conversation:
+        """The conversation of a row.
+
+        Raises: BadRow for a row of another format than the file's, or one that is no trainable conversation.
+        """
+        columns = _mapped(row, self.spec)
+        if self.spec.format == "auto":
+            names = tuple(columns)
+            found = self._seen.get(names) if len(names) < 64 else None
+            if found is None:
+                found = self._seen[names] = detect(names)
+            if found != self.format:
+                raise BadRow(f"mixed formats: this row is {found}, the file began as {self.format}. Split the file")
+        format = FORMATS[self.format]
+        missing = sorted(format.required - columns.keys())
+        if missing:
+            raise BadRow(f"column '{missing[0]}' of format {self.format} is missing; the row has {_shown(list(row))}")
+        conversation = format.read(self, columns)
+        if conversation.kind == "chat":
+            check_turns(conversation.messages)
+            check_tools(conversation.messages, conversation.tools)
+        if not self._keep_columns:
+            return conversation
+        used = format.required | format.optional
+        others = {name: value for name, value in columns.items() if name not in used}
+        return Conversation(
+            conversation.messages, conversation.kind, conversation.tools, conversation.first_trained, others
+        )
+
+    def messages(self, value: Any, column: str) -> tuple[tuple[Message, ...], tuple[dict[str, Any], ...]]:
+        """Messages of any dialect, and tools that stand among them. Turns of tool calls join the turn before."""
+        value = _parsed(value, column)
+        if not isinstance(value, list) or not value:
+            raise BadRow(f"'{column}' must be a non-empty list of messages, found {_shown(value)}")
+        messages: list[Message] = []
+        tools: tuple[dict[str, Any], ...] = ()
+        for index, item in enumerate(value):
+            name = f"{column}[{index}]"
+            role, message, declared = self._message(item, name)
+            tools += declared
+            if message.role == "system" and declared and not message.content:
+                continue  # LLaMA-Factory v1 keeps the tools in a system turn of their own
+            before = messages[-1] if messages else None
+            if role == "calls" and before is not None and before.role == "assistant":
+                messages[-1] = Message(
+                    "assistant",
+                    before.content,
+                    before.tool_calls + message.tool_calls,
+                    before.reasoning,
+                    before.weight if message.weight is None else message.weight,
+                    before.others,
+                )
+            else:
+                messages.append(message)
+        return tuple(messages), tools
+
+    def _message(self, item: Any, name: str) -> tuple[str, Message, tuple[dict[str, Any], ...]]:
+        if not isinstance(item, dict):
+            raise BadRow(f"{name} must be an object with a role and content, found {_shown(item)}")
+        role_key = next((key for key in self._role_keys if key in item), "role")
+        content_key = next((key for key in self._content_keys if key in item), "content")
+        raw_role = item.get(role_key)
+        role = self._roles.get(raw_role) if isinstance(raw_role, str) else None
+        if role is None:
+            raise BadRow(f"{name} has role {_shown(raw_role)}. Known roles: {', '.join(sorted(self._roles))}")
+        others = {key: value for key, value in item.items() if key not in (role_key, content_key) and value is not None}
+        weight = _weight(others, name)
+        if weight and role not in ("assistant", "calls"):
+            raise BadRow(f"{name} ({role}) has a weight of {weight} in the loss; only the assistant's turns take one")
+        calls = _tool_calls(others.pop("tool_calls", None), name)
+        legacy = others.pop("function_call", None)
+        if legacy:
+            calls += (_tool_call(legacy, name),)
+        reasoning = _first_text(others, REASONING, name)
+        content = item.get(content_key)
+        parts = _Parts()
+        if isinstance(content, list):
+            parts = _Parts.read(content, name)
+            content, calls, reasoning = parts.text, calls + parts.calls, reasoning or parts.reasoning
+        if role == "calls":
+            calls += _tool_calls(_parsed(content, name), name) if content else ()
+            content = ""
+            if not calls:
+                raise BadRow(f"{name} ({raw_role}) holds no tool call")
+        if content is None and (calls or reasoning is not None):
+            content = ""
+        if not isinstance(content, str):
+            raise BadRow(f"{name} ({raw_role}) has content {_shown(content)}; it must be a text")
+        if calls and role not in ("assistant", "calls"):
+            raise BadRow(f"{name} ({role}) has tool calls; only the assistant can call tools")
+        check_texts(others, name)
+        ours: Role = "assistant" if role == "calls" else role  # type: ignore[assignment]
+        message = Message(ours, text_of(content, name), calls, reasoning, weight, others)
+        return role, message, parts.tools
+
+    def conversation(self, columns: Columns, name: str) -> Conversation:
+        """A row whose `name` column is a list of messages."""
+        messages, tools = self.messages(columns[name], name)
+        tools = (*_tools(columns.get("tools")), *tools)
+        return Conversation((*self.system(columns), *messages), tools=tools)
+
+    def system(self, columns: Columns) -> tuple[Message, ...]:
+        """The `system` column, if it says something."""
+        value = columns.get("system")
+        return (Message("system", text_of(value, "system")),) if value else ()
+
+    def history(self, columns: Columns) -> tuple[Message, ...]:
+        """The `history` column: earlier [question, answer] pairs."""
+        value = _parsed(columns.get("history") or [], "history")
+        if not isinstance(value, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
+            raise BadRow(f"'history' must be a list of [question, answer] pairs, found {_shown(value)}")
+        return tuple(
+            Message("assistant" if side else "user", text_of(pair[side], f"history[{index}]"))
+            for index, pair in enumerate(value)
+            for side in (0, 1)
+        )
 
 
-def to_conversation(row: Row) -> Conversation:
-    """Tell the format by the columns and read the row.
+@dataclass(frozen=True)
+class _Parts:
+    """A content that is a list of typed parts: OpenAI's (`text`) or LLaMA-Factory v1's (`value`)."""
 
-    Raises: DataError where the columns fit no format or the content is not a trainable conversation.
-    """
-    columns = row.columns
-    if "messages" in columns and ("prompt" in columns or "completion" in columns):
-        raise DataError(f"{row.place}: has both 'messages' and prompt/completion columns, so its format is ambiguous.")
-    if "messages" in columns:
-        return _check(_messages(columns["messages"], "messages", row.place), row.place)
-    if "prompt" in columns and "completion" in columns:
-        return _pair(columns["prompt"], columns["completion"], row.place)
-    raise DataError(f"{row.place}: columns {sorted(columns)[:8]} fit no known format. Known: {FORMATS}.")
+    text: str = ""
+    reasoning: str | None = None
+    calls: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+
+    @staticmethod
+    def read(parts: list[Any], name: str) -> "_Parts":
+        texts: list[str] = []
+        thoughts: list[str] = []
+        calls: tuple[dict[str, Any], ...] = ()
+        tools: tuple[dict[str, Any], ...] = ()
+        for index, part in enumerate(parts):
+            where = f"{name}, part {index}"
+            if isinstance(part, str):
+                texts.append(part)
+                continue
+            kind = part.get("type", "text") if isinstance(part, dict) else None
+            if kind in UNTRAINABLE_PARTS:
+                raise BadRow(f"{where} is of type {kind}; this version trains on text only")
+            value = part.get("value", part.get("text")) if isinstance(part, dict) else None
+            if kind in ("text", "input_text", "output_text", "tool_result", "observation"):
+                texts.append(text_of(value, where))
+            elif kind in ("reasoning", "thinking"):
+                thoughts.append(text_of(value, where))
+            elif kind in ("tool_call", "function_call"):
+                calls += _tool_calls(_parsed(value, where), where)
+            elif kind == "tools":
+                tools += _tools(value)
+            else:
+                raise BadRow(f"{where} is {_shown(part)}; known part types: text, reasoning, tool_call, tools")
+        return _Parts("".join(texts), "".join(thoughts) if thoughts else None, calls, tools)
 
 
-def _pair(prompt: Any, completion: Any, place: str) -> Conversation:
+def _prompt_completion(reader: Reader, columns: Columns) -> Conversation:
+    prompt, completion = columns["prompt"], columns["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
-            raise DataError(f"{place}: the completion is empty, so there is nothing to train on.")
-        turns = (
-            Message("user", _encodable(prompt, "prompt", place)),
-            Message("assistant", _encodable(completion, "completion", place)),
-        )
-        return Conversation(turns, place, is_plain=True)
+            raise BadRow("the completion is empty, so there is nothing to train on")
+        turns = (Message("user", text_of(prompt, "prompt")), Message("assistant", text_of(completion, "completion")))
+        return Conversation(turns, "completion")
     if isinstance(prompt, list) and isinstance(completion, list):
-        context = _messages(prompt, "prompt", place)
-        checked = _check((*context, *_messages(completion, "completion", place)), place)
-        return replace(checked, first_trained=len(context))
-    raise DataError(
-        f"{place}: prompt is a {type(prompt).__name__} and completion a {type(completion).__name__}; "
-        "both must be texts or both lists of messages."
+        context, tools = reader.messages(prompt, "prompt")
+        answers, more = reader.messages(completion, "completion")
+        tools = (*_tools(columns.get("tools")), *tools, *more)
+        return Conversation((*context, *answers), tools=tools, first_trained=len(context))
+    raise BadRow(
+        f"prompt is a {type(prompt).__name__} and completion a {type(completion).__name__}; "
+        "both must be texts or both lists of messages"
     )
 
 
-def _messages(value: Any, column: str, place: str) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise DataError(
-            f"{place}: '{column}' must be a non-empty list of {{role, content}} objects, found {_show(value)}."
-        )
-    return tuple(_message(item, f"{column}[{index}]", place) for index, item in enumerate(value))
+def _alpaca(reader: Reader, columns: Columns) -> Conversation:
+    """Instruction and input, a line between them, are the user's turn, as in LLaMA-Factory and ms-swift."""
+    parts = [text_of(columns[name] or "", name) for name in ("instruction", "input") if name in columns]
+    question = "\n".join(part for part in parts if part)
+    return _turns(reader, columns, question, columns["output"], "output")
 
 
-def _message(item: Any, name: str, place: str) -> Message:
-    if not isinstance(item, dict):
-        raise DataError(f"{place}: {name} must be an object with role and content, found {_show(item)}.")
-    role, content = item.get("role"), item.get("content")
-    if role not in ("system", "user", "assistant"):
-        raise DataError(f"{place}: {name} has role {_show(role)}. Known roles: system, user, assistant.")
-    if not isinstance(content, str):
-        raise DataError(f"{place}: {name} ({role}) has content {_show(content)}; it must be a text.")
-    extra = sorted(
-        key for key, value in item.items() if key not in ("role", "content") and value not in (None, [], "", {})
-    )
-    if extra:
-        raise DataError(f"{place}: {name} ({role}) has {', '.join(extra)}, which this version does not train on.")
-    return Message(role, _encodable(content, f"{name} ({role})", place))
+def _query_response(reader: Reader, columns: Columns) -> Conversation:
+    return _turns(reader, columns, text_of(columns["query"], "query"), columns["response"], "response")
 
 
-def _encodable(text: str, name: str, place: str) -> str:
-    """JSON can hold half of a surrogate pair, which no tokenizer can take."""
+def _turns(reader: Reader, columns: Columns, question: str, answer: Any, name: str) -> Conversation:
+    last = (Message("user", question), Message("assistant", text_of(answer, name)))
+    tools = _tools(columns.get("tools"))
+    return Conversation((*reader.system(columns), *reader.history(columns), *last), tools=tools)
+
+
+def _plain_text(_: Reader, columns: Columns) -> Conversation:
+    text = text_of(columns["text"], "text")
+    if not text:
+        raise BadRow("the text is empty, so there is nothing to train on")
+    return Conversation((Message("assistant", text),), "text")
+
+
+def _format(required: str, optional: str, read: Callable[[Reader, Columns], Conversation]) -> Format:
+    return Format(frozenset(required.split()), frozenset(optional.split()), read)
+
+
+FORMATS: Mapping[str, Format] = {
+    "messages": _format("messages", "tools system", lambda reader, row: reader.conversation(row, "messages")),
+    "sharegpt": _format("conversations", "tools system", lambda reader, row: reader.conversation(row, "conversations")),
+    "alpaca": _format("instruction output", "input history system tools", _alpaca),
+    "query_response": _format("query response", "history system tools", _query_response),
+    "prompt_completion": _format("prompt completion", "tools", _prompt_completion),
+    "text": _format("text", "", _plain_text),
+}
+"""Name -> format. `messages` is OpenAI's, which ms-swift and TRL share, with its dialects."""
+
+
+def text_of(value: Any, name: str) -> str:
+    """A text that a tokenizer can take. JSON can hold half of a surrogate pair, and NUL is a sign of binary data."""
+    if not isinstance(value, str):
+        raise BadRow(f"{name} is {_shown(value)}; it must be a text")
+    if "\0" in value:
+        raise BadRow(f"{name} holds a NUL character at position {value.index(chr(0)) + 1}: binary data, not text")
     try:
-        text.encode("utf-8")
+        value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(f"{place}: {name} is no valid text at character {error.start + 1}: {error.reason}.") from error
-    return text
+        raise BadRow(f"{name} is no valid text at character {error.start + 1}: {error.reason}") from error
+    return value
 
 
-def _check(messages: tuple[Message, ...], place: str) -> Conversation:
-    """Optional system turn, then user and assistant in turn, assistant last."""
-    roles = [message.role for message in messages]
-    if "assistant" not in roles:
-        raise DataError(f"{place}: no assistant turn, so there is nothing to train on (roles: {', '.join(roles)}).")
-    turns = roles[1:] if roles[0] == "system" else roles
-    expected: list[Role] = ["user" if index % 2 == 0 else "assistant" for index in range(len(turns))]
-    if turns != expected or turns[-1] != "assistant":
-        wrong = next(
-            (i for i, pair in enumerate(zip(turns, expected, strict=True)) if pair[0] != pair[1]), len(turns) - 1
-        )
-        position = wrong + len(roles) - len(turns) + 1
-        raise DataError(
-            f"{place}: roles out of order at message {position} of {len(roles)}: {', '.join(roles)}. "
-            "Expected an optional system turn, then user and assistant in turn, ending with the assistant."
-        )
-    return Conversation(messages, place)
+def _parsed(value: Any, name: str) -> Any:
+    """Lists and objects are often stored as JSON text in CSV and Parquet files."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"{name} should be JSON, but is not: {error}; it begins {_shown(value)}") from error
 
 
-def _show(value: Any) -> str:
+def _weight(others: dict[str, Any], name: str) -> float | None:
+    for key in WEIGHTS:
+        if key in others:
+            value = others.pop(key)
+            if isinstance(value, bool | int | float) and 0 <= value < float("inf"):
+                return float(value)
+            raise BadRow(f"{name} has {key}={_shown(value)}; a weight in the loss is true, false or a number from 0 up")
+    return None
+
+
+def _first_text(others: dict[str, Any], keys: tuple[str, ...], name: str) -> str | None:
+    found = [text_of(others.pop(key), f"{name}, {key}") for key in keys if key in others]
+    return found[0] if found else None
+
+
+def _tool_calls(value: Any, name: str) -> tuple[dict[str, Any], ...]:
+    if not value:
+        return ()
+    calls = value if isinstance(value, list) else [value]
+    return tuple(_tool_call(call, name) for call in calls)
+
+
+def _tool_call(call: Any, name: str) -> dict[str, Any]:
+    """A call in OpenAI's form (`function: {name, arguments}`) or bare (`{name, arguments}`), arguments as an object."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise BadRow(f"{name} has a tool call without a function name: {_shown(call)}")
+    arguments = function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise BadRow(
+                f"{name} calls {function['name']} with malformed arguments ({error}): {_shown(arguments)}"
+            ) from error
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        raise BadRow(f"{name} calls {function['name']} with arguments {_shown(arguments)}; they must be an object")
+    check_texts(arguments, name)
+    outer = {key: value for key, value in call.items() if key == "id" and value is not None}
+    return {**outer, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _tools(value: Any) -> tuple[dict[str, Any], ...]:
+    """Declared tools in OpenAI's form; bare function descriptions are wrapped."""
+    if not value:
+        return ()
+    value = _parsed(value, "tools")
+    tools = value if isinstance(value, list) else [value]
+    wrapped = []
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRow(f"tools holds {_shown(tool)}, which is no function with a name")
+        check_texts(tool, "tools")
+        wrapped.append(tool if "function" in tool else {"type": "function", "function": tool})
+    return tuple(wrapped)
+
+
+def check_texts(value: Any, name: str) -> None:
+    """Every text inside a JSON value must be one that a tokenizer can take."""
+    if isinstance(value, str):
+        text_of(value, name)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            text_of(key, name)
+            check_texts(item, name)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_texts(item, name)
+
+
+def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

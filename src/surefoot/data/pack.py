@@ -1,6 +1,6 @@
 """Packing: which samples share a sequence. Pure arithmetic over lengths."""
 
-from bisect import insort
+from collections import defaultdict
 from collections.abc import Sequence
 
 WINDOW_SAMPLES = 4096
@@ -17,32 +17,23 @@ def best_fit(lengths: Sequence[int], capacity: int, window: int = WINDOW_SAMPLES
     packs: list[list[int]] = []
     for begin in range(0, len(lengths), window):
         span = range(begin, min(begin + window, len(lengths)))
-        rooms: list[tuple[int, int]] = []  # (free tokens, pack), sorted
         window_packs: list[list[int]] = []
+        with_room: defaultdict[int, list[int]] = defaultdict(list)  # free tokens -> packs
+        rooms = 0  # bit n is set while some pack has n free tokens
         for index in sorted(span, key=lambda i: (-lengths[i], i)):
             length = lengths[index]
             if length > capacity:
                 raise ValueError(f"sample {index} has {length} tokens, more than a pack of {capacity}")
-            fit = _first_at_least(rooms, length)
-            if fit is None:
-                pack = len(window_packs)
-                window_packs.append([index])
-                insort(rooms, (capacity - length, pack))
+            enough = rooms >> length
+            if enough:
+                room = length + (enough & -enough).bit_length() - 1  # the lowest set bit: the tightest fit
+                pack = with_room[room].pop()
+                rooms ^= (not with_room[room]) << room
             else:
-                free, pack = rooms.pop(fit)
-                window_packs[pack].append(index)
-                insort(rooms, (free - length, pack))
+                room, pack = capacity, len(window_packs)
+                window_packs.append([])
+            window_packs[pack].append(index)
+            with_room[room - length].append(pack)
+            rooms |= 1 << (room - length)
         packs += sorted(sorted(pack) for pack in window_packs)
     return packs
-
-
-def _first_at_least(rooms: list[tuple[int, int]], length: int) -> int | None:
-    """The position of the smallest room that holds `length`, by bisection."""
-    low, high = 0, len(rooms)
-    while low < high:
-        middle = (low + high) // 2
-        if rooms[middle][0] < length:
-            low = middle + 1
-        else:
-            high = middle
-    return low if low < len(rooms) else None

@@ -1,134 +1,196 @@
-"""From conversations to token ids with a mask of what is trained.
+"""From rendered texts to token ids with what is trained. Knows nothing of files, order or batches."""
 
-The text is the model's own chat template, byte for byte. What is trained is found by rendering the conversation up to
-before and up to after each assistant turn: the span between, cut after its end-of-turn token.
-
-Knows nothing of files, order or batches.
-"""
-
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 from numpy.typing import NDArray
+from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from surefoot.data.formats import Conversation, Message
+from surefoot.data.conversation import BadRow, Conversation
+from surefoot.data.template import ChatTemplate, Span, TemplateSource, Text
 from surefoot.errors import DataError
+from surefoot.storage import cache_folder, write_bytes
 
-BATCH_ROWS = 512
+ENDS_TWICE, BEGINS_TWICE, ANSWER_IN_PROMPT, LOOKALIKE, LOST_REASONING = (1 << bit for bit in range(5))
+"""What is odd about a sample, as bits of its flags."""
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One rendered conversation. Shapes: ids int32 [n], trained bool [n]; `trained[i]`: token i is learned."""
+class Rendered:
+    """One tokenised conversation. Shapes: ids int32 [n]; spans are token positions."""
 
     ids: NDArray[np.int32]
-    trained: NDArray[np.bool_]
-    place: str
+    spans: tuple[Span, ...]
+    flags: int
+    bounds: Sequence[tuple[int, int]] | None = None
+    """Characters of each token, where asked for."""
+
+    @property
+    def digest(self) -> int:
+        """64 bits over ids and spans: two samples with the same one train the same."""
+        hashed = blake2b(self.ids.tobytes(), digest_size=8)
+        hashed.update(repr(self.spans).encode())
+        return int.from_bytes(hashed.digest(), "little")
 
 
 @dataclass(frozen=True)
-class Text:
-    """One rendered conversation before tokenising: characters `[begin, end)` of each span are trained."""
+class RendererSource:
+    """A tokenizer and its template as plain data: what a worker process needs, and what the cache is keyed by."""
 
-    text: str
-    spans: tuple[tuple[int, int], ...]
-    place: str
+    template: TemplateSource
+    tokenizer_sha256: str
+    bos_id: int | None
 
+    @property
+    def tokenizer_file(self) -> Path:
+        """The tokenizer in the cache. Workers read it there: as text in Python it would take several times its size."""
+        return cache_folder() / "data" / "tokenizers" / f"{self.tokenizer_sha256}.json"
 
-class Renderer:
-    """Renders conversations with one tokenizer and its chat template."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    @staticmethod
+    def of(
+        tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any], *, parse_special_tokens: bool
+    ) -> "RendererSource":
+        """Raises: DataError for a tokenizer that cannot be used for training."""
         if not tokenizer.is_fast:
             raise DataError(
                 f"{type(tokenizer).__name__} is a slow tokenizer without character offsets; a fast one is needed."
             )
         if tokenizer.eos_token is None:
             raise DataError("the tokenizer names no end-of-sequence token, so completions could never end.")
-        self._tokenizer = tokenizer
+        backend = tokenizer.backend_tokenizer
+        if backend.truncation is not None or backend.padding is not None:
+            backend = Tokenizer.from_str(backend.to_str())
+            backend.no_truncation()
+            backend.no_padding()
+        content = backend.to_str().encode()
         begins = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
-        self._plain_start = str(tokenizer.bos_token) if begins else ""
-        """What the tokenizer itself puts before a text without a template."""
-        self._specials = sorted(
-            {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}, key=len, reverse=True
+        has_template = tokenizer.chat_template is not None
+        template = TemplateSource(
+            template=_template_of(tokenizer, None) if has_template else None,
+            tool_template=_template_of(tokenizer, []) if has_template else None,
+            special_tokens=dict(tokenizer.special_tokens_map),
+            controls=tuple(
+                sorted({token.content for token in tokenizer.added_tokens_decoder.values() if token.special})
+            ),
+            eos=str(tokenizer.eos_token),
+            plain_start=str(tokenizer.bos_token) if begins else "",
+            kwargs=kwargs,
+            parse_special_tokens=parse_special_tokens,
         )
+        source = RendererSource(template, hashlib.sha256(content).hexdigest(), tokenizer.bos_token_id)
+        if not source.tokenizer_file.is_file():
+            write_bytes(source.tokenizer_file, content)
+        return source
+
+
+def _template_of(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None) -> str:
+    template: str = tokenizer.get_chat_template(tools=tools)
+    return template
+
+
+class Renderer:
+    """Renders and tokenises conversations with one tokenizer and its chat template."""
+
+    def __init__(self, source: RendererSource) -> None:
+        self._source = source
+        self.template = ChatTemplate(source.template)
+        self._tokenizer = Tokenizer.from_file(str(source.tokenizer_file))
+
+    @cached_property
+    def _plain_tokenizer(self) -> Tokenizer:
+        """The same tokenizer, to which special tokens are text like any other."""
+        tokenizer = Tokenizer.from_file(str(self._source.tokenizer_file))
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    @cached_property
+    def _can_cut(self) -> bool:
+        """Whether tokenising between control tokens piece by piece gives what tokenising the whole gives."""
+        eos = self._source.template.eos
+        pieces = (("one two", False), (eos, True), ("three four", False), (eos, True), (" five", False))
+        whole = self._tokenizer.encode("".join(piece for piece, _ in pieces), add_special_tokens=False)
+        return [token for piece, is_one in pieces for token in self._piece(piece, is_one)[0]] == whole.ids
 
     def render(self, conversation: Conversation) -> Text:
-        """The text of a conversation and its trained spans.
+        """The text of a conversation and its trained spans. Raises: BadRow, DataError."""
+        return self.template.render(conversation)
 
-        Raises: DataError where there is no template, it fails, or its turns cannot be told apart.
+    def tokenize(self, texts: Sequence[Text], *, with_bounds: bool = False) -> Iterator[Rendered | BadRow]:
+        """Token ids and spans, in order; a text that cannot be tokenised safely gives the reason instead.
+
+        A token is trained when any of its characters is in a trained span.
         """
-        if conversation.is_plain:
-            prompt, completion = (message.content for message in conversation.messages)
-            prompt = self._plain_start + prompt.removeprefix(self._plain_start)
-            eos = str(self._tokenizer.eos_token)
-            text = prompt + completion + ("" if completion.endswith(eos) else eos)
-            return Text(text, ((len(prompt), len(text)),), conversation.place)
-        messages = conversation.messages
-        full = self._template(messages, conversation.place)
-        spans = []
-        for index, message in enumerate(messages):
-            if message.role != "assistant" or index < conversation.first_trained:
-                continue
-            before = self._template(messages[:index], conversation.place, add_generation_prompt=True)
-            through = full if index == len(messages) - 1 else self._template(messages[: index + 1], conversation.place)
-            if not (through.startswith(before) and full.startswith(through)):
-                raise DataError(
-                    f"{conversation.place}: the chat template renders earlier turns differently once turn {index + 1} "
-                    "follows, so the trained part cannot be told from the rest. Give another one with chat_template."
+        whole = [text.text for text in texts if text.pieces is None]
+        encodings = iter(self._tokenizer.encode_batch(whole, add_special_tokens=False))
+        for text in texts:
+            if text.pieces is None:
+                encoding = next(encodings)
+                ids, spans = encoding.ids, tuple(_token_span(encoding, span) for span in text.spans)
+                bounds = encoding.offsets if with_bounds else None
+            elif self._can_cut:
+                ids, bounds = self._in_pieces(text.pieces)
+                spans = tuple(_overlapping(bounds, span) for span in text.spans)
+            else:
+                yield BadRow(
+                    "a text of the row looks like a special token, and this tokenizer joins texts across special "
+                    "tokens, so it cannot be kept as text. Remove it, or set parse_special_tokens: true"
                 )
-            spans.append((len(before), self._end_of_turn(full, len(before), len(through))))
-        return Text(full, tuple(spans), conversation.place)
+                continue
+            yield Rendered(np.asarray(ids, dtype=np.int32), spans, self._flags(text, ids), bounds)
 
-    def _template(self, messages: Sequence[Message], place: str, *, add_generation_prompt: bool = False) -> str:
-        if self._tokenizer.chat_template is None:
-            raise DataError(
-                f"{place}: the data are conversations, but the model's tokenizer has no chat template. Use an instruct "
-                "model, give chat_template: FILE, or use prompt/completion texts."
-            )
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        try:
-            text: Any = self._tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except TemplateError as error:
-            raise DataError(f"{place}: the chat template refused the conversation: {error}") from error
-        return str(text)
+    def _in_pieces(self, pieces: Sequence[tuple[str, bool]]) -> tuple[list[int], list[tuple[int, int]]]:
+        ids: list[int] = []
+        bounds: list[tuple[int, int]] = []
+        begin = 0
+        for piece, is_control in pieces:
+            piece_ids, piece_bounds = self._piece(piece, is_control)
+            ids += piece_ids
+            bounds += [(begin + first, begin + last) for first, last in piece_bounds]
+            begin += len(piece)
+        return ids, bounds
 
-    def _end_of_turn(self, text: str, begin: int, end: int) -> int:
-        """Where training ends in `text[begin:end]`: behind the last special token, if only whitespace follows it."""
-        stripped = text[begin:end].rstrip()
-        for special in self._specials:
-            if stripped.endswith(special):
-                return begin + len(stripped)
-        return end
+    def _piece(self, piece: str, is_control: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        if is_control:
+            token = self._tokenizer.token_to_id(piece)
+            assert token is not None  # the piece is one of the tokenizer's special tokens
+            return [token], [(0, len(piece))]
+        encoding = self._plain_tokenizer.encode(piece, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
 
-    def tokenize(self, texts: Sequence[Text]) -> list[Sample]:
-        """Token ids and masks. A token is trained when any of its characters is in a trained span."""
-        encoded = self._tokenizer(
-            [text.text for text in texts],
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
+    def _flags(self, text: Text, ids: Sequence[int]) -> int:
+        bos = self._source.bos_id
+        begins_twice = bos is not None and list(ids[:2]) == [bos, bos]
+        return (
+            text.ends_twice * ENDS_TWICE
+            | begins_twice * BEGINS_TWICE
+            | text.answer_in_prompt * ANSWER_IN_PROMPT
+            | text.has_lookalikes * LOOKALIKE
+            | text.lost_reasoning * LOST_REASONING
         )
-        samples = []
-        for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            bounds = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
-            trained = np.zeros(len(ids), dtype=np.bool_)
-            for begin, end in text.spans:
-                trained |= (bounds[:, 1] > begin) & (bounds[:, 0] < end)
-            samples.append(Sample(np.asarray(ids, dtype=np.int32), trained, text.place))
-        return samples
 
-    def samples(self, conversations: Iterable[Conversation]) -> Iterator[Sample]:
-        """Render and tokenise, in order, a batch at a time."""
-        iterator = iter(conversations)
-        while batch := list(islice(iterator, BATCH_ROWS)):
-            yield from self.tokenize([self.render(conversation) for conversation in batch])
+
+def _token_span(encoding: Encoding, span: Span) -> Span:
+    if span.begin == span.end:
+        return Span(0, 0, span.weight)
+    begin, last = encoding.char_to_token(span.begin), encoding.char_to_token(span.end - 1)
+    if begin is None or last is None:  # a tokenizer that drops characters, such as white space
+        return _overlapping(encoding.offsets, span)
+    end = last + 1
+    while end < len(encoding):  # one character may be several tokens
+        bounds = encoding.token_to_chars(end)
+        if bounds is None or bounds[0] >= span.end:
+            break
+        end += 1
+    return Span(begin, end, span.weight)
+
+
+def _overlapping(bounds: Sequence[tuple[int, int]], span: Span) -> Span:
+    inside = [index for index, (begin, end) in enumerate(bounds) if end > span.begin and begin < span.end]
+    return Span(inside[0], inside[-1] + 1, span.weight) if inside else Span(0, 0, span.weight)

@@ -1,121 +1,235 @@
-"""Rows from files: JSON lines, JSON and Parquet. Every row knows the file and line it came from.
+"""Which files a `dataset` setting means: paths, folders, globs, LLaMA-Factory's dataset_info.json, and the hub.
 
-Knows nothing of what the columns mean.
+Knows nothing of what is in the files.
 """
 
+import glob
 import json
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from surefoot.config import DatasetItem
+from surefoot.data.containers import COMPRESSIONS, KINDS, kind_of
+from surefoot.data.formats import FORMATS, FormatSpec
 from surefoot.errors import DataError
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
+SPLIT = re.compile(r"^(?P<name>[\w.-]*)(\[(?P<begin>-?\d+%?)?:(?P<end>-?\d+%?)?\])?$")
+NOT_DATA = ("dataset_info.json", "state.json", "dataset_dict.json")
+"""Files that `datasets` and LLaMA-Factory write beside data."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One record as it stands in its file."""
+class RowRange:
+    """A part of a source's rows, as in `train[10%:20%]`: bounds are row numbers or, with `%`, shares."""
 
-    columns: dict[str, Any]
-    place: str
-    """`data.jsonl:203`: the line in JSON lines, the number of the record (from 1) elsewhere."""
+    begin: str | None = None
+    end: str | None = None
+
+    def of(self, num_rows: int) -> tuple[int, int]:
+        """First row and one behind the last, of so many."""
+        return _bound(self.begin, num_rows, 0), _bound(self.end, num_rows, num_rows)
 
 
-def read_rows(paths: str | list[str], where: str = "dataset") -> Iterator[Row]:
-    """The rows of one file or several, in order.
+@dataclass(frozen=True)
+class Source:
+    """Files that are read one after the other in the same way."""
+
+    files: tuple[Path, ...]
+    names: tuple[str, ...]
+    """As shown in places."""
+    spec: FormatSpec
+    weight: float = 1.0
+    """How often each row comes in an epoch."""
+    rows: RowRange = RowRange()
+
+
+def find_sources(items: Sequence[DatasetItem], where: str = "dataset") -> list[Source]:
+    """The sources of a dataset setting, in its order.
 
     `where` is shown in errors about the setting itself (`run.yaml:4`).
-    Raises: DataError for a missing, empty or unreadable file, with the line where there is one.
+    Raises: DataError for what does not exist, holds no data files, or cannot be fetched.
     """
-    for text in [paths] if isinstance(paths, str) else paths:
-        path = Path(text)
-        if not path.is_file():
-            kind = "is a folder, not a file" if path.is_dir() else "does not exist"
-            raise DataError(f"dataset {path} {kind}. Give a .jsonl, .json or .parquet file ({where}).")
-        if path.stat().st_size == 0:
-            raise DataError(f"dataset {path} is empty (0 bytes) ({where}).")
-        is_blank = True
-        try:
-            for row in _read_file(path, where):
-                is_blank = False
-                yield row
-        except OSError as error:
-            raise DataError(f"dataset {path} cannot be read: {error.strerror or error} ({where}).") from error
-        if is_blank:
-            raise DataError(f"dataset {path} holds no rows ({where}).")
+    return [_source(item, where) for item in items]
 
 
-def _read_file(path: Path, where: str) -> Iterator[Row]:
-    if path.suffix == ".jsonl":
-        return _json_lines(path)
-    if path.suffix == ".json":
-        return _json(path)
-    if path.suffix == ".parquet":
-        return _parquet(path)
-    raise DataError(f"dataset {path}: '{path.suffix}' files are not read. Known: {', '.join(SUFFIXES)} ({where}).")
+def _source(item: DatasetItem, where: str) -> Source:
+    split = SPLIT.match(item.split or "")
+    if split is None:
+        raise DataError(f"split={item.split}: write a name, a range, or both: train, [:90%], train[:1000] ({where}).")
+    rows = RowRange(split["begin"], split["end"])
+    spec = FormatSpec(item.format, item.columns)
+    path_text, _, entry = item.path.partition(".json:")
+    if entry or Path(item.path).name == "dataset_info.json" or item.name:
+        return _from_info(Path(path_text + ".json" if entry else item.path), item.name or entry, item, rows, where)
+    path = Path(item.path)
+    if not path.exists() and not glob.has_magic(item.path) and HUB_ID.match(item.path) and not kind_of(path):
+        files = _from_hub(item.path, item.subset, split["name"] or "train", where)
+        return Source(files, tuple(f"{item.path}/{file.name}" for file in files), spec, item.weight, rows)
+    files = _local_files(item.path, split["name"], where)
+    return Source(files, _names(files), spec, item.weight, rows)
 
 
-def _row(value: Any, place: str) -> Row:
-    if not isinstance(value, dict):
-        raise DataError(f"{place}: expected a JSON object with named columns, found a {type(value).__name__}.")
-    return Row(value, place)
-
-
-def _decode(line: bytes, place: str) -> str:
+def _local_files(text: str, split: str, where: str) -> tuple[Path, ...]:
+    path = Path(text)
+    if path.is_dir():
+        return _of_split(_in_folder(path, where), path, split, where)
+    if glob.has_magic(text) and not path.exists():
+        found = tuple(sorted(Path(name) for name in glob.iglob(text, recursive=True) if Path(name).is_file()))  # noqa: PTH207 - of an absolute pattern
+        if not found:
+            raise DataError(f"dataset {text}: the pattern matches no file ({where}).")
+        for file in found:
+            _check_kind(file, where)
+        return found
     try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
+        path.stat()
+    except FileNotFoundError:
         raise DataError(
-            f"{place}: not UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line. "
-            "Save the file as UTF-8 (iconv -f LATIN1 -t UTF-8, for example)."
+            f"dataset {text} does not exist. Give a file, a folder, a pattern such as data/*.jsonl, or a hub id "
+            f"({where})."
+        ) from None
+    except OSError as error:
+        raise DataError(f"dataset {text} cannot be read: {error.strerror or error} ({where}).") from error
+    _check_kind(path, where)
+    return (path,)
+
+
+def _check_kind(path: Path, where: str) -> None:
+    if kind_of(path) is None:
+        known = f"{', '.join(KINDS)}, texts also with {' or '.join(COMPRESSIONS)}"
+        raise DataError(f"dataset {path}: '{path.suffix}' files are not read. Known: {known} ({where}).")
+
+
+def _in_folder(folder: Path, where: str) -> tuple[Path, ...]:
+    """Data files in a folder and below, sorted. Links to folders are not followed, so there are no loops."""
+    found = []
+    for root, folders, names in os.walk(folder, followlinks=False):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        paths = [Path(root, name) for name in sorted(names) if not name.startswith(".") and name not in NOT_DATA]
+        found += [path for path in paths if kind_of(path) is not None]
+    if not found:
+        raise DataError(f"dataset {folder}: the folder holds no {', '.join(KINDS)} file ({where}).")
+    return tuple(found)
+
+
+def _of_split(files: tuple[Path, ...], folder: Path, split: str, where: str) -> tuple[Path, ...]:
+    """Files of a split, by the hub's convention: its name begins the file's or is a folder on the way."""
+    if not split:
+        return files
+    pattern = re.compile(rf"^{re.escape(split)}([^a-z]|$)", re.IGNORECASE)
+    chosen = tuple(f for f in files if any(pattern.match(part) for part in f.relative_to(folder).parts))
+    if not chosen:
+        raise DataError(
+            f"dataset {folder}: no file belongs to split '{split}'; it holds {', '.join(f.name for f in files[:6])} "
+            f"({where})."
+        )
+    return chosen
+
+
+def _names(files: Sequence[Path]) -> tuple[str, ...]:
+    """Names that tell the files apart: bare where that is enough, with their folder where it is not."""
+    names = [file.name for file in files]
+    if len(set(names)) < len(names):
+        names = [str(Path(file.parent.name, file.name)) for file in files]
+    return tuple(names)
+
+
+def _from_hub(name: str, subset: str | None, split: str, where: str) -> tuple[Path, ...]:
+    """The Arrow files into which `datasets` fetches a dataset of the hub, or builds one from a local repository."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"dataset {name}: no such file or folder, and hub datasets need the package datasets: "
+            f"pip install datasets ({where})."
         ) from error
-
-
-def _json_lines(path: Path) -> Iterator[Row]:
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            place = f"{path.name}:{number}"
-            text = _decode(line, place).removeprefix("\ufeff")
-            if not text.strip():
-                continue
-            try:
-                value = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{place}: not valid JSON: {error.msg} (column {error.colno}). In a .jsonl file each line is one "
-                    "JSON object."
-                ) from error
-            except RecursionError:
-                raise DataError(f"{place}: JSON nested too deeply to be a row of training data.") from None
-            yield _row(value, place)
-
-
-def _json(path: Path) -> Iterator[Row]:
-    content = path.read_bytes()
-    text = _decode(content, path.name).removeprefix("\ufeff")
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path.name}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno}).") from error
-    except RecursionError:
-        raise DataError(f"{path.name}: JSON nested too deeply to be training data.") from None
-    if not isinstance(value, list):
-        raise DataError(f"{path.name}: expected a JSON array of objects, found a {type(value).__name__}.")
-    for number, item in enumerate(value, 1):
-        yield _row(item, f"{path.name}:{number}")
+        fetched = datasets.load_dataset(name, subset, split=split)
+    except Exception as error:  # the library raises whatever its many backends raise
+        if isinstance(error, KeyboardInterrupt | MemoryError):
+            raise
+        raise DataError(
+            f"dataset {name} (split {split}): no such file or folder here, and it cannot be fetched from the hub: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__} ({where})."
+        ) from error
+    return tuple(Path(file["filename"]) for file in fetched.cache_files)
 
 
-def _parquet(path: Path) -> Iterator[Row]:
-    import pyarrow.parquet
-
+def _from_info(info: Path, name: str | None, item: DatasetItem, rows: RowRange, where: str) -> Source:
+    """One entry of LLaMA-Factory's dataset_info.json: where its file is, and how its columns are to be read."""
+    info = info / "dataset_info.json" if info.is_dir() else info
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=1024):
-                for value in batch.to_pylist():
-                    number += 1
-                    yield _row(value, f"{path.name}:{number}")
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path.name}: not a readable Parquet file: {error}") from error
+        entries: Mapping[str, Any] = json.loads(info.read_text("utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{info} does not exist, so dataset '{name}' cannot be looked up ({where}).") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{info} cannot be read as JSON: {error} ({where}).") from error
+    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+        raise DataError(f"{info} is no dataset_info.json: expected an object with one object per dataset ({where}).")
+    if not name and len(entries) == 1:
+        name = next(iter(entries))
+    if name not in entries:
+        asked = f"has no dataset '{name}'" if name else "names several datasets"
+        raise DataError(
+            f"{info} {asked}. It has: {', '.join(sorted(entries)[:12])}. Ask for one with {info.name}:NAME ({where})."
+        )
+    entry = entries[name]
+    at = f"{info.name}, entry '{name}'"
+    if entry.get("ranking"):
+        raise DataError(
+            f"{at} is a ranking dataset (chosen and rejected answers); this version trains on answers only."
+        )
+    for key in ("script_url", "cloud_file_name"):
+        if key in entry:
+            raise DataError(f"{at} uses {key}, which is not supported; give file_name or hf_hub_url ({where}).")
+    spec = _info_spec(entry, at)
+    if entry.get("num_samples") is not None and rows == RowRange():
+        rows = RowRange(None, str(int(entry["num_samples"])))
+    if "file_name" in entry:
+        path = info.parent / str(entry["file_name"])
+        if not path.exists():
+            raise DataError(f"{at}: its file_name {path} does not exist ({where}).")
+        files = _local_files(str(path), "", where)
+        return Source(files, _names(files), spec, item.weight, rows)
+    if "hf_hub_url" not in entry:
+        raise DataError(f"{at} has neither file_name nor hf_hub_url; it has {', '.join(sorted(entry))} ({where}).")
+    hub = str(entry["hf_hub_url"])
+    files = _from_hub(hub, entry.get("subset"), entry.get("split", "train"), where)
+    return Source(files, tuple(f"{hub}/{file.name}" for file in files), spec, item.weight, rows)
+
+
+INFO_COLUMNS = {
+    "alpaca": {"prompt": "instruction", "query": "input", "response": "output", "history": "history"},
+    "sharegpt": {"messages": "conversations"},
+    "openai": {"messages": "messages"},
+}
+"""LLaMA-Factory's names for columns -> ours, by its `formatting`."""
+
+
+def _info_spec(entry: Mapping[str, Any], at: str) -> FormatSpec:
+    formatting = entry.get("formatting", "alpaca")
+    if formatting not in INFO_COLUMNS:
+        raise DataError(f"{at}: formatting '{formatting}' is not known. Known: {', '.join(INFO_COLUMNS)}.")
+    known = {**INFO_COLUMNS[formatting], "system": "system", "tools": "tools"}
+    columns = {
+        known[name]: str(column) for name, column in entry.get("columns", {}).items() if name in known and column
+    }
+    format = "messages" if formatting == "openai" else formatting
+    columns = {
+        ours: theirs for ours, theirs in columns.items() if ours in FORMATS[format].required | FORMATS[format].optional
+    }
+    tags = {str(tag): str(value) for tag, value in entry.get("tags", {}).items()}
+    if formatting == "openai":
+        tags = {"role_tag": "role", "content_tag": "content", **tags}
+    return FormatSpec(format, columns, tags)
+
+
+def _bound(text: str | None, num_rows: int, otherwise: int) -> int:
+    if text is None:
+        return otherwise
+    value = round(int(text[:-1]) / 100 * num_rows) if text.endswith("%") else int(text)
+    return min(max(value + num_rows if value < 0 else value, 0), num_rows)

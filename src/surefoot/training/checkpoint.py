@@ -15,7 +15,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import surefoot
+from surefoot.data.order import Position
 from surefoot.errors import CheckpointError, StorageError
 from surefoot.findings import Finding
 from surefoot.storage import new_folder, sha256_of, storage_error, write_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 NAME = re.compile(r"^step-(\d{8})$")
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -46,6 +47,10 @@ class TrainState:
     loss_sum: float = 0.0
     """Sum of the steps' losses; their mean is the run's train_loss."""
     data_fingerprint: str = ""
+    position: Position = field(default_factory=Position)
+    """Where in the order of the data the next step begins."""
+    planned: tuple[float, int] = (0.0, 0)
+    """Epochs and the steps they were counted to be: counting again would read the lengths of all samples."""
 
 
 class DamagedCheckpoint(Exception):
@@ -167,9 +172,9 @@ def verify(path: Path) -> dict[str, Any]:
         version, files = manifest["format_version"], manifest["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(f"{path}/manifest.json is missing or unreadable ({error})") from error
-    if version > FORMAT_VERSION:
+    if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {version}; this Surefoot reads up to {FORMAT_VERSION}. Upgrade it."
+            f"{path} has format version {version}; this Surefoot reads {FORMAT_VERSION}. Use the version that wrote it."
         )
     for name, digest in files.items():
         if not (path / name).is_file():
@@ -217,7 +222,8 @@ def load_checkpoint(path: Path, parameters: Mapping[str, nn.Parameter], optimize
     _read_tensors(path / "optimizer", moments)
     for name, parameter in parameters.items():
         optimizer.state[parameter] = {moment: moments[f"{moment}.{name}"] for moment in MOMENTS}
-    return TrainState(**json.loads((path / "state.json").read_text("utf-8")))
+    values = json.loads((path / "state.json").read_text("utf-8"))
+    return TrainState(**{**values, "position": Position(**values["position"]), "planned": tuple(values["planned"])})
 
 
 def read_parameters(path: Path) -> dict[str, Tensor]:

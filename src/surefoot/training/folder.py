@@ -132,7 +132,7 @@ def _newest(folder: Path) -> Resume:
 
 
 def _refuse_own_inputs(loaded: LoadedConfig, config: RunConfig, folder: Path) -> None:
-    datasets = [config.dataset] if isinstance(config.dataset, str) else config.dataset
+    datasets = [item.path for item in config.dataset]
     inputs = {"model": [config.model], "dataset": datasets, "init_adapter": [config.init_adapter or ""]}
     for name, values in inputs.items():
         for value in values:

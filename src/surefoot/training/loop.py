@@ -20,6 +20,7 @@ from torch import nn
 
 from surefoot.config import RunConfig
 from surefoot.data.loader import MicroBatch
+from surefoot.data.order import Position, StepBatch
 from surefoot.errors import StoppedOnFinding
 from surefoot.events import CheckpointSaved, Evaluated, Event, StepEnded
 from surefoot.findings import Finding
@@ -71,8 +72,8 @@ class Job:
     config: RunConfig
     run_folder: Path
     total_steps: int
-    batches: Callable[[int], tuple[float, list[MicroBatch]]]
-    """Step (from 0) -> (epoch when it is done, its micro-batches)."""
+    batches: Callable[[Position], tuple[StepBatch, list[MicroBatch]]]
+    """Position in the data -> the step that begins there, and its micro-batches."""
     eval_batches: Callable[[], Iterable[MicroBatch]] | None
     objective: Objective
     optimizer: torch.optim.Optimizer
@@ -107,7 +108,7 @@ def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Lite
 def _one_step(job: Job, state: TrainState) -> TrainState:
     config = job.config
     began = time.perf_counter()
-    epoch, batches = job.batches(state.step)
+    rows, batches = job.batches(state.position)
     # Dropout depends on (seed, step) alone, so a resumed run needs no saved generator.
     torch.manual_seed(config.seed * 1_000_003 + state.step)
     learning_rate = learning_rate_at(state.step, job.total_steps, config)
@@ -130,8 +131,9 @@ def _one_step(job: Job, state: TrainState) -> TrainState:
         tokens=state.tokens + result.totals.tokens,
         trained_tokens=state.trained_tokens + result.totals.trained,
         loss_sum=state.loss_sum + result.loss,
+        position=rows.next,
     )
-    job.emit(_step_ended(job, state, result, epoch, learning_rate, step_time_s))
+    job.emit(_step_ended(job, state, result, rows.epoch, learning_rate, step_time_s))
     return state
 
 

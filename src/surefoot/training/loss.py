@@ -42,7 +42,7 @@ def probing(model: PreTrainedModel) -> Iterator[None]:
 
 
 class TokenLoss:
-    """Sum of the negative log-likelihoods of a batch's trained tokens under a causal LM."""
+    """Weighted sum of the negative log-likelihoods of a batch's trained tokens under a causal LM."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -75,9 +75,18 @@ class TokenLoss:
         """Shapes: a scalar in float32, with its graph."""
         if self._head is None:
             logits = self._model(**forward_arguments(batch), logits_to_keep=batch.predict_at).logits[0]
-            return F.cross_entropy(logits.float(), batch.targets, reduction="sum")
+            losses = F.cross_entropy(logits.float(), batch.targets, reduction="none")
+            return losses.sum() if batch.weights is None else losses @ batch.weights
         hidden = self._model.base_model(**forward_arguments(batch)).last_hidden_state[0]
-        return _nll_sum(hidden[batch.predict_at], self._head, batch.targets)
+        if batch.weights is None:
+            return _nll_sum(hidden[batch.predict_at], self._head, batch.targets)
+        # Few distinct weights exist, one a turn; each group takes the same path as unweighted tokens.
+        groups = [(weight, batch.weights == weight) for weight in batch.weights.unique().tolist()]
+        sums = [
+            weight * _nll_sum(hidden[batch.predict_at[members]], self._head, batch.targets[members])
+            for weight, members in groups
+        ]
+        return torch.stack(sums).sum()
 
 
 def _nll_sum(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:

@@ -11,11 +11,13 @@ from typing import Any, TextIO
 from surefoot.errors import ConfigError
 from surefoot.events import (
     CheckpointSaved,
+    DataCounted,
     Evaluated,
     Event,
     FindingMade,
     Noted,
     Observer,
+    Preparing,
     RunEnded,
     RunStarted,
     StepEnded,
@@ -23,6 +25,7 @@ from surefoot.events import (
 from surefoot.storage import write_text
 
 METRICS = "metrics.jsonl"
+LINE_EVERY_S = 5.0
 
 
 def as_metrics(event: StepEnded | Evaluated) -> dict[str, Any]:
@@ -77,13 +80,17 @@ class Screen:
         self._live = self._stream.isatty()
         self._began = time.perf_counter()
         self._first_step = 1
+        self._last_line = self._began
 
     def observe(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
+        if isinstance(event, Preparing):
+            self._preparing(event)
+        elif isinstance(event, DataCounted):
+            rows = ", ".join(f"{count} {name}" for name, count in event.rows.items())
+            self._line(f"data: rows {rows}" + ("" if event.is_complete else " (so far; the rest is being prepared)"))
+        elif isinstance(event, RunStarted):
             self._began, self._first_step = time.perf_counter(), event.first_step
             share = event.trainable_parameters / event.all_parameters
-            rows = ", ".join(f"{count} {name}" for name, count in event.rows.items())
-            self._line(f"data: rows {rows}")
             self._line(
                 f"training {event.trainable_parameters / 1e6:.2f} M of {event.all_parameters / 1e6:.1f} M parameters "
                 f"({share:.2%}), {event.total_steps} steps, into {event.run_folder}"
@@ -99,6 +106,20 @@ class Screen:
             self._line(event.text)
         elif isinstance(event, FindingMade):
             self._line(event.finding.as_text())
+
+    def end_line(self) -> None:
+        """Leave a line that was being rewritten in place."""
+        if self._live:
+            self._write("", end="")
+
+    def _preparing(self, event: Preparing) -> None:
+        """In place on a terminal; elsewhere a line every few seconds, and none for what is done at once."""
+        now = time.perf_counter()
+        if self._live:
+            self._write(event.text, end="")
+        elif now - self._last_line > LINE_EVERY_S:
+            self._line(event.text)
+            self._last_line = now
 
     def _progress(self, event: StepEnded) -> str:
         done = event.step - self._first_step + 1

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import surefoot
-from surefoot.events import Event, FindingMade, RunStarted, StepEnded
+from surefoot.events import DataCounted, Event, FindingMade, RunStarted, StepEnded
 from surefoot.findings import Finding
 
 Status = Literal["completed", "interrupted", "failed"]
@@ -87,9 +87,11 @@ class RunRecord:
         self._findings: list[Finding] = []
 
     def observe(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
+        if isinstance(event, DataCounted):
+            self._examples = event.rows
+        elif isinstance(event, RunStarted):
             self.has_started = True
-            self._steps, self._examples = event.first_step - 1, event.rows
+            self._steps = event.first_step - 1
         elif isinstance(event, StepEnded):
             self._steps = event.step
             self._tokens += round(event.tokens_per_second * event.step_time_s)

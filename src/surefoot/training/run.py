@@ -1,24 +1,23 @@
 """The composition root: from a config to a finished run. Reads as a list of what a run is made of."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from surefoot.config import LoadedConfig, RunConfig, as_yaml
-from surefoot.data.dataset import Dataset, load_dataset
-from surefoot.data.loader import GlobalOrder, MicroBatch, micro_batches
 from surefoot.errors import CheckpointError, StoppedOnFinding, SurefootError
 from surefoot.events import Event, FindingMade, Noted, Observer, RunEnded, RunStarted
-from surefoot.models.build import build_model, keep_freed_memory, load_config, load_tokenizer, trainable_parameters
+from surefoot.models.build import build_model, keep_freed_memory, load_tokenizer, trainable_parameters
 from surefoot.models.sources import resolve_model
 from surefoot.storage import write_json, write_text
 from surefoot.training.artifacts import load_adapter, lora_settings, write_artifact
+from surefoot.training.batches import RunData, open_data
 from surefoot.training.checkpoint import TrainState, load_checkpoint
 from surefoot.training.folder import Resume, claim, delete_run
 from surefoot.training.loop import Job, StopSignal, fit
@@ -61,7 +60,8 @@ def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: b
                 emit(Noted(f"complete since an earlier start: {assembled.state.step} steps"))
                 emit(RunEnded(earlier.as_dict()))
                 return earlier
-            state, status = fit(assembled.job, assembled.state, stop)
+            with assembled.data.preparing():
+                state, status = fit(assembled.job, assembled.state, stop)
             train_loss = state.loss_sum / state.step if state.step else None
             artifact = assembled.write_artifact() if status == "completed" else None
             return finish(status, train_loss=train_loss, artifact=artifact)
@@ -85,6 +85,7 @@ class _Assembled:
 
     job: Job
     state: TrainState
+    data: RunData
     write_artifact: Callable[[], Path]
 
 
@@ -101,9 +102,7 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit) -> _Assembled:
 
     base = resolve_model(config.model, loaded.where("model"))
     tokenizer = load_tokenizer(base, config.chat_template)
-    dataset = _load_data(loaded, "dataset", base, tokenizer, emit)
-    held_out = _load_data(loaded, "eval_dataset", base, tokenizer, emit) if config.eval_dataset else None
-    order = _order_of(dataset, config)
+    data = open_data(loaded, base, tokenizer, emit)
 
     lora = lora_settings(config)
     built = build_model(
@@ -118,10 +117,12 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit) -> _Assembled:
         load_adapter(Path(config.init_adapter), built.model, lora)
     parameters = trainable_parameters(built.model)
     optimizer = build_optimizer(parameters, config)
-    state = TrainState(data_fingerprint=dataset.fingerprint())
+    state = TrainState(data_fingerprint=data.train.fingerprint())
     if resume.checkpoint is not None:
         state = _resumed(loaded, resume.checkpoint, parameters, optimizer, state.data_fingerprint)
         emit(Noted(f"resuming after step {state.step} from {resume.checkpoint}"))
+    data.prepare(state.position)
+    state = _planned(state, config, data)
 
     forward_context = _autocast(device) if built.autocast else contextlib.nullcontext
     with forward_context():
@@ -129,9 +130,9 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit) -> _Assembled:
     job = Job(
         config=config,
         run_folder=folder,
-        total_steps=config.max_steps or order.steps_in(config.epochs),
-        batches=_batches_of(order, dataset, config),
-        eval_batches=_all_batches_of(held_out, config) if held_out else None,
+        total_steps=config.max_steps or state.planned[1],
+        batches=data.batches,
+        eval_batches=data.eval_batches if data.held_out is not None else None,
         objective=objective,
         optimizer=optimizer,
         parameters=parameters,
@@ -144,36 +145,18 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit) -> _Assembled:
         delete_run(folder)
     write_text(folder / "run.yaml", as_yaml(config))
     write_json(folder / "environment.json", environment(device))
-    emit(_started(job, state, built.model, dataset))
+    emit(_started(job, state, built.model))
     target = folder / ("adapter" if lora else "model")
-    return _Assembled(job, state, lambda: write_artifact(target, built.model, tokenizer, lora, base, config.model))
-
-
-def _load_data(
-    loaded: LoadedConfig, setting: str, base: Path, tokenizer: PreTrainedTokenizerBase, emit: Emit
-) -> Dataset:
-    dataset = load_dataset(
-        getattr(loaded.run, setting),
-        tokenizer,
-        max_length=loaded.run.max_length,
-        truncation=loaded.run.truncation,
-        vocab_size=_vocab_size(base),
-        where=loaded.where(setting),
+    return _Assembled(
+        job, state, data, lambda: write_artifact(target, built.model, tokenizer, lora, base, config.model)
     )
-    if dataset.skipped_places:
-        shown = ", ".join(dataset.skipped_places[:3])
-        emit(Noted(f"{setting}: {len(dataset.skipped_places)} of {dataset.counts.read} rows skipped: {shown}"))
-    return dataset
 
 
-def _order_of(dataset: Dataset, config: RunConfig) -> GlobalOrder:
-    return GlobalOrder(
-        dataset.lengths,
-        sequences_per_step=config.sequences_per_step,
-        seed=config.seed,
-        shuffle=config.shuffle,
-        pack_length=config.max_length if config.packing else None,
-    )
+def _planned(state: TrainState, config: RunConfig, data: RunData) -> TrainState:
+    """The state with the steps of the run, where epochs say how many: counted once, kept in checkpoints."""
+    if config.max_steps is not None or state.planned[0] == config.epochs:
+        return state
+    return replace(state, planned=(config.epochs, data.order.steps_in(config.epochs)))
 
 
 def _resumed(
@@ -192,7 +175,7 @@ def _resumed(
     return state
 
 
-def _started(job: Job, state: TrainState, model: PreTrainedModel, dataset: Dataset) -> RunStarted:
+def _started(job: Job, state: TrainState, model: PreTrainedModel) -> RunStarted:
     return RunStarted(
         run_folder=job.run_folder,
         config=job.saved_config,
@@ -200,28 +183,8 @@ def _started(job: Job, state: TrainState, model: PreTrainedModel, dataset: Datas
         first_step=state.step + 1,
         trainable_parameters=sum(p.numel() for p in job.parameters.values()),
         all_parameters=sum(p.numel() for p in model.parameters()),
-        rows=dataset.counts.as_dict(),
     )
-
-
-def _batches_of(
-    order: GlobalOrder, dataset: Dataset, config: RunConfig
-) -> Callable[[int], tuple[float, list[MicroBatch]]]:
-    def batches(step: int) -> tuple[float, list[MicroBatch]]:
-        batch = order.step(step)
-        return batch.epoch, list(micro_batches(batch.rows, dataset, config.per_device_train_batch_size))
-
-    return batches
-
-
-def _all_batches_of(dataset: Dataset, config: RunConfig) -> Callable[[], Iterator[MicroBatch]]:
-    rows = [[index] for index in range(len(dataset.samples))]
-    return lambda: micro_batches(rows, dataset, config.per_device_train_batch_size)
 
 
 def _autocast(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
-
-
-def _vocab_size(base: Path) -> int:
-    return int(load_config(base).get_text_config().vocab_size)

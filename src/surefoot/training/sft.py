@@ -52,7 +52,7 @@ class SftObjective:
     def loss(self, batch: MicroBatch, totals: Totals) -> LossParts:
         """This micro-batch's share, normalised over the global batch."""
         with self._routing.recording() as layers:
-            main = self._token_loss(batch) / totals.trained
+            main = self._token_loss(batch) / totals.weight
         if not layers:
             return LossParts(main)
         if not self._counts_are_complete:
@@ -69,12 +69,13 @@ class SftObjective:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """(mean negative log-likelihood, trained tokens) over held-out batches, with dropout off."""
-        total, trained = 0.0, 0
+        total, trained, weight = 0.0, 0, 0.0
         self._model.eval()
         try:
             for batch in batches:
                 total += self._token_loss(batch).item()
                 trained += batch.num_trained
+                weight += batch.trained_weight
         finally:
             self._model.train()
-        return total / trained, trained
+        return total / weight, trained

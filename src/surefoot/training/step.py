@@ -17,6 +17,8 @@ class Totals:
 
     tokens: int
     trained: int
+    weight: float
+    """Sum of the trained tokens' weights: `trained`, where rows ask for no other."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,15 @@ def train_step(
 ) -> StepResult:
     """Forward and backward over the global batch, clip, update.
 
-    The loss is normalised by the trained tokens of the whole global batch, so cutting it into other micro-batches
-    changes nothing but rounding. The device is waited for once, after the last backward.
+    The loss is normalised by the weight of the trained tokens of the whole global batch, so cutting it into
+    other micro-batches changes nothing but rounding. The device is waited for once, after the last backward.
     Raises: NotFinite before the weights are touched.
     """
-    totals = Totals(sum(batch.num_tokens for batch in batches), sum(batch.num_trained for batch in batches))
+    totals = Totals(
+        sum(batch.num_tokens for batch in batches),
+        sum(batch.num_trained for batch in batches),
+        sum(batch.trained_weight for batch in batches),
+    )
     main, aux = [], []
     with forward_context():
         objective.begin_step(batches)

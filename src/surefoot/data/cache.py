@@ -1,0 +1,149 @@
+"""The cache of prepared data: which shards a file needs, which are there, and making the others in worker processes.
+
+    <cache>/data/scans/<path>.json         what a file's bytes told, trusted while size and time of change stay
+    <cache>/data/<key>/00000000.safetensors ...  a shard per chunk of rows
+                       complete.json       rows per chunk, once all shards are there
+                       lock                held by the process that prepares
+
+The key is a hash over the file's content, its format, the tokenizer, the chat template and the settings of both, so a
+stale shard cannot be read. Shards are renamed into place when whole: a killed preparation goes on where it stopped,
+and any process of any run that finds a shard may use it.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import transformers
+
+from surefoot.data.containers import Chunk, Scan, scan
+from surefoot.data.formats import FormatSpec
+from surefoot.data.prepare import FileRecipe, detect_format
+from surefoot.data.render import RendererSource
+from surefoot.data.shard import Shard
+from surefoot.errors import DataError
+from surefoot.storage import cache_folder, write_json
+
+VERSION = 1
+"""Part of every key: raised when the same input gives other shards."""
+SETTLED_NS = 2_000_000_000
+"""A file changed less than this ago may change again without its time of change telling."""
+
+
+@dataclass(frozen=True)
+class ChunkRows:
+    """A chunk of a file as the order needs it."""
+
+    first_row: int
+    num_rows: int
+
+
+class CachedFile:
+    """One file of a dataset, under one recipe, in the cache.
+
+    Raises: DataError for a file that is missing, empty or broken as a whole.
+    """
+
+    def __init__(
+        self, path: Path, name: str, spec: FormatSpec, renderer_key: str, *, keep_columns: bool = False
+    ) -> None:
+        scanned = scan_file(path)
+        self.plain_chunks = scanned.chunks
+        """Where the chunks are, in plain JSON lines; None for files that must be read from their beginning."""
+        self.format = detect_format(path, name, spec, scanned.chunks)
+        key = [VERSION, scanned.sha256, path.suffixes, spec.as_dict(), self.format, renderer_key, keep_columns]
+        self.key = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+        folder = cache_folder() / "data" / self.key
+        self.recipe = FileRecipe(path, name, spec, folder, self.format, keep_columns)
+        self.num_bytes = path.stat().st_size
+        self._chunks: Sequence[ChunkRows] | None = None
+        if scanned.chunks is not None:
+            self._chunks = [ChunkRows(chunk.first_row, chunk.num_rows) for chunk in scanned.chunks]
+        self._lock: int | None = None
+
+    @property
+    def chunks(self) -> Sequence[ChunkRows] | None:
+        """The file's chunks, once they are known: at once for plain JSON lines, else when all are prepared."""
+        if self._chunks is None and self.is_complete:
+            rows = json.loads((self.recipe.folder / "complete.json").read_text("utf-8"))["rows"]
+            self._chunks = [ChunkRows(sum(rows[:index]), count) for index, count in enumerate(rows)]
+        return self._chunks
+
+    @property
+    def is_complete(self) -> bool:
+        return (self.recipe.folder / "complete.json").is_file()
+
+    def has(self, index: int) -> bool:
+        return self.recipe.shard_path(index).is_file()
+
+    def shard(self, index: int) -> Shard:
+        return Shard(self.recipe.shard_path(index))
+
+    def num_rows(self, index: int) -> int:
+        """Rows of a prepared chunk."""
+        return self.shard(index).num_rows
+
+    def complete(self, rows: Sequence[int]) -> None:
+        """Note that all shards are there, with the rows of each."""
+        write_json(self.recipe.folder / "complete.json", {"name": self.recipe.name, "rows": list(rows)})
+
+    def try_lock(self) -> bool:
+        """Take the right to prepare; it ends with `unlock` or with this process."""
+        self.recipe.folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.recipe.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            return False
+        self._lock = descriptor
+        return True
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def renderer_key(source: RendererSource) -> str:
+    """A hash over everything that enters rendering and tokenising, the libraries' versions included."""
+    values: dict[str, Any] = {**asdict(source), "versions": [transformers.__version__, tokenizers.__version__]}
+    template = source.template.template or ""
+    if "strftime_now" in template:  # such a template writes today's date
+        values["date"] = time.strftime("%Y-%m-%d")
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def scan_file(path: Path) -> Scan:
+    """What the file's bytes tell, remembered from earlier runs while the file stays as it is.
+
+    Raises: DataError where the file cannot be read or is empty.
+    """
+    try:
+        about = path.stat()
+        if about.st_size == 0:
+            raise DataError(f"dataset {path} is empty (0 bytes).")
+        stamp = [about.st_size, about.st_mtime_ns, about.st_ino]
+        memory = (
+            cache_folder() / "data" / "scans" / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
+        )
+        with suppress(OSError, ValueError, KeyError, TypeError):  # no memory, or one of another version: read the file
+            known = json.loads(memory.read_text("utf-8"))
+            if known["version"] == VERSION and known["stamp"] == stamp:
+                chunks = known["chunks"]
+                return Scan(known["sha256"], None if chunks is None else tuple(Chunk(*chunk) for chunk in chunks))
+        scanned = scan(path)
+    except OSError as error:
+        raise DataError(f"dataset {path} cannot be read: {error.strerror or error}.") from error
+    if time.time_ns() - about.st_mtime_ns > SETTLED_NS:
+        chunks = None if scanned.chunks is None else [list(asdict(chunk).values()) for chunk in scanned.chunks]
+        write_json(memory, {"version": VERSION, "stamp": stamp, "sha256": scanned.sha256, "chunks": chunks})
+    return scanned

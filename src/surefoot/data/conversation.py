@@ -1,0 +1,108 @@
+"""The one type behind every data format: a conversation, checked. Standard library only.
+
+Knows nothing of files, columns, templates or tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+class BadRow(Exception):
+    """A row that cannot be trained on; the text says why, the caller knows where."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn."""
+
+    role: Role
+    content: str
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    """`{"type": "function", "function": {"name": ..., "arguments": {...}}}`, arguments as an object."""
+    reasoning: str | None = None
+    """What the assistant thought before it answered; templates know it as `reasoning_content`."""
+    weight: float | None = None
+    """Weight in the loss that the row itself asks for; None leaves it to `train_on`."""
+    others: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of the message (`name`, `tool_call_id`, ...), handed to the template as they are."""
+
+    def as_template_input(self) -> dict[str, Any]:
+        """The message as chat templates read it. A key without a value is left out: templates ask for its presence."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content, **self.others}
+        if self.tool_calls:
+            message["tool_calls"] = list(self.tool_calls)
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        return message
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A training sample before rendering.
+
+    `kind`: `chat` goes through the chat template; `completion` is a prompt and its completion as bare text (two
+    messages); `text` is one bare text, all of it trained (one message).
+    """
+
+    messages: tuple[Message, ...]
+    kind: Literal["chat", "completion", "text"] = "chat"
+    tools: tuple[dict[str, Any], ...] = ()
+    first_trained: int = 0
+    """Assistant turns before this message are context: those in the prompt of a prompt/completion pair."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Columns that are not part of the conversation, for reward functions."""
+
+
+FOLLOWERS: Mapping[str, tuple[str, ...]] = {
+    "": ("system", "user"),
+    "system": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user",),
+    "calls": ("tool",),
+    "tool": ("tool", "assistant"),
+}
+"""Which turns may follow which; `` is the start, `calls` an assistant turn with tool calls."""
+
+
+def check_turns(messages: Sequence[Message]) -> None:
+    """Refuse a conversation whose turns do not follow each other, or that ends without the assistant.
+
+    Raises: BadRow with the position of the first turn that is out of order.
+    """
+    roles = [message.role for message in messages]
+    if not roles:
+        raise BadRow("the conversation is empty")
+    if "assistant" not in roles:
+        raise BadRow(f"no assistant turn, so there is nothing to train on (roles: {_shown(roles)})")
+    state = ""
+    for position, message in enumerate(messages, 1):
+        if message.role not in FOLLOWERS[state]:
+            after = f"after {'tool calls' if state == 'calls' else state}" if state else "at the start"
+            raise BadRow(
+                f"roles out of order at message {position} of {len(roles)}: {message.role} {after}, where "
+                f"{' or '.join(FOLLOWERS[state])} must stand (roles: {_shown(roles)})"
+            )
+        state = "calls" if message.tool_calls else message.role
+    if state not in ("assistant", "calls"):
+        raise BadRow(f"roles out of order: the conversation ends with {roles[-1]}, not with the assistant")
+
+
+def check_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
+    """Refuse calls of tools that the row does not declare: the model could not know them.
+
+    Raises: BadRow naming the tool.
+    """
+    declared = [tool.get("function", {}).get("name") for tool in tools]
+    for message in messages:
+        for call in message.tool_calls:
+            name = call["function"]["name"]
+            if name not in declared:
+                known = f"declares {', '.join(map(str, declared[:6]))}" if declared else "has no `tools`"
+                raise BadRow(f"a tool call of '{name}', but the row {known}; the model could not know the tool")
+
+
+def _shown(roles: Sequence[str]) -> str:
+    return ", ".join(roles[:8]) + (", ..." if len(roles) > 8 else "")

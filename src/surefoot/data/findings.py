@@ -1,0 +1,119 @@
+"""What is wrong with a prepared dataset although it can be trained on, as findings. Reads flags and counts only."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surefoot.data.dataset import Dataset
+from surefoot.data.render import ANSWER_IN_PROMPT, BEGINS_TWICE, ENDS_TWICE, LOOKALIKE, LOST_REASONING
+from surefoot.findings import Finding
+
+LEAK_SHARE = 0.05
+"""Answers that stand in their prompts are ordinary in extraction tasks, up to a point."""
+TRUNCATED_SHARE = 0.05
+
+FLAG_FINDINGS: dict[int, tuple[str, float, str, str]] = {
+    ENDS_TWICE: (
+        "SF502", 0.0, "an answer is followed by two end-of-turn tokens, or ends with the text of one",
+        "Remove the end-of-turn text from the data: the chat template writes it.",
+    ),
+    BEGINS_TWICE: (
+        "SF503", 0.0, "a sample begins with two beginning-of-sequence tokens",
+        "Remove the token's text from the prompts, or from the chat template.",
+    ),
+    ANSWER_IN_PROMPT: (
+        "SF504", LEAK_SHARE, "the whole answer stands word for word in what comes before it",
+        "Check that the prompt column does not contain the solution; map other columns with `columns`.",
+    ),
+    LOOKALIKE: (
+        "SF508", 0.0, "texts of the data look like special tokens; they are kept as text",
+        "Nothing, if they are meant as text. If the data are already rendered, set parse_special_tokens: true.",
+    ),
+    LOST_REASONING: (
+        "SF509", 0.0, "the chat template does not show the reasoning of the last turn, so it is not trained",
+        "Use a chat template that knows reasoning_content, or write the thoughts into the content.",
+    ),
+}  # fmt: skip
+"""Flag -> (code, share of samples that is still healthy, cause, fix)."""
+
+
+def data_findings(train: Dataset, held_out: Dataset | None = None) -> list[Finding]:
+    """Findings of a dataset that is prepared. A healthy one has none."""
+    findings = [*_unusable(train), *_of_flags(train), *_of_counts(train)]
+    if held_out is not None:
+        findings += _overlap(train, held_out)
+    return findings
+
+
+def _unusable(dataset: Dataset) -> list[Finding]:
+    """What training refuses altogether."""
+    findings = []
+    counts, vocab_size = dataset.counts(), dataset.reading.vocab_size
+    if counts.trained + counts.truncated == 0:
+        first = next(dataset.skipped(), ("none", "the dataset holds no rows"))
+        evidence = {"rows": counts.read, "skipped": counts.skipped, "first": f"{first[0]}: {first[1]}"}
+        fix = (
+            "Correct the rows, raise max_length, or give another chat_template, as the reasons of the skipped rows say."
+        )
+        findings.append(Finding("SF501", "no token of any sample is trained", evidence, fix))
+    max_id = max((dataset.shard(number).max_id for number in range(len(dataset.chunks))), default=-1)
+    if vocab_size is not None and max_id >= vocab_size:
+        evidence = {"largest_token_id": max_id, "vocabulary_of_the_model": vocab_size}
+        fix = "Use the tokenizer that belongs to the model, or resize the model's embeddings."
+        findings.append(Finding("SF505", f"the data hold token id {max_id}; the model has {vocab_size}", evidence, fix))
+    return findings
+
+
+def digests(dataset: Dataset) -> NDArray[np.uint64]:
+    """64-bit digests of all samples in use, sorted; 8 bytes a sample."""
+    parts = [dataset.shard(n).digests[dataset.usable(n).samples] for n in range(len(dataset.chunks))]
+    return np.sort(np.concatenate(parts)) if parts else np.zeros(0, np.uint64)
+
+
+def _of_flags(dataset: Dataset) -> list[Finding]:
+    counts = dict.fromkeys(FLAG_FINDINGS, 0)
+    places: dict[int, list[str]] = {flag: [] for flag in FLAG_FINDINGS}
+    samples = 0
+    for number in range(len(dataset.chunks)):
+        usable = dataset.usable(number)
+        flags = dataset.shard(number).flags[usable.samples]
+        samples += len(flags)
+        if not flags.any():
+            continue
+        for flag in FLAG_FINDINGS:
+            hits = np.flatnonzero(flags & flag)
+            counts[flag] += len(hits)
+            room = 3 - len(places[flag])
+            places[flag] += [dataset.sample(number, int(usable.samples[hit])).place for hit in hits[:room]]
+    findings = []
+    for flag, (code, healthy, cause, fix) in FLAG_FINDINGS.items():
+        if counts[flag] > healthy * samples:
+            evidence = {"rows": counts[flag], "of": samples, "first": ", ".join(places[flag])}
+            findings.append(Finding(code, f"{cause} ({counts[flag]} of {samples} rows)", evidence, fix))
+    return findings
+
+
+def _of_counts(dataset: Dataset) -> list[Finding]:
+    counts = dataset.counts()
+    if counts.truncated <= TRUNCATED_SHARE * counts.read:
+        return []
+    longest = max(int(dataset.shard(number).lengths.max(initial=0)) for number in range(len(dataset.chunks)))
+    evidence = {
+        "truncated": counts.truncated,
+        "of": counts.read,
+        "inside_a_trained_turn": counts.cut_inside,
+        "max_length": dataset.reading.max_length,
+        "longest": longest,
+    }
+    share = counts.truncated / counts.read
+    fix = f"Raise max_length (the longest sample has {longest} tokens), or leave long rows out with truncation: drop."
+    return [Finding("SF506", f"{share:.0%} of the rows are cut to max_length", evidence, fix)]
+
+
+def _overlap(train: Dataset, held_out: Dataset) -> list[Finding]:
+    ours, theirs = digests(train), digests(held_out)
+    shared = int(np.isin(theirs, ours).sum())
+    if not shared:
+        return []
+    evidence = {"shared": shared, "held_out": len(theirs), "training": len(ours)}
+    fix = "Remove them from one side, or hold out with eval_fraction, which keeps equal samples on one side."
+    return [Finding("SF507", f"{shared} of {len(theirs)} held-out samples are also trained on", evidence, fix)]

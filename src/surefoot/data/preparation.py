@@ -1,0 +1,367 @@
+"""Fills the cache: deals chunks to worker processes, and waits for other processes that prepare the same.
+
+What fails is named: the row, the file or the worker. Small files are prepared at once, without workers.
+"""
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from surefoot import errors
+from surefoot.data.cache import CachedFile
+from surefoot.data.prepare import Preparer, source_as_dict
+from surefoot.data.render import RendererSource
+from surefoot.errors import DataError, SurefootError
+
+SMALL_BYTES = 1 << 20
+"""Files that together are smaller are prepared faster than workers start."""
+CHUNK_DEADLINE_S = 600.0
+"""A worker that is silent for so long on one chunk (4096 rows, 4 MiB) is taken for hung."""
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far preparing has come, in this process."""
+
+    rows: int
+    bytes_done: int
+    """Of plain JSON lines; other files count when they are done."""
+    bytes_total: int
+    seconds: float
+
+    @property
+    def rows_per_second(self) -> float:
+        return self.rows / self.seconds if self.seconds else 0.0
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds left; None while nothing is known."""
+        if not self.bytes_done:
+            return None
+        return self.seconds * (self.bytes_total - self.bytes_done) / self.bytes_done
+
+
+class Preparation:
+    """The preparation of some files under one renderer.
+
+    Chunks are dealt in the order of `first` (pairs of file and chunk), then in the files' order.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[CachedFile],
+        source: RendererSource,
+        *,
+        num_workers: int,
+        on_progress: Callable[[Progress], None] = lambda _: None,
+    ) -> None:
+        self._files = files
+        self._source = source
+        self._num_workers = num_workers
+        self._on_progress = on_progress
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._rows = self._bytes = 0
+        self._began = time.monotonic()
+
+    @property
+    def is_complete(self) -> bool:
+        return all(file.is_complete for file in self._files)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether everything is prepared sooner than workers start."""
+        return sum(file.num_bytes for file in self._files) < SMALL_BYTES
+
+    def run(self, first: Sequence[tuple[int, int]] = ()) -> None:
+        """Prepare everything that is missing.
+
+        Raises: DataError for data, a template or a worker that fails; StorageError where the disk refuses.
+        """
+        deadline = time.monotonic() + CHUNK_DEADLINE_S
+        while not self._stopping.is_set():
+            missing = [index for index, file in enumerate(self._files) if not file.is_complete]
+            if not missing:
+                return
+            ours = [index for index in missing if self._files[index].try_lock()]
+            try:
+                ours = [index for index in ours if not self._files[index].is_complete]
+                if ours:
+                    self._prepare(ours, first)
+                    deadline = time.monotonic() + CHUNK_DEADLINE_S
+            finally:
+                for index in missing:
+                    self._files[index].unlock()
+            if not ours:  # another process prepares them
+                before = self._shards_there(missing)
+                time.sleep(POLL_S)
+                if self._shards_there(missing) > before:
+                    deadline = time.monotonic() + CHUNK_DEADLINE_S
+                if time.monotonic() > deadline:
+                    lock = self._files[missing[0]].recipe.folder / "lock"
+                    raise DataError(
+                        f"another process holds {lock}, but has prepared nothing for {CHUNK_DEADLINE_S:.0f} s. End it "
+                        f"(`fuser {lock}` names it)."
+                    )
+
+    def start(self, first: Sequence[tuple[int, int]]) -> None:
+        """Prepare in the background; `require` waits for a shard and raises what went wrong."""
+        self._thread = threading.Thread(target=self._run_quietly, args=(first,), name="preparation", daemon=True)
+        self._thread.start()
+
+    def require(self, file: int, chunk: int) -> None:
+        """Wait until a shard is there. Raises: what the preparation raised."""
+        while not self._files[file].has(chunk):
+            if self._error is not None:
+                raise self._error
+            if self._thread is None or not self._thread.is_alive():
+                if self._files[file].has(chunk):
+                    return
+                raise self._error or DataError(f"{self._files[file].recipe.shard_path(chunk)} has vanished.")
+            time.sleep(POLL_S)
+
+    def finish(self) -> None:
+        """Wait until everything is prepared. Raises: what the preparation raised."""
+        if self._thread is not None:
+            self._thread.join()  # it has deadlines of its own
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """End the workers; what is prepared stays."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(timeout=CHUNK_DEADLINE_S)
+
+    def _run_quietly(self, first: Sequence[tuple[int, int]]) -> None:
+        try:
+            self.run(first)
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits, by `require` and `finish`
+            self._error = error
+
+    def _shards_there(self, files: Sequence[int]) -> int:
+        return sum(1 for index in files for _ in self._files[index].recipe.folder.glob("*.safetensors"))
+
+    def _prepare(self, ours: Sequence[int], first: Sequence[tuple[int, int]]) -> None:
+        self._began = time.monotonic()
+        jobs = _Jobs([self._files[index] for index in ours], [(ours.index(f), c) for f, c in first if f in ours])
+        if (self.is_small or self._num_workers == 0) and threading.current_thread() is threading.main_thread():
+            preparer = Preparer(self._source)
+            for job in jobs:
+                jobs.done(job, preparer.prepare(job.file.recipe, job.index, job.chunk))
+                self._report(job, jobs)
+        else:
+            with _Workers(self._source, max(1, self._num_workers)) as workers:
+                for job, rows in workers.run(jobs, self._stopping):
+                    jobs.done(job, rows)
+                    self._report(job, jobs)
+        if not self._stopping.is_set():
+            jobs.complete()
+
+    def _report(self, job: "_Job", jobs: "_Jobs") -> None:
+        self._rows += jobs.rows_of(job)
+        self._bytes += job.chunk.num_bytes if job.chunk else 0
+        total = sum(file.num_bytes for file in self._files)
+        self._on_progress(Progress(self._rows, self._bytes, total, time.monotonic() - self._began))
+
+
+@dataclass(frozen=True)
+class _Job:
+    number: int
+    """Of the file."""
+    file: CachedFile
+    index: int
+
+    @property
+    def chunk(self) -> Any:
+        return self.file.plain_chunks[self.index] if self.file.plain_chunks is not None else None
+
+
+class _Jobs:
+    """The chunks that are not prepared yet, in the order in which they are wanted."""
+
+    def __init__(self, files: Sequence[CachedFile], first: Sequence[tuple[int, int]]) -> None:
+        self._files = files
+        self._first = first
+        self._rows: list[dict[int, int]] = [{} for _ in files]
+        self._has_ended = [False] * len(files)
+
+    def __iter__(self) -> Iterator[_Job]:
+        seen = set()
+        for number, index in self._first:
+            file = self._files[number]
+            if file.plain_chunks is not None and not self._is_there(number, index):
+                seen.add((number, index))
+                yield _Job(number, file, index)
+        for number, file in enumerate(self._files):
+            index = 0
+            while not self._has_ended[number]:
+                if file.plain_chunks is not None and index == len(file.plain_chunks):
+                    break
+                if not self._is_there(number, index) and (number, index) not in seen:
+                    yield _Job(number, file, index)
+                index += 1
+
+    def _is_there(self, number: int, index: int) -> bool:
+        if not self._files[number].has(index):
+            return False
+        self._rows[number].setdefault(index, self._files[number].num_rows(index))
+        return True
+
+    def done(self, job: _Job, rows: int | None) -> None:
+        if rows is None:
+            self._has_ended[job.number] = True
+        else:
+            self._rows[job.number][job.index] = rows
+
+    def rows_of(self, job: _Job) -> int:
+        return self._rows[job.number].get(job.index, 0)
+
+    def complete(self) -> None:
+        for number, file in enumerate(self._files):
+            file.complete([rows for _, rows in sorted(self._rows[number].items())])
+
+
+class _Workers:
+    """Worker processes, each with at most two jobs: one in work, one waiting."""
+
+    def __init__(self, source: RendererSource, count: int) -> None:
+        self._source = source
+        self._count = count
+        self._jobs: list[int] = []
+        """Descriptor to write a worker's jobs to."""
+        self._answers: list[int] = []
+        """Descriptor to read a worker's answers from."""
+        self._unread: dict[int, bytes] = {}
+
+    def __enter__(self) -> "_Workers":
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+        theirs: list[tuple[int, int]] = []
+        for _ in range(self._count):
+            jobs_end, jobs = os.pipe()
+            answers, answers_end = os.pipe()
+            self._jobs.append(jobs)
+            self._answers.append(answers)
+            theirs.append((jobs_end, answers_end))
+        self._loader = subprocess.Popen(
+            [sys.executable, "-m", "surefoot.data.prepare", *(f"{jobs},{answers}" for jobs, answers in theirs)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[descriptor for pair in theirs for descriptor in pair],
+            env=environment,
+            start_new_session=True,  # an interrupt from the keyboard is for this process to handle
+        )
+        for pair in theirs:
+            for descriptor in pair:
+                os.close(descriptor)
+        assert self._loader.stdin is not None
+        with suppress(BrokenPipeError):  # its end is seen, and named, where answers are awaited
+            self._loader.stdin.write(json.dumps(source_as_dict(self._source)).encode() + b"\n")
+            self._loader.stdin.flush()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._loader.pid, signal.SIGKILL)
+        self._loader.wait(timeout=30)
+        for descriptor in (*self._jobs, *self._answers):
+            os.close(descriptor)
+        for pipe in (self._loader.stdin, self._loader.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+
+    def run(self, jobs: _Jobs, stopping: threading.Event) -> Iterator[tuple[_Job, int | None]]:
+        """Deal the jobs out; gives each with its rows (None: the file had ended) as it is done."""
+        waiting = iter(jobs)
+        at_work: dict[int, dict[tuple[int, int], tuple[_Job, float]]] = {i: {} for i in range(self._count)}
+        with selectors.DefaultSelector() as selector:
+            for number, descriptor in enumerate(self._answers):
+                selector.register(descriptor, selectors.EVENT_READ, number)
+            for _ in range(2):
+                for number in at_work:
+                    self._deal(number, waiting, at_work[number])
+            while any(at_work.values()) and not stopping.is_set():
+                for key, _ in selector.select(POLL_S):
+                    number = key.data
+                    for answer in self._read_answers(number, at_work[number]):
+                        job, _ = at_work[number].pop((answer["file"], answer["index"]))
+                        if "error" in answer:
+                            kind, text = answer["error"]
+                            raise getattr(errors, kind, SurefootError)(text)
+                        yield job, answer["rows"]
+                        self._deal(number, waiting, at_work[number])
+                self._check_deadlines(at_work)
+
+    def _read_answers(self, number: int, mine: dict[tuple[int, int], tuple[_Job, float]]) -> list[dict[str, Any]]:
+        """Whole lines that a worker has written. Raises: DataError if it is gone."""
+        piece = os.read(self._answers[number], 1 << 16)
+        if not piece:
+            self._died(number, mine)
+        *lines, self._unread[number] = (self._unread.get(number, b"") + piece).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def _deal(self, number: int, waiting: Iterator[_Job], mine: dict[tuple[int, int], tuple[_Job, float]]) -> None:
+        job = next(waiting, None)
+        if job is None:
+            return
+        message = {
+            "file": job.number,
+            "index": job.index,
+            "recipe": job.file.recipe.as_dict(),
+            "chunk": vars(job.chunk) if job.chunk is not None else None,
+        }
+        mine[job.number, job.index] = (job, time.monotonic())
+        with suppress(BrokenPipeError):  # its end is seen, and named, where its answer is awaited
+            os.write(self._jobs[number], json.dumps(message).encode() + b"\n")
+
+    def _died(self, number: int, mine: dict[tuple[int, int], tuple[_Job, float]]) -> NoReturn:
+        how = self._how_it_ended(number)
+        job, _ = next(iter(mine.values()))
+        raise DataError(
+            f"{job.file.recipe.name}: a worker process {how} while it prepared chunk {job.index}"
+            f"{_lines_of(job)}. What was prepared is kept; start again, with fewer dataset_num_proc if memory is short."
+        )
+
+    def _how_it_ended(self, number: int) -> str:
+        """What the process that started the worker says of its end."""
+        assert self._loader.stdout is not None
+        deadline = time.monotonic() + 10
+        told = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._loader.stdout, selectors.EVENT_READ)
+            while time.monotonic() < deadline and selector.select(1):
+                piece = os.read(self._loader.stdout.fileno(), 1 << 16)
+                if not piece:
+                    break
+                told += piece
+                for line in told.splitlines():
+                    said = json.loads(line)
+                    if said["worker"] == number:
+                        status = said["status"]
+                        return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        return f"ended before it began (status {self._loader.poll()})"
+
+    def _check_deadlines(self, at_work: dict[int, dict[tuple[int, int], tuple[_Job, float]]]) -> None:
+        for mine in at_work.values():
+            for job, began in list(mine.values())[:1]:
+                if time.monotonic() - began > 2 * CHUNK_DEADLINE_S:
+                    raise DataError(
+                        f"{job.file.recipe.name}: preparing chunk {job.index}{_lines_of(job)} took over "
+                        f"{2 * CHUNK_DEADLINE_S:.0f} s. Is the chat template very slow, or the machine overloaded?"
+                    )
+
+
+def _lines_of(job: _Job) -> str:
+    return f" (rows from line {job.chunk.first_line} on)" if job.chunk is not None else ""

@@ -1,0 +1,214 @@
+"""From a chunk of rows to a shard: what a worker process does, again and again.
+
+    python -m surefoot.data.prepare JOBS,ANSWERS [JOBS,ANSWERS ...]
+
+loads the tokenizer once, then forks a worker for each pair of open file descriptors; the workers share its memory. A
+worker reads jobs, a JSON object a line, writes the shards itself, and answers each job with a line. It ends when its
+jobs do, so it never outlives the process that started it. No torch is imported here, and nothing runs in threads.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from surefoot.data.containers import Chunk, Row, read_chunk, stream_chunks
+from surefoot.data.conversation import BadRow, Conversation
+from surefoot.data.formats import FormatSpec, Reader, format_of
+from surefoot.data.render import Renderer, RendererSource
+from surefoot.data.shard import ShardWriter
+from surefoot.data.template import TemplateSource, Text
+from surefoot.errors import DataError, SurefootError
+
+BATCH_ROWS = 512
+BATCH_CHARACTERS = 1 << 18
+"""Texts tokenised together; bounds memory."""
+
+
+@dataclass(frozen=True)
+class FileRecipe:
+    """One file, how to read it, and where its shards go."""
+
+    path: Path
+    name: str
+    """As shown in places: `data.jsonl` of `data.jsonl:203`."""
+    spec: FormatSpec
+    folder: Path
+    format: str = ""
+    """Told by the first row, before any worker sees the file."""
+    keep_columns: bool = False
+
+    def shard_path(self, index: int) -> Path:
+        return self.folder / f"{index:08d}.safetensors"
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON, for worker processes."""
+        return {
+            "path": str(self.path),
+            "name": self.name,
+            "spec": self.spec.as_dict(),
+            "folder": str(self.folder),
+            "format": self.format,
+            "keep_columns": self.keep_columns,
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> "FileRecipe":
+        return FileRecipe(
+            Path(values["path"]),
+            values["name"],
+            FormatSpec(**values["spec"]),
+            Path(values["folder"]),
+            values["format"],
+            values["keep_columns"],
+        )
+
+
+def detect_format(path: Path, name: str, spec: FormatSpec, chunks: Sequence[Chunk] | None) -> str:
+    """The format of a file, told by its first sound row.
+
+    Raises: DataError where there is none, or where it cannot be told.
+    """
+    if chunks is None:
+        rows = next((rows for _, rows in stream_chunks(path)), [])
+    else:
+        rows = read_chunk(path, chunks[0]) if chunks else []
+    first = next((row for row in rows if row.problem is None), None)
+    if first is not None:
+        try:
+            return format_of(spec, first.columns)
+        except BadRow as error:
+            raise DataError(f"{name}:{first.line}: {error}.") from error
+    if rows:
+        raise DataError(f"{name}:{rows[0].line}: {rows[0].problem}.")
+    raise DataError(f"dataset {path} holds no rows.")
+
+
+class Preparer:
+    """Turns chunks of files into shards. Holds one file open at a time, which is read forwards."""
+
+    def __init__(self, source: RendererSource) -> None:
+        self._renderer = Renderer(source)
+        self._readers: dict[Path, Reader] = {}
+        self._stream: tuple[Path, int, Iterator[tuple[Chunk, list[Row]]]] | None = None
+
+    def prepare(self, recipe: FileRecipe, index: int, chunk: Chunk | None) -> int | None:
+        """Write the shard of chunk `index`; `chunk` says where it is, in files that can be entered anywhere.
+
+        Returns its rows; None if the file ends before it.
+        Raises: DataError for what no row is to blame for; StorageError.
+        """
+        rows = read_chunk(recipe.path, chunk) if chunk is not None else self._rows_of(recipe, index)
+        if rows is None:
+            return None
+        reader = self._readers.get(recipe.folder)
+        if reader is None:
+            reader = Reader(recipe.spec, recipe.format, keep_columns=recipe.keep_columns)
+            self._readers[recipe.folder] = reader
+        writer = ShardWriter(len(rows))
+        batch: list[tuple[int, Row, Text, Conversation]] = []
+        characters = 0
+        for number, row in enumerate(rows):
+            try:
+                if row.problem is not None:
+                    raise BadRow(row.problem)
+                conversation = reader.read(row.columns)
+                text = self._renderer.render(conversation)
+            except BadRow as error:
+                writer.refuse(number, row.line, str(error))
+                continue
+            except DataError as error:
+                raise DataError(f"{recipe.name}:{row.line}: {error}") from error
+            batch.append((number, row, text, conversation))
+            characters += len(text.text)
+            if len(batch) == BATCH_ROWS or characters >= BATCH_CHARACTERS:
+                self._flush(writer, batch)
+                batch, characters = [], 0
+        self._flush(writer, batch)
+        writer.write(recipe.shard_path(index))
+        return len(rows)
+
+    def _flush(self, writer: ShardWriter, batch: list[tuple[int, Row, Text, Conversation]]) -> None:
+        samples = self._renderer.tokenize([text for _, _, text, _ in batch])
+        for (number, row, _, conversation), sample in zip(batch, samples, strict=True):
+            if isinstance(sample, BadRow):
+                writer.refuse(number, row.line, str(sample))
+            else:
+                writer.add(number, row.line, sample, conversation.columns)
+
+    def _rows_of(self, recipe: FileRecipe, index: int) -> list[Row] | None:
+        if self._stream is None or self._stream[0] != recipe.path or self._stream[1] > index:
+            self._stream = (recipe.path, 0, stream_chunks(recipe.path))
+        _, position, chunks = self._stream
+        for chunk, rows in chunks:
+            position = chunk.index + 1
+            self._stream = (recipe.path, position, chunks)
+            if chunk.index == index:
+                return rows
+        return None
+
+
+def source_as_dict(source: RendererSource) -> dict[str, Any]:
+    """A tokenizer and template as JSON."""
+    return asdict(source)
+
+
+def source_from_dict(values: Mapping[str, Any]) -> RendererSource:
+    template = {**values["template"], "controls": tuple(values["template"]["controls"])}
+    return RendererSource(TemplateSource(**template), values["tokenizer_sha256"], values["bos_id"])
+
+
+def main() -> None:
+    """Load, fork, and say how workers ended that were killed."""
+    pairs = [(int(jobs), int(answers)) for jobs, answers in (pair.split(",") for pair in sys.argv[1:])]
+    preparer = Preparer(source_from_dict(json.loads(sys.stdin.readline())))
+    _give_back_memory()
+    workers: dict[int, int] = {}
+    for number, (jobs, answers) in enumerate(pairs):
+        process = os.fork()
+        if process == 0:
+            for descriptor in {descriptor for pair in pairs[number:] for descriptor in pair} - {jobs, answers}:
+                os.close(descriptor)
+            _work(preparer, jobs, answers)
+            os._exit(0)
+        os.close(jobs)
+        os.close(answers)
+        workers[process] = number
+    while workers:
+        process, status = os.wait()
+        number = workers.pop(process)
+        if status:
+            print(json.dumps({"worker": number, "status": os.waitstatus_to_exitcode(status)}), flush=True)
+
+
+def _give_back_memory() -> None:
+    """Reading a tokenizer takes twice the memory that it keeps; workers should not each inherit the rest."""
+    gc.collect()
+    gc.freeze()  # collections in the workers would touch, and so copy, what they share
+    with suppress(OSError, AttributeError):  # not the GNU C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _work(preparer: Preparer, jobs: int, answers: int) -> None:
+    """Answer jobs until there are no more."""
+    with open(jobs, encoding="utf-8") as lines, open(answers, "w", encoding="utf-8") as out:
+        for line in lines:
+            job = json.loads(line)
+            chunk = Chunk(**job["chunk"]) if job["chunk"] else None
+            answer: dict[str, Any] = {"file": job["file"], "index": job["index"]}
+            try:
+                answer["rows"] = preparer.prepare(FileRecipe.from_dict(job["recipe"]), job["index"], chunk)
+            except SurefootError as error:
+                answer["error"] = [type(error).__name__, str(error)]
+            out.write(json.dumps(answer) + "\n")
+            out.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What `surefoot data` shows of a dataset: counts, lengths, skipped rows, findings, and samples as they are trained."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from surefoot.data.containers import read_chunk, stream_chunks
+from surefoot.data.conversation import BadRow
+from surefoot.data.dataset import Counts, Dataset
+from surefoot.data.findings import data_findings, digests
+from surefoot.data.formats import Reader
+from surefoot.data.render import Renderer
+from surefoot.findings import Finding
+
+HISTOGRAM_BINS = 8
+SKIPPED_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A sample as it is trained. Shapes: input_ids and loss_mask [n]; the mask holds weights in the loss."""
+
+    text: str
+    input_ids: list[int]
+    loss_mask: list[float]
+    source: str
+    trained_text: list[tuple[str, bool]]
+    """The text cut where trained and untrained parts meet."""
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """A dataset, looked at. Lengths and tokens are those of the samples in use, after cutting."""
+
+    format: str
+    counts: Counts
+    tokens: int
+    trained_tokens: int
+    duplicates: int
+    """Samples that equal an earlier one."""
+    lengths: dict[str, int]
+    """min, median, mean, p95, max."""
+    histogram: list[tuple[int, int, int]]
+    """(from, to, samples)."""
+    skipped: list[tuple[str, str]]
+    """(place, reason) of the first rows that are left out."""
+    findings: list[Finding]
+    samples: list[ShownSample]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON."""
+        return {
+            "format": self.format,
+            "rows": self.counts.as_dict(),
+            "truncated_inside_a_trained_turn": self.counts.cut_inside,
+            "tokens": self.tokens,
+            "trained_tokens": self.trained_tokens,
+            "duplicates": self.duplicates,
+            "lengths": self.lengths,
+            "histogram": [{"from": low, "to": high, "samples": count} for low, high, count in self.histogram],
+            "skipped": [{"source": place, "reason": reason} for place, reason in self.skipped],
+            "findings": [finding.as_dict() for finding in self.findings],
+            "samples": [
+                {
+                    "text": sample.text,
+                    "input_ids": sample.input_ids,
+                    "loss_mask": [int(weight) if weight in (0, 1) else weight for weight in sample.loss_mask],
+                    "source": sample.source,
+                }
+                for sample in self.samples
+            ],
+        }
+
+
+def look(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataReport:
+    """Everything about a prepared dataset. What training would refuse is shown as a finding or a skipped row."""
+    dataset = dataset.read_as(replace(dataset.reading, is_lenient=True))
+    usable = [dataset.usable(number) for number in range(len(dataset.chunks))]
+    all_lengths = np.concatenate([part.lengths for part in usable])
+    counts = dataset.counts()
+    own = digests(dataset)
+    return DataReport(
+        format=", ".join(dataset.formats),
+        counts=counts,
+        tokens=int(all_lengths.sum()),
+        trained_tokens=sum(int(part.trained.sum()) for part in usable),
+        duplicates=len(own) - len(np.unique(own)),
+        lengths=_summary(all_lengths),
+        histogram=_histogram(all_lengths),
+        skipped=list(islice(dataset.skipped(), SKIPPED_SHOWN)),
+        findings=data_findings(dataset, held_out),
+        samples=list(islice(_shown(dataset), show)),
+    )
+
+
+def _summary(lengths: Any) -> dict[str, int]:
+    if not len(lengths):
+        return {}
+    values = [lengths.min(), np.median(lengths), lengths.mean(), np.percentile(lengths, 95), lengths.max()]
+    return {name: round(float(v)) for name, v in zip(("min", "median", "mean", "p95", "max"), values, strict=True)}
+
+
+def _histogram(lengths: Any) -> list[tuple[int, int, int]]:
+    if not len(lengths):
+        return []
+    bins = min(HISTOGRAM_BINS, int(lengths.max() - lengths.min()) + 1)
+    counts, edges = np.histogram(lengths, bins)
+    return [(round(low), round(high), int(n)) for low, high, n in zip(edges, edges[1:], counts, strict=False)]
+
+
+def _shown(dataset: Dataset) -> Iterator[ShownSample]:
+    """Samples in the files' order, rendered again, because the cache keeps token ids only."""
+    renderer = Renderer(dataset.renderer_source)
+    for number, ref in enumerate(dataset.chunks):
+        file = dataset.file_of(ref)
+        reader = Reader(file.recipe.spec, file.format)
+        if file.plain_chunks is not None:
+            rows = read_chunk(file.recipe.path, file.plain_chunks[ref.index])
+        else:
+            rows = next(rows for chunk, rows in stream_chunks(file.recipe.path) if chunk.index == ref.index)
+        shard = dataset.shard(number)
+        for index in dataset.usable(number).samples.tolist():
+            text = renderer.render(reader.read(rows[int(shard.rows[index])].columns))
+            (rendered,) = renderer.tokenize([text], with_bounds=True)
+            assert not isinstance(rendered, BadRow)
+            assert rendered.bounds is not None
+            sample = dataset.sample(number, index)
+            first, last = dataset.window(len(rendered.ids))
+            bounds = rendered.bounds[first:last]
+            begin = bounds[0][0] if first else 0
+            end = bounds[-1][1] if last < len(rendered.ids) else len(text.text)
+            parts: list[tuple[str, bool]] = []
+            at = begin
+            for (_, stop), weight in zip(bounds, sample.weights.tolist(), strict=True):
+                piece, at = text.text[at:stop], max(at, stop)
+                if parts and parts[-1][1] == (weight > 0):
+                    parts[-1] = (parts[-1][0] + piece, parts[-1][1])
+                else:
+                    parts.append((piece, weight > 0))
+            yield ShownSample(text.text[begin:end], sample.ids.tolist(), sample.weights.tolist(), sample.place, parts)
+
+
+def as_text(report: DataReport, *, color: bool) -> str:
+    """The report as a person reads it; trained text is green, or between ⟦ and ⟧ where there are no colors."""
+    begin, end = ("\x1b[32m", "\x1b[0m") if color else ("⟦", "⟧")
+    counts = report.counts
+    lines = [
+        f"format      {report.format}",
+        f"rows        {counts.read} read = {counts.trained} trained + {counts.truncated} truncated "
+        f"+ {counts.skipped} skipped",
+    ]
+    if counts.cut_inside:
+        lines.append(f"            {counts.cut_inside} of the truncated lost a part of a trained turn")
+    share = f" ({report.trained_tokens / report.tokens:.1%})" if report.tokens else ""
+    lines.append(f"tokens      {report.tokens}, {report.trained_tokens} of them trained{share}")
+    lines.append(f"duplicates  {report.duplicates}")
+    if report.lengths:
+        lines.append("lengths     " + ", ".join(f"{name} {value}" for name, value in report.lengths.items()))
+        most = max(count for _, _, count in report.histogram)
+        for low, high, count in report.histogram:
+            lines.append(f"  {low:>6} - {high:<6} {'#' * max(round(40 * count / most), 1 if count else 0):<40} {count}")
+    if report.skipped:
+        lines.append(f"skipped rows ({counts.skipped}):")
+        lines += [f"  {place}: {reason}" for place, reason in report.skipped]
+        if counts.skipped > len(report.skipped):
+            lines.append(f"  ... and {counts.skipped - len(report.skipped)} more")
+    lines += [finding.as_text() for finding in report.findings]
+    for sample in report.samples:
+        shown = "".join(f"{begin}{text}{end}" if trained else text for text, trained in sample.trained_text)
+        lines.append(f"--- {sample.source}: {len(sample.input_ids)} tokens, trained {begin}like this{end}\n{shown}")
+    return "\n".join(lines)

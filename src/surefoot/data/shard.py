@@ -1,0 +1,139 @@
+"""Prepared samples on disk: one file per chunk of rows, written whole or not at all, read through a memory map.
+
+A shard is a safetensors file. Its samples are stored uncut, with all spans, so the same shard serves any `max_length`,
+`truncation` and `train_on`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
+from surefoot.data.render import Rendered
+from surefoot.storage import write_bytes
+
+
+@dataclass
+class ShardWriter:
+    """Collects the samples of one chunk, then writes them."""
+
+    num_rows: int
+    """Rows of the chunk, whatever became of them."""
+    ids: list[NDArray[np.int32]] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    span_counts: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
+    flags: list[int] = field(default_factory=list)
+    problems: list[tuple[int, int, str]] = field(default_factory=list)
+    columns: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def add(self, row: int, line: int, sample: Rendered, columns: Mapping[str, Any]) -> None:
+        """A sample, the number of its row in the chunk, the line it begins on, and columns kept beside it."""
+        self.ids.append(sample.ids)
+        self.spans += [(span.begin, span.end) for span in sample.spans]
+        self.weights += [np.nan if span.weight is None else span.weight for span in sample.spans]
+        self.span_counts.append(len(sample.spans))
+        self.rows.append(row)
+        self.lines.append(line)
+        self.digests.append(sample.digest)
+        self.flags.append(sample.flags)
+        self.columns.append(columns)
+
+    def refuse(self, row: int, line: int, reason: str) -> None:
+        """A row that is no sample."""
+        self.problems.append((row, line, reason))
+
+    def write(self, path: Path) -> None:
+        """Raises: StorageError where the disk refuses."""
+        tensors: dict[str, NDArray[Any]] = {
+            "ids": np.concatenate(self.ids) if self.ids else np.zeros(0, np.int32),
+            "offsets": np.cumsum([0, *map(len, self.ids)], dtype=np.int64),
+            "spans": np.array(self.spans, np.int32).reshape(-1, 2),
+            "weights": np.array(self.weights, np.float32),
+            "span_offsets": np.cumsum([0, *self.span_counts], dtype=np.int64),
+            "rows": np.array(self.rows, np.int32),
+            "lines": np.array(self.lines, np.int64),
+            "digests": np.array(self.digests, np.uint64),
+            "flags": np.array(self.flags, np.uint8),
+        }
+        metadata = {
+            "problems": json.dumps(self.problems, ensure_ascii=False),
+            "columns": json.dumps(self.columns if any(self.columns) else [], ensure_ascii=False, default=str),
+            "num_rows": str(self.num_rows),
+            "max_id": str(int(tensors["ids"].max(initial=-1))),
+        }
+        write_bytes(path, save(tensors, metadata))
+
+
+class Shard:
+    """A written shard. Shapes: S samples, T tokens, P spans."""
+
+    ids: NDArray[np.int32]
+    """[T]"""
+    offsets: NDArray[np.int64]
+    """[S + 1]: sample i is `ids[offsets[i] : offsets[i + 1]]`."""
+    spans: NDArray[np.int32]
+    """[P, 2]: trained token positions, from the sample's first token."""
+    weights: NDArray[np.float32]
+    """[P]: weights the rows ask for; NaN where they ask for none."""
+    span_offsets: NDArray[np.int64]
+    """[S + 1]: spans of sample i."""
+    rows: NDArray[np.int32]
+    """[S]: number of the row in its chunk."""
+    lines: NDArray[np.int64]
+    """[S]: line of the file."""
+    digests: NDArray[np.uint64]
+    """[S]: equal for samples that train the same."""
+    flags: NDArray[np.uint8]
+    """[S]: what is odd, see `render`."""
+
+    def __init__(self, path: Path) -> None:
+        with open(path, "rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_bytes))
+        self._metadata: Mapping[str, str] = header.pop("__metadata__")
+        data = (
+            np.memmap(path, np.uint8, "r", offset=8 + header_bytes) if path.stat().st_size > 8 + header_bytes else b""
+        )
+        types = {"I32": np.int32, "I64": np.int64, "F32": np.float32, "U64": np.uint64, "U8": np.uint8}
+        for name, about in header.items():
+            begin, end = about["data_offsets"]
+            array = np.frombuffer(data[begin:end], types[about["dtype"]]).reshape(about["shape"])
+            setattr(self, name, array)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the chunk: samples and refused ones."""
+        return int(self._metadata["num_rows"])
+
+    @property
+    def max_id(self) -> int:
+        """The largest token id; -1 without samples."""
+        return int(self._metadata["max_id"])
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """[S]: tokens of each sample."""
+        return np.diff(self.offsets)
+
+    @cached_property
+    def problems(self) -> Sequence[tuple[int, int, str]]:
+        """(row in the chunk, line, reason) of the rows that are no samples."""
+        return [(row, line, reason) for row, line, reason in json.loads(self._metadata["problems"])]
+
+    def columns(self, sample: int) -> Mapping[str, Any]:
+        """The columns kept beside a sample."""
+        kept: list[dict[str, Any]] = json.loads(self._metadata["columns"])
+        return kept[sample] if kept else {}

@@ -1,0 +1,408 @@
+"""Chat templates: from a conversation to its text, and which characters of it are the assistant's.
+
+The text is what transformers' `apply_chat_template` gives, byte for byte: the same function renders it. A trained span
+begins where generation would begin (behind the generation prompt) and ends behind the end-of-turn token.
+
+Texts of the data that look like special tokens are rendered under stand-in characters, so every special token seen in
+the result was written by the template. Knows nothing of token ids, files or batches.
+"""
+
+import re
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import FrameType
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from surefoot.data.conversation import BadRow, Conversation, Message
+from surefoot.errors import DataError
+
+RENDER_DEADLINE_S = 10.0
+STAND_INS = (0xF0000, 0x100000)
+"""Where stand-in characters are taken from: the private planes of Unicode; the second if a text uses the first."""
+MARK = "\U000ffffd"
+"""Marks a place in a message, in a rendering that is only looked at."""
+
+
+@dataclass(frozen=True)
+class TemplateSource:
+    """Everything a rendering depends on besides the conversation, as plain data."""
+
+    template: str | None
+    tool_template: str | None
+    """Used where a row declares tools; the same as `template` in most models."""
+    special_tokens: Mapping[str, Any]
+    """What templates know as `bos_token`, `eos_token`, ..."""
+    controls: tuple[str, ...]
+    """Texts of the tokenizer's special tokens."""
+    eos: str
+    plain_start: str
+    """What the tokenizer itself puts before a text without a template."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template, such as `enable_thinking`."""
+    parse_special_tokens: bool = False
+    """Let texts of the data that look like special tokens become special tokens."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A trained stretch `[begin, end)` and its weight in the loss; None leaves the weight to `train_on`."""
+
+    begin: int
+    end: int
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class Text:
+    """One rendered conversation.
+
+    `pieces`: None where the whole text may be tokenised at once; else its parts, each a control token or plain text in
+    which nothing is a control token.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    pieces: tuple[tuple[str, bool], ...] | None = None
+    ends_twice: bool = False
+    """An answer is followed by two end-of-turn tokens, or ends with the text of one."""
+    answer_in_prompt: bool = False
+    """The last answer stands word for word in what comes before it."""
+    has_lookalikes: bool = False
+    """Some text looks like a special token."""
+    lost_reasoning: bool = False
+    """The template does not show the last turn's reasoning."""
+
+
+class ChatTemplate:
+    """Renders conversations under one template."""
+
+    def __init__(self, source: TemplateSource) -> None:
+        self.source = source
+        self._controls = sorted(filter(None, source.controls), key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, self._controls)) or r"(?!)")
+
+    def render(self, conversation: Conversation) -> Text:
+        """The text of a conversation and its trained spans.
+
+        Raises: BadRow where the template refuses the row or its turns cannot be told apart safely; DataError where the
+        template itself cannot be used.
+        """
+        if conversation.kind != "chat":
+            conversation = self._without_own_ends(conversation)
+        hidden = _Hidden(conversation, self._control)
+        if conversation.kind == "chat":
+            text, spans = self._chat(hidden)
+        else:
+            text, spans = self._plain(hidden.conversation)
+        if not hidden.base:
+            return self._finished(text, spans, conversation, None)
+        return self._restored(text, spans, conversation, hidden)
+
+    def _plain(self, conversation: Conversation) -> tuple[str, tuple[Span, ...]]:
+        *context, last = (message.content for message in conversation.messages)
+        prompt = self.source.plain_start + "".join(context)
+        text = prompt + last + self.source.eos
+        return text, (Span(len(prompt), len(text)),)
+
+    def _without_own_ends(self, conversation: Conversation) -> Conversation:
+        """Plain texts that begin or end with the special token that is put there anyway: it is not put there twice."""
+        texts = [message.content for message in conversation.messages]
+        texts[0] = texts[0].removeprefix(self.source.plain_start)
+        texts[-1] = texts[-1].removesuffix(self.source.eos)
+        messages = [replace(message, content=text) for message, text in zip(conversation.messages, texts, strict=True)]
+        return replace(conversation, messages=tuple(messages))
+
+    def _chat(self, hidden: "_Hidden") -> tuple[str, tuple[Span, ...]]:
+        conversation = hidden.conversation
+        messages, tools = conversation.messages, conversation.tools
+        full = self._template(messages, tools)
+        if tools:
+            self._check_tools_shown(conversation, full)
+        spans: list[Span] = []
+        floor = 0
+        for index, message in enumerate(messages):
+            if message.role != "assistant" or index < conversation.first_trained:
+                continue
+            begin = self._begin(messages, index, tools, full, floor)
+            end = self._end_of_turn(full, begin)
+            if not end:
+                raise BadRow(
+                    f"the chat template writes no end-of-turn token ({' or '.join(self._ends) or 'a special token'}) "
+                    f"after message {index + 1}, so the trained part has no end. Give another one with chat_template"
+                )
+            self._check_words(message, full[begin:end], index)
+            spans.append(Span(begin, end, message.weight))
+            floor = end
+        return full, tuple(spans)
+
+    def _begin(
+        self, messages: Sequence[Message], index: int, tools: Sequence[dict[str, Any]], full: str, floor: int
+    ) -> int:
+        """Where generation of turn `index` would begin in the full text."""
+        before = self._template(messages[:index], tools, add_generation_prompt=True)
+        if full.startswith(before) and len(before) >= floor:
+            return len(before)
+        # The template shows earlier turns differently once later ones follow (Qwen3 drops their thoughts). Then the
+        # text from within the message before up to the generation prompt is the anchor.
+        asked = messages[index - 1]
+        middle = len(asked.content) // 2
+        marked = replace(asked, content=asked.content[:middle] + MARK + asked.content[middle:])
+        seen = self._template([*messages[: index - 1], marked, *messages[index:]], tools)
+        prompt = self._template([*messages[: index - 1], marked], tools, add_generation_prompt=True)
+        anchor = seen.find(MARK)
+        tail = prompt[prompt.find(MARK) + 1 :]
+        bare = self._template([*messages[: index - 1], marked], tools)
+        least = len(bare) - bare.find(MARK) - 1  # the rest of the message before; the generation prompt comes after
+        shared = _common_prefix(full[anchor:], tail)
+        if shared < len(tail):  # it holds more than the turn has (an empty thought); the header is its first line
+            shared = min(shared, tail.find("\n", least) + 1)
+        has_header = shared > least or len(tail) == least  # Mistral has no generation prompt
+        if seen.count(MARK) != 1 or seen.replace(MARK, "") != full or anchor < floor or not has_header:
+            raise BadRow(
+                f"the chat template renders earlier turns differently once turn {index + 1} follows, so the trained "
+                "part cannot be told from the rest. Give another one with chat_template"
+            )
+        return anchor + shared
+
+    @cached_property
+    def _ends(self) -> tuple[str, ...]:
+        """The special tokens that end a turn of the assistant, seen on a conversation of plain turns.
+
+        Raises: DataError where the template writes the assistant's header, but not as a generation prompt.
+        """
+        turns = [Message("user", "Q1"), Message("assistant", "A1"), Message("user", "Q2"), Message("assistant", "A2")]
+        text = ""
+        for messages in (turns, turns[:2]):
+            with suppress(BadRow):  # a template may refuse what it likes; rows are what counts
+                text = self._template(messages, ())
+                break
+        ends: list[str] = []
+        for answer in ("A1", "A2"):
+            behind = text.find(answer) + len(answer)
+            found = self._control.search(text, behind) if answer in text else None
+            if found is not None and not text[behind : found.start()].strip():
+                ends.append(found.group())
+        if "A1" in text:
+            begin = len(self._template(turns[:1], (), add_generation_prompt=True))
+            header = self._control.match(text, begin)
+            if header is not None and header.end() <= text.find("A1"):
+                raise DataError(
+                    f"the chat template writes {header.group()} before the assistant's words, but not as the "
+                    "generation prompt, so the model would be trained to write it itself. Give a template that handles "
+                    "add_generation_prompt with chat_template"
+                )
+        ends += [self.source.eos, "<|eom_id|>"]  # Llama 3.1 ends a turn that waits for a tool with the latter
+        return tuple(dict.fromkeys(end for end in ends if end in self._controls))
+
+    def _end_of_turn(self, text: str, begin: int) -> int | None:
+        """Behind the first end-of-turn token from `begin` on."""
+        found = [(at, at + len(end)) for end in self._ends if (at := text.find(end, begin)) >= 0]
+        return min(found)[1] if found else None
+
+    def _check_tools_shown(self, conversation: Conversation, text: str) -> None:
+        for tool in conversation.tools:
+            if tool["function"]["name"] not in text:
+                name = tool["function"]["name"]
+                raise BadRow(
+                    f"the chat template does not show the tool '{name}' that the row declares. Use a "
+                    "model whose template knows tools, or give one with chat_template"
+                )
+
+    def _check_words(self, message: Message, span: str, index: int) -> None:
+        """The trained span must hold the answer and the tool calls, whatever the template did to them."""
+        answer = message.content.split("</think>")[-1].strip()
+        if answer not in span:
+            raise BadRow(
+                f"the chat template does not show the words of message {index + 1} ({answer[:40]!r}) in the "
+                "assistant's turn. Give another one with chat_template"
+            )
+        for call in message.tool_calls:
+            if call["function"]["name"] not in span:
+                raise BadRow(
+                    f"the chat template does not show the call of '{call['function']['name']}' in message {index + 1}. "
+                    "Use a model whose template knows tools, or give one with chat_template"
+                )
+
+    def _finished(
+        self,
+        text: str,
+        spans: tuple[Span, ...],
+        conversation: Conversation,
+        pieces: tuple[tuple[str, bool], ...] | None,
+    ) -> Text:
+        last = conversation.messages[-1]
+        answer = last.content.strip()
+        asked = conversation.messages[:-1]
+        ends_twice = any(
+            message.content.rstrip().endswith(self._ends)
+            for message in conversation.messages
+            if message.role == "assistant" and conversation.kind == "chat"
+        ) or any(self._ends_again(text, span.end) for span in spans)
+        return Text(
+            text,
+            spans,
+            pieces,
+            ends_twice=ends_twice,
+            answer_in_prompt=len(answer) >= 20 and any(answer in message.content for message in asked),
+            has_lookalikes=pieces is not None,
+            lost_reasoning=bool(last.reasoning and last.reasoning.strip() not in text),
+        )
+
+    def _ends_again(self, text: str, end: int) -> bool:
+        found = self._control.match(text, end)
+        return found is not None and found.group() in (self.source.eos, *(self._ends if self.source.template else ()))
+
+    def _template(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False
+    ) -> str:
+        template = self.source.tool_template if tools else self.source.template
+        if template is None:
+            raise DataError(
+                "the data are conversations, but the model's tokenizer has no chat template. Use an instruct model, "
+                "give chat_template: FILE, or use prompt/completion texts"
+            )
+        try:
+            with deadline(RENDER_DEADLINE_S):
+                texts, _ = render_jinja_template(
+                    [[message.as_template_input() for message in messages]],
+                    tools=list(tools) or None,
+                    chat_template=template,
+                    add_generation_prompt=add_generation_prompt,
+                    **{**self.source.special_tokens, **self.source.kwargs},
+                )
+        except TemplateSyntaxError as error:
+            raise DataError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from error
+        except TimeoutError as error:
+            raise DataError(
+                f"the chat template took over {RENDER_DEADLINE_S:.0f} s for one row: an endless loop?"
+            ) from error
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            raise BadRow(f"the chat template refused the conversation: {error}") from error
+        return str(texts[0])
+
+    def _restored(
+        self, hidden_text: str, spans: tuple[Span, ...], conversation: Conversation, hidden: "_Hidden"
+    ) -> Text:
+        """The text with look-alikes put back, cut into control tokens and plain text."""
+        pieces: list[tuple[str, bool]] = []
+        end = 0
+        for found in self._control.finditer(hidden_text):
+            pieces.append((hidden.restore(hidden_text[end : found.start()]), False))
+            pieces.append((found.group(), True))
+            end = found.end()
+        pieces.append((hidden.restore(hidden_text[end:]), False))
+        text = "".join(piece for piece, _ in pieces)
+        if conversation.kind == "chat" and text != self._template(conversation.messages, conversation.tools):
+            raise BadRow(
+                "a text of the row holds a special token that the chat template reads itself, so it cannot be kept as "
+                "text. Remove it, or set parse_special_tokens: true"
+            )
+        moved = tuple(
+            Span(
+                len(hidden.restore(hidden_text[: span.begin])),
+                len(hidden.restore(hidden_text[: span.end])),
+                span.weight,
+            )
+            for span in spans
+        )
+        kept = None if self.source.parse_special_tokens else tuple((piece, is_one) for piece, is_one in pieces if piece)
+        return self._finished(text, moved, conversation, kept)
+
+
+class _Hidden:
+    """A conversation whose texts hold stand-ins for whatever looks like a special token. `base` 0: nothing did."""
+
+    def __init__(self, conversation: Conversation, control: re.Pattern[str]) -> None:
+        self.base = 0
+        self.conversation = conversation
+        texts = "\n".join(_texts(conversation))
+        found = sorted(set(control.findall(texts)))
+        if not found:
+            return
+        self.base = next((base for base in STAND_INS if not any(chr(base + i) in texts for i in range(len(found)))), 0)
+        if not self.base:
+            raise BadRow("the texts use characters of both private planes of Unicode, besides special tokens")
+        self._stand_ins = {text: chr(self.base + index) for index, text in enumerate(found)}
+        self._originals = {ord(stand_in): text for text, stand_in in self._stand_ins.items()}
+        self._control = control
+        self.conversation = Conversation(
+            tuple(
+                Message(
+                    message.role,
+                    self._hide(message.content),
+                    self._hide(message.tool_calls),
+                    self._hide(message.reasoning),
+                    message.weight,
+                    self._hide(message.others),
+                )
+                for message in conversation.messages
+            ),
+            conversation.kind,
+            self._hide(conversation.tools),
+            conversation.first_trained,
+        )
+
+    def _hide(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._control.sub(lambda found: self._stand_ins[found.group()], value)
+        if isinstance(value, dict):
+            return {self._hide(key): self._hide(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._hide(item) for item in value)
+        return value
+
+    def restore(self, text: str) -> str:
+        return text.translate(self._originals)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text inside a conversation."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Conversation):
+        for message in value.messages:
+            yield message.content
+            if message.reasoning or message.tool_calls or message.others:
+                yield from _texts([message.reasoning, message.tool_calls, message.others])
+        if value.tools:
+            yield from _texts(value.tools)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def _common_prefix(one: str, other: str) -> int:
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    return next(index for index in range(length) if one[index] != other[index])
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the main thread's code after so many seconds. Elsewhere the caller has a deadline."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(_number: int, _frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

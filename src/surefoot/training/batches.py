@@ -1,0 +1,124 @@
+"""The batch source of SFT: a run's data, prepared before or beside training, dealt out as micro-batches."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from surefoot.config import LoadedConfig
+from surefoot.data.assemble import held_out_side, open_dataset
+from surefoot.data.dataset import Dataset, progress_line
+from surefoot.data.findings import data_findings
+from surefoot.data.loader import MicroBatch, all_batches, micro_batches
+from surefoot.data.order import GlobalOrder, Position, StepBatch
+from surefoot.data.preparation import Progress
+from surefoot.data.report import DataReport, look
+from surefoot.events import DataCounted, Event, FindingMade, Noted, Preparing
+from surefoot.models.build import load_config, load_tokenizer
+from surefoot.models.sources import resolve_model
+from surefoot.training.metrics import Screen
+
+Emit = Callable[[Event], None]
+
+
+class RunData:
+    """The data of a run and the order in which it is seen."""
+
+    def __init__(self, loaded: LoadedConfig, train: Dataset, held_out: Dataset | None, emit: Emit) -> None:
+        config = loaded.run
+        self.train = train
+        self.held_out = held_out
+        self._max_steps = config.max_steps
+        self._rows_each = config.per_device_train_batch_size
+        self._emit = emit
+        self.order = GlobalOrder(
+            train,
+            sequences_per_step=config.sequences_per_step,
+            seed=config.seed,
+            shuffle=config.shuffle,
+            pack_length=config.max_length if config.packing else None,
+        )
+
+    def prepare(self, position: Position) -> None:
+        """Prepare the data, from where training will begin.
+
+        A run whose length is given in steps begins as soon as its first window is prepared. One whose length is given
+        in epochs has to count its steps first, so everything is prepared before it begins, as are small files.
+        Raises: DataError for whatever in the data cannot be trained on.
+        """
+        if self.held_out is not None and self.held_out.preparation is not self.train.preparation:
+            self.held_out.prepare()
+        can_begin_early = self._max_steps is not None and self.train.has_layout and not self.train.preparation.is_small
+        if can_begin_early and not self.train.preparation.is_complete:
+            chunks = [self.train.chunks[number] for number in self.order.first_chunks(position)]
+            self.train.preparation.start([(ref.file, ref.index) for ref in chunks])
+        else:
+            self.train.prepare()
+            if self.held_out is not None:
+                self.held_out.check()
+            for finding in data_findings(self.train, self.held_out):
+                self._emit(FindingMade(finding))
+        self._count()
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """While training goes on; what is not prepared by its end is left to a later run."""
+        was_complete = self.train.preparation.is_complete
+        try:
+            yield
+        finally:
+            self.train.preparation.stop()
+        if not was_complete:
+            self._count()
+
+    def batches(self, position: Position) -> tuple[StepBatch, list[MicroBatch]]:
+        """The step that begins at a position of the order, and its micro-batches."""
+        step = self.order.step(position)
+        return step, list(micro_batches(step.rows, self.train, self._rows_each))
+
+    def eval_batches(self) -> Iterator[MicroBatch]:
+        """All held-out samples, in the files' order."""
+        assert self.held_out is not None
+        return all_batches(self.held_out, self._rows_each)
+
+    def _count(self) -> None:
+        counts = self.train.counts()
+        is_complete = self.train.preparation.is_complete
+        self._emit(DataCounted(counts.as_dict(), is_complete))
+        if counts.skipped:
+            shown = "; ".join(f"{place}: {reason}" for place, reason in islice(self.train.skipped(), 3))
+            self._emit(Noted(f"{counts.skipped} of {counts.read} rows skipped: {shown}"))
+        if counts.cut_inside:
+            self._emit(Noted(f"{counts.cut_inside} of {counts.truncated} truncated rows lost a part of a trained turn"))
+
+
+def describe(loaded: LoadedConfig, *, show: int) -> DataReport:
+    """What `surefoot data` shows. Loads the tokenizer, not the model. Raises: SurefootError."""
+    screen = Screen(1)
+    base = resolve_model(loaded.run.model, loaded.where("model"))
+    data = open_data(loaded, base, load_tokenizer(base, loaded.run.chat_template), screen.observe)
+    data.train.preparation.run()
+    if data.held_out is not None:
+        data.held_out.preparation.run()
+    screen.end_line()
+    return look(data.train, data.held_out, show=show)
+
+
+def open_data(loaded: LoadedConfig, base: Path, tokenizer: PreTrainedTokenizerBase, emit: Emit) -> RunData:
+    """The data a config names, found and its formats told. Raises: DataError."""
+    vocab_size = int(load_config(base).get_text_config().vocab_size)
+
+    def report(progress: Progress) -> None:
+        if threading.current_thread() is threading.main_thread():  # beside training, its own lines are enough
+            emit(Preparing(progress_line(progress)))
+
+    train = open_dataset(loaded, "dataset", tokenizer, vocab_size=vocab_size, on_progress=report)
+    held_out = None
+    if loaded.run.eval_dataset is not None:
+        held_out = open_dataset(loaded, "eval_dataset", tokenizer, vocab_size=vocab_size, on_progress=report)
+    elif loaded.run.eval_fraction:
+        held_out = held_out_side(train)
+    return RunData(loaded, train, held_out, emit)

@@ -1,0 +1,313 @@
+"""Over real families' templates: the text is transformers' own, the mask is the assistant's words and end of turn."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from surefoot.data.conversation import BadRow, Conversation, Message
+from surefoot.data.render import Rendered, Renderer, RendererSource
+from surefoot.data.template import Text
+from surefoot.errors import DataError
+from tests.data.families import EMPTY_THOUGHT, FAMILIES, tokenizer_of
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "北京", "n": 2}}}
+OTHER_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo <b>", "n": None}}}
+
+
+def talk(*texts: str, system: str | None = None) -> tuple[Message, ...]:
+    first = [Message("system", system)] if system is not None else []
+    return (*first, *(Message("assistant" if i % 2 else "user", text) for i, text in enumerate(texts)))
+
+
+SHAPES = {
+    "one turn": talk("hi", "hello"),
+    "system": talk("hi", "hello", system="be brief"),
+    "six turns": talk(*"a b c d e f g h i j k l".split()),
+    "empty answer": talk("hi", ""),
+    "empty answer in the middle": talk("hi", "", "again", "yes"),
+    "spaces and newlines": talk(" a ", "\n b \n\n", "c", "  d  "),
+    "unicode": talk("你好，世界 🌍", "é́ עברית 中文 \u2028 x"),
+    "the same words twice": talk("yes", "yes", "yes", "yes"),
+    "header in the words": talk("assistant\nassistant\n", "assistant\n"),
+    "thoughts in the words": talk("why", "<think>\nso\n</think>\n\nbecause", "and", "<think>\nhm\n</think>\n\nend"),
+}
+TOOL_SHAPES = {
+    "call": (Message("user", "sun?"), Message("assistant", "", (CALL,))),
+    "call, result, answer": (
+        *talk("sun?", system="be brief"),
+        Message("assistant", "", (CALL,)),
+        Message("tool", '{"sun": true}'),
+        Message("assistant", "yes"),
+    ),
+    "parallel calls": (
+        Message("user", "both?"),
+        Message("assistant", "", (CALL, OTHER_CALL)),
+        Message("tool", "sunny"),
+        Message("tool", "rainy"),
+        Message("assistant", "both"),
+    ),
+    "two exchanges": (
+        Message("user", "sun?"),
+        Message("assistant", "", (CALL,), reasoning="must look"),
+        Message("tool", "sunny"),
+        Message("assistant", "yes", reasoning="seen"),
+        Message("user", "rain?"),
+        Message("assistant", "", (OTHER_CALL,)),
+        Message("tool", "rainy"),
+        Message("assistant", "also", reasoning="odd"),
+    ),
+}
+PARALLEL_SHAPES = {
+    "words and parallel calls": (
+        Message("user", "both?"),
+        Message("assistant", "let me see", (CALL, OTHER_CALL)),
+        Message("tool", "sunny"),
+        Message("tool", "rainy"),
+        Message("assistant", "both"),
+    ),
+}
+
+
+def test_words_that_a_template_drops_are_not_lost_in_silence() -> None:
+    conversation = Conversation(PARALLEL_SHAPES["words and parallel calls"], tools=(TOOL,))
+    with pytest.raises(BadRow, match=r"does not show the words of message 2 \('let me see'\)"):
+        renderer_of("mistral").render(conversation)
+
+
+def renderer_of(name: str, **options: Any) -> Renderer:
+    options = {"parse_special_tokens": False, **options}
+    return Renderer(RendererSource.of(tokenizer_of(name), FAMILIES[name].kwargs, **options))
+
+
+def tokenized(renderer: Renderer, conversation: Conversation) -> tuple[Text, Rendered]:
+    text = renderer.render(conversation)
+    (sample,) = renderer.tokenize([text])
+    assert isinstance(sample, Rendered)
+    return text, sample
+
+
+def own_template(name: str, conversation: Conversation) -> str:
+    """What transformers makes of the conversation."""
+    text: str = tokenizer_of(name).apply_chat_template(
+        [message.as_template_input() for message in conversation.messages],
+        tools=list(conversation.tools) or None,
+        tokenize=False,
+        **FAMILIES[name].kwargs,
+    )
+    return text
+
+
+def trained_parts(name: str, sample: Rendered) -> list[str]:
+    return [tokenizer_of(name).decode(sample.ids[span.begin : span.end]) for span in sample.spans]
+
+
+def cases() -> list[Any]:
+    found = []
+    for name, family in FAMILIES.items():
+        shapes: dict[str, tuple[Message, ...]] = dict(SHAPES)
+        shapes |= TOOL_SHAPES if family.has_tools else {}
+        shapes |= PARALLEL_SHAPES if family.has_parallel_calls else {}
+        if name == "llama3.1":  # its template knows one call at a time
+            del shapes["parallel calls"]
+        found += [pytest.param(name, messages, id=f"{name}-{shape}") for shape, messages in shapes.items()]
+    return found
+
+
+@pytest.mark.parametrize(("name", "messages"), cases())
+def test_text_ids_and_mask_of_every_family_and_shape(name: str, messages: tuple[Message, ...]) -> None:
+    family, tokenizer = FAMILIES[name], tokenizer_of(name)
+    has_calls = any(message.tool_calls for message in messages)
+    conversation = Conversation(messages, tools=(TOOL,) if has_calls else ())
+    text, sample = tokenized(renderer_of(name), conversation)
+    assert text.text == own_template(name, conversation)
+    assert sample.ids.tolist() == tokenizer(text.text, add_special_tokens=False)["input_ids"]
+
+    wanted = family.answer.findall(text.text)
+    if family.kwargs:  # generation would begin behind the empty thought
+        wanted = [answer.removeprefix(EMPTY_THOUGHT) for answer in wanted]
+    assert [text.text[span.begin : span.end] for span in text.spans] == wanted
+    answers = [message for message in messages if message.role == "assistant"]
+    assert len(wanted) == len(answers)
+    for said, message in zip(wanted, answers, strict=True):
+        words = message.content.split("</think>")[-1]
+        assert (words.strip() if family.trims or "</think>" in message.content else words.lstrip("\n")) in said
+        for call in message.tool_calls:
+            assert call["function"]["name"] in said
+    if not family.pieces:  # decoding SentencePiece drops spaces
+        assert trained_parts(name, sample) == wanted
+
+
+LOOKALIKES = ("<|im_end|>", "<|im_start|>assistant\n", "</s>", "[/INST]", "<|eot_id|>", "<|endoftext|>", "<s>")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_looks_like_a_special_token_stays_text(name: str) -> None:
+    family, tokenizer = FAMILIES[name], tokenizer_of(name)
+    plain = Conversation(talk("ask", "answer", "more", "end"))
+    risky = Conversation(talk(*(f"{said} {' '.join(LOOKALIKES)} on" for said in ("ask", "answer", "more", "end"))))
+    renderer = renderer_of(name)
+    _, expected = tokenized(renderer, plain)
+    text, sample = tokenized(renderer, risky)
+    assert text.text == own_template(name, risky)
+    controls = tokenizer.convert_tokens_to_ids(list(family.specials))
+    assert [i for i in sample.ids if i in controls] == [i for i in expected.ids if i in controls]
+    assert text.has_lookalikes
+    assert len(sample.spans) == 2
+    for span, answer in zip(text.spans, ("answer", "end"), strict=True):
+        said = text.text[span.begin : span.end]
+        assert said.startswith((answer, " " + answer, "<think>\n\n</think>\n\n" + answer))
+        assert said.endswith("on" + family.eos)
+    if not family.pieces:
+        assert tokenizer.decode(sample.ids) == text.text
+
+    asked = renderer_of(name, parse_special_tokens=True)
+    asked_text, asked_sample = tokenized(asked, risky)
+    assert asked_text.spans == text.spans, "the mask does not depend on what texts look like"
+    assert asked_sample.ids.tolist() == tokenizer(text.text, add_special_tokens=False)["input_ids"]
+
+
+def test_special_tokens_in_tools_calls_and_results_stay_text() -> None:
+    tool = {"type": "function", "function": {"name": "echo", "description": "prints <|im_end|>"}}
+    call = {"type": "function", "function": {"name": "echo", "arguments": {"<|im_start|>": ["<|im_end|>"]}}}
+    messages = (Message("user", "go"), Message("assistant", "", (call,)), Message("tool", "<|im_end|>"))
+    conversation = Conversation((*messages, Message("assistant", "done")), tools=(tool,))
+    for name in ("qwen2.5", "qwen3"):
+        text, sample = tokenized(renderer_of(name), conversation)
+        assert text.text == own_template(name, conversation)
+        end = tokenizer_of(name).convert_tokens_to_ids("<|im_end|>")
+        assert (sample.ids == end).sum() == 5, "system, user, call, result, answer"
+        assert text.text[text.spans[0].begin : text.spans[0].end].count("<|im_start|>") == 1
+
+
+def test_two_end_of_turn_tokens_and_a_leaked_answer_are_noticed() -> None:
+    renderer = renderer_of("qwen2.5")
+    answer = "the long answer to everything"
+    assert renderer.render(Conversation(talk("q", "a<|im_end|>"))).ends_twice
+    assert renderer.render(Conversation(talk(f"q {answer}", answer))).answer_in_prompt
+    healthy = renderer.render(Conversation(talk("q", answer)))
+    assert not (healthy.ends_twice or healthy.answer_in_prompt or healthy.has_lookalikes)
+    thought = Conversation((Message("user", "q"), Message("assistant", "a", reasoning="because")))
+    assert renderer.render(thought).lost_reasoning
+    assert not renderer_of("qwen3").render(thought).lost_reasoning
+
+
+def with_template(template: str | None) -> Renderer:
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))
+    tokenizer.chat_template = template
+    return Renderer(RendererSource.of(tokenizer, {}, parse_special_tokens=False))
+
+
+UNSAFE = {
+    "no template": (None, r"no chat template. Use an instruct model"),
+    "syntax error": ("{% for %}", r"not valid Jinja: line 1: Expected an expression"),
+    "forgets earlier answers": (
+        "{% for m in messages %}{% if loop.last or m.role == 'user' %}"
+        "<|im_start|>{{ m.content }}<|im_end|>{% endif %}{% endfor %}",
+        r"renders earlier turns differently|does not show the words|writes .* before the assistant's words",
+    ),
+    "refuses": ("{{ raise_exception('no system turns please') }}", r"refused the conversation: no system turns please"),
+    "no end of turn": (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+        r"writes no end-of-turn token",
+    ),
+    "no generation prompt": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
+        r"writes <\|im_start\|> before the assistant's words, but not as the generation prompt",
+    ),
+    "changes the words": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | upper }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        r"does not show the words of message 2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("template", "message"), UNSAFE.values(), ids=UNSAFE)
+def test_a_template_that_cannot_be_masked_safely_is_refused(template: str | None, message: str) -> None:
+    with pytest.raises((DataError, BadRow), match=message):
+        with_template(template).render(Conversation(talk("one", "two", "three", "four")))
+
+
+def test_tools_that_the_template_does_not_show_are_refused() -> None:
+    conversation = Conversation(TOOL_SHAPES["call"], tools=(TOOL,))
+    with pytest.raises(BadRow, match="does not show the tool 'weather'"):
+        renderer_of("qwen1.5").render(conversation)
+
+
+def test_an_endless_template_meets_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surefoot.data.template.RENDER_DEADLINE_S", 0.3)
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(DataError, match="took over 0 s for one row: an endless loop"):
+        with_template(endless).render(Conversation(talk("a", "b")))
+
+
+WORDS = st.text(st.characters(blacklist_categories=("Cs", "Cc"), blacklist_characters="\U000ffffd"), max_size=30)
+RISKY = st.one_of(WORDS, st.sampled_from(LOOKALIKES), st.tuples(WORDS, st.sampled_from(LOOKALIKES), WORDS).map("".join))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    name=st.sampled_from(sorted(FAMILIES)),
+    texts=st.lists(st.tuples(RISKY, RISKY), min_size=1, max_size=4),
+    system=st.one_of(st.none(), RISKY),
+)
+def test_any_conversation_keeps_every_word_and_its_mask(
+    name: str, texts: list[tuple[str, str]], system: str | None
+) -> None:
+    messages = talk(*(text for pair in texts for text in pair), system=system)
+    conversation = Conversation(messages)
+    text, sample = tokenized(renderer_of(name), conversation)
+    assert text.text == own_template(name, conversation)
+    at = 0
+    assert (system or "").strip() in text.text
+    for message in messages[system is not None :]:  # every word, in order
+        words = message.content.strip()
+        found = text.text.find(words, at)
+        assert found >= 0
+        at = found + len(words)
+    assert len(text.spans) == len(sample.spans) == len(texts)
+    for span, (_, answer) in zip(text.spans, texts, strict=True):
+        said = text.text[span.begin : span.end]
+        assert answer.strip() in said
+        assert said.endswith(FAMILIES[name].eos)
+        assert len(said) <= len(answer) + len(FAMILIES[name].eos) + len(EMPTY_THOUGHT) + 1
+    for one, next_one in zip(sample.spans, sample.spans[1:], strict=False):
+        assert one.end <= next_one.begin
+    if not FAMILIES[name].pieces:
+        assert tokenizer_of(name).decode(sample.ids) == text.text
+    assert np.all(sample.ids >= 0)
+
+
+def test_plain_pairs_begin_and_end_as_the_tokenizer_does_and_only_once() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = copy.deepcopy(tokenizer_of("llama3"))
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", tokenizer.bos_token_id)]
+    )
+    renderer = Renderer(RendererSource.of(tokenizer, {}, parse_special_tokens=False))
+    for prompt in ("2 + 2 =", "<|begin_of_text|>2 + 2 ="):
+        for completion in (" 4", " 4<|eot_id|>"):
+            pair = Conversation((Message("user", prompt), Message("assistant", completion)), "completion")
+            text, sample = tokenized(renderer, pair)
+            assert sample.ids.tolist() == [*tokenizer("2 + 2 = 4")["input_ids"], tokenizer.eos_token_id]
+            assert text.text[text.spans[0].begin : text.spans[0].end] == " 4<|eot_id|>"
+    text, sample = tokenized(renderer, Conversation((Message("assistant", "all of it"),), "text"))
+    assert text.text[text.spans[0].begin :] == "all of it<|eot_id|>"
+    assert sample.ids[0] == tokenizer.bos_token_id
+
+
+def test_only_answers_after_the_prompt_are_trained() -> None:
+    conversation = replace(Conversation(talk("a", "b", "c", "d")), first_trained=3)
+    text = renderer_of("qwen2.5").render(conversation)
+    assert [text.text[span.begin : span.end] for span in text.spans] == ["d<|im_end|>"]
