@@ -42,20 +42,22 @@ def test_orders_are_deterministic_and_held_out_rows_are_new(orders: dict[str, An
 def test_the_real_model_renders_as_its_template_says_and_knows_paris() -> None:
     from transformers import AutoTokenizer
 
-    from surefoot.data.formats import Conversation, Message
-    from surefoot.data.render import Renderer
+    from surefoot.data.conversation import Conversation, Message
+    from surefoot.data.render import Rendered, Renderer, RendererSource
 
     folder = resolve_model(MODEL)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     turns = [("user", "Hi  there\n"), ("assistant", "Hello! 你好"), ("user", "Bye"), ("assistant", "See \n you ")]
-    sample_of = Renderer(tokenizer)
+    sample_of = Renderer(RendererSource.of(tokenizer, {}, parse_special_tokens=False))
     text = sample_of.render(Conversation(tuple(Message(r, c) for r, c in turns), "x:1"))  # type: ignore[arg-type]
     messages = [{"role": role, "content": content} for role, content in turns]
     assert text.text == tokenizer.apply_chat_template(messages, tokenize=False)
     assert text.text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
-    sample = sample_of.tokenize([text])[0]
+    (sample,) = sample_of.tokenize([text])
+    assert isinstance(sample, Rendered)
     assert sample.ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
-    assert tokenizer.decode(sample.ids[sample.trained]) == "Hello! 你好<|im_end|>See \n you <|im_end|>"
+    trained = [tokenizer.decode(sample.ids[span.begin : span.end]) for span in sample.spans]
+    assert trained == ["Hello! 你好<|im_end|>", "See \n you <|im_end|>"]
 
     model, tokenizer = surefoot.load(MODEL)
     question = [{"role": "user", "content": "What is the capital of France?"}]

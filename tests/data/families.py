@@ -1,4 +1,4 @@
-"""Model families as they meet a chat template: their special tokens, their kind of tokenizer, their documented format."""
+"""Model families as they meet a chat template: special tokens, kind of tokenizer, documented format."""
 
 import re
 from dataclasses import dataclass, field
@@ -13,6 +13,8 @@ HERE = Path(__file__).parent / "templates"
 WORDS = ["system user assistant tool ipython You are a helpful assistant. Count one two three four. <think> </think>"]
 CHATML = re.compile(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", re.DOTALL)
 LLAMA = re.compile(r"<\|start_header_id\|>assistant<\|end_header_id\|>\n\n(.*?<\|eot_id\|>)", re.DOTALL)
+MIXTRAL_ANSWER = re.compile(r" \[/INST\]( .*?</s>)", re.DOTALL)
+MISTRAL_ANSWER = re.compile(r"\[/(?:INST|TOOL_RESULTS)\]([^\[]*?</s>|\[TOOL_CALLS\].*?</s>)", re.DOTALL)
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
 
@@ -43,9 +45,9 @@ FAMILIES = {
     "qwen2.5": Family("qwen2.5", None, "<|im_end|>", QWEN, CHATML, True, True),
     "qwen3": Family("qwen3", None, "<|im_end|>", QWEN, CHATML, True, True),
     "qwen3-nothink": Family("qwen3", None, "<|im_end|>", QWEN, CHATML, True, True, kwargs={"enable_thinking": False}),
-    "mixtral": Family("mixtral", "<s>", "</s>", ("<s>", "</s>"), re.compile(r" \[/INST\]( .*?</s>)", re.S), pieces=True),
+    "mixtral": Family("mixtral", "<s>", "</s>", ("<s>", "</s>"), MIXTRAL_ANSWER, pieces=True),
     "mistral": Family(
-        "mistral", "<s>", "</s>", MISTRAL, re.compile(r"\[/(?:INST|TOOL_RESULTS)\]([^\[]*?</s>|\[TOOL_CALLS\].*?</s>)", re.S),
+        "mistral", "<s>", "</s>", MISTRAL, MISTRAL_ANSWER,
         True, pieces=True,
     ),
     "llama3": Family("llama3", "<|begin_of_text|>", "<|eot_id|>", LLAMA3, LLAMA, trims=True),

@@ -1,64 +1,247 @@
-"""Columns become conversations, or an error that says which message is wrong."""
+"""Every format users have becomes a conversation; what cannot be trained is named, never guessed."""
 
+import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from surefoot.data.formats import Message, to_conversation
-from surefoot.data.sources import Row
-from surefoot.errors import DataError
+from surefoot.data.conversation import BadRow, Conversation, Message
+from surefoot.data.formats import FORMATS, FormatSpec, Reader, detect, format_of
 
 USER = {"role": "user", "content": "hi"}
 ASSISTANT = {"role": "assistant", "content": "hello"}
 SYSTEM = {"role": "system", "content": "be brief"}
+TOOL = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
+WRAPPED = {"type": "function", "function": TOOL}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+RESULT = {"role": "tool", "content": "rain"}
 
 
-def convert(**columns: Any) -> Any:
-    return to_conversation(Row(columns, "data.jsonl:203"))
+def convert(spec: FormatSpec | None = None, keep_columns: bool = False, **columns: Any) -> Conversation:
+    spec = spec or FormatSpec()
+    return Reader(spec, format_of(spec, columns), keep_columns=keep_columns).read(columns)
 
 
-def test_messages() -> None:
-    found = convert(messages=[SYSTEM, USER, ASSISTANT, USER, ASSISTANT], source="kept elsewhere")
-    assert [message.role for message in found.messages] == ["system", "user", "assistant", "user", "assistant"]
-    assert found.messages[2] == Message("assistant", "hello")
-    assert not found.is_plain
+def turns(conversation: Conversation) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in conversation.messages]
 
 
-def test_prompt_and_completion_plain_and_conversational() -> None:
-    plain = convert(prompt="2 + 2 =", completion=" 4")
-    assert plain.is_plain
-    assert [message.content for message in plain.messages] == ["2 + 2 =", " 4"]
-    pair = convert(prompt=[SYSTEM, USER, ASSISTANT, USER], completion=[ASSISTANT])
-    assert pair.messages == convert(messages=[SYSTEM, USER, ASSISTANT, USER, ASSISTANT]).messages
-    assert pair.first_trained == 4, "assistant turns of the prompt are context"
+BRIEF = [("system", "be brief"), ("user", "hi"), ("assistant", "hello")]
 
 
-def test_null_and_empty_extras_are_no_content() -> None:
-    assert convert(messages=[USER, {**ASSISTANT, "tool_calls": None, "name": ""}]).messages[1].content == "hello"
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [
+        ("messages", {"messages": [SYSTEM, USER, ASSISTANT], "id": 7}),
+        ("messages", {"messages": json.dumps([SYSTEM, USER, ASSISTANT])}),
+        ("messages", {"messages": [USER, ASSISTANT], "system": "be brief"}),
+        ("messages", {"messages": [{"role": "developer", "content": "be brief"}, USER, ASSISTANT]}),
+        ("messages", {"messages": [SYSTEM, {"role": "user", "content": [{"type": "text", "text": "hi"}]}, ASSISTANT]}),
+        (
+            "messages",  # LLaMA-Factory v1
+            {
+                "messages": [
+                    {"role": "system", "content": [{"type": "text", "value": "be brief"}], "loss_weight": 0.0},
+                    {"role": "user", "content": [{"type": "text", "value": "hi"}], "loss_weight": 0.0},
+                    {"role": "assistant", "content": [{"type": "text", "value": "hello"}], "loss_weight": 1.0},
+                ]
+            },
+        ),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}],
+             "system": "be brief"},
+        ),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "system", "value": "be brief"}, {"from": "user", "value": "hi"},
+                               {"from": "assistant", "value": "hello"}]},
+        ),
+        ("alpaca", {"instruction": "hi", "input": "", "output": "hello", "system": "be brief"}),
+        ("query_response", {"query": "hi", "response": "hello", "system": "be brief", "history": None}),
+        ("prompt_completion", {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}),
+    ],
+)  # fmt: skip
+def test_one_conversation_in_every_format(name: str, columns: dict[str, Any]) -> None:
+    assert detect(columns) == name
+    found = convert(**columns)
+    assert turns(found) == BRIEF
+    assert found.kind == "chat"
+
+
+def test_alpaca_joins_instruction_and_input_and_history_comes_before() -> None:
+    row = {"instruction": "add", "input": "2 and 3", "output": "5", "history": [["hi", "hello"], ["who?", "me"]]}
+    said = [("user", "hi"), ("assistant", "hello"), ("user", "who?"), ("assistant", "me")]
+    assert turns(convert(**row)) == [*said, ("user", "add\n2 and 3"), ("assistant", "5")]
+
+
+def test_plain_pairs_and_plain_text() -> None:
+    pair = convert(prompt="2 + 2 =", completion=" 4")
+    assert (pair.kind, turns(pair)) == ("completion", [("user", "2 + 2 ="), ("assistant", " 4")])
+    text = convert(text="all of it")
+    assert (text.kind, turns(text)) == ("text", [("assistant", "all of it")])
+
+
+def test_answers_in_the_prompt_are_context() -> None:
+    found = convert(prompt=[SYSTEM, USER, ASSISTANT, USER], completion=[ASSISTANT])
+    assert found.first_trained == 4
+
+
+CALLED = [("user", "hi"), ("assistant", ""), ("tool", "rain"), ("assistant", "hello")]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT, ASSISTANT]},
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments":
+            '{"city": "Oslo"}'}}]}, RESULT, ASSISTANT]},
+        {"messages": [USER, {"role": "assistant", "content": "", "function_call": {"name": "weather", "arguments":
+            '{"city": "Oslo"}'}}, {"role": "function", "content": "rain"}, ASSISTANT]},
+        {"messages": [USER, {"role": "tool_call", "content": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
+            {"role": "tool_response", "content": "rain"}, ASSISTANT]},
+        {"conversations": [{"from": "human", "value": "hi"},
+            {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
+            {"from": "observation", "value": "rain"}, {"from": "gpt", "value": "hello"}]},
+        {"messages": [{"role": "system", "content": [{"type": "tools", "value": json.dumps([TOOL])}]},
+            {"role": "user", "content": [{"type": "text", "value": "hi"}]},
+            {"role": "assistant", "content": [{"type": "tool_call", "value": json.dumps(CALL["function"])}]},
+            {"role": "tool", "content": [{"type": "tool_result", "value": "rain"}]}, ASSISTANT]},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("tools", [[WRAPPED], [TOOL], json.dumps([TOOL])])
+def test_a_tool_call_in_every_dialect(columns: dict[str, Any], tools: Any) -> None:
+    found = convert(**columns, tools=tools)
+    assert turns(found) == CALLED
+    assert found.messages[1].tool_calls == (CALL,)
+    assert WRAPPED in found.tools
+
+
+def test_parallel_calls_and_words_before_them_are_one_turn() -> None:
+    call = {"role": "tool_call", "content": '{"name": "weather", "arguments": {"city": "Oslo"}}'}
+    found = convert(
+        messages=[USER, {**ASSISTANT, "content": "well"}, call, call, RESULT, RESULT, ASSISTANT], tools=[TOOL]
+    )
+    assert [role for role, _ in turns(found)] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert found.messages[1] == Message("assistant", "well", (CALL, CALL))
+
+
+def test_weights_reasoning_and_other_keys() -> None:
+    for key, value, weight in (("loss", False, 0), ("loss_weight", 0.5, 0.5), ("weight", 1, 1), ("train", True, 1)):
+        assert convert(messages=[USER, {**ASSISTANT, key: value}]).messages[1].weight == weight
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        assert convert(messages=[USER, {**ASSISTANT, key: "so"}]).messages[1].reasoning == "so"
+    message = convert(messages=[{**USER, "name": "ann", "tool_calls": None}, ASSISTANT]).messages[0]
+    assert message.as_template_input() == {**USER, "name": "ann"}
+
+
+def test_other_columns_are_kept_for_rewards_when_asked() -> None:
+    row = {"messages": [USER, ASSISTANT], "solution": "42", "rejected_response": "bye"}
+    assert convert(**row).columns == {}
+    assert convert(keep_columns=True, **row).columns == {"solution": "42", "rejected_response": "bye"}
+
+
+def test_columns_can_be_mapped() -> None:
+    spec = FormatSpec(columns={"query": "question", "response": "answer"})
+    assert turns(convert(spec, question="hi", answer="hello")) == BRIEF[1:]
+    with pytest.raises(BadRow, match="column 'answer', named in `columns`, is missing"):
+        convert(spec, question="hi")
+    forced = FormatSpec("alpaca")
+    assert turns(convert(forced, instruction="hi", output="hello", text="x")) == BRIEF[1:]
+
+
+def test_llamafactory_tags_rename_roles_and_keys() -> None:
+    tags = {"role_tag": "speaker", "content_tag": "said", "user_tag": "Q", "assistant_tag": "A", "system_tag": "S"}
+    rows = [{"speaker": who, "said": what} for who, what in zip("SQA", ("be brief", "hi", "hello"), strict=True)]
+    assert turns(convert(FormatSpec("sharegpt", tags=tags), conversations=rows)) == BRIEF
 
 
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"messages": [USER, USER, ASSISTANT]}, r"data.jsonl:203: roles out of order at message 2 of 3"),
-        ({"messages": [SYSTEM, ASSISTANT, USER, ASSISTANT]}, r"roles out of order at message 2 of 4"),
+        ({"question": "a", "answer": "b"}, r"columns \(answer, question\) fit no known format: messages .* `columns:"),
+        ({"messages": [USER, ASSISTANT], "text": "x"}, r"fit several formats: messages, text.*dataset_format: mess"),
+        ({"instruction": "a", "output": "b", "text": "x"}, r"fit several formats: alpaca, text"),
+        ({"messages": [USER, USER, ASSISTANT]}, r"roles out of order at message 2 of 3: user after user"),
+        ({"messages": [SYSTEM, ASSISTANT]}, r"roles out of order at message 2 of 2: assistant after system"),
+        ({"messages": [ASSISTANT, USER]}, r"roles out of order at message 1 of 2: assistant at the start"),
         ({"messages": [USER, SYSTEM, ASSISTANT]}, r"roles out of order at message 2 of 3"),
-        ({"messages": [USER, ASSISTANT, USER]}, r"roles out of order at message 3 of 3"),
+        ({"messages": [USER, RESULT, ASSISTANT]}, r"roles out of order at message 2 of 3: tool after user"),
+        ({"messages": [USER, ASSISTANT, USER]}, r"the conversation ends with user, not with the assistant"),
         ({"messages": [USER]}, r"no assistant turn, so there is nothing to train on \(roles: user\)"),
         ({"messages": []}, r"'messages' must be a non-empty list"),
-        ({"messages": "hi"}, r"'messages' must be a non-empty list .* found 'hi'"),
-        ({"messages": [USER, {"role": "bot", "content": "x"}]}, r"messages\[1\] has role 'bot'. Known roles"),
+        ({"conversations": []}, r"'conversations' must be a non-empty list"),
+        ({"messages": "hi"}, r"messages should be JSON, but is not"),
+        ({"messages": [USER, {"role": "bard", "content": "x"}]}, r"messages\[1\] has role 'bard'. Known roles"),
+        ({"messages": [USER, {"role": None, "content": "x"}]}, r"messages\[1\] has role None"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, r"messages\[1\] \(assistant\) has content None"),
         ({"messages": [USER, {"role": "assistant", "content": 4}]}, r"has content 4; it must be a text"),
         ({"messages": [USER, "hello"]}, r"messages\[1\] must be an object"),
-        ({"messages": [USER, {**ASSISTANT, "tool_calls": [1]}]}, r"has tool_calls, which this version does not train"),
+        ({"instruction": "a", "input": "", "output": None}, r"output is None; it must be a text"),
+        ({"query": 3, "response": "b"}, r"query is 3; it must be a text"),
+        ({"query": "a", "response": "b", "history": ["x"]}, r"'history' must be a list of \[question, answer\] pairs"),
         ({"prompt": "a", "completion": [ASSISTANT]}, r"prompt is a str and completion a list"),
         ({"prompt": "a", "completion": ""}, r"the completion is empty"),
-        ({"messages": [USER, ASSISTANT], "prompt": "a"}, r"ambiguous"),
+        ({"text": ""}, r"the text is empty"),
         ({"prompt": "a", "completion": "cut \ud83d"}, r"completion is no valid text at character 5"),
-        ({"question": "a", "answer": "b"}, r"columns \['answer', 'question'\] fit no known format"),
+        ({"prompt": "a\0b", "completion": "c"}, r"prompt holds a NUL character at position 2"),
+        ({"messages": [USER, {**ASSISTANT, "loss": "yes"}]}, r"loss='yes'; a weight in the loss is true, false"),
+        ({"messages": [USER, {**ASSISTANT, "weight": -1}]}, r"weight=-1"),
+        ({"messages": [{**USER, "loss": True}, ASSISTANT]}, r"only the assistant's turns take one"),
+        ({"messages": [USER, {**ASSISTANT, "tool_calls": [CALL]}]}, r"a tool call of 'weather', but the row has no"),
+        ({"messages": [USER, {**ASSISTANT, "tool_calls": [CALL]}], "tools": [{"name": "sun"}]}, r"row declares sun"),
+        ({"messages": [USER, {**ASSISTANT, "tool_calls": [1]}]}, r"a tool call without a function name: 1"),
+        (
+            {"messages": [USER, {**ASSISTANT, "tool_calls": [{"function": {"name": "f", "arguments": '{"a": '}}]}]},
+            r"calls f with malformed arguments",
+        ),
+        (
+            {"messages": [USER, {**ASSISTANT, "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+            r"calls f with arguments \[1\]; they must be an object",
+        ),
+        ({"messages": [USER, ASSISTANT], "tools": ["x"]}, r"tools holds 'x', which is no function with a name"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, ASSISTANT]},
+            r"messages\[0\], part 0 is of type image_url; this version trains on text only",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "smell"}]}, ASSISTANT]}, r"known part types"),
+        ({f"c{n}": n for n in range(10_000)}, r"\(c0, c1, .* \.\.\. \(10000 columns\)\) fit no known format"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_trained_is_named(columns: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(BadRow, match=message) as caught:
         convert(**columns)
+    assert len(str(caught.value)) < 700
+
+
+def test_ten_thousand_columns_beside_a_conversation_do_no_harm() -> None:
+    assert turns(convert(messages=[USER, ASSISTANT], **{f"c{n}": n for n in range(10_000)})) == BRIEF[1:]
+
+
+def test_a_row_of_another_format_than_its_file_is_refused() -> None:
+    reader = Reader(FormatSpec(), "messages")
+    with pytest.raises(BadRow, match="mixed formats: this row is alpaca, the file began as messages"):
+        reader.read({"instruction": "a", "output": "b"})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+KEYS = ("role", "from", "content", "value", "loss", "tool_calls", "reasoning_content", "name")
+MESSAGE = st.dictionaries(st.sampled_from(KEYS), JSON | st.sampled_from(["user", "assistant", "tool"]), max_size=4)
+NAMES = sorted({name for made in FORMATS.values() for name in made.required | made.optional})
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.sampled_from(NAMES), JSON | st.lists(MESSAGE, max_size=4), max_size=4))
+def test_any_row_is_a_conversation_or_is_refused_by_name(columns: dict[str, Any]) -> None:
+    try:
+        found = convert(**columns)
+    except BadRow:
+        return
+    assert any(message.role == "assistant" for message in found.messages)
+    assert all(isinstance(message.content, str) for message in found.messages)

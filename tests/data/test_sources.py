@@ -1,66 +1,154 @@
-"""Rows from files, and what is said of files that are broken."""
+"""Which files a dataset setting means."""
 
 import json
 from pathlib import Path
+from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
-from surefoot.data.sources import read_rows
+from surefoot.config import DatasetItem
+from surefoot.data.formats import FormatSpec
+from surefoot.data.sources import RowRange, find_sources
 from surefoot.errors import DataError
+from tests.conftest import write_jsonl
 
-ROWS = [{"prompt": "a", "completion": "b"}, {"prompt": "ü", "completion": "中文"}]
-
-
-def places(path: Path) -> list[tuple[str, object]]:
-    return [(row.place, row.columns) for row in read_rows(str(path))]
+ROW = {"prompt": "a", "completion": "b"}
 
 
-def test_json_lines_json_and_parquet_hold_the_same_rows(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n")
-    (tmp_path / "a.json").write_text(json.dumps(ROWS))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
-    for name in ("a.jsonl", "a.json", "a.parquet"):
-        assert places(tmp_path / name) == [(f"{name}:1", ROWS[0]), (f"{name}:2", ROWS[1])]
+def find(path: Path | str, **item: Any) -> Any:
+    (source,) = find_sources([DatasetItem(path=str(path), **item)], "run.yaml:2")
+    return source
 
 
-def test_several_files_are_read_in_order(tmp_path: Path) -> None:
-    for name in "ab":
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
-    found = read_rows([str(tmp_path / "b.jsonl"), str(tmp_path / "a.jsonl")])
-    assert [row.place for row in found] == ["b.jsonl:1", "a.jsonl:1"]
+def test_a_folder_gives_its_data_files_in_order_and_links_cannot_loop(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("b.jsonl", "a.json", "sub/c.parquet", ".hidden.jsonl", "notes.txt", "dataset_info.json", "state.json"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "sub" / "loop").symlink_to(tmp_path)
+    found = find(tmp_path)
+    assert [str(path.relative_to(tmp_path)) for path in found.files] == ["a.json", "b.jsonl", "sub/c.parquet"]
+    assert found.names == ("a.json", "b.jsonl", "c.parquet")
 
 
-def test_a_blank_line_keeps_later_line_numbers_right(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("\n" + json.dumps(ROWS[0]))
-    assert places(tmp_path / "a.jsonl")[0][0] == "a.jsonl:2"
+def test_files_of_one_name_are_shown_with_their_folders(tmp_path: Path) -> None:
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / "train.jsonl", [ROW])
+    assert find(tmp_path / "*" / "train.jsonl").names == ("x/train.jsonl", "y/train.jsonl")
+
+
+def test_a_split_picks_files_by_name_and_a_range_of_rows(tmp_path: Path) -> None:
+    for name in ("train-00000.jsonl", "train-00001.jsonl", "test.jsonl", "training.jsonl"):
+        write_jsonl(tmp_path / name, [ROW])
+    found = find(tmp_path, split="train[10%:20%]")
+    assert found.names == ("train-00000.jsonl", "train-00001.jsonl")
+    assert found.rows.of(1000) == (100, 200)
+    assert RowRange(None, "-5").of(20) == (0, 15)
+    assert RowRange("90%", None).of(7) == (6, 7)
+    with pytest.raises(DataError, match=r"no file belongs to split 'dev'"):
+        find(tmp_path, split="dev")
+    with pytest.raises(DataError, match=r"split=train\[: write a name, a range, or both"):
+        find(tmp_path, split="train[")
+
+
+def llamafactory(folder: Path) -> Path:
+    entries = {
+        "plain": {"file_name": "alpaca.jsonl"},
+        "mapped": {
+            "file_name": "alpaca.jsonl",
+            "num_samples": 5,
+            "columns": {"prompt": "q", "query": "more", "response": "a", "system": "who"},
+        },
+        "talk": {
+            "file_name": "talk.jsonl",
+            "formatting": "sharegpt",
+            "columns": {"messages": "turns", "tools": "functions"},
+            "tags": {"role_tag": "speaker", "content_tag": "said", "user_tag": "Q", "assistant_tag": "A"},
+        },
+        "gone": {"file_name": "gone.jsonl"},
+        "hub": {"hf_hub_url": "someone/something"},
+        "ranked": {"file_name": "alpaca.jsonl", "ranking": True},
+        "scripted": {"script_url": "x"},
+        "odd": {"file_name": "alpaca.jsonl", "formatting": "dolly"},
+    }
+    for name in ("alpaca.jsonl", "talk.jsonl"):
+        write_jsonl(folder / name, [ROW])
+    path = folder / "dataset_info.json"
+    path.write_text(json.dumps(entries))
+    return path
+
+
+def test_entries_of_dataset_info_json(tmp_path: Path) -> None:
+    info = llamafactory(tmp_path)
+    assert find(f"{info}:plain").spec == FormatSpec("alpaca")
+    mapped = find(tmp_path, name="mapped")
+    assert mapped.spec.columns == {"instruction": "q", "input": "more", "output": "a", "system": "who"}
+    assert mapped.rows.of(100) == (0, 5)
+    talk = find(info, name="talk")
+    assert (talk.spec.format, talk.spec.columns) == ("sharegpt", {"conversations": "turns", "tools": "functions"})
+    assert talk.spec.tags["role_tag"] == "speaker"
+    assert talk.files == (tmp_path / "talk.jsonl",)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "message"),
     [
-        ("a.jsonl", b'{"a": 1}\n{"a": \n', r"a.jsonl:2: not valid JSON"),
-        ("a.jsonl", b'{"a": 1}\n[1]\n', r"a.jsonl:2: expected a JSON object .* found a list"),
-        ("a.jsonl", b'{"a": 1}\n{"a": "\xe9"}\n', r"a.jsonl:2: not UTF-8: byte 0xe9 at byte 8"),
-        ("a.jsonl", b"", r"a.jsonl is empty \(0 bytes\) \(run.yaml:2\)"),
-        ("a.jsonl", b"\n \n", r"a.jsonl holds no rows"),
-        ("a.json", b'[{"a": 1},\n{"a": }]', r"a.json:2: not valid JSON"),
-        ("a.json", b'{"a": 1}', r"expected a JSON array of objects, found a dict"),
-        ("a.json", b"[]", r"holds no rows"),
-        ("a.jsonl", b"[" * 100_000, r"a.jsonl:1: (not valid JSON|JSON nested too deeply)"),
-        ("a.parquet", b"PAR1 nonsense", r"not a readable Parquet file"),
-        ("a.docx", b"x", r"'.docx' files are not read. Known: .jsonl"),
+        ("gone", r"entry 'gone': its file_name .*gone.jsonl does not exist \(run.yaml:2\)"),
+        ("none", r"has no dataset 'none'. It has: gone, hub, mapped"),
+        ("ranked", r"ranking dataset"),
+        ("scripted", r"uses script_url, which is not supported"),
+        ("odd", r"formatting 'dolly' is not known. Known: alpaca, sharegpt, openai"),
     ],
 )
-def test_broken_files_are_named_with_the_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    (tmp_path / name).write_bytes(content)
+def test_entries_that_cannot_be_used_are_named(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        list(read_rows(str(tmp_path / name), "run.yaml:2"))
+        find(llamafactory(tmp_path), name=name)
 
 
-def test_missing_files_and_folders(tmp_path: Path) -> None:
+def test_a_dataset_info_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="names several datasets"):
+        find(llamafactory(tmp_path))
+    (tmp_path / "dataset_info.json").write_text("[1]")
+    with pytest.raises(DataError, match="is no dataset_info.json"):
+        find(tmp_path / "dataset_info.json")
+    (tmp_path / "dataset_info.json").write_text("{")
+    with pytest.raises(DataError, match="cannot be read as JSON"):
+        find(tmp_path / "dataset_info.json")
+
+
+def test_what_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none.jsonl does not exist.*\(run.yaml:2\)"):
-        list(read_rows(str(tmp_path / "none.jsonl"), "run.yaml:2"))
-    with pytest.raises(DataError, match="is a folder"):
-        list(read_rows(str(tmp_path)))
+        find(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match=r"the folder holds no .jsonl"):
+        find(tmp_path)
+    with pytest.raises(DataError, match=r"the pattern matches no file"):
+        find(tmp_path / "*.jsonl")
+    (tmp_path / "a.docx").write_text("x")
+    with pytest.raises(DataError, match=r"'.docx' files are not read. Known: .jsonl"):
+        find(tmp_path / "a.docx")
+    (tmp_path / "self.jsonl").symlink_to(tmp_path / "self.jsonl")
+    with pytest.raises(DataError, match=r"self.jsonl cannot be read: Too many levels of symbolic links"):
+        find(tmp_path / "self.jsonl")
+
+
+def test_a_dataset_of_the_hub_that_cannot_be_fetched_is_named() -> None:
+    with pytest.raises(DataError, match=r"nobody/nothing \(split train\): no such file or folder here"):
+        find("nobody/nothing")
+
+
+def test_a_repository_of_the_hub_becomes_files_through_datasets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`datasets` builds a local folder as it builds a repository of the hub."""
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "repo").mkdir()
+    write_jsonl(tmp_path / "repo" / "train.jsonl", [ROW, ROW])
+    load = datasets.load_dataset
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset",
+        lambda _, subset, split: load(str(tmp_path / "repo"), subset, split=split, cache_dir=str(tmp_path / "cache")),
+    )
+    found = find("someone/something")
+    assert [path.suffix for path in found.files] == [".arrow"]
+    assert found.names[0].startswith("someone/something/")

@@ -194,7 +194,7 @@ def test_two_end_of_turn_tokens_and_a_leaked_answer_are_noticed() -> None:
     assert renderer.render(Conversation(talk("q", "a<|im_end|>"))).ends_twice
     assert renderer.render(Conversation(talk(f"q {answer}", answer))).answer_in_prompt
     healthy = renderer.render(Conversation(talk("q", answer)))
-    assert not (healthy.ends_twice or healthy.answer_in_prompt or healthy.has_lookalikes)
+    assert [healthy.ends_twice, healthy.answer_in_prompt, healthy.has_lookalikes] == [False] * 3
     thought = Conversation((Message("user", "q"), Message("assistant", "a", reasoning="because")))
     assert renderer.render(thought).lost_reasoning
     assert not renderer_of("qwen3").render(thought).lost_reasoning

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss_func
 
+from surefoot.data.dataset import Sample
 from surefoot.data.loader import MicroBatch, collate
-from surefoot.data.render import Sample
 from surefoot.models.build import BuiltModel, build_model
 from surefoot.models.lora import LoraSettings
 from surefoot.models.routing import LayerRouting, RoutingRecorder, expert_counts, load_balancing_loss
@@ -31,8 +31,7 @@ def samples(count: int) -> list[Sample]:
     made = []
     for index in range(count):
         ids = torch.randint(3, 500, (10 + 5 * index,), generator=generator).int().numpy()
-        trained = ids > 100
-        made.append(Sample(ids, trained, f"row {index}"))
+        made.append(Sample(ids, (ids > 100).astype("float32"), f"row {index}"))
     return made
 
 
@@ -78,7 +77,9 @@ def test_a_dense_model_has_no_routers() -> None:
 
 def aux_gradients(built: BuiltModel, batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
     objective = SftObjective(built, aux_loss_coef=0.5)
-    totals = Totals(sum(b.num_tokens for b in batches), sum(b.num_trained for b in batches))
+    totals = Totals(
+        sum(b.num_tokens for b in batches), sum(b.num_trained for b in batches), sum(b.trained_weight for b in batches)
+    )
     built.model.zero_grad()
     objective.begin_step(batches)
     total = 0.0
@@ -112,7 +113,7 @@ def test_the_loss_reaches_the_routers(model_folder: Callable[[str], Path]) -> No
         objective = SftObjective(built, aux_loss_coef=coefficient)
         built.model.zero_grad()
         objective.begin_step([batch])
-        objective.loss(batch, Totals(batch.num_tokens, batch.num_trained)).total.backward()
+        objective.loss(batch, Totals(batch.num_tokens, batch.num_trained, batch.trained_weight)).total.backward()
         gradients.append(built.model.model.layers[0].mlp.gate.weight.grad.clone())
     assert not torch.allclose(*gradients)
 
@@ -173,7 +174,7 @@ def test_checkpointing_gives_the_same_gradients(kind: str, model_folder: Callabl
         objective = SftObjective(built, aux_loss_coef=0.1 if kind == "mixtral" else 0.0)
         batch = collate(samples(3))
         objective.begin_step([batch])
-        objective.loss(batch, Totals(batch.num_tokens, batch.num_trained)).total.backward()
+        objective.loss(batch, Totals(batch.num_tokens, batch.num_trained, batch.trained_weight)).total.backward()
         found.append({n: p.grad for n, p in built.model.named_parameters() if p.grad is not None})
     assert found[0].keys() == found[1].keys()
     for name, value in found[0].items():

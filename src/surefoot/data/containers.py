@@ -4,6 +4,7 @@ Rows come in chunks: the unit of preparing, caching and shuffling. What a chunk 
 Knows nothing of what the columns mean.
 """
 
+import codecs
 import csv
 import gzip
 import hashlib
@@ -307,7 +308,8 @@ class _Text:
     """A window of decoded text over a file of JSON, which grows to the size of one value."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._file = io.TextIOWrapper(file, "utf-8-sig")
+        self._file = file
+        self._utf8 = codecs.getincrementaldecoder("utf-8-sig")()
         self._decoder = json.JSONDecoder()
         self._text = ""
         self._counted = 0
@@ -324,7 +326,11 @@ class _Text:
     def _more(self) -> bool:
         """Drop what is behind, read on; False at the end of the file."""
         try:
-            piece = self._file.read(max(READ_BYTES, len(self._text) - self.position))
+            while True:
+                content = self._file.read(max(READ_BYTES, len(self._text) - self.position))
+                piece = self._utf8.decode(content, final=not content)
+                if piece or not content:
+                    break
         except UnicodeDecodeError as error:
             raise _Broken(
                 f": not UTF-8: {error.reason} (byte 0x{error.object[error.start]:02x}). Save it as UTF-8"
@@ -370,7 +376,7 @@ class _Text:
 
 def _csv(file: IO[bytes]) -> Iterator[Row]:
     csv.field_size_limit(MAX_ROW_BYTES)
-    reader = csv.reader(_without_nul(io.TextIOWrapper(file, "utf-8-sig", newline="")))
+    reader = csv.reader(_without_nul(codecs.iterdecode(file, "utf-8-sig")))
     try:
         header = next(reader, None)
         if not header:

@@ -1,0 +1,165 @@
+"""Rows from files, the same in every container; and what is said of files that are broken."""
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from surefoot.data import containers
+from surefoot.data.containers import MAX_ROW_BYTES, Row, kind_of, read_chunk, scan, stream_chunks
+from surefoot.errors import DataError
+
+ROWS = [{"prompt": "a\nb", "completion": "b"}, {"prompt": "ü,\"'", "completion": "中文"}]
+
+
+def rows_of(path: Path) -> list[Row]:
+    chunks = scan(path).chunks
+    if chunks is None:
+        return [row for _, rows in stream_chunks(path) for row in rows]
+    return [row for chunk in chunks for row in read_chunk(path, chunk)]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    kind, compression = kind_of(path) or ("", "")
+    content = {
+        "jsonl": lines,
+        "json": json.dumps(rows, indent=1).encode(),
+        "csv": ("prompt,completion\n" + "".join(
+            ",".join('"' + str(v).replace('"', '""') + '"' for v in row.values()) + "\n" for row in rows)).encode(),
+    }.get(kind)  # fmt: skip
+    if content is not None:
+        pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[compression]
+        path.write_bytes(pack(content))
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        table = pyarrow.Table.from_pylist(rows)
+        new = pyarrow.ipc.new_stream if "stream" in path.name else pyarrow.ipc.new_file
+        with new(path, table.schema) as writer:
+            writer.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("a.jsonl", [1, 2]), ("a.ndjson", [1, 2]), ("a.jsonl.gz", [1, 2]), ("a.jsonl.zst", [1, 2]), ("a.json", [2, 6]),
+        ("a.json.gz", [2, 6]), ("a.csv", [2, 4]), ("a.csv.zst", [2, 4]), ("a.parquet", [1, 2]), ("a.arrow", [1, 2]),
+        ("a.stream.arrow", [1, 2]),
+    ],
+)  # fmt: skip
+def test_every_container_holds_the_same_rows(tmp_path: Path, name: str, lines: list[int]) -> None:
+    found = rows_of(write(tmp_path / name, ROWS))
+    assert [row.columns for row in found] == ROWS
+    assert [row.line for row in found] == lines
+
+
+def test_objects_that_share_a_line_are_numbered(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([*ROWS, *ROWS]))
+    assert [row.line for row in rows_of(tmp_path / "a.json")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("read_bytes", [3, 7, 64])
+def test_a_json_array_is_read_in_pieces_of_any_size(
+    tmp_path: Path, read_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(containers, "READ_BYTES", read_bytes)
+    rows = [{"prompt": "x" * n, "completion": 'é\n"[{', "n": [n, {"a": None}]} for n in range(40)]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n\n")
+    found = rows_of(path)
+    assert [row.columns for row in found] == rows
+    text = path.read_text().splitlines()
+    assert all(text[row.line - 1].strip() == "{" for row in found)
+
+
+def test_chunks_cut_a_file_at_rows_and_keep_line_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(containers, "CHUNK_ROWS", 3)
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n\n".join(json.dumps({"n": n}) for n in range(8)) + "\n\n\n")
+    chunks = scan(path).chunks
+    assert chunks is not None
+    assert [(chunk.first_row, chunk.num_rows) for chunk in chunks] == [(0, 3), (3, 3), (6, 2)]
+    found = [[(row.line, row.columns["n"]) for row in read_chunk(path, chunk)] for chunk in chunks]
+    assert found == [[(1, 0), (3, 1), (5, 2)], [(7, 3), (9, 4), (11, 5)], [(13, 6), (15, 7)]]
+    same = write(tmp_path / "b.jsonl.gz", [{"n": n} for n in range(8)])
+    assert [(chunk.first_row, chunk.num_rows) for chunk, _ in stream_chunks(same)] == [(0, 3), (3, 3), (6, 2)]
+
+
+def test_columnar_files_do_not_invent_null_keys(tmp_path: Path) -> None:
+    rows = [{"m": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [{"x": 1}]}]}]
+    for name in ("a.parquet", "a.arrow"):
+        assert rows_of(write(tmp_path / name, rows))[0].columns == rows[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "problem"),
+    [
+        (b'{"a": 1}\n{"a": \n', 2, r"not valid JSON: Expecting value"),
+        (b'{"a": 1}\n[1]\n', 2, r"expected a JSON object .* found a list"),
+        (b'{"a": 1}\n{"a": "\xe9"}\n', 2, r"not UTF-8: byte 0xe9 at byte 8"),
+        ('{"a": 1}\n'.encode("utf-16"), 1, r"not UTF-8: .* It looks like UTF-16"),
+        (b'{"a": "x\0y"}\n', 1, r"not valid JSON: .*The line holds a NUL byte"),
+        (b"[" * 100_000, 1, r"not valid JSON|JSON nested too deeply"),
+    ],
+)
+def test_a_line_that_is_no_row_says_why(tmp_path: Path, content: bytes, line: int, problem: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    bad = [row for row in rows_of(path) if row.problem]
+    assert bad[0].line == line
+    assert re.search(problem, str(bad[0].problem))
+
+
+def test_a_row_of_fifty_megabytes_is_refused_without_reading_it_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with open(path, "wb") as file:
+        file.write(b'{"text": "' + b"x" * 50_000_000 + b'"}\n{"text": "after"}\n')
+    first, second = rows_of(path)
+    assert first.problem is not None
+    assert f"the row has 47.7 MiB; rows over {MAX_ROW_BYTES >> 20} MiB are not read" in first.problem
+    assert (second.columns, second.line) == ({"text": "after"}, 2)
+    (tmp_path / "b.json").write_text(json.dumps([{"text": "x" * 10_000_000}, {"text": "after"}]))
+    first, second = rows_of(tmp_path / "b.json")
+    assert "rows over" in str(first.problem)
+    assert second.columns == {"text": "after"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'[{"a": 1},\n{"a": }]', r"a.json:2: not valid JSON: Expecting value"),
+        ("a.json", b'[\n{"a": 1},\n{"a": "cut', r"a.json:3: the JSON array is cut short"),
+        ("a.json", b'[\n{"a": 1}\n', r"a.json:\d: the JSON array is cut short"),
+        ("a.json", b'[{"a": 1}]\n{"a": 2}', r"a.json:2: '\{' after the end of the array"),
+        ("a.json", b'{"a": 1}\n', r"a.json:1: expected a JSON array of objects.*JSON lines"),
+        ("a.json", b'[{"a": "\xe9"}]', r"a.json: not UTF-8"),
+        ("a.csv", b"a,a\n1,2\n", r"a.csv:1: the header names a column twice"),
+        ("a.csv", b"a,b\n1,\0\n", r"a.csv:2: the line holds a NUL byte"),
+        ("a.csv", b"a,b\n1,\xe9\n", r"a.csv:\d: not UTF-8"),
+        ("a.parquet", b"PAR1 nonsense", r"not a readable Parquet file"),
+        ("a.arrow", b"ARROW1 nonsense", r"not a readable Arrow file"),
+        ("a.jsonl.gz", b"nonsense", r"a.jsonl.gz: cannot be read: Not a gzipped file"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 999)[:-12], r"a.jsonl.gz: cannot be read: .*end"),
+        ("a.jsonl.zst", b"nonsense", r"a.jsonl.zst: not readable as Zstandard"),
+    ],
+)
+def test_a_file_that_is_broken_as_a_whole_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        rows_of(tmp_path / name)
+
+
+def test_a_csv_row_with_too_few_values_is_a_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n3\n")
+    good, bad = rows_of(tmp_path / "a.csv")
+    assert good.columns == {"a": "1", "b": "2"}
+    assert (bad.line, bad.problem) == (3, "1 values for 2 columns. Is a text not in quotes?")

@@ -1,0 +1,174 @@
+"""Samples are cut, weighted and counted as the settings say; every row read is trained, truncated or skipped."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from surefoot.config import DatasetItem
+from surefoot.data import containers
+from surefoot.data.dataset import Counts, Dataset
+from surefoot.data.findings import data_findings
+from surefoot.errors import DataError
+from tests.conftest import VOCAB_SIZE, counting_rows, write_jsonl
+from tests.data.opening import open_dataset, prepared
+
+
+@pytest.fixture
+def counting(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "data.jsonl", counting_rows(12))
+
+
+def lengths(dataset: Dataset) -> list[int]:
+    return [len(sample.ids) for sample in dataset]
+
+
+def trained_text(dataset: Dataset, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    return [tokenizer.decode(sample.ids[sample.weights > 0]) for sample in dataset]
+
+
+def talk(*answers: Any, **columns: Any) -> dict[str, Any]:
+    turns: list[dict[str, Any]] = []
+    for answer in answers:
+        extra = answer if isinstance(answer, dict) else {"content": answer}
+        turns += [{"role": "user", "content": "go on"}, {"role": "assistant", **extra}]
+    return {"messages": turns, **columns}
+
+
+def test_rows_read_are_trained_truncated_or_skipped(counting: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    whole = prepared(counting, tokenizer)
+    assert whole.counts() == Counts(12, 12)
+    limit = sorted(lengths(whole))[6]
+    for truncation in ("drop", "right", "left"):
+        cut = prepared(counting, tokenizer, max_length=limit, truncation=truncation)
+        counts = cut.counts()
+        assert counts.read == 12 == counts.trained + counts.truncated + counts.skipped
+        assert max(lengths(cut)) <= limit
+        assert (counts.skipped > 0) == (truncation == "drop")
+        assert len(list(cut.skipped())) == counts.skipped
+        for sample, full in zip(cut, (s for s in whole if truncation != "drop" or len(s.ids) <= limit), strict=True):
+            kept = slice(-limit, None) if truncation == "left" else slice(limit)
+            assert sample.ids.tolist() == full.ids[kept].tolist()
+            assert sample.weights.tolist() == full.weights[kept].tolist()
+    assert prepared(counting, tokenizer, max_length=limit, truncation="right").counts().cut_inside > 0
+    assert prepared(counting, tokenizer, max_length=limit, truncation="left").counts().cut_inside == 0
+
+
+def test_a_row_cut_until_nothing_is_trained_is_skipped(counting: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(DataError, match="no row of 12 is left to train on: 12 were skipped, the first data.jsonl:1"):
+        prepared(counting, tokenizer, max_length=10, truncation="right")
+
+
+def test_rows_too_long_are_an_error_by_default(counting: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(DataError, match=r"\d+ of 12 rows are longer than max_length=60: the first is data.jsonl:\d"):
+        prepared(counting, tokenizer, max_length=60)
+
+
+def test_a_tokenizer_of_another_model_is_noticed(counting: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(DataError, match=r"data.jsonl:\d+: token id \d+ is outside the model's vocabulary of 50"):
+        prepared(counting, tokenizer, vocab_size=50)
+    dataset = open_dataset(counting, tokenizer, vocab_size=50, is_lenient=True)
+    dataset.preparation.run()
+    assert [finding.code for finding in data_findings(dataset)] == ["SF505"]
+
+
+def test_what_is_trained_on(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [talk("one", "two", "three")])
+    read = {train_on: trained_text(prepared(path, tokenizer, train_on=train_on), tokenizer)
+            for train_on in ("assistant", "last_assistant", "all")}  # fmt: skip
+    assert read["assistant"] == ["one<|im_end|>two<|im_end|>three<|im_end|>"]
+    assert read["last_assistant"] == ["three<|im_end|>"]
+    assert read["all"][0].startswith("<|im_start|>system")
+
+
+def test_weights_of_rows_win(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [talk({"content": "one", "loss": False}, {"content": "two", "loss_weight": 0.25}, "three"),
+            talk({"content": "four", "weight": 0})]  # fmt: skip
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    dataset = prepared(path, tokenizer)
+    assert dataset.counts() == Counts(2, 1, 0, 1)
+    assert list(dataset.skipped()) == [("a.jsonl:2", "no token of it is trained")]
+    (sample,) = dataset
+    for weight, text in ((0.25, "two<|im_end|>"), (1.0, "three<|im_end|>")):
+        assert tokenizer.decode(sample.ids[sample.weights == weight]) == text
+
+
+def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [talk("one"), {"messages": []}, talk("two"), {"instruction": "a", "output": "b"}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(
+        DataError, match=r"a.jsonl:2: 'messages' must be .*1 more rows .*on_bad_row: skip \(run.yaml:2\)"
+    ):
+        prepared(path, tokenizer)
+    dataset = prepared(path, tokenizer, skip_bad_rows=True)
+    assert dataset.counts() == Counts(4, 2, 0, 2)
+    assert [place for place, _ in dataset.skipped()] == ["a.jsonl:2", "a.jsonl:4"]
+    assert [sample.place for sample in dataset] == ["a.jsonl:1", "a.jsonl:3"]
+
+
+def test_a_range_of_rows_and_several_sources(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(containers, "CHUNK_ROWS", 4)
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", [talk(f"{name}{n}") for n in range(10)])
+    items = [
+        DatasetItem(path=str(tmp_path / "b.jsonl"), split="[80%:]"),
+        DatasetItem(path=str(tmp_path / "a.jsonl"), split="[3:5]"),
+    ]
+    dataset = prepared(items, tokenizer)
+    assert [sample.place for sample in dataset] == ["b.jsonl:9", "b.jsonl:10", "a.jsonl:4", "a.jsonl:5"]
+    assert dataset.counts() == Counts(4, 4)
+
+
+def test_held_out_samples_are_told_by_content(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [talk(f"answer {n % 50}") for n in range(200)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    train, held_out = (prepared(path, tokenizer, eval_fraction=0.3, side=side) for side in ("train", "eval"))
+    texts = [set(trained_text(side, tokenizer)) for side in (train, held_out)]
+    assert not texts[0] & texts[1], "equal samples fall on one side"
+    assert train.counts().read + held_out.counts().read == 200
+    assert 20 < held_out.counts().read < 100
+    assert data_findings(train, held_out) == []
+
+
+def test_other_columns_are_kept_when_asked(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [talk("one", solution=[1, {"a": "é"}]), talk("two")])
+    dataset = prepared(path, tokenizer, keep_columns=True)
+    assert [dataset.columns(0, sample) for sample in (0, 1)] == [{"solution": [1, {"a": "é"}]}, {}]
+
+
+def test_findings_of_data_that_train_but_should_not(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    leak = "a long answer that is given away"
+    rows = [
+        talk("one<|im_end|>"),
+        {"messages": [{"role": "user", "content": leak}, {"role": "assistant", "content": leak}]},
+        talk({"content": "x", "reasoning_content": "because"}),
+        *(talk(f"a rather long answer number {n} that goes on and on") for n in range(4)),
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    dataset = prepared(path, tokenizer, max_length=75, truncation="right", vocab_size=VOCAB_SIZE)
+    found = {finding.code: finding for finding in data_findings(dataset, dataset)}
+    assert set(found) == {"SF502", "SF504", "SF506", "SF507", "SF508", "SF509"}
+    assert found["SF502"].evidence == {"rows": 1, "of": 7, "first": "a.jsonl:1"}
+    assert found["SF504"].evidence["first"] == "a.jsonl:2"
+
+
+def test_healthy_data_have_no_finding(counting: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    assert data_findings(prepared(counting, tokenizer, vocab_size=VOCAB_SIZE)) == []
+
+
+def test_the_same_content_has_the_same_fingerprint(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    for name, count in (("a", 3), ("b", 3), ("c", 4)):
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "data.jsonl", counting_rows(count))
+    a, b, c = (open_dataset(tmp_path / name / "data.jsonl", tokenizer).fingerprint() for name in "abc")
+    assert a == b != c
+
+
+def test_tokens_of_the_whole_file_are_those_of_its_rows(counting: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    for row, sample in zip(counting_rows(12), prepared(counting, tokenizer), strict=True):
+        assert sample.ids.tolist() == tokenizer.apply_chat_template(row["messages"], return_dict=False)
+        assert sample.ids.dtype == np.int32

@@ -1,0 +1,237 @@
+"""Shards are made once, by workers, and shared; a kill loses only the shard in work; failures are named."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from surefoot.data import preparation as preparation_module
+from surefoot.data.dataset import Dataset
+from surefoot.data.preparation import Progress
+from surefoot.errors import DataError
+from surefoot.storage import cache_folder
+from tests.conftest import counting_rows, make_tokenizer, write_jsonl
+from tests.data.opening import open_dataset, prepared
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def always_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation_module, "SMALL_BYTES", 0)
+
+
+def samples(dataset: Dataset) -> list[tuple[list[int], list[float], str]]:
+    return [(sample.ids.tolist(), sample.weights.tolist(), sample.place) for sample in dataset]
+
+
+def shards() -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in cache_folder().rglob("*.safetensors")}
+
+
+def big_file(path: Path, rows: int = 9000) -> Path:
+    return write_jsonl(path, [{**row, "n": n} for n, row in enumerate(counting_rows(rows))])
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_workers_prepare_what_one_process_prepares(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = big_file(tmp_path / "a.jsonl")
+    if suffix.endswith(".gz"):
+        subprocess.run(["gzip", "-k", str(path)], check=True)
+        path = tmp_path / "a.jsonl.gz"
+    alone = samples(prepared(path, tokenizer, num_workers=0))
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "other"))
+    monkeypatch.setattr(preparation_module, "SMALL_BYTES", 0)
+    seen: list[Progress] = []
+    dataset = open_dataset(path, tokenizer, num_workers=2)
+    dataset.preparation._on_progress = seen.append
+    dataset.prepare()
+    assert samples(dataset) == alone
+    assert len(alone) == 9000
+    assert seen[-1].rows == 9000
+    assert seen[-1].rows_per_second > 0
+    if suffix == ".jsonl":
+        assert seen[-1].eta_s == 0
+
+
+def test_what_is_prepared_is_prepared_once(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", counting_rows(20))
+    first = samples(prepared(path, tokenizer))
+    before = shards()
+    assert samples(prepared(path, tokenizer, max_length=9999, train_on="assistant")) == first
+    assert shards() == before
+    tokenizer_of_another_model = make_tokenizer()
+    tokenizer_of_another_model.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"  # noqa: E501
+    assert samples(prepared(path, tokenizer_of_another_model)) != first
+    assert len(shards()) == 2
+
+
+def test_a_changed_file_is_prepared_anew(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", counting_rows(20))
+    old = time.time() - 1000
+    os.utime(path, (old, old))
+    assert prepared(path, tokenizer).counts().read == 20
+    assert list(cache_folder().glob("data/scans/*.json")), "an old file's content is remembered by its stamp"
+    assert prepared(path, tokenizer).counts().read == 20
+    write_jsonl(path, counting_rows(21))
+    assert prepared(path, tokenizer).counts().read == 21
+
+
+PREPARE = """
+import sys
+from pathlib import Path
+from tests.conftest import make_tokenizer
+from tests.data.opening import open_dataset
+from surefoot.data import preparation
+preparation.SMALL_BYTES = 0
+dataset = open_dataset(Path(sys.argv[1]), make_tokenizer(), num_workers=2)
+dataset.preparation._on_progress = lambda progress: print(progress.rows, flush=True)
+dataset.preparation.run()
+print("done", flush=True)
+"""
+
+
+def start_preparing(path: Path) -> subprocess.Popen[str]:
+    root = Path(__file__).parents[2]
+    return subprocess.Popen(
+        [sys.executable, "-c", PREPARE, str(path)], cwd=root, stdout=subprocess.PIPE, text=True, env=os.environ.copy()
+    )
+
+
+@pytest.mark.usefixtures("always_workers")
+def test_after_a_kill_preparing_goes_on_where_it_stopped(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = big_file(tmp_path / "a.jsonl", 30_000)
+    process = start_preparing(path)
+    assert process.stdout is not None
+    for _ in range(2):
+        assert process.stdout.readline()
+    process.kill()
+    process.wait(timeout=30)
+    process.stdout.close()
+    deadline = time.monotonic() + 30
+    while any("surefoot.data.prepare" in name for name in command_lines()):  # workers end with their jobs
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    kept = shards()
+    assert 2 <= len(kept) < 8
+    dataset = prepared(path, tokenizer, num_workers=2)
+    assert dataset.counts().read == 30_000
+    assert kept.items() <= shards().items(), "shards that were there are not made again"
+    again = [(sample[0], sample[1]) for sample in samples(dataset)[:40]]
+    assert again == [
+        (sample[0], sample[1])
+        for sample in samples(prepared(write_jsonl(tmp_path / "b.jsonl", counting_rows(40)), tokenizer))
+    ]
+
+
+def command_lines() -> list[str]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            line = (entry / "cmdline").read_text()
+            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+        except (OSError, UnicodeDecodeError):
+            continue
+        if state != "Z":
+            found.append(line)
+    return found
+
+
+def test_two_processes_share_one_preparation(tmp_path: Path) -> None:
+    path = big_file(tmp_path / "a.jsonl", 20_000)
+    processes = [start_preparing(path) for _ in range(2)]
+    printed = [process.communicate(timeout=100)[0].split() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert [lines[-1] for lines in printed] == ["done", "done"]
+    assert sum(len(lines) - 1 for lines in printed) == 5, "five chunks, each prepared by one of them"
+
+
+@pytest.mark.usefixtures("always_workers")
+def test_training_data_can_be_asked_for_while_the_rest_is_prepared(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = big_file(tmp_path / "a.jsonl", 20_000)
+    dataset = open_dataset(path, tokenizer, num_workers=1)
+    dataset.preparation.start([(0, 4), (0, 2)])
+    usable = dataset.usable(4)
+    assert len(usable.samples) == 20_000 - 4 * 4096
+    assert not dataset.preparation.is_complete
+    assert dataset.counts().read < 20_000
+    dataset.preparation.finish()
+    assert dataset.counts().read == 20_000
+
+
+@pytest.mark.usefixtures("always_workers")
+def test_stopping_ends_the_workers_and_keeps_the_shards(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    dataset = open_dataset(big_file(tmp_path / "a.jsonl", 60_000), tokenizer, num_workers=1)
+    dataset.preparation.start([])
+    dataset.usable(0)
+    dataset.preparation.stop()
+    assert not any("surefoot.data.prepare" in line for line in command_lines())
+    assert 1 <= len(shards()) < 15
+
+
+def broken_template() -> PreTrainedTokenizerFast:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for %}"
+    return tokenizer
+
+
+@pytest.mark.usefixtures("always_workers")
+@pytest.mark.parametrize("background", [False, True])
+def test_a_failure_in_a_worker_reaches_the_user(tmp_path: Path, background: bool) -> None:
+    dataset = open_dataset(big_file(tmp_path / "a.jsonl", 5000), broken_template(), num_workers=1)
+    if background:
+        dataset.preparation.start([])
+    with pytest.raises(DataError, match=r"a.jsonl:\d+: the chat template is not valid Jinja: line 1"):
+        dataset.usable(0) if background else dataset.prepare()
+
+
+@pytest.mark.usefixtures("always_workers")
+def test_a_killed_worker_is_named_with_its_signal(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    dataset = open_dataset(big_file(tmp_path / "a.jsonl", 60_000), tokenizer, num_workers=1)
+    dataset.preparation._on_progress = lambda _: kill_workers()
+    with pytest.raises(DataError, match=r"a.jsonl: a worker process was killed by signal 9 while it prepared chunk \d"):
+        dataset.prepare()
+    assert shards(), "what was prepared is kept"
+
+
+def kill_workers() -> None:
+    for entry in Path("/proc").iterdir():
+        try:
+            is_worker = "surefoot.data.prepare" in (entry / "cmdline").read_text()
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, UnicodeDecodeError):
+            continue
+        if is_worker and parent != os.getpid():
+            os.kill(int(entry.name), signal.SIGKILL)
+
+
+def test_a_missing_an_empty_and_a_blank_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    for name, content in (("empty.jsonl", ""), ("blank.jsonl", "\n \n"), ("none.json", "[]")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(DataError, match=rf"{name} (is empty \(0 bytes\)|holds no rows).*\(run.yaml:2\)"):
+            open_dataset(tmp_path / name, tokenizer)
+
+
+def progress_of(rows: int, done: int, total: int, seconds: float) -> Any:
+    return Progress(rows, done, total, seconds)
+
+
+def test_progress_tells_rate_and_time_left() -> None:
+    halfway = progress_of(100, 50, 100, 2.0)
+    assert halfway.rows_per_second == 50
+    assert halfway.eta_s == 2.0
+    assert progress_of(10, 0, 0, 0.0).eta_s is None
