@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from surefoot.storage import cache_folder
 
 VOCAB_SIZE = 512
 SIZES: dict[str, Any] = {
@@ -85,6 +87,20 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
     fast.chat_template = CHATML
     return fast
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache of their own for the tests' data; models that were fetched stay where they are."""
+    folder, models = tmp_path_factory.mktemp("cache"), cache_folder() / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    (folder / "models").symlink_to(models.resolve())
+    before = os.environ.get("SUREFOOT_CACHE")
+    os.environ["SUREFOOT_CACHE"] = str(folder)
+    yield folder
+    os.environ.pop("SUREFOOT_CACHE")
+    if before is not None:
+        os.environ["SUREFOOT_CACHE"] = before
 
 
 @pytest.fixture(scope="session")

@@ -76,7 +76,8 @@ def test_upcycle(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
 BAD_ROWS: dict[str, tuple[Any, str]] = {
     "roles": ({"messages": [{"role": "assistant", "content": "a"}] * 2}, "bad.jsonl:3: roles out of order"),
     "no assistant": ({"messages": [{"role": "user", "content": "a"}]}, "bad.jsonl:3: no assistant turn"),
-    "no format": ({"text": "a"}, "bad.jsonl:3: columns ['text'] fit no known format"),
+    "no format": ({"story": "a"}, "bad.jsonl:3: the columns (story) fit no known format"),
+    "mixed": ({"text": "a"}, "bad.jsonl:3: mixed formats: this row is text, the file began as messages"),
 }
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_public_surface_is_what_is_listed() -> None:
-    assert surefoot.__all__ == ["__version__", "complete", "export", "load", "train", "upcycle"]
+    assert surefoot.__all__ == ["__version__", "complete", "describe_data", "export", "load", "train", "upcycle"]
     assert all(getattr(surefoot, name) for name in surefoot.__all__)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from surefoot.config import RunConfig, as_yaml, changed_fields, load_config
+from surefoot.config import DatasetItem, RunConfig, as_yaml, changed_fields, load_config
 from surefoot.config.schema import ALIASES, FREE_ON_RESUME
 from surefoot.errors import ConfigError
 
@@ -39,8 +39,9 @@ def test_paths_are_relative_to_the_file_and_overrides_to_the_current_folder(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     run = load(tmp_path, "eval_dataset: [a.jsonl, ../b.jsonl]\n", "output_dir=here")
-    assert run.dataset == str(tmp_path / "train.jsonl")
-    assert run.eval_dataset == [str(tmp_path / "a.jsonl"), str(tmp_path.parent / "b.jsonl")]
+    assert run.dataset == [DatasetItem(path=str(tmp_path / "train.jsonl"))]
+    assert run.eval_dataset is not None
+    assert [item.path for item in run.eval_dataset] == [str(tmp_path / "a.jsonl"), str(tmp_path.parent / "b.jsonl")]
     assert run.output_dir == str(tmp_path / "elsewhere" / "here")
     assert run.model == "some/model", "a hub id is no path"
 
@@ -61,6 +62,10 @@ def test_a_model_folder_beside_the_file_is_a_path(tmp_path: Path) -> None:
         ("lora_target: [q_proj]\n", "target_modules", ["q_proj"]),
         ("target_modules: all-linear\n", "target_modules", "all"),
         ("bf16: true\n", "dtype", "bfloat16"),
+        ("train_on_prompt: true\n", "train_on", "all"),
+        ("mask_history: true\n", "train_on", "last_assistant"),
+        ("train_on_inputs: false\n", "train_on", "assistant"),
+        ("val_size: 0.1\n", "eval_fraction", 0.1),
         ("torch_dtype: fp32\n", "dtype", "float32"),
         ("report_to: none\n", "report_to", []),
         ("report_to: tensorboard\n", "report_to", ["tensorboard"]),
@@ -135,9 +140,50 @@ def test_null_takes_a_setting_back_to_its_default(tmp_path: Path) -> None:
 def test_a_setting_of_several_types_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, "dataset_path: 3\n".replace("dataset_path", "eval_dataset"))
-    assert str(caught.value).count("eval_dataset=3") == 1
+    assert str(caught.value).count("eval_dataset[0]: ") == 1
     with pytest.raises(ConfigError, match="is a folder. Give the YAML file"):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("org/name", {"path": "org/name"}),
+        ("data/train.jsonl", {"path": "BASE/data/train.jsonl"}),
+        ("{path: data, weight: 2, split: 'train[:10%]'}", {"path": "BASE/data", "weight": 2.0, "split": "train[:10%]"}),
+        ("[{path: 'data/*.json', columns: {query: q}}]", {"path": "BASE/data/*.json", "columns": {"query": "q"}}),
+        ("info/dataset_info.json:demo", {"path": "BASE/info/dataset_info.json:demo"}),
+    ],
+)
+def test_a_dataset_in_any_of_its_forms(tmp_path: Path, text: str, wanted: dict[str, Any]) -> None:
+    (item,) = load(tmp_path, f"eval_dataset: {text}\n").eval_dataset or []
+    assert item == DatasetItem(**{**wanted, "path": wanted["path"].replace("BASE", str(tmp_path))})
+
+
+def test_llamafactorys_names_are_looked_up_in_dataset_dir(tmp_path: Path) -> None:
+    run = load(tmp_path, "dataset_dir: data\n", "dataset=a, b")
+    assert [(item.path, item.name) for item in run.dataset] == [
+        (str(tmp_path / "data" / "dataset_info.json"), name) for name in "ab"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dataset_format: dolly\n", r"dataset_format='dolly': must be 'auto', 'messages'"),
+        ("eval_dataset: {path: a, weigth: 2}\n", r"eval_dataset\[0\].weigth: Extra inputs .*run.yaml:4"),
+        ("eval_dataset: {path: a, weight: 0}\n", r"eval_dataset\[0\].weight: must be greater than 0, found 0"),
+        ("eval_dataset: {weight: 1}\n", r"eval_dataset\[0\].path: Field required"),
+        ("eval_dataset: []\n", r"eval_dataset=\[\]: List should have at least 1 item"),
+        ("eval_dataset: a\neval_fraction: 0.1\n", r"both set the held-out data. Keep one \(run.yaml:4, run.yaml:5\)"),
+        ("eval_fraction: 1\n", r"eval_fraction=1: must be less than 1"),
+        ("enable_thinking: true\nchat_template_kwargs: {enable_thinking: false}\n", r"enable_thinking is set twice"),
+        ("bf16: false\n", r"bf16=false does not say which type"),
+    ],
+)
+def test_wrong_data_settings_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, text)
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from surefoot.config import RunConfig
+from surefoot.config import DatasetItem, RunConfig
 from surefoot.training.optim import build_optimizer, learning_rate_at
 
 
 def config(**changes: object) -> RunConfig:
-    return RunConfig(model="m", dataset="d", output_dir="o", learning_rate=1.0, **changes)  # type: ignore[arg-type]
+    return RunConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o", learning_rate=1.0, **changes)  # type: ignore[arg-type]
 
 
 def rates(total: int, **changes: object) -> list[float]:

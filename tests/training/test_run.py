@@ -34,8 +34,9 @@ def losses(settings: dict[str, Any], **changes: Any) -> list[float]:
     return found
 
 
-def test_a_run_leaves_what_the_documentation_says(settings: dict[str, Any]) -> None:
-    result = surefoot.train(settings, screen=False, save_steps=2, eval_dataset=settings["dataset"], eval_steps=2)
+def test_a_run_leaves_what_the_documentation_says(settings: dict[str, Any], tmp_path: Path) -> None:
+    held_out = str(write_jsonl(tmp_path / "dev.jsonl", counting_rows(45)[40:]))
+    result = surefoot.train(settings, screen=False, save_steps=2, eval_dataset=held_out, eval_steps=2)
     run = Path(settings["output_dir"])
     assert result.status == "completed"
     assert result.steps == 4

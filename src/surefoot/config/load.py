@@ -166,7 +166,7 @@ def _validate(settings: dict[str, _Setting]) -> RunConfig:
         refused: set[str] = set()
         for item in error.errors():
             name = str(item["loc"][0])
-            if item["type"] == "missing":
+            if item["type"] == "missing" and len(item["loc"]) == 1:
                 about = RunConfig.model_fields[name].description
                 problems.append(f"'{name}' is missing. {about}")
                 continue

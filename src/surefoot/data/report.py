@@ -13,6 +13,7 @@ from surefoot.data.dataset import Counts, Dataset
 from surefoot.data.findings import data_findings, digests
 from surefoot.data.formats import Reader
 from surefoot.data.render import Renderer
+from surefoot.errors import DataError
 from surefoot.findings import Finding
 
 HISTOGRAM_BINS = 8
@@ -48,6 +49,8 @@ class DataReport:
     skipped: list[tuple[str, str]]
     """(place, reason) of the first rows that are left out."""
     findings: list[Finding]
+    refusal: str | None
+    """Why training would stop before its first step, if it would."""
     samples: list[ShownSample]
 
     def as_dict(self) -> dict[str, Any]:
@@ -63,6 +66,7 @@ class DataReport:
             "histogram": [{"from": low, "to": high, "samples": count} for low, high, count in self.histogram],
             "skipped": [{"source": place, "reason": reason} for place, reason in self.skipped],
             "findings": [finding.as_dict() for finding in self.findings],
+            "refusal": self.refusal,
             "samples": [
                 {
                     "text": sample.text,
@@ -77,7 +81,13 @@ class DataReport:
 
 def look(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataReport:
     """Everything about a prepared dataset. What training would refuse is shown as a finding or a skipped row."""
+    refusal = None
+    try:
+        dataset.check()
+    except DataError as error:
+        refusal = str(error)
     dataset = dataset.read_as(replace(dataset.reading, is_lenient=True))
+    held_out = held_out.read_as(replace(held_out.reading, is_lenient=True)) if held_out is not None else None
     usable = [dataset.usable(number) for number in range(len(dataset.chunks))]
     all_lengths = np.concatenate([part.lengths for part in usable])
     counts = dataset.counts()
@@ -92,6 +102,7 @@ def look(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataReport
         histogram=_histogram(all_lengths),
         skipped=list(islice(dataset.skipped(), SKIPPED_SHOWN)),
         findings=data_findings(dataset, held_out),
+        refusal=refusal,
         samples=list(islice(_shown(dataset), show)),
     )
 
@@ -168,6 +179,8 @@ def as_text(report: DataReport, *, color: bool) -> str:
         if counts.skipped > len(report.skipped):
             lines.append(f"  ... and {counts.skipped - len(report.skipped)} more")
     lines += [finding.as_text() for finding in report.findings]
+    if report.refusal is not None:
+        lines.append(f"`surefoot train` would stop: {report.refusal}")
     for sample in report.samples:
         shown = "".join(f"{begin}{text}{end}" if trained else text for text, trained in sample.trained_text)
         lines.append(f"--- {sample.source}: {len(sample.input_ids)} tokens, trained {begin}like this{end}\n{shown}")

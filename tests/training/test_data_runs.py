@@ -1,0 +1,238 @@
+"""Whole runs and `surefoot data` on data of all kinds: what is trained is what is shown."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import surefoot
+from surefoot.data import order, preparation
+from surefoot.errors import DataError
+from surefoot.events import DataCounted, Event, StepEnded
+from tests.conftest import counting_rows, write_jsonl
+from tests.conftest import surefoot as command
+
+TOOL = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
+SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}
+ALPACA = {"instruction": "add", "input": "1 2", "output": "3"}
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.counted: list[DataCounted] = []
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, StepEnded):
+            self.losses.append(event.loss)
+        elif isinstance(event, DataCounted):
+            self.counted.append(event)
+
+
+def run(settings: dict[str, Any], **changes: Any) -> tuple[Any, Seen]:
+    from surefoot.config import load_config
+    from surefoot.training.run import train
+
+    seen = Seen()
+    return train(load_config(None, (), {**settings, **changes}), [seen], screen=False), seen
+
+
+def config_file(folder: Path, settings: dict[str, Any]) -> str:
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    return str(folder / "run.yaml")
+
+
+def test_weights_of_turns_weigh_in_the_loss(
+    settings: dict[str, Any], model_folder: Callable[[str], Path], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """The weighted mean over the global batch, whatever it is cut into."""
+    rows = counting_rows(4)
+    weights = [1.0, 0.25, 0.0, 2.0]
+    for row, weight in zip(rows, weights, strict=True):
+        row["messages"][1]["loss_weight"] = weight
+    data = write_jsonl(tmp_path / "weighted.jsonl", rows)
+    folder = model_folder("llama")
+    model, total, count = AutoModelForCausalLM.from_pretrained(folder), 0.0, 0.0
+    for row, weight in zip(rows, weights, strict=True):
+        turns = [{key: turn[key] for key in ("role", "content")} for turn in row["messages"]]
+        ids = tokenizer.apply_chat_template(turns, return_dict=False)
+        start = len(tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False))
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0]
+        for i in range(start, len(ids) - 1):
+            total += weight * F.cross_entropy(logits[i - 1], torch.tensor(ids[i])).item()
+            count += weight
+    for each in (1, 3):
+        base = {**settings, "model": str(folder), "dataset": str(data), "max_steps": 1, "global_batch_size": 3}
+        result, seen = run(base, per_device_train_batch_size=each, output_dir=str(tmp_path / f"run{each}"))
+        assert seen.losses[0] == pytest.approx(total / count, abs=1e-5)
+        assert result.examples == {"read": 4, "trained": 3, "truncated": 0, "skipped": 1}
+
+
+def test_training_begins_before_all_data_are_prepared_and_sees_the_same(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(preparation, "SMALL_BYTES", 0)
+    monkeypatch.setattr(order, "WINDOW_ROWS", 4096)
+    data = write_jsonl(tmp_path / "big.jsonl", counting_rows(60_000))
+    base = {**settings, "dataset": str(data), "max_steps": 3, "dataset_num_proc": 1}
+    early, seen_early = run(base, output_dir=str(tmp_path / "early"))
+    assert not seen_early.counted[0].is_complete, "the first step did not wait for the last row"
+    assert seen_early.counted[0].rows["read"] < 60_000
+    assert early.examples["read"] < 60_000, "what a short run does not need is left to a later one"
+    late, seen_late = run(base, output_dir=str(tmp_path / "late"), max_steps=None, num_train_epochs=1e-4)
+    assert seen_late.counted[0].is_complete
+    assert late.examples == {"read": 60_000, "trained": 60_000, "truncated": 0, "skipped": 0}
+    again, seen_again = run(base, output_dir=str(tmp_path / "again"))
+    assert again.examples["read"] == 60_000
+    assert seen_again.losses == seen_early.losses
+    assert seen_late.losses[0] == seen_early.losses[0]
+
+
+def test_a_part_of_the_data_is_held_out(settings: dict[str, Any], tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "all.jsonl", counting_rows(60))
+    result, _ = run(settings, dataset=str(data), eval_fraction=0.25, max_steps=1)
+    lines = [json.loads(line) for line in (result.run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert any("eval_loss" in line for line in lines)
+    assert 30 < result.examples["read"] < 60
+    assert result.findings == []
+
+
+def test_findings_of_the_data_are_in_the_summary(settings: dict[str, Any], data_file: Path) -> None:
+    result, _ = run(settings, eval_dataset=str(data_file), max_steps=1)
+    assert [finding.code for finding in result.findings] == ["SF507"]
+
+
+def test_data_as_json_is_what_is_trained(
+    settings: dict[str, Any], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = counting_rows(6)
+    rows[1]["messages"][1]["content"] += "<|im_end|>"
+    data = write_jsonl(tmp_path / "a.jsonl", [*rows, rows[0], {"messages": []}])
+    done = command("data", config_file(tmp_path, {**settings, "dataset": str(data)}), "--json", "--show", "2")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["format"] == "messages"
+    assert report["rows"] == {"read": 8, "trained": 7, "truncated": 0, "skipped": 1}
+    assert report["duplicates"] == 1
+    assert report["skipped"][0]["source"] == "a.jsonl:8"
+    assert "a.jsonl:8: 'messages' must be a non-empty list" in report["refusal"]
+    assert {finding["code"] for finding in report["findings"]} == {"SF502", "SF508"}
+    first, second = report["samples"]
+    assert first["source"] == "a.jsonl:1"
+    assert first["text"] == tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
+    assert first["input_ids"] == tokenizer.apply_chat_template(rows[0]["messages"], return_dict=False)
+    trained = [i for i, m in zip(first["input_ids"], first["loss_mask"], strict=True) if m == 1]
+    assert tokenizer.decode(trained) == rows[0]["messages"][1]["content"] + "<|im_end|>"
+    assert second["text"].endswith("<|im_end|><|im_end|>\n")
+    assert second["input_ids"].count(tokenizer.eos_token_id) == 3, "system, user, assistant: not the text in the answer"
+
+    shown = command("data", config_file(tmp_path, {**settings, "dataset": str(data)}))
+    assert "8 read = 7 trained + 0 truncated + 1 skipped" in shown.stdout
+    assert f"⟦{rows[0]['messages'][1]['content']}<|im_end|>⟧" in shown.stdout
+
+
+@pytest.mark.parametrize("truncation", ["left", "right"])
+def test_a_cut_sample_is_shown_as_it_is_cut(
+    settings: dict[str, Any], truncation: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    report = surefoot.describe_data(settings, show=40, max_length=50, truncation=truncation)
+    cut = [sample for sample in report.samples if len(sample.input_ids) == 50]
+    assert cut
+    for sample in report.samples:
+        assert tokenizer.decode(sample.input_ids) == sample.text
+        assert "".join(text for text, _ in sample.trained_text) == sample.text
+    assert report.counts.truncated > 20
+    assert any(finding.code == "SF506" for finding in report.findings)
+
+
+def test_data_that_cannot_be_trained_end_with_a_finding(settings: dict[str, Any], tmp_path: Path) -> None:
+    done = command("data", config_file(tmp_path, {**settings, "max_length": 5, "truncation": "right"}))
+    assert done.returncode == 3
+    assert "SF501 no token of any sample is trained" in done.stdout
+
+
+BAD_FILES: dict[str, tuple[str, bytes, str]] = {
+    "broken line": ("a.jsonl", json.dumps(ALPACA).encode() + b"\n{", "a.jsonl:2: not valid JSON"),
+    "cut array": ("a.json", b"[\n" + json.dumps(ALPACA).encode() + b",\n", "the JSON array is cut short"),
+    "not utf-8": ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl:1: not UTF-8"),
+    "nul": ("a.jsonl", b'{"text": "a\\u0000"}\n', "a.jsonl:1: text holds a NUL character"),
+    "huge row": ("a.jsonl", b'{"text": "' + b"x" * 50_000_000 + b'"}\n', "a.jsonl:1: the row has 47.7 MiB"),
+    "mixed": ("a.jsonl", f"{json.dumps(ALPACA)}\n{json.dumps(SHAREGPT)}\n".encode(), "a.jsonl:2: mixed formats"),
+    "ambiguous": ("a.jsonl", json.dumps({**ALPACA, **SHAREGPT}).encode(), "fit several formats: sharegpt, alpaca"),
+    "many columns": ("a.jsonl", json.dumps({f"c{n}": n for n in range(10_000)}).encode(), "(10000 columns)"),
+    "undeclared tool": (
+        "a.jsonl",
+        b'{"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": '
+        b'"{\\"name\\": \\"f\\", \\"arguments\\": {}}"}]}',
+        "a.jsonl:1: a tool call of 'f', but the row has no `tools`",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_bad_files_stop_training_before_it_begins(settings: dict[str, Any], tmp_path: Path, kind: str) -> None:
+    name, content, message = BAD_FILES[kind]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        run(settings, dataset=str(tmp_path / name))
+    assert message in str(caught.value)
+    assert not (Path(settings["output_dir"]) / "adapter").exists()
+
+
+@pytest.mark.parametrize("kind", ["nul", "cut array"])
+def test_data_shows_what_is_wrong_without_a_traceback(settings: dict[str, Any], tmp_path: Path, kind: str) -> None:
+    """A row that is bad is shown; a file that is bad as a whole is refused."""
+    name, content, message = BAD_FILES[kind]
+    (tmp_path / name).write_bytes(content)
+    done = command("data", config_file(tmp_path, {**settings, "dataset": str(tmp_path / name)}))
+    assert done.returncode == (2 if kind == "cut array" else 3)
+    assert message in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_bad_rows_can_be_left_out(settings: dict[str, Any], tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "a.jsonl", [{"messages": []}, *counting_rows(10), {"text": "x"}])
+    with open(data, "ab") as file:
+        file.write(b'{"messages": "\xff"}\n{"messa')
+    result, _ = run(settings, dataset=str(data), on_bad_row="skip", max_steps=1)
+    assert result.examples == {"read": 14, "trained": 10, "truncated": 0, "skipped": 4}
+
+
+@pytest.mark.slow
+def test_a_template_in_an_endless_loop_ends_with_status_2(settings: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "loop.jinja").write_text(
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    )
+    done = command("train", config_file(tmp_path, {**settings, "chat_template": str(tmp_path / "loop.jinja")}))
+    assert done.returncode == 2
+    assert "the chat template took over 10 s for one row" in done.stderr
+
+
+def test_an_interrupt_while_data_are_prepared_leaves_no_worker(settings: dict[str, Any], tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "big.jsonl", [{**row, "n": n} for n, row in enumerate(counting_rows(80_000))])
+    config = config_file(tmp_path, {**settings, "dataset": str(data), "max_steps": None, "dataset_num_proc": 2})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "surefoot", "train", config], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    workers = f"ps -o pid= --ppid {process.pid}"
+    deadline = time.monotonic() + 60
+    while not (children := subprocess.run(workers.split(), capture_output=True, text=True).stdout.split()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert "Traceback" not in stderr
+    assert process.returncode == 1
+    assert not Path(f"/proc/{children[0]}").exists()
