@@ -138,6 +138,7 @@ def counting_rows(count: int) -> list[dict[str, Any]]:
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 

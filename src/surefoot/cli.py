@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import surefoot
-from surefoot.errors import StoppedOnFinding, SurefootError
+from surefoot.errors import InputError, StoppedOnFinding, SurefootError
 
 DONE, FAILED = 0, 1
 
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     data = verbs.add_parser("data", help="show what a run's data are: format, counts, masks, what is odd about them")
     data.add_argument("config", help="run.yaml")
     data.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
-    data.add_argument("--show", type=int, default=1, metavar="N", help="show the first N samples (default 1)")
+    data.add_argument("--show", type=_count, default=1, metavar="N", help="show the first N samples (default 1)")
     data.add_argument("--json", action="store_true", help="print the report as one JSON object")
     data.set_defaults(verb=_data)
 
@@ -98,6 +98,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _count(text: str) -> int:
+    """A number from 0 up, for argparse."""
+    value = int(text)
+    if value < 0:
+        raise ValueError(text)
+    return value
+
+
 def _train(arguments: argparse.Namespace) -> int:
     result = surefoot.train(arguments.config, arguments.overrides)
     if arguments.json:
@@ -118,7 +126,7 @@ def _data(arguments: argparse.Namespace) -> int:
         from surefoot.data.report import as_text
 
         print(as_text(report, color=sys.stdout.isatty()))
-    return StoppedOnFinding.exit_status if any(found.severity == "error" for found in report.findings) else DONE
+    return InputError.exit_status if report.refusal is not None else DONE
 
 
 def _settings(arguments: argparse.Namespace) -> int:

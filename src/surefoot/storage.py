@@ -104,11 +104,12 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 def storage_error(path: Path, error: OSError) -> StorageError:
     """The system's refusal to write `path`, with the room that is left on its file system."""
+    place = "folder for the cache with SUREFOOT_CACHE" if path.is_relative_to(cache_folder()) else "output_dir"
     folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
     free_mib = shutil.disk_usage(folder).free / 2**20
     return StorageError(
         f"{path}: could not be written: {error.strerror or error} ({free_mib:.0f} MiB free on its file system). "
-        "Nothing that was there before was touched. Free space or choose another output_dir, then run again."
+        f"Nothing that was there before was touched. Free space or choose another {place}, then run again."
     )
 
 

@@ -140,7 +140,7 @@ def test_null_takes_a_setting_back_to_its_default(tmp_path: Path) -> None:
 def test_a_setting_of_several_types_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, "dataset_path: 3\n".replace("dataset_path", "eval_dataset"))
-    assert str(caught.value).count("eval_dataset[0]: ") == 1
+    assert str(caught.value).count("eval_dataset[0] ") == 1
     with pytest.raises(ConfigError, match="is a folder. Give the YAML file"):
         load_config(tmp_path)
 
@@ -171,9 +171,14 @@ def test_llamafactorys_names_are_looked_up_in_dataset_dir(tmp_path: Path) -> Non
     ("text", "message"),
     [
         ("dataset_format: dolly\n", r"dataset_format='dolly': must be 'auto', 'messages'"),
-        ("eval_dataset: {path: a, weigth: 2}\n", r"eval_dataset\[0\].weigth: Extra inputs .*run.yaml:4"),
+        (
+            "eval_dataset: {path: a, weigth: 2}\n",
+            r"eval_dataset\[0\].weigth: there is no such key; did you mean 'weight'",
+        ),
         ("eval_dataset: {path: a, weight: 0}\n", r"eval_dataset\[0\].weight: must be greater than 0, found 0"),
-        ("eval_dataset: {weight: 1}\n", r"eval_dataset\[0\].path: Field required"),
+        ("eval_dataset: {weight: 1}\n", r"eval_dataset\[0\].path is missing. A file, a folder"),
+        ("eval_dataset: ''\n", r"eval_dataset\[0\].path is empty"),
+        ("eval_dataset: [3]\n", r"eval_dataset\[0\] must be a path or .*found 3"),
         ("eval_dataset: []\n", r"eval_dataset=\[\]: List should have at least 1 item"),
         ("eval_dataset: a\neval_fraction: 0.1\n", r"both set the held-out data. Keep one \(run.yaml:4, run.yaml:5\)"),
         ("eval_fraction: 1\n", r"eval_fraction=1: must be less than 1"),

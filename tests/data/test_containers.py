@@ -19,6 +19,10 @@ from surefoot.errors import DataError
 ROWS = [{"prompt": "a\nb", "completion": "b"}, {"prompt": "ü,\"'", "completion": "中文"}]
 
 
+def damaged(content: bytes) -> bytes:
+    return content[:40] + b"\xff" * 20 + content[60:]
+
+
 def rows_of(path: Path) -> list[Row]:
     chunks = scan(path).chunks
     if chunks is None:
@@ -60,6 +64,37 @@ def test_every_container_holds_the_same_rows(tmp_path: Path, name: str, lines: l
     found = rows_of(write(tmp_path / name, ROWS))
     assert [row.columns for row in found] == ROWS
     assert [row.line for row in found] == lines
+
+
+def test_json_lines_under_the_name_of_json(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("\n" + "\n".join(json.dumps(row) for row in ROWS))
+    found = rows_of(tmp_path / "a.json")
+    assert [row.columns for row in found] == ROWS
+    assert [row.line for row in found] == [2, 3]
+
+
+def test_frames_of_zstandard_follow_each_other(tmp_path: Path) -> None:
+    lines = [json.dumps(row).encode() + b"\n" for row in ROWS]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(map(zstandard.compress, lines)))
+    assert [row.columns for row in rows_of(tmp_path / "a.jsonl.zst")] == ROWS
+
+
+@pytest.mark.parametrize("size", [99, 100, 101, 200, 250])
+@pytest.mark.parametrize("ends", [b"\n", b""])
+def test_rows_around_a_long_line_are_found(
+    tmp_path: Path, size: int, ends: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(containers, "MAX_ROW_BYTES", 100)
+    monkeypatch.setattr(containers, "CHUNK_BYTES", 100)
+    good = b"".join(b'{"n": %d}\n' % n for n in range(10))
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"x" * size + b"\n" + good + b"y" * size + ends)
+    found = rows_of(path)
+    assert [row.columns["n"] for row in found if row.columns] == list(range(10))
+    assert [row.line for row in found] == list(range(1, 13))
+    chunks = scan(path).chunks or ()
+    assert sum(chunk.num_rows for chunk in chunks) == 12
+    assert [len(read_chunk(path, chunk)) for chunk in chunks] == [chunk.num_rows for chunk in chunks]
 
 
 def test_objects_that_share_a_line_are_numbered(tmp_path: Path) -> None:
@@ -140,7 +175,20 @@ def test_a_row_of_fifty_megabytes_is_refused_without_reading_it_whole(tmp_path: 
         ("a.json", b'[\n{"a": 1},\n{"a": "cut', r"a.json:3: the JSON array is cut short"),
         ("a.json", b'[\n{"a": 1}\n', r"a.json:\d: the JSON array is cut short"),
         ("a.json", b'[{"a": 1}]\n{"a": 2}', r"a.json:2: '\{' after the end of the array"),
-        ("a.json", b'{"a": 1}\n', r"a.json:1: expected a JSON array of objects.*JSON lines"),
+        ("a.json", b'"text"', r"a.json:1: expected a JSON array of objects, or one object a line"),
+        ("a.json", b'[{"a": ' + b"9" * 5000 + b"}]", r"a.json:1: not readable as JSON: .*digits"),
+        (
+            "a.json",
+            b'[{"a": "x" "b": 1},' + b'{"a": "y"},' * 4_000_000,
+            r"a.json:1: not valid JSON: Expecting ',' delimiter",
+        ),
+        (
+            "a.csv",
+            b'a,b\n1,"2\n3,4\n5,6\n',
+            r"a.csv:2: not valid CSV in the row that begins here: unexpected end of data",
+        ),
+        ("a.jsonl.zst", zstandard.compress(b'{"a": 1}\n' * 9999)[:-8], r"a.jsonl.zst: cannot be read: .*ends before"),
+        ("a.jsonl.gz", damaged(gzip.compress(b'{"a": 1}\n' * 9999)), r"a.jsonl.gz: cannot be read"),
         ("a.json", b'[{"a": "\xe9"}]', r"a.json: not UTF-8"),
         ("a.csv", b"a,a\n1,2\n", r"a.csv:1: the header names a column twice"),
         ("a.csv", b"a,b\n1,\0\n", r"a.csv:2: the line holds a NUL byte"),

@@ -95,11 +95,34 @@ def test_weights_of_rows_win(tmp_path: Path, tokenizer: PreTrainedTokenizerFast)
         assert tokenizer.decode(sample.ids[sample.weights == weight]) == text
 
 
+@pytest.mark.parametrize("train_on", ["all", "last_assistant"])
+def test_weights_of_rows_win_over_what_is_trained_on(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, train_on: str
+) -> None:
+    turns = (
+        {"content": "one", "loss": True},
+        {"content": "two", "loss": False},
+        "three",
+        {"content": "4", "loss": 0.5},
+    )
+    path = write_jsonl(tmp_path / "a.jsonl", [talk(*turns)])
+    dataset = prepared(path, tokenizer, train_on=train_on)
+    (sample,) = dataset
+    at = {text: tokenizer(text + "<|im_end|>")["input_ids"] for text in ("one", "two", "three", "4")}
+    ids = sample.ids.tolist()
+    found = {}
+    for text, wanted in at.items():
+        begin = next(i for i in range(len(ids)) if ids[i : i + len(wanted)] == wanted)
+        (found[text],) = set(sample.weights[begin : begin + len(wanted)].tolist())
+    assert found == {"one": 1.0, "two": 0.0, "three": float(train_on == "all"), "4": 0.5}
+    assert dataset.usable(0).trained.tolist() == [int((sample.weights[1:] > 0).sum())]
+
+
 def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [talk("one"), {"messages": []}, talk("two"), {"instruction": "a", "output": "b"}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     with pytest.raises(
-        DataError, match=r"a.jsonl:2: 'messages' must be .*1 more rows .*on_bad_row: skip \(run.yaml:2\)"
+        DataError, match=r"a.jsonl:2: 'messages' must .*1 more of the 4 rows .*on_bad_row: skip \(run.yaml:2\)"
     ):
         prepared(path, tokenizer)
     dataset = prepared(path, tokenizer, skip_bad_rows=True)
@@ -132,6 +155,21 @@ def test_held_out_samples_are_told_by_content(tmp_path: Path, tokenizer: PreTrai
     assert train.counts().read + held_out.counts().read == 200
     assert 20 < held_out.counts().read < 100
     assert data_findings(train, held_out) == []
+
+
+def test_a_held_out_share_or_a_range_without_rows_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [talk("same")] * 3)
+    with pytest.raises(DataError, match=r"eval_fraction=0.001 holds out no sample. Raise it"):
+        prepared(path, tokenizer, eval_fraction=0.001, side="eval")
+    with pytest.raises(DataError, match=r"no row is left of the ranges"):
+        prepared([DatasetItem(path=str(path), split="[5:]")], tokenizer)
+
+
+def test_a_row_too_long_stops_an_early_start_too(counting: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    dataset = open_dataset(counting, tokenizer, max_length=60)
+    dataset.preparation.run()
+    with pytest.raises(DataError, match=r"data.jsonl:\d+: \d+ tokens, longer than max_length=60"):
+        dataset.usable(0)
 
 
 def test_other_columns_are_kept_when_asked(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -152,6 +152,18 @@ def test_columns_can_be_mapped() -> None:
     assert turns(convert(forced, instruction="hi", output="hello", text="x")) == BRIEF[1:]
 
 
+def test_a_key_of_another_dialect_does_not_replace_what_was_read() -> None:
+    row = {"conversations": [{"from": "human", "value": "hi", "role": "system", "content": "other"},
+                             {"from": "gpt", "value": "hello"}]}  # fmt: skip
+    assert convert(**row).messages[0].as_template_input() == {"role": "user", "content": "hi"}
+
+
+def test_llamafactorys_columns_leave_out_what_they_do_not_name() -> None:
+    spec = FormatSpec("alpaca", {"instruction": "instruction", "output": "output"}, only_mapped=True)
+    row = {"instruction": "hi", "input": "not mapped", "output": "hello", "system": "not mapped"}
+    assert turns(convert(spec, **row)) == BRIEF[1:]
+
+
 def test_llamafactory_tags_rename_roles_and_keys() -> None:
     tags = {"role_tag": "speaker", "content_tag": "said", "user_tag": "Q", "assistant_tag": "A", "system_tag": "S"}
     rows = [{"speaker": who, "said": what} for who, what in zip("SQA", ("be brief", "hi", "hello"), strict=True)]
@@ -182,9 +194,17 @@ def test_llamafactory_tags_rename_roles_and_keys() -> None:
         ({"instruction": "a", "input": "", "output": None}, r"output is None; it must be a text"),
         ({"query": 3, "response": "b"}, r"query is 3; it must be a text"),
         ({"query": "a", "response": "b", "history": ["x"]}, r"'history' must be a list of \[question, answer\] pairs"),
-        ({"prompt": "a", "completion": [ASSISTANT]}, r"prompt is a str and completion a list"),
+        ({"prompt": "a", "completion": [ASSISTANT]}, r"prompt is 'a' and completion .*both must be texts"),
         ({"prompt": "a", "completion": ""}, r"the completion is empty"),
         ({"text": ""}, r"the text is empty"),
+        ({"messages": [USER, ASSISTANT], "images": ["a.png"]}, r"the row has images .*trains on text only"),
+        ({"prompt": "a", "completion": "b", "label": False}, r"label is false: a bad answer of preference data"),
+        ({"messages": [SYSTEM, USER, ASSISTANT], "system": "x"}, r"the system prompt is given twice"),
+        ({"instruction": "a", "input": 0, "output": "b"}, r"input is 0; it must be a text"),
+        (
+            {"messages": [USER, {**ASSISTANT, "tool_calls": [{"function": {"name": "\ud800"}}]}]},
+            r"the name of a called function is no valid text",
+        ),
         ({"prompt": "a", "completion": "cut \ud83d"}, r"completion is no valid text at character 5"),
         ({"prompt": "a\0b", "completion": "c"}, r"prompt holds a NUL character at position 2"),
         ({"messages": [USER, {**ASSISTANT, "loss": "yes"}]}, r"loss='yes'; a weight in the loss is true, false"),

@@ -33,7 +33,7 @@ class Chunks:
         ref = self.chunks[number]
         lengths = np.array(self._lengths[ref.first_row : ref.first_row + ref.num_rows])
         none = np.zeros(len(lengths), np.bool_)
-        return Usable(np.arange(len(lengths)), lengths, lengths, none, none, [], len(lengths))
+        return Usable(np.arange(len(lengths)), np.arange(len(lengths)), lengths, lengths, none, none, [], len(lengths))
 
     def weight(self, _: int) -> float:
         return self._weight
@@ -116,6 +116,13 @@ def test_weights_say_how_often_a_row_comes(weight: float, wanted: int) -> None:
     assert max(first.values()) == int(np.ceil(weight))
     if weight < 1:
         assert first != second, "another part of the rows comes in each epoch"
+
+
+def test_a_share_of_many_small_chunks_comes_round_to_all_of_them() -> None:
+    made = order(Chunks([1] * 8, rows=1, weight=0.25))
+    epochs = [epoch_of(made, epoch) for epoch in range(40)]
+    assert {len(keys) for keys in epochs} == {2}
+    assert {chunk for keys in epochs for chunk, _ in keys} == set(range(8))
 
 
 def test_packs_never_exceed_their_length_and_waste_little() -> None:

@@ -89,6 +89,45 @@ def test_a_changed_file_is_prepared_anew(tmp_path: Path, tokenizer: PreTrainedTo
     assert prepared(path, tokenizer).counts().read == 21
 
 
+def test_a_file_changed_while_it_is_prepared_poisons_nothing(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = [{"prompt": "a", "completion": text} for text in ("ORIGINAL", "REPLACED")]
+    path = write_jsonl(tmp_path / "a.jsonl", rows[:1])
+    dataset = open_dataset(path, tokenizer)
+    write_jsonl(path, rows[1:])
+    with pytest.raises(DataError, match="a.jsonl was changed while it was being prepared"):
+        dataset.prepare()
+    write_jsonl(path, rows[:1])
+    assert "ORIGINAL" in tokenizer.decode(next(iter(prepared(path, tokenizer))).ids)
+    other = write_jsonl(tmp_path / "b.jsonl", rows)
+    dataset = open_dataset(other, tokenizer)
+    other.unlink()
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        dataset.prepare()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_more_files_than_may_be_open(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation_module, "FILES_AT_ONCE", 7)
+    monkeypatch.setattr(preparation_module, "SMALL_BYTES", 0)
+    for n in range(20):
+        write_jsonl(tmp_path / "many" / f"{n:02d}.jsonl", [{"prompt": "a", "completion": str(n)}])
+    dataset = prepared(tmp_path / "many", tokenizer, num_workers=workers)
+    assert dataset.counts().read == 20
+
+
+def test_reasons_that_quote_what_is_no_text_can_be_stored(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n{"\\ud800": 1}\n')
+    dataset = prepared(path, tokenizer, skip_bad_rows=True)
+    ((place, reason),) = dataset.skipped()
+    assert place == "a.jsonl:2"
+    assert "\\ud800" in reason
+
+
 PREPARE = """
 import sys
 from pathlib import Path

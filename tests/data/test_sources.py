@@ -66,6 +66,11 @@ def llamafactory(folder: Path) -> Path:
             "tags": {"role_tag": "speaker", "content_tag": "said", "user_tag": "Q", "assistant_tag": "A"},
         },
         "gone": {"file_name": "gone.jsonl"},
+        "nulls": {"file_name": "talk.jsonl", "formatting": "sharegpt", "columns": None, "tags": None},
+        "corpus": {"file_name": "talk.jsonl", "columns": {"prompt": "body"}},
+        "typo": {"file_name": "talk.jsonl", "columns": {"promt": "a"}},
+        "pictures": {"file_name": "talk.jsonl", "formatting": "sharegpt", "columns": {"images": "images"}},
+        "many": {"file_name": "talk.jsonl", "num_samples": "many"},
         "hub": {"hf_hub_url": "someone/something"},
         "ranked": {"file_name": "alpaca.jsonl", "ranking": True},
         "scripted": {"script_url": "x"},
@@ -80,13 +85,15 @@ def llamafactory(folder: Path) -> Path:
 
 def test_entries_of_dataset_info_json(tmp_path: Path) -> None:
     info = llamafactory(tmp_path)
-    assert find(f"{info}:plain").spec == FormatSpec("alpaca")
+    assert find(f"{info}:plain").spec == FormatSpec()
     mapped = find(tmp_path, name="mapped")
     assert mapped.spec.columns == {"instruction": "q", "input": "more", "output": "a", "system": "who"}
     assert mapped.rows.of(100) == (0, 5)
     talk = find(info, name="talk")
     assert (talk.spec.format, talk.spec.columns) == ("sharegpt", {"conversations": "turns", "tools": "functions"})
     assert talk.spec.tags["role_tag"] == "speaker"
+    assert find(info, name="nulls").spec.format == "sharegpt"
+    assert find(info, name="corpus").spec.columns == {"text": "body"}, "its form for pre-training"
     assert talk.files == (tmp_path / "talk.jsonl",)
 
 
@@ -94,9 +101,12 @@ def test_entries_of_dataset_info_json(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("gone", r"entry 'gone': its file_name .*gone.jsonl does not exist \(run.yaml:2\)"),
-        ("none", r"has no dataset 'none'. It has: gone, hub, mapped"),
+        ("none", r"has no dataset 'none'. It has: corpus, gone, hub, many, mapped"),
         ("ranked", r"ranking dataset"),
         ("scripted", r"uses script_url, which is not supported"),
+        ("typo", r"columns names 'promt', which is not known. Known: prompt, query"),
+        ("pictures", r"has images; this version trains on answers in text only"),
+        ("many", r"num_samples is 'many'; it must be a number"),
         ("odd", r"formatting 'dolly' is not known. Known: alpaca, sharegpt, openai"),
     ],
 )
@@ -114,6 +124,29 @@ def test_a_dataset_info_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "dataset_info.json").write_text("{")
     with pytest.raises(DataError, match="cannot be read as JSON"):
         find(tmp_path / "dataset_info.json")
+
+
+def test_a_pattern_that_links_lead_around_in_gives_each_file_once(tmp_path: Path) -> None:
+    for name in "abc":
+        write_jsonl(tmp_path / f"{name}.jsonl", [ROW])
+    (tmp_path / "loop").symlink_to(tmp_path)
+    assert [path.name for path in find(tmp_path / "**" / "*.jsonl").files] == ["a.jsonl", "b.jsonl", "c.jsonl"]
+
+
+def test_several_splits_in_a_folder_are_not_mixed(tmp_path: Path) -> None:
+    for name in ("train-0.jsonl", "train_sft-0.jsonl", "test.jsonl"):
+        write_jsonl(tmp_path / name, [ROW])
+    with pytest.raises(DataError, match="holds several splits: train, test. Name one"):
+        find(tmp_path)
+    assert find(tmp_path, split="train").names == ("train-0.jsonl",)
+    assert find(tmp_path / "*.jsonl", split="test").names == ("test.jsonl",)
+    with pytest.raises(DataError, match="no file belongs to split 'test'"):
+        find(tmp_path / "train-0.jsonl", split="test")
+
+
+def test_a_column_that_no_format_has_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"'inptu' is no column of any format; did you mean 'input'\? \(run.yaml:2\)"):
+        find(write_jsonl(tmp_path / "a.jsonl", [ROW]), columns={"inptu": "x"})
 
 
 def test_what_does_not_exist(tmp_path: Path) -> None:

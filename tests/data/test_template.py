@@ -2,12 +2,14 @@
 
 import copy
 from dataclasses import replace
+from datetime import date
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from surefoot.data.conversation import BadRow, Conversation, Message
 from surefoot.data.render import Rendered, Renderer, RendererSource
@@ -222,12 +224,25 @@ UNSAFE = {
     ),
     "no generation prompt": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
-        r"writes <\|im_start\|> before the assistant's words, but not as the generation prompt",
+        r"writes '<\|im_start\|>assistant' before the assistant's words, but not as the generation prompt",
     ),
-    "changes the words": (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | upper }}<|im_end|>\n{% endfor %}"
+    "no generation prompt, header of plain text": (
+        "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}\n"
+        "{% endfor %}",
+        r"writes '### assistant:' before the assistant's words",
+    ),
+    "drops the system": (
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-        r"does not show the words of message 2",
+        r"does not show the words of message 1 \(system: 'SECRET'\)",
+    ),
+    "divides by zero": ("{{ 1 // 0 }}", r"the chat template failed: ZeroDivisionError"),
+    "misses a variable": ("{{ nothing.at_all }}", r"uses something that is not there: 'nothing' is undefined"),
+    "changes the words": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content | upper if m.role == 'assistant' else m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        r"does not show the words of message 3",
     ),
 }
 
@@ -235,13 +250,88 @@ UNSAFE = {
 @pytest.mark.parametrize(("template", "message"), UNSAFE.values(), ids=UNSAFE)
 def test_a_template_that_cannot_be_masked_safely_is_refused(template: str | None, message: str) -> None:
     with pytest.raises((DataError, BadRow), match=message):
-        with_template(template).render(Conversation(talk("one", "two", "three", "four")))
+        with_template(template).render(Conversation(talk("one", "two", "three", "four", system="SECRET")))
 
 
 def test_tools_that_the_template_does_not_show_are_refused() -> None:
     conversation = Conversation(TOOL_SHAPES["call"], tools=(TOOL,))
     with pytest.raises(BadRow, match="does not show the tool 'weather'"):
         renderer_of("qwen1.5").render(conversation)
+
+
+def test_a_call_or_a_tool_that_is_only_mentioned_is_not_shown() -> None:
+    words = "let me check the weather"
+    called = Conversation((Message("user", "weather?"), Message("assistant", words, (CALL,))))
+    with pytest.raises(BadRow, match="does not show the call of 'weather' in message 2"):
+        renderer_of("qwen1.5").render(called)
+    with pytest.raises(BadRow, match="does not show the tool 'weather'"):
+        renderer_of("qwen1.5").render(Conversation(talk("weather?", "weather!"), tools=(TOOL,)))
+    first_only = (
+        "{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with pytest.raises(BadRow, match="does not show all 2 calls of 'weather'"):
+        with_template(first_only).render(Conversation(TOOL_SHAPES["parallel calls"], tools=(TOOL,)))
+
+
+def test_words_around_thoughts_are_not_taken_for_thoughts() -> None:
+    with pytest.raises(BadRow, match="does not show the words of message 2"):
+        renderer_of("qwen3").render(Conversation(talk("how?", "Wrap thoughts in <think> and </think> tags.")))
+
+
+def test_an_answer_that_begins_like_the_rest_of_the_generation_prompt() -> None:
+    """DeepSeek-R1's prompt opens a thought that earlier turns do not show."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}"
+        "{% else %}<|im_end|>{{ m.content }}<|endoftext|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_end|><think>\n{% endif %}"
+    )
+    renderer = with_template(template)
+    for answer in ("<table>x", "", "<think>", "<|im_e"):
+        text = renderer.render(Conversation(talk("q", answer, "more", "yes")))
+        first = text.spans[0]
+        assert text.text[first.begin : first.end] == answer + "<|endoftext|>"
+
+
+def test_a_header_that_swallows_white_space_is_not_trained() -> None:
+    """Phi-3's special tokens take the white space behind them with them."""
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))
+    tokenizer._tokenizer.add_special_tokens([AddedToken("<|im_start|>", rstrip=True, special=True)])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[:1] }}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}a<|im_start|>{% endif %}"
+    )
+    renderer = Renderer(RendererSource.of(tokenizer, {}, parse_special_tokens=False))
+    _, sample = tokenized(renderer, Conversation(talk("hi", "  yo")))
+    header = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    (span,) = sample.spans
+    assert header not in sample.ids[span.begin : span.end].tolist()
+    risky = renderer.render(Conversation(talk("hi <|im_end|> there", "yo")))
+    (found,) = renderer.tokenize([risky])
+    assert isinstance(found, BadRow), "cut into pieces it would be tokenised in another way"
+
+
+def test_control_tokens_that_are_not_called_special_stay_text_too() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))
+    tokenizer.add_tokens(["<|fim_prefix|>"])
+    renderer = Renderer(RendererSource.of(tokenizer, {}, parse_special_tokens=False))
+    text, sample = tokenized(renderer, Conversation(talk("what is <|fim_prefix|>?", "a token")))
+    assert text.has_lookalikes
+    assert tokenizer.convert_tokens_to_ids("<|fim_prefix|>") not in sample.ids.tolist()
+    assert tokenizer.decode(sample.ids) == text.text
+
+
+def test_a_template_that_writes_todays_date_writes_the_same_one_tomorrow() -> None:
+    template = (
+        "{% if strftime_now is defined %}{% set date = strftime_now('%d %b %Y') %}{% endif %}{{ date }}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))
+    tokenizer.chat_template = template
+    source = RendererSource.of(tokenizer, {}, parse_special_tokens=False, today=date(2025, 3, 1))
+    assert Renderer(source).render(Conversation(talk("a", "b"))).text.startswith("01 Mar 2025<|im_start|>")
 
 
 def test_an_endless_template_meets_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,11 +91,13 @@ def test_training_begins_before_all_data_are_prepared_and_sees_the_same(
     assert not seen_early.counted[0].is_complete, "the first step did not wait for the last row"
     assert seen_early.counted[0].rows["read"] < 60_000
     assert early.examples["read"] < 60_000, "what a short run does not need is left to a later one"
+    assert not early.examples_are_complete
     late, seen_late = run(base, output_dir=str(tmp_path / "late"), max_steps=None, num_train_epochs=1e-4)
     assert seen_late.counted[0].is_complete
     assert late.examples == {"read": 60_000, "trained": 60_000, "truncated": 0, "skipped": 0}
     again, seen_again = run(base, output_dir=str(tmp_path / "again"))
     assert again.examples["read"] == 60_000
+    assert again.examples_are_complete
     assert seen_again.losses == seen_early.losses
     assert seen_late.losses[0] == seen_early.losses[0]
 
@@ -121,7 +123,7 @@ def test_data_as_json_is_what_is_trained(
     rows[1]["messages"][1]["content"] += "<|im_end|>"
     data = write_jsonl(tmp_path / "a.jsonl", [*rows, rows[0], {"messages": []}])
     done = command("data", config_file(tmp_path, {**settings, "dataset": str(data)}), "--json", "--show", "2")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 2, "training would stop at the bad row"
     report = json.loads(done.stdout)
     assert report["format"] == "messages"
     assert report["rows"] == {"read": 8, "trained": 7, "truncated": 0, "skipped": 1}
@@ -157,9 +159,9 @@ def test_a_cut_sample_is_shown_as_it_is_cut(
     assert any(finding.code == "SF506" for finding in report.findings)
 
 
-def test_data_that_cannot_be_trained_end_with_a_finding(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_data_that_cannot_be_trained_are_named_and_end_with_status_2(settings: dict[str, Any], tmp_path: Path) -> None:
     done = command("data", config_file(tmp_path, {**settings, "max_length": 5, "truncation": "right"}))
-    assert done.returncode == 3
+    assert done.returncode == 2
     assert "SF501 no token of any sample is trained" in done.stdout
 
 
@@ -197,7 +199,7 @@ def test_data_shows_what_is_wrong_without_a_traceback(settings: dict[str, Any], 
     name, content, message = BAD_FILES[kind]
     (tmp_path / name).write_bytes(content)
     done = command("data", config_file(tmp_path, {**settings, "dataset": str(tmp_path / name)}))
-    assert done.returncode == (2 if kind == "cut array" else 3)
+    assert done.returncode == 2
     assert message in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 

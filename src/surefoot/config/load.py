@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from surefoot.config.schema import ALIASES, FLAG_ALIASES, FREE_ON_RESUME, VALUE_ALIASES, RunConfig
+from surefoot.config.schema import ALIASES, FLAG_ALIASES, FREE_ON_RESUME, VALUE_ALIASES, DatasetItem, RunConfig
 from surefoot.errors import ConfigError
 
 NUMBER = re.compile(r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$")
@@ -176,11 +176,27 @@ def _validate(settings: dict[str, _Setting]) -> RunConfig:
             place = settings[name].place
             inside = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"][1:])
             if name in DATASET_FIELDS and inside:
-                problems.append(f"{name}{inside}: {_explain(item['msg'])}, found {item['input']!r} ({place}).")
+                problems.append(f"{name}{inside}{_about_item(item)} ({place}).")
                 continue
             about = RunConfig.model_fields[name].description
             problems.append(f"{name}={values[name]!r}: {_explain(item['msg'])} ({place}). {about}")
         raise ConfigError("\n".join(problems)) from error
+
+
+def _about_item(item: Any) -> str:
+    """What is wrong with a part of a dataset setting."""
+    key = str(item["loc"][-1])
+    if item["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, list(DatasetItem.model_fields), n=1, cutoff=0.5)
+        known = f"; did you mean '{near[0]}'?" if near else f". Known: {', '.join(DatasetItem.model_fields)}"
+        return f": there is no such key{known}"
+    if item["type"] == "missing":
+        return f" is missing. {DatasetItem.model_fields[key].description}"
+    if item["type"] == "string_too_short":
+        return " is empty. Give a path, a folder, a pattern or a hub id"
+    if item["type"] == "model_type":
+        return f" must be a path or {{path, weight, split, ...}}, found {item['input']!r}"
+    return f": {_explain(item['msg'])}, found {item['input']!r}"
 
 
 def _explain(message: str) -> str:
@@ -224,7 +240,7 @@ def _dataset_items(setting: _Setting, dataset_dir: Any) -> Any:
             item = {
                 key: float(part) if key == "weight" and isinstance(part, int) else part for key, part in item.items()
             }
-            if isinstance(item.get("path"), str):
+            if isinstance(item.get("path"), str) and item["path"]:
                 item["path"] = _dataset_path(item["path"], setting.base)
         full.append(item)
     return None if value is None else full

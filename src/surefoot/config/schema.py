@@ -13,7 +13,7 @@ class DatasetItem(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
-    path: str
+    path: str = Field(min_length=1)
     """A file, a folder, a pattern such as `data/*.jsonl`, a hub id, or LLaMA-Factory's `dataset_info.json`."""
     name: str | None = None
     """The entry of `dataset_info.json`; `data/dataset_info.json:NAME` as the path says the same."""
@@ -51,7 +51,7 @@ class RunConfig(BaseModel):
     columns: dict[str, str] = {}
     """Our column -> its name in the files, for sources that name none themselves: `{query: question}`."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What happens to a row that cannot be read or rendered: stop before training, or leave it out and count it."""
+    """A row that cannot be read or rendered stops the run when it is come to, or is left out and counted."""
     eval_dataset: list[DatasetItem] | None = Field(default=None, min_length=1)
     """Held-out data; its loss is measured every `eval_steps` and at the end. Same forms as `dataset`."""
     eval_fraction: float = Field(default=0.0, ge=0, lt=1)
@@ -62,6 +62,8 @@ class RunConfig(BaseModel):
     """A Jinja file to use instead of the tokenizer's own chat template."""
     chat_template_kwargs: dict[str, Any] = {}
     """Further variables of the chat template."""
+    chat_template_date: str = Field(default="2024-07-26", pattern=r"^\d{4}-\d\d-\d\d$")
+    """The day shown by templates that write today's date (Llama 3), so that a run is the same tomorrow."""
     enable_thinking: bool | None = None
     """Qwen3's switch, handed to the chat template; false trains answers after an empty thought."""
     parse_special_tokens: bool = False
@@ -201,6 +203,7 @@ ALIASES: dict[str, str] = {
     **dict.fromkeys(["val_dataset", "eval_file", "validation_file"], "eval_dataset"),
     **dict.fromkeys(["val_size", "val_set_size", "split_dataset_ratio"], "eval_fraction"),
     **dict.fromkeys(["preprocessing_num_workers", "dataset_processes", "dataset_num_workers"], "dataset_num_proc"),
+    "truncation_strategy": "truncation",
     **dict.fromkeys(["column", "column_mapping", "column_map"], "columns"),
     **dict.fromkeys(["finetuning_type", "train_type", "tuner_type", "peft_type"], "tuning"),
     **dict.fromkeys(["lora_r", "r", "peft_lora_r"], "lora_rank"),
@@ -236,6 +239,7 @@ FLAG_ALIASES: dict[str, tuple[str, str]] = {
 """Peers' flags that are a value here. A flag that is false asks for nothing."""
 
 VALUE_ALIASES: dict[str, dict[str, str]] = {
+    "truncation": {"delete": "drop", "raise": "error"},
     "dtype": {"bf16": "bfloat16", "fp32": "float32"},
     "target_modules": {"all-linear": "all"},
 }

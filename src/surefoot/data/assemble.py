@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -42,7 +43,12 @@ def open_dataset(
         for item in items
     ]
     where = loaded.where(setting)
-    source = RendererSource.of(tokenizer, config.template_variables, parse_special_tokens=config.parse_special_tokens)
+    source = RendererSource.of(
+        tokenizer,
+        config.template_variables,
+        parse_special_tokens=config.parse_special_tokens,
+        today=date.fromisoformat(config.chat_template_date),
+    )
     reading = Reading(
         max_length=config.max_length,
         truncation=config.truncation,

@@ -24,13 +24,13 @@ from typing import Any
 import tokenizers
 import transformers
 
-from surefoot.data.containers import Chunk, Scan, scan
+from surefoot.data.containers import CHUNK_BYTES, CHUNK_ROWS, MAX_ROW_BYTES, Chunk, Scan, scan
 from surefoot.data.formats import FormatSpec
-from surefoot.data.prepare import FileRecipe, detect_format
+from surefoot.data.prepare import FileRecipe, detect_format, stamp_of
 from surefoot.data.render import RendererSource
 from surefoot.data.shard import Shard
 from surefoot.errors import DataError
-from surefoot.storage import cache_folder, write_json
+from surefoot.storage import cache_folder, storage_error, write_json
 
 VERSION = 1
 """Part of every key: raised when the same input gives other shards."""
@@ -55,15 +55,17 @@ class CachedFile:
     def __init__(
         self, path: Path, name: str, spec: FormatSpec, renderer_key: str, *, keep_columns: bool = False
     ) -> None:
-        scanned = scan_file(path)
+        stamp = stamp_of(path)
+        scanned = scan_file(path, stamp)
         self.plain_chunks = scanned.chunks
         """Where the chunks are, in plain JSON lines; None for files that must be read from their beginning."""
         self.format = detect_format(path, name, spec, scanned.chunks)
-        key = [VERSION, scanned.sha256, path.suffixes, spec.as_dict(), self.format, renderer_key, keep_columns]
+        limits = [CHUNK_ROWS, CHUNK_BYTES, MAX_ROW_BYTES]
+        key = [VERSION, limits, scanned.sha256, path.suffixes, spec.as_dict(), self.format, renderer_key, keep_columns]
         self.key = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
         folder = cache_folder() / "data" / self.key
-        self.recipe = FileRecipe(path, name, spec, folder, self.format, keep_columns)
-        self.num_bytes = path.stat().st_size
+        self.recipe = FileRecipe(path, name, spec, folder, self.format, stamp, keep_columns)
+        self.num_bytes = stamp[0]
         self._chunks: Sequence[ChunkRows] | None = None
         if scanned.chunks is not None:
             self._chunks = [ChunkRows(chunk.first_row, chunk.num_rows) for chunk in scanned.chunks]
@@ -97,14 +99,19 @@ class CachedFile:
 
     def try_lock(self) -> bool:
         """Take the right to prepare; it ends with `unlock` or with this process."""
-        self.recipe.folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.recipe.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self.recipe.folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.recipe.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise storage_error(self.recipe.folder / "lock", error) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(descriptor)
             return False
         self._lock = descriptor
+        for leftover in self.recipe.folder.glob(".*.tmp"):  # of a worker that was killed
+            leftover.unlink(missing_ok=True)
         return True
 
     def unlock(self) -> None:
@@ -116,34 +123,29 @@ class CachedFile:
 def renderer_key(source: RendererSource) -> str:
     """A hash over everything that enters rendering and tokenising, the libraries' versions included."""
     values: dict[str, Any] = {**asdict(source), "versions": [transformers.__version__, tokenizers.__version__]}
-    template = source.template.template or ""
-    if "strftime_now" in template:  # such a template writes today's date
-        values["date"] = time.strftime("%Y-%m-%d")
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def scan_file(path: Path) -> Scan:
+def scan_file(path: Path, stamp: tuple[int, int, int]) -> Scan:
     """What the file's bytes tell, remembered from earlier runs while the file stays as it is.
 
     Raises: DataError where the file cannot be read or is empty.
     """
+    if stamp[0] == 0:
+        raise DataError(f"dataset {path} is empty (0 bytes).")
     try:
-        about = path.stat()
-        if about.st_size == 0:
-            raise DataError(f"dataset {path} is empty (0 bytes).")
-        stamp = [about.st_size, about.st_mtime_ns, about.st_ino]
         memory = (
             cache_folder() / "data" / "scans" / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
         )
         with suppress(OSError, ValueError, KeyError, TypeError):  # no memory, or one of another version: read the file
             known = json.loads(memory.read_text("utf-8"))
-            if known["version"] == VERSION and known["stamp"] == stamp:
+            if known["version"] == VERSION and known["stamp"] == list(stamp):
                 chunks = known["chunks"]
                 return Scan(known["sha256"], None if chunks is None else tuple(Chunk(*chunk) for chunk in chunks))
         scanned = scan(path)
     except OSError as error:
         raise DataError(f"dataset {path} cannot be read: {error.strerror or error}.") from error
-    if time.time_ns() - about.st_mtime_ns > SETTLED_NS:
+    if time.time_ns() - stamp[1] > SETTLED_NS:
         chunks = None if scanned.chunks is None else [list(asdict(chunk).values()) for chunk in scanned.chunks]
         write_json(memory, {"version": VERSION, "stamp": stamp, "sha256": scanned.sha256, "chunks": chunks})
     return scanned

@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import io
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ CHUNK_BYTES = 4 << 20
 MAX_ROW_BYTES = 8 << 20
 """A longer row is no training sample but a mistake; reading it would cost memory without bound."""
 READ_BYTES = 1 << 20
+NEAR_END = 64
+"""Characters before the end of what is read within which a JSON error may mean that more must be read."""
 
 KINDS = {
     ".jsonl": "jsonl",
@@ -32,7 +35,6 @@ KINDS = {
     ".arrow": "arrow",
 }
 COMPRESSIONS = (".gz", ".zst")
-SUFFIXES = (*KINDS, *(f".jsonl{suffix}" for suffix in COMPRESSIONS))
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,10 @@ def scan(path: Path) -> Scan:
 def _scan_lines(file: IO[bytes], see: Callable[[bytes], object]) -> Iterator[Chunk]:
     index = first_row = rows = offset = num_bytes = 0
     line = first_line = 1
-    for piece, is_whole in _lines(file):
+    for piece, is_whole, is_row in _lines(file):
         see(piece)
         num_bytes += len(piece)
-        rows += bool(piece.strip()) if is_whole else 0
+        rows += is_row
         line += is_whole
         if is_whole and (rows == CHUNK_ROWS or num_bytes >= CHUNK_BYTES):
             if rows:
@@ -108,16 +110,16 @@ def _scan_lines(file: IO[bytes], see: Callable[[bytes], object]) -> Iterator[Chu
         yield Chunk(index, first_row, rows, offset, num_bytes, first_line)
 
 
-def _lines(file: IO[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Lines, those beyond MAX_ROW_BYTES in pieces; the flag is set on the last piece of a line.
+def _lines(file: IO[bytes]) -> Iterator[tuple[bytes, bool, bool]]:
+    """(piece, ends its line, is a row) of lines, those beyond MAX_ROW_BYTES in several pieces.
 
-    The last piece of a long line counts as one row, whatever stands in it.
+    A long line is one row, told by its first piece; a short one is a row unless it is blank.
     """
-    in_long_line = False
+    begins = True
     while piece := file.readline(MAX_ROW_BYTES):
         is_whole = piece.endswith(b"\n") or len(piece) < MAX_ROW_BYTES
-        yield (b"long\n" if in_long_line and is_whole and not piece.strip() else piece), is_whole
-        in_long_line = not is_whole
+        yield piece, is_whole, begins and (not is_whole or bool(piece.strip()))
+        begins = is_whole
 
 
 def read_chunk(path: Path, chunk: Chunk) -> list[Row]:
@@ -138,12 +140,12 @@ def stream_chunks(path: Path) -> Iterator[tuple[Chunk, list[Row]]]:
     try:
         if kind in ("parquet", "arrow"):
             rows = (_parquet if kind == "parquet" else _arrow)(path)
-            yield from _chunked(rows)
+            yield from _chunked(_named(rows, path))
         else:
             with _opened(path, compression) as file:
                 rows = {"jsonl": _json_lines, "json": _json, "csv": _csv}[kind](file)
                 yield from _chunked(_named(rows, path))
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path.name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except Exception as error:
         if compression and type(error).__name__ == "ZstdError":
@@ -202,21 +204,55 @@ def _opened(path: Path, compression: str) -> Any:
     if compression == ".gz":
         return gzip.open(path, "rb")
     if compression == ".zst":
+        return io.BufferedReader(_Zstandard(path), READ_BYTES)
+    return open(path, "rb")
+
+
+class _Zstandard(io.RawIOBase):
+    """Decompressed bytes of a Zstandard file. Unlike the library's own reader it notices a file that is cut short.
+
+    Raises: EOFError for a file that ends within a frame.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self._frame: Any = None
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
         import zstandard
 
-        stream = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
-        return io.BufferedReader(stream, READ_BYTES)
-    return open(path, "rb")
+        while not self._ready:
+            content = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
+            content = content or self._file.read(READ_BYTES)
+            if not content:
+                if self._frame is not None and not self._frame.eof:
+                    raise EOFError("the compressed file ends before its data do. Was it copied whole?")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+            self._ready = self._frame.decompress(content)
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _text(line: bytes) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
-        wide = " It looks like UTF-16." if b"\0" in line[:64] or line[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+        is_wide = b"\0" in line[:64] or line[:2] in (b"\xff\xfe", b"\xfe\xff")
+        wide, name = (" It looks like UTF-16.", "UTF-16") if is_wide else ("", "LATIN1")
         raise ValueError(
             f"not UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line.{wide} "
-            "Save the file as UTF-8 (iconv -f LATIN1 -t UTF-8, for example)"
+            f"Save the file as UTF-8 (iconv -f {name} -t UTF-8, for example)"
         ) from error
 
 
@@ -229,7 +265,7 @@ def _json_row(value: Any, line: int) -> Row:
 def _json_lines(file: IO[bytes], first_line: int = 1, num_bytes: int | None = None) -> Iterator[Row]:
     """Rows of JSON lines; a line that is none is a row with a problem."""
     line, long_bytes, done = first_line, 0, 0
-    for piece, is_whole in _lines(file):
+    for piece, is_whole, _ in _lines(file):
         if num_bytes is not None and done >= num_bytes:
             return
         done += len(piece)
@@ -265,10 +301,13 @@ def _line_row(stripped: bytes, line: int) -> Row:
 def _json(file: IO[bytes]) -> Iterator[Row]:
     """Objects of a JSON array, one after the other, as they are read. Where several share a line, they are numbered."""
     text = _Text(file)
+    if text.next_mark() == "{":  # JSON lines under another name
+        while text.next_mark():
+            line = text.line
+            yield _json_row(text.value(), line)
+        return
     if text.next_mark() != "[":
-        raise _Broken(
-            f":{text.line}: expected a JSON array of objects, which begins with '['. Is it JSON lines? (.jsonl)"
-        )
+        raise _Broken(f":{text.line}: expected a JSON array of objects, or one object a line")
     text.position += 1
     number, has_lines = 0, True
     before: Row | None = None
@@ -358,14 +397,17 @@ class _Text:
             try:
                 value, end = self._decoder.raw_decode(self._text, self.position)
             except json.JSONDecodeError as error:
-                if len(self._text) - self.position > MAX_ROW_BYTES * 4:
+                near_end = "Unterminated string" in error.msg or error.pos > len(self._text) - NEAR_END
+                if near_end and len(self._text) - self.position > MAX_ROW_BYTES * 4:
                     raise _Broken(f":{self.line}: {_too_long(len(self._text) - self.position)}") from error
-                if self._more():
+                if near_end and self._more():
                     continue
                 if error.pos >= len(self._text.rstrip()) or "Unterminated string" in error.msg:
                     raise _Broken(f":{self.line}: {_cut_short('')} (in the object that begins here)") from error
                 line = self.line + self._text.count("\n", self.position, error.pos)
                 raise _Broken(f":{line}: not valid JSON: {error.msg}") from error
+            except ValueError as error:  # an integer of thousands of digits
+                raise _Broken(f":{self.line}: not readable as JSON: {error}") from error
             except RecursionError as error:
                 raise _Broken(f":{self.line}: JSON nested too deeply to be training data") from error
             if end == len(self._text) and self._more():  # a number might go on
@@ -376,7 +418,8 @@ class _Text:
 
 def _csv(file: IO[bytes]) -> Iterator[Row]:
     csv.field_size_limit(MAX_ROW_BYTES)
-    reader = csv.reader(_without_nul(codecs.iterdecode(file, "utf-8-sig")))
+    reader = csv.reader(_without_nul(codecs.iterdecode(file, "utf-8-sig")), strict=True)
+    line = 1
     try:
         header = next(reader, None)
         if not header:
@@ -392,7 +435,7 @@ def _csv(file: IO[bytes]) -> Iterator[Row]:
                 yield Row(dict(zip(header, values)) if problem is None else {}, line, problem)
             line = reader.line_num + 1
     except csv.Error as error:
-        raise _Broken(f":{reader.line_num}: not valid CSV: {error}") from error
+        raise _Broken(f":{line}: not valid CSV in the row that begins here: {error}") from error
     except UnicodeDecodeError as error:
         raise _Broken(f":{reader.line_num + 1}: not UTF-8: {error.reason}. Save it as UTF-8") from error
 
@@ -437,7 +480,11 @@ def _columnar(batches: Iterable[Any]) -> Iterator[Row]:
     number = 0
     for batch in batches:
         for begin in range(0, batch.num_rows, 256):
-            for value in batch.slice(begin, 256).to_pylist():
+            try:
+                values = batch.slice(begin, 256).to_pylist()
+            except UnicodeDecodeError as error:
+                raise _Broken(f":{number + 1}: a text in this row or the 255 behind it is not UTF-8") from error
+            for value in values:
                 number += 1
                 yield Row({name: _without_nulls(item) for name, item in value.items()}, number)
 

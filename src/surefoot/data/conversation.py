@@ -31,7 +31,7 @@ class Message:
 
     def as_template_input(self) -> dict[str, Any]:
         """The message as chat templates read it. A key without a value is left out: templates ask for its presence."""
-        message: dict[str, Any] = {"role": self.role, "content": self.content, **self.others}
+        message: dict[str, Any] = {**self.others, "role": self.role, "content": self.content}
         if self.tool_calls:
             message["tool_calls"] = list(self.tool_calls)
         if self.reasoning is not None:

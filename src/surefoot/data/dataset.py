@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -26,8 +26,8 @@ from surefoot.errors import DataError
 Truncation = Literal["error", "drop", "left", "right"]
 TrainOn = Literal["assistant", "last_assistant", "all"]
 Side = Literal["all", "train", "eval"]
-OPEN_SHARDS = 64
-"""Shards mapped into memory at a time; the others are not counted against the process."""
+OPEN_SHARDS = 512
+"""Shards mapped into memory at a time: more than a window of the order holds, unless its rows are very long."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,8 @@ class Usable:
 
     samples: NDArray[np.int64]
     """[S]: their numbers in the shard."""
+    rows: NDArray[np.int64]
+    """[S]: numbers of their rows in the chunk."""
     lengths: NDArray[np.int64]
     """[S]: tokens after cutting."""
     trained: NDArray[np.int64]
@@ -189,6 +191,10 @@ class Dataset:
         first, last = max(begin - ref.first_row, 0), min(end - ref.first_row, ref.num_rows)
         return (first, last) if first < last else (0, 0)
 
+    def lenient(self) -> "Dataset":
+        """The same samples, to look at: nothing is refused."""
+        return self.read_as(replace(self.reading, is_lenient=True))
+
     def prepare(self) -> None:
         """Prepare everything, then check it. Raises: DataError, with file and line where a row is to blame."""
         self.preparation.run()
@@ -198,13 +204,14 @@ class Dataset:
         """Raises: DataError for bad or too long rows, where settings say so, or if nothing is left to train on."""
         counts, too_long, longest = Counts(), [], (0, "")
         first_skipped = ""
+        lenient = self.lenient()
         for number, ref in enumerate(self.chunks):
-            usable = self.usable(number)
-            counts = _sum(counts, self.counts_of(number))
+            shard = self.shard(number)
+            usable = lenient.usable(number)
+            counts = _sum(counts, lenient.counts_of(number))
             if usable.skipped and not first_skipped:
                 first_skipped = f"{self._place(ref, usable.skipped[0][0])}: {usable.skipped[0][1]}"
             if self.reading.truncation == "error":
-                shard = self.shard(number)
                 for sample in np.flatnonzero((shard.lengths > self.reading.max_length) & self._in_view(number)):
                     place = self._place(ref, int(shard.lines[sample]))
                     too_long.append(place)
@@ -216,6 +223,11 @@ class Dataset:
                 f"on answers without an end. Set max_length: {longest[0]}, or truncation: drop (leave them out) or "
                 f"right (cut them) ({self._where})."
             )
+        if counts.read == 0:
+            nothing = f"eval_fraction={self.reading.eval_fraction} holds out no sample. Raise it, or give eval_dataset"
+            if self.reading.side != "eval":
+                nothing = "no row is left of the ranges that `split` names, or of what eval_fraction leaves"
+            raise DataError(f"{nothing} ({self._where}).")
         if counts.trained + counts.truncated == 0:
             raise DataError(
                 f"no row of {counts.read} is left to train on: {counts.skipped} were skipped, the first "
@@ -247,21 +259,22 @@ class Dataset:
 
     def fingerprint(self) -> str:
         """Equal for two datasets only if they hold the same samples."""
-        return hashlib.sha256(json.dumps(self.keys).encode()).hexdigest()
+        parts = [[source.weight, source.rows.begin, source.rows.end, len(source.files)] for source in self.sources]
+        return hashlib.sha256(json.dumps([self.keys, parts]).encode()).hexdigest()
 
     def sample(self, chunk: int, sample: int) -> Sample:
         """A sample of a chunk, cut and weighted."""
         shard = self.shard(chunk)
         begin, end = int(shard.offsets[sample]), int(shard.offsets[sample + 1])
         first, last = self.window(end - begin)
-        weights = np.zeros(end - begin, np.float32)
-        if self.reading.train_on == "all":
-            weights[:] = 1
+        weights = np.full(end - begin, self.reading.train_on == "all", np.float32)
         span_begin, span_end = int(shard.span_offsets[sample]), int(shard.span_offsets[sample + 1])
         for index in range(span_begin, span_end):
-            if self.reading.train_on == "assistant" or index == span_end - 1:
-                weight = shard.weights[index]
-                weights[shard.spans[index, 0] : shard.spans[index, 1]] = 1 if np.isnan(weight) else weight
+            span = slice(shard.spans[index, 0], shard.spans[index, 1])
+            if not np.isnan(shard.weights[index]):
+                weights[span] = shard.weights[index]
+            elif self.reading.train_on == "assistant" or index == span_end - 1:
+                weights[span] = 1
         ids = np.array(shard.ids[begin + first : begin + last])
         return Sample(ids, weights[first:last], self._place(self.chunks[chunk], int(shard.lines[sample])))
 
@@ -301,12 +314,18 @@ class Dataset:
             first, last = self._overlap(ref, self._totals[ref.source])
             problems = [(line, reason) for row, line, reason in shard.problems if first <= row < last]
             if problems:
-                more = f" ({len(problems) - 1} more rows near it are bad)" if len(problems) > 1 else ""
-                raise DataError(
-                    f"{self._place(ref, problems[0][0])}: {problems[0][1]}.{more} Correct the row, or leave "
-                    f"such rows out with on_bad_row: skip ({self._where})."
-                )
+                raise DataError(self._bad_rows(ref, problems))
         return shard
+
+    def _bad_rows(self, ref: ChunkRef, problems: Sequence[tuple[int, str]]) -> str:
+        line, reason = problems[0]
+        advice = "Correct the row, or leave such rows out with on_bad_row: skip"
+        if len(problems) == ref.num_rows > 1:
+            advice = "No row around it can be used: look at chat_template, dataset_format and columns"
+        elif len(problems) > 1:
+            advice = f"{len(problems) - 1} more of the {ref.num_rows} rows around it are bad. {advice}"
+        end = "" if reason.endswith(("?", ".")) else "."
+        return f"{self._place(ref, line)}: {reason}{end} {advice} ({self._where})."
 
     def _in_view(self, number: int) -> NDArray[np.bool_]:
         """[S]: samples in the source's range and on this side of the held-out split."""
@@ -333,6 +352,12 @@ class Dataset:
         cut = np.minimum(lengths, reading.max_length)
         first = np.where(too_long, lengths - cut, 0) if reading.truncation == "left" else np.zeros_like(lengths)
         trained, loses_trained = self._trained_in(shard, first, first + cut)
+        if reading.truncation == "error" and not reading.is_lenient and (too_long & view).any():
+            first_long = int(np.flatnonzero(too_long & view)[0])
+            raise DataError(
+                f"{self._place(ref, int(shard.lines[first_long]))}: {lengths[first_long]} tokens, longer than "
+                f"max_length={reading.max_length}. Raise it, or set truncation: drop or right ({self._where})."
+            )
         skip = view & ((trained == 0) | (too_long & (reading.truncation in ("error", "drop"))))
         take = view & ~skip
         reasons = [
@@ -345,6 +370,7 @@ class Dataset:
         counted_bad = bad if reading.side != "eval" else []
         return Usable(
             np.flatnonzero(take),
+            shard.rows[take].astype(np.int64),
             cut[take],
             trained[take],
             too_long[take],
@@ -360,25 +386,22 @@ class Dataset:
 
         The first token of what is kept is never predicted, so it does not count as inside.
         """
-        if self.reading.train_on == "all":
-            owner = np.arange(len(shard))
-            begins, ends = np.zeros(len(shard), np.int64), shard.lengths
-        else:
-            counts = np.diff(shard.span_offsets)
-            owner = np.repeat(np.arange(len(shard)), counts)
-            weighs = np.isnan(shard.weights) | (shard.weights > 0)
-            if self.reading.train_on == "last_assistant":
-                is_last = np.zeros(len(owner), np.bool_)
-                is_last[shard.span_offsets[1:][counts > 0] - 1] = True
-                weighs &= is_last
-            owner = owner[weighs]
-            begins, ends = shard.spans[weighs, 0].astype(np.int64), shard.spans[weighs, 1].astype(np.int64)
+        counts = np.diff(shard.span_offsets)
+        owner = np.repeat(np.arange(len(shard)), counts)
+        begins, ends = shard.spans[:, 0].astype(np.int64), shard.spans[:, 1].astype(np.int64)
+        # The weight of each span; a weight of the row wins over what `train_on` says.
+        by_default = np.ones(len(owner), np.int64)
+        if self.reading.train_on == "last_assistant":
+            by_default[:] = 0
+            by_default[shard.span_offsets[1:][counts > 0] - 1] = 1
+        weighs = np.where(np.isnan(shard.weights), by_default, shard.weights) > 0
         inside = np.maximum(np.minimum(ends, last[owner]) - np.maximum(begins, first[owner] + 1), 0)
         outside = (begins < first[owner]) | (ends > last[owner])
-        return (
-            np.bincount(owner, inside, minlength=len(shard)).astype(np.int64),
-            np.bincount(owner[outside], minlength=len(shard)) > 0,
-        )
+        if self.reading.train_on == "all":  # the whole sample, less the spans of weight 0
+            untrained = np.bincount(owner[~weighs], inside[~weighs], minlength=len(shard)).astype(np.int64)
+            return np.maximum(last - first - 1, 0) - untrained, shard.lengths > last - first
+        trained = np.bincount(owner[weighs], inside[weighs], minlength=len(shard)).astype(np.int64)
+        return trained, np.bincount(owner[weighs & outside], minlength=len(shard)) > 0
 
 
 def _reason(length: int, reading: Reading, loses_trained: bool) -> str:

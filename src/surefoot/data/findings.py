@@ -66,7 +66,7 @@ def _unusable(dataset: Dataset) -> list[Finding]:
 def digests(dataset: Dataset) -> NDArray[np.uint64]:
     """64-bit digests of all samples in use, sorted; 8 bytes a sample."""
     parts = [dataset.shard(n).digests[dataset.usable(n).samples] for n in range(len(dataset.chunks))]
-    return np.sort(np.concatenate(parts)) if parts else np.zeros(0, np.uint64)
+    return np.sort(np.concatenate([np.zeros(0, np.uint64), *parts]))
 
 
 def _of_flags(dataset: Dataset) -> list[Finding]:

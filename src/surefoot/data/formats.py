@@ -5,7 +5,7 @@ Knows nothing of files, templates or tokens.
 
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from surefoot.data.conversation import BadRow, Conversation, Message, Role, check_tools, check_turns
@@ -25,6 +25,7 @@ WEIGHTS = ("loss", "loss_weight", "weight", "train", "training")
 """Names of a message's weight in the loss: ms-swift, LLaMA-Factory v1, OpenAI, axolotl."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 UNTRAINABLE_PARTS = ("image", "image_url", "video", "video_url", "audio", "input_audio", "audio_url")
+UNTRAINABLE_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,14 @@ class FormatSpec:
     """Our column -> the column of the file."""
     tags: Mapping[str, str] = field(default_factory=dict)
     """A LLaMA-Factory entry's `tags`: role_tag, content_tag, user_tag, ..."""
+    only_mapped: bool = False
+    """Read no optional columns besides those in `columns`, as LLaMA-Factory does."""
+    named_in: str = "`columns`"
+    """Where `columns` stands, for messages."""
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON, for the key of the cache and for worker processes."""
-        return {"format": self.format, "columns": dict(self.columns), "tags": dict(self.tags)}
+        return {**asdict(self), "columns": dict(self.columns), "tags": dict(self.tags)}
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,9 @@ def detect(columns: Collection[str]) -> str:
             f"the columns ({found}) fit several formats: {', '.join(candidates)}. "
             f"Say which one with `dataset_format: {candidates[0]}`"
         )
-    known = "; ".join(f"{name} ({' + '.join(sorted(format.required))})" for name, format in FORMATS.items())
+    known = "; ".join(
+        f"{name} ({' + '.join(sorted(format.required, reverse=True))})" for name, format in FORMATS.items()
+    )
     raise BadRow(
         f"the columns ({found}) fit no known format: {known}. Name them with "
         "`columns: {query: YOUR_COLUMN, response: YOUR_COLUMN}`, for example"
@@ -88,9 +95,12 @@ def _mapped(row: Columns, spec: FormatSpec) -> Columns:
     required = FORMATS[spec.format].required if spec.format != "auto" else frozenset(spec.columns)
     absent = [theirs for ours, theirs in spec.columns.items() if theirs not in row and ours in required]
     if absent:
-        raise BadRow(f"column '{absent[0]}', named in `columns`, is missing; the row has {_shown(list(row))}")
+        raise BadRow(f"column '{absent[0]}', named in {spec.named_in}, is missing; the row has {_shown(list(row))}")
     theirs = set(spec.columns.values())
     mapped = {name: value for name, value in row.items() if name not in theirs}
+    if spec.only_mapped:
+        format = FORMATS[spec.format]
+        mapped = {name: value for name, value in mapped.items() if name not in format.optional}
     return mapped | {ours: row[theirs] for ours, theirs in spec.columns.items() if theirs in row}
 
 
@@ -136,6 +146,7 @@ class Reader:
         missing = sorted(format.required - columns.keys())
         if missing:
             raise BadRow(f"column '{missing[0]}' of format {self.format} is missing; the row has {_shown(list(row))}")
+        _refuse_untrainable(columns)
         conversation = format.read(self, columns)
         if conversation.kind == "chat":
             check_turns(conversation.messages)
@@ -217,7 +228,9 @@ class Reader:
     def conversation(self, columns: Columns, name: str) -> Conversation:
         """A row whose `name` column is a list of messages."""
         messages, tools = self.messages(columns[name], name)
-        tools = (*_tools(columns.get("tools")), *tools)
+        if columns.get("system") and messages[0].role == "system":
+            raise BadRow("the system prompt is given twice: in the `system` column and as the first message")
+        tools = (*_tools(columns.get("tools")), *_tools(columns.get("functions")), *tools)
         return Conversation((*self.system(columns), *messages), tools=tools)
 
     def system(self, columns: Columns) -> tuple[Message, ...]:
@@ -274,6 +287,15 @@ class _Parts:
         return _Parts("".join(texts), "".join(thoughts) if thoughts else None, calls, tools)
 
 
+def _refuse_untrainable(columns: Columns) -> None:
+    """Rows that would train as text although they are not meant so."""
+    for name in UNTRAINABLE_COLUMNS:
+        if columns.get(name):
+            raise BadRow(f"the row has {name} ({_shown(columns[name])}); this version trains on text only")
+    if columns.get("label") is False and "completion" in columns:
+        raise BadRow("label is false: a bad answer of preference data (KTO), not one to learn")
+
+
 def _prompt_completion(reader: Reader, columns: Columns) -> Conversation:
     prompt, completion = columns["prompt"], columns["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
@@ -287,14 +309,13 @@ def _prompt_completion(reader: Reader, columns: Columns) -> Conversation:
         tools = (*_tools(columns.get("tools")), *tools, *more)
         return Conversation((*context, *answers), tools=tools, first_trained=len(context))
     raise BadRow(
-        f"prompt is a {type(prompt).__name__} and completion a {type(completion).__name__}; "
-        "both must be texts or both lists of messages"
+        f"prompt is {_shown(prompt)} and completion {_shown(completion)}; both must be texts or both lists of messages"
     )
 
 
 def _alpaca(reader: Reader, columns: Columns) -> Conversation:
     """Instruction and input, a line between them, are the user's turn, as in LLaMA-Factory and ms-swift."""
-    parts = [text_of(columns[name] or "", name) for name in ("instruction", "input") if name in columns]
+    parts = [text_of(columns[name], name) for name in ("instruction", "input") if columns.get(name) is not None]
     question = "\n".join(part for part in parts if part)
     return _turns(reader, columns, question, columns["output"], "output")
 
@@ -321,7 +342,7 @@ def _format(required: str, optional: str, read: Callable[[Reader, Columns], Conv
 
 
 FORMATS: Mapping[str, Format] = {
-    "messages": _format("messages", "tools system", lambda reader, row: reader.conversation(row, "messages")),
+    "messages": _format("messages", "tools functions system", lambda reader, row: reader.conversation(row, "messages")),
     "sharegpt": _format("conversations", "tools system", lambda reader, row: reader.conversation(row, "conversations")),
     "alpaca": _format("instruction output", "input history system tools", _alpaca),
     "query_response": _format("query response", "history system tools", _query_response),
@@ -381,6 +402,7 @@ def _tool_call(call: Any, name: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise BadRow(f"{name} has a tool call without a function name: {_shown(call)}")
+    text_of(function["name"], f"{name}, the name of a called function")
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
         try:
@@ -393,7 +415,7 @@ def _tool_call(call: Any, name: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise BadRow(f"{name} calls {function['name']} with arguments {_shown(arguments)}; they must be an object")
     check_texts(arguments, name)
-    outer = {key: value for key, value in call.items() if key == "id" and value is not None}
+    outer = {key: text_of(value, f"{name}, id") for key, value in call.items() if key == "id" and value is not None}
     return {**outer, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
@@ -402,6 +424,8 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
     if not value:
         return ()
     value = _parsed(value, "tools")
+    if not value:
+        return ()
     tools = value if isinstance(value, list) else [value]
     wrapped = []
     for tool in tools:

@@ -126,8 +126,13 @@ class GlobalOrder:
         return max(steps, 1)
 
     def _steps_in(self, epoch: int) -> int:
-        windows = len(self._windows_of(epoch))
-        return ceil(sum(len(self._sequences_of(epoch, window)) for window in range(windows)) / self._per_step)
+        windows = self._windows_of(epoch)
+        if self._pack_length is None:  # counted without being put in order
+            visits = (visit for visits in windows for visit in visits)
+            count = sum(len(self._chosen(visit, epoch, self._data.usable(visit.chunk))) for visit in visits)
+        else:
+            count = sum(len(self._sequences_of(epoch, window)) for window in range(len(windows)))
+        return ceil(count / self._per_step)
 
     def first_chunks(self, position: Position) -> list[int]:
         """Chunks in the order in which they are wanted from a position to the end of its epoch."""
@@ -163,6 +168,8 @@ class GlobalOrder:
             chosen = self._chosen(visit, epoch, usable)
             keys.append(np.stack([np.full(len(chosen), visit.chunk), usable.samples[chosen]], axis=1))
             lengths.append(usable.lengths[chosen])
+        if not keys:
+            return []
         all_keys, all_lengths = np.concatenate(keys), np.concatenate(lengths)
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch, window + 1]).permutation(len(all_keys))
@@ -177,9 +184,10 @@ class GlobalOrder:
         count = len(usable.samples)
         if visit.share == 1.0:
             return np.arange(count)
-        # Rounded over the source, not over the chunk, so that the share holds for small chunks too.
-        first = self._data.chunks[visit.chunk].first_row
-        rows = self._data.chunks[visit.chunk].num_rows
-        quota = floor((first + rows) * visit.share + 0.5) - floor(first * visit.share + 0.5)
-        drawn = np.random.default_rng([self._seed, epoch, visit.chunk, 1]).permutation(count)
-        return np.sort(drawn[: min(round(quota * count / rows), count)])
+        # Rounded over the source, not over the chunk, and shifted each epoch: small chunks get their share in turn.
+        shift = np.random.default_rng([self._seed, epoch]).random()
+        ref = self._data.chunks[visit.chunk]
+        end = ref.first_row + ref.num_rows
+        quota = floor(end * visit.share + shift) - floor(ref.first_row * visit.share + shift)
+        drawn = np.random.default_rng([self._seed, epoch, visit.chunk, 1]).permutation(ref.num_rows)[:quota]
+        return np.flatnonzero(np.isin(usable.rows, drawn))

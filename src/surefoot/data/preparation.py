@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NoReturn
 
 from surefoot import errors
@@ -24,9 +25,12 @@ from surefoot.errors import DataError, SurefootError
 
 SMALL_BYTES = 1 << 20
 """Files that together are smaller are prepared faster than workers start."""
+FILES_AT_ONCE = 128
+"""Files that are locked, and so held open, at a time."""
 CHUNK_DEADLINE_S = 600.0
 """A worker that is silent for so long on one chunk (4096 rows, 4 MiB) is taken for hung."""
 POLL_S = 0.05
+WAIT_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -89,14 +93,14 @@ class Preparation:
 
         Raises: DataError for data, a template or a worker that fails; StorageError where the disk refuses.
         """
-        deadline = time.monotonic() + CHUNK_DEADLINE_S
+        deadline, there = time.monotonic() + CHUNK_DEADLINE_S, 0
         while not self._stopping.is_set():
             missing = [index for index, file in enumerate(self._files) if not file.is_complete]
             if not missing:
                 return
-            ours = [index for index in missing if self._files[index].try_lock()]
             try:
-                ours = [index for index in ours if not self._files[index].is_complete]
+                locked = islice((index for index in missing if self._files[index].try_lock()), FILES_AT_ONCE)
+                ours = [index for index in locked if not self._files[index].is_complete]
                 if ours:
                     self._prepare(ours, first)
                     deadline = time.monotonic() + CHUNK_DEADLINE_S
@@ -104,9 +108,9 @@ class Preparation:
                 for index in missing:
                     self._files[index].unlock()
             if not ours:  # another process prepares them
-                before = self._shards_there(missing)
-                time.sleep(POLL_S)
-                if self._shards_there(missing) > before:
+                time.sleep(WAIT_S)
+                there, before = self._shards_there(missing), there
+                if there > before:
                     deadline = time.monotonic() + CHUNK_DEADLINE_S
                 if time.monotonic() > deadline:
                     lock = self._files[missing[0]].recipe.folder / "lock"
@@ -128,7 +132,10 @@ class Preparation:
             if self._thread is None or not self._thread.is_alive():
                 if self._files[file].has(chunk):
                     return
-                raise self._error or DataError(f"{self._files[file].recipe.shard_path(chunk)} has vanished.")
+                folder = self._files[file].recipe.folder
+                raise self._error or DataError(
+                    f"the cache has lost {self._files[file].recipe.shard_path(chunk)}. Delete {folder} and start again."
+                )
             time.sleep(POLL_S)
 
     def finish(self) -> None:
@@ -327,15 +334,17 @@ class _Workers:
             os.write(self._jobs[number], json.dumps(message).encode() + b"\n")
 
     def _died(self, number: int, mine: dict[tuple[int, int], tuple[_Job, float]]) -> NoReturn:
-        how = self._how_it_ended(number)
+        status = self._status_of(number)
+        how = f"was killed by signal {-status}" if status and status < 0 else f"ended with status {status}"
+        advice = "start again, with fewer dataset_num_proc if memory is short" if status == -9 else "start again"
         job, _ = next(iter(mine.values()))
         raise DataError(
             f"{job.file.recipe.name}: a worker process {how} while it prepared chunk {job.index}"
-            f"{_lines_of(job)}. What was prepared is kept; start again, with fewer dataset_num_proc if memory is short."
+            f"{_lines_of(job)}. What was prepared is kept; {advice}."
         )
 
-    def _how_it_ended(self, number: int) -> str:
-        """What the process that started the worker says of its end."""
+    def _status_of(self, number: int) -> int | None:
+        """The exit status of a worker as the process that started it tells, or that process's own."""
         assert self._loader.stdout is not None
         deadline = time.monotonic() + 10
         told = b""
@@ -349,9 +358,8 @@ class _Workers:
                 for line in told.splitlines():
                     said = json.loads(line)
                     if said["worker"] == number:
-                        status = said["status"]
-                        return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        return f"ended before it began (status {self._loader.poll()})"
+                        return int(said["status"])
+        return self._loader.poll()
 
     def _check_deadlines(self, at_work: dict[int, dict[tuple[int, int], tuple[_Job, float]]]) -> None:
         for mine in at_work.values():

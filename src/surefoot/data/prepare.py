@@ -40,8 +40,10 @@ class FileRecipe:
     """As shown in places: `data.jsonl` of `data.jsonl:203`."""
     spec: FormatSpec
     folder: Path
-    format: str = ""
+    format: str
     """Told by the first row, before any worker sees the file."""
+    stamp: tuple[int, int, int]
+    """Size, time of change and inode, as the content was when it was hashed."""
     keep_columns: bool = False
 
     def shard_path(self, index: int) -> Path:
@@ -55,6 +57,7 @@ class FileRecipe:
             "spec": self.spec.as_dict(),
             "folder": str(self.folder),
             "format": self.format,
+            "stamp": self.stamp,
             "keep_columns": self.keep_columns,
         }
 
@@ -66,8 +69,18 @@ class FileRecipe:
             FormatSpec(**values["spec"]),
             Path(values["folder"]),
             values["format"],
+            tuple(values["stamp"]),
             values["keep_columns"],
         )
+
+
+def stamp_of(path: Path) -> tuple[int, int, int]:
+    """What tells that a file was changed. Raises: DataError where it is gone."""
+    try:
+        about = path.stat()
+    except OSError as error:
+        raise DataError(f"dataset {path} cannot be read: {error.strerror or error}.") from error
+    return about.st_size, about.st_mtime_ns, about.st_ino
 
 
 def detect_format(path: Path, name: str, spec: FormatSpec, chunks: Sequence[Chunk] | None) -> str:
@@ -84,7 +97,8 @@ def detect_format(path: Path, name: str, spec: FormatSpec, chunks: Sequence[Chun
         try:
             return format_of(spec, first.columns)
         except BadRow as error:
-            raise DataError(f"{name}:{first.line}: {error}.") from error
+            reason = str(error).encode("utf-8", "backslashreplace").decode()  # it may quote what is no valid text
+            raise DataError(f"{name}:{first.line}: {reason}.") from error
     if rows:
         raise DataError(f"{name}:{rows[0].line}: {rows[0].problem}.")
     raise DataError(f"dataset {path} holds no rows.")
@@ -104,7 +118,12 @@ class Preparer:
         Returns its rows; None if the file ends before it.
         Raises: DataError for what no row is to blame for; StorageError.
         """
-        rows = read_chunk(recipe.path, chunk) if chunk is not None else self._rows_of(recipe, index)
+        try:
+            rows = read_chunk(recipe.path, chunk) if chunk is not None else self._rows_of(recipe, index)
+        except OSError as error:
+            raise DataError(f"{recipe.name}: cannot be read: {error.strerror or error}.") from error
+        if stamp_of(recipe.path) != recipe.stamp:  # a shard under the key of other content would be found for ever
+            raise DataError(f"{recipe.name} was changed while it was being prepared. Start again.")
         if rows is None:
             return None
         reader = self._readers.get(recipe.folder)
@@ -175,7 +194,8 @@ def main() -> None:
         if process == 0:
             for descriptor in {descriptor for pair in pairs[number:] for descriptor in pair} - {jobs, answers}:
                 os.close(descriptor)
-            _work(preparer, jobs, answers)
+            with suppress(BrokenPipeError):  # who asked is gone
+                _work(preparer, jobs, answers)
             os._exit(0)
         os.close(jobs)
         os.close(answers)
@@ -184,7 +204,8 @@ def main() -> None:
         process, status = os.wait()
         number = workers.pop(process)
         if status:
-            print(json.dumps({"worker": number, "status": os.waitstatus_to_exitcode(status)}), flush=True)
+            with suppress(BrokenPipeError):
+                print(json.dumps({"worker": number, "status": os.waitstatus_to_exitcode(status)}), flush=True)
 
 
 def _give_back_memory() -> None:

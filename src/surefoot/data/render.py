@@ -1,8 +1,11 @@
 """From rendered texts to token ids with what is trained. Knows nothing of files, order or batches."""
 
 import hashlib
+import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -20,6 +23,11 @@ from surefoot.storage import cache_folder, write_bytes
 
 ENDS_TWICE, BEGINS_TWICE, ANSWER_IN_PROMPT, LOOKALIKE, LOST_REASONING = (1 << bit for bit in range(5))
 """What is odd about a sample, as bits of its flags."""
+
+
+TODAY = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)")
+LOOKS_SPECIAL = re.compile(r"^<\|.+\|>$")
+"""Qwen's `<|fim_prefix|>` and the like are control tokens, though its tokenizer does not call them special."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,11 @@ class RendererSource:
 
     @staticmethod
     def of(
-        tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any], *, parse_special_tokens: bool
+        tokenizer: PreTrainedTokenizerBase,
+        kwargs: dict[str, Any],
+        *,
+        parse_special_tokens: bool,
+        today: date = date(2024, 7, 26),
     ) -> "RendererSource":
         """Raises: DataError for a tokenizer that cannot be used for training."""
         if not tokenizer.is_fast:
@@ -73,11 +85,15 @@ class RendererSource:
         begins = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
         has_template = tokenizer.chat_template is not None
         template = TemplateSource(
-            template=_template_of(tokenizer, None) if has_template else None,
-            tool_template=_template_of(tokenizer, []) if has_template else None,
+            template=_template_of(tokenizer, None, today) if has_template else None,
+            tool_template=_template_of(tokenizer, [], today) if has_template else None,
             special_tokens=dict(tokenizer.special_tokens_map),
             controls=tuple(
-                sorted({token.content for token in tokenizer.added_tokens_decoder.values() if token.special})
+                sorted(
+                    token.content
+                    for token in tokenizer.added_tokens_decoder.values()
+                    if token.special or LOOKS_SPECIAL.match(token.content)
+                )
             ),
             eos=str(tokenizer.eos_token),
             plain_start=str(tokenizer.bos_token) if begins else "",
@@ -90,9 +106,10 @@ class RendererSource:
         return source
 
 
-def _template_of(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None) -> str:
+def _template_of(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None, today: date) -> str:
+    """The chat template. Where it writes today's date, `today` stands, so that a run is the same tomorrow."""
     template: str = tokenizer.get_chat_template(tools=tools)
-    return template
+    return TODAY.sub(lambda found: json.dumps(today.strftime(found["format"])), template)
 
 
 class Renderer:
@@ -106,15 +123,20 @@ class Renderer:
     @cached_property
     def _plain_tokenizer(self) -> Tokenizer:
         """The same tokenizer, to which special tokens are text like any other."""
-        tokenizer = Tokenizer.from_file(str(self._source.tokenizer_file))
+        content = json.loads(self._source.tokenizer_file.read_text("utf-8"))
+        for token in content["added_tokens"]:
+            token["special"] = token["special"] or token["content"] in self._source.template.controls
+        tokenizer = Tokenizer.from_str(json.dumps(content))
         tokenizer.encode_special_tokens = True
         return tokenizer
 
     @cached_property
     def _can_cut(self) -> bool:
         """Whether tokenising between control tokens piece by piece gives what tokenising the whole gives."""
-        eos = self._source.template.eos
-        pieces = (("one two", False), (eos, True), ("three four", False), (eos, True), (" five", False))
+        controls = [*self._source.template.controls, self._source.template.eos]
+        pieces = [("one two", False)]
+        for control in controls:
+            pieces += [(control, True), ("three\n four", False), (control, True), (" five", False)]
         whole = self._tokenizer.encode("".join(piece for piece, _ in pieces), add_special_tokens=False)
         return [token for piece, is_one in pieces for token in self._piece(piece, is_one)[0]] == whole.ids
 
@@ -132,7 +154,7 @@ class Renderer:
         for text in texts:
             if text.pieces is None:
                 encoding = next(encodings)
-                ids, spans = encoding.ids, tuple(_token_span(encoding, span) for span in text.spans)
+                ids, spans = encoding.ids, tuple(self._token_span(encoding, span) for span in text.spans)
                 bounds = encoding.offsets if with_bounds else None
             elif self._can_cut:
                 ids, bounds = self._in_pieces(text.pieces)
@@ -144,6 +166,28 @@ class Renderer:
                 )
                 continue
             yield Rendered(np.asarray(ids, dtype=np.int32), spans, self._flags(text, ids), bounds)
+
+    @cached_property
+    def _control_ids(self) -> frozenset[int]:
+        ids = (self._tokenizer.token_to_id(control) for control in self._source.template.controls)
+        return frozenset(token for token in ids if token is not None)
+
+    def _token_span(self, encoding: Encoding, span: Span) -> Span:
+        if span.begin == span.end:
+            return Span(0, 0, span.weight)
+        begin, last = encoding.char_to_token(span.begin), encoding.char_to_token(span.end - 1)
+        if begin is None or last is None:  # a tokenizer that drops characters, such as white space
+            return _overlapping(encoding.offsets, span)
+        bounds = encoding.token_to_chars(begin)
+        if bounds is not None and bounds[0] < span.begin and encoding.ids[begin] in self._control_ids:
+            begin += 1  # a header that takes the white space behind it with it (Phi-3)
+        end = last + 1
+        while end < len(encoding):  # one character may be several tokens
+            bounds = encoding.token_to_chars(end)
+            if bounds is None or bounds[0] >= span.end:
+                break
+            end += 1
+        return Span(begin, end, span.weight)
 
     def _in_pieces(self, pieces: Sequence[tuple[str, bool]]) -> tuple[list[int], list[tuple[int, int]]]:
         ids: list[int] = []
@@ -174,21 +218,6 @@ class Renderer:
             | text.has_lookalikes * LOOKALIKE
             | text.lost_reasoning * LOST_REASONING
         )
-
-
-def _token_span(encoding: Encoding, span: Span) -> Span:
-    if span.begin == span.end:
-        return Span(0, 0, span.weight)
-    begin, last = encoding.char_to_token(span.begin), encoding.char_to_token(span.end - 1)
-    if begin is None or last is None:  # a tokenizer that drops characters, such as white space
-        return _overlapping(encoding.offsets, span)
-    end = last + 1
-    while end < len(encoding):  # one character may be several tokens
-        bounds = encoding.token_to_chars(end)
-        if bounds is None or bounds[0] >= span.end:
-            break
-        end += 1
-    return Span(begin, end, span.weight)
 
 
 def _overlapping(bounds: Sequence[tuple[int, int]], span: Span) -> Span:

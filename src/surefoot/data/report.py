@@ -1,7 +1,7 @@
 """What `surefoot data` shows of a dataset: counts, lengths, skipped rows, findings, and samples as they are trained."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -38,6 +38,8 @@ class DataReport:
 
     format: str
     counts: Counts
+    held_out: Counts | None
+    """Of eval_dataset, or of what eval_fraction holds out."""
     tokens: int
     trained_tokens: int
     duplicates: int
@@ -58,6 +60,7 @@ class DataReport:
         return {
             "format": self.format,
             "rows": self.counts.as_dict(),
+            "held_out": self.held_out.as_dict() if self.held_out is not None else None,
             "truncated_inside_a_trained_turn": self.counts.cut_inside,
             "tokens": self.tokens,
             "trained_tokens": self.trained_tokens,
@@ -86,15 +89,16 @@ def look(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataReport
         dataset.check()
     except DataError as error:
         refusal = str(error)
-    dataset = dataset.read_as(replace(dataset.reading, is_lenient=True))
-    held_out = held_out.read_as(replace(held_out.reading, is_lenient=True)) if held_out is not None else None
+    dataset = dataset.lenient()
+    held_out = held_out.lenient() if held_out is not None else None
     usable = [dataset.usable(number) for number in range(len(dataset.chunks))]
-    all_lengths = np.concatenate([part.lengths for part in usable])
+    all_lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in usable)])
     counts = dataset.counts()
     own = digests(dataset)
     return DataReport(
         format=", ".join(dataset.formats),
         counts=counts,
+        held_out=held_out.counts() if held_out is not None else None,
         tokens=int(all_lengths.sum()),
         trained_tokens=sum(int(part.trained.sum()) for part in usable),
         duplicates=len(own) - len(np.unique(own)),
@@ -163,6 +167,9 @@ def as_text(report: DataReport, *, color: bool) -> str:
         f"rows        {counts.read} read = {counts.trained} trained + {counts.truncated} truncated "
         f"+ {counts.skipped} skipped",
     ]
+    if report.held_out is not None:
+        held_out = ", ".join(f"{count} {name}" for name, count in report.held_out.as_dict().items())
+        lines.append(f"held out    {held_out}")
     if counts.cut_inside:
         lines.append(f"            {counts.cut_inside} of the truncated lost a part of a trained turn")
     share = f" ({report.trained_tokens / report.tokens:.1%})" if report.tokens else ""

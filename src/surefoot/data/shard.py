@@ -50,7 +50,8 @@ class ShardWriter:
 
     def refuse(self, row: int, line: int, reason: str) -> None:
         """A row that is no sample."""
-        self.problems.append((row, line, reason))
+        # A reason may quote what is no valid text, which could be neither stored nor shown.
+        self.problems.append((row, line, reason.encode("utf-8", "backslashreplace").decode()))
 
     def write(self, path: Path) -> None:
         """Raises: StorageError where the disk refuses."""

@@ -3,6 +3,7 @@
 Knows nothing of what is in the files.
 """
 
+import difflib
 import glob
 import json
 import os
@@ -17,8 +18,11 @@ from surefoot.data.containers import COMPRESSIONS, KINDS, kind_of
 from surefoot.data.formats import FORMATS, FormatSpec
 from surefoot.errors import DataError
 
+COLUMNS = frozenset(name for made in FORMATS.values() for name in made.required | made.optional)
+"""Our names for columns."""
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 SPLIT = re.compile(r"^(?P<name>[\w.-]*)(\[(?P<begin>-?\d+%?)?:(?P<end>-?\d+%?)?\])?$")
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 NOT_DATA = ("dataset_info.json", "state.json", "dataset_dict.json")
 """Files that `datasets` and LLaMA-Factory write beside data."""
 
@@ -62,6 +66,11 @@ def _source(item: DatasetItem, where: str) -> Source:
     if split is None:
         raise DataError(f"split={item.split}: write a name, a range, or both: train, [:90%], train[:1000] ({where}).")
     rows = RowRange(split["begin"], split["end"])
+    unknown = sorted(set(item.columns) - COLUMNS)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], sorted(COLUMNS), n=1, cutoff=0.5)
+        hint = f"; did you mean '{near[0]}'?" if near else f". Known: {', '.join(sorted(COLUMNS))}."
+        raise DataError(f"columns: '{unknown[0]}' is no column of any format{hint} ({where}).")
     spec = FormatSpec(item.format, item.columns)
     path_text, _, entry = item.path.partition(".json:")
     if entry or Path(item.path).name == "dataset_info.json" or item.name:
@@ -79,12 +88,14 @@ def _local_files(text: str, split: str, where: str) -> tuple[Path, ...]:
     if path.is_dir():
         return _of_split(_in_folder(path, where), path, split, where)
     if glob.has_magic(text) and not path.exists():
-        found = tuple(sorted(Path(name) for name in glob.iglob(text, recursive=True) if Path(name).is_file()))  # noqa: PTH207 - of an absolute pattern
+        names = sorted(glob.iglob(text, recursive=True), reverse=True)  # noqa: PTH207 - of an absolute pattern
+        real = {Path(name).resolve(): Path(name) for name in names}  # each file once, however links lead to it
+        found = tuple(sorted(path for target, path in real.items() if target.is_file()))
         if not found:
             raise DataError(f"dataset {text}: the pattern matches no file ({where}).")
         for file in found:
             _check_kind(file, where)
-        return found
+        return _of_split(found, Path(text.partition("*")[0]).parent, split, where) if split else found
     try:
         path.stat()
     except FileNotFoundError:
@@ -95,7 +106,7 @@ def _local_files(text: str, split: str, where: str) -> tuple[Path, ...]:
     except OSError as error:
         raise DataError(f"dataset {text} cannot be read: {error.strerror or error} ({where}).") from error
     _check_kind(path, where)
-    return (path,)
+    return _of_split((path,), path.parent, split, where) if split not in ("", "train") else (path,)
 
 
 def _check_kind(path: Path, where: str) -> None:
@@ -117,17 +128,33 @@ def _in_folder(folder: Path, where: str) -> tuple[Path, ...]:
 
 
 def _of_split(files: tuple[Path, ...], folder: Path, split: str, where: str) -> tuple[Path, ...]:
-    """Files of a split, by the hub's convention: its name begins the file's or is a folder on the way."""
+    """Files of a split, by the hub's convention: its name begins the file's or is a folder on the way.
+
+    Raises: DataError where no file belongs to it, or where several splits lie there and none is named.
+    """
+    parts = {file: file.relative_to(folder).parts if file.is_relative_to(folder) else file.parts for file in files}
+    splits = {
+        name: tuple(f for f in files if any(_names_split(p, name) for p in parts[f])) for name in (split, *SPLITS)
+    }
     if not split:
+        held_out = [name for name in SPLITS[1:] if splits[name]]
+        if splits["train"] and held_out:
+            raise DataError(
+                f"dataset {folder} holds several splits: train, {', '.join(held_out)}. Name one, split: train for "
+                f"example ({where})."
+            )
         return files
-    pattern = re.compile(rf"^{re.escape(split)}([^a-z]|$)", re.IGNORECASE)
-    chosen = tuple(f for f in files if any(pattern.match(part) for part in f.relative_to(folder).parts))
-    if not chosen:
+    if not splits[split]:
         raise DataError(
             f"dataset {folder}: no file belongs to split '{split}'; it holds {', '.join(f.name for f in files[:6])} "
             f"({where})."
         )
-    return chosen
+    return splits[split]
+
+
+def _names_split(part: str, split: str) -> bool:
+    """Whether a folder or file name is that of a split: `train`, `train.jsonl`, `train-00000-of-00002.parquet`."""
+    return bool(split) and re.match(rf"{re.escape(split)}($|[-.]|_?\d)", part, re.IGNORECASE) is not None
 
 
 def _names(files: Sequence[Path]) -> tuple[str, ...]:
@@ -186,9 +213,12 @@ def _from_info(info: Path, name: str | None, item: DatasetItem, rows: RowRange, 
     for key in ("script_url", "cloud_file_name"):
         if key in entry:
             raise DataError(f"{at} uses {key}, which is not supported; give file_name or hf_hub_url ({where}).")
-    spec = _info_spec(entry, at)
-    if entry.get("num_samples") is not None and rows == RowRange():
-        rows = RowRange(None, str(int(entry["num_samples"])))
+    spec = _info_spec(entry, at, where)
+    samples = entry.get("num_samples")
+    if samples is not None and not isinstance(samples, int):
+        raise DataError(f"{at}: num_samples is {samples!r}; it must be a number ({where}).")
+    if samples is not None and rows == RowRange():
+        rows = RowRange(None, str(samples))
     if "file_name" in entry:
         path = info.parent / str(entry["file_name"])
         if not path.exists():
@@ -196,36 +226,51 @@ def _from_info(info: Path, name: str | None, item: DatasetItem, rows: RowRange, 
         files = _local_files(str(path), "", where)
         return Source(files, _names(files), spec, item.weight, rows)
     if "hf_hub_url" not in entry:
-        raise DataError(f"{at} has neither file_name nor hf_hub_url; it has {', '.join(sorted(entry))} ({where}).")
+        raise DataError(
+            f"{at} has neither file_name nor hf_hub_url; it has {', '.join(sorted(entry)) or 'nothing'} ({where})."
+        )
     hub = str(entry["hf_hub_url"])
     files = _from_hub(hub, entry.get("subset"), entry.get("split", "train"), where)
     return Source(files, tuple(f"{hub}/{file.name}" for file in files), spec, item.weight, rows)
 
 
-INFO_COLUMNS = {
+INFO_COLUMNS: dict[str, dict[str, str]] = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output", "history": "history"},
     "sharegpt": {"messages": "conversations"},
     "openai": {"messages": "messages"},
 }
 """LLaMA-Factory's names for columns -> ours, by its `formatting`."""
+INFO_TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag", "observation_tag", "function_tag", "system_tag")
+UNTRAINABLE_INFO = ("images", "videos", "audios", "chosen", "rejected", "kto_tag")
 
 
-def _info_spec(entry: Mapping[str, Any], at: str) -> FormatSpec:
-    formatting = entry.get("formatting", "alpaca")
+def _info_spec(entry: Mapping[str, Any], at: str, where: str) -> FormatSpec:
+    formatting, columns, tags = (entry.get(name) for name in ("formatting", "columns", "tags"))
+    formatting = formatting or "alpaca"
     if formatting not in INFO_COLUMNS:
-        raise DataError(f"{at}: formatting '{formatting}' is not known. Known: {', '.join(INFO_COLUMNS)}.")
+        known_formats = ", ".join(INFO_COLUMNS)
+        raise DataError(f"{at}: formatting '{formatting}' is not known. Known: {known_formats} ({where}).")
     known = {**INFO_COLUMNS[formatting], "system": "system", "tools": "tools"}
-    columns = {
-        known[name]: str(column) for name, column in entry.get("columns", {}).items() if name in known and column
-    }
-    format = "messages" if formatting == "openai" else formatting
-    columns = {
-        ours: theirs for ours, theirs in columns.items() if ours in FORMATS[format].required | FORMATS[format].optional
-    }
-    tags = {str(tag): str(value) for tag, value in entry.get("tags", {}).items()}
+    for name, value, names in (("columns", columns, (*known, *UNTRAINABLE_INFO)), ("tags", tags, INFO_TAGS)):
+        if value is not None and not isinstance(value, dict):
+            raise DataError(f"{at}: {name} is {value!r}; it must be an object ({where}).")
+        for key in value or {}:
+            if key not in names:
+                raise DataError(f"{at}: {name} names '{key}', which is not known. Known: {', '.join(names)} ({where}).")
+    used = {str(name): str(column) for name, column in (columns or {}).items() if column}
+    untrainable = sorted(used.keys() & set(UNTRAINABLE_INFO))
+    if untrainable:
+        raise DataError(f"{at} has {', '.join(untrainable)}; this version trains on answers in text only ({where}).")
+    tags = {str(tag): str(value) for tag, value in (tags or {}).items()}
     if formatting == "openai":
         tags = {"role_tag": "role", "content_tag": "content", **tags}
-    return FormatSpec(format, columns, tags)
+    if entry.get("converter") or (entry.get("formatting") is None and not columns):
+        return FormatSpec(tags=tags)  # LLaMA-Factory v1 entries name no formatting: their columns tell it
+    if formatting == "alpaca" and list(used) == ["prompt"]:  # its form for pre-training
+        return FormatSpec("text", {"text": used["prompt"]}, only_mapped=True, named_in=at)
+    format = "messages" if formatting == "openai" else formatting
+    mapped = {known[name]: column for name, column in used.items()}
+    return FormatSpec(format, mapped, tags, only_mapped=bool(columns), named_in=at)
 
 
 def _bound(text: str | None, num_rows: int, otherwise: int) -> int:

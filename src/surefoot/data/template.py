@@ -7,9 +7,11 @@ Texts of the data that look like special tokens are rendered under stand-in char
 the result was written by the template. Knows nothing of token ids, files or batches.
 """
 
+import json
 import re
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -17,7 +19,7 @@ from functools import cached_property
 from types import FrameType
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from surefoot.data.conversation import BadRow, Conversation, Message
@@ -125,6 +127,7 @@ class ChatTemplate:
         full = self._template(messages, tools)
         if tools:
             self._check_tools_shown(conversation, full)
+        self._check_asked(messages, full)
         spans: list[Span] = []
         floor = 0
         for index, message in enumerate(messages):
@@ -161,15 +164,21 @@ class ChatTemplate:
         bare = self._template([*messages[: index - 1], marked], tools)
         least = len(bare) - bare.find(MARK) - 1  # the rest of the message before; the generation prompt comes after
         shared = _common_prefix(full[anchor:], tail)
-        if shared < len(tail):  # it holds more than the turn has (an empty thought); the header is its first line
-            shared = min(shared, tail.find("\n", least) + 1)
-        has_header = shared > least or len(tail) == least  # Mistral has no generation prompt
+        if shared < len(tail):  # it holds more than the turn has (an empty thought): only its header is shared
+            shared = self._header_end(tail[:shared], least)
+        has_header = shared > least or shared == len(tail) == least  # Mistral has no generation prompt
         if seen.count(MARK) != 1 or seen.replace(MARK, "") != full or anchor < floor or not has_header:
             raise BadRow(
                 f"the chat template renders earlier turns differently once turn {index + 1} follows, so the trained "
                 "part cannot be told from the rest. Give another one with chat_template"
             )
         return anchor + shared
+
+    def _header_end(self, shared: str, least: int) -> int:
+        """Behind the last special token of a cut generation prompt and the line it begins (a role); 0 without one."""
+        controls = [found.end() for found in self._control.finditer(shared) if found.end() > least]
+        line = shared.find("\n", controls[-1]) + 1 if controls else 0
+        return line or max(controls, default=0)
 
     @cached_property
     def _ends(self) -> tuple[str, ...]:
@@ -190,12 +199,12 @@ class ChatTemplate:
             if found is not None and not text[behind : found.start()].strip():
                 ends.append(found.group())
         if "A1" in text:
-            begin = len(self._template(turns[:1], (), add_generation_prompt=True))
-            header = self._control.match(text, begin)
-            if header is not None and header.end() <= text.find("A1"):
+            begin = len(before := self._template(turns[:1], (), add_generation_prompt=True))
+            header = text[begin : text.find("A1")].strip()
+            if header and before == self._template(turns[:1], ()):
                 raise DataError(
-                    f"the chat template writes {header.group()} before the assistant's words, but not as the "
-                    "generation prompt, so the model would be trained to write it itself. Give a template that handles "
+                    f"the chat template writes {header!r} before the assistant's words, but not as the generation "
+                    "prompt, so the model would be trained to write it itself. Give a template that handles "
                     "add_generation_prompt with chat_template"
                 )
         ends += [self.source.eos, "<|eom_id|>"]  # Llama 3.1 ends a turn that waits for a tool with the latter
@@ -207,27 +216,45 @@ class ChatTemplate:
         return min(found)[1] if found else None
 
     def _check_tools_shown(self, conversation: Conversation, text: str) -> None:
+        """Each tool must be named more often than in a rendering without tools."""
+        bare = self._template(conversation.messages, ())
         for tool in conversation.tools:
-            if tool["function"]["name"] not in text:
-                name = tool["function"]["name"]
+            name = tool["function"]["name"]
+            if text.count(name) <= bare.count(name):
                 raise BadRow(
-                    f"the chat template does not show the tool '{name}' that the row declares. Use a "
-                    "model whose template knows tools, or give one with chat_template"
+                    f"the chat template does not show the tool '{name}' that the row declares. Use a model whose "
+                    "template knows tools, or give one with chat_template"
+                )
+
+    def _check_asked(self, messages: Sequence[Message], text: str) -> None:
+        """The words of the system, the user and the tools must be in the text, as they are or as JSON."""
+        for number, message in enumerate(messages, 1):
+            words = message.content.strip()
+            if message.role == "assistant" or words in text:
+                continue
+            if not any(json.dumps(words, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True)):
+                raise BadRow(
+                    f"the chat template does not show the words of message {number} ({message.role}: {words[:40]!r}). "
+                    "Give another one with chat_template"
                 )
 
     def _check_words(self, message: Message, span: str, index: int) -> None:
-        """The trained span must hold the answer and the tool calls, whatever the template did to them."""
-        answer = message.content.split("</think>")[-1].strip()
-        if answer not in span:
+        """The trained span must hold the answer and the tool calls. Only a thought before the answer may be missing."""
+        words = message.content.strip()
+        answer = words.split("</think>")[-1].strip() if words.startswith("<think>") else words
+        if "</think>" in words and "<think>" not in words:  # its beginning is in the generation prompt
+            answer = words.split("</think>")[-1].strip()
+        if words not in span and answer not in span:
             raise BadRow(
                 f"the chat template does not show the words of message {index + 1} ({answer[:40]!r}) in the "
                 "assistant's turn. Give another one with chat_template"
             )
-        for call in message.tool_calls:
-            if call["function"]["name"] not in span:
+        names = Counter(call["function"]["name"] for call in message.tool_calls)
+        for name, count in names.items():
+            if span.count(name) < answer.count(name) + count:
                 raise BadRow(
-                    f"the chat template does not show the call of '{call['function']['name']}' in message {index + 1}. "
-                    "Use a model whose template knows tools, or give one with chat_template"
+                    f"the chat template does not show {'the call' if count == 1 else f'all {count} calls'} of '{name}' "
+                    f"in message {index + 1}. Use a model whose template knows tools, or give one with chat_template"
                 )
 
     def _finished(
@@ -252,7 +279,9 @@ class ChatTemplate:
             ends_twice=ends_twice,
             answer_in_prompt=len(answer) >= 20 and any(answer in message.content for message in asked),
             has_lookalikes=pieces is not None,
-            lost_reasoning=bool(last.reasoning and last.reasoning.strip() not in text),
+            lost_reasoning=any(
+                message.reasoning and message.reasoning.strip() not in text for message in _last_exchange(conversation)
+            ),
         )
 
     def _ends_again(self, text: str, end: int) -> bool:
@@ -283,8 +312,12 @@ class ChatTemplate:
             raise DataError(
                 f"the chat template took over {RENDER_DEADLINE_S:.0f} s for one row: an endless loop?"
             ) from error
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        except UndefinedError as error:
+            raise BadRow(f"the chat template uses something that is not there: {error}") from error
+        except TemplateError as error:
             raise BadRow(f"the chat template refused the conversation: {error}") from error
+        except Exception as error:  # a template is a program that somebody else wrote
+            raise BadRow(f"the chat template failed: {type(error).__name__}: {error}") from error
         return str(texts[0])
 
     def _restored(
@@ -380,6 +413,12 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item)
+
+
+def _last_exchange(conversation: Conversation) -> Sequence[Message]:
+    """The turns after the user's last one; thoughts in earlier ones may be dropped."""
+    messages = conversation.messages
+    return messages[max((i for i, message in enumerate(messages) if message.role == "user"), default=0) :]
 
 
 def _common_prefix(one: str, other: str) -> int:

@@ -59,8 +59,7 @@ class RunData:
             self.train.prepare()
             if self.held_out is not None:
                 self.held_out.check()
-            for finding in data_findings(self.train, self.held_out):
-                self._emit(FindingMade(finding))
+            self._find()
         self._count()
 
     @contextmanager
@@ -73,6 +72,8 @@ class RunData:
             self.train.preparation.stop()
         if not was_complete:
             self._count()
+            if self.train.preparation.is_complete:
+                self._find()
 
     def batches(self, position: Position) -> tuple[StepBatch, list[MicroBatch]]:
         """The step that begins at a position of the order, and its micro-batches."""
@@ -84,12 +85,17 @@ class RunData:
         assert self.held_out is not None
         return all_batches(self.held_out, self._rows_each)
 
+    def _find(self) -> None:
+        for finding in data_findings(self.train.lenient(), self.held_out):
+            self._emit(FindingMade(finding))
+
     def _count(self) -> None:
-        counts = self.train.counts()
+        looked_at = self.train.lenient()  # rows that no step has come to yet are counted, not refused
+        counts = looked_at.counts()
         is_complete = self.train.preparation.is_complete
         self._emit(DataCounted(counts.as_dict(), is_complete))
         if counts.skipped:
-            shown = "; ".join(f"{place}: {reason}" for place, reason in islice(self.train.skipped(), 3))
+            shown = "; ".join(f"{place}: {reason}" for place, reason in islice(looked_at.skipped(), 3))
             self._emit(Noted(f"{counts.skipped} of {counts.read} rows skipped: {shown}"))
         if counts.cut_inside:
             self._emit(Noted(f"{counts.cut_inside} of {counts.truncated} truncated rows lost a part of a trained turn"))

@@ -34,6 +34,8 @@ class RunResult:
     peak_memory_bytes: int
     examples: Mapping[str, int]
     """Rows read, trained, truncated and skipped."""
+    examples_are_complete: bool
+    """False for a run that ended before all its data were prepared: the others were neither read nor counted."""
     artifact: Path | None
     """The adapter or model folder."""
     findings: list[Finding] = field(default_factory=list)
@@ -49,6 +51,7 @@ class RunResult:
             "tokens_per_second": self.tokens_per_second,
             "peak_memory_bytes": self.peak_memory_bytes,
             "examples": dict(self.examples),
+            "examples_are_complete": self.examples_are_complete,
             "artifact": str(self.artifact) if self.artifact else None,
             "findings": [finding.as_dict() for finding in self.findings],
             "error": self.error,
@@ -81,6 +84,7 @@ class RunRecord:
         self.has_started = False
         self._steps = 0
         self._examples: Mapping[str, int] = {"read": 0, "trained": 0, "truncated": 0, "skipped": 0}
+        self._examples_are_complete = False
         self._tokens = 0
         self._time_s = 0.0
         self._peak_memory_bytes = 0
@@ -88,7 +92,7 @@ class RunRecord:
 
     def observe(self, event: Event) -> None:
         if isinstance(event, DataCounted):
-            self._examples = event.rows
+            self._examples, self._examples_are_complete = event.rows, event.is_complete
         elif isinstance(event, RunStarted):
             self.has_started = True
             self._steps = event.first_step - 1
@@ -114,6 +118,7 @@ class RunRecord:
             tokens_per_second=self._tokens / self._time_s if self._time_s else None,
             peak_memory_bytes=self._peak_memory_bytes,
             examples=self._examples,
+            examples_are_complete=self._examples_are_complete,
             artifact=artifact,
             findings=list(self._findings),
             error=error,

@@ -168,8 +168,9 @@ def _resumed(
 ) -> TrainState:
     state = load_checkpoint(path, parameters, optimizer)
     if state.data_fingerprint != data_fingerprint:
+        files = ", ".join(item.path for item in loaded.run.dataset)
         raise CheckpointError(
-            f"{path} was trained on other data: the rows of {loaded.run.dataset} or how they are rendered have changed "
+            f"{path} was trained on other data: the rows of {files} or how they are rendered have changed "
             f"since. Restore them, or start a new run in another output_dir ({loaded.where('dataset')})."
         )
     return state
