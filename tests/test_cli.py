@@ -130,7 +130,10 @@ def test_a_model_without_chat_template(
     assert done.returncode == 2
     assert "train.jsonl:1: the data are conversations, but the model's tokenizer has no chat template" in done.stderr
     template = tmp_path / "chat.jinja"
-    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}")
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     given = surefoot("train", config_file(tmp_path, {**settings, "model": str(folder), "chat_template": str(template)}))
     assert given.returncode == 0, given.stderr
 

@@ -12,8 +12,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from surefoot.data import containers
-from surefoot.data.containers import MAX_ROW_BYTES, Row, kind_of, read_chunk, scan, stream_chunks
+from surefoot.data import containers, json_rows, rows
+from surefoot.data.containers import kind_of, read_chunk, scan, stream_chunks
+from surefoot.data.rows import MAX_ROW_BYTES, Row
 from surefoot.errors import DataError
 
 ROWS = [{"prompt": "a\nb", "completion": "b"}, {"prompt": "ü,\"'", "completion": "中文"}]
@@ -84,7 +85,7 @@ def test_frames_of_zstandard_follow_each_other(tmp_path: Path) -> None:
 def test_rows_around_a_long_line_are_found(
     tmp_path: Path, size: int, ends: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(containers, "MAX_ROW_BYTES", 100)
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 100)
     monkeypatch.setattr(containers, "CHUNK_BYTES", 100)
     good = b"".join(b'{"n": %d}\n' % n for n in range(10))
     path = tmp_path / "a.jsonl"
@@ -106,7 +107,7 @@ def test_objects_that_share_a_line_are_numbered(tmp_path: Path) -> None:
 def test_a_json_array_is_read_in_pieces_of_any_size(
     tmp_path: Path, read_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(containers, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(json_rows, "READ_BYTES", read_bytes)
     rows = [{"prompt": "x" * n, "completion": 'é\n"[{', "n": [n, {"a": None}]} for n in range(40)]
     path = tmp_path / "a.json"
     path.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n\n")

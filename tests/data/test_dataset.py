@@ -1,10 +1,13 @@
 """Samples are cut, weighted and counted as the settings say; every row read is trained, truncated or skipped."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from surefoot.config import DatasetItem
@@ -192,6 +195,37 @@ def test_findings_of_data_that_train_but_should_not(tmp_path: Path, tokenizer: P
     assert set(found) == {"SF502", "SF504", "SF506", "SF507", "SF508", "SF509"}
     assert found["SF502"].evidence == {"rows": 1, "of": 7, "first": "a.jsonl:1"}
     assert found["SF504"].evidence["first"] == "a.jsonl:2"
+
+
+LINES = st.lists(
+    st.one_of(
+        st.sampled_from(["", "{", "[]", '{"messages": []}', '{"text": "plain"}', '{"messages": [{"role": "user"}]}']),
+        st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=60), min_size=1, max_size=4).map(
+            lambda answers: json.dumps(talk(*answers))
+        ),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(LINES, st.sampled_from(["drop", "left", "right"]), st.sampled_from(["assistant", "last_assistant", "all"]))
+def test_whatever_a_file_holds_its_counts_add_up(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, lines: list[str], truncation: str, train_on: str
+) -> None:
+    path = tmp_path / "any.jsonl"
+    path.write_text("\n".join([json.dumps(talk("first")), *lines]), "utf-8")
+    dataset = prepared(path, tokenizer, skip_bad_rows=True, truncation=truncation, train_on=train_on, max_length=60)
+    counts = dataset.counts()
+    assert counts.read == 1 + sum(bool(line.strip()) for line in lines)
+    assert counts.read == counts.trained + counts.truncated + counts.skipped
+    samples = list(dataset)
+    assert len(samples) == counts.trained + counts.truncated
+    assert len(list(dataset.skipped())) == counts.skipped
+    trained = dataset.usable(0).trained.tolist()
+    assert trained == [int((sample.weights[1:] > 0).sum()) for sample in samples]
+    assert all(count > 0 for count in trained)
+    assert all(len(sample.ids) == len(sample.weights) <= 60 for sample in samples)
 
 
 def test_healthy_data_have_no_finding(counting: Path, tokenizer: PreTrainedTokenizerFast) -> None:

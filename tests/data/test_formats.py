@@ -246,6 +246,33 @@ def test_a_row_of_another_format_than_its_file_is_refused() -> None:
         reader.read({"instruction": "a", "output": "b"})
 
 
+WORDS = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=20)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4), st.one_of(st.none(), WORDS.filter(bool)))
+def test_any_conversation_is_the_same_in_every_format(pairs: list[tuple[str, str]], system: str | None) -> None:
+    said = [(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+    wanted = ([("system", system)] if system else []) + said
+    question, answer = pairs[-1]
+    history = [list(pair) for pair in pairs[:-1]]
+    openai = [{"role": role, "content": text} for role, text in said]
+    rows: list[dict[str, Any]] = [
+        {"messages": openai},
+        {"messages": json.dumps(openai)},
+        {
+            "messages": [
+                {"role": turn["role"], "content": [{"type": "text", "value": turn["content"]}]} for turn in openai
+            ]
+        },
+        {"conversations": [{"from": {"user": "human"}.get(role, "gpt"), "value": text} for role, text in said]},
+        {"query": question, "response": answer, "history": history},
+        {"instruction": question, "input": "", "output": answer, "history": history},
+    ]
+    for row in rows:
+        assert turns(convert(**row, system=system)) == wanted
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from surefoot.data.conversation import BadRow, Conversation, Message
-from surefoot.data.render import Rendered, Renderer, RendererSource
+from surefoot.data.render import BEGINS_TWICE, Rendered, Renderer, RendererSource
 from surefoot.data.template import Text
 from surefoot.errors import DataError
 from tests.data.families import EMPTY_THOUGHT, FAMILIES, tokenizer_of
@@ -200,6 +200,15 @@ def test_two_end_of_turn_tokens_and_a_leaked_answer_are_noticed() -> None:
     thought = Conversation((Message("user", "q"), Message("assistant", "a", reasoning="because")))
     assert renderer.render(thought).lost_reasoning
     assert not renderer_of("qwen3").render(thought).lost_reasoning
+
+
+def test_two_beginning_of_sequence_tokens_are_noticed() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("llama3"))
+    conversation = Conversation(talk("a", "b"))
+    for template, flags in ((tokenizer.chat_template, 0), ("{{ bos_token }}" + tokenizer.chat_template, BEGINS_TWICE)):
+        tokenizer.chat_template = template
+        _, sample = tokenized(Renderer(RendererSource.of(tokenizer, {}, parse_special_tokens=False)), conversation)
+        assert sample.flags == flags
 
 
 def with_template(template: str | None) -> Renderer:

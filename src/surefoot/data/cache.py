@@ -24,10 +24,11 @@ from typing import Any
 import tokenizers
 import transformers
 
-from surefoot.data.containers import CHUNK_BYTES, CHUNK_ROWS, MAX_ROW_BYTES, Chunk, Scan, scan
+from surefoot.data.containers import CHUNK_BYTES, CHUNK_ROWS, Chunk, Scan, scan
 from surefoot.data.formats import FormatSpec
 from surefoot.data.prepare import FileRecipe, detect_format, stamp_of
 from surefoot.data.render import RendererSource
+from surefoot.data.rows import MAX_ROW_BYTES
 from surefoot.data.shard import Shard
 from surefoot.errors import DataError
 from surefoot.storage import cache_folder, storage_error, write_json

@@ -418,6 +418,9 @@ def _sum(one: Counts, other: Counts) -> Counts:
 
 def progress_line(progress: Progress) -> str:
     """How far preparing has come, as a line for the screen."""
-    share = f"{progress.bytes_done / progress.bytes_total:.0%}, " if progress.eta_s is not None else ""
+    share = ""
+    if progress.eta_s is not None:
+        done = progress.bytes_done / progress.bytes_total
+        share = f"[{'#' * round(20 * done):.<20}] {done:.0%}, "
     eta = f", ETA {int(progress.eta_s) // 60}:{int(progress.eta_s) % 60:02d}" if progress.eta_s is not None else ""
     return f"preparing data: {share}{progress.rows} rows, {progress.rows_per_second:.0f} rows/s{eta}"

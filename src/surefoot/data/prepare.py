@@ -18,10 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from surefoot.data.containers import Chunk, Row, read_chunk, stream_chunks
+from surefoot.data.containers import Chunk, read_chunk, stream_chunks
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.formats import FormatSpec, Reader, format_of
 from surefoot.data.render import Renderer, RendererSource
+from surefoot.data.rows import Row
 from surefoot.data.shard import ShardWriter
 from surefoot.data.template import TemplateSource, Text
 from surefoot.errors import DataError, SurefootError

@@ -1,0 +1,183 @@
+"""Rows of JSON lines and of JSON arrays, one after the other, as they are read."""
+
+import codecs
+import json
+from collections.abc import Iterator
+from typing import IO, Any
+
+from surefoot.data.rows import MAX_ROW_BYTES, READ_BYTES, Broken, Row, lines_of, too_long
+
+NEAR_END = 64
+"""Characters before the end of what is read within which a JSON error may mean that more must be read."""
+
+
+def _text(line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        is_wide = b"\0" in line[:64] or line[:2] in (b"\xff\xfe", b"\xfe\xff")
+        wide, name = (" It looks like UTF-16.", "UTF-16") if is_wide else ("", "LATIN1")
+        raise ValueError(
+            f"not UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line.{wide} "
+            f"Save the file as UTF-8 (iconv -f {name} -t UTF-8, for example)"
+        ) from error
+
+
+def _json_row(value: Any, line: int) -> Row:
+    if isinstance(value, dict):
+        return Row(value, line)
+    return Row({}, line, f"expected a JSON object with named columns, found a {type(value).__name__}")
+
+
+def json_lines(file: IO[bytes], first_line: int = 1, num_bytes: int | None = None) -> Iterator[Row]:
+    """Rows of JSON lines; a line that is none is a row with a problem."""
+    line, long_bytes, done = first_line, 0, 0
+    for piece, is_whole, _ in lines_of(file):
+        if num_bytes is not None and done >= num_bytes:
+            return
+        done += len(piece)
+        if not is_whole or long_bytes:
+            long_bytes += len(piece)
+            if is_whole:
+                yield Row({}, line, too_long(long_bytes))
+                line, long_bytes = line + 1, 0
+            continue
+        stripped = piece.strip()
+        if stripped:
+            yield _line_row(stripped.removeprefix(b"\xef\xbb\xbf"), line)
+        line += 1
+    if long_bytes:
+        yield Row({}, line, too_long(long_bytes))
+
+
+def _line_row(stripped: bytes, line: int) -> Row:
+    try:
+        return _json_row(json.loads(_text(stripped)), line)
+    except json.JSONDecodeError as error:
+        nul = " The line holds a NUL byte." if b"\0" in stripped else ""
+        problem = (
+            f"not valid JSON: {error.msg} (column {error.colno}).{nul} In a .jsonl file each line is one JSON object"
+        )
+        return Row({}, line, problem)
+    except RecursionError:
+        return Row({}, line, "JSON nested too deeply to be a row of training data")
+    except ValueError as error:
+        return Row({}, line, str(error))
+
+
+def json_values(file: IO[bytes]) -> Iterator[Row]:
+    """Objects of a JSON array, one after the other, as they are read. Where several share a line, they are numbered."""
+    text = _Text(file)
+    if text.next_mark() == "{":  # JSON lines under another name
+        while text.next_mark():
+            line = text.line
+            yield _json_row(text.value(), line)
+        return
+    if text.next_mark() != "[":
+        raise Broken(f":{text.line}: expected a JSON array of objects, or one object a line")
+    text.position += 1
+    number, has_lines = 0, True
+    before: Row | None = None
+    if text.next_mark() == "]":
+        return
+    while True:
+        text.next_mark()
+        number, line = number + 1, text.line
+        row = _json_row(text.value(), line)
+        if number == 2 and before is not None:  # the first row waits for the second: do they share a line?
+            has_lines = before.line != line
+            yield Row(before.columns, before.line if has_lines else 1, before.problem)
+        if number == 1:
+            before = row
+        else:
+            yield row if has_lines else Row(row.columns, number, row.problem)
+        mark = text.next_mark()
+        if mark == "]":
+            text.position += 1
+            if trailing := text.next_mark():
+                raise Broken(f":{text.line}: {trailing!r} after the end of the array")
+            break
+        if mark != ",":
+            raise Broken(f":{text.line}: {_cut_short(mark)}")
+        text.position += 1
+    if number == 1 and before is not None:
+        yield before
+
+
+def _cut_short(mark: str) -> str:
+    if mark:
+        return f"not valid JSON: expected ',' or ']' after an object, found {mark!r}"
+    return "the JSON array is cut short: the file ends before its ']'. Was it copied whole?"
+
+
+class _Text:
+    """A window of decoded text over a file of JSON, which grows to the size of one value."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._utf8 = codecs.getincrementaldecoder("utf-8-sig")()
+        self._decoder = json.JSONDecoder()
+        self._text = ""
+        self._counted = 0
+        self.position = 0
+        self._line = 1
+
+    @property
+    def line(self) -> int:
+        """The line at the present position."""
+        self._line += self._text.count("\n", self._counted, self.position)
+        self._counted = self.position
+        return self._line
+
+    def _more(self) -> bool:
+        """Drop what is behind, read on; False at the end of the file."""
+        try:
+            while True:
+                content = self._file.read(max(READ_BYTES, len(self._text) - self.position))
+                piece = self._utf8.decode(content, final=not content)
+                if piece or not content:
+                    break
+        except UnicodeDecodeError as error:
+            raise Broken(
+                f": not UTF-8: {error.reason} (byte 0x{error.object[error.start]:02x}). Save it as UTF-8"
+            ) from error
+        if not piece:
+            return False
+        _ = self.line
+        self._text = self._text[self.position :] + piece
+        self.position = self._counted = 0
+        return True
+
+    def next_mark(self) -> str:
+        """Skip white space; the next character, or nothing at the end of the file."""
+        while True:
+            while self.position < len(self._text):
+                if not self._text[self.position].isspace():
+                    return self._text[self.position]
+                self.position += 1
+            if not self._more():
+                return ""
+
+    def value(self) -> Any:
+        """The JSON value at the present position, read on as far as it goes."""
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._text, self.position)
+            except json.JSONDecodeError as error:
+                near_end = "Unterminated string" in error.msg or error.pos > len(self._text) - NEAR_END
+                if near_end and len(self._text) - self.position > MAX_ROW_BYTES * 4:
+                    raise Broken(f":{self.line}: {too_long(len(self._text) - self.position)}") from error
+                if near_end and self._more():
+                    continue
+                if error.pos >= len(self._text.rstrip()) or "Unterminated string" in error.msg:
+                    raise Broken(f":{self.line}: {_cut_short('')} (in the object that begins here)") from error
+                line = self.line + self._text.count("\n", self.position, error.pos)
+                raise Broken(f":{line}: not valid JSON: {error.msg}") from error
+            except ValueError as error:  # an integer of thousands of digits
+                raise Broken(f":{self.line}: not readable as JSON: {error}") from error
+            except RecursionError as error:
+                raise Broken(f":{self.line}: JSON nested too deeply to be training data") from error
+            if end == len(self._text) and self._more():  # a number might go on
+                continue
+            self.position = end
+            return value
