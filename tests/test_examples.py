@@ -49,7 +49,7 @@ def test_the_real_model_renders_as_its_template_says_and_knows_paris() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     turns = [("user", "Hi  there\n"), ("assistant", "Hello! 你好"), ("user", "Bye"), ("assistant", "See \n you ")]
     sample_of = Renderer(RendererSource.of(tokenizer, {}, parse_special_tokens=False))
-    text = sample_of.render(Conversation(tuple(Message(r, c) for r, c in turns), "x:1"))  # type: ignore[arg-type]
+    text = sample_of.render(Conversation(tuple(Message(r, c) for r, c in turns)))  # type: ignore[arg-type]
     messages = [{"role": role, "content": content} for role, content in turns]
     assert text.text == tokenizer.apply_chat_template(messages, tokenize=False)
     assert text.text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")

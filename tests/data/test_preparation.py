@@ -165,8 +165,12 @@ def test_after_a_kill_preparing_goes_on_where_it_stopped(tmp_path: Path, tokeniz
         time.sleep(0.1)
     kept = shards()
     assert 2 <= len(kept) < 8
-    dataset = prepared(path, tokenizer, num_workers=2)
+    dataset = open_dataset(path, tokenizer, num_workers=2)
+    seen: list[Progress] = []
+    dataset.preparation._on_progress = seen.append
+    dataset.prepare()
     assert dataset.counts().read == 30_000
+    assert seen[-1].eta_s == 0, "what was there is not waited for"
     assert kept.items() <= shards().items(), "shards that were there are not made again"
     again = [(sample[0], sample[1]) for sample in samples(dataset)[:40]]
     assert again == [

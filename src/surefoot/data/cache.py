@@ -87,6 +87,12 @@ class CachedFile:
     def has(self, index: int) -> bool:
         return self.recipe.shard_path(index).is_file()
 
+    def bytes_there(self) -> int:
+        """Bytes of the file whose shards are there already."""
+        if self.is_complete:
+            return self.num_bytes
+        return sum(chunk.num_bytes for chunk in self.plain_chunks or () if self.has(chunk.index))
+
     def shard(self, index: int) -> Shard:
         return Shard(self.recipe.shard_path(index))
 

@@ -76,7 +76,7 @@ class Preparation:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
-        self._rows = self._bytes = 0
+        self._rows = self._bytes = self._bytes_there = 0
         self._began = time.monotonic()
 
     @property
@@ -162,6 +162,7 @@ class Preparation:
 
     def _prepare(self, ours: Sequence[int], first: Sequence[tuple[int, int]]) -> None:
         self._began = time.monotonic()
+        self._bytes_there = sum(file.bytes_there() for file in self._files)
         jobs = _Jobs([self._files[index] for index in ours], [(ours.index(f), c) for f, c in first if f in ours])
         if (self.is_small or self._num_workers == 0) and threading.current_thread() is threading.main_thread():
             preparer = Preparer(self._source)
@@ -179,7 +180,7 @@ class Preparation:
     def _report(self, job: "_Job", jobs: "_Jobs") -> None:
         self._rows += jobs.rows_of(job)
         self._bytes += job.chunk.num_bytes if job.chunk else 0
-        total = sum(file.num_bytes for file in self._files)
+        total = sum(file.num_bytes for file in self._files) - self._bytes_there
         self._on_progress(Progress(self._rows, self._bytes, total, time.monotonic() - self._began))
 
 
