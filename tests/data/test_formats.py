@@ -128,6 +128,13 @@ def test_parallel_calls_and_words_before_them_are_one_turn() -> None:
     assert found.messages[1] == Message("assistant", "well", (CALL, CALL))
 
 
+def test_calls_that_are_written_as_text_may_be_answered() -> None:
+    said = "<tool_call>\n{}\n</tool_call>"
+    rows = [("human", "hi"), ("gpt", said), ("tool", "rain"), ("gpt", "hello")]
+    found = convert(conversations=[{"from": who, "value": what} for who, what in rows])
+    assert [role for role, _ in turns(found)] == ["user", "assistant", "tool", "assistant"]
+
+
 def test_weights_reasoning_and_other_keys() -> None:
     for key, value, weight in (("loss", False, 0), ("loss_weight", 0.5, 0.5), ("weight", 1, 1), ("train", True, 1)):
         assert convert(messages=[USER, {**ASSISTANT, key: value}]).messages[1].weight == weight
@@ -221,7 +228,7 @@ def test_llamafactory_tags_rename_roles_and_keys() -> None:
             {"messages": [USER, {**ASSISTANT, "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
             r"calls f with arguments \[1\]; they must be an object",
         ),
-        ({"messages": [USER, ASSISTANT], "tools": ["x"]}, r"tools holds 'x', which is no function with a name"),
+        ({"messages": [USER, ASSISTANT], "tools": ["x"]}, r"tools should be JSON, but is not"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, ASSISTANT]},
             r"messages\[0\], part 0 is of type image_url; this version trains on text only",

@@ -144,6 +144,19 @@ def test_several_splits_in_a_folder_are_not_mixed(tmp_path: Path) -> None:
         find(tmp_path / "train-0.jsonl", split="test")
 
 
+@pytest.mark.parametrize(
+    "names", [("train_sft", "test_sft"), ("training", "validation"), ("gsm_train", "gsm_test"), ("x.train", "x.valid")]
+)
+def test_splits_are_told_in_any_of_their_spellings(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name in names:
+        write_jsonl(tmp_path / f"{name}.jsonl", [ROW])
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    with pytest.raises(DataError, match="holds several splits"):
+        find(tmp_path)
+    if names[0] != "training":
+        assert find(tmp_path, split="train").names == (f"{names[0]}.jsonl",)
+
+
 def test_a_column_that_no_format_has_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"'inptu' is no column of any format; did you mean 'input'\? \(run.yaml:2\)"):
         find(write_jsonl(tmp_path / "a.jsonl", [ROW]), columns={"inptu": "x"})

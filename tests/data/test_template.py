@@ -303,6 +303,63 @@ def test_an_answer_that_begins_like_the_rest_of_the_generation_prompt() -> None:
         assert text.text[first.begin : first.end] == answer + "<|endoftext|>"
 
 
+def test_a_call_that_ends_with_a_token_of_its_own_ends_there() -> None:
+    """As in gpt-oss; what the tool answers is not trained."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}|{{ m.content }}{% if m.tool_calls %}"
+        "{{ m.tool_calls[0].function | tojson }}<|endoftext|>{% else %}<|im_end|>{% endif %}{% endfor %}"
+        "{{ tools | tojson if tools else '' }}{% if add_generation_prompt %}<|im_start|>assistant|{% endif %}"
+    )
+    template = "{{ tools | tojson if tools else '' }}" + template.replace("{{ tools | tojson if tools else '' }}", "")
+    renderer = with_template(template)
+    for shape in ("call, result, answer", "call"):
+        text = renderer.render(Conversation(TOOL_SHAPES[shape], tools=(TOOL,)))
+        said = [text.text[span.begin : span.end] for span in text.spans]
+        assert said[0].endswith("}<|endoftext|>")
+        assert said[0].count("<|") == 1
+        assert said[1:] == ["yes<|im_end|>"][: len(said) - 1]
+
+
+def test_special_tokens_that_the_template_reads_can_be_asked_for() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<think>", "</think>"]})
+    conversation = Conversation(talk("q", "<think>\nr\n</think>\n\na"))
+    for asked in (False, True):
+        renderer = Renderer(RendererSource.of(tokenizer, {}, parse_special_tokens=asked))
+        if asked:
+            assert renderer.render(conversation).text == own_template("qwen3", conversation)
+        else:
+            with pytest.raises(BadRow, match="set parse_special_tokens: true"):
+                renderer.render(conversation)
+
+
+def test_calls_beside_tools_only_and_calls_in_words() -> None:
+    strict = (
+        "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}{{ tools | tojson }}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert with_template(strict).render(Conversation(TOOL_SHAPES["call, result, answer"], tools=(TOOL,))).spans
+    lost = "<think>\nwhy\n</think>\n\nso"
+    assert not renderer_of("qwen3").render(Conversation(talk("q", lost))).lost_reasoning
+    dropping = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert with_template(dropping).render(Conversation(talk("q", lost))).lost_reasoning
+
+
+def test_wide_bars_are_special_too() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))
+    tokenizer.add_tokens(["<｜Assistant｜>"])
+    _, sample = tokenized(
+        Renderer(RendererSource.of(tokenizer, {}, parse_special_tokens=False)),
+        Conversation(talk("<｜Assistant｜>", "a")),
+    )
+    assert tokenizer.convert_tokens_to_ids("<｜Assistant｜>") not in sample.ids.tolist()
+
+
 def test_a_header_that_swallows_white_space_is_not_trained() -> None:
     """Phi-3's special tokens take the white space behind them with them."""
     tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))

@@ -62,9 +62,11 @@ FOLLOWERS: Mapping[str, tuple[str, ...]] = {
     "user": ("assistant",),
     "assistant": ("user",),
     "calls": ("tool",),
+    "calls in words": ("tool", "user"),
     "tool": ("tool", "assistant"),
 }
-"""Which turns may follow which; `` is the start, `calls` an assistant turn with tool calls."""
+"""Which turns may follow which; `` is the start, `calls` an assistant turn with tool calls, `calls in words` one that
+writes them as text."""
 
 
 def check_turns(messages: Sequence[Message]) -> None:
@@ -85,8 +87,9 @@ def check_turns(messages: Sequence[Message]) -> None:
                 f"roles out of order at message {position} of {len(roles)}: {message.role} {after}, where "
                 f"{' or '.join(FOLLOWERS[state])} must stand (roles: {_shown(roles)})"
             )
-        state = "calls" if message.tool_calls else message.role
-    if state not in ("assistant", "calls"):
+        in_words = message.role == "assistant" and "<tool_call>" in message.content  # Hermes writes calls as text
+        state = "calls" if message.tool_calls else "calls in words" if in_words else message.role
+    if messages[-1].role != "assistant":
         raise BadRow(f"roles out of order: the conversation ends with {roles[-1]}, not with the assistant")
 
 

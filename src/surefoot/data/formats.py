@@ -429,6 +429,7 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
     tools = value if isinstance(value, list) else [value]
     wrapped = []
     for tool in tools:
+        tool = _parsed(tool, "tools")
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRow(f"tools holds {_shown(tool)}, which is no function with a name")

@@ -26,7 +26,7 @@ ENDS_TWICE, BEGINS_TWICE, ANSWER_IN_PROMPT, LOOKALIKE, LOST_REASONING = (1 << bi
 
 
 TODAY = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)")
-LOOKS_SPECIAL = re.compile(r"^<\|.+\|>$")
+LOOKS_SPECIAL = re.compile(r"^<[|｜].+[|｜]>$")  # noqa: RUF001 - DeepSeek writes a wide bar
 """Qwen's `<|fim_prefix|>` and the like are control tokens, though its tokenizer does not call them special."""
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ COLUMNS = frozenset(name for made in FORMATS.values() for name in made.required 
 """Our names for columns."""
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 SPLIT = re.compile(r"^(?P<name>[\w.-]*)(\[(?P<begin>-?\d+%?)?:(?P<end>-?\d+%?)?\])?$")
-SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-NOT_DATA = ("dataset_info.json", "state.json", "dataset_dict.json")
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "training", "testing", "evaluation")
+NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "config.json")
 """Files that `datasets` and LLaMA-Factory write beside data."""
 
 
@@ -133,28 +133,34 @@ def _of_split(files: tuple[Path, ...], folder: Path, split: str, where: str) -> 
     Raises: DataError where no file belongs to it, or where several splits lie there and none is named.
     """
     parts = {file: file.relative_to(folder).parts if file.is_relative_to(folder) else file.parts for file in files}
-    splits = {
-        name: tuple(f for f in files if any(_names_split(p, name) for p in parts[f])) for name in (split, *SPLITS)
-    }
-    if not split:
-        held_out = [name for name in SPLITS[1:] if splits[name]]
-        if splits["train"] and held_out:
+
+    def of(name: str, is_strict: bool) -> tuple[Path, ...]:
+        return tuple(file for file in files if any(_names_split(part, name, is_strict) for part in parts[file]))
+
+    if split:
+        chosen = of(split, True) or of(split, False)
+        if not chosen:
             raise DataError(
-                f"dataset {folder} holds several splits: train, {', '.join(held_out)}. Name one, split: train for "
-                f"example ({where})."
+                f"dataset {folder}: no file belongs to split '{split}'; it holds "
+                f"{', '.join(file.name for file in files[:6])} ({where})."
             )
-        return files
-    if not splits[split]:
+        return chosen
+    there = [name for name in SPLITS if of(name, False)]
+    if any(name.startswith("train") for name in there) and not all(name.startswith("train") for name in there):
         raise DataError(
-            f"dataset {folder}: no file belongs to split '{split}'; it holds {', '.join(f.name for f in files[:6])} "
-            f"({where})."
+            f"dataset {folder} holds several splits: {', '.join(there)}. Name one, split: train for example ({where})."
         )
-    return splits[split]
+    return files
 
 
-def _names_split(part: str, split: str) -> bool:
-    """Whether a folder or file name is that of a split: `train`, `train.jsonl`, `train-00000-of-00002.parquet`."""
-    return bool(split) and re.match(rf"{re.escape(split)}($|[-.]|_?\d)", part, re.IGNORECASE) is not None
+def _names_split(part: str, split: str, is_strict: bool) -> bool:
+    """Whether a folder or file name is that of a split: `train.jsonl`, `train-00000-of-00002.parquet`.
+
+    Not strictly also where the split is one word among others: `gsm_train.jsonl`, `train_sft.jsonl`.
+    """
+    if is_strict:
+        return re.match(rf"{re.escape(split)}($|[-.]|_?\d)", part, re.IGNORECASE) is not None
+    return re.search(rf"(^|[-._ ]){re.escape(split)}($|[-._ \d])", part, re.IGNORECASE) is not None
 
 
 def _names(files: Sequence[Path]) -> tuple[str, ...]:
@@ -214,6 +220,8 @@ def _from_info(info: Path, name: str | None, item: DatasetItem, rows: RowRange, 
         if key in entry:
             raise DataError(f"{at} uses {key}, which is not supported; give file_name or hf_hub_url ({where}).")
     spec = _info_spec(entry, at, where)
+    if spec.format == "auto":
+        spec = replace(spec, format=item.format)
     samples = entry.get("num_samples")
     if samples is not None and not isinstance(samples, int):
         raise DataError(f"{at}: num_samples is {samples!r}; it must be a number ({where}).")
@@ -223,13 +231,16 @@ def _from_info(info: Path, name: str | None, item: DatasetItem, rows: RowRange, 
         path = info.parent / str(entry["file_name"])
         if not path.exists():
             raise DataError(f"{at}: its file_name {path} does not exist ({where}).")
-        files = _local_files(str(path), "", where)
+        split = SPLIT.match(item.split or str(entry.get("split") or ""))
+        files = _local_files(str(path), split["name"] if split else "", where)
         return Source(files, _names(files), spec, item.weight, rows)
     if "hf_hub_url" not in entry:
         raise DataError(
             f"{at} has neither file_name nor hf_hub_url; it has {', '.join(sorted(entry)) or 'nothing'} ({where})."
         )
     hub = str(entry["hf_hub_url"])
+    if entry.get("folder"):
+        raise DataError(f"{at} names a folder of a hub dataset, which is not supported; fetch it yourself ({where}).")
     files = _from_hub(hub, entry.get("subset"), entry.get("split", "train"), where)
     return Source(files, tuple(f"{hub}/{file.name}" for file in files), spec, item.weight, rows)
 

@@ -18,7 +18,8 @@ def csv_rows(file: IO[bytes]) -> Iterator[Row]:
         header = next(reader, None)
         if not header:
             return
-        if len(set(header)) != len(header):
+        named = [name for name in header if name]
+        if len(set(named)) != len(named):
             raise Broken(f":1: the header names a column twice: {', '.join(header[:8])}")
         line = reader.line_num + 1
         for values in reader:
@@ -26,7 +27,11 @@ def csv_rows(file: IO[bytes]) -> Iterator[Row]:
                 problem = None
                 if len(values) != len(header):
                     problem = f"{len(values)} values for {len(header)} columns. Is a text not in quotes?"
-                yield Row(dict(zip(header, values)) if problem is None else {}, line, problem)
+                yield Row(
+                    {name: value for name, value in zip(header, values) if name} if problem is None else {},
+                    line,
+                    problem,
+                )
             line = reader.line_num + 1
     except csv.Error as error:
         raise Broken(f":{line}: not valid CSV in the row that begins here: {error}") from error

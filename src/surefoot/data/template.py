@@ -100,7 +100,7 @@ class ChatTemplate:
             conversation = self._without_own_ends(conversation)
         hidden = _Hidden(conversation, self._control)
         if conversation.kind == "chat":
-            text, spans = self._chat(hidden)
+            text, spans = self._chat(hidden.conversation)
         else:
             text, spans = self._plain(hidden.conversation)
         if not hidden.base:
@@ -121,8 +121,7 @@ class ChatTemplate:
         messages = [replace(message, content=text) for message, text in zip(conversation.messages, texts, strict=True)]
         return replace(conversation, messages=tuple(messages))
 
-    def _chat(self, hidden: "_Hidden") -> tuple[str, tuple[Span, ...]]:
-        conversation = hidden.conversation
+    def _chat(self, conversation: Conversation) -> tuple[str, tuple[Span, ...]]:
         messages, tools = conversation.messages, conversation.tools
         full = self._template(messages, tools)
         if tools:
@@ -210,14 +209,31 @@ class ChatTemplate:
         ends += [self.source.eos, "<|eom_id|>"]  # Llama 3.1 ends a turn that waits for a tool with the latter
         return tuple(dict.fromkeys(end for end in ends if end in self._controls))
 
+    @cached_property
+    def _headers(self) -> frozenset[str]:
+        """The special tokens of the generation prompt: where one stands, another turn has begun."""
+        asked = [Message("user", "Q1")]
+        with suppress(BadRow):
+            before, bare = self._template(asked, (), add_generation_prompt=True), self._template(asked, ())
+            return frozenset(self._control.findall(before[len(bare) :]))
+        return frozenset()
+
     def _end_of_turn(self, text: str, begin: int) -> int | None:
-        """Behind the first end-of-turn token from `begin` on."""
-        found = [(at, at + len(end)) for end in self._ends if (at := text.find(end, begin)) >= 0]
-        return min(found)[1] if found else None
+        """Behind the first end-of-turn token from `begin` on, or behind another special token that ends the turn."""
+        end = min((at + len(token) for token in self._ends if (at := text.find(token, begin)) >= 0), default=0)
+        header = min((at for token in self._headers if (at := text.find(token, begin)) >= 0), default=len(text))
+        if 0 < end <= header:
+            return end
+        # The turn ends in another way than a plain one: a call, in some models, with a token of its own.
+        last = [found.end() for found in self._control.finditer(text, begin, header)]
+        return last[-1] if last and not text[last[-1] : header].strip() else None
 
     def _check_tools_shown(self, conversation: Conversation, text: str) -> None:
         """Each tool must be named more often than in a rendering without tools."""
-        bare = self._template(conversation.messages, ())
+        try:
+            bare = self._template(conversation.messages, ())
+        except BadRow:  # a template that knows calls only beside tools
+            bare = ""
         for tool in conversation.tools:
             name = tool["function"]["name"]
             if text.count(name) <= bare.count(name):
@@ -251,7 +267,8 @@ class ChatTemplate:
             )
         names = Counter(call["function"]["name"] for call in message.tool_calls)
         for name, count in names.items():
-            if span.count(name) < answer.count(name) + count:
+            word = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
+            if len(word.findall(span)) < len(word.findall(answer)) + count:
                 raise BadRow(
                     f"the chat template does not show {'the call' if count == 1 else f'all {count} calls'} of '{name}' "
                     f"in message {index + 1}. Use a model whose template knows tools, or give one with chat_template"
@@ -280,7 +297,7 @@ class ChatTemplate:
             answer_in_prompt=len(answer) >= 20 and any(answer in message.content for message in asked),
             has_lookalikes=pieces is not None,
             lost_reasoning=any(
-                message.reasoning and message.reasoning.strip() not in text for message in _last_exchange(conversation)
+                thought not in text for message in _last_exchange(conversation) if (thought := _thought(message))
             ),
         )
 
@@ -333,6 +350,8 @@ class ChatTemplate:
         pieces.append((hidden.restore(hidden_text[end:]), False))
         text = "".join(piece for piece, _ in pieces)
         if conversation.kind == "chat" and text != self._template(conversation.messages, conversation.tools):
+            if self.source.parse_special_tokens:
+                return self._finished(*self._chat(conversation), conversation, None)
             raise BadRow(
                 "a text of the row holds a special token that the chat template reads itself, so it cannot be kept as "
                 "text. Remove it, or set parse_special_tokens: true"
@@ -419,6 +438,13 @@ def _last_exchange(conversation: Conversation) -> Sequence[Message]:
     """The turns after the user's last one; thoughts in earlier ones may be dropped."""
     messages = conversation.messages
     return messages[max((i for i, message in enumerate(messages) if message.role == "user"), default=0) :]
+
+
+def _thought(message: Message) -> str:
+    """What the assistant thought: its reasoning, or what the content holds before the end of a thought."""
+    before, end, _ = message.content.partition("</think>")
+    written = before.removeprefix("<think>").strip() if end and message.role == "assistant" else ""
+    return message.reasoning.strip() if message.reasoning else written
 
 
 def _common_prefix(one: str, other: str) -> int:
