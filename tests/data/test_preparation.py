@@ -212,7 +212,7 @@ def test_training_data_can_be_asked_for_while_the_rest_is_prepared(
     assert len(usable.samples) == 20_000 - 4 * 4096
     assert not dataset.preparation.is_complete
     assert dataset.counts().read < 20_000
-    dataset.preparation.finish()
+    dataset.preparation.run()  # waits for the one in the background
     assert dataset.counts().read == 20_000
 
 

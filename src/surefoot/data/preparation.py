@@ -138,13 +138,6 @@ class Preparation:
                 )
             time.sleep(POLL_S)
 
-    def finish(self) -> None:
-        """Wait until everything is prepared. Raises: what the preparation raised."""
-        if self._thread is not None:
-            self._thread.join()  # it has deadlines of its own
-        if self._error is not None:
-            raise self._error
-
     def stop(self) -> None:
         """End the workers; what is prepared stays."""
         self._stopping.set()
@@ -154,7 +147,7 @@ class Preparation:
     def _run_quietly(self, first: Sequence[tuple[int, int]]) -> None:
         try:
             self.run(first)
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits, by `require` and `finish`
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits, by `require`
             self._error = error
 
     def _shards_there(self, files: Sequence[int]) -> int:
