@@ -33,7 +33,8 @@ class RunStarted:
 
     run_folder: Path
     config: Mapping[str, Any]
-    total_steps: int
+    total_steps: int | None
+    """None while the data, which say how many, are being prepared."""
     first_step: int
     """1, or the step after the checkpoint that was resumed."""
     trainable_parameters: int
@@ -46,6 +47,8 @@ class StepEnded:
 
     step: int
     total_steps: int
+    """Of the whole run; an estimate where the data are still being prepared, or are many."""
+    is_last: bool
     epoch: float
     loss: float
     """Mean negative log-likelihood over the step's trained tokens, without the load-balancing loss."""

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from surefoot.data import containers, json_rows, rows
-from surefoot.data.containers import kind_of, read_chunk, scan, stream_chunks
+from surefoot.data.containers import ChunkReader, kind_of, scan, stream_chunks
 from surefoot.data.rows import MAX_ROW_BYTES, Row
 from surefoot.errors import DataError
 
@@ -25,10 +25,8 @@ def damaged(content: bytes) -> bytes:
 
 
 def rows_of(path: Path) -> list[Row]:
-    chunks = scan(path).chunks
-    if chunks is None:
-        return [row for _, rows in stream_chunks(path) for row in rows]
-    return [row for chunk in chunks for row in read_chunk(path, chunk)]
+    reader = ChunkReader()
+    return [row for chunk in scan(path).chunks for row in reader.rows(path, chunk)]
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -95,7 +93,7 @@ def test_rows_around_a_long_line_are_found(
     assert [row.line for row in found] == list(range(1, 13))
     chunks = scan(path).chunks or ()
     assert sum(chunk.num_rows for chunk in chunks) == 12
-    assert [len(read_chunk(path, chunk)) for chunk in chunks] == [chunk.num_rows for chunk in chunks]
+    assert [len(ChunkReader().rows(path, chunk)) for chunk in chunks] == [chunk.num_rows for chunk in chunks]
 
 
 def test_objects_that_share_a_line_are_numbered(tmp_path: Path) -> None:
@@ -124,7 +122,7 @@ def test_chunks_cut_a_file_at_rows_and_keep_line_numbers(tmp_path: Path, monkeyp
     chunks = scan(path).chunks
     assert chunks is not None
     assert [(chunk.first_row, chunk.num_rows) for chunk in chunks] == [(0, 3), (3, 3), (6, 2)]
-    found = [[(row.line, row.columns["n"]) for row in read_chunk(path, chunk)] for chunk in chunks]
+    found = [[(row.line, row.columns["n"]) for row in ChunkReader().rows(path, chunk)] for chunk in chunks]
     assert found == [[(1, 0), (3, 1), (5, 2)], [(7, 3), (9, 4), (11, 5)], [(13, 6), (15, 7)]]
     same = write(tmp_path / "b.jsonl.gz", [{"n": n} for n in range(8)])
     assert [(chunk.first_row, chunk.num_rows) for chunk, _ in stream_chunks(same)] == [(0, 3), (3, 3), (6, 2)]
@@ -194,6 +192,9 @@ def test_a_row_of_fifty_megabytes_is_refused_without_reading_it_whole(tmp_path: 
         ("a.csv", b"a,a\n1,2\n", r"a.csv:1: the header names a column twice"),
         ("a.csv", b"a,b\n1,\0\n", r"a.csv:2: the line holds a NUL byte"),
         ("a.csv", b"a,b\n1,\xe9\n", r"a.csv:\d: not UTF-8"),
+        ("a.csv", b"a,b\n1,2\n1," + b"x" * 9_000_000 + b"\n", r"a.csv:3: .* over 8 MiB"),
+        ("a.csv", b"a,b\n1,2\n" + b"1,x," * 2_500_000 + b"\n", r"a.csv:3: .* over 8 MiB"),
+        ("a.csv", b'a,b\n1,"2\n' + b"3,4\n" * 2_500_000, r"a.csv:2: .* over 8 MiB. Is a closing quote missing"),
         ("a.parquet", b"PAR1 nonsense", r"not a readable Parquet file"),
         ("a.arrow", b"ARROW1 nonsense", r"not a readable Arrow file"),
         ("a.jsonl.gz", b"nonsense", r"a.jsonl.gz: cannot be read: Not a gzipped file"),

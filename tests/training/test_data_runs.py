@@ -1,5 +1,6 @@
 """Whole runs and `surefoot data` on data of all kinds: what is trained is what is shown."""
 
+import gzip
 import json
 import signal
 import subprocess
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -30,11 +33,13 @@ ALPACA = {"instruction": "add", "input": "1 2", "output": "3"}
 class Seen:
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.rates: list[float] = []
         self.counted: list[DataCounted] = []
 
     def observe(self, event: Event) -> None:
         if isinstance(event, StepEnded):
             self.losses.append(event.loss)
+            self.rates.append(event.learning_rate)
         elif isinstance(event, DataCounted):
             self.counted.append(event)
 
@@ -79,27 +84,67 @@ def test_weights_of_turns_weigh_in_the_loss(
         assert result.examples == {"read": 4, "trained": 3, "truncated": 0, "skipped": 1}
 
 
-def test_training_begins_before_all_data_are_prepared_and_sees_the_same(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _written(path: Path, rows: list[dict[str, Any]]) -> str:
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines.encode(), 1))
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text(lines)
+    return str(path)
+
+
+@pytest.fixture
+def prepared_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a few megabytes are handled as large ones are."""
     monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(preparation, "SMALL_BYTES", 0)
     monkeypatch.setattr(order, "WINDOW_ROWS", 4096)
-    data = write_jsonl(tmp_path / "big.jsonl", counting_rows(60_000))
-    base = {**settings, "dataset": str(data), "max_steps": 3, "dataset_num_proc": 1}
+
+
+@pytest.mark.usefixtures("prepared_beside")
+@pytest.mark.parametrize("name", ["big.jsonl", "big.json", "big.jsonl.gz", "big.parquet"])
+@pytest.mark.parametrize("length", [{"max_steps": 3}, {"max_steps": None, "num_train_epochs": 3e-4, "packing": True}])
+def test_training_begins_before_all_data_are_prepared_and_sees_the_same(
+    settings: dict[str, Any], tmp_path: Path, name: str, length: dict[str, Any]
+) -> None:
+    count = 40_000
+    data = _written(tmp_path / name, counting_rows(count))
+    base = {**settings, "dataset": data, "dataset_num_proc": 1, **length}
     early, seen_early = run(base, output_dir=str(tmp_path / "early"))
     assert not seen_early.counted[0].is_complete, "the first step did not wait for the last row"
-    assert seen_early.counted[0].rows["read"] < 60_000
-    assert early.examples["read"] < 60_000, "what a short run does not need is left to a later one"
-    assert not early.examples_are_complete
-    late, seen_late = run(base, output_dir=str(tmp_path / "late"), max_steps=None, num_train_epochs=1e-4)
-    assert seen_late.counted[0].is_complete
-    assert late.examples == {"read": 60_000, "trained": 60_000, "truncated": 0, "skipped": 0}
+    assert seen_early.counted[0].rows["read"] < count
+    surefoot.describe_data(base)  # prepares the rest
     again, seen_again = run(base, output_dir=str(tmp_path / "again"))
-    assert again.examples["read"] == 60_000
+    assert again.examples == {"read": count, "trained": count, "truncated": 0, "skipped": 0}
     assert again.examples_are_complete
+    assert len(seen_again.losses) == again.steps == early.steps >= 3 - 2 * base.get("packing", False)
     assert seen_again.losses == seen_early.losses
-    assert seen_late.losses[0] == seen_early.losses[0]
+    assert seen_again.rates == seen_early.rates, "a schedule over epochs does not need the number of steps"
+
+
+@pytest.mark.usefixtures("prepared_beside")
+def test_a_bad_row_ends_the_run_when_preparing_comes_to_it(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Long before training does; and what was learned until then is kept."""
+    data = _written(tmp_path / "big.jsonl", [*counting_rows(20_000), {"messages": []}])
+    base = {**settings, "dataset": data, "dataset_num_proc": 1, "max_steps": None, "shuffle": False}
+    with pytest.raises(DataError, match=r"big.jsonl:20001: 'messages' must be a non-empty list"):
+        run(base)
+    folder = Path(base["output_dir"])
+    steps = json.loads((folder / "summary.json").read_text())["steps"]
+    assert 0 < steps < 4000
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{steps:08d}"]
+
+
+def test_a_schedule_over_epochs_is_the_one_over_as_many_steps(settings: dict[str, Any], tmp_path: Path) -> None:
+    base = {**settings, "dataset": str(write_jsonl(tmp_path / "a.jsonl", counting_rows(24))), "warmup_steps": 2}
+    _, by_steps = run(base, max_steps=12)
+    _, by_epochs = run(base, max_steps=None, num_train_epochs=2, output_dir=str(tmp_path / "epochs"))
+    assert len(by_epochs.rates) == 12
+    assert by_epochs.rates == pytest.approx(by_steps.rates)
 
 
 def test_a_part_of_the_data_is_held_out(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ def config(**changes: object) -> RunConfig:
 
 
 def rates(total: int, **changes: object) -> list[float]:
-    return [learning_rate_at(step, total, config(**changes)) for step in range(total)]
+    settings = config(**changes)
+    ends = min((settings.warmup_steps or 0) / total, 1.0)
+    return [learning_rate_at(k, k / total, (k + 1) / total, ends, settings) for k in range(total)]
 
 
 def test_constant_and_warmup() -> None:

@@ -216,7 +216,7 @@ def test_a_newer_format_is_not_read(settings: dict[str, Any]) -> None:
     run = surefoot.train(settings, screen=False).run_folder
     manifest = list_checkpoints(run)[-1] / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format_version": 99}))
-    with pytest.raises(CheckpointError, match="format version 99; this Surefoot reads 2"):
+    with pytest.raises(CheckpointError, match="format version 99; this Surefoot reads 3"):
         surefoot.train(settings, screen=False)
 
 

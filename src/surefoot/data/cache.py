@@ -2,7 +2,7 @@
 
     <cache>/data/scans/<path>.json         what a file's bytes told, trusted while size and time of change stay
     <cache>/data/<key>/00000000.safetensors ...  a shard per chunk of rows
-                       complete.json       rows per chunk, once all shards are there
+                       complete.json       once all shards are there
                        lock                held by the process that prepares
 
 The key is a hash over the file's content, its format, the tokenizer, the chat template and the settings of both, so a
@@ -15,9 +15,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +32,10 @@ from surefoot.data.shard import Shard
 from surefoot.errors import DataError
 from surefoot.storage import cache_folder, storage_error, write_json
 
-VERSION = 2
+VERSION = 3
 """Part of every key: raised when the same input gives other shards."""
 SETTLED_NS = 2_000_000_000
 """A file changed less than this ago may change again without its time of change telling."""
-
-
-@dataclass(frozen=True)
-class ChunkRows:
-    """A chunk of a file as the order needs it."""
-
-    first_row: int
-    num_rows: int
 
 
 class CachedFile:
@@ -58,8 +49,7 @@ class CachedFile:
     ) -> None:
         stamp = stamp_of(path)
         scanned = scan_file(path, stamp)
-        self.plain_chunks = scanned.chunks
-        """Where the chunks are, in plain JSON lines; None for files that must be read from their beginning."""
+        self.chunks = scanned.chunks
         self.format = detect_format(path, name, spec, scanned.chunks)
         limits = [CHUNK_ROWS, CHUNK_BYTES, MAX_ROW_BYTES]
         key = [VERSION, limits, scanned.sha256, path.suffixes, spec.as_dict(), self.format, renderer_key, keep_columns]
@@ -67,18 +57,7 @@ class CachedFile:
         folder = cache_folder() / "data" / self.key
         self.recipe = FileRecipe(path, name, spec, folder, self.format, stamp, keep_columns)
         self.num_bytes = stamp[0]
-        self._chunks: Sequence[ChunkRows] | None = None
-        if scanned.chunks is not None:
-            self._chunks = [ChunkRows(chunk.first_row, chunk.num_rows) for chunk in scanned.chunks]
         self._lock: int | None = None
-
-    @property
-    def chunks(self) -> Sequence[ChunkRows] | None:
-        """The file's chunks, once they are known: at once for plain JSON lines, else when all are prepared."""
-        if self._chunks is None and self.is_complete:
-            rows = json.loads((self.recipe.folder / "complete.json").read_text("utf-8"))["rows"]
-            self._chunks = [ChunkRows(sum(rows[:index]), count) for index, count in enumerate(rows)]
-        return self._chunks
 
     @property
     def is_complete(self) -> bool:
@@ -91,18 +70,14 @@ class CachedFile:
         """Bytes of the file whose shards are there already."""
         if self.is_complete:
             return self.num_bytes
-        return sum(chunk.num_bytes for chunk in self.plain_chunks or () if self.has(chunk.index))
+        return sum(chunk.num_bytes for chunk in self.chunks if self.has(chunk.index))
 
     def shard(self, index: int) -> Shard:
         return Shard(self.recipe.shard_path(index))
 
-    def num_rows(self, index: int) -> int:
-        """Rows of a prepared chunk."""
-        return self.shard(index).num_rows
-
-    def complete(self, rows: Sequence[int]) -> None:
-        """Note that all shards are there, with the rows of each."""
-        write_json(self.recipe.folder / "complete.json", {"name": self.recipe.name, "rows": list(rows)})
+    def complete(self) -> None:
+        """Note that all shards are there."""
+        write_json(self.recipe.folder / "complete.json", {"name": self.recipe.name, "shards": len(self.chunks)})
 
     def try_lock(self) -> bool:
         """Take the right to prepare; it ends with `unlock` or with this process."""
@@ -136,7 +111,7 @@ def renderer_key(source: RendererSource) -> str:
 def scan_file(path: Path, stamp: tuple[int, int, int]) -> Scan:
     """What the file's bytes tell, remembered from earlier runs while the file stays as it is.
 
-    Raises: DataError where the file cannot be read or is empty.
+    Raises: DataError where the file cannot be read, is empty or broken as a whole.
     """
     if stamp[0] == 0:
         raise DataError(f"dataset {path} is empty (0 bytes).")
@@ -147,12 +122,11 @@ def scan_file(path: Path, stamp: tuple[int, int, int]) -> Scan:
         with suppress(OSError, ValueError, KeyError, TypeError):  # no memory, or one of another version: read the file
             known = json.loads(memory.read_text("utf-8"))
             if known["version"] == VERSION and known["stamp"] == list(stamp):
-                chunks = known["chunks"]
-                return Scan(known["sha256"], None if chunks is None else tuple(Chunk(*chunk) for chunk in chunks))
+                return Scan(known["sha256"], tuple(Chunk(*chunk) for chunk in known["chunks"]))
         scanned = scan(path)
     except OSError as error:
         raise DataError(f"dataset {path} cannot be read: {error.strerror or error}.") from error
     if time.time_ns() - stamp[1] > SETTLED_NS:
-        chunks = None if scanned.chunks is None else [list(asdict(chunk).values()) for chunk in scanned.chunks]
+        chunks = [list(vars(chunk).values()) for chunk in scanned.chunks]
         write_json(memory, {"version": VERSION, "stamp": stamp, "sha256": scanned.sha256, "chunks": chunks})
     return scanned

@@ -9,7 +9,7 @@ import hashlib
 import io
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -34,22 +34,23 @@ COMPRESSIONS = (".gz", ".zst")
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive rows of a file. `offset` and `num_bytes` say where, in files that can be entered anywhere."""
+    """Consecutive rows of a file. `offset` and `first_line` say where, in files that can be entered anywhere."""
 
     index: int
     first_row: int
     num_rows: int
     offset: int = 0
     num_bytes: int = 0
+    """Of the file; in files that can be entered nowhere, this chunk's share of them by rows."""
     first_line: int = 1
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What one pass over a file's bytes tells: its SHA-256, and for plain JSON lines its chunks."""
+    """What reading a file once tells: its SHA-256 and its chunks."""
 
     sha256: str
-    chunks: tuple[Chunk, ...] | None
+    chunks: tuple[Chunk, ...]
 
 
 def kind_of(path: Path) -> tuple[str, str] | None:
@@ -62,19 +63,29 @@ def kind_of(path: Path) -> tuple[str, str] | None:
     return kind, compression
 
 
-def scan(path: Path) -> Scan:
-    """Read a file once.
+def can_be_entered(path: Path) -> bool:
+    """Whether a chunk can be read without those before it: plain JSON lines."""
+    return kind_of(path) == ("jsonl", "")
 
-    Raises: OSError where it cannot be read.
+
+def scan(path: Path) -> Scan:
+    """Read a file once. Far cheaper than preparing it, and then any of its chunks can be prepared first.
+
+    Raises: OSError where it cannot be read; DataError for a file that is broken as a whole.
     """
     digest = hashlib.sha256()
     with open(path, "rb") as file:
-        if kind_of(path) == ("jsonl", ""):
+        if can_be_entered(path):
             chunks = tuple(_scan_lines(file, digest.update))
             return Scan(digest.hexdigest(), chunks)
         while piece := file.read(READ_BYTES):
             digest.update(piece)
-    return Scan(digest.hexdigest(), None)
+    found = [chunk for chunk, _ in stream_chunks(path)]
+    bytes_per_row = path.stat().st_size / max(sum(chunk.num_rows for chunk in found), 1)
+    return Scan(
+        digest.hexdigest(),
+        tuple(replace(chunk, num_bytes=round(chunk.num_rows * bytes_per_row)) for chunk in found),
+    )
 
 
 def _scan_lines(file: IO[bytes], see: Callable[[bytes], object]) -> Iterator[Chunk]:
@@ -95,11 +106,33 @@ def _scan_lines(file: IO[bytes], see: Callable[[bytes], object]) -> Iterator[Chu
         yield Chunk(index, first_row, rows, offset, num_bytes, first_line)
 
 
-def read_chunk(path: Path, chunk: Chunk) -> list[Row]:
-    """The rows of one chunk of a plain JSON-lines file."""
-    with open(path, "rb") as file:
-        file.seek(chunk.offset)
-        return list(json_lines(file, chunk.first_line, chunk.num_bytes))
+class ChunkReader:
+    """Reads chunks in any order; cheapest forwards, because most files must be read from their beginning.
+
+    Holds one file open at a time.
+    """
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._next = 0
+        self._chunks: Iterator[tuple[Chunk, list[Row]]] = iter(())
+
+    def rows(self, path: Path, chunk: Chunk) -> list[Row]:
+        """The rows of one chunk.
+
+        Raises: OSError where the file cannot be read; DataError where it is broken, or no longer has this chunk.
+        """
+        if can_be_entered(path):
+            with open(path, "rb") as file:
+                file.seek(chunk.offset)
+                return list(json_lines(file, chunk.first_line, chunk.num_bytes))
+        if self._path != path or self._next > chunk.index:
+            self._path, self._next, self._chunks = path, 0, stream_chunks(path)
+        for found, rows in self._chunks:
+            self._next = found.index + 1
+            if found.index == chunk.index:
+                return rows
+        raise DataError(f"{path.name} was changed while it was being read. Start again.")
 
 
 def stream_chunks(path: Path) -> Iterator[tuple[Chunk, list[Row]]]:

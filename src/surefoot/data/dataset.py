@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surefoot.data.cache import CachedFile, renderer_key
+from surefoot.data.containers import can_be_entered
 from surefoot.data.preparation import Preparation, Progress
 from surefoot.data.render import RendererSource
 from surefoot.data.shard import Shard
@@ -164,9 +165,9 @@ class Dataset:
         return [file.key for file in self._files]
 
     @property
-    def has_layout(self) -> bool:
-        """Whether all chunks are known, prepared or not."""
-        return all(file.chunks is not None for file in self._files)
+    def can_be_entered(self) -> bool:
+        """Whether any chunk can be prepared without reading those before it."""
+        return all(can_be_entered(file.recipe.path) for file in self._files)
 
     @property
     def chunks(self) -> Sequence[ChunkRef]:
@@ -175,10 +176,9 @@ class Dataset:
             refs: list[ChunkRef] = []
             done: Counter[int] = Counter()
             for number, (file, part) in enumerate(zip(self._files, self._file_sources, strict=True)):
-                assert file.chunks is not None
                 refs += [
-                    ChunkRef(part, number, index, done[part] + chunk.first_row, chunk.num_rows)
-                    for index, chunk in enumerate(file.chunks)
+                    ChunkRef(part, number, chunk.index, done[part] + chunk.first_row, chunk.num_rows)
+                    for chunk in file.chunks
                 ]
                 done[part] += sum(chunk.num_rows for chunk in file.chunks)
             self._chunks = [ref for ref in refs if self._overlap(ref, done[ref.source]) != (0, 0)]
@@ -202,7 +202,7 @@ class Dataset:
 
     def check(self) -> None:
         """Raises: DataError for bad or too long rows, where settings say so, or if nothing is left to train on."""
-        counts, too_long, longest = Counts(), [], (0, "")
+        counts, too_long, first_long, longest = Counts(), 0, "", (0, "")
         first_skipped = ""
         lenient = self.lenient()
         for number, ref in enumerate(self.chunks):
@@ -212,14 +212,16 @@ class Dataset:
             if usable.skipped and not first_skipped:
                 first_skipped = f"{self._place(ref, usable.skipped[0][0])}: {usable.skipped[0][1]}"
             if self.reading.truncation == "error":
-                for sample in np.flatnonzero((shard.lengths > self.reading.max_length) & self._in_view(number)):
-                    place = self._place(ref, int(shard.lines[sample]))
-                    too_long.append(place)
-                    longest = max(longest, (int(shard.lengths[sample]), place))
+                found = np.flatnonzero((shard.lengths > self.reading.max_length) & self._in_view(number))
+                if len(found):
+                    too_long += len(found)
+                    first_long = first_long or self._place(ref, int(shard.lines[found[0]]))
+                    worst = found[shard.lengths[found].argmax()]
+                    longest = max(longest, (int(shard.lengths[worst]), self._place(ref, int(shard.lines[worst]))))
         if too_long:
             raise DataError(
-                f"{len(too_long)} of {counts.read} rows are longer than max_length={self.reading.max_length}: the "
-                f"first is {too_long[0]}, the longest {longest[1]} with {longest[0]} tokens. Cutting them would train "
+                f"{too_long} of {counts.read} rows are longer than max_length={self.reading.max_length}: the "
+                f"first is {first_long}, the longest {longest[1]} with {longest[0]} tokens. Cutting them would train "
                 f"on answers without an end. Set max_length: {longest[0]}, or truncation: drop (leave them out) or "
                 f"right (cut them) ({self._where})."
             )

@@ -134,10 +134,10 @@ class GlobalOrder:
             count = sum(len(self._sequences_of(epoch, window)) for window in range(len(windows)))
         return ceil(count / self._per_step)
 
-    def first_chunks(self, position: Position) -> list[int]:
-        """Chunks in the order in which they are wanted from a position to the end of its epoch."""
+    def windows_from(self, position: Position) -> list[list[int]]:
+        """The chunks of each window from a position to the end of its epoch."""
         windows = self._windows_of(position.epoch)[position.window :]
-        return list(dict.fromkeys(visit.chunk for visits in windows for visit in visits))
+        return [list(dict.fromkeys(visit.chunk for visit in visits)) for visits in windows]
 
     def _windows(self, epoch: int) -> list[list[_Visit]]:
         """The visits of an epoch, cut into windows of about WINDOW_ROWS rows."""

@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NoReturn
 
 from surefoot import errors
 from surefoot.data.cache import CachedFile
+from surefoot.data.containers import Chunk
 from surefoot.data.prepare import Preparer, source_as_dict
 from surefoot.data.render import RendererSource
 from surefoot.errors import DataError, SurefootError
@@ -39,7 +40,6 @@ class Progress:
 
     rows: int
     bytes_done: int
-    """Of plain JSON lines; other files count when they are done."""
     bytes_total: int
     seconds: float
 
@@ -124,11 +124,15 @@ class Preparation:
         self._thread = threading.Thread(target=self._run_quietly, args=(first,), name="preparation", daemon=True)
         self._thread.start()
 
+    def raise_error(self) -> None:
+        """Raises: what the preparation in the background raised."""
+        if self._error is not None:
+            raise self._error
+
     def require(self, file: int, chunk: int) -> None:
         """Wait until a shard is there. Raises: what the preparation raised."""
         while not self._files[file].has(chunk):
-            if self._error is not None:
-                raise self._error
+            self.raise_error()
             if self._thread is None or not self._thread.is_alive():
                 if self._files[file].has(chunk):
                     return
@@ -156,23 +160,23 @@ class Preparation:
     def _prepare(self, ours: Sequence[int], first: Sequence[tuple[int, int]]) -> None:
         self._began = time.monotonic()
         self._bytes_there = sum(file.bytes_there() for file in self._files)
-        jobs = _Jobs([self._files[index] for index in ours], [(ours.index(f), c) for f, c in first if f in ours])
+        jobs = _jobs(self._files, ours, first)
         if (self.is_small or self._num_workers == 0) and threading.current_thread() is threading.main_thread():
             preparer = Preparer(self._source)
             for job in jobs:
-                jobs.done(job, preparer.prepare(job.file.recipe, job.index, job.chunk))
-                self._report(job, jobs)
+                preparer.prepare(job.file.recipe, job.chunk)
+                self._report(job)
         else:
             with _Workers(self._source, max(1, self._num_workers)) as workers:
-                for job, rows in workers.run(jobs, self._stopping):
-                    jobs.done(job, rows)
-                    self._report(job, jobs)
+                for job in workers.run(jobs, self._stopping):
+                    self._report(job)
         if not self._stopping.is_set():
-            jobs.complete()
+            for index in ours:
+                self._files[index].complete()
 
-    def _report(self, job: "_Job", jobs: "_Jobs") -> None:
-        self._rows += jobs.rows_of(job)
-        self._bytes += job.chunk.num_bytes if job.chunk else 0
+    def _report(self, job: "_Job") -> None:
+        self._rows += job.chunk.num_rows
+        self._bytes += job.chunk.num_bytes
         total = sum(file.num_bytes for file in self._files) - self._bytes_there
         self._on_progress(Progress(self._rows, self._bytes, total, time.monotonic() - self._began))
 
@@ -182,56 +186,17 @@ class _Job:
     number: int
     """Of the file."""
     file: CachedFile
-    index: int
-
-    @property
-    def chunk(self) -> Any:
-        return self.file.plain_chunks[self.index] if self.file.plain_chunks is not None else None
+    chunk: Chunk
 
 
-class _Jobs:
-    """The chunks that are not prepared yet, in the order in which they are wanted."""
-
-    def __init__(self, files: Sequence[CachedFile], first: Sequence[tuple[int, int]]) -> None:
-        self._files = files
-        self._first = first
-        self._rows: list[dict[int, int]] = [{} for _ in files]
-        self._has_ended = [False] * len(files)
-
-    def __iter__(self) -> Iterator[_Job]:
-        seen = set()
-        for number, index in self._first:
-            file = self._files[number]
-            if file.plain_chunks is not None and not self._is_there(number, index):
-                seen.add((number, index))
-                yield _Job(number, file, index)
-        for number, file in enumerate(self._files):
-            index = 0
-            while not self._has_ended[number]:
-                if file.plain_chunks is not None and index == len(file.plain_chunks):
-                    break
-                if not self._is_there(number, index) and (number, index) not in seen:
-                    yield _Job(number, file, index)
-                index += 1
-
-    def _is_there(self, number: int, index: int) -> bool:
-        if not self._files[number].has(index):
-            return False
-        self._rows[number].setdefault(index, self._files[number].num_rows(index))
-        return True
-
-    def done(self, job: _Job, rows: int | None) -> None:
-        if rows is None:
-            self._has_ended[job.number] = True
-        else:
-            self._rows[job.number][job.index] = rows
-
-    def rows_of(self, job: _Job) -> int:
-        return self._rows[job.number].get(job.index, 0)
-
-    def complete(self) -> None:
-        for number, file in enumerate(self._files):
-            file.complete([rows for _, rows in sorted(self._rows[number].items())])
+def _jobs(files: Sequence[CachedFile], ours: Sequence[int], first: Sequence[tuple[int, int]]) -> Iterator[_Job]:
+    """The chunks of our files that are not prepared yet, in the order in which they are wanted."""
+    rest = ((number, chunk.index) for number in ours for chunk in files[number].chunks)
+    dealt = set()
+    for number, index in chain((pair for pair in first if pair[0] in ours), rest):
+        if (number, index) not in dealt and not files[number].has(index):
+            dealt.add((number, index))
+            yield _Job(number, files[number], files[number].chunks[index])
 
 
 class _Workers:
@@ -283,9 +248,8 @@ class _Workers:
                 with suppress(BrokenPipeError):
                     pipe.close()
 
-    def run(self, jobs: _Jobs, stopping: threading.Event) -> Iterator[tuple[_Job, int | None]]:
-        """Deal the jobs out; gives each with its rows (None: the file had ended) as it is done."""
-        waiting = iter(jobs)
+    def run(self, waiting: Iterator[_Job], stopping: threading.Event) -> Iterator[_Job]:
+        """Deal the jobs out; gives each as it is done."""
         at_work: dict[int, dict[tuple[int, int], tuple[_Job, float]]] = {i: {} for i in range(self._count)}
         with selectors.DefaultSelector() as selector:
             for number, descriptor in enumerate(self._answers):
@@ -301,7 +265,7 @@ class _Workers:
                         if "error" in answer:
                             kind, text = answer["error"]
                             raise getattr(errors, kind, SurefootError)(text)
-                        yield job, answer["rows"]
+                        yield job
                         self._deal(number, waiting, at_work[number])
                 self._check_deadlines(at_work)
 
@@ -319,11 +283,10 @@ class _Workers:
             return
         message = {
             "file": job.number,
-            "index": job.index,
             "recipe": job.file.recipe.as_dict(),
-            "chunk": vars(job.chunk) if job.chunk is not None else None,
+            "chunk": vars(job.chunk),
         }
-        mine[job.number, job.index] = (job, time.monotonic())
+        mine[job.number, job.chunk.index] = (job, time.monotonic())
         with suppress(BrokenPipeError):  # its end is seen, and named, where its answer is awaited
             os.write(self._jobs[number], json.dumps(message).encode() + b"\n")
 
@@ -333,8 +296,8 @@ class _Workers:
         advice = "start again, with fewer dataset_num_proc if memory is short" if status == -9 else "start again"
         job, _ = next(iter(mine.values()))
         raise DataError(
-            f"{job.file.recipe.name}: a worker process {how} while it prepared chunk {job.index}"
-            f"{_lines_of(job)}. What was prepared is kept; {advice}."
+            f"{job.file.recipe.name}: a worker process {how} while it prepared chunk {job.chunk.index}"
+            f" (rows from {job.chunk.first_row + 1} on). What was prepared is kept; {advice}."
         )
 
     def _status_of(self, number: int) -> int | None:
@@ -360,10 +323,7 @@ class _Workers:
             for job, began in list(mine.values())[:1]:
                 if time.monotonic() - began > 2 * CHUNK_DEADLINE_S:
                     raise DataError(
-                        f"{job.file.recipe.name}: preparing chunk {job.index}{_lines_of(job)} took over "
+                        f"{job.file.recipe.name}: preparing chunk {job.chunk.index} "
+                        f"(rows from {job.chunk.first_row + 1} on) took over "
                         f"{2 * CHUNK_DEADLINE_S:.0f} s. Is the chat template very slow, or the machine overloaded?"
                     )
-
-
-def _lines_of(job: _Job) -> str:
-    return f" (rows from line {job.chunk.first_line} on)" if job.chunk is not None else ""

@@ -12,13 +12,13 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from surefoot.data.containers import Chunk, read_chunk, stream_chunks
+from surefoot.data.containers import Chunk, ChunkReader
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.formats import FormatSpec, Reader, format_of
 from surefoot.data.render import Renderer, RendererSource
@@ -84,15 +84,12 @@ def stamp_of(path: Path) -> tuple[int, int, int]:
     return about.st_size, about.st_mtime_ns, about.st_ino
 
 
-def detect_format(path: Path, name: str, spec: FormatSpec, chunks: Sequence[Chunk] | None) -> str:
+def detect_format(path: Path, name: str, spec: FormatSpec, chunks: Sequence[Chunk]) -> str:
     """The format of a file, told by its first sound row.
 
     Raises: DataError where there is none, or where it cannot be told.
     """
-    if chunks is None:
-        rows = next((rows for _, rows in stream_chunks(path)), [])
-    else:
-        rows = read_chunk(path, chunks[0]) if chunks else []
+    rows = ChunkReader().rows(path, chunks[0]) if chunks else []
     first = next((row for row in rows if row.problem is None), None)
     if first is not None:
         try:
@@ -106,27 +103,21 @@ def detect_format(path: Path, name: str, spec: FormatSpec, chunks: Sequence[Chun
 
 
 class Preparer:
-    """Turns chunks of files into shards. Holds one file open at a time, which is read forwards."""
+    """Turns chunks of files into shards."""
 
     def __init__(self, source: RendererSource) -> None:
         self._renderer = Renderer(source)
         self._readers: dict[Path, Reader] = {}
-        self._stream: tuple[Path, int, Iterator[tuple[Chunk, list[Row]]]] | None = None
+        self._chunks = ChunkReader()
 
-    def prepare(self, recipe: FileRecipe, index: int, chunk: Chunk | None) -> int | None:
-        """Write the shard of chunk `index`; `chunk` says where it is, in files that can be entered anywhere.
-
-        Returns its rows; None if the file ends before it.
-        Raises: DataError for what no row is to blame for; StorageError.
-        """
+    def prepare(self, recipe: FileRecipe, chunk: Chunk) -> None:
+        """Write the shard of a chunk. Raises: DataError for what no row is to blame for; StorageError."""
         try:
-            rows = read_chunk(recipe.path, chunk) if chunk is not None else self._rows_of(recipe, index)
+            rows = self._chunks.rows(recipe.path, chunk)
         except OSError as error:
             raise DataError(f"{recipe.name}: cannot be read: {error.strerror or error}.") from error
         if stamp_of(recipe.path) != recipe.stamp:  # a shard under the key of other content would be found for ever
             raise DataError(f"{recipe.name} was changed while it was being prepared. Start again.")
-        if rows is None:
-            return None
         reader = self._readers.get(recipe.folder)
         if reader is None:
             reader = Reader(recipe.spec, recipe.format, keep_columns=recipe.keep_columns)
@@ -151,8 +142,7 @@ class Preparer:
                 self._flush(writer, batch)
                 batch, characters = [], 0
         self._flush(writer, batch)
-        writer.write(recipe.shard_path(index))
-        return len(rows)
+        writer.write(recipe.shard_path(chunk.index))
 
     def _flush(self, writer: ShardWriter, batch: list[tuple[int, Row, Text, Conversation]]) -> None:
         samples = self._renderer.tokenize([text for _, _, text, _ in batch])
@@ -161,17 +151,6 @@ class Preparer:
                 writer.refuse(number, row.line, str(sample))
             else:
                 writer.add(number, row.line, sample, conversation.columns)
-
-    def _rows_of(self, recipe: FileRecipe, index: int) -> list[Row] | None:
-        if self._stream is None or self._stream[0] != recipe.path or self._stream[1] > index:
-            self._stream = (recipe.path, 0, stream_chunks(recipe.path))
-        _, position, chunks = self._stream
-        for chunk, rows in chunks:
-            position = chunk.index + 1
-            self._stream = (recipe.path, position, chunks)
-            if chunk.index == index:
-                return rows
-        return None
 
 
 def source_as_dict(source: RendererSource) -> dict[str, Any]:
@@ -222,10 +201,10 @@ def _work(preparer: Preparer, jobs: int, answers: int) -> None:
     with open(jobs, encoding="utf-8") as lines, open(answers, "w", encoding="utf-8") as out:
         for line in lines:
             job = json.loads(line)
-            chunk = Chunk(**job["chunk"]) if job["chunk"] else None
-            answer: dict[str, Any] = {"file": job["file"], "index": job["index"]}
+            chunk = Chunk(**job["chunk"])
+            answer: dict[str, Any] = {"file": job["file"], "index": chunk.index}
             try:
-                answer["rows"] = preparer.prepare(FileRecipe.from_dict(job["recipe"]), job["index"], chunk)
+                preparer.prepare(FileRecipe.from_dict(job["recipe"]), chunk)
             except SurefootError as error:
                 answer["error"] = [type(error).__name__, str(error)]
             out.write(json.dumps(answer) + "\n")

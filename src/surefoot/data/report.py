@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from surefoot.data.containers import read_chunk, stream_chunks
+from surefoot.data.containers import ChunkReader
 from surefoot.data.conversation import BadRow
 from surefoot.data.dataset import Counts, Dataset
 from surefoot.data.findings import data_findings, digests
@@ -128,14 +128,11 @@ def _histogram(lengths: Any) -> list[tuple[int, int, int]]:
 
 def _shown(dataset: Dataset) -> Iterator[ShownSample]:
     """Samples in the files' order, rendered again, because the cache keeps token ids only."""
-    renderer = Renderer(dataset.renderer_source)
+    renderer, chunks = Renderer(dataset.renderer_source), ChunkReader()
     for number, ref in enumerate(dataset.chunks):
         file = dataset.file_of(ref)
         reader = Reader(file.recipe.spec, file.format)
-        if file.plain_chunks is not None:
-            rows = read_chunk(file.recipe.path, file.plain_chunks[ref.index])
-        else:
-            rows = next(rows for chunk, rows in stream_chunks(file.recipe.path) if chunk.index == ref.index)
+        rows = chunks.rows(file.recipe.path, file.chunks[ref.index])
         shard = dataset.shard(number)
         for index in dataset.usable(number).samples.tolist():
             text = renderer.render(reader.read(rows[int(shard.rows[index])].columns))

@@ -12,7 +12,8 @@ from surefoot.errors import DataError
 
 def csv_rows(file: IO[bytes]) -> Iterator[Row]:
     csv.field_size_limit(MAX_ROW_BYTES)
-    reader = csv.reader(_without_nul(codecs.iterdecode(file, "utf-8-sig")), strict=True)
+    lines = _Lines(file)
+    reader = csv.reader(lines, strict=True)
     line = 1
     try:
         header = next(reader, None)
@@ -22,6 +23,7 @@ def csv_rows(file: IO[bytes]) -> Iterator[Row]:
         if len(set(named)) != len(named):
             raise Broken(f":1: the header names a column twice: {', '.join(header[:8])}")
         line = reader.line_num + 1
+        lines.row_begins(line)
         for values in reader:
             if values:
                 problem = None
@@ -33,17 +35,45 @@ def csv_rows(file: IO[bytes]) -> Iterator[Row]:
                     problem,
                 )
             line = reader.line_num + 1
+            lines.row_begins(line)
     except csv.Error as error:
         raise Broken(f":{line}: not valid CSV in the row that begins here: {error}") from error
     except UnicodeDecodeError as error:
         raise Broken(f":{reader.line_num + 1}: not UTF-8: {error.reason}. Save it as UTF-8") from error
 
 
-def _without_nul(lines: Iterable[str]) -> Iterator[str]:
-    for number, line in enumerate(lines, 1):
-        if "\0" in line:
-            raise Broken(f":{number}: the line holds a NUL byte, so this is no CSV text")
-        yield line
+class _Lines:
+    """Decoded lines for the CSV reader, never more than MAX_ROW_BYTES of them for one row."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._number = 0
+        self._row_line = 1
+        self._row_bytes = 0
+
+    def row_begins(self, line: int) -> None:
+        """The row before this line is complete."""
+        self._row_line, self._row_bytes = line, 0
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> str:
+        content = self._file.readline(MAX_ROW_BYTES + 1)
+        self._row_bytes += len(content)
+        if self._row_bytes > MAX_ROW_BYTES:
+            raise Broken(
+                f":{self._row_line}: the row that begins here goes on for over {MAX_ROW_BYTES >> 20} MiB. "
+                "Is a closing quote missing?"
+            )
+        text = self._decoder.decode(content, final=not content)
+        if not content:
+            raise StopIteration
+        self._number += 1
+        if "\0" in text:
+            raise Broken(f":{self._number}: the line holds a NUL byte, so this is no CSV text")
+        return text
 
 
 def parquet_rows(path: Path) -> Iterator[Row]:
@@ -52,7 +82,7 @@ def parquet_rows(path: Path) -> Iterator[Row]:
 
     try:
         with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
-            yield from _columnar(file.iter_batches(batch_size=256))
+            yield from _columnar(file.iter_batches(batch_size=256, use_threads=False))
     except pyarrow.ArrowException as error:
         raise DataError(f"{path.name}: not a readable Parquet file: {error}") from error
 

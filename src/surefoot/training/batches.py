@@ -2,8 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -31,7 +30,8 @@ class RunData:
         config = loaded.run
         self.train = train
         self.held_out = held_out
-        self._max_steps = config.max_steps
+        self._config = config
+        self._is_checked = False
         self._rows_each = config.per_device_train_batch_size
         self._emit = emit
         self.order = GlobalOrder(
@@ -43,40 +43,59 @@ class RunData:
         )
 
     def prepare(self, position: Position) -> None:
-        """Prepare the data, from where training will begin.
+        """Prepare the data, from where training will begin: small files at once, others beside training.
 
-        A run whose length is given in steps begins as soon as its first window is prepared. One whose length is given
-        in epochs has to count its steps first, so everything is prepared before it begins, as are small files.
         Raises: DataError for whatever in the data cannot be trained on.
         """
         if self.held_out is not None and self.held_out.preparation is not self.train.preparation:
             self.held_out.prepare()
-        can_begin_early = self._max_steps is not None and self.train.has_layout and not self.train.preparation.is_small
-        if can_begin_early and not self.train.preparation.is_complete:
-            chunks = [self.train.chunks[number] for number in self.order.first_chunks(position)]
-            self.train.preparation.start([(ref.file, ref.index) for ref in chunks])
-        else:
-            self.train.prepare()
-            if self.held_out is not None:
-                self.held_out.check()
-            self._find()
+        if self.train.preparation.is_small or self.train.preparation.is_complete:
+            self.train.preparation.run()
+            self._check()
+            return
+        windows = self.order.windows_from(position)
+        # A file that can only be read from its beginning is read twice: for the first window, then for all the others.
+        wanted = chain(*windows) if self.train.can_be_entered else sorted(windows[0])
+        chunks = [self.train.chunks[number] for number in wanted]
+        self.train.preparation.start([(ref.file, ref.index) for ref in chunks])
         self._count()
 
-    @contextmanager
-    def preparing(self) -> Iterator[None]:
-        """While training goes on; what is not prepared by its end is left to a later run."""
-        was_complete = self.train.preparation.is_complete
-        try:
-            yield
-        finally:
-            self.train.preparation.stop()
-        if not was_complete:
+    def _check(self) -> None:
+        """Everything is prepared: refuse what cannot be trained on, wherever in the order it comes."""
+        self.train.check()
+        if self.held_out is not None:
+            self.held_out.check()
+        self._is_checked = True
+        self._find()
+        self._count()
+
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the whole run; None while they are not known and would take long to count."""
+        if self._config.max_steps is not None:
+            return self._config.max_steps
+        if not self.train.preparation.is_complete or len(self.order.windows_from(Position())) > 1:
+            return None
+        return self.order.steps_in(self._config.epochs)
+
+    def end(self) -> None:
+        """Training is over: what is not prepared is left to a later run."""
+        self.stop()
+        if not self._is_checked:
             self._count()
-            if self.train.preparation.is_complete:
-                self._find()
+
+    def stop(self) -> None:
+        """End the workers that still prepare."""
+        self.train.preparation.stop()
 
     def batches(self, position: Position) -> tuple[StepBatch, list[MicroBatch]]:
-        """The step that begins at a position of the order, and its micro-batches."""
+        """The step that begins at a position of the order, and its micro-batches.
+
+        Raises: DataError for its rows, and for any other that preparing has come to: sooner rather than later.
+        """
+        if not self._is_checked:
+            self.train.preparation.raise_error()
+            if self.train.preparation.is_complete:
+                self._check()
         step = self.order.step(position)
         return step, list(micro_batches(step.rows, self.train, self._rows_each))
 

@@ -32,7 +32,7 @@ from surefoot.errors import CheckpointError, StorageError
 from surefoot.findings import Finding
 from surefoot.storage import new_folder, sha256_of, storage_error, write_json
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 NAME = re.compile(r"^step-(\d{8})$")
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -49,8 +49,10 @@ class TrainState:
     data_fingerprint: str = ""
     position: Position = field(default_factory=Position)
     """Where in the order of the data the next step begins."""
-    planned: tuple[float, int] = (0.0, 0)
-    """Epochs and the steps they were counted to be: counting again would read the lengths of all samples."""
+    epoch: float = 0.0
+    """Passes over the data so far."""
+    warmup_end: float = 0.0
+    """Share of the run after which `warmup_steps` were done; 0 until then."""
 
 
 class DamagedCheckpoint(Exception):
@@ -223,7 +225,7 @@ def load_checkpoint(path: Path, parameters: Mapping[str, nn.Parameter], optimize
     for name, parameter in parameters.items():
         optimizer.state[parameter] = {moment: moments[f"{moment}.{name}"] for moment in MOMENTS}
     values = json.loads((path / "state.json").read_text("utf-8"))
-    return TrainState(**{**values, "position": Position(**values["position"]), "planned": tuple(values["planned"])})
+    return TrainState(**{**values, "position": Position(**values["position"])})
 
 
 def read_parameters(path: Path) -> dict[str, Tensor]:

@@ -21,11 +21,11 @@ from torch import nn
 from surefoot.config import RunConfig
 from surefoot.data.loader import MicroBatch
 from surefoot.data.order import Position, StepBatch
-from surefoot.errors import StoppedOnFinding
+from surefoot.errors import DataError, StoppedOnFinding
 from surefoot.events import CheckpointSaved, Evaluated, Event, StepEnded
 from surefoot.findings import Finding
-from surefoot.training.checkpoint import TrainState, list_checkpoints, save_checkpoint
-from surefoot.training.optim import learning_rate_at
+from surefoot.training.checkpoint import TrainState, checkpoint_folder, list_checkpoints, save_checkpoint
+from surefoot.training.optim import EPSILON, learning_rate_at
 from surefoot.training.step import NotFinite, Objective, StepResult, train_step
 
 
@@ -71,7 +71,8 @@ class Job:
 
     config: RunConfig
     run_folder: Path
-    total_steps: int
+    total_steps: int | None
+    """None where the data say how many and are not counted; then a share of the rows says how far the run is."""
     batches: Callable[[Position], tuple[StepBatch, list[MicroBatch]]]
     """Position in the data -> the step that begins there, and its micro-batches."""
     eval_batches: Callable[[], Iterable[MicroBatch]] | None
@@ -83,6 +84,18 @@ class Job:
     emit: Callable[[Event], None]
     saved_config: dict[str, Any]
 
+    def share(self, step: int, epoch: float) -> float:
+        """How much of the run is done, 0 to 1: of its steps if their number is set, else of the rows."""
+        done = step / self.config.max_steps if self.config.max_steps is not None else epoch / self.config.epochs
+        return min(done, 1.0)
+
+    def is_over(self, state: TrainState) -> bool:
+        return self.share(state.step, state.epoch) >= 1.0 - EPSILON
+
+    def expected_steps(self, step: int, epoch: float) -> int:
+        """Steps of the whole run, by what is known after `step` of them."""
+        return self.total_steps or max(step, round(step / self.share(step, epoch)))
+
 
 def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Literal["completed", "interrupted"]]:
     """Train from `state` to the end or to a stop signal; either way the last step is saved.
@@ -91,17 +104,20 @@ def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Lite
     """
     config = job.config
     with stop.deferred():
-        while state.step < job.total_steps and stop.received is None:
-            state = _one_step(job, state)
-            is_last = state.step == job.total_steps
+        while not job.is_over(state) and stop.received is None:
+            try:
+                state = _one_step(job, state)
+            except DataError:  # in rows that preparing has come to only now; what was learned is kept
+                _save_if_new(job, state)
+                raise
+            is_last = job.is_over(state)
             if job.eval_batches and (is_last or (config.eval_steps and state.step % config.eval_steps == 0)):
                 _evaluate(job, state)
             if config.save_steps and not is_last and state.step % config.save_steps == 0:
                 _save(job, state)
-        ended_early = state.step < job.total_steps
-        is_saved = any(path.name == f"step-{state.step:08d}" for path in list_checkpoints(job.run_folder))
-        if state.step and not is_saved and (ended_early or config.save_steps):
-            _save(job, state)
+        ended_early = not job.is_over(state)
+        if ended_early or config.save_steps:
+            _save_if_new(job, state)
     return state, "interrupted" if ended_early else "completed"
 
 
@@ -111,7 +127,8 @@ def _one_step(job: Job, state: TrainState) -> TrainState:
     rows, batches = job.batches(state.position)
     # Dropout depends on (seed, step) alone, so a resumed run needs no saved generator.
     torch.manual_seed(config.seed * 1_000_003 + state.step)
-    learning_rate = learning_rate_at(state.step, job.total_steps, config)
+    begin, end = job.share(state.step, state.epoch), job.share(state.step + 1, rows.epoch)
+    learning_rate = learning_rate_at(state.step, begin, end, state.warmup_end, config)
     try:
         result = train_step(
             [batch.to(job.device) for batch in batches],
@@ -132,22 +149,23 @@ def _one_step(job: Job, state: TrainState) -> TrainState:
         trained_tokens=state.trained_tokens + result.totals.trained,
         loss_sum=state.loss_sum + result.loss,
         position=rows.next,
+        epoch=rows.epoch,
+        warmup_end=end if state.step + 1 == config.warmup_steps else state.warmup_end,
     )
-    job.emit(_step_ended(job, state, result, rows.epoch, learning_rate, step_time_s))
+    job.emit(_step_ended(job, state, result, learning_rate, step_time_s))
     return state
 
 
-def _step_ended(
-    job: Job, state: TrainState, result: StepResult, epoch: float, learning_rate: float, step_time_s: float
-) -> StepEnded:
+def _step_ended(job: Job, state: TrainState, result: StepResult, learning_rate: float, step_time_s: float) -> StepEnded:
     counts = job.objective.expert_counts
     load = None
     if counts is not None:
         load = tuple([round(value, 3) for value in (counts.amax(1) / counts.float().mean(1)).tolist()])
     return StepEnded(
         step=state.step,
-        total_steps=job.total_steps,
-        epoch=epoch,
+        total_steps=job.expected_steps(state.step, state.epoch),
+        is_last=job.is_over(state),
+        epoch=state.epoch,
         loss=result.loss,
         grad_norm=result.grad_norm,
         learning_rate=learning_rate,
@@ -166,6 +184,11 @@ def _evaluate(job: Job, state: TrainState) -> None:
     with job.forward_context():
         loss, trained = job.objective.evaluate(batch.to(job.device) for batch in job.eval_batches())
     job.emit(Evaluated(state.step, loss, trained))
+
+
+def _save_if_new(job: Job, state: TrainState) -> None:
+    if state.step and checkpoint_folder(job.run_folder, state.step) not in list_checkpoints(job.run_folder):
+        _save(job, state)
 
 
 def _save(job: Job, state: TrainState) -> None:

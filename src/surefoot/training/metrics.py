@@ -30,7 +30,8 @@ LINE_EVERY_S = 5.0
 
 def as_metrics(event: StepEnded | Evaluated) -> dict[str, Any]:
     """The numbers of an event, without those the model does not have."""
-    return {name: value for name, value in asdict(event).items() if value is not None and name != "total_steps"}
+    left_out = ("total_steps", "is_last")
+    return {name: value for name, value in asdict(event).items() if value is not None and name not in left_out}
 
 
 class MetricsFile:
@@ -68,7 +69,7 @@ class MetricsFile:
 
 def is_logged(event: StepEnded, every: int) -> bool:
     """Whether a step is one of those written down; the last one always is."""
-    return event.step % every == 0 or event.step == event.total_steps
+    return event.step % every == 0 or event.is_last
 
 
 class Screen:
@@ -91,13 +92,13 @@ class Screen:
         elif isinstance(event, RunStarted):
             self._began, self._first_step = time.perf_counter(), event.first_step
             share = event.trainable_parameters / event.all_parameters
+            steps = f"{event.total_steps} steps, " if event.total_steps is not None else ""
             self._line(
                 f"training {event.trainable_parameters / 1e6:.2f} M of {event.all_parameters / 1e6:.1f} M parameters "
-                f"({share:.2%}), {event.total_steps} steps, into {event.run_folder}"
+                f"({share:.2%}), {steps}into {event.run_folder}"
             )
         elif isinstance(event, StepEnded) and is_logged(event, self._every):
-            is_last = event.step == event.total_steps
-            self._write(self._progress(event), end="\n" if is_last or not self._live else "")
+            self._write(self._progress(event), end="\n" if event.is_last or not self._live else "")
         elif isinstance(event, Evaluated):
             self._line(f"step {event.step}: eval_loss {event.eval_loss:.4f}")
         elif isinstance(event, CheckpointSaved):

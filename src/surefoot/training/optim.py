@@ -8,6 +8,9 @@ from torch import nn
 
 from surefoot.config import RunConfig
 
+EPSILON = 1e-9
+"""Shares are sums of fractions: 10 x 0.1 is not quite 1."""
+
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], config: RunConfig) -> torch.optim.AdamW:
     """Fused AdamW. Matrices and stacks of matrices are decayed; vectors (norms, biases) are not."""
@@ -23,19 +26,26 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: RunConfig) -
     )
 
 
-def learning_rate_at(step: int, total_steps: int, config: RunConfig) -> float:
-    """The learning rate of optimizer step `step` (from 0): a pure function, so resuming needs no scheduler state."""
+def learning_rate_at(step: int, begin: float, end: float, warmup_end: float, config: RunConfig) -> float:
+    """The learning rate of optimizer step `step` (from 0), which goes from share `begin` to share `end` of the run.
+
+    Shares are of the steps where `max_steps` gives the length, else of the rows: so training can start before anyone
+    has counted the steps. `warmup_end`: the share at which `warmup_steps` were done.
+    A pure function, so resuming needs no scheduler state.
+    """
     peak, low = config.learning_rate, config.learning_rate * config.min_lr_ratio
-    warmup = config.warmup_steps if config.warmup_steps is not None else round(config.warmup_ratio * total_steps)
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    progress = (step - warmup) / max(total_steps - warmup, 1)
+    if config.warmup_steps is not None:
+        if step < config.warmup_steps:
+            return peak * (step + 1) / config.warmup_steps
+    elif begin < config.warmup_ratio - EPSILON:
+        return peak * min(end / config.warmup_ratio, 1.0)
+    else:
+        warmup_end = config.warmup_ratio
+    progress = max(begin - warmup_end, 0.0) / max(1.0 - warmup_end, EPSILON)
     if config.lr_scheduler_type == "constant":
         return peak
     if config.lr_scheduler_type == "linear":
         return low + (peak - low) * (1 - progress)
     if config.lr_scheduler_type == "cosine":
         return low + (peak - low) * (1 + math.cos(math.pi * progress)) / 2
-    decay_steps = max(round(config.decay_ratio * total_steps), 1)
-    left = total_steps - step
-    return peak if left > decay_steps else low + (peak - low) * left / decay_steps
+    return low + (peak - low) * min((1.0 - begin) / config.decay_ratio, 1.0)

@@ -58,18 +58,14 @@ class RunResult:
         }
 
 
-def completed_earlier(run_folder: Path, step: int, total_steps: int) -> RunResult | None:
-    """The result of a run that was complete before this process began, if this is one."""
+def completed_earlier(run_folder: Path, step: int) -> RunResult | None:
+    """The result of a run that was completed after `step` steps, before this process began."""
     try:
         summary = json.loads((run_folder / "summary.json").read_text("utf-8"))
     except (OSError, ValueError):
         return None
     artifact = summary.get("artifact")
-    if (
-        summary.get("status") != "completed"
-        or not step == total_steps == summary["steps"]
-        or not Path(artifact).is_dir()
-    ):
+    if summary.get("status") != "completed" or step != summary["steps"] or not Path(artifact).is_dir():
         return None
     names = ("code", "cause", "evidence", "fix", "confidence")
     summary["findings"] = [Finding(**{name: made[name] for name in names}) for made in summary["findings"]]

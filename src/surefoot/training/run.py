@@ -2,15 +2,15 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from surefoot.config import LoadedConfig, RunConfig, as_yaml
+from surefoot.config import LoadedConfig, as_yaml
 from surefoot.errors import CheckpointError, StoppedOnFinding, SurefootError
 from surefoot.events import Event, FindingMade, Noted, Observer, RunEnded, RunStarted
 from surefoot.models.build import build_model, keep_freed_memory, load_tokenizer, trainable_parameters
@@ -53,15 +53,17 @@ def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: b
             emit(RunEnded(result.as_dict()))
             return result
 
+        undo = ExitStack()
         try:
-            assembled = _assemble(loaded, resume, emit)
-            earlier = completed_earlier(folder, assembled.state.step, assembled.job.total_steps)
+            assembled = _assemble(loaded, resume, emit, undo)
+            is_over = assembled.job.is_over(assembled.state)
+            earlier = completed_earlier(folder, assembled.state.step) if is_over else None
             if earlier is not None:
                 emit(Noted(f"complete since an earlier start: {assembled.state.step} steps"))
                 emit(RunEnded(earlier.as_dict()))
                 return earlier
-            with assembled.data.preparing():
-                state, status = fit(assembled.job, assembled.state, stop)
+            state, status = fit(assembled.job, assembled.state, stop)
+            assembled.data.end()
             train_loss = state.loss_sum / state.step if state.step else None
             artifact = assembled.write_artifact() if status == "completed" else None
             return finish(status, train_loss=train_loss, artifact=artifact)
@@ -77,6 +79,8 @@ def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: b
                 "failed", error=str(error) if isinstance(error, SurefootError) else f"{type(error).__name__}: {error}"
             )
             raise
+        finally:
+            undo.close()
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,11 @@ class _Assembled:
     write_artifact: Callable[[], Path]
 
 
-def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit) -> _Assembled:
-    """Data, model, optimizer, state, in this order: what is cheap and most often wrong comes first."""
+def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit, undo: ExitStack) -> _Assembled:
+    """Data, model, optimizer, state, in this order: what is cheap and most often wrong comes first.
+
+    What must be ended with the run, however it ends, is put on `undo`.
+    """
     config, folder = loaded.run, loaded.run.run_folder
     for theirs, ours in loaded.renamed.items():
         emit(Noted(f"config: {theirs} is read as {ours}"))
@@ -121,8 +128,8 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit) -> _Assembled:
     if resume.checkpoint is not None:
         state = _resumed(loaded, resume.checkpoint, parameters, optimizer, state.data_fingerprint)
         emit(Noted(f"resuming after step {state.step} from {resume.checkpoint}"))
+    undo.callback(data.stop)
     data.prepare(state.position)
-    state = _planned(state, config, data)
 
     forward_context = _autocast(device) if built.autocast else contextlib.nullcontext
     with forward_context():
@@ -130,7 +137,7 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit) -> _Assembled:
     job = Job(
         config=config,
         run_folder=folder,
-        total_steps=config.max_steps or state.planned[1],
+        total_steps=data.total_steps(),
         batches=data.batches,
         eval_batches=data.eval_batches if data.held_out is not None else None,
         objective=objective,
@@ -150,13 +157,6 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit) -> _Assembled:
     return _Assembled(
         job, state, data, lambda: write_artifact(target, built.model, tokenizer, lora, base, config.model)
     )
-
-
-def _planned(state: TrainState, config: RunConfig, data: RunData) -> TrainState:
-    """The state with the steps of the run, where epochs say how many: counted once, kept in checkpoints."""
-    if config.max_steps is not None or state.planned[0] == config.epochs:
-        return state
-    return replace(state, planned=(config.epochs, data.order.steps_in(config.epochs)))
 
 
 def _resumed(
