@@ -122,7 +122,7 @@ class Preparer:
         if reader is None:
             reader = Reader(recipe.spec, recipe.format, keep_columns=recipe.keep_columns)
             self._readers[recipe.folder] = reader
-        writer = ShardWriter(len(rows))
+        writer = ShardWriter()
         batch: list[tuple[int, Row, Text, Conversation]] = []
         characters = 0
         for number, row in enumerate(rows):

@@ -23,8 +23,6 @@ from surefoot.storage import write_bytes
 class ShardWriter:
     """Collects the samples of one chunk, then writes them."""
 
-    num_rows: int
-    """Rows of the chunk, whatever became of them."""
     ids: list[NDArray[np.int32]] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
@@ -69,7 +67,6 @@ class ShardWriter:
         metadata = {
             "problems": json.dumps(self.problems, ensure_ascii=False),
             "columns": json.dumps(self.columns if any(self.columns) else [], ensure_ascii=False, default=str),
-            "num_rows": str(self.num_rows),
             "max_id": str(int(tensors["ids"].max(initial=-1))),
         }
         write_bytes(path, save(tensors, metadata))
@@ -113,11 +110,6 @@ class Shard:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the chunk: samples and refused ones."""
-        return int(self._metadata["num_rows"])
 
     @property
     def max_id(self) -> int:
