@@ -11,7 +11,15 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from surefoot.config.schema import ALIASES, FLAG_ALIASES, FREE_ON_RESUME, VALUE_ALIASES, DatasetItem, RunConfig
+from surefoot.config.schema import (
+    ALIASES,
+    FLAG_ALIASES,
+    FREE_ON_RESUME,
+    NOT_HERE,
+    VALUE_ALIASES,
+    DatasetItem,
+    RunConfig,
+)
 from surefoot.errors import ConfigError
 
 NUMBER = re.compile(r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$")
@@ -24,6 +32,7 @@ RIVALS = {
 """Two ways to set one thing; an override of one takes the place of the other."""
 FILE_FIELDS = ("dataset_dir", "output_dir", "chat_template", "init_adapter")
 DATASET_FIELDS = ("dataset", "eval_dataset")
+ENDPOINT = re.compile(r"^[^\s:]+:\d{1,5}$")
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
@@ -130,6 +139,8 @@ def _add(settings: dict[str, _Setting], renamed: dict[str, str], key: str, setti
             raise ConfigError(f"{key}=false does not say which type to compute in; set {name} ({setting.place}).")
         setting.value = value
     if name not in RunConfig.model_fields:
+        if key in NOT_HERE:
+            raise ConfigError(f"'{key}': {NOT_HERE[key]} ({setting.place}).")
         raise ConfigError(f"unknown setting '{key}'{_suggestion(key)} ({setting.place}).")
     if name != key:
         renamed[key] = name
@@ -277,12 +288,14 @@ def _check_contradictions(loaded: LoadedConfig) -> None:
         raise ConfigError(f"{text} ({loaded.where(*fields)}).")
 
     if run.global_batch_size is not None and run.gradient_accumulation_steps is not None:
-        product = run.per_device_train_batch_size * run.gradient_accumulation_steps
+        ranks = run.nproc_per_node * run.nnodes
+        product = run.per_device_train_batch_size * run.gradient_accumulation_steps * ranks
         if product != run.global_batch_size:
             refuse(
                 f"global_batch_size={run.global_batch_size} but per_device_train_batch_size="
-                f"{run.per_device_train_batch_size} x gradient_accumulation_steps={run.gradient_accumulation_steps} = "
-                f"{product}. Both name the sequences of one step; keep global_batch_size and drop the other",
+                f"{run.per_device_train_batch_size} x gradient_accumulation_steps={run.gradient_accumulation_steps} x "
+                f"{ranks} ranks = {product}. Both name the sequences of one step; keep global_batch_size "
+                "and drop the other",
                 "global_batch_size",
                 "gradient_accumulation_steps",
             )
@@ -304,6 +317,16 @@ def _check_contradictions(loaded: LoadedConfig) -> None:
             "grouped expert product, and PEFT refuses it too. Set lora_dropout: 0 or leave experts out",
             "lora_dropout",
             "target_modules",
+        )
+    if run.nnodes > 1 and not run.rdzv_endpoint:
+        refuse(
+            f"nnodes={run.nnodes} without rdzv_endpoint: the machines have no place to meet. Give host:port of the "
+            "first one, for example rdzv_endpoint: node0:29500",
+            "nnodes",
+        )
+    if run.rdzv_endpoint is not None and not ENDPOINT.match(run.rdzv_endpoint):
+        refuse(
+            f"rdzv_endpoint={run.rdzv_endpoint} names no port. Give host:port, for example node0:29500", "rdzv_endpoint"
         )
     if run.compile and run.gradient_checkpointing:
         refuse(

@@ -98,11 +98,11 @@ class RunConfig(BaseModel):
     """Visit samples in an order drawn from (seed, epoch); false keeps the files' order."""
 
     global_batch_size: int | None = Field(default=None, gt=0)
-    """Sequences (packs, when packing) per optimizer step. Default: per-device batch x accumulation."""
+    """Sequences (packs, when packing) per step, over all ranks. Default: per-device batch x accumulation x ranks."""
     per_device_train_batch_size: int = Field(default=4, gt=0)
     """Most sequences in one forward and backward; it changes memory and speed, not the result."""
     gradient_accumulation_steps: int | None = Field(default=None, gt=0)
-    """Micro-batches per step, as an alternative to `global_batch_size`."""
+    """Micro-batches per step and rank, as an alternative to `global_batch_size`."""
     learning_rate: float = Field(default=1e-4, ge=0)
     """Peak learning rate."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "wsd"] = "cosine"
@@ -140,12 +140,22 @@ class RunConfig(BaseModel):
     """Keep only layer inputs and compute the rest again in the backward. Routing of the first forward is re-used."""
     compile: bool = False
     """Compile the decoder layers with torch.compile."""
-    nproc_per_node: Literal[1] = 1
-    """Worker processes on this machine. This version trains with one."""
-    expert_parallel_size: Literal[1] = 1
-    """Ranks that share one set of experts. This version has one rank."""
+    nproc_per_node: int = Field(default=1, gt=0)
+    """Worker processes on each machine: one per GPU, or any number on the CPU."""
+    nnodes: int = Field(default=1, gt=0)
+    """Machines of the run; start the same command on each."""
+    rdzv_endpoint: str | None = None
+    """`host:port` of the machine where the others meet; needed with several machines."""
+    max_restarts: int = Field(default=0, ge=0)
+    """How often workers are started again from the newest checkpoint after one of them died."""
     zero_stage: Literal[0, 1, 2, 3] = 2
-    """How training state is sharded over ranks; on one rank every stage is the same."""
+    """How training state is spread over ranks: 0 not at all, 1 optimizer, 2 and gradients, 3 and parameters."""
+    offload: Literal["cpu"] | None = None
+    """Keep sharded training state in host memory and do the update there."""
+    dp_replicate_size: int = Field(default=1, gt=0)
+    """Copies of the sharded state (hybrid sharding): each copy lies on so many ranks fewer."""
+    expert_parallel_size: int = Field(default=1, gt=0)
+    """Ranks that share one set of experts; tokens travel to them. Must divide the ranks and the experts."""
 
     save_steps: int = Field(default=100, ge=0)
     """Write a checkpoint every so many steps and at the end; 0 writes none but on a stop signal."""
@@ -164,7 +174,7 @@ class RunConfig(BaseModel):
 
     @property
     def sequences_per_step(self) -> int:
-        """The global batch size in sequences (packs, when packing)."""
+        """The global batch size in sequences (packs, when packing); of one rank until the config is resolved."""
         if self.global_batch_size is not None:
             return self.global_batch_size
         return self.per_device_train_batch_size * (self.gradient_accumulation_steps or 1)
@@ -188,8 +198,9 @@ class RunConfig(BaseModel):
 
 FREE_ON_RESUME = frozenset(
     "output_dir eval_dataset dataset_num_proc per_device_train_batch_size gradient_accumulation_steps "
-    "global_batch_size device gradient_checkpointing compile nproc_per_node expert_parallel_size zero_stage save_steps "
-    "save_total_limit resume_from_checkpoint overwrite_output_dir logging_steps eval_steps report_to".split()
+    "global_batch_size device gradient_checkpointing compile nproc_per_node nnodes rdzv_endpoint max_restarts "
+    "zero_stage offload dp_replicate_size expert_parallel_size save_steps save_total_limit resume_from_checkpoint "
+    "overwrite_output_dir logging_steps eval_steps report_to".split()
 )
 """Fields that may differ when a run is resumed: they do not enter the numbers (batch size is compared as a product)."""
 
@@ -216,6 +227,11 @@ ALIASES: dict[str, str] = {
     **dict.fromkeys(["sample_packing", "neat_packing"], "packing"),
     **dict.fromkeys(["micro_batch_size", "train_batch_size", "per_device_batch_size"], "per_device_train_batch_size"),
     "grad_accum_steps": "gradient_accumulation_steps",
+    **dict.fromkeys(["ep_size", "expert_model_parallel_size"], "expert_parallel_size"),
+    **dict.fromkeys(["nproc", "num_processes", "num_gpus"], "nproc_per_node"),
+    **dict.fromkeys(["num_machines", "num_nodes"], "nnodes"),
+    "deepspeed_stage": "zero_stage",
+    **dict.fromkeys(["hsdp_replicate_size", "data_parallel_replicate_degree"], "dp_replicate_size"),
     **dict.fromkeys(["lr", "max_lr"], "learning_rate"),
     **dict.fromkeys(["lr_scheduler", "scheduler"], "lr_scheduler_type"),
     **dict.fromkeys(["num_epochs", "epochs", "max_epochs"], "num_train_epochs"),
@@ -244,3 +260,12 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
     "target_modules": {"all-linear": "all"},
 }
 """Peers' names for the same values."""
+
+_NO_TENSOR_PARALLEL = (
+    "tensor parallelism of the trained model is not available. zero_stage: 3 cuts every weight over the ranks, and "
+    "expert_parallel_size the experts; both keep each matrix product on one GPU"
+)
+NOT_HERE: dict[str, str] = dict.fromkeys(
+    ["tensor_parallel_size", "tensor_model_parallel_size", "tp_size", "tensor_parallel_degree"], _NO_TENSOR_PARALLEL
+)
+"""Peers' settings that have no counterpart, with what to use instead."""

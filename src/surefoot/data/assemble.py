@@ -24,9 +24,10 @@ def open_dataset(
     *,
     vocab_size: int | None,
     keep_columns: bool = False,
+    only_waits: bool = False,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> Dataset:
-    """A dataset setting of a run, found and its formats told, but not prepared yet.
+    """A dataset setting of a run, found and its formats told, but not prepared yet; `only_waits`: by another process.
 
     With `eval_fraction`, `dataset` is the training side; `held_out_side` gives the other.
     Raises: DataError for what is missing or of no known format.
@@ -64,6 +65,7 @@ def open_dataset(
         reading,
         num_workers=num_workers(config.dataset_num_proc),
         keep_columns=keep_columns,
+        only_waits=only_waits,
         on_progress=on_progress,
         where=where,
     )

@@ -121,6 +121,7 @@ class Dataset:
         reading: Reading,
         *,
         num_workers: int = 0,
+        only_waits: bool = False,
         keep_columns: bool = False,
         on_progress: Callable[[Progress], None] = lambda _: None,
         where: str = "dataset",
@@ -139,7 +140,9 @@ class Dataset:
                 except DataError as error:
                     raise DataError(f"{error} ({where})") from error
                 self._file_sources.append(number)
-        self.preparation = Preparation(self._files, source, num_workers=num_workers, on_progress=on_progress)
+        self.preparation = Preparation(
+            self._files, source, num_workers=num_workers, only_waits=only_waits, on_progress=on_progress
+        )
         self._chunks: list[ChunkRef] | None = None
         self._forget()
 

@@ -30,18 +30,22 @@ class MicroBatch:
     targets: Tensor
     weights: Tensor | None
     places: tuple[str, ...]
+    is_filler: bool = False
+    """Stands in where other ranks have a batch and this one has none left: computed like any other, counted nowhere."""
 
     @property
     def num_tokens(self) -> int:
-        return self.ids.shape[1]
+        return 0 if self.is_filler else self.ids.shape[1]
 
     @property
     def num_trained(self) -> int:
-        return self.targets.shape[0]
+        return 0 if self.is_filler else self.targets.shape[0]
 
     @property
     def trained_weight(self) -> float:
         """Sum of the trained tokens' weights: what the loss is divided by."""
+        if self.is_filler:
+            return 0.0
         return float(self.num_trained if self.weights is None else self.weights.sum())
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -72,14 +76,36 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
     )
 
 
-def micro_batches(rows: Sequence[Sequence[SampleKey]], dataset: Dataset, rows_each: int) -> Iterator[MicroBatch]:
-    """Cut sequences into forwards of at most `rows_each` sequences."""
-    for begin in range(0, len(rows), rows_each):
-        yield collate([dataset.sample(*key) for row in rows[begin : begin + rows_each] for key in row])
+FILLER = MicroBatch(
+    ids=torch.zeros(1, 2, dtype=torch.int64),
+    position_ids=torch.arange(2)[None],
+    lengths=[2],
+    cu_seq_lens=torch.tensor([0, 2], dtype=torch.int32),
+    predict_at=torch.zeros(1, dtype=torch.int64),
+    targets=torch.zeros(1, dtype=torch.int64),
+    weights=None,
+    places=(),
+    is_filler=True,
+)
 
 
-def all_batches(dataset: Dataset, rows_each: int) -> Iterator[MicroBatch]:
-    """The whole dataset in the files' order, a sample a sequence."""
+def micro_batches(
+    rows: Sequence[Sequence[SampleKey]], dataset: Dataset, rows_each: int, rank: int = 0, num_ranks: int = 1
+) -> Iterator[MicroBatch]:
+    """This rank's part of a step's sequences, in forwards of at most `rows_each` sequences.
+
+    Sequences are dealt to the ranks in turn. All ranks get equally many micro-batches; who has none left gets fillers.
+    """
+    most = -(-len(rows) // num_ranks)
+    mine = rows[rank::num_ranks]
+    for begin in range(0, most, rows_each):
+        samples = [dataset.sample(*key) for row in mine[begin : begin + rows_each] for key in row]
+        yield collate(samples) if samples else FILLER
+
+
+def all_batches(dataset: Dataset, rows_each: int, rank: int = 0, num_ranks: int = 1) -> Iterator[MicroBatch]:
+    """This rank's part of the whole dataset in the files' order, a sample a sequence; as many batches on each rank."""
     samples = iter(dataset)
-    while batch := list(islice(samples, rows_each)):
-        yield collate(batch)
+    while batch := list(islice(samples, rows_each * num_ranks)):
+        mine = batch[rank::num_ranks]
+        yield collate(mine) if mine else FILLER

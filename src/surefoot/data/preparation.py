@@ -58,7 +58,8 @@ class Progress:
 class Preparation:
     """The preparation of some files under one renderer.
 
-    Chunks are dealt in the order of `first` (pairs of file and chunk), then in the files' order.
+    Chunks are dealt in the order of `first` (pairs of file and chunk), then in the files' order. With `only_waits`,
+    another process of this machine prepares.
     """
 
     def __init__(
@@ -67,9 +68,11 @@ class Preparation:
         source: RendererSource,
         *,
         num_workers: int,
+        only_waits: bool = False,
         on_progress: Callable[[Progress], None] = lambda _: None,
     ) -> None:
         self._files = files
+        self._only_waits = only_waits
         self._source = source
         self._num_workers = num_workers
         self._on_progress = on_progress
@@ -99,7 +102,8 @@ class Preparation:
             if not missing:
                 return
             try:
-                locked = islice((index for index in missing if self._files[index].try_lock()), FILES_AT_ONCE)
+                free = () if self._only_waits else missing
+                locked = islice((index for index in free if self._files[index].try_lock()), FILES_AT_ONCE)
                 ours = [index for index in locked if not self._files[index].is_complete]
                 if ours:
                     self._prepare(ours, first)

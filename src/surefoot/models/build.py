@@ -12,13 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.distributed import DistributedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -27,12 +29,22 @@ from transformers.models.auto.modeling_auto import (
 from surefoot.errors import ModelError
 from surefoot.models import attention, experts
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
+from surefoot.models.placement import put
 from surefoot.models.routing import RoutingRecorder, keep_routing_on_recompute
 
 LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
 """Names under which configs list the kind of each layer."""
 
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "attention"}
+
+
+class Sharding(Protocol):
+    """How a model is laid out over ranks."""
+
+    meshes: Any
+
+    def apply(self, model: PreTrainedModel) -> None:
+        """Cut the parameters of a model that has no storage yet, in place."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +113,9 @@ def build_model(
     gradient_checkpointing: bool = False,
     compile_layers: bool = False,
     experts_implementation: str = experts.IMPLEMENTATION,
+    sharding: Sharding | None = None,
 ) -> BuiltModel:
-    """Load a causal LM for training.
+    """Load a causal LM for training, whole or as this rank's part of it.
 
     With LoRA the base is stored in `dtype` and frozen, LoRA (and routers, if targeted) in float32. Without, everything
     is trained and stored in float32, and computed in `dtype` through autocast.
@@ -113,11 +126,19 @@ def build_model(
     _check_samples_stay_apart(stock, config)
     found: list[LoraTargets] = []
     cls = _with_lora(stock, lora, found) if lora is not None else stock
+    if sharding is not None:
+        cls = _sharded(cls, sharding, found)
     stored = dtype if lora is not None else torch.float32
-    model = _load(cls, folder, config, stored, device, experts_implementation)
+    model = _load(cls, folder, config, stored, device, experts_implementation, is_sharded=sharding is not None)
     targets = found[-1] if lora is not None else None
     if lora is not None and targets is not None:
-        _set_trainable(model, lora, targets)
+        if sharding is not None and targets.routers and stored != torch.float32:
+            raise ModelError(
+                f"target_modules: routers are trained in float32, but the model is stored in {stored} and sharded over "
+                "several ranks, which must agree in type. Leave `router` out, or set dtype: float32."
+            )
+        _mark_trainable(model, targets)
+        _set_initial_values(model, lora)
     _leave_the_files(model)
     model.train()
     routing = RoutingRecorder(model)
@@ -168,8 +189,12 @@ def _load(
     dtype: torch.dtype,
     device: torch.device,
     experts_implementation: str,
+    *,
+    is_sharded: bool = False,
 ) -> PreTrainedModel:
     options: dict[str, Any] = {"device_map": {"": device}} if device.type != "cpu" else {}
+    if is_sharded:  # what it says is not read: our subclass lays the model out
+        options["distributed_config"] = DistributedConfig()
     with quiet_transformers(), _as_model_errors(folder):
         model, info = cls.from_pretrained(
             str(folder),
@@ -210,17 +235,40 @@ def _as_model_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _set_trainable(model: PreTrainedModel, lora: LoraSettings, targets: LoraTargets) -> None:
+def _sharded(cls: type[PreTrainedModel], sharding: Sharding, found: list[LoraTargets]) -> type[PreTrainedModel]:
+    """A subclass that transformers' loader lays out over the ranks as `sharding` says, then fills part by part."""
+
+    def prepare(_cls: Any, distributed_config: Any, device_map: Any = None) -> Any:
+        return distributed_config, device_map, sharding.meshes
+
+    def distribute(_cls: Any, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
+        if found:
+            _mark_trainable(model, found[-1])
+        sharding.apply(model)
+        model._is_distributed_loading_by_transformers = True
+        model._is_fsdp_managed_module = True
+        return model
+
+    methods = {"prepare_distribute_model": classmethod(prepare), "maybe_distribute_model": classmethod(distribute)}
+    return type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__})
+
+
+def _mark_trainable(model: PreTrainedModel, targets: LoraTargets) -> None:
+    """LoRA and targeted routers are trained, everything else is frozen."""
     trained_routers = {f"{name}.weight" for name in targets.routers}
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
-        if is_lora(name):
-            value = initial_value(name, parameter.shape, lora.seed).to(parameter.device)
-            setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
-        elif name in trained_routers:
+        if name in trained_routers and parameter.dtype != torch.float32:
             setattr(model.get_submodule(owner), leaf, nn.Parameter(parameter.data.float()))
         else:
-            parameter.requires_grad_(False)
+            parameter.requires_grad_(is_lora(name) or name in trained_routers)
+
+
+def _set_initial_values(model: PreTrainedModel, lora: LoraSettings) -> None:
+    """The same numbers on every topology: drawn whole, cut to this rank's part."""
+    for name, parameter in model.named_parameters():
+        if is_lora(name):
+            put(parameter, initial_value(name, parameter.shape, lora.seed))
 
 
 def trainable_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -244,6 +292,8 @@ def _leave_the_files(model: PreTrainedModel) -> None:
             begin, end = line.split(" ", 1)[0].split("-")
             spans.append((int(begin, 16), int(end, 16)))
     for parameter in model.parameters():
+        if isinstance(parameter, DTensor):  # this rank's part was copied out of the file
+            continue
         if parameter.device.type == "cpu" and any(begin <= parameter.data_ptr() < end for begin, end in spans):
             parameter.data = parameter.data.clone()
 

@@ -39,8 +39,7 @@ def is_fused_experts(module: nn.Module) -> bool:
     """Whether `module` holds experts in the layout this file computes."""
     return (
         all(
-            isinstance(getattr(module, name, None), nn.Parameter) and getattr(module, name).dim() == 3
-            for name in PROJECTIONS
+            isinstance(getattr(module, name, None), Tensor) and getattr(module, name).dim() == 3 for name in PROJECTIONS
         )
         and getattr(module, "has_gate", False)
         and not any(getattr(module, flag, True) for flag in ("has_bias", "is_transposed", "has_post_expert_norm"))

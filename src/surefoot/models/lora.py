@@ -56,6 +56,11 @@ class LoraTargets:
     """Names of router modules, whose small weights are trained in full."""
 
 
+def _parameter(*shape: int) -> nn.Parameter:
+    """A parameter to train, in float32 whatever the type of its base."""
+    return nn.Parameter(torch.empty(shape, dtype=torch.float32))
+
+
 class LoraLinear(nn.Linear):
     """A linear layer with `lora_A [r, in]` and `lora_B [out, r]` beside its weight."""
 
@@ -69,8 +74,8 @@ class LoraLinear(nn.Linear):
         """Give an existing linear layer its low-rank pair, in place, so that no name changes."""
         linear.__class__ = LoraLinear
         assert isinstance(linear, LoraLinear)
-        linear.lora_A = nn.Parameter(torch.empty(settings.rank, linear.in_features))
-        linear.lora_B = nn.Parameter(torch.empty(linear.out_features, settings.rank))
+        linear.lora_A = _parameter(settings.rank, linear.in_features)
+        linear.lora_B = _parameter(linear.out_features, settings.rank)
         linear.lora_scaling = settings.scaling
         linear.lora_dropout = settings.dropout
 
@@ -203,8 +208,8 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:
         owner, _, projection = name.rpartition(".")
         module = model.get_submodule(owner)
         num_experts, out_features, in_features = getattr(module, projection).shape
-        setattr(module, f"{projection}_lora_A", nn.Parameter(torch.empty(num_experts, settings.rank, in_features)))
-        setattr(module, f"{projection}_lora_B", nn.Parameter(torch.empty(num_experts, out_features, settings.rank)))
+        setattr(module, f"{projection}_lora_A", _parameter(num_experts, settings.rank, in_features))
+        setattr(module, f"{projection}_lora_B", _parameter(num_experts, out_features, settings.rank))
         module.lora_scaling = settings.scaling
     return targets
 

@@ -13,7 +13,9 @@ from surefoot.models.adapter import CONFIG, load_adapter_files, read_adapter, se
 from surefoot.models.build import build_model, load_tokenizer, meta_model, quiet_transformers, trainable_parameters
 from surefoot.models.export import merge_adapter
 from surefoot.models.lora import LoraSettings, adaptable_names
+from surefoot.models.placement import put, whole
 from surefoot.models.sources import resolve_model
+from surefoot.parallel.ranks import ALONE, Ranks
 from surefoot.storage import new_folder
 from surefoot.training.checkpoint import DamagedCheckpoint, checkpoint_folder, list_checkpoints, read_parameters, verify
 
@@ -40,20 +42,35 @@ def write_artifact(
     settings: LoraSettings | None,
     base: Path,
     source: str,
+    ranks: Ranks = ALONE,
 ) -> Path:
     """Write the trained adapter (PEFT format), or without LoRA the whole model (HF format, the base's type).
 
-    `base` is the base model's folder, `source` what the config calls it.
+    `base` is the base model's folder, `source` what the config calls it. Rank 0 writes what the ranks gather, one
+    parameter at a time. Collective. Raises: StorageError.
     """
-    with new_folder(target) as folder:
-        if settings is not None:
-            parameters = {name: parameter.data for name, parameter in trainable_parameters(model).items()}
-            write_adapter(folder, parameters, settings, _base_name(source, base), adaptable_names(model))
-        else:
-            stored = meta_model(base).config.dtype or torch.float32
-            with quiet_transformers():
-                model.to(stored).save_pretrained(folder)  # the run is over: its float32 weights are not needed
-        tokenizer.save_pretrained(folder)
+    parameters = trainable_parameters(model) if settings is not None else dict(model.named_parameters())
+    stored = None if settings is not None else meta_model(base).config.dtype or torch.float32
+    values = {}
+    for name, parameter in parameters.items():
+        value = whole(parameter)
+        if ranks.is_first:
+            values[name] = value if stored is None else value.to(stored)
+
+    def write() -> None:
+        with new_folder(target) as folder:
+            if settings is not None:
+                write_adapter(folder, values, settings, _base_name(source, base), adaptable_names(model))
+            else:
+                plain = meta_model(base)
+                plain.load_state_dict(values, strict=False, assign=True)
+                plain.tie_weights()
+                plain.generation_config = model.generation_config
+                with quiet_transformers():
+                    plain.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+
+    ranks.from_first(write)
     return target
 
 
@@ -170,4 +187,4 @@ def load_adapter(folder: Path, model: PreTrainedModel, settings: LoraSettings) -
     parameters = trainable_parameters(model)
     values = read_adapter(folder, {name: parameter.shape for name, parameter in parameters.items()}, settings)
     for name, value in values.items():
-        parameters[name].data.copy_(value)
+        put(parameters[name], value)

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
+from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +19,7 @@ from surefoot.data.report import DataReport, look
 from surefoot.events import DataCounted, Event, FindingMade, Noted, Preparing
 from surefoot.models.build import load_config, load_tokenizer
 from surefoot.models.sources import resolve_model
+from surefoot.parallel.ranks import ALONE, Ranks
 from surefoot.training.metrics import Screen
 
 Emit = Callable[[Event], None]
@@ -26,8 +28,11 @@ Emit = Callable[[Event], None]
 class RunData:
     """The data of a run and the order in which it is seen."""
 
-    def __init__(self, loaded: LoadedConfig, train: Dataset, held_out: Dataset | None, emit: Emit) -> None:
+    def __init__(
+        self, loaded: LoadedConfig, train: Dataset, held_out: Dataset | None, emit: Emit, ranks: Ranks
+    ) -> None:
         config = loaded.run
+        self._ranks = ranks
         self.train = train
         self.held_out = held_out
         self._config = config
@@ -97,12 +102,13 @@ class RunData:
             if self.train.preparation.is_complete:
                 self._check()
         step = self.order.step(position)
-        return step, list(micro_batches(step.rows, self.train, self._rows_each))
+        mine = micro_batches(step.rows, self.train, self._rows_each, self._ranks.rank, self._ranks.size)
+        return step, list(mine)
 
     def eval_batches(self) -> Iterator[MicroBatch]:
-        """All held-out samples, in the files' order."""
+        """This rank's part of the held-out samples."""
         assert self.held_out is not None
-        return all_batches(self.held_out, self._rows_each)
+        return all_batches(self.held_out, self._rows_each, self._ranks.rank, self._ranks.size)
 
     def _find(self) -> None:
         for finding in data_findings(self.train.lenient(), self.held_out):
@@ -132,7 +138,9 @@ def describe(loaded: LoadedConfig, *, show: int) -> DataReport:
     return look(data.train, data.held_out, show=show)
 
 
-def open_data(loaded: LoadedConfig, base: Path, tokenizer: PreTrainedTokenizerBase, emit: Emit) -> RunData:
+def open_data(
+    loaded: LoadedConfig, base: Path, tokenizer: PreTrainedTokenizerBase, emit: Emit, ranks: Ranks = ALONE
+) -> RunData:
     """The data a config names, found and its formats told. Raises: DataError."""
     vocab_size = int(load_config(base).get_text_config().vocab_size)
 
@@ -140,10 +148,14 @@ def open_data(loaded: LoadedConfig, base: Path, tokenizer: PreTrainedTokenizerBa
         if threading.current_thread() is threading.main_thread():  # beside training, its own lines are enough
             emit(Preparing(progress_line(progress)))
 
-    train = open_dataset(loaded, "dataset", tokenizer, vocab_size=vocab_size, on_progress=report)
+    def opened(setting: Literal["dataset", "eval_dataset"]) -> Dataset:
+        waits = ranks.local_rank > 0
+        return open_dataset(loaded, setting, tokenizer, vocab_size=vocab_size, only_waits=waits, on_progress=report)
+
+    train = opened("dataset")
     held_out = None
     if loaded.run.eval_dataset is not None:
-        held_out = open_dataset(loaded, "eval_dataset", tokenizer, vocab_size=vocab_size, on_progress=report)
+        held_out = opened("eval_dataset")
     elif loaded.run.eval_fraction:
         held_out = held_out_side(train)
-    return RunData(loaded, train, held_out, emit)
+    return RunData(loaded, train, held_out, emit, ranks)

@@ -1,7 +1,7 @@
 """Checkpoints: written whole or not at all, checked before they are trusted, named by global parameter names.
 
     step-00000100/manifest.json   format version, step, config, SHA-256 of every file
-                  model/          what is trained, safetensors through torch DCP
+                  model/          what is trained, a file per rank that wrote (see `pieces`)
                   optimizer/      its moments, under `<moment>.<parameter>`
                   state.json      counters
 
@@ -10,31 +10,31 @@ Nothing here depends on how many ranks wrote it. No pickle is written or read.
 
 import errno
 import json
+import os
 import re
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import surefoot
 from surefoot.data.order import Position
-from surefoot.errors import CheckpointError, StorageError
+from surefoot.errors import CheckpointError
 from surefoot.findings import Finding
-from surefoot.storage import new_folder, sha256_of, storage_error, write_json
+from surefoot.models.placement import block_of
+from surefoot.parallel.ranks import ALONE, Ranks
+from surefoot.storage import sha256_of, storage_error, sync_file, sync_folder, write_json
+from surefoot.training.pieces import Pieces, write_pieces
 
 FORMAT_VERSION = 3
 NAME = re.compile(r"^step-(\d{8})$")
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+PARTS = ("model", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -82,86 +82,88 @@ def save_checkpoint(
     state: TrainState,
     config: Mapping[str, Any],
     keep: int | None,
+    ranks: Ranks = ALONE,
 ) -> Path:
-    """Write the checkpoint of `state.step` and delete those beyond the newest `keep`.
+    """Write the checkpoint of `state.step`, each rank its part, and delete those beyond the newest `keep`.
 
-    Raises: StorageError where the disk refuses; older checkpoints stay.
+    Collective. Raises: StorageError on all ranks where the disk refuses any; older checkpoints stay.
     """
     target = checkpoint_folder(run_folder, state.step)
-    with new_folder(target) as folder, _storage_errors_of_dcp(target):
-        _write_tensors(folder / "model", {name: p.detach() for name, p in parameters.items()})
-        _write_tensors(folder / "optimizer", _moments(parameters, optimizer))
-        write_json(folder / "state.json", asdict(state))
-        files = {str(path.relative_to(folder)): sha256_of(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-        manifest = {
-            "format_version": FORMAT_VERSION,
-            "surefoot_version": surefoot.__version__,
-            "step": state.step,
-            "config": dict(config),
-            "files": files,
-        }
-        write_json(folder / "manifest.json", manifest)
-    for old in list_checkpoints(run_folder)[: -keep if keep else 0]:
-        shutil.rmtree(old)
+    temporary = target.with_name(f".{target.name}.tmp")
+    ranks.from_first(lambda: _empty_folders(temporary))
+    try:
+        written = ranks.together(lambda: _write_part(temporary, parameters, optimizer, ranks))
+        files = {name: digest for part in ranks.gather(written) for name, digest in part.items()}
+        ranks.from_first(lambda: _complete(temporary, target, state, config, files))
+    finally:
+        if ranks.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+    if ranks.is_first:
+        for old in list_checkpoints(run_folder)[: -keep if keep else 0]:
+            shutil.rmtree(old)
     return target
 
 
-@contextmanager
-def _storage_errors_of_dcp(target: Path) -> Iterator[None]:
-    """DCP wraps what a rank raised; a refusal of the file system inside becomes our StorageError."""
+def _empty_folders(temporary: Path) -> None:
     try:
-        yield
-    except CheckpointException as error:
-        for failure in error.failures.values():
-            cause: BaseException | None = failure[0]
-            if isinstance(cause, OSError):
-                raise storage_error(target, cause) from error
-            if "No space left" in str(cause) or "File too large" in str(cause):
-                raise storage_error(target, OSError(errno.ENOSPC, str(cause).splitlines()[0])) from error
-        raise StorageError(f"{target}: could not be written: {error}") from error
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        for part in PARTS:
+            (temporary / part).mkdir(parents=True)
+    except OSError as error:
+        raise storage_error(temporary, error) from error
 
 
-def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    folder.mkdir()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process: as intended
-        state_dict_saver.save(
-            tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True), no_dist=True
-        )
-
-
-def _read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill `tensors` in place. Names and shapes must agree exactly."""
-    reader = HuggingFaceStorageReader(str(folder))
-    stored = {name: tuple(entry.size) for name, entry in _entries(reader).items()}
-    wanted = {name: tuple(value.shape) for name, value in tensors.items()}
-    if stored != wanted:
-        different = sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))
-        name = different[0]
-        raise CheckpointError(
-            f"{folder}: {len(different)} tensors do not fit this run; {name} is {stored.get(name, 'absent')} there and "
-            f"{wanted.get(name, 'absent')} here. The checkpoint belongs to another model or LoRA setting."
-        )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        try:
-            state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
-        except CheckpointException as error:
-            raise CheckpointError(f"{folder}: could not be read: {error}") from error
-
-
-def _entries(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
-    stored = reader.read_metadata().state_dict_metadata
-    return {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
-
-
-def _moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{moment}.{name}": optimizer.state[parameter][moment]
-        for name, parameter in parameters.items()
-        if parameter in optimizer.state
-        for moment in MOMENTS
+def _write_part(
+    temporary: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> dict[str, str]:
+    """Write what this rank holds; returns the SHA-256 of each of its files."""
+    blocks = {
+        "model": {name: block_of(parameter) for name, parameter in parameters.items()},
+        "optimizer": {
+            f"{moment}.{name}": block_of(optimizer.state[parameter][moment])
+            for name, parameter in parameters.items()
+            if parameter in optimizer.state
+            for moment in MOMENTS
+        },
     }
+    digests = {}
+    for part in PARTS:
+        path = temporary / part / f"rank-{ranks.rank:05d}.safetensors"
+        try:
+            write_pieces(path, blocks[part], is_first=ranks.is_first)
+            sync_file(path)
+            digests[str(path.relative_to(temporary))] = sha256_of(path)
+        except OSError as error:
+            raise storage_error(path, error) from error
+        except SafetensorError as error:  # it wraps what the system says
+            raise storage_error(path, OSError(errno.EIO, str(error))) from error
+    return digests
+
+
+def _complete(
+    temporary: Path, target: Path, state: TrainState, config: Mapping[str, Any], files: dict[str, str]
+) -> None:
+    """All parts are there: say so, and let the checkpoint be found."""
+    write_json(temporary / "state.json", asdict(state))
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "surefoot_version": surefoot.__version__,
+        "step": state.step,
+        "config": dict(config),
+        "files": {**files, "state.json": sha256_of(temporary / "state.json")},
+    }
+    write_json(temporary / "manifest.json", manifest)
+    try:
+        for part in PARTS:
+            sync_folder(temporary / part)
+        sync_folder(temporary)
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(temporary, target)
+        sync_folder(target.parent)
+    except OSError as error:
+        raise storage_error(target, error) from error
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -211,26 +213,29 @@ def find_newest(run_folder: Path) -> tuple[Path | None, list[Finding]]:
 
 
 def load_checkpoint(path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> TrainState:
-    """Put a verified checkpoint's weights and moments in place and return its counters.
+    """Put this rank's part of a verified checkpoint's weights and moments in place and return its counters.
 
-    Raises: CheckpointError where names or shapes differ from this run's.
+    Raises: CheckpointError where names or shapes differ from this run's, or parts are missing.
     """
-    _read_tensors(path / "model", {name: parameter.detach() for name, parameter in parameters.items()})
-    moments: dict[str, Tensor] = {}
+    weights, moments = Pieces(path / "model"), Pieces(path / "optimizer")
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    weights.check(shapes)
+    moments.check(
+        {f"{m}.{name}": torch.Size() if m == "step" else shape for name, shape in shapes.items() for m in MOMENTS}
+    )
     for name, parameter in parameters.items():
-        moments[f"step.{name}"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        moments[f"exp_avg.{name}"] = torch.zeros_like(parameter, requires_grad=False)
-        moments[f"exp_avg_sq.{name}"] = torch.zeros_like(parameter, requires_grad=False)
-    _read_tensors(path / "optimizer", moments)
-    for name, parameter in parameters.items():
-        optimizer.state[parameter] = {moment: moments[f"{moment}.{name}"] for moment in MOMENTS}
+        weights.fill(name, block_of(parameter))
+        filled = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+        for moment in MOMENTS[1:]:
+            filled[moment] = torch.zeros_like(parameter, requires_grad=False)
+        for moment, value in filled.items():
+            moments.fill(f"{moment}.{name}", block_of(value))
+        optimizer.state[parameter] = filled
     values = json.loads((path / "state.json").read_text("utf-8"))
     return TrainState(**{**values, "position": Position(**values["position"])})
 
 
 def read_parameters(path: Path) -> dict[str, Tensor]:
     """The trained parameters of a checkpoint by name, in full, without a model."""
-    entries = _entries(HuggingFaceStorageReader(str(path / "model")))
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    _read_tensors(path / "model", tensors)
-    return tensors
+    pieces = Pieces(path / "model")
+    return {name: pieces.read(name) for name in pieces.shapes}

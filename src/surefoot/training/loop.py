@@ -21,12 +21,13 @@ from torch import nn
 from surefoot.config import RunConfig
 from surefoot.data.loader import MicroBatch
 from surefoot.data.order import Position, StepBatch
-from surefoot.errors import DataError, StoppedOnFinding
+from surefoot.errors import DataError, StoppedOnFinding, SurefootError
 from surefoot.events import CheckpointSaved, Evaluated, Event, StepEnded
 from surefoot.findings import Finding
+from surefoot.parallel.ranks import Ranks
 from surefoot.training.checkpoint import TrainState, checkpoint_folder, list_checkpoints, save_checkpoint
 from surefoot.training.optim import EPSILON, learning_rate_at
-from surefoot.training.step import NotFinite, Objective, StepResult, train_step
+from surefoot.training.step import NotFinite, Objective, StepResult, Totals, train_step
 
 
 class StopSignal:
@@ -81,8 +82,10 @@ class Job:
     parameters: dict[str, nn.Parameter]
     device: torch.device
     forward_context: Callable[[], AbstractContextManager[object]]
+    before_micro_batch: Callable[[bool], None]
     emit: Callable[[Event], None]
     saved_config: dict[str, Any]
+    ranks: Ranks
 
     def share(self, step: int, epoch: float) -> float:
         """How much of the run is done, 0 to 1: of its steps if their number is set, else of the rows."""
@@ -104,12 +107,15 @@ def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Lite
     """
     config = job.config
     with stop.deferred():
-        while not job.is_over(state) and stop.received is None:
+        while not job.is_over(state):
             try:
-                state = _one_step(job, state)
+                ready = _get_ready(job, state, stop)
             except DataError:  # in rows that preparing has come to only now; what was learned is kept
                 _save_if_new(job, state)
                 raise
+            if ready is None:
+                break
+            state = _one_step(job, state, ready)
             is_last = job.is_over(state)
             if job.eval_batches and (is_last or (config.eval_steps and state.step % config.eval_steps == 0)):
                 _evaluate(job, state)
@@ -121,10 +127,49 @@ def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Lite
     return state, "interrupted" if ended_early else "completed"
 
 
-def _one_step(job: Job, state: TrainState) -> TrainState:
-    config = job.config
+@dataclass(frozen=True)
+class _Ready:
+    """What all ranks agreed on before a step."""
+
+    rows: StepBatch
+    batches: list[MicroBatch]
+    """This rank's."""
+    totals: Totals
+    began: float
+
+
+def _get_ready(job: Job, state: TrainState, stop: StopSignal) -> _Ready | None:
+    """Read this rank's part of the next step and agree on its size; None where any rank was told to stop.
+
+    Collective: one sum of five numbers. Raises: DataError on all ranks where any could not read its rows.
+    """
     began = time.perf_counter()
-    rows, batches = job.batches(state.position)
+    rows: StepBatch | None = None
+    batches: list[MicroBatch] = []
+    error: SurefootError | None = None
+    try:
+        rows, batches = job.batches(state.position)
+    except SurefootError as caught:
+        error = caught
+    counts = [
+        sum(batch.num_tokens for batch in batches),
+        sum(batch.num_trained for batch in batches),
+        sum(batch.trained_weight for batch in batches),
+        stop.received is not None,
+        error is not None,
+    ]
+    tokens, trained, weight, stops, errors = job.ranks.sum(counts)
+    if errors:
+        job.ranks.raise_failures([type(error).__name__, str(error)] if error else None, error)
+    if stops:
+        return None
+    assert rows is not None
+    return _Ready(rows, batches, Totals(round(tokens), round(trained), weight), began)
+
+
+def _one_step(job: Job, state: TrainState, ready: _Ready) -> TrainState:
+    config = job.config
+    rows, batches = ready.rows, ready.batches
     # Dropout depends on (seed, step) alone, so a resumed run needs no saved generator.
     torch.manual_seed(config.seed * 1_000_003 + state.step)
     begin, end = job.share(state.step, state.epoch), job.share(state.step + 1, rows.epoch)
@@ -132,16 +177,19 @@ def _one_step(job: Job, state: TrainState) -> TrainState:
     try:
         result = train_step(
             [batch.to(job.device) for batch in batches],
+            ready.totals,
             job.objective,
             job.optimizer,
             job.parameters,
+            job.ranks,
             learning_rate=learning_rate,
             max_grad_norm=config.max_grad_norm,
             forward_context=job.forward_context,
+            before_micro_batch=job.before_micro_batch,
         )
     except NotFinite as error:
         raise StoppedOnFinding(_not_finite_finding(job, state, error, batches, learning_rate)) from error
-    step_time_s = time.perf_counter() - began
+    step_time_s = time.perf_counter() - ready.began
     state = replace(
         state,
         step=state.step + 1,
@@ -187,14 +235,15 @@ def _evaluate(job: Job, state: TrainState) -> None:
 
 
 def _save_if_new(job: Job, state: TrainState) -> None:
-    if state.step and checkpoint_folder(job.run_folder, state.step) not in list_checkpoints(job.run_folder):
+    folder = checkpoint_folder(job.run_folder, state.step)
+    if state.step and job.ranks.from_first(lambda: folder not in list_checkpoints(job.run_folder)):
         _save(job, state)
 
 
 def _save(job: Job, state: TrainState) -> None:
     began = time.perf_counter()
     path = save_checkpoint(
-        job.run_folder, job.parameters, job.optimizer, state, job.saved_config, job.config.save_total_limit
+        job.run_folder, job.parameters, job.optimizer, state, job.saved_config, job.config.save_total_limit, job.ranks
     )
     job.emit(CheckpointSaved(state.step, path, time.perf_counter() - began))
 
@@ -211,7 +260,9 @@ def _not_finite_finding(
     job: Job, state: TrainState, error: NotFinite, batches: Sequence[MicroBatch], learning_rate: float
 ) -> Finding:
     saved = list_checkpoints(job.run_folder)
-    places = [place for batch in batches for place in batch.places]
+    ranks = job.ranks.gather([[place for batch in batches for place in batch.places], list(error.parameters)])
+    places = [place for found, _ in ranks for place in found]
+    names = list(dict.fromkeys(name for _, found in ranks for name in found))
     evidence: dict[str, Any] = {
         "step": state.step + 1,
         error.what: str(error.value),
@@ -219,8 +270,12 @@ def _not_finite_finding(
         "rows": ", ".join(places[:32]) + (f" and {len(places) - 32} more" if len(places) > 32 else ""),
         "last_good_checkpoint": str(saved[-1]) if saved else "none",
     }
-    if error.parameters:
-        evidence["parameters"] = ", ".join(error.parameters[:8])
+    if names:
+        evidence["parameters"] = ", ".join(names[:8])
+    if job.ranks.size > 1:
+        evidence["ranks"] = ", ".join(
+            str(rank) for rank, is_bad in enumerate(job.ranks.gather(error.is_here)) if is_bad
+        )
     return Finding(
         code="SF401" if error.what == "loss" else "SF402",
         cause=f"the {error.what} of step {state.step + 1} is {error.value}; the weights were not updated with it",

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from surefoot.data.loader import MicroBatch
+from surefoot.parallel.shard import gathered
 
 CHUNK_TOKENS = 512
 """Trained tokens whose logits exist at the same time."""
@@ -47,7 +48,8 @@ class TokenLoss:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._head: nn.Linear | None = None
-        if self._head_is_plain():
+        self._run = gathered(model, self._nll)
+        if gathered(model, self._head_is_plain)():
             head = model.get_output_embeddings()
             assert isinstance(head, nn.Linear)
             self._head = head
@@ -73,6 +75,9 @@ class TokenLoss:
 
     def __call__(self, batch: MicroBatch) -> Tensor:
         """Shapes: a scalar in float32, with its graph."""
+        return self._run(batch)
+
+    def _nll(self, batch: MicroBatch) -> Tensor:
         if self._head is None:
             logits = self._model(**forward_arguments(batch), logits_to_keep=batch.predict_at).logits[0]
             losses = F.cross_entropy(logits.float(), batch.targets, reduction="none")

@@ -1,6 +1,7 @@
 """The one place where `auto` and absent settings get their values, before anything is compared, saved or loaded."""
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -8,16 +9,25 @@ from surefoot.config import LoadedConfig
 from surefoot.errors import ConfigError
 
 
-def resolve(loaded: LoadedConfig) -> LoadedConfig:
-    """The config with its device, computing type and global batch size written out.
-
-    Raises: ConfigError for a device that is not there.
-    """
+def device_type(loaded: LoadedConfig) -> Literal["cpu", "cuda"]:
+    """Where a config trains on this machine. Raises: ConfigError for a device that is not there."""
     run = loaded.run
     has_cuda = torch.cuda.is_available()
     if run.device == "cuda" and not has_cuda:
         raise ConfigError(f"device=cuda, but torch {torch.__version__} sees no CUDA device ({loaded.where('device')}).")
-    device = run.device if run.device != "auto" else "cuda" if has_cuda else "cpu"
+    if run.device != "auto":
+        return run.device
+    return "cuda" if has_cuda else "cpu"
+
+
+def resolve(loaded: LoadedConfig, num_ranks: int) -> LoadedConfig:
+    """The config with its device, computing type and global batch size written out, for a run of so many ranks.
+
+    Raises: ConfigError for a device that is not there.
+    """
+    run = loaded.run
+    device = device_type(loaded)
     dtype = run.dtype if run.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
-    values = {"device": device, "dtype": dtype, "global_batch_size": run.sequences_per_step}
+    size = run.global_batch_size or run.sequences_per_step * num_ranks
+    values = {"device": device, "dtype": dtype, "global_batch_size": size, "gradient_accumulation_steps": None}
     return replace(loaded, run=run.model_copy(update=values))

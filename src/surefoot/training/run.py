@@ -1,20 +1,24 @@
 """The composition root: from a config to a finished run. Reads as a list of what a run is made of."""
 
 import contextlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from surefoot.config import LoadedConfig, as_yaml
+from surefoot.config import LoadedConfig, RunConfig, as_yaml
 from surefoot.errors import CheckpointError, StoppedOnFinding, SurefootError
 from surefoot.events import Event, FindingMade, Noted, Observer, RunEnded, RunStarted
 from surefoot.models.build import build_model, keep_freed_memory, load_tokenizer, trainable_parameters
 from surefoot.models.sources import resolve_model
+from surefoot.parallel.layout import Layout
+from surefoot.parallel.ranks import Ranks, joined
+from surefoot.parallel.shard import Sharding
 from surefoot.storage import write_json, write_text
 from surefoot.training.artifacts import load_adapter, lora_settings, write_artifact
 from surefoot.training.batches import RunData, open_data
@@ -24,7 +28,7 @@ from surefoot.training.loop import Job, StopSignal, fit
 from surefoot.training.metrics import build_observers
 from surefoot.training.optim import build_optimizer
 from surefoot.training.record import RunRecord, RunResult, Status, completed_earlier, environment
-from surefoot.training.resolve import resolve
+from surefoot.training.resolve import device_type, resolve
 from surefoot.training.sft import SftObjective
 
 Emit = Callable[[Event], None]
@@ -33,14 +37,22 @@ Emit = Callable[[Event], None]
 def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: bool = True) -> RunResult:
     """Run the fine-tuning that a config describes; returns what it did.
 
+    One process of the run, or all of it: the environment of the launcher says. Observers hear rank 0.
     Raises: InputError (nothing was changed), StoppedOnFinding, StorageError; summary.json then says `failed`.
     """
-    loaded = resolve(loaded)
+    with joined(device_type(loaded)) as ranks:
+        return _train(resolve(loaded, ranks.size), observers, ranks, screen=screen)
+
+
+def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *, screen: bool) -> RunResult:
     config, folder = loaded.run, loaded.run.run_folder
-    with StopSignal().watching() as stop, claim(loaded) as resume:
+    Layout.of(config, ranks.size)  # sizes that do not divide are refused before anything is touched
+    with StopSignal().watching() as stop, _claimed(loaded, ranks) as resume:
         record = RunRecord(folder)
-        own = build_observers(folder, config.logging_steps, list(config.report_to), screen=screen)
-        everyone = [record, *own, *observers]
+        everyone: list[Observer] = []
+        if ranks.is_first:
+            own = build_observers(folder, config.logging_steps, list(config.report_to), screen=screen)
+            everyone = [record, *own, *observers]
 
         def emit(event: Event) -> None:
             for observer in everyone:
@@ -48,17 +60,19 @@ def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: b
 
         def finish(status: Status, **details: object) -> RunResult:
             result = record.result(status, **details)  # type: ignore[arg-type]
-            if record.has_started or not (folder / "summary.json").exists():  # keep what an earlier start achieved
+            keep = not record.has_started and (folder / "summary.json").exists()  # what an earlier start achieved
+            if ranks.is_first and not keep:
                 write_json(folder / "summary.json", result.as_dict())
             emit(RunEnded(result.as_dict()))
             return result
 
         undo = ExitStack()
         try:
-            assembled = _assemble(loaded, resume, emit, undo)
+            assembled = _assemble(loaded, resume, emit, undo, ranks)
             is_over = assembled.job.is_over(assembled.state)
             earlier = completed_earlier(folder, assembled.state.step) if is_over else None
-            if earlier is not None:
+            if ranks.from_first(lambda: earlier is not None):
+                assert earlier is not None
                 emit(Noted(f"complete since an earlier start: {assembled.state.step} steps"))
                 emit(RunEnded(earlier.as_dict()))
                 return earlier
@@ -93,7 +107,22 @@ class _Assembled:
     write_artifact: Callable[[], Path]
 
 
-def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit, undo: ExitStack) -> _Assembled:
+@contextmanager
+def _claimed(loaded: LoadedConfig, ranks: Ranks) -> Iterator[Resume]:
+    """The run folder, claimed by rank 0 for all."""
+    with ExitStack() as held:
+        mine = Resume(None, [])
+
+        def claim_it() -> str | None:
+            nonlocal mine
+            mine = held.enter_context(claim(loaded))
+            return str(mine.checkpoint) if mine.checkpoint is not None else None
+
+        checkpoint = ranks.from_first(claim_it)
+        yield Resume(Path(checkpoint) if checkpoint is not None else None, mine.findings)
+
+
+def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit, undo: ExitStack, ranks: Ranks) -> _Assembled:
     """Data, model, optimizer, state, in this order: what is cheap and most often wrong comes first.
 
     What must be ended with the run, however it ends, is put on `undo`.
@@ -103,15 +132,16 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit, undo: ExitStack)
         emit(Noted(f"config: {theirs} is read as {ours}"))
     for finding in resume.findings:
         emit(FindingMade(finding))
-    device = torch.device(config.device)
+    device = torch.device(config.device, ranks.local_rank) if config.device == "cuda" else torch.device("cpu")
     if device.type == "cpu":
         keep_freed_memory()
 
-    base = resolve_model(config.model, loaded.where("model"))
-    tokenizer = load_tokenizer(base, config.chat_template)
-    data = open_data(loaded, base, tokenizer, emit)
+    base = ranks.node_by_node(lambda: resolve_model(config.model, loaded.where("model")))
+    tokenizer = ranks.together(lambda: load_tokenizer(base, config.chat_template))
+    data = ranks.node_by_node(lambda: open_data(loaded, base, tokenizer, emit, ranks))
 
     lora = lora_settings(config)
+    sharding = Sharding(Layout.of(config, ranks.size), device) if ranks.size > 1 else None
     built = build_model(
         base,
         lora=lora,
@@ -119,6 +149,7 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit, undo: ExitStack)
         dtype=getattr(torch, config.dtype),
         gradient_checkpointing=config.gradient_checkpointing,
         compile_layers=config.compile,
+        sharding=sharding,
     )
     if config.init_adapter and lora is not None:
         load_adapter(Path(config.init_adapter), built.model, lora)
@@ -126,14 +157,15 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit, undo: ExitStack)
     optimizer = build_optimizer(parameters, config)
     state = TrainState(data_fingerprint=data.train.fingerprint())
     if resume.checkpoint is not None:
-        state = _resumed(loaded, resume.checkpoint, parameters, optimizer, state.data_fingerprint)
+        path, fingerprint = resume.checkpoint, state.data_fingerprint
+        state = ranks.together(lambda: _resumed(loaded, path, parameters, optimizer, fingerprint))
         emit(Noted(f"resuming after step {state.step} from {resume.checkpoint}"))
     undo.callback(data.stop)
-    data.prepare(state.position)
+    ranks.node_by_node(lambda: data.prepare(state.position))
 
     forward_context = _autocast(device) if built.autocast else contextlib.nullcontext
     with forward_context():
-        objective = SftObjective(built, config.router_aux_loss_coef)
+        objective = SftObjective(built, config.router_aux_loss_coef, ranks)
     job = Job(
         config=config,
         run_folder=folder,
@@ -145,18 +177,24 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit, undo: ExitStack)
         parameters=parameters,
         device=device,
         forward_context=forward_context,
+        before_micro_batch=partial(sharding.before_micro_batch, built.model) if sharding else lambda _: None,
         emit=emit,
         saved_config=config.model_dump(mode="json"),
+        ranks=ranks,
     )
-    if config.overwrite_output_dir:
-        delete_run(folder)
-    write_text(folder / "run.yaml", as_yaml(config))
-    write_json(folder / "environment.json", environment(device))
+    ranks.from_first(lambda: _begin_folder(config, device, ranks))
     emit(_started(job, state, built.model))
     target = folder / ("adapter" if lora else "model")
     return _Assembled(
-        job, state, data, lambda: write_artifact(target, built.model, tokenizer, lora, base, config.model)
+        job, state, data, lambda: write_artifact(target, built.model, tokenizer, lora, base, config.model, ranks)
     )
+
+
+def _begin_folder(config: RunConfig, device: torch.device, ranks: Ranks) -> None:
+    if config.overwrite_output_dir:
+        delete_run(config.run_folder)
+    write_text(config.run_folder / "run.yaml", as_yaml(config))
+    write_json(config.run_folder / "environment.json", {**environment(device), "ranks": ranks.size})
 
 
 def _resumed(

@@ -9,6 +9,8 @@ from surefoot.data.loader import MicroBatch
 from surefoot.errors import ModelError
 from surefoot.models.build import BuiltModel
 from surefoot.models.routing import LayerRouting, expert_counts, load_balancing_loss
+from surefoot.parallel.ranks import ALONE, Ranks, sum_over_ranks
+from surefoot.parallel.shard import gathered
 from surefoot.training.loss import TokenLoss, forward_arguments
 from surefoot.training.step import LossParts, Totals
 
@@ -16,8 +18,14 @@ from surefoot.training.step import LossParts, Totals
 class SftObjective:
     """`Objective` of SFT; also keeps how the last step's tokens were spread over experts."""
 
-    def __init__(self, built: BuiltModel, aux_loss_coef: float) -> None:
+    def __init__(self, built: BuiltModel, aux_loss_coef: float, ranks: Ranks = ALONE) -> None:
         self._model = built.model
+        self._ranks = ranks
+
+        def run_decoder(batch: MicroBatch) -> None:
+            built.model.base_model(**forward_arguments(batch))
+
+        self._run_decoder = gathered(built.model, run_decoder)
         self._routing = built.routing
         if aux_loss_coef and not built.routing.names:
             raise ModelError(
@@ -45,37 +53,55 @@ class SftObjective:
         if self._coefficient and len(batches) > 1:
             for batch in batches:
                 with torch.no_grad(), self._routing.recording() as layers:
-                    self._model.base_model(**forward_arguments(batch))
-                self._add(layers)
-            self._counts_are_complete = True
+                    self._run_decoder(batch)
+                self._add(layers, batch)
+            self._complete_counts()
 
     def loss(self, batch: MicroBatch, totals: Totals) -> LossParts:
         """This micro-batch's share, normalised over the global batch."""
         with self._routing.recording() as layers:
-            main = self._token_loss(batch) / totals.weight
+            main = self._token_loss(batch) * (0.0 if batch.is_filler else 1 / totals.weight)
         if not layers:
             return LossParts(main)
         if not self._counts_are_complete:
-            self._add(layers)
+            self._add(layers, batch)
         if not self._coefficient:
             return LossParts(main)
+        if not self._counts_are_complete:
+            self._complete_counts()
         assert self._counts is not None
-        return LossParts(main, self._coefficient * load_balancing_loss(layers, self._counts, totals.tokens))
+        aux = self._coefficient * load_balancing_loss(layers, self._counts, totals.tokens)
+        return LossParts(main, aux * 0 if batch.is_filler else aux)
 
-    def _add(self, layers: list[LayerRouting]) -> None:
+    def end_step(self) -> None:
+        """Collective where there are experts and their rows were not summed before."""
+        if self._counts is not None and not self._counts_are_complete:
+            self._complete_counts()
+
+    def _add(self, layers: list[LayerRouting], batch: MicroBatch) -> None:
         counts = expert_counts(layers, layers[0].logits.shape[-1])
+        if batch.is_filler:
+            counts = torch.zeros_like(counts)
         self._counts = counts if self._counts is None else self._counts + counts
+
+    def _complete_counts(self) -> None:
+        """From this rank's part of the global batch to all of it."""
+        assert self._counts is not None
+        self._counts = sum_over_ranks(self._counts, self._ranks)
+        self._counts_are_complete = True
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        """(mean negative log-likelihood, trained tokens) over held-out batches, with dropout off."""
-        total, trained, weight = 0.0, 0, 0.0
+        """(mean negative log-likelihood, trained tokens) over held-out batches, with dropout off. Collective."""
+        total, trained, weight = 0.0, 0.0, 0.0
         self._model.eval()
         try:
             for batch in batches:
-                total += self._token_loss(batch).item()
+                loss = self._token_loss(batch).item()
+                total += 0.0 if batch.is_filler else loss
                 trained += batch.num_trained
                 weight += batch.trained_weight
         finally:
             self._model.train()
-        return total / weight, trained
+        total, trained, weight = self._ranks.sum([total, trained, weight])
+        return total / weight, round(trained)

@@ -9,11 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.data.loader import MicroBatch
+from surefoot.models.placement import Block, block_of
+from surefoot.parallel.ranks import Ranks
+
+CLIP_EPSILON = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts over the whole global batch, which every micro-batch's loss is normalised by."""
+    """Counts over the global batch, all ranks together, which every micro-batch's loss is normalised by."""
 
     tokens: int
     trained: int
@@ -42,7 +47,10 @@ class Objective(Protocol):
         """Rows each expert got in the last step, int64 [layers, E]; None for a dense model."""
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> None:
-        """See the whole global batch before its first forward."""
+        """See this rank's part of the global batch before its first forward."""
+
+    def end_step(self) -> None:
+        """All backwards are done. Collective."""
 
     def loss(self, batch: MicroBatch, totals: Totals) -> LossParts:
         """A micro-batch's share of the loss, with its graph."""
@@ -62,38 +70,44 @@ class StepResult:
 
 
 class NotFinite(Exception):
-    """The loss or a gradient is NaN or infinite; the weights were not touched. `what` is `loss` or `gradient`."""
+    """The loss or a gradient is NaN or infinite, on every rank; the weights were not touched.
 
-    def __init__(self, what: str, value: float, parameters: list[str]) -> None:
+    `what` is `loss` or `gradient`.
+    """
+
+    def __init__(self, what: str, value: float, parameters: list[str], *, is_here: bool) -> None:
         super().__init__(what, value)
         self.what, self.value, self.parameters = what, value, parameters
+        self.is_here = is_here
+        """Whether this rank's own share is not finite."""
 
 
 def train_step(
     batches: Sequence[MicroBatch],
+    totals: Totals,
     objective: Objective,
     optimizer: torch.optim.Optimizer,
     parameters: dict[str, nn.Parameter],
+    ranks: Ranks,
     *,
     learning_rate: float,
     max_grad_norm: float,
     forward_context: Callable[[], AbstractContextManager[object]],
+    before_micro_batch: Callable[[bool], None] = lambda _: None,
 ) -> StepResult:
-    """Forward and backward over the global batch, clip, update.
+    """Forward and backward over this rank's part of the global batch, clip, update.
 
-    The loss is normalised by the weight of the trained tokens of the whole global batch, so cutting it into
-    other micro-batches changes nothing but rounding. The device is waited for once, after the last backward.
-    Raises: NotFinite before the weights are touched.
+    The loss is normalised by the weight of the trained tokens of the whole global batch, so cutting it into other
+    micro-batches or dealing it to other ranks changes nothing but rounding. The device is waited for once, after the
+    last backward. `before_micro_batch` is told whether it is the last.
+    Collective: those of the forward and backward, one sum of three numbers. Raises: NotFinite before the weights are
+    touched, on all ranks.
     """
-    totals = Totals(
-        sum(batch.num_tokens for batch in batches),
-        sum(batch.num_trained for batch in batches),
-        sum(batch.trained_weight for batch in batches),
-    )
     main, aux = [], []
     with forward_context():
         objective.begin_step(batches)
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
+        before_micro_batch(number == len(batches))
         with forward_context():
             parts = objective.loss(batch, totals)
         parts.total.backward()
@@ -104,21 +118,24 @@ def train_step(
             parameter.grad is None
         ):  # had no part in this step: a zero gradient, so that its state exists like all others
             parameter.grad = torch.zeros_like(parameter)
-    gradients = [p.grad for p in parameters.values() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-    loss, aux_loss, grad_norm = torch.stack(
+    objective.end_step()
+    blocks = [block_of(p.grad) for p in parameters.values() if p.grad is not None]
+    gradients = [block.local for block in blocks]
+    local = torch.stack(
         [
             torch.stack(main).sum().float(),
             torch.stack(aux).sum().float() if aux else main[0].new_zeros(()).float(),
-            norm.float(),
+            _sum_of_squares(blocks),
         ]
     ).tolist()
+    loss, aux_loss, squares = ranks.sum(local)
+    grad_norm = squares**0.5
     if not _is_finite(loss + aux_loss):
-        raise NotFinite("loss", loss + aux_loss, [])
+        raise NotFinite("loss", loss + aux_loss, [], is_here=not _is_finite(local[0] + local[1]))
     if not _is_finite(grad_norm):
-        raise NotFinite("gradient", grad_norm, _not_finite_gradients(parameters))
-    if max_grad_norm:
-        torch.nn.utils.clip_grads_with_norm_(list(parameters.values()), max_grad_norm, norm, foreach=True)
+        raise NotFinite("gradient", grad_norm, _not_finite_gradients(parameters), is_here=not _is_finite(local[2]))
+    if max_grad_norm and grad_norm > max_grad_norm:
+        torch._foreach_mul_(gradients, max_grad_norm / (grad_norm + CLIP_EPSILON))
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
@@ -126,9 +143,26 @@ def train_step(
     return StepResult(loss, aux_loss if aux else None, grad_norm, totals)
 
 
+def _sum_of_squares(blocks: Sequence[Block]) -> Tensor:
+    """This rank's share of the squared norm: summed over the ranks, what several of them hold counts once."""
+    by_copies: dict[int, list[Tensor]] = {}
+    for block in blocks:
+        if block.local.numel():
+            by_copies.setdefault(block.copies, []).append(block.local)
+    shares = [
+        torch.stack(torch._foreach_norm(tensors)).square().sum().float() / copies
+        for copies, tensors in by_copies.items()
+    ]
+    return torch.stack(shares).sum() if shares else torch.zeros((), device=blocks[0].local.device)
+
+
 def _is_finite(value: float) -> bool:
     return value - value == 0
 
 
 def _not_finite_gradients(parameters: dict[str, nn.Parameter]) -> list[str]:
-    return [name for name, p in parameters.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+    return [
+        name
+        for name, p in parameters.items()
+        if p.grad is not None and not bool(torch.isfinite(block_of(p.grad).local).all())
+    ]

@@ -1,0 +1,83 @@
+"""Tensors of which a rank may hold a part: which part it is, values put in, values taken out.
+
+A tensor is a DTensor where ranks share it and a plain one where each has all of it. A rank's part is always a block:
+one offset and one shape.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+@dataclass(frozen=True)
+class Block:
+    """The part of a tensor that this rank holds. `local` shares memory with it."""
+
+    local: Tensor
+    offset: tuple[int, ...]
+    shape: torch.Size
+    """Of the whole tensor."""
+    copies: int = 1
+    """Ranks of its mesh that hold this same block."""
+    is_first_copy: bool = True
+    is_everywhere: bool = True
+    """A plain tensor: each rank of the run has all of it."""
+
+    @property
+    def span(self) -> tuple[slice, ...]:
+        """Where the block lies in the whole."""
+        return tuple(slice(begin, begin + size) for begin, size in zip(self.offset, self.local.shape, strict=True))
+
+
+def block_of(tensor: Tensor) -> Block:
+    """The part this rank holds of a tensor that is cut along its first dimension, or not at all."""
+    if not isinstance(tensor, DTensor):
+        return Block(tensor.detach(), (0,) * tensor.dim(), tensor.shape)
+    local: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    begin, size, copies, is_first = 0, tensor.shape[0] if tensor.dim() else 1, 1, True
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    cuts = []
+    for dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard | _StridedShard):
+            assert placement.dim == 0
+            # A strided cut comes first in the mesh, but the tensor was cut along the other dimension before.
+            cuts.append((isinstance(placement, _StridedShard), tensor.device_mesh.size(dim), coordinate[dim]))
+        else:
+            copies *= tensor.device_mesh.size(dim)
+            is_first = is_first and coordinate[dim] == 0
+    for _, ranks, index in sorted(cuts, key=lambda cut: cut[0]):
+        each = -(-size // ranks)
+        first = min(index * each, size)
+        begin, size = begin + first, min(each, size - first)
+    assert size == (local.shape[0] if local.dim() else 1)
+    return Block(local, (begin, *(0,) * (tensor.dim() - 1)), tensor.shape, copies, is_first, False)
+
+
+def put(tensor: Tensor, whole: Tensor) -> None:
+    """Fill a tensor, or this rank's part of it, from the whole value."""
+    block = block_of(tensor)
+    with torch.no_grad():
+        block.local.copy_(whole[block.span] if whole.dim() else whole)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor on the CPU. Collective over the ranks that share it: one all-reduce."""
+    block = block_of(tensor)
+    if not isinstance(tensor, DTensor):
+        return block.local.cpu()
+    value = torch.zeros(block.shape, dtype=tensor.dtype, device=tensor.device_mesh.device_type)
+    if block.is_first_copy:
+        value[block.span] = block.local
+    for dim in range(tensor.device_mesh.ndim):
+        _all_reduce(value, tensor.device_mesh.get_group(dim))
+    return value.cpu()
+
+
+def _all_reduce(value: Tensor, group: Any) -> None:
+    if torch.distributed.get_world_size(group) > 1:
+        torch.distributed.all_reduce(value, group=group)

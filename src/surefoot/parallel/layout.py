@@ -1,0 +1,109 @@
+"""How a model lies on the ranks: which ranks hold the same, which hold parts, which hold experts.
+
+Every rank sees batches of its own. `dp_replicate` counts copies of the sharded state, `fsdp` the ranks that share one
+copy. Experts have a view of their own on the same ranks: `ep` ranks share one set of experts, and the `copies` of that
+set are replicated or sharded like everything else.
+
+    8 ranks, dp_replicate_size 2, expert_parallel_size 2      dense   (dp_replicate 2, fsdp 4)
+                                                              experts (dp_replicate 2, fsdp 2, ep 2)
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from surefoot.config import RunConfig
+from surefoot.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh. `zero_stage`: see `shard.py`."""
+
+    size: int
+    zero_stage: int
+    dp_replicate: int
+    expert_parallel: int
+    offload: bool
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that share one copy of the sharded state."""
+        return self.size // self.dp_replicate
+
+    def expert_shards(self, num_experts: int) -> int:
+        """Ranks that share the state of the same experts: as many as can be without leaving one of them nothing."""
+        each = num_experts // self.expert_parallel
+        most = self.fsdp // self.expert_parallel if self.zero_stage else 1
+        return max(n for n in range(1, most + 1) if most % n == 0 and -(-each // n) * (n - 1) < each)
+
+    @staticmethod
+    def of(config: RunConfig, size: int) -> "Layout":
+        """The layout a config asks for on `size` ranks. Raises: ConfigError where the sizes do not divide."""
+        replicate, expert_parallel = config.dp_replicate_size, config.expert_parallel_size
+        if size % replicate:
+            raise ConfigError(
+                f"dp_replicate_size={replicate} does not divide the {size} ranks of this run. "
+                f"Use one of {_divisors(size)}."
+            )
+        if size // replicate % expert_parallel:
+            raise ConfigError(
+                f"expert_parallel_size={expert_parallel} does not divide the {size // replicate} ranks"
+                f"{f' of each of the {replicate} replicas' if replicate > 1 else ' of this run'}. "
+                f"Use one of {_divisors(size // replicate)}."
+            )
+        if config.zero_stage == 0 and replicate > 1:
+            raise ConfigError(
+                f"zero_stage=0 keeps everything on each rank, so there is nothing that dp_replicate_size={replicate} "
+                "could replicate. Leave dp_replicate_size out, or use zero_stage 1, 2 or 3."
+            )
+        if config.offload is not None and config.device == "cpu":
+            raise ConfigError("offload=cpu on device=cpu: the state is in host memory already. Leave offload out.")
+        if config.offload is not None and (size == 1 or config.zero_stage == 0):
+            raise ConfigError("offload=cpu moves sharded state to the host: it needs several ranks and zero_stage 1-3.")
+        return Layout(
+            size=size,
+            zero_stage=config.zero_stage,
+            dp_replicate=size if config.zero_stage == 0 else replicate,
+            expert_parallel=expert_parallel,
+            offload=config.offload is not None,
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+class Meshes:
+    """The device meshes of a layout. Collective: process groups are made."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self._layout = layout
+        self._device_type = device.type
+        self._dense = init_device_mesh(
+            device.type,
+            (1, layout.dp_replicate, layout.fsdp, 1),
+            mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
+        )
+        self._experts: dict[int, DeviceMesh] = {}
+
+    @property
+    def dense(self) -> DeviceMesh:
+        """What everything but experts is cut over: `fsdp`, or (`dp_replicate`, `fsdp`)."""
+        return self._dense["dp_replicate", "fsdp"] if self._layout.dp_replicate > 1 else self._dense["fsdp"]
+
+    def experts(self, shards: int) -> DeviceMesh:
+        """(`dp_replicate`, `fsdp`, `ep`), with so many ranks sharing the state of the same experts."""
+        if shards not in self._experts:
+            ep = self._layout.expert_parallel
+            self._experts[shards] = init_device_mesh(
+                self._device_type,
+                (self._layout.size // ep // shards, shards, ep),
+                mesh_dim_names=("dp_replicate", "fsdp", "ep"),
+            )
+        return self._experts[shards]
+
+    def get_mesh(self, dims: str | tuple[str, ...]) -> DeviceMesh:
+        """A view of the dense mesh, as transformers asks for it."""
+        return self._dense[dims]

@@ -1,0 +1,157 @@
+"""The ranks of a run, and how they agree: on numbers, on settings, and on having failed.
+
+What ranks tell each other is JSON and float64, over gloo, whatever device the model is on. With one rank nothing is
+sent and torch.distributed is not used.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from surefoot import errors
+from surefoot.errors import StoppedOnFinding, SurefootError
+
+DEADLINE = timedelta(minutes=10)
+"""How long a rank waits for the others in one collective before it fails."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is among the processes of a run."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Among the processes of this machine."""
+    group: Any = None
+    """The gloo group that agreements go over; None with one rank."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Sums over the ranks, in float64 and in the same order on each. Collective: one all-reduce."""
+        if self.size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.group)
+        return list(total.tolist())
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank says, in order of ranks, at every rank. Collective: two all-gathers. `value`: JSON."""
+        if self.size == 1:
+            return [value]
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([text.numel()]), group=self.group)
+        longest = int(torch.stack(sizes).max())
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: text.numel()] = text
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(texts, padded, group=self.group)
+        return [json.loads(bytes(one[: int(size)].tolist()).decode()) for one, size in zip(texts, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        if self.size > 1:
+            dist.barrier(group=self.group)
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Do `work` on each rank; where it fails on any, all fail with the first one's reason, which names the rank.
+
+        `work` must not wait for other ranks. Collective. Raises: the error of the lowest rank that failed.
+        """
+        if self.size == 1:
+            return work()
+        failure: list[str] | None = None
+        error: SurefootError | None = None
+        result: T
+        try:
+            result = work()
+        except SurefootError as caught:
+            error, failure = caught, [type(caught).__name__, str(caught)]
+        self.raise_failures(failure, error)
+        return result
+
+    def raise_failures(self, failure: list[str] | None, error: SurefootError | None) -> None:
+        """Raise what the lowest failing rank reports, on every rank. Collective. `failure`: [class, text] of ours."""
+        failures = self.gather(failure)
+        first = next((rank for rank, found in enumerate(failures) if found), None)
+        if first is None:
+            return
+        kind, text = failures[first]
+        if error is not None and first == self.rank:
+            raise error
+        if kind == StoppedOnFinding.__name__:
+            raise SurefootError(f"rank {first}: {text}")
+        raise getattr(errors, kind, SurefootError)(
+            text if len(set(map(str, failures))) == 1 else f"rank {first}: {text}"
+        )
+
+    def from_first(self, work: Callable[[], Any]) -> Any:
+        """Do `work` on rank 0 alone and give every rank its result, which is JSON. Collective. Raises: its error."""
+        said: Any = None
+
+        def on_first() -> None:
+            nonlocal said
+            if self.is_first:
+                said = work()
+
+        self.together(on_first)
+        return self.gather(said)[0]
+
+    def node_by_node(self, work: Callable[[], T]) -> T:
+        """Do `work` on the first rank of each machine, then on the others, which find what it left in the cache."""
+        done: list[T] = []
+        self.together(lambda: done.append(work()) if self.local_rank == 0 else None)
+        return self.together(lambda: done[0] if done else work())
+
+
+ALONE = Ranks()
+"""A run of one process."""
+
+
+@contextmanager
+def joined(device_type: str) -> Iterator[Ranks]:
+    """Join the other processes of this run, as the launcher's environment names them; leave them at the end.
+
+    gloo on the CPU, NCCL on CUDA. Without RANK in the environment this is a run of one process. A process group that
+    is there already is used and stays.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield ALONE
+        return
+    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    device = None
+    if device_type == "cuda":
+        torch.cuda.set_device(local_rank)
+        device = torch.device("cuda", local_rank)
+    is_ours = not dist.is_initialized()
+    if is_ours:
+        dist.init_process_group(
+            "nccl" if device_type == "cuda" else "gloo", rank=rank, world_size=size, timeout=DEADLINE, device_id=device
+        )
+    try:
+        group = dist.new_group(backend="gloo", timeout=DEADLINE) if device_type == "cuda" else dist.group.WORLD
+        yield Ranks(rank, size, local_rank, group)
+    finally:
+        if is_ours:
+            dist.destroy_process_group()
+
+
+def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """The sum of a tensor of the model's device over all ranks, in place. Collective: one all-reduce."""
+    if ranks.size > 1:
+        dist.all_reduce(tensor)
+    return tensor
