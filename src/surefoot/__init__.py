@@ -3,6 +3,7 @@
 Importing this package imports no torch; each function imports what it needs.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,15 +23,23 @@ def train(
 ) -> "RunResult":
     """Fine-tune as a YAML file (or a mapping of settings) says, with `settings` on top; returns what the run did.
 
-    `surefoot.train("run.yaml", max_steps=10)`. Progress goes to standard error unless `screen` is false.
+    `surefoot.train("run.yaml", max_steps=10)`. Progress goes to standard error unless `screen` is false. With
+    `nproc_per_node` the ranks are processes of their own, under torchrun or SLURM this process is one of them.
     Raises: surefoot.errors.SurefootError.
     """
     from surefoot.config import load_config
+
+    file = None if isinstance(config, Mapping) else config
+    given = {**config, **settings} if isinstance(config, Mapping) else settings
+    loaded = load_config(file, overrides, given)
+    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # of our launcher, torchrun or SLURM
+    if loaded.run.nproc_per_node * loaded.run.nnodes > 1 and not is_rank:
+        from surefoot.training.launched import train_launched
+
+        return train_launched(loaded, file, overrides, given, screen=screen)
     from surefoot.training.run import train as run
 
-    if isinstance(config, Mapping):
-        return run(load_config(None, overrides, {**config, **settings}), screen=screen)
-    return run(load_config(config, overrides, settings), screen=screen)
+    return run(loaded, screen=screen)
 
 
 def describe_data(

@@ -19,6 +19,8 @@ class SurefootError(Exception):
     """Anything Surefoot raises on purpose; the command line shows its text without a traceback."""
 
     exit_status = 1
+    is_agreed = False
+    """Whether all ranks of the run raise it together."""
 
 
 class InputError(SurefootError):

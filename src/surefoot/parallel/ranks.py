@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from surefoot import errors
-from surefoot.errors import StoppedOnFinding, SurefootError
+from surefoot.errors import SurefootError
 
 DEADLINE = timedelta(minutes=10)
 """How long a rank waits for the others in one collective before it fails."""
@@ -74,30 +74,27 @@ class Ranks:
         """
         if self.size == 1:
             return work()
-        failure: list[str] | None = None
+        results: list[T] = []
         error: SurefootError | None = None
-        result: T
         try:
-            result = work()
+            results.append(work())
         except SurefootError as caught:
-            error, failure = caught, [type(caught).__name__, str(caught)]
-        self.raise_failures(failure, error)
-        return result
+            error = caught
+        self.raise_failures(error)
+        return results[0]
 
-    def raise_failures(self, failure: list[str] | None, error: SurefootError | None) -> None:
-        """Raise what the lowest failing rank reports, on every rank. Collective. `failure`: [class, text] of ours."""
-        failures = self.gather(failure)
+    def raise_failures(self, error: SurefootError | None) -> None:
+        """Raise on every rank what the lowest failing rank reports; nothing where none does. Collective."""
+        failures = self.gather(None if error is None else [type(error).__name__, str(error)])
         first = next((rank for rank, found in enumerate(failures) if found), None)
         if first is None:
             return
         kind, text = failures[first]
-        if error is not None and first == self.rank:
-            raise error
-        if kind == StoppedOnFinding.__name__:
-            raise SurefootError(f"rank {first}: {text}")
-        raise getattr(errors, kind, SurefootError)(
-            text if len(set(map(str, failures))) == 1 else f"rank {first}: {text}"
-        )
+        if any(found != failures[first] for found in failures):  # not the fault of what all ranks read
+            text = f"rank {first}: {text}"
+        agreed: SurefootError = getattr(errors, kind)(text)
+        agreed.is_agreed = True
+        raise agreed from error
 
     def from_first(self, work: Callable[[], Any]) -> Any:
         """Do `work` on rank 0 alone and give every rank its result, which is JSON. Collective. Raises: its error."""

@@ -160,7 +160,7 @@ def _get_ready(job: Job, state: TrainState, stop: StopSignal) -> _Ready | None:
     ]
     tokens, trained, weight, stops, errors = job.ranks.sum(counts)
     if errors:
-        job.ranks.raise_failures([type(error).__name__, str(error)] if error else None, error)
+        job.ranks.raise_failures(error)
     if stops:
         return None
     assert rows is not None
@@ -188,7 +188,9 @@ def _one_step(job: Job, state: TrainState, ready: _Ready) -> TrainState:
             before_micro_batch=job.before_micro_batch,
         )
     except NotFinite as error:
-        raise StoppedOnFinding(_not_finite_finding(job, state, error, batches, learning_rate)) from error
+        stopped = StoppedOnFinding(_not_finite_finding(job, state, error, batches, learning_rate))
+        stopped.is_agreed = True
+        raise stopped from error
     step_time_s = time.perf_counter() - ready.began
     state = replace(
         state,

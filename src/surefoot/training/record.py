@@ -58,18 +58,24 @@ class RunResult:
         }
 
 
-def completed_earlier(run_folder: Path, step: int) -> RunResult | None:
-    """The result of a run that was completed after `step` steps, before this process began."""
+def read_result(run_folder: Path) -> RunResult | None:
+    """What summary.json of a run folder says; None where there is none that can be read."""
     try:
         summary = json.loads((run_folder / "summary.json").read_text("utf-8"))
-    except (OSError, ValueError):
+        artifact = summary["artifact"]
+        names = ("code", "cause", "evidence", "fix", "confidence")
+        summary["findings"] = [Finding(**{name: made[name] for name in names}) for made in summary["findings"]]
+        return RunResult(**{**summary, "run_folder": run_folder, "artifact": Path(artifact) if artifact else None})
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    artifact = summary.get("artifact")
-    if summary.get("status") != "completed" or step != summary["steps"] or not Path(artifact).is_dir():
+
+
+def completed_earlier(run_folder: Path, step: int) -> RunResult | None:
+    """The result of a run that was completed after `step` steps, before this process began."""
+    earlier = read_result(run_folder)
+    if earlier is None or earlier.status != "completed" or earlier.steps != step:
         return None
-    names = ("code", "cause", "evidence", "fix", "confidence")
-    summary["findings"] = [Finding(**{name: made[name] for name in names}) for made in summary["findings"]]
-    return RunResult(**{**summary, "run_folder": run_folder, "artifact": Path(artifact)})
+    return earlier if earlier.artifact is not None and earlier.artifact.is_dir() else None
 
 
 class RunRecord:

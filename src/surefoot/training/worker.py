@@ -1,0 +1,49 @@
+"""One rank of a launched run: `python -m surefoot.training.worker`, started by `parallel.launch` with a job to read.
+
+Failures are left as notes for the launcher, which shows the first reason once.
+"""
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from surefoot.config import load_config
+from surefoot.errors import SurefootError
+from surefoot.parallel import launch
+from surefoot.training.run import train
+
+PARENT_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
+
+
+def main() -> int:
+    """Run the job; returns the exit status. An end that all ranks agreed on is none that elastic should act on."""
+    if sys.platform == "linux":  # a launcher that is killed takes its ranks along
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    launch.note_process()
+    logging.captureWarnings(True)
+    logging.getLogger("py.warnings").setLevel(logging.ERROR)
+    job = json.loads(Path(os.environ[launch.FOLDER], "job.json").read_text("utf-8"))
+    settings = job["settings"]
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # go on from what the attempt before has saved
+        settings = {**settings, "overwrite_output_dir": False, "resume_from_checkpoint": "auto"}
+    try:
+        train(load_config(job["config"], job["overrides"], settings), screen=job["screen"])
+    except SurefootError as error:
+        launch.note_failure(error, kind=type(error).__name__, is_agreed=error.is_agreed)
+        return 0 if error.is_agreed else error.exit_status
+    except KeyboardInterrupt as error:
+        launch.note_failure(error, kind="", is_agreed=False)
+        return 1
+    except BaseException as error:
+        launch.note_failure(error, kind="", is_agreed=False)
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
