@@ -1,23 +1,26 @@
-# make demo | test | check | bench: each builds what it needs; only Python 3.11+, git and make must be there.
+# make demo | test | test-matrix | check | bench: each builds what it needs; only Python 3.11+, git and make must be there.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check bench clean
+.PHONY: demo test test-matrix check bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/demo.py demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not matrix"
+
+test-matrix: $(VENV)/.dev
+	$(BIN)/python -m pytest -m matrix tests/parallel
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not matrix"
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/data_vs_trl.py

@@ -53,14 +53,15 @@ CHATML = (
 """Qwen1.5's ChatML with its default system prompt."""
 
 
-def make_model(kind: str) -> PreTrainedModel:
+def make_model(kind: str, num_experts: int = 6, top_k: int = 2) -> PreTrainedModel:
     torch.manual_seed(7)
+    moe = {**MOE, "num_experts": num_experts, "num_experts_per_tok": top_k}
     if kind == "mixtral":
-        return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=6, num_experts_per_tok=2))
+        return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=num_experts, num_experts_per_tok=top_k))
     if kind == "qwen2_moe":
-        return Qwen2MoeForCausalLM(Qwen2MoeConfig(**SIZES, **MOE, shared_expert_intermediate_size=40))
+        return Qwen2MoeForCausalLM(Qwen2MoeConfig(**SIZES, **moe, shared_expert_intermediate_size=40))
     if kind == "qwen3_moe":
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, head_dim=8))
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **moe, head_dim=8))
     if kind == "qwen2":
         return Qwen2ForCausalLM(Qwen2Config(**SIZES))
     return LlamaForCausalLM(LlamaConfig(**SIZES))

@@ -92,7 +92,10 @@ def test_peers_names_and_values(tmp_path: Path, text: str, field: str, value: An
         ("method: dpo\n", r"method='dpo': must be 'sft'"),
         ("model: other\n", r"'model' is set twice, at run.yaml:1 and as 'model' \(run.yaml:4\)"),
         ("base_model: other\n", r"'model' is set twice, at run.yaml:1 and as 'base_model' \(run.yaml:4\)"),
-        ("nproc_per_node: 2\n", r"nproc_per_node=2: must be 1"),
+        ("nproc_per_node: 0\n", r"nproc_per_node=0: must be greater than 0"),
+        ("tensor_parallel_size: 2\n", r"'tensor_parallel_size': tensor parallelism .*zero_stage: 3"),
+        ("nnodes: 2\n", r"nnodes=2 without rdzv_endpoint.*node0:29500 \(run.yaml:4\)"),
+        ("rdzv_endpoint: node0\n", r"rdzv_endpoint=node0 names no port"),
         ("a: [1\n", r"run.yaml:5: not valid YAML"),
     ],
 )
@@ -106,7 +109,7 @@ def test_bad_values_say_what_and_where(tmp_path: Path, text: str, message: str) 
     [
         (
             "global_batch_size: 8\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 2\n",
-            r"global_batch_size=8 but .*2 x .*2 = 4.*\(run.yaml:4, run.yaml:6\)",
+            r"global_batch_size=8 but .*2 x .*2 x 1 ranks = 4.*\(run.yaml:4, run.yaml:6\)",
         ),
         ("tuning: full\nlora_rank: 16\n", "tuning=full trains every weight, yet lora_rank"),
         ("lora_dropout: 0.1\ntarget_modules: [attention, experts]\n", "dropout cannot be applied inside"),

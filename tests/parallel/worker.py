@@ -1,12 +1,40 @@
-"""One rank of several runs, one after the other: `torchrun ... worker.py RUNS.json`, a list of settings."""
+"""One rank of many runs, one after the other, in one process: `worker.py JOBS.json`, alone or under torchrun.
+
+A job is the settings of a run. With `reshard_to`, its checkpoint is loaded on these ranks and saved again there.
+"""
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import surefoot
-from surefoot.parallel.ranks import joined
+from surefoot.config import load_config
+from surefoot.parallel.ranks import Ranks, joined
+from surefoot.training.checkpoint import save_checkpoint
+from surefoot.training.folder import Resume
+from surefoot.training.resolve import resolve
+from surefoot.training.run import _assemble
+from surefoot.training.worker import leave
 
-with joined("cpu"):
+
+def reshard(settings: dict[str, Any], target: str, ranks: Ranks) -> None:
+    loaded = resolve(load_config(None, (), {**settings, "output_dir": target}), ranks.size)
+    resume = Resume(Path(settings["resume_from_checkpoint"]), [])
+    if ranks.is_first:
+        Path(target).mkdir(parents=True)
+    with ExitStack() as undo:
+        assembled = _assemble(loaded, resume, lambda _: None, undo, ranks)
+    job = assembled.job
+    save_checkpoint(Path(target), job.parameters, job.optimizer, assembled.state, {}, None, ranks)
+
+
+with joined("cpu") as ranks:
     for settings in json.loads(Path(sys.argv[1]).read_text()):
-        surefoot.train(settings, screen=False)
+        target = settings.pop("reshard_to", None)
+        if target is None:
+            surefoot.train(settings, screen=False)
+        else:
+            reshard(settings, target, ranks)
+leave(0)

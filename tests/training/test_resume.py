@@ -140,13 +140,13 @@ def test_kill_9_at_any_moment_then_resume_bit_for_bit(settings: dict[str, Any], 
 
 
 def test_sigterm_during_a_save_lets_it_finish(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = checkpoint._write_tensors
+    original = checkpoint.write_pieces
 
-    def interrupted(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-        original(folder, tensors)
+    def interrupted(*args: Any, **options: Any) -> None:
+        original(*args, **options)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(checkpoint, "_write_tensors", interrupted)
+    monkeypatch.setattr(checkpoint, "write_pieces", interrupted)
     result = surefoot.train(settings, screen=False, save_steps=2)
     assert (result.status, result.steps) == ("interrupted", 2)
     newest, findings = find_newest(result.run_folder)

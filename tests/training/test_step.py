@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from surefoot.data.loader import MicroBatch
+from surefoot.parallel.ranks import ALONE
 from surefoot.training import loss as loss_module
 from surefoot.training.loss import _nll_sum
 from surefoot.training.step import LossParts, NotFinite, Totals, train_step
@@ -24,6 +25,8 @@ class Quadratic:
     def begin_step(self, batches: Sequence[MicroBatch]) -> None:
         self.begun.append(len(batches))
 
+    def end_step(self) -> None: ...
+
     def loss(self, batch: MicroBatch, totals: Totals) -> LossParts:
         return LossParts((self.weight * batch.ids.float().sum()).sum() / totals.trained)
 
@@ -36,8 +39,18 @@ def batch(*ids: int) -> MicroBatch:
 def step(weight: nn.Parameter, batches: list[MicroBatch], **changes: float) -> tuple[float, float]:
     optimizer = torch.optim.SGD([weight], lr=0.0)
     options = {"learning_rate": 1.0, "max_grad_norm": 0.0, **changes}
+    totals = Totals(
+        *(sum(getattr(b, name) for b in batches) for name in ("num_tokens", "num_trained", "trained_weight"))
+    )
     result = train_step(
-        batches, Quadratic(weight), optimizer, {"weight": weight}, forward_context=contextlib.nullcontext, **options
+        batches,
+        totals,
+        Quadratic(weight),
+        optimizer,
+        {"weight": weight},
+        ALONE,
+        forward_context=contextlib.nullcontext,
+        **options,
     )
     return result.loss, result.grad_norm
 

@@ -121,21 +121,23 @@ def note_process() -> None:
     Path(os.environ[FOLDER], f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
 
 
-def note_failure(error: BaseException, *, kind: str, is_agreed: bool) -> None:
-    """In a rank: leave the reason why it fails."""
+def note_failure(error: BaseException, *, kind: str, is_agreed: bool) -> bool:
+    """In a rank: leave the reason why it fails. Returns whether that is only a consequence of another rank's end."""
     rank = int(os.environ["RANK"])
     text = str(error) or type(error).__name__
+    is_consequence = isinstance(error, KeyboardInterrupt) or (not kind and any(sign in text for sign in GONE))
     note = {
         "rank": rank,
         "time_ns": time.time_ns(),
         "kind": kind,
         "reason": text if kind else f"rank {rank}: {type(error).__name__}: {text}",
         "is_agreed": is_agreed,
-        "is_consequence": isinstance(error, KeyboardInterrupt) or (not kind and any(sign in text for sign in GONE)),
+        "is_consequence": is_consequence,
     }
     path = Path(os.environ[FOLDER], f"failure-{rank}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.json")
     with suppress(OSError):  # a disk that is full, or a launcher that is gone: the exit status still tells
         path.write_text(json.dumps(note), encoding="utf-8")
+    return is_consequence
 
 
 def _told(folder: Path) -> RankFailure | None:

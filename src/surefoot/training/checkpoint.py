@@ -92,7 +92,7 @@ def save_checkpoint(
     temporary = target.with_name(f".{target.name}.tmp")
     ranks.from_first(lambda: _empty_folders(temporary))
     try:
-        written = ranks.together(lambda: _write_part(temporary, parameters, optimizer, ranks))
+        written = ranks.together(lambda: _write_part(temporary, target, parameters, optimizer, ranks))
         files = {name: digest for part in ranks.gather(written) for name, digest in part.items()}
         ranks.from_first(lambda: _complete(temporary, target, state, config, files))
     finally:
@@ -115,7 +115,11 @@ def _empty_folders(temporary: Path) -> None:
 
 
 def _write_part(
-    temporary: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, ranks: Ranks
+    temporary: Path,
+    target: Path,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
 ) -> dict[str, str]:
     """Write what this rank holds; returns the SHA-256 of each of its files."""
     blocks = {
@@ -135,9 +139,9 @@ def _write_part(
             sync_file(path)
             digests[str(path.relative_to(temporary))] = sha256_of(path)
         except OSError as error:
-            raise storage_error(path, error) from error
+            raise storage_error(target, error) from error
         except SafetensorError as error:  # it wraps what the system says
-            raise storage_error(path, OSError(errno.EIO, str(error))) from error
+            raise storage_error(target, OSError(errno.EIO, str(error))) from error
     return digests
 
 

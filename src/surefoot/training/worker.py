@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from surefoot.config import load_config
 from surefoot.errors import SurefootError
@@ -36,14 +37,19 @@ def main() -> int:
     except SurefootError as error:
         launch.note_failure(error, kind=type(error).__name__, is_agreed=error.is_agreed)
         return 0 if error.is_agreed else error.exit_status
-    except KeyboardInterrupt as error:
-        launch.note_failure(error, kind="", is_agreed=False)
-        return 1
     except BaseException as error:
-        launch.note_failure(error, kind="", is_agreed=False)
+        if launch.note_failure(error, kind="", is_agreed=False):
+            return 1  # the traceback of a rank that only lost its peer would hide the cause
         raise
     return 0
 
 
+def leave(status: int) -> NoReturn:
+    """End this process without the teardown of native threads, in which a rank of a finished run may still abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -1,0 +1,87 @@
+"""Runs of several ranks: models whose experts divide in many ways, and processes shared between the cases."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from tests.conftest import counting_rows, make_model, write_jsonl
+
+WORKER = Path(__file__).with_name("worker.py")
+Jobs = Mapping[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def parallel_model(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast
+) -> Callable[[str], Path]:
+    """kind -> a folder. `llama`, `mixtral` and `qwen2_moe` (8 experts); `few` has 6; `one_expert` routes all to one."""
+    root = tmp_path_factory.mktemp("parallel_models")
+
+    def folder(kind: str) -> Path:
+        path = root / kind
+        if not path.exists():
+            if kind == "few":
+                model = make_model("qwen2_moe", num_experts=6)
+            elif kind == "one_expert":
+                model = make_model("mixtral", num_experts=8, top_k=1)
+                with torch.no_grad():
+                    for layer in model.model.layers:
+                        layer.mlp.gate.weight.zero_()  # all experts are equally good: the same one is always chosen
+            else:
+                model = make_model(kind, num_experts=8)
+            model.save_pretrained(path)
+            tokenizer.save_pretrained(path)
+        return path
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def parallel_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("parallel_data") / "train.jsonl", counting_rows(40))
+
+
+@pytest.fixture(scope="session")
+def run_on(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, Sequence[dict[str, Any]]], None]:
+    """Run jobs one after the other on so many ranks, in processes that are started once for all of them."""
+    folder = tmp_path_factory.mktemp("jobs")
+
+    def run(num_ranks: int, jobs: Sequence[dict[str, Any]]) -> None:
+        file = folder / f"{len(list(folder.iterdir()))}.json"
+        file.write_text(json.dumps(jobs))
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        done = subprocess.run(
+            [sys.executable, *(launcher if num_ranks > 1 else []), str(WORKER), str(file)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])},
+            capture_output=True,
+            text=True,
+            timeout=60 + 15 * num_ranks + 12 * len(jobs),
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+
+    return run
+
+
+def settings_of(model: Path, data: Path, output: Path, **changes: Any) -> dict[str, Any]:
+    """A run of ten steps whose batches divide by no number of ranks."""
+    return {
+        "model": str(model),
+        "dataset": str(data),
+        "output_dir": str(output),
+        "max_length": 128,
+        "max_steps": 10,
+        "learning_rate": 1e-3,
+        "device": "cpu",
+        "save_steps": 0,
+        "global_batch_size": 7,
+        "per_device_train_batch_size": 2,
+        **changes,
+    }

@@ -1,0 +1,165 @@
+"""Runs of two ranks through the launcher: however one rank ends, all end with it, and the reason names it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from surefoot.training.checkpoint import find_newest, list_checkpoints
+from tests.conftest import counting_rows, write_jsonl
+from tests.parallel.conftest import settings_of
+
+FAULTS = Path(__file__).with_name("faults")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def two_ranks(parallel_model: Callable[[str], Path], parallel_data: Path, tmp_path: Path) -> dict[str, Any]:
+    return settings_of(parallel_model("llama"), parallel_data, tmp_path / "run", nproc_per_node=2, save_steps=2)
+
+
+def start(settings: dict[str, Any], fault: str = "") -> "subprocess.Popen[str]":
+    config = Path(settings["output_dir"]).parent / "run.json"
+    config.write_text(json.dumps(settings))
+    return subprocess.Popen(
+        [sys.executable, "-m", "surefoot", "train", str(config)],
+        env={**os.environ, "PYTHONPATH": str(FAULTS), "FAULT": fault and f"{fault}:{config.parent / 'struck'}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_steps(settings: dict[str, Any], steps: int) -> None:
+    metrics = Path(settings["output_dir"]) / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= steps):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def ranks_of(launcher: int) -> list[int]:
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [
+        int(child) for child in children if "surefoot.training.worker" in Path(f"/proc/{child}/cmdline").read_text()
+    ]
+
+
+def summary_of(settings: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(settings["output_dir"]) / "summary.json").read_text())
+    return found
+
+
+def test_a_rank_that_is_killed_ends_the_run_and_is_named(two_ranks: dict[str, Any]) -> None:
+    settings = {**two_ranks, "max_steps": 5000}
+    process = start(settings)
+    wait_for_steps(settings, 5)
+    ranks = ranks_of(process.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    began = time.monotonic()
+    _, stderr = process.communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    assert process.returncode == 1
+    (error,) = re.findall(r"^error: (.*)", stderr, re.M)
+    assert re.match(r"rank [01] was killed by signal 9 \(SIGKILL\)", error)
+    assert "Traceback" not in stderr
+    assert (summary_of(settings)["status"], summary_of(settings)["error"]) == ("failed", error)
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    assert find_newest(Path(settings["output_dir"]))[0] is not None
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(two_ranks: dict[str, Any]) -> None:
+    settings = {**two_ranks, "max_steps": 5000}
+    process = start(settings)
+    wait_for_steps(settings, 5)
+    os.kill(ranks_of(process.pid)[1], signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "interrupted after" in stdout, stderr
+    summary = summary_of(settings)
+    assert summary["status"] == "interrupted"
+    assert list_checkpoints(Path(settings["output_dir"]))[-1].name == f"step-{summary['steps']:08d}"
+
+
+def test_a_run_starts_again_from_its_checkpoint_when_a_rank_died(two_ranks: dict[str, Any], tmp_path: Path) -> None:
+    """And its numbers are those of a run in which none did."""
+    settings = {**two_ranks, "max_restarts": 1}
+    process = start(settings, "1:SIGKILL:5@step")
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert (tmp_path / "struck").exists()
+    assert "resuming after step 4" in stderr
+    lines = [json.loads(line) for line in (Path(settings["output_dir"]) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert summary_of(settings)["status"] == "completed"
+
+
+def test_an_exception_on_one_rank_ends_all_with_its_reason(two_ranks: dict[str, Any]) -> None:
+    process = start(two_ranks, "1:raise:3@step")
+    began = time.monotonic()
+    _, stderr = process.communicate(timeout=120)
+    assert time.monotonic() - began < 60
+    assert process.returncode == 1
+    assert "error: rank 1: ValueError: broken on purpose" in stderr
+    assert summary_of(two_ranks)["error"] == "rank 1: ValueError: broken on purpose"
+    assert summary_of(two_ranks)["steps"] == 2
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all_with_one_finding(
+    two_ranks: dict[str, Any], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """A token whose embedding is broken comes in one row alone."""
+    rows = counting_rows(12)
+    rows[9]["messages"][0]["content"] += " ~"
+    model = AutoModelForCausalLM.from_pretrained(two_ranks["model"])
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tokenizer.encode("~")] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    changes = {"model": str(tmp_path / "model"), "dataset": str(data), "global_batch_size": 4, "shuffle": False}
+    settings = {**two_ranks, **changes}
+    process = start(settings)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 3, stderr
+    (finding,) = summary_of(settings)["findings"]
+    assert finding["code"] == "SF401"
+    assert finding["evidence"]["step"] == 3
+    assert finding["evidence"]["ranks"] == "1"
+    assert "rows.jsonl:10" in finding["evidence"]["rows"]
+    assert stderr.count("SF401") == 1
+
+
+@pytest.mark.parametrize("fault", ["1:SIGKILL:4@save", "0:SIGKILL:5@save"])
+def test_a_kill_during_a_save_leaves_the_checkpoint_before(two_ranks: dict[str, Any], fault: str) -> None:
+    """Of rank 1 after its second save's last file, of rank 0 just before the manifest of the second save."""
+    process = start(two_ranks, fault)
+    process.communicate(timeout=120)
+    assert process.returncode == 1
+    newest, findings = find_newest(Path(two_ranks["output_dir"]))
+    assert newest is not None
+    assert newest.name == "step-00000002"
+    assert findings == []
+
+
+def test_two_launched_runs_never_share_a_folder(two_ranks: dict[str, Any]) -> None:
+    settings = {**two_ranks, "max_steps": 5000}
+    first = start(settings)
+    wait_for_steps(settings, 1)
+    _, stderr = start(settings).communicate(timeout=60)
+    assert "is in use by another process right now" in stderr
+    first.send_signal(signal.SIGINT)
+    stdout, _ = first.communicate(timeout=60)
+    assert "interrupted after" in stdout
+    assert summary_of(settings)["status"] == "interrupted"

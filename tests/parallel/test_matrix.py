@@ -1,0 +1,182 @@
+"""The invariance contract: a run has the same numbers on every topology, and its checkpoints go on on any other."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from surefoot.training.pieces import Pieces
+from tests.parallel.conftest import settings_of
+
+TOLERANCE = 1e-4
+
+TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, {}),
+    "2-zero0": (2, {"zero_stage": 0}),
+    "2-zero1": (2, {"zero_stage": 1}),
+    "2-zero2": (2, {"zero_stage": 2}),
+    "2-zero3": (2, {"zero_stage": 3}),
+    "2-ep2": (2, {"expert_parallel_size": 2}),
+    "2-ep2-zero3": (2, {"expert_parallel_size": 2, "zero_stage": 3}),
+    "3-zero2": (3, {"zero_stage": 2}),
+    "3-zero3": (3, {"zero_stage": 3}),
+    "4-zero1": (4, {"zero_stage": 1}),
+    "4-zero2": (4, {"zero_stage": 2}),
+    "4-zero3": (4, {"zero_stage": 3}),
+    "4-ep2-zero3": (4, {"expert_parallel_size": 2, "zero_stage": 3}),
+    "4-ep4": (4, {"expert_parallel_size": 4}),
+    "4-replicate2-ep2-zero3": (4, {"dp_replicate_size": 2, "expert_parallel_size": 2, "zero_stage": 3}),
+    "5-zero3": (5, {"zero_stage": 3}),
+}
+JOBS: dict[str, dict[str, Any]] = {
+    "llama-full": {"model": "llama", "tuning": "full"},
+    "mixtral-lora-packed": {"model": "mixtral", "packing": True, "global_batch_size": 3},
+    "mixtral-full": {"model": "mixtral", "tuning": "full"},
+    "qwen2_moe-lora": {"model": "qwen2_moe", "router_aux_loss_coef": 0.01},
+    "qwen2_moe-lora-router": {
+        "model": "qwen2_moe",
+        "target_modules": ["all", "router"],
+        "gradient_checkpointing": True,
+    },
+    "few-full": {"model": "few", "tuning": "full", "router_aux_loss_coef": 0.01},
+    "one_expert-lora": {"model": "one_expert", "global_batch_size": 1},
+    "one_expert-full": {"model": "one_expert", "tuning": "full", "router_aux_loss_coef": 0.01, "global_batch_size": 3},
+}
+FAST = ("1", "2-zero1", "2-zero2", "2-zero3", "2-ep2", "2-ep2-zero3")
+"""In `make test`; all others in `make test-matrix`."""
+
+RESUMED_JOBS = ("qwen2_moe-lora", "mixtral-full")
+MIDDLE = Path("checkpoints", "step-00000005")
+RESUMES = [("2-zero2", "1"), ("1", "2-ep2-zero3"), ("2-ep2", "2-zero3"), ("2-zero3", "2-ep2")]
+SLOW_RESUMES = [
+    ("4-ep2-zero3", "3-zero2"), ("5-zero3", "4-replicate2-ep2-zero3"), ("4-ep4", "1"), ("3-zero3", "5-zero3"),
+]  # fmt: skip
+
+
+def _is_possible(topology: str, job: str) -> bool:
+    ranks = TOPOLOGIES[topology][1].get("expert_parallel_size", 1)
+    return ranks == 1 or not (job.startswith("llama") or (job.startswith("few") and ranks == 4))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    metrics: list[dict[str, Any]]
+    weights: dict[str, Tensor]
+
+
+class Runs:
+    """Runs all jobs of all topologies with as many ranks, in the same processes, when the first one is asked for."""
+
+    def __init__(self, root: Path, start: Callable[[str, str, Path], dict[str, Any]], run_on: Any) -> None:
+        self._root, self._settings, self._run_on = root, start, run_on
+        self._done: set[Path] = set()
+
+    def _all(self, like: str) -> list[str]:
+        """The topologies that start together with this one."""
+        ranks = TOPOLOGIES[like][0]
+        return [name for name in TOPOLOGIES if TOPOLOGIES[name][0] == ranks and (name in FAST) == (like in FAST)]
+
+    def folder(self, topology: str, job: str) -> Path:
+        folder = self._root / topology / job
+        if folder not in self._done:
+            wanted = {
+                self._root / name / each: self._settings(name, each, self._root / name / each)
+                for name in self._all(topology)
+                for each in JOBS
+                if _is_possible(name, each)
+            }
+            self._done |= wanted.keys()
+            self._run_on(TOPOLOGIES[topology][0], list(wanted.values()))
+        return folder
+
+    def resumed(self, before: str, after: str, job: str) -> Path:
+        """The folder of a run that went on from step 5 of another; `resharded` in it holds what it loaded."""
+        folder = self._root / f"{before}-then-{after}" / job
+        if folder not in self._done:
+            pairs = RESUMES if (before, after) in RESUMES else SLOW_RESUMES
+            ranks = TOPOLOGIES[after][0]
+            jobs = []
+            for one, other in (pair for pair in pairs if TOPOLOGIES[pair[1]][0] == ranks):
+                for each in RESUMED_JOBS:
+                    target = self._root / f"{one}-then-{other}" / each
+                    middle = self.folder(one, each) / MIDDLE
+                    settings = {**self._settings(other, each, target), "resume_from_checkpoint": str(middle)}
+                    jobs += [settings, {**settings, "reshard_to": str(target / "resharded")}]
+                    self._done.add(target)
+            self._run_on(ranks, jobs)
+        return folder
+
+    def outcome(self, topology: str, job: str) -> Outcome:
+        return outcome_of(self.folder(topology, job))
+
+
+def outcome_of(folder: Path) -> Outcome:
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    artifact = json.loads((folder / "summary.json").read_text())["artifact"]
+    weights = {
+        name: value for path in sorted(Path(artifact).glob("*.safetensors")) for name, value in load_file(path).items()
+    }
+    return Outcome(metrics, weights)
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory, parallel_model: Any, parallel_data: Path, run_on: Any) -> Runs:
+    def settings(topology: str, job: str, output: Path) -> dict[str, Any]:
+        changes = {**JOBS[job], **TOPOLOGIES[topology][1], "save_steps": 5}
+        return settings_of(parallel_model(changes.pop("model")), parallel_data, output, **changes)
+
+    return Runs(tmp_path_factory.mktemp("matrix"), settings, run_on)
+
+
+def _cases(topologies: Sequence[str]) -> list[Any]:
+    return [
+        pytest.param(topology, job, marks=() if topology in FAST else pytest.mark.matrix)
+        for topology in topologies
+        for job in JOBS
+        if _is_possible(topology, job)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "job"), _cases([name for name in TOPOLOGIES if name != "1"]))
+def test_a_run_is_the_same_on_every_topology(runs: Runs, topology: str, job: str) -> None:
+    alone, spread = runs.outcome("1", job), runs.outcome(topology, job)
+    assert len(spread.metrics) == 10
+    for one, other in zip(alone.metrics, spread.metrics, strict=True):
+        assert other.keys() == one.keys()
+        for name in one.keys() & {"loss", "grad_norm", "aux_loss"}:
+            assert other[name] == pytest.approx(one[name], rel=TOLERANCE), (name, one["step"])
+        for name in ("tokens", "trained_tokens", "epoch", "learning_rate", "expert_load"):  # the same rows
+            assert other.get(name) == one.get(name), (name, one["step"])
+    assert spread.weights.keys() == alone.weights.keys()
+    for name, value in spread.weights.items():
+        torch.testing.assert_close(value, alone.weights[name], rtol=0, atol=TOLERANCE, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"), [*RESUMES, *(pytest.param(*pair, marks=pytest.mark.matrix) for pair in SLOW_RESUMES)]
+)
+@pytest.mark.parametrize("job", RESUMED_JOBS)
+def test_a_checkpoint_goes_on_on_any_topology(runs: Runs, before: str, after: str, job: str) -> None:
+    folder = runs.resumed(before, after, job)
+    for part in ("model", "optimizer"):  # bit for bit
+        saved, again = (Pieces(path / MIDDLE / part) for path in (runs.folder(before, job), folder / "resharded"))
+        assert saved.shapes == again.shapes
+        for name in saved.shapes:
+            assert torch.equal(saved.read(name), again.read(name)), name
+
+    whole, resumed = runs.outcome("1", job), outcome_of(folder)
+    assert [line["step"] for line in resumed.metrics] == [6, 7, 8, 9, 10]
+    for one, other in zip(whole.metrics[5:], resumed.metrics, strict=True):
+        assert other["tokens"] == one["tokens"]
+        assert other["loss"] == pytest.approx(one["loss"], rel=TOLERANCE)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=TOLERANCE)
+    for name, value in resumed.weights.items():
+        torch.testing.assert_close(value, whole.weights[name], rtol=0, atol=TOLERANCE, msg=name)
