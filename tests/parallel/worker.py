@@ -12,10 +12,10 @@ from typing import Any
 import surefoot
 from surefoot.config import load_config
 from surefoot.parallel.ranks import Ranks, joined
-from surefoot.training.checkpoint import save_checkpoint
 from surefoot.training.folder import Resume
 from surefoot.training.resolve import resolve
 from surefoot.training.run import _assemble
+from surefoot.training.saver import Saver
 from surefoot.training.worker import leave
 
 
@@ -27,7 +27,9 @@ def reshard(settings: dict[str, Any], target: str, ranks: Ranks) -> None:
     with ExitStack() as undo:
         assembled = _assemble(loaded, resume, lambda _: None, undo, ranks)
     job = assembled.job
-    save_checkpoint(Path(target), job.parameters, job.optimizer, assembled.state, {}, None, ranks)
+    saver = Saver(Path(target), {}, None, ranks)
+    saver.save(job.parameters, job.optimizer, assembled.state)
+    saver.wait()
 
 
 with joined("cpu") as ranks:

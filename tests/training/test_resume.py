@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 import surefoot
 from surefoot.errors import CheckpointError, ConfigError, DataError, StorageError
-from surefoot.training import checkpoint
-from surefoot.training.checkpoint import DamagedCheckpoint, find_newest, list_checkpoints, verify
+from surefoot.training import saver
+from surefoot.training.checkpoint import DamagedCheckpoint, find_newest, list_checkpoints, read_parameters, verify
 from tests.conftest import counting_rows, write_jsonl
 from tests.conftest import surefoot as command
 
@@ -140,13 +140,13 @@ def test_kill_9_at_any_moment_then_resume_bit_for_bit(settings: dict[str, Any], 
 
 
 def test_sigterm_during_a_save_lets_it_finish(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = checkpoint.write_pieces
+    original = saver.write_pieces
 
     def interrupted(*args: Any, **options: Any) -> None:
         original(*args, **options)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(checkpoint, "write_pieces", interrupted)
+    monkeypatch.setattr(saver, "write_pieces", interrupted)
     result = surefoot.train(settings, screen=False, save_steps=2)
     assert (result.status, result.steps) == ("interrupted", 2)
     newest, findings = find_newest(result.run_folder)
@@ -370,3 +370,29 @@ def test_the_command_line_reports_an_interruption(settings: dict[str, Any], tmp_
     assert summary["status"] == "interrupted"
     assert len(list_checkpoints(Path(settings["output_dir"]))) == 1
     assert command("export", settings["output_dir"], str(tmp_path / "adapter")).returncode == 0
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is written is the state at the save, not the one training has come to since."""
+    base = {**settings, "save_steps": 2, "lr_scheduler_type": "constant"}
+    surefoot.train({**base, "output_dir": str(tmp_path / "quick"), "max_steps": 2}, screen=False)
+    original, metrics = saver.write_pieces, Path(base["output_dir"]) / "metrics.jsonl"
+    waited: list[Path] = []
+
+    def after_two_more_steps(path: Path, *args: Any, **options: Any) -> None:
+        if "step-00000002" in str(path):
+            deadline = time.monotonic() + 30
+            while len(metrics.read_text().splitlines()) < 4:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            waited.append(path)
+        original(path, *args, **options)
+
+    monkeypatch.setattr(saver, "write_pieces", after_two_more_steps)
+    surefoot.train({**base, "max_steps": 5}, screen=False)
+    assert len(waited) == 2
+    folder = "checkpoints/step-00000002"
+    written, wanted = (read_parameters(Path(run) / folder) for run in (base["output_dir"], tmp_path / "quick"))
+    assert all(torch.equal(written[name], value) for name, value in wanted.items())

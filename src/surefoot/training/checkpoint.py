@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, checked before they are trusted, named by global parameter names.
+"""Checkpoints: found, checked before they are trusted, and read. `saver` writes them.
 
     step-00000100/manifest.json   format version, step, config, SHA-256 of every file
                   model/          what is trained, a file per rank that wrote (see `pieces`)
@@ -8,28 +8,23 @@
 Nothing here depends on how many ranks wrote it. No pickle is written or read.
 """
 
-import errno
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-import surefoot
 from surefoot.data.order import Position
 from surefoot.errors import CheckpointError
 from surefoot.findings import Finding
 from surefoot.models.placement import block_of
-from surefoot.parallel.ranks import ALONE, Ranks
-from surefoot.storage import sha256_of, storage_error, sync_file, sync_folder, write_json
-from surefoot.training.pieces import Pieces, write_pieces
+from surefoot.storage import sha256_of
+from surefoot.training.pieces import Pieces
 
 FORMAT_VERSION = 3
 NAME = re.compile(r"^step-(\d{8})$")
@@ -73,101 +68,6 @@ def remove_leftovers(run_folder: Path) -> None:
     """Delete what an interrupted save left behind. Only for the process that holds the run folder."""
     for path in (*run_folder.glob(".*.tmp"), *(run_folder / "checkpoints").glob(".step-*.tmp")):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def save_checkpoint(
-    run_folder: Path,
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    state: TrainState,
-    config: Mapping[str, Any],
-    keep: int | None,
-    ranks: Ranks = ALONE,
-) -> Path:
-    """Write the checkpoint of `state.step`, each rank its part, and delete those beyond the newest `keep`.
-
-    Collective. Raises: StorageError on all ranks where the disk refuses any; older checkpoints stay.
-    """
-    target = checkpoint_folder(run_folder, state.step)
-    temporary = target.with_name(f".{target.name}.tmp")
-    ranks.from_first(lambda: _empty_folders(temporary))
-    try:
-        written = ranks.together(lambda: _write_part(temporary, target, parameters, optimizer, ranks))
-        files = {name: digest for part in ranks.gather(written) for name, digest in part.items()}
-        ranks.from_first(lambda: _complete(temporary, target, state, config, files))
-    finally:
-        if ranks.is_first:
-            shutil.rmtree(temporary, ignore_errors=True)
-    if ranks.is_first:
-        for old in list_checkpoints(run_folder)[: -keep if keep else 0]:
-            shutil.rmtree(old)
-    return target
-
-
-def _empty_folders(temporary: Path) -> None:
-    try:
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        for part in PARTS:
-            (temporary / part).mkdir(parents=True)
-    except OSError as error:
-        raise storage_error(temporary, error) from error
-
-
-def _write_part(
-    temporary: Path,
-    target: Path,
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    ranks: Ranks,
-) -> dict[str, str]:
-    """Write what this rank holds; returns the SHA-256 of each of its files."""
-    blocks = {
-        "model": {name: block_of(parameter) for name, parameter in parameters.items()},
-        "optimizer": {
-            f"{moment}.{name}": block_of(optimizer.state[parameter][moment])
-            for name, parameter in parameters.items()
-            if parameter in optimizer.state
-            for moment in MOMENTS
-        },
-    }
-    digests = {}
-    for part in PARTS:
-        path = temporary / part / f"rank-{ranks.rank:05d}.safetensors"
-        try:
-            write_pieces(path, blocks[part], is_first=ranks.is_first)
-            sync_file(path)
-            digests[str(path.relative_to(temporary))] = sha256_of(path)
-        except OSError as error:
-            raise storage_error(target, error) from error
-        except SafetensorError as error:  # it wraps what the system says
-            raise storage_error(target, OSError(errno.EIO, str(error))) from error
-    return digests
-
-
-def _complete(
-    temporary: Path, target: Path, state: TrainState, config: Mapping[str, Any], files: dict[str, str]
-) -> None:
-    """All parts are there: say so, and let the checkpoint be found."""
-    write_json(temporary / "state.json", asdict(state))
-    manifest = {
-        "format_version": FORMAT_VERSION,
-        "surefoot_version": surefoot.__version__,
-        "step": state.step,
-        "config": dict(config),
-        "files": {**files, "state.json": sha256_of(temporary / "state.json")},
-    }
-    write_json(temporary / "manifest.json", manifest)
-    try:
-        for part in PARTS:
-            sync_folder(temporary / part)
-        sync_folder(temporary)
-        if target.exists():
-            shutil.rmtree(target)
-        os.replace(temporary, target)
-        sync_folder(target.parent)
-    except OSError as error:
-        raise storage_error(target, error) from error
 
 
 def verify(path: Path) -> dict[str, Any]:

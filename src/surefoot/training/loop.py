@@ -25,8 +25,9 @@ from surefoot.errors import DataError, StoppedOnFinding, SurefootError
 from surefoot.events import CheckpointSaved, Evaluated, Event, StepEnded
 from surefoot.findings import Finding
 from surefoot.parallel.ranks import Ranks
-from surefoot.training.checkpoint import TrainState, checkpoint_folder, list_checkpoints, save_checkpoint
+from surefoot.training.checkpoint import TrainState, checkpoint_folder, list_checkpoints
 from surefoot.training.optim import EPSILON, learning_rate_at
+from surefoot.training.saver import Saver
 from surefoot.training.step import NotFinite, Objective, StepResult, Totals, train_step
 
 
@@ -84,7 +85,7 @@ class Job:
     forward_context: Callable[[], AbstractContextManager[object]]
     before_micro_batch: Callable[[bool], None]
     emit: Callable[[Event], None]
-    saved_config: dict[str, Any]
+    saver: Saver
     ranks: Ranks
 
     def share(self, step: int, epoch: float) -> float:
@@ -120,7 +121,8 @@ def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Lite
             if job.eval_batches and (is_last or (config.eval_steps and state.step % config.eval_steps == 0)):
                 _evaluate(job, state)
             if config.save_steps and not is_last and state.step % config.save_steps == 0:
-                _save(job, state)
+                job.saver.save(job.parameters, job.optimizer, state)
+            _tell_of_saves(job)
         ended_early = not job.is_over(state)
         if ended_early or config.save_steps:
             _save_if_new(job, state)
@@ -148,6 +150,7 @@ def _get_ready(job: Job, state: TrainState, stop: StopSignal) -> _Ready | None:
     batches: list[MicroBatch] = []
     error: SurefootError | None = None
     try:
+        job.saver.raise_error()
         rows, batches = job.batches(state.position)
     except SurefootError as caught:
         error = caught
@@ -237,17 +240,19 @@ def _evaluate(job: Job, state: TrainState) -> None:
 
 
 def _save_if_new(job: Job, state: TrainState) -> None:
+    """The state is on disk when this returns. Collective."""
+    job.saver.wait()
     folder = checkpoint_folder(job.run_folder, state.step)
     if state.step and job.ranks.from_first(lambda: folder not in list_checkpoints(job.run_folder)):
-        _save(job, state)
+        job.saver.save(job.parameters, job.optimizer, state)
+        job.saver.wait()
+    _tell_of_saves(job)
 
 
-def _save(job: Job, state: TrainState) -> None:
-    began = time.perf_counter()
-    path = save_checkpoint(
-        job.run_folder, job.parameters, job.optimizer, state, job.saved_config, job.config.save_total_limit, job.ranks
-    )
-    job.emit(CheckpointSaved(state.step, path, time.perf_counter() - began))
+def _tell_of_saves(job: Job) -> None:
+    saved = job.saver.completed()
+    if saved is not None:
+        job.emit(CheckpointSaved(saved.step, saved.path, saved.save_time_s))
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -261,6 +266,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 def _not_finite_finding(
     job: Job, state: TrainState, error: NotFinite, batches: Sequence[MicroBatch], learning_rate: float
 ) -> Finding:
+    job.saver.wait()
     saved = list_checkpoints(job.run_folder)
     ranks = job.ranks.gather([[place for batch in batches for place in batch.places], list(error.parameters)])
     places = [place for found, _ in ranks for place in found]

@@ -29,6 +29,7 @@ from surefoot.training.metrics import build_observers
 from surefoot.training.optim import build_optimizer
 from surefoot.training.record import RunRecord, RunResult, Status, completed_earlier, environment
 from surefoot.training.resolve import device_type, resolve
+from surefoot.training.saver import Saver
 from surefoot.training.sft import SftObjective
 
 Emit = Callable[[Event], None]
@@ -179,9 +180,10 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit, undo: ExitStack,
         forward_context=forward_context,
         before_micro_batch=partial(sharding.before_micro_batch, built.model) if sharding else lambda _: None,
         emit=emit,
-        saved_config=config.model_dump(mode="json"),
+        saver=Saver(folder, config.model_dump(mode="json"), config.save_total_limit, ranks),
         ranks=ranks,
     )
+    undo.callback(job.saver.end)
     ranks.from_first(lambda: _begin_folder(config, device, ranks))
     emit(_started(job, state, built.model))
     target = folder / ("adapter" if lora else "model")
@@ -217,7 +219,7 @@ def _resumed(
 def _started(job: Job, state: TrainState, model: PreTrainedModel) -> RunStarted:
     return RunStarted(
         run_folder=job.run_folder,
-        config=job.saved_config,
+        config=job.config.model_dump(mode="json"),
         total_steps=job.total_steps,
         first_step=state.step + 1,
         trainable_parameters=sum(p.numel() for p in job.parameters.values()),

@@ -10,7 +10,7 @@ from typing import Any
 
 rank, what, when, file = (os.environ.get("FAULT", "") + ":::").split(":")[:4]
 if rank and os.environ.get("RANK") == rank and not Path(file).exists():
-    from surefoot.training import checkpoint, step
+    from surefoot.training import saver, step
 
     calls = 0
 
@@ -32,4 +32,4 @@ if rank and os.environ.get("RANK") == rank and not Path(file).exists():
 
         setattr(module, name, faulty)
 
-    before(*{"step": (step, "_sum_of_squares"), "save": (checkpoint, "sha256_of")}[when.split("@")[1]])
+    before(*{"step": (step, "_sum_of_squares"), "save": (saver, "sha256_of")}[when.split("@")[1]])

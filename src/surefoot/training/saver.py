@@ -1,0 +1,219 @@
+"""Writes checkpoints beside training: each rank copies its part, then a thread of its own writes it.
+
+    .step-00000100.tmp/model/rank-00000.safetensors ...    written by every rank
+                       notes/rank-00000.json               that rank is done: the checksums of its files, or its failure
+    step-00000100/                                         renamed by rank 0 once all notes are there
+
+The threads talk through the file system alone, so no collective ever runs beside training, and a rank that is killed
+at any moment leaves a folder that is no checkpoint. Training waits for the copy only, and for a save before it.
+"""
+
+import errno
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+import surefoot
+from surefoot.errors import StorageError, SurefootError
+from surefoot.models.placement import Block, block_of
+from surefoot.parallel.ranks import ALONE, Ranks
+from surefoot.storage import sha256_of, storage_error, sync_file, sync_folder, write_json
+from surefoot.training.checkpoint import FORMAT_VERSION, MOMENTS, PARTS, TrainState, checkpoint_folder, list_checkpoints
+from surefoot.training.pieces import write_pieces
+
+DEADLINE_S = 3600.0
+"""The longest that rank 0 waits for the other ranks' parts of one checkpoint."""
+POLL_S = 0.02
+NOTES = "notes"
+
+Blocks = dict[str, dict[str, Block]]
+"""Part of the checkpoint (`model`, `optimizer`) -> name -> what this rank holds of it."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is complete, as far as this rank can tell."""
+
+    step: int
+    path: Path
+    save_time_s: float
+
+
+class Saver:
+    """The checkpoints of one run, one at a time."""
+
+    def __init__(self, run_folder: Path, config: Mapping[str, Any], keep: int | None, ranks: Ranks = ALONE) -> None:
+        self._run_folder = run_folder
+        self._config = config
+        self._keep = keep
+        self._ranks = ranks
+        self._copies: dict[tuple[str, str], Tensor] = {}
+        """Host memory for this rank's part, kept from save to save."""
+        self._thread: threading.Thread | None = None
+        self._error: SurefootError | None = None
+        self._saved: Saved | None = None
+        self._is_abandoned = threading.Event()
+
+    def save(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, state: TrainState) -> None:
+        """Copy this rank's part and write it in the background, once the save before is complete.
+
+        Collective. Raises: StorageError on all ranks where the disk refuses any; older checkpoints stay.
+        """
+        self.wait()
+        target = checkpoint_folder(self._run_folder, state.step)
+        temporary = target.with_name(f".{target.name}.tmp")
+        self._ranks.from_first(lambda: _empty_folders(temporary, target))
+        began = time.perf_counter()
+        blocks = self._copied(parameters, optimizer)
+        self._thread = threading.Thread(
+            target=self._write, args=(temporary, target, blocks, state, began), name="saver", daemon=True
+        )
+        self._thread.start()
+
+    def raise_error(self) -> None:
+        """Raises: StorageError where this rank's part of the last save failed."""
+        if self._error is not None:
+            raise self._error
+
+    def completed(self) -> Saved | None:
+        """The save that was completed since this was last asked."""
+        saved, self._saved = self._saved, None
+        return saved
+
+    def wait(self) -> None:
+        """Wait until the save in the background is complete. Collective. Raises: StorageError on all ranks."""
+        if self._thread is not None:
+            self._thread.join(DEADLINE_S)
+            if self._thread.is_alive():
+                self._error = StorageError(f"{self._run_folder}: a checkpoint was not written in {DEADLINE_S:.0f} s.")
+            self._thread = None
+        self._ranks.together(self.raise_error)
+
+    def end(self) -> None:
+        """The run is over, well or not: let the disk finish, but wait for no other rank."""
+        self._is_abandoned.set()
+        if self._thread is not None:
+            self._thread.join(DEADLINE_S)
+
+    def _copied(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> Blocks:
+        """This rank's part in host memory, as it is now."""
+        blocks: Blocks = {
+            "model": {name: block_of(parameter) for name, parameter in parameters.items()},
+            "optimizer": {
+                f"{moment}.{name}": block_of(optimizer.state[parameter][moment])
+                for name, parameter in parameters.items()
+                if parameter in optimizer.state
+                for moment in MOMENTS
+            },
+        }
+        is_cuda = any(parameter.is_cuda for parameter in parameters.values())
+        copied: Blocks = {part: {} for part in PARTS}
+        for part, named in blocks.items():
+            for name, block in named.items():
+                copy = self._copies.get((part, name))
+                if copy is None or copy.shape != block.local.shape:
+                    copy = torch.empty_like(block.local, device="cpu", pin_memory=is_cuda)
+                    self._copies[part, name] = copy
+                copy.copy_(block.local, non_blocking=True)
+                copied[part][name] = replace(block, local=copy)
+        if is_cuda:
+            torch.cuda.synchronize()
+        return copied
+
+    def _write(self, temporary: Path, target: Path, blocks: Blocks, state: TrainState, began: float) -> None:
+        """What the thread does."""
+        try:
+            note: dict[str, Any] = {}
+            try:
+                note["files"] = _write_part(temporary, target, blocks, self._ranks)
+            except SurefootError as error:
+                note["error"] = str(error)
+                raise
+            finally:
+                write_json(temporary / NOTES / f"rank-{self._ranks.rank:05d}.json", note)
+            if self._ranks.is_first:
+                files = self._files_of_all(temporary)
+                _complete(temporary, target, state, self._config, files)
+                for old in list_checkpoints(self._run_folder)[: -self._keep if self._keep else 0]:
+                    shutil.rmtree(old)
+            self._saved = Saved(state.step, target, time.perf_counter() - began)
+        except OSError as error:
+            self._error = storage_error(target, error)
+        except SurefootError as error:
+            self._error = error
+        if self._error is not None and self._ranks.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _files_of_all(self, temporary: Path) -> dict[str, str]:
+        """Wait for every rank's note; returns the checksums of all files. Raises: StorageError where a rank failed."""
+        files: dict[str, str] = {}
+        deadline = time.monotonic() + DEADLINE_S
+        for rank in range(self._ranks.size):
+            path = temporary / NOTES / f"rank-{rank:05d}.json"
+            while not path.exists():
+                if time.monotonic() > deadline or self._is_abandoned.wait(POLL_S):
+                    raise StorageError(f"{temporary}: rank {rank} has not written its part.")
+            note = json.loads(path.read_text("utf-8"))
+            if "error" in note:
+                raise StorageError(note["error"])
+            files |= note["files"]
+        return files
+
+
+def _empty_folders(temporary: Path, target: Path) -> None:
+    try:
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        for part in (*PARTS, NOTES):
+            (temporary / part).mkdir(parents=True)
+    except OSError as error:
+        raise storage_error(target, error) from error
+
+
+def _write_part(temporary: Path, target: Path, blocks: Blocks, ranks: Ranks) -> dict[str, str]:
+    """Write what this rank holds; returns the SHA-256 of each of its files."""
+    digests = {}
+    for part in PARTS:
+        path = temporary / part / f"rank-{ranks.rank:05d}.safetensors"
+        try:
+            write_pieces(path, blocks[part], is_first=ranks.is_first)
+            sync_file(path)
+            digests[str(path.relative_to(temporary))] = sha256_of(path)
+        except OSError as error:
+            raise storage_error(target, error) from error
+        except SafetensorError as error:  # it wraps what the system says
+            raise storage_error(target, OSError(errno.EIO, str(error))) from error
+    return digests
+
+
+def _complete(
+    temporary: Path, target: Path, state: TrainState, config: Mapping[str, Any], files: Mapping[str, str]
+) -> None:
+    """All parts are there: say so, and let the checkpoint be found."""
+    shutil.rmtree(temporary / NOTES)
+    write_json(temporary / "state.json", asdict(state))
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "surefoot_version": surefoot.__version__,
+        "step": state.step,
+        "config": dict(config),
+        "files": {**files, "state.json": sha256_of(temporary / "state.json")},
+    }
+    write_json(temporary / "manifest.json", manifest)
+    for part in PARTS:
+        sync_folder(temporary / part)
+    sync_folder(temporary)
+    if target.exists():
+        shutil.rmtree(target)
+    os.replace(temporary, target)
+    sync_folder(target.parent)
