@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return verb(parsed)
     except SurefootError as error:
-        if not isinstance(error, StoppedOnFinding):  # a finding has been shown when it was made
+        is_said = error.is_agreed and os.environ.get("RANK", "0") != "0"  # by rank 0
+        if not is_said and not isinstance(error, StoppedOnFinding):  # a finding has been shown when it was made
             print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
@@ -108,7 +109,9 @@ def _count(text: str) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     result = surefoot.train(arguments.config, arguments.overrides)
-    if arguments.json:
+    if os.environ.get("RANK", "0") != "0":
+        pass  # one of several ranks: rank 0 speaks
+    elif arguments.json:
         _print_json(result.as_dict())
     else:
         speed = f", {result.tokens_per_second:.0f} tok/s" if result.tokens_per_second else ""

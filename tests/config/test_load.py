@@ -225,7 +225,10 @@ def test_changed_fields_are_those_that_enter_the_numbers(tmp_path: Path) -> None
     same = run.model_copy(update={"save_steps": 7, "per_device_train_batch_size": 1, "logging_steps": 3})
     assert changed_fields(saved, same) == []
     other = run.model_copy(update={"learning_rate": 0.5, "global_batch_size": 4})
-    assert changed_fields(saved, other) == ["learning_rate: 0.0001 -> 0.5", "sequences per step: 8 -> 4"]
+    assert changed_fields(saved, other) == [
+        "learning_rate: 0.0001 -> 0.5",
+        "sequences per step: 8 -> 4 (set global_batch_size: 8 to go on)",
+    ]
 
 
 def test_a_constant_schedule_may_be_extended(tmp_path: Path) -> None:

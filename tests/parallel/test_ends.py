@@ -66,13 +66,14 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(two_ranks: dict[str, An
     wait_for_steps(settings, 5)
     ranks = ranks_of(process.pid)
     assert len(ranks) == 2
+    number = Path(f"/proc/{ranks[1]}/environ").read_bytes().split(b"\0RANK=")[1][:1].decode()
     os.kill(ranks[1], signal.SIGKILL)
     began = time.monotonic()
     _, stderr = process.communicate(timeout=60)
     assert time.monotonic() - began < 30
     assert process.returncode == 1
     (error,) = re.findall(r"^error: (.*)", stderr, re.M)
-    assert re.match(r"rank [01] was killed by signal 9 \(SIGKILL\)", error)
+    assert error.startswith(f"rank {number} was killed by signal 9 (SIGKILL)")
     assert "Traceback" not in stderr
     assert (summary_of(settings)["status"], summary_of(settings)["error"]) == ("failed", error)
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
@@ -92,10 +93,12 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(two_ranks: dict[str,
     assert list_checkpoints(Path(settings["output_dir"]))[-1].name == f"step-{summary['steps']:08d}"
 
 
-def test_a_run_starts_again_from_its_checkpoint_when_a_rank_died(two_ranks: dict[str, Any], tmp_path: Path) -> None:
-    """And its numbers are those of a run in which none did."""
+@pytest.mark.parametrize("fault", ["0:raise:5@step", pytest.param("1:SIGKILL:5@step", marks=pytest.mark.matrix)])
+def test_a_run_starts_again_from_its_checkpoint_when_a_rank_died(
+    two_ranks: dict[str, Any], tmp_path: Path, fault: str
+) -> None:
     settings = {**two_ranks, "max_restarts": 1}
-    process = start(settings, "1:SIGKILL:5@step")
+    process = start(settings, fault)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     assert (tmp_path / "struck").exists()
@@ -141,7 +144,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_with_one_finding(
     assert stderr.count("SF401") == 1
 
 
-@pytest.mark.parametrize("fault", ["1:SIGKILL:4@save", "0:SIGKILL:5@save"])
+@pytest.mark.parametrize("fault", [pytest.param("1:SIGKILL:4@save", marks=pytest.mark.matrix), "0:SIGKILL:5@save"])
 def test_a_kill_during_a_save_leaves_the_checkpoint_before(two_ranks: dict[str, Any], fault: str) -> None:
     """Of rank 1 after its second save's last file, of rank 0 just before the manifest of the second save."""
     process = start(two_ranks, fault)
@@ -153,6 +156,7 @@ def test_a_kill_during_a_save_leaves_the_checkpoint_before(two_ranks: dict[str, 
     assert findings == []
 
 
+@pytest.mark.matrix
 def test_two_launched_runs_never_share_a_folder(two_ranks: dict[str, Any]) -> None:
     settings = {**two_ranks, "max_steps": 5000}
     first = start(settings)
@@ -163,3 +167,29 @@ def test_two_launched_runs_never_share_a_folder(two_ranks: dict[str, Any]) -> No
     stdout, _ = first.communicate(timeout=60)
     assert "interrupted after" in stdout
     assert summary_of(settings)["status"] == "interrupted"
+
+
+def test_a_signal_while_ranks_are_starting_stops_them(two_ranks: dict[str, Any]) -> None:
+    process = start({**two_ranks, "max_steps": 5000})
+    deadline = time.monotonic() + 60
+    while not (Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Traceback" not in stderr
+    assert "step 10/" not in stderr
+
+
+def test_data_that_cannot_be_prepared_end_all_ranks(two_ranks: dict[str, Any], tmp_path: Path) -> None:
+    """Beside training, and on rank 0 alone: the others wait for shards that will not come."""
+    rows = [{**row, "n": n} for n, row in enumerate(counting_rows(70_000))]
+    data = write_jsonl(tmp_path / "big.jsonl", [*rows, {"messages": []}])
+    settings = {**two_ranks, "max_steps": 100_000, "dataset": str(data), "shuffle": False, "save_steps": 0}
+    process = start(settings)
+    _, stderr = process.communicate(timeout=150)
+    assert process.returncode == 2, stderr
+    assert stderr.count("big.jsonl:70001: 'messages' must be a non-empty list") == 1
+    assert summary_of(settings)["status"] == "failed"
+    assert list_checkpoints(Path(settings["output_dir"])), "what was trained is kept"

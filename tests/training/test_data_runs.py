@@ -106,8 +106,15 @@ def prepared_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("prepared_beside")
-@pytest.mark.parametrize("name", ["big.jsonl", "big.json", "big.jsonl.gz", "big.parquet"])
-@pytest.mark.parametrize("length", [{"max_steps": 3}, {"max_steps": None, "num_train_epochs": 3e-4, "packing": True}])
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        ("big.jsonl", {"max_steps": 3}),
+        ("big.jsonl", {"max_steps": None, "num_train_epochs": 3e-4, "packing": True}),
+        ("big.jsonl.gz", {"max_steps": None, "num_train_epochs": 3e-4}),
+        ("big.parquet", {"max_steps": 3}),
+    ],
+)
 def test_training_begins_before_all_data_are_prepared_and_sees_the_same(
     settings: dict[str, Any], tmp_path: Path, name: str, length: dict[str, Any]
 ) -> None:
@@ -121,7 +128,7 @@ def test_training_begins_before_all_data_are_prepared_and_sees_the_same(
     again, seen_again = run(base, output_dir=str(tmp_path / "again"))
     assert again.examples == {"read": count, "trained": count, "truncated": 0, "skipped": 0}
     assert again.examples_are_complete
-    assert len(seen_again.losses) == again.steps == early.steps >= 3 - 2 * base.get("packing", False)
+    assert len(seen_again.losses) == again.steps == early.steps >= 1
     assert seen_again.losses == seen_early.losses
     assert seen_again.rates == seen_early.rates, "a schedule over epochs does not need the number of steps"
 

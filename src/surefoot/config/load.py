@@ -382,5 +382,7 @@ def changed_fields(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
     product = saved.get("per_device_train_batch_size", 1) * (saved.get("gradient_accumulation_steps") or 1)
     before = saved.get("global_batch_size") or product
     if before != run.sequences_per_step:
-        changes.append(f"sequences per step: {before} -> {run.sequences_per_step}")
+        changes.append(
+            f"sequences per step: {before} -> {run.sequences_per_step} (set global_batch_size: {before} to go on)"
+        )
     return changes

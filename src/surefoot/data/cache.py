@@ -3,6 +3,7 @@
     <cache>/data/scans/<path>.json         what a file's bytes told, trusted while size and time of change stay
     <cache>/data/<key>/00000000.safetensors ...  a shard per chunk of rows
                        complete.json       once all shards are there
+                       failure.json        why the last preparation ended early, for processes that wait for it
                        lock                held by the process that prepares
 
 The key is a hash over the file's content, its format, the tokenizer, the chat template and the settings of both, so a
@@ -78,6 +79,19 @@ class CachedFile:
     def complete(self) -> None:
         """Note that all shards are there."""
         write_json(self.recipe.folder / "complete.json", {"name": self.recipe.name, "shards": len(self.chunks)})
+
+    def note_failure(self, reason: str) -> None:
+        """Tell processes that wait for this file's shards that they will not come."""
+        if not self.is_complete:
+            write_json(self.recipe.folder / "failure.json", {"time_ns": time.time_ns(), "reason": reason})
+
+    def failure_since(self, time_ns: int) -> str | None:
+        """The reason of a failure that was noted after a time."""
+        try:
+            note = json.loads((self.recipe.folder / "failure.json").read_text("utf-8"))
+        except (OSError, ValueError):
+            return None
+        return str(note["reason"]) if note["time_ns"] > time_ns else None
 
     def try_lock(self) -> bool:
         """Take the right to prepare; it ends with `unlock` or with this process."""

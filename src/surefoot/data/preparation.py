@@ -81,6 +81,7 @@ class Preparation:
         self._stopping = threading.Event()
         self._rows = self._bytes = self._bytes_there = 0
         self._began = time.monotonic()
+        self._created_ns = time.time_ns()
 
     @property
     def is_complete(self) -> bool:
@@ -112,6 +113,7 @@ class Preparation:
                 for index in missing:
                     self._files[index].unlock()
             if not ours:  # another process prepares them
+                self._raise_failure_elsewhere()
                 time.sleep(WAIT_S)
                 there, before = self._shards_there(missing), there
                 if there > before:
@@ -128,6 +130,13 @@ class Preparation:
         self._thread = threading.Thread(target=self._run_quietly, args=(first,), name="preparation", daemon=True)
         self._thread.start()
 
+    def _raise_failure_elsewhere(self) -> None:
+        """Raises: DataError where the process that prepares for this one has failed since this one began."""
+        for file in self._files if self._only_waits else ():
+            reason = file.failure_since(self._created_ns)
+            if reason is not None:
+                raise DataError(reason)
+
     def raise_error(self) -> None:
         """Raises: what the preparation in the background raised."""
         if self._error is not None:
@@ -137,6 +146,7 @@ class Preparation:
         """Wait until a shard is there. Raises: what the preparation raised."""
         while not self._files[file].has(chunk):
             self.raise_error()
+            self._raise_failure_elsewhere()
             if self._thread is None or not self._thread.is_alive():
                 if self._files[file].has(chunk):
                     return
@@ -145,6 +155,12 @@ class Preparation:
                     f"the cache has lost {self._files[file].recipe.shard_path(chunk)}. Delete {folder} and start again."
                 )
             time.sleep(POLL_S)
+
+    def wait(self) -> None:
+        """Wait until the preparation in the background is done. Raises: what it raised."""
+        if self._thread is not None:
+            self._thread.join()
+        self.raise_error()
 
     def stop(self) -> None:
         """End the workers; what is prepared stays."""
@@ -157,6 +173,9 @@ class Preparation:
             self.run(first)
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits, by `require`
             self._error = error
+            if not self._only_waits:
+                for file in self._files:
+                    file.note_failure(str(error))
 
     def _shards_there(self, files: Sequence[int]) -> int:
         return sum(1 for index in files for _ in self._files[index].recipe.folder.glob("*.safetensors"))

@@ -15,12 +15,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
 from surefoot import errors
-from surefoot.errors import SurefootError
+from surefoot.errors import ConfigError, SurefootError
 
 DEADLINE = timedelta(minutes=10)
-"""How long a rank waits for the others in one collective before it fails."""
+"""How long a rank waits for the others in one collective of a step before it fails."""
+AGREEMENT_DEADLINE = timedelta(hours=4)
+"""The same for agreements, in which one rank may read or write files; one that is gone is noticed at once."""
 
 T = TypeVar("T")
 
@@ -67,7 +70,7 @@ class Ranks:
         if self.size > 1:
             dist.barrier(group=self.group)
 
-    def together(self, work: Callable[[], T]) -> T:
+    def together(self, work: Callable[[], T], *, names_rank: bool = True) -> T:
         """Do `work` on each rank; where it fails on any, all fail with the first one's reason, which names the rank.
 
         `work` must not wait for other ranks. Collective. Raises: the error of the lowest rank that failed.
@@ -80,17 +83,20 @@ class Ranks:
             results.append(work())
         except SurefootError as caught:
             error = caught
-        self.raise_failures(error)
+        self.raise_failures(error, names_rank=names_rank)
         return results[0]
 
-    def raise_failures(self, error: SurefootError | None) -> None:
-        """Raise on every rank what the lowest failing rank reports; nothing where none does. Collective."""
+    def raise_failures(self, error: SurefootError | None, *, names_rank: bool = True) -> None:
+        """Raise on every rank what the lowest failing rank reports; nothing where none does. Collective.
+
+        `names_rank`: the text says which, where others did not fail alike.
+        """
         failures = self.gather(None if error is None else [type(error).__name__, str(error)])
         first = next((rank for rank, found in enumerate(failures) if found), None)
         if first is None:
             return
         kind, text = failures[first]
-        if any(found != failures[first] for found in failures):  # not the fault of what all ranks read
+        if names_rank and any(found != failures[first] for found in failures):  # not the fault of what all ranks read
             text = f"rank {first}: {text}"
         agreed: SurefootError = getattr(errors, kind)(text)
         agreed.is_agreed = True
@@ -105,13 +111,13 @@ class Ranks:
             if self.is_first:
                 said = work()
 
-        self.together(on_first)
+        self.together(on_first, names_rank=False)
         return self.gather(said)[0]
 
     def node_by_node(self, work: Callable[[], T]) -> T:
         """Do `work` on the first rank of each machine, then on the others, which find what it left in the cache."""
         done: list[T] = []
-        self.together(lambda: done.append(work()) if self.local_rank == 0 else None)
+        self.together(lambda: done.append(work()) if self.local_rank == 0 else None, names_rank=False)
         return self.together(lambda: done[0] if done else work())
 
 
@@ -123,24 +129,49 @@ ALONE = Ranks()
 def joined(device_type: str) -> Iterator[Ranks]:
     """Join the other processes of this run, as the launcher's environment names them; leave them at the end.
 
-    gloo on the CPU, NCCL on CUDA. Without RANK in the environment this is a run of one process. A process group that
-    is there already is used and stays.
+    gloo on the CPU, NCCL on CUDA. Without WORLD_SIZE in the environment this is a run of one process. A process group
+    that is there already is used and stays. Raises: ConfigError for an environment or a machine that does not fit.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
         return
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} says that this process is a rank, but {', '.join(missing)} is not "
+            "set. Start ranks with nproc_per_node, torchrun, or as the SLURM example does."
+        )
     rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     device = None
     if device_type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"nproc_per_node: rank {rank} is number {local_rank} on this machine, which has "
+                f"{torch.cuda.device_count()} GPUs. Start one rank per GPU."
+            )
         torch.cuda.set_device(local_rank)
         device = torch.device("cuda", local_rank)
     is_ours = not dist.is_initialized()
     if is_ours:
+        # Elastic may give a restarted run the store of the attempt before, with the addresses of ranks that are gone.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        shared = dist.TCPStore(  # type: ignore[attr-defined]
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            timeout=DEADLINE,
+            multi_tenant=True,
+        )
         dist.init_process_group(
-            "nccl" if device_type == "cuda" else "gloo", rank=rank, world_size=size, timeout=DEADLINE, device_id=device
+            "nccl" if device_type == "cuda" else "gloo",
+            store=PrefixStore(f"attempt-{attempt}", shared),
+            rank=rank,
+            world_size=size,
+            timeout=DEADLINE,
+            device_id=device,
         )
     try:
-        group = dist.new_group(backend="gloo", timeout=DEADLINE) if device_type == "cuda" else dist.group.WORLD
+        group = dist.new_group(backend="gloo", timeout=AGREEMENT_DEADLINE)
         yield Ranks(rank, size, local_rank, group)
     finally:
         if is_ours:

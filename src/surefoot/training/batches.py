@@ -82,6 +82,12 @@ class RunData:
             return None
         return self.order.steps_in(self._config.epochs)
 
+    def finish(self) -> None:
+        """Wait until everything is prepared, and check it. Raises: DataError."""
+        if not self._is_checked:
+            self.train.preparation.wait()
+            self._check()
+
     def end(self) -> None:
         """Training is over: what is not prepared is left to a later run."""
         self.stop()

@@ -78,6 +78,8 @@ class Job:
     batches: Callable[[Position], tuple[StepBatch, list[MicroBatch]]]
     """Position in the data -> the step that begins there, and its micro-batches."""
     eval_batches: Callable[[], Iterable[MicroBatch]] | None
+    before_evaluation: Callable[[], None]
+    """Waits for held-out samples that are still being prepared."""
     objective: Objective
     optimizer: torch.optim.Optimizer
     parameters: dict[str, nn.Parameter]
@@ -111,15 +113,15 @@ def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Lite
         while not job.is_over(state):
             try:
                 ready = _get_ready(job, state, stop)
+                if ready is None:
+                    break
+                state = _one_step(job, state, ready)
+                is_last = job.is_over(state)
+                if job.eval_batches and (is_last or (config.eval_steps and state.step % config.eval_steps == 0)):
+                    _evaluate(job, state)
             except DataError:  # in rows that preparing has come to only now; what was learned is kept
                 _save_if_new(job, state)
                 raise
-            if ready is None:
-                break
-            state = _one_step(job, state, ready)
-            is_last = job.is_over(state)
-            if job.eval_batches and (is_last or (config.eval_steps and state.step % config.eval_steps == 0)):
-                _evaluate(job, state)
             if config.save_steps and not is_last and state.step % config.save_steps == 0:
                 job.saver.save(job.parameters, job.optimizer, state)
             _tell_of_saves(job)
@@ -173,8 +175,9 @@ def _get_ready(job: Job, state: TrainState, stop: StopSignal) -> _Ready | None:
 def _one_step(job: Job, state: TrainState, ready: _Ready) -> TrainState:
     config = job.config
     rows, batches = ready.rows, ready.batches
-    # Dropout depends on (seed, step) alone, so a resumed run needs no saved generator.
-    torch.manual_seed(config.seed * 1_000_003 + state.step)
+    # Dropout depends on (seed, step, rank) alone, so a resumed run needs no saved generator. It is the one thing that
+    # other numbers of ranks draw differently.
+    torch.manual_seed((config.seed * 1_000_003 + state.step) * 4099 + job.ranks.rank)
     begin, end = job.share(state.step, state.epoch), job.share(state.step + 1, rows.epoch)
     learning_rate = learning_rate_at(state.step, begin, end, state.warmup_end, config)
     try:
@@ -234,6 +237,7 @@ def _step_ended(job: Job, state: TrainState, result: StepResult, learning_rate: 
 
 def _evaluate(job: Job, state: TrainState) -> None:
     assert job.eval_batches is not None
+    job.ranks.together(job.before_evaluation)
     with job.forward_context():
         loss, trained = job.objective.evaluate(batch.to(job.device) for batch in job.eval_batches())
     job.emit(Evaluated(state.step, loss, trained))

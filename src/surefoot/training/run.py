@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from surefoot.config import LoadedConfig, RunConfig, as_yaml
-from surefoot.errors import CheckpointError, StoppedOnFinding, SurefootError
+from surefoot.errors import CheckpointError, ConfigError, StoppedOnFinding, SurefootError
 from surefoot.events import Event, FindingMade, Noted, Observer, RunEnded, RunStarted
 from surefoot.models.build import build_model, keep_freed_memory, load_tokenizer, trainable_parameters
 from surefoot.models.sources import resolve_model
@@ -27,7 +27,7 @@ from surefoot.training.folder import Resume, claim, delete_run
 from surefoot.training.loop import Job, StopSignal, fit
 from surefoot.training.metrics import build_observers
 from surefoot.training.optim import build_optimizer
-from surefoot.training.record import RunRecord, RunResult, Status, completed_earlier, environment
+from surefoot.training.record import RunRecord, RunResult, Status, completed_earlier, environment, read_result
 from surefoot.training.resolve import device_type, resolve
 from surefoot.training.saver import Saver
 from surefoot.training.sft import SftObjective
@@ -47,6 +47,12 @@ def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: b
 
 def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *, screen: bool) -> RunResult:
     config, folder = loaded.run, loaded.run.run_folder
+    asked = config.nproc_per_node * config.nnodes
+    if asked not in (1, ranks.size):
+        raise ConfigError(
+            f"nproc_per_node={config.nproc_per_node} x nnodes={config.nnodes} asks for {asked} ranks, but the launcher "
+            f"(WORLD_SIZE) started {ranks.size}. Make them agree, or leave them out ({loaded.where('nproc_per_node')})."
+        )
     Layout.of(config, ranks.size)  # sizes that do not divide are refused before anything is touched
     with StopSignal().watching() as stop, _claimed(loaded, ranks) as resume:
         record = RunRecord(folder)
@@ -67,21 +73,26 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *,
             emit(RunEnded(result.as_dict()))
             return result
 
+        def agreed(result: RunResult) -> RunResult:
+            """Rank 0 has heard what happened; the others read what it wrote."""
+            ranks.barrier()
+            return result if ranks.is_first else read_result(folder) or result
+
         undo = ExitStack()
         try:
             assembled = _assemble(loaded, resume, emit, undo, ranks)
             is_over = assembled.job.is_over(assembled.state)
             earlier = completed_earlier(folder, assembled.state.step) if is_over else None
             if ranks.from_first(lambda: earlier is not None):
-                assert earlier is not None
                 emit(Noted(f"complete since an earlier start: {assembled.state.step} steps"))
-                emit(RunEnded(earlier.as_dict()))
-                return earlier
+                complete = earlier or record.result("completed")
+                emit(RunEnded(complete.as_dict()))
+                return agreed(complete)
             state, status = fit(assembled.job, assembled.state, stop)
             assembled.data.end()
             train_loss = state.loss_sum / state.step if state.step else None
             artifact = assembled.write_artifact() if status == "completed" else None
-            return finish(status, train_loss=train_loss, artifact=artifact)
+            return agreed(finish(status, train_loss=train_loss, artifact=artifact))
         except KeyboardInterrupt:
             finish("interrupted", error="stopped before the first step, or by a second signal")
             raise
@@ -173,6 +184,7 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit, undo: ExitStack,
         total_steps=data.total_steps(),
         batches=data.batches,
         eval_batches=data.eval_batches if data.held_out is not None else None,
+        before_evaluation=data.finish,
         objective=objective,
         optimizer=optimizer,
         parameters=parameters,

@@ -125,7 +125,7 @@ def train_step(
         [
             torch.stack(main).sum().float(),
             torch.stack(aux).sum().float() if aux else main[0].new_zeros(()).float(),
-            _sum_of_squares(blocks),
+            _sum_of_squares(blocks, main[0].device),
         ]
     ).tolist()
     loss, aux_loss, squares = ranks.sum(local)
@@ -143,17 +143,18 @@ def train_step(
     return StepResult(loss, aux_loss if aux else None, grad_norm, totals)
 
 
-def _sum_of_squares(blocks: Sequence[Block]) -> Tensor:
+def _sum_of_squares(blocks: Sequence[Block], device: torch.device) -> Tensor:
     """This rank's share of the squared norm: summed over the ranks, what several of them hold counts once."""
-    by_copies: dict[int, list[Tensor]] = {}
+    by_copies: dict[tuple[int, torch.device], list[Tensor]] = {}
     for block in blocks:
         if block.local.numel():
-            by_copies.setdefault(block.copies, []).append(block.local)
+            by_copies.setdefault((block.copies, block.local.device), []).append(block.local)
     shares = [
         torch.stack(torch._foreach_norm(tensors)).square().sum().float() / copies
-        for copies, tensors in by_copies.items()
+        for (copies, _), tensors in by_copies.items()
     ]
-    return torch.stack(shares).sum() if shares else torch.zeros((), device=blocks[0].local.device)
+    # Gradients may lie in host memory (offload) while the loss does not.
+    return sum((share.to(device) for share in shares), torch.zeros((), device=device))
 
 
 def _is_finite(value: float) -> bool:
