@@ -115,7 +115,7 @@ def rank_steps(folder: Path, tuning: str) -> dict[str, list[float]]:
             torch.nn.utils.clip_grad_norm_(list(theirs.values()), 1.0)
             their_optimizer.step()
             their_optimizer.zero_grad()
-            return float(value)
+            return float(value.detach())
 
         def our_step(batch: Any) -> float:
             tokens, trained, weight = ranks.sum([batch.num_tokens, batch.num_trained, batch.trained_weight])

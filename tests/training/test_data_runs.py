@@ -90,8 +90,6 @@ def _written(path: Path, rows: list[dict[str, Any]]) -> str:
         path.write_bytes(gzip.compress(lines.encode(), 1))
     elif path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
     else:
         path.write_text(lines)
     return str(path)
