@@ -147,12 +147,13 @@ def test_sigterm_during_a_save_lets_it_finish(settings: dict[str, Any], monkeypa
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(saver, "write_pieces", interrupted)
-    result = surefoot.train(settings, screen=False, save_steps=2)
-    assert (result.status, result.steps) == ("interrupted", 2)
-    newest, findings = find_newest(result.run_folder)
-    assert newest is not None
-    assert newest.name == "step-00000002"
-    assert findings == []
+    result = surefoot.train(settings, screen=False, save_steps=2, max_steps=40)
+    assert result.status == "interrupted"
+    assert 2 <= result.steps < 40, "training goes on beside the save until it sees the signal"
+    saved = list_checkpoints(result.run_folder)
+    assert [path.name for path in saved][-1] == f"step-{result.steps:08d}"
+    assert find_newest(result.run_folder) == (saved[-1], [])
+    verify(result.run_folder / "checkpoints" / "step-00000002")
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(settings: dict[str, Any], tmp_path: Path) -> None:
