@@ -66,7 +66,7 @@ def put(tensor: Tensor, whole: Tensor) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor on the CPU. Collective over the ranks that share it: one all-reduce."""
+    """The whole of a tensor on the CPU. Collective over the ranks that share it: an all-reduce a mesh dimension."""
     block = block_of(tensor)
     if not isinstance(tensor, DTensor):
         return block.local.cpu()

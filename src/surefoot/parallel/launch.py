@@ -41,12 +41,9 @@ GONE = ("Connection closed by peer", "Connection reset by peer", "Timed out wait
 class RankFailure:
     """Why a launched run ended."""
 
-    rank: int
     reason: str
-    kind: str
+    kind: str = ""
     """Class of our error; empty for a rank that died or raised something else."""
-    is_agreed: bool
-    """Whether all ranks ended with it; then rank 0 has told the run folder."""
 
 
 def launch(config: RunConfig, job: Mapping[str, Any]) -> RankFailure | None:
@@ -76,7 +73,10 @@ def launch(config: RunConfig, job: Mapping[str, Any]) -> RankFailure | None:
         except SignalException as error:
             raise SurefootError(f"the launcher was stopped by {signal.Signals(error.sigval).name}.") from error
         except (RuntimeError, ValueError, OSError) as error:
-            raise SurefootError(f"the ranks could not be started: {error}") from error
+            raise SurefootError(
+                f"the {config.nproc_per_node} ranks of this machine could not be started: {error}. Is rdzv_endpoint "
+                "reachable and its port free, and nnodes right?"
+            ) from error
         finally:
             for key, value in before.items():
                 os.environ.pop(key, None)
@@ -167,7 +167,6 @@ def note_failure(error: BaseException, *, kind: str, is_agreed: bool) -> bool:
     text = str(error) or type(error).__name__
     is_consequence = isinstance(error, KeyboardInterrupt) or (not kind and any(sign in text for sign in GONE))
     note = {
-        "rank": rank,
         "time_ns": time.time_ns(),
         "kind": kind,
         "reason": text if kind else f"rank {rank}: {type(error).__name__}: {text}",
@@ -195,7 +194,7 @@ def _told(folder: Path, *, consequences: bool = False) -> RankFailure | None:
     if not reasons:
         return None
     first = min(reasons, key=lambda note: note["time_ns"])
-    return RankFailure(first["rank"], first["reason"], first["kind"], first["is_agreed"])
+    return RankFailure(first["reason"], first["kind"])
 
 
 def _died(error: ChildFailedError, *, oom_kills: int | None) -> RankFailure:
@@ -214,7 +213,7 @@ def _died(error: ChildFailedError, *, oom_kills: int | None) -> RankFailure:
             why = " The kernel killed it because the memory limit of its cgroup was reached."
         else:
             why = " No memory limit of its cgroup was reached; was it killed by hand, or by the scheduler?"
-    return RankFailure(rank, f"rank {rank} {how}.{why}", "", is_agreed=False)
+    return RankFailure(f"rank {rank} {how}.{why}")
 
 
 def _oom_kill_count() -> int | None:

@@ -32,7 +32,6 @@ class Sharding:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout = layout
-        self.device = device
         self.meshes = Meshes(layout, device)
 
     def apply(self, model: PreTrainedModel) -> None:

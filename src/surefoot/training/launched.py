@@ -45,7 +45,9 @@ def train_launched(
         _raise(failure, folder, began_s)
     result = read_result(folder)
     if result is None:
-        raise SurefootError(f"{folder}/summary.json is not there, although all ranks ended well.")
+        raise SurefootError(
+            f"{folder}/summary.json is not there, although all ranks ended well. Do all machines share output_dir?"
+        )
     return result
 
 

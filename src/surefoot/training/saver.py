@@ -162,7 +162,10 @@ class Saver:
             path = temporary / NOTES / f"rank-{rank:05d}.json"
             while not path.exists():
                 if time.monotonic() > deadline or self._is_abandoned.wait(POLL_S):
-                    raise StorageError(f"{temporary}: rank {rank} has not written its part.")
+                    raise StorageError(
+                        f"{temporary}: rank {rank} of {self._ranks.size} has not written its part. "
+                        "Older checkpoints stay. Do all machines share output_dir?"
+                    )
             note = json.loads(path.read_text("utf-8"))
             if "error" in note:
                 raise StorageError(note["error"])
