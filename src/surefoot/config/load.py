@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -33,6 +33,8 @@ RIVALS = {
 FILE_FIELDS = ("dataset_dir", "output_dir", "chat_template", "init_adapter")
 DATASET_FIELDS = ("dataset", "eval_dataset")
 ENDPOINT = re.compile(r"^[^\s:]+:\d{1,5}$")
+Refuse = Callable[..., None]
+"""(text, *fields): raises ConfigError with the places of the fields."""
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
@@ -280,13 +282,19 @@ def _takes_number(annotation: Any) -> bool:
 
 def _check_contradictions(loaded: LoadedConfig) -> None:
     """Refuse settings that exclude each other, before anything is read or loaded."""
-    run = loaded.run
     # A resolved config names every field, so only values other than the default count as asked for.
-    given = {name for name in loaded.places if getattr(run, name) != RunConfig.model_fields[name].default}
+    given = {name for name in loaded.places if getattr(loaded.run, name) != RunConfig.model_fields[name].default}
 
     def refuse(text: str, *fields: str) -> None:
         raise ConfigError(f"{text} ({loaded.where(*fields)}).")
 
+    _check_ranks(loaded.run, refuse)
+    _check_tuning(loaded.run, given, refuse)
+    _check_course(loaded.run, given, refuse)
+
+
+def _check_ranks(run: RunConfig, refuse: Refuse) -> None:
+    """What is dealt to ranks, and where they meet."""
     if run.global_batch_size is not None and run.gradient_accumulation_steps is not None:
         ranks = run.nproc_per_node * run.nnodes
         product = run.per_device_train_batch_size * run.gradient_accumulation_steps * ranks
@@ -299,6 +307,20 @@ def _check_contradictions(loaded: LoadedConfig) -> None:
                 "global_batch_size",
                 "gradient_accumulation_steps",
             )
+    if run.nnodes > 1 and not run.rdzv_endpoint:
+        refuse(
+            f"nnodes={run.nnodes} without rdzv_endpoint: the machines have no place to meet. Give host:port of the "
+            "first one, for example rdzv_endpoint: node0:29500",
+            "nnodes",
+        )
+    if run.rdzv_endpoint is not None and not ENDPOINT.match(run.rdzv_endpoint):
+        refuse(
+            f"rdzv_endpoint={run.rdzv_endpoint} names no port. Give host:port, for example node0:29500", "rdzv_endpoint"
+        )
+
+
+def _check_tuning(run: RunConfig, given: set[str], refuse: Refuse) -> None:
+    """What is trained."""
     if run.tuning == "full":
         lora = sorted(
             given & {"lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "init_adapter"}
@@ -318,16 +340,10 @@ def _check_contradictions(loaded: LoadedConfig) -> None:
             "lora_dropout",
             "target_modules",
         )
-    if run.nnodes > 1 and not run.rdzv_endpoint:
-        refuse(
-            f"nnodes={run.nnodes} without rdzv_endpoint: the machines have no place to meet. Give host:port of the "
-            "first one, for example rdzv_endpoint: node0:29500",
-            "nnodes",
-        )
-    if run.rdzv_endpoint is not None and not ENDPOINT.match(run.rdzv_endpoint):
-        refuse(
-            f"rdzv_endpoint={run.rdzv_endpoint} names no port. Give host:port, for example node0:29500", "rdzv_endpoint"
-        )
+
+
+def _check_course(run: RunConfig, given: set[str], refuse: Refuse) -> None:
+    """How long the run is, what it evaluates and goes on from."""
     if run.compile and run.gradient_checkpointing:
         refuse(
             "compile and gradient_checkpointing exclude each other: routing of the first forward cannot be carried "
