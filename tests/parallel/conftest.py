@@ -60,7 +60,7 @@ def run_on(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, Sequence[
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         done = subprocess.run(
             [sys.executable, *(launcher if num_ranks > 1 else []), str(WORKER), str(file)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=60 + 15 * num_ranks + 12 * len(jobs),

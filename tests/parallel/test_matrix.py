@@ -45,6 +45,12 @@ JOBS: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": True,
     },
     "few-full": {"model": "few", "tuning": "full", "router_aux_loss_coef": 0.01},
+    "qwen2_moe-full-one-row": {
+        "model": "qwen2_moe",
+        "tuning": "full",
+        "router_aux_loss_coef": 0.01,
+        "global_batch_size": 1,
+    },
     "one_expert-lora": {"model": "one_expert", "global_batch_size": 1},
     "one_expert-full": {"model": "one_expert", "tuning": "full", "router_aux_loss_coef": 0.01, "global_batch_size": 3},
 }
