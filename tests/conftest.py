@@ -10,6 +10,7 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a forgotten download fails at once
 
+import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -122,6 +123,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrained
         return path
 
     return folder
+
+
+def training_process(supervisor: int) -> psutil.Process:
+    """The process that trains, or starts the ranks, of `surefoot train`."""
+    (job,) = psutil.Process(supervisor).children()
+    return job
 
 
 def counting_rows(count: int) -> list[dict[str, Any]]:

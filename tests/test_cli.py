@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from surefoot import train
+from surefoot.findings import CATALOGUE
 from tests.conftest import counting_rows, surefoot, write_jsonl
 
 
@@ -144,3 +146,27 @@ def test_a_finding_ends_with_status_3(tmp_path: Path, settings: dict[str, Any]) 
     assert "SF40" in done.stderr
     assert "rows: train.jsonl:" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_explain_prints_the_page_of_a_code_and_lists_all() -> None:
+    assert "SF104 ranks called different collectives" in surefoot("explain", "sf104").stdout
+    listed = surefoot("explain").stdout
+    assert all(code in listed for code in CATALOGUE)
+    assert json.loads(surefoot("explain", "SF104", "--json").stdout)["SF104"]["severity"] == "error"
+
+
+def test_explain_tells_what_a_folder_says(settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = train(settings, screen=False).run_folder
+    said = surefoot("explain", str(folder))
+    assert said.returncode == 0
+    assert all(words in said.stdout for words in ("completed", "rank 0", "no findings"))
+    shown = surefoot("watch", str(folder))  # it has ended, and so does the view
+    assert shown.returncode == 0
+    assert all(words in shown.stdout for words in ("completed", "has ended", "forward", "loss"))
+    (folder / "findings.jsonl").write_text("broken\n")
+    assert json.loads(surefoot("explain", str(folder), "--json").stdout)["missing"] == [
+        "findings.jsonl:1 is no finding"
+    ]
+    nothing = surefoot("explain", str(tmp_path / "nowhere"))
+    assert nothing.returncode == 2
+    assert "holds no run" in nothing.stderr

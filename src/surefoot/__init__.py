@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from surefoot.config import LoadedConfig
     from surefoot.data.report import DataReport
     from surefoot.training.record import RunResult
 
@@ -31,15 +32,20 @@ def train(
 
     file = None if isinstance(config, Mapping) else config
     given = {**config, **settings} if isinstance(config, Mapping) else settings
-    loaded = load_config(file, overrides, given)
+    return train_loaded(load_config(file, overrides, given), screen=screen)
+
+
+def train_loaded(loaded: "LoadedConfig", *, screen: bool = True) -> "RunResult":
+    """`train` for a config that was read and checked before."""
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # of our launcher, torchrun or SLURM
     if loaded.run.nproc_per_node * loaded.run.nnodes > 1 and not is_rank:
-        from surefoot.training.launched import train_launched
+        from surefoot.launched import train_launched
 
-        return train_launched(loaded, file, overrides, given, screen=screen)
+        return train_launched(loaded, screen=screen)
+    from surefoot.health.observers import rank_observers
     from surefoot.training.run import train as run
 
-    return run(loaded, screen=screen)
+    return run(loaded, rank_observers(loaded.run.run_folder, int(os.environ.get("RANK", "0"))), screen=screen)
 
 
 def describe_data(

@@ -6,10 +6,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import surefoot
 from surefoot.errors import InputError, StoppedOnFinding, SurefootError
+
+if TYPE_CHECKING:
+    from surefoot.config import LoadedConfig
 
 DONE, FAILED = 0, 1
 
@@ -22,14 +27,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(extra)}")
     if extra:  # key=value behind an option, and --key=value
         parsed.overrides += extra
+    return run_verb(lambda: parsed.verb(parsed))
+
+
+def run_verb(verb: Callable[[], int]) -> int:
+    """Call a verb and turn what it raises into a line and an exit status."""
     # Large pages for large tensors: fewer faults when activations come and go. Read once, when torch is loaded.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     logging.captureWarnings(True)
     logging.getLogger("py.warnings").setLevel(logging.ERROR)
-    verb: Callable[[argparse.Namespace], int] = parsed.verb
     try:
-        return verb(parsed)
+        return verb()
     except SurefootError as error:
         is_said = error.is_agreed and os.environ.get("RANK", "0") != "0"  # by rank 0
         if not is_said and not isinstance(error, StoppedOnFinding):  # a finding has been shown when it was made
@@ -64,6 +73,16 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--show", type=_count, default=1, metavar="N", help="show the first N samples (default 1)")
     data.add_argument("--json", action="store_true", help="print the report as one JSON object")
     data.set_defaults(verb=_data)
+
+    explain = verbs.add_parser("explain", help="why a run stalled, died or leaked; or what a finding's code means")
+    explain.add_argument("what", help="a run folder, or a code such as SF104; without one, all codes", nargs="?")
+    explain.add_argument("--json", action="store_true")
+    explain.set_defaults(verb=_explain)
+
+    watch = verbs.add_parser("watch", help="a run live in the terminal: ranks, phases, speed, memory, findings")
+    watch.add_argument("run", help="a run folder")
+    watch.add_argument("--once", action="store_true", help="print what is known now, and end")
+    watch.set_defaults(verb=_watch)
 
     settings = verbs.add_parser("settings", help="list every setting of run.yaml with its default")
     settings.add_argument("--json", action="store_true")
@@ -108,10 +127,22 @@ def _count(text: str) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    result = surefoot.train(arguments.config, arguments.overrides)
+    from surefoot.config import load_config
+
+    loaded = load_config(arguments.config, arguments.overrides)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # of torchrun or SLURM: this process is one of the run's
+        return train_loaded(loaded, as_json=arguments.json)
+    from surefoot.supervised import train_supervised
+
+    return train_supervised(loaded, as_json=arguments.json)
+
+
+def train_loaded(loaded: "LoadedConfig", *, as_json: bool) -> int:
+    """Run to the end and print what it did; returns the exit status."""
+    result = surefoot.train_loaded(loaded)
     if os.environ.get("RANK", "0") != "0":
         pass  # one of several ranks: rank 0 speaks
-    elif arguments.json:
+    elif as_json:
         _print_json(result.as_dict())
     else:
         speed = f", {result.tokens_per_second:.0f} tok/s" if result.tokens_per_second else ""
@@ -130,6 +161,33 @@ def _data(arguments: argparse.Namespace) -> int:
 
         print(as_text(report, color=sys.stdout.isatty()))
     return InputError.exit_status if report.refusal is not None else DONE
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from surefoot.findings import CATALOGUE
+
+    code = (arguments.what or "").upper()
+    if not code or code in CATALOGUE:
+        pages = {code: CATALOGUE[code]} if code else CATALOGUE
+        if arguments.json:
+            _print_json({name: asdict(page) for name, page in pages.items()})
+        elif code:
+            print(CATALOGUE[code].as_text(code))
+        else:
+            print("\n".join(f"{name} {page.title} ({page.severity})" for name, page in pages.items()))
+        return DONE
+    from surefoot.health.explain import explain
+
+    told = explain(Path(arguments.what))
+    _print_json(told.as_dict()) if arguments.json else print(told.as_text())
+    return DONE
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    from surefoot.health.watch import watch
+
+    watch(Path(arguments.run), once=arguments.once)
+    return DONE
 
 
 def _settings(arguments: argparse.Namespace) -> int:

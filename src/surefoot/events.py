@@ -6,7 +6,7 @@ The trainer emits events; observers receive them, return nothing, hold no traine
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from surefoot.findings import Finding
 
@@ -108,7 +108,60 @@ class RunEnded:
     summary: Mapping[str, Any] = field(default_factory=dict)
 
 
-Event = Preparing | DataCounted | RunStarted | StepEnded | Evaluated | CheckpointSaved | Noted | FindingMade | RunEnded
+Phase = Literal[
+    "load", "tokenise", "wait for data", "forward", "backward", "communicate", "optimizer", "save", "evaluate", "export"
+]
+"""What a rank is doing, as its program sees it. On CUDA the device may still work on what an earlier phase asked for;
+`communicate` waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseBegan:
+    """A rank began something that may take long. Phases do not overlap on a rank, but `evaluate` contains others."""
+
+    rank: int
+    step: int
+    """The step that is being taken; 0 before the first."""
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseEnded:
+    """A rank is through with a phase, or left it by an error."""
+
+    rank: int
+    step: int
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDescribed:
+    """A rank's part of a step's global batch."""
+
+    rank: int
+    step: int
+    tokens: int
+    trained: int
+    """Tokens in the loss."""
+    sequences: int
+    fillers: int
+    """Micro-batches that are computed and counted nowhere, so that all ranks take part in each collective."""
+
+
+Event = (
+    Preparing
+    | DataCounted
+    | RunStarted
+    | PhaseBegan
+    | PhaseEnded
+    | BatchDescribed
+    | StepEnded
+    | Evaluated
+    | CheckpointSaved
+    | Noted
+    | FindingMade
+    | RunEnded
+)
 
 
 class Observer(Protocol):

@@ -8,19 +8,193 @@ from typing import Any, Literal
 
 Severity = Literal["info", "warning", "error"]
 
-CATALOGUE: dict[str, tuple[Severity, str]] = {
-    "SF401": ("error", "the loss is not finite"),
-    "SF402": ("error", "a gradient is not finite"),
-    "SF501": ("error", "no token of any sample is trained"),
-    "SF502": ("warning", "two end-of-turn tokens"),
-    "SF503": ("warning", "two beginning-of-sequence tokens"),
-    "SF504": ("warning", "the answer stands in the prompt"),
-    "SF505": ("error", "the tokenizer does not belong to the model"),
-    "SF506": ("warning", "many rows are truncated"),
-    "SF507": ("warning", "held-out samples are also trained on"),
-    "SF508": ("info", "texts of the data look like special tokens"),
-    "SF509": ("warning", "reasoning is not shown by the chat template"),
-    "SF601": ("warning", "a damaged checkpoint was passed over"),
+
+@dataclass(frozen=True)
+class Page:
+    """What is known of one failure mode, wherever it happens."""
+
+    severity: Severity
+    title: str
+    evidence: str
+    """How it is recognised."""
+    fix: str
+    cases: tuple[str, ...] = ()
+    """Public reports of it."""
+
+    def as_text(self, code: str) -> str:
+        """For a person."""
+        cases = f"\n\nSeen in: {', '.join(self.cases)}" if self.cases else ""
+        return f"{code} {self.title} ({self.severity})\n\nHow we know: {self.evidence}\n\nWhat to do: {self.fix}{cases}"
+
+
+CATALOGUE: dict[str, Page] = {
+    "SF101": Page(
+        "error",
+        "a rank died",
+        "Its process is gone, and it had not said that it is through. The exit status or signal comes from whoever "
+        "started it; the last phase and step come from its ring in events/, which survives the kill.",
+        "Look at what it printed last. A SIGKILL without a memory limit reached comes from a person, the scheduler, or "
+        "a machine that ran out of memory as a whole (dmesg). max_restarts goes on from the newest checkpoint.",
+        ("hiyouga/LLaMA-Factory#6755", "QwenLM/Qwen#954"),
+    ),
+    "SF102": Page(
+        "error",
+        "a rank was stopped",
+        "The state of its process is `stopped`: it got SIGSTOP or SIGTSTP, or a debugger holds it. The others wait.",
+        "kill -CONT its process, or end the debugger.",
+    ),
+    "SF103": Page(
+        "error",
+        "a rank waits for a disk or a device",
+        "Its process is in uninterruptible sleep (state D) and has said nothing for longer than usual.",
+        "Look at the file systems the run uses (a network mount whose server is gone?) and at dmesg.",
+    ),
+    "SF104": Page(
+        "error",
+        "ranks called different collectives",
+        "The Flight Recorders of two ranks show, under the same number of the same group, collectives of another kind, "
+        "size or type. Sizes of an all-to-all may differ and do not count.",
+        "All ranks must take the same way through the program: no branch on the rank, on its own data, or on whether "
+        "an expert got tokens.",
+        ("NVIDIA/Megatron-LM#1444", "deepspeedai/DeepSpeed#5066", "QwenLM/Qwen3#275"),
+    ),
+    "SF105": Page(
+        "error",
+        "ranks wait for each other in different groups",
+        "The Flight Recorders show every rank in a collective, but of groups that the others have not entered.",
+        "Collectives of two groups must be called in the same order on every rank that is in both.",
+        ("huggingface/trl#7103",),
+    ),
+    "SF106": Page(
+        "error",
+        "a rank is behind",
+        "The others wait in a collective that it never entered (or there are no others); its stack shows the line at "
+        "which it stands or computes.",
+        "See what it does there. A collective that only some ranks call shows the line after it.",
+        ("modelscope/ms-swift#3592", "deepspeedai/DeepSpeed#2993"),
+    ),
+    "SF107": Page(
+        "error",
+        "a rank waits for data",
+        "It is in the phase `wait for data` for longer than usual, and the processes that prepare them, if any, are "
+        "dead, stopped or idle.",
+        "Look at the storage of the data. dataset_num_proc: 1 takes worker processes out of the way.",
+        ("huggingface/trl#1519",),
+    ),
+    "SF108": Page(
+        "error",
+        "a collective does not end although all ranks are in it",
+        "The Flight Recorders of all ranks show the same collective, asked for and not over.",
+        "The network does not carry it: check the interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), firewalls, and "
+        "with GPUs peer-to-peer access (NCCL_P2P_DISABLE=1 to compare).",
+        ("NVIDIA/nccl#286", "QwenLM/Qwen#970"),
+    ),
+    "SF109": Page(
+        "error",
+        "a deadlock inside one process",
+        "The rank's main thread waits for a lock or another thread of its own, or no Python thread of it can run at "
+        "all: then its witness does not answer, while the handler in C still writes the stacks.",
+        "The stacks of all threads are under evidence/. Look for who holds what the main thread waits for.",
+        ("modelscope/ms-swift#3592",),
+    ),
+    "SF110": Page(
+        "error",
+        "a stall whose cause the evidence does not show",
+        "No rank says anything for longer than usual, and none of the other rules applies. The finding lists what "
+        "evidence is missing.",
+        "Collect what is missing, or report the files under evidence/.",
+    ),
+    "SF201": Page(
+        "error",
+        "a rank was killed for memory",
+        "It was killed by SIGKILL, and the kernel's count of memory kills in its cgroup has grown since the start.",
+        "Lower per_device_train_batch_size or max_length, set gradient_checkpointing: true or zero_stage: 3, or give "
+        "the job more memory.",
+        ("hiyouga/LLaMA-Factory#6755", "hpcaitech/ColossalAI#5426"),
+    ),
+    "SF202": Page(
+        "warning",
+        "memory of the host grows with every step",
+        "Anonymous memory (of no file, so no page cache) at the end of steps lies on a line that rises through the "
+        "whole window; the phase in which it grows is named. Growth of mapped files is none.",
+        "Look at what that phase keeps: lists of tensors with their graphs, caches without limit, metrics as tensors.",
+        ("QwenLM/Qwen#954", "deepspeedai/DeepSpeed#3002", "huggingface/transformers#12878"),
+    ),
+    "SF401": Page(
+        "error",
+        "the loss is not finite",
+        "The loss of a step is NaN or infinite on some rank; the weights were not updated with it.",
+        "Look at the rows that the finding names. Lower learning_rate or add warmup_steps; resume from the last good "
+        "checkpoint.",
+        ("modelscope/ms-swift#1099",),
+    ),
+    "SF402": Page(
+        "error",
+        "a gradient is not finite",
+        "The loss is finite, the gradient of the named parameters is not; the weights were not updated with it.",
+        "Lower learning_rate or max_grad_norm; resume from the last good checkpoint.",
+    ),
+    "SF501": Page(
+        "error",
+        "no token of any sample is trained",
+        "Every label of the data is masked.",
+        "`surefoot data run.yaml` shows what is trained; check train_on, roles and the chat template.",
+        ("huggingface/trl#6668",),
+    ),
+    "SF502": Page(
+        "warning",
+        "two end-of-turn tokens",
+        "A rendered turn ends with two of them.",
+        "The data hold one already: take it out of the texts.",
+    ),
+    "SF503": Page(
+        "warning",
+        "two beginning-of-sequence tokens",
+        "A rendered sample begins with two of them.",
+        "The template writes one and the data hold one: take it out of the texts.",
+    ),
+    "SF504": Page(
+        "warning",
+        "the answer stands in the prompt",
+        "The words that are trained are also in the turn before.",
+        "Check the columns: an answer was probably mapped to the prompt as well.",
+    ),
+    "SF505": Page(
+        "error",
+        "the tokenizer does not belong to the model",
+        "Ids of the data are outside the model's embedding.",
+        "Use the model's own tokenizer.",
+    ),
+    "SF506": Page(
+        "warning",
+        "many rows are truncated",
+        "More than 5 % of the rows are longer than max_length.",
+        "Raise max_length, or drop these rows with truncation: drop.",
+    ),
+    "SF507": Page(
+        "warning",
+        "held-out samples are also trained on",
+        "Rendered samples of the evaluation data are equal to trained ones.",
+        "Remove them from one of the two.",
+    ),
+    "SF508": Page(
+        "info",
+        "texts of the data look like special tokens",
+        "A text holds the name of a special token; it is tokenised as plain text.",
+        "Nothing, unless they are meant as control tokens: then write the conversation as messages.",
+    ),
+    "SF509": Page(
+        "warning",
+        "reasoning is not shown by the chat template",
+        "Rows carry reasoning, and the template renders nothing of it.",
+        "Use a template that shows it, or drop the column.",
+    ),
+    "SF601": Page(
+        "warning",
+        "a damaged checkpoint was passed over",
+        "A file of it is missing or does not match the checksum in its manifest; an older one is used.",
+        "Check the disk if this happens again.",
+    ),
 }
 
 
@@ -39,11 +213,11 @@ class Finding:
 
     @property
     def severity(self) -> Severity:
-        return CATALOGUE[self.code][0]
+        return CATALOGUE[self.code].severity
 
     @property
     def title(self) -> str:
-        return CATALOGUE[self.code][1]
+        return CATALOGUE[self.code].title
 
     def as_text(self) -> str:
         """The finding as a person reads it, over several lines."""

@@ -1,5 +1,6 @@
 """Reading a config: places, aliases, suggestions, overrides and contradictions."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def test_a_model_folder_beside_the_file_is_a_path(tmp_path: Path) -> None:
         ("lora_target: [q_proj]\n", "target_modules", ["q_proj"]),
         ("target_modules: all-linear\n", "target_modules", "all"),
         ("bf16: true\n", "dtype", "bfloat16"),
+        ("fp16: false\n", "dtype", "auto"),
         ("train_on_prompt: true\n", "train_on", "all"),
         ("mask_history: true\n", "train_on", "last_assistant"),
         ("train_on_inputs: false\n", "train_on", "assistant"),
@@ -90,12 +92,17 @@ def test_peers_names_and_values(tmp_path: Path, text: str, field: str, value: An
         ("learning_rate: .nan\n", r"learning_rate=nan"),
         ("packing: 1\n", r"packing=1: must be a valid boolean"),
         ("method: dpo\n", r"method='dpo': must be 'sft'"),
-        ("model: other\n", r"'model' is set twice, at run.yaml:1 and as 'model' \(run.yaml:4\)"),
-        ("base_model: other\n", r"'model' is set twice, at run.yaml:1 and as 'base_model' \(run.yaml:4\)"),
+        ("model: other\n", r"'model' is set twice: to some/model \(run.yaml:1\) and to other \(run.yaml:4\)"),
+        (
+            "base_model: other\n",
+            r"'model' is set twice: to some/model \(run.yaml:1\) and to other as 'base_model' \(run.yaml:4\)",
+        ),
         ("nproc_per_node: 0\n", r"nproc_per_node=0: must be greater than 0"),
         ("tensor_parallel_size: 2\n", r"'tensor_parallel_size': tensor parallelism .*zero_stage: 3"),
+        ("fp16: true\n", r"'fp16': float16 is not available.*bf16: true.*\(run.yaml:4\)"),
         ("nnodes: 2\n", r"nnodes=2 without rdzv_endpoint.*node0:29500 \(run.yaml:4\)"),
         ("rdzv_endpoint: node0\n", r"rdzv_endpoint=node0 names no port"),
+        ("rdzv_endpoint: node0:99999\n", r"rdzv_endpoint=node0:99999 names no port from 1 to 65535.*\(run.yaml:4\)"),
         ("a: [1\n", r"run.yaml:5: not valid YAML"),
     ],
 )
@@ -119,6 +126,8 @@ def test_bad_values_say_what_and_where(tmp_path: Path, text: str, message: str) 
         ("target_modules: []\n", "target_modules is empty"),
         ("overwrite_output_dir: true\nresume_from_checkpoint: some/step\n", "Keep one"),
         ("compile: true\ngradient_checkpointing: true\n", "exclude each other"),
+        ("chat_template_kwargs: {date: 2024-01-01}\n", r"no JSON.*Quote them.*\(run.yaml:4\)"),
+        ("chat_template_kwargs: {tools: {1: a}}\n", r"no JSON.*\(run.yaml:4\)"),
     ],
 )
 def test_contradictions_are_refused_before_anything_loads(tmp_path: Path, text: str, message: str) -> None:
@@ -236,3 +245,16 @@ def test_a_constant_schedule_may_be_extended(tmp_path: Path) -> None:
         run = load(tmp_path, f"lr_scheduler_type: {schedule}\nmax_steps: 5\n")
         longer = run.model_copy(update={"max_steps": 9})
         assert len(changed_fields(yaml.safe_load(as_yaml(run)), longer)) == changes
+
+
+def test_paths_in_a_config_from_a_pipe_are_relative_to_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    end, begin = os.pipe()
+    os.write(begin, b"model: ./m\ndataset: d.jsonl\noutput_dir: out\n")
+    os.close(begin)
+    run = load_config(f"/dev/fd/{end}").run
+    os.close(end)
+    assert run.output_dir == str(tmp_path / "out")
+    assert run.dataset[0].path == str(tmp_path / "d.jsonl")

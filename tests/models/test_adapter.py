@@ -39,7 +39,8 @@ def trained_model(
 def save(built: BuiltModel, settings: LoraSettings, folder: Path, base: Path) -> Path:
     folder.mkdir()
     parameters = {name: p.data for name, p in trainable_parameters(built.model).items()}
-    write_adapter(folder, parameters, settings, str(base), adaptable_names(built.model))
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    write_adapter(folder, shapes, parameters.items(), settings, str(base), adaptable_names(built.model))
     return folder
 
 

@@ -4,10 +4,12 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +50,21 @@ def wait_for_steps(settings: dict[str, Any], steps: int) -> None:
         time.sleep(0.05)
 
 
-def ranks_of(launcher: int) -> list[int]:
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [
-        int(child) for child in children if "surefoot.training.worker" in Path(f"/proc/{child}/cmdline").read_text()
-    ]
+def children_of(process: int, name: str) -> list[int]:
+    """Those of its children whose command names a module."""
+    with suppress(FileNotFoundError):
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+        return [int(child) for child in children if name in Path(f"/proc/{child}/cmdline").read_text()]
+    return []
+
+
+def launcher_of(supervisor: int) -> int:
+    (launcher,) = children_of(supervisor, "surefoot.job")
+    return launcher
+
+
+def ranks_of(supervisor: int) -> list[int]:
+    return [rank for job in children_of(supervisor, "surefoot.job") for rank in children_of(job, "surefoot.worker")]
 
 
 def summary_of(settings: dict[str, Any]) -> dict[str, Any]:
@@ -71,11 +83,15 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(two_ranks: dict[str, An
     began = time.monotonic()
     _, stderr = process.communicate(timeout=60)
     assert time.monotonic() - began < 30
-    assert process.returncode == 1
-    (error,) = re.findall(r"^error: (.*)", stderr, re.M)
-    assert error.startswith(f"rank {number} was killed by signal 9 (SIGKILL)")
+    assert process.returncode == 3
+    assert stderr.count("SF101 a rank died") == 1
+    assert f"cause: rank {number} was killed by signal 9 (SIGKILL)" in stderr
     assert "Traceback" not in stderr
-    assert (summary_of(settings)["status"], summary_of(settings)["error"]) == ("failed", error)
+    assert summary_of(settings)["status"] == "failed"
+    assert summary_of(settings)["error"] == f"rank {number} was killed by signal 9 (SIGKILL)."
+    (finding,) = summary_of(settings)["findings"]
+    assert (finding["code"], finding["evidence"]["rank"]) == ("SF101", int(number))
+    assert finding["evidence"]["last_step"] >= 5
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
     assert find_newest(Path(settings["output_dir"]))[0] is not None
 
@@ -103,6 +119,10 @@ def test_a_run_starts_again_from_its_checkpoint_when_a_rank_died(
     assert process.returncode == 0, stderr
     assert (tmp_path / "struck").exists()
     assert "resuming after step 4" in stderr
+    (finding,) = summary_of(settings)["findings"]
+    rank = int(fault[0])
+    assert re.search(rf"rank {rank}.*(broken on purpose|SIGKILL).*started again \(1 of 1 times\)", finding["cause"])
+    assert finding["cause"] in stderr
     lines = [json.loads(line) for line in (Path(settings["output_dir"]) / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert summary_of(settings)["status"] == "completed"
@@ -149,11 +169,35 @@ def test_a_kill_during_a_save_leaves_the_checkpoint_before(two_ranks: dict[str, 
     """Of rank 1 after its second save's last file, of rank 0 just before the manifest of the second save."""
     process = start(two_ranks, fault)
     process.communicate(timeout=120)
-    assert process.returncode == 1
+    assert process.returncode == (3 if "SIGKILL" in fault else 1)
     newest, findings = find_newest(Path(two_ranks["output_dir"]))
     assert newest is not None
     assert newest.name == "step-00000002"
     assert findings == []
+
+
+@pytest.mark.parametrize("tuning", ["full", pytest.param("lora", marks=pytest.mark.matrix)])
+def test_an_artifact_that_cannot_be_written_ends_all_ranks(two_ranks: dict[str, Any], tuning: str) -> None:
+    settings = {**two_ranks, "max_steps": 60, "tuning": tuning}
+    process = start(settings)
+    wait_for_steps(settings, 2)
+    (Path(settings["output_dir"]) / ("model" if tuning == "full" else "adapter")).write_text("in the way")
+    _, stderr = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert re.findall(r"^error: .*could not be written", stderr, re.M)
+    assert "Traceback" not in stderr
+    assert summary_of(settings)["status"] == "failed"
+    assert summary_of(settings)["steps"] == 60
+
+
+@pytest.mark.matrix
+def test_a_config_that_can_be_read_only_once_reaches_all_ranks(two_ranks: dict[str, Any]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "surefoot", "train", "/dev/stdin", "max_steps=2", "--json"],
+        input=json.dumps(two_ranks), capture_output=True, text=True, timeout=90,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 2
 
 
 @pytest.mark.matrix
@@ -172,7 +216,7 @@ def test_two_launched_runs_never_share_a_folder(two_ranks: dict[str, Any]) -> No
 def test_a_signal_while_ranks_are_starting_stops_them(two_ranks: dict[str, Any]) -> None:
     process = start({**two_ranks, "max_steps": 5000})
     deadline = time.monotonic() + 60
-    while not (Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()):
+    while not ranks_of(process.pid):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
@@ -180,6 +224,20 @@ def test_a_signal_while_ranks_are_starting_stops_them(two_ranks: dict[str, Any])
     assert process.returncode == 1
     assert "Traceback" not in stderr
     assert "step 10/" not in stderr
+
+
+def test_ranks_of_a_launcher_that_is_killed_while_they_start_do_not_stay(two_ranks: dict[str, Any]) -> None:
+    process = start({**two_ranks, "max_steps": 5000})
+    deadline = time.monotonic() + 60
+    while len(started := ranks_of(process.pid)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(launcher_of(process.pid), signal.SIGKILL)
+    process.communicate(timeout=30)  # its ranks hold the other ends of the pipes
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{child}").exists() for child in started):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_data_that_cannot_be_prepared_end_all_ranks(two_ranks: dict[str, Any], tmp_path: Path) -> None:
@@ -193,3 +251,57 @@ def test_data_that_cannot_be_prepared_end_all_ranks(two_ranks: dict[str, Any], t
     assert stderr.count("big.jsonl:70001: 'messages' must be a non-empty list") == 1
     assert summary_of(settings)["status"] == "failed"
     assert list_checkpoints(Path(settings["output_dir"])), "what was trained is kept"
+
+
+def machine(settings: dict[str, Any], name: str, **changes: Any) -> "subprocess.Popen[str]":
+    """One of the launchers of a run over several machines, each with a config of its own."""
+    config = Path(settings["output_dir"]).parent / f"{name}.json"
+    config.write_text(json.dumps({**settings, **changes}))
+    return subprocess.Popen(
+        [sys.executable, "-m", "surefoot", "train", str(config)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def test_machines_with_different_configs_do_not_train_together(two_ranks: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**two_ranks, "nproc_per_node": 1, "nnodes": 2, "rdzv_endpoint": f"localhost:{free_port()}"}
+    other = {"learning_rate": 2e-3, "output_dir": str(tmp_path / "elsewhere")}
+    machines = [machine(settings, "first"), machine(settings, "second", **other)]
+    ends = [(process.communicate(timeout=60)[1], process.returncode) for process in machines]
+    for stderr, status in ends:
+        assert status == 2
+        assert re.search(r"error: rank 1: .*learning_rate: 0.00[12] -> 0.00[12].*give all machines the same", stderr)
+        assert "output_dir: " in stderr
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_port_at_which_another_service_is_silent_is_named(two_ranks: dict[str, Any]) -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        endpoint = f"localhost:{server.getsockname()[1]}"
+        process = machine({**two_ranks, "nnodes": 2, "rdzv_endpoint": endpoint}, "alone")
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert f"rdzv_endpoint={endpoint}: something accepts connections there and says nothing" in stderr
+
+
+def test_launchers_leave_nothing_behind_and_clear_away_what_killed_ones_left(
+    two_ranks: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "temporary"
+    abandoned = folder / "surefoot-launch-abandoned"
+    abandoned.mkdir(parents=True)
+    (abandoned / "lock").touch()
+    os.utime(abandoned / "lock", (0, 0))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    process = start({**two_ranks, "max_steps": 1})
+    assert process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert [path.name for path in folder.iterdir() if "surefoot" in path.name or "elastic" in path.name] == []

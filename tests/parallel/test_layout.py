@@ -1,5 +1,7 @@
 """Sizes of meshes: which fit, and what is said where they do not."""
 
+from typing import Any
+
 import pytest
 
 from surefoot.config import DatasetItem, RunConfig
@@ -8,8 +10,9 @@ from surefoot.parallel.layout import Layout
 
 
 def layout(size: int, **changes: object) -> Layout:
-    config = RunConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o", device="cpu", **changes)  # type: ignore[arg-type]
-    return Layout.of(config, size)
+    given: dict[str, Any] = {"model": "m", "dataset": [DatasetItem(path="d")], "output_dir": "o", "device": "cpu"}
+    config = RunConfig(**{**given, **changes})
+    return Layout.of(config, size, lambda *names: " and ".join(f"run.yaml:{name}" for name in names))
 
 
 @pytest.mark.parametrize(
@@ -18,8 +21,13 @@ def layout(size: int, **changes: object) -> Layout:
         (4, {"expert_parallel_size": 3}, r"expert_parallel_size=3 does not divide the 4 ranks.*one of 1, 2, 4"),
         (6, {"dp_replicate_size": 4}, r"dp_replicate_size=4 does not divide the 6 ranks.*one of 1, 2, 3, 6"),
         (8, {"dp_replicate_size": 4, "expert_parallel_size": 4}, r"the 2 ranks of each of the 4 replicas"),
-        (4, {"zero_stage": 0, "dp_replicate_size": 2}, r"zero_stage=0 keeps everything on each rank"),
-        (2, {"offload": "cpu"}, r"offload=cpu on device=cpu"),
+        (
+            4,
+            {"zero_stage": 0, "dp_replicate_size": 2},
+            r"zero_stage=0 keeps everything on each rank.*:zero_stage and run.yaml:dp_rep",
+        ),
+        (2, {"offload": "cpu"}, r"offload=cpu on device=cpu.*\(run.yaml:offload\)"),
+        (2, {"offload": "cpu", "device": "cuda", "zero_stage": 0}, r"offload=cpu moves sharded state"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(size: int, changes: dict[str, object], message: str) -> None:

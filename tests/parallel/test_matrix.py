@@ -35,7 +35,7 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "5-zero3": (5, {"zero_stage": 3}),
 }
 JOBS: dict[str, dict[str, Any]] = {
-    "llama-full": {"model": "llama", "tuning": "full"},
+    "llama-full": {"model": "llama", "tuning": "full", "eval_fraction": 0.2},
     "mixtral-lora-packed": {"model": "mixtral", "packing": True, "global_batch_size": 3},
     "mixtral-full": {"model": "mixtral", "tuning": "full"},
     "qwen2_moe-lora": {"model": "qwen2_moe", "router_aux_loss_coef": 0.01},
@@ -59,7 +59,7 @@ FAST = ("1", "2-zero2", "2-zero3", "2-ep2-zero3")
 
 RESUMED_JOBS = ("qwen2_moe-lora", "mixtral-full")
 MIDDLE = Path("checkpoints", "step-00000005")
-RESUMES = [("2-zero2", "1"), ("1", "2-ep2-zero3"), ("2-ep2-zero3", "2-zero3")]
+RESUMES = [("2-zero2", "1"), ("1", "2-ep2-zero3"), ("2-ep2-zero3", "2-zero2")]
 SLOW_RESUMES = [
     ("2-zero3", "2-ep2"), ("4-ep2-zero3", "3-zero2"),
     ("5-zero3", "4-replicate2-ep2-zero3"), ("4-ep4", "1"), ("3-zero3", "5-zero3"),
@@ -154,10 +154,10 @@ def _cases(topologies: Sequence[str]) -> list[Any]:
 @pytest.mark.parametrize(("topology", "job"), _cases([name for name in TOPOLOGIES if name != "1"]))
 def test_a_run_is_the_same_on_every_topology(runs: Runs, topology: str, job: str) -> None:
     alone, spread = runs.outcome("1", job), runs.outcome(topology, job)
-    assert len(spread.metrics) == 10
+    assert len([line for line in spread.metrics if "loss" in line]) == 10
     for one, other in zip(alone.metrics, spread.metrics, strict=True):
         assert other.keys() == one.keys()
-        for name in one.keys() & {"loss", "grad_norm", "aux_loss"}:
+        for name in one.keys() & {"loss", "grad_norm", "aux_loss", "eval_loss"}:
             assert other[name] == pytest.approx(one[name], rel=TOLERANCE), (name, one["step"])
         for name in ("tokens", "trained_tokens", "epoch", "learning_rate", "expert_load"):  # the same rows
             assert other.get(name) == one.get(name), (name, one["step"])

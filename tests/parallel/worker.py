@@ -16,7 +16,7 @@ from surefoot.training.folder import Resume
 from surefoot.training.resolve import resolve
 from surefoot.training.run import _assemble
 from surefoot.training.saver import Saver
-from surefoot.training.worker import leave
+from surefoot.worker import leave
 
 
 def reshard(settings: dict[str, Any], target: str, ranks: Ranks) -> None:
@@ -26,9 +26,9 @@ def reshard(settings: dict[str, Any], target: str, ranks: Ranks) -> None:
         Path(target).mkdir(parents=True)
     with ExitStack() as undo:
         assembled = _assemble(loaded, resume, lambda _: None, undo, ranks)
-    job = assembled.job
+    learner = assembled.job.learner
     saver = Saver(Path(target), {}, None, ranks)
-    saver.save(job.parameters, job.optimizer, assembled.state)
+    saver.save(learner.parameters, learner.optimizer, assembled.state)
     saver.wait()
 
 

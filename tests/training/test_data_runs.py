@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -278,13 +279,13 @@ def test_an_interrupt_while_data_are_prepared_leaves_no_worker(settings: dict[st
     process = subprocess.Popen(
         [sys.executable, "-m", "surefoot", "train", config], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    workers = f"ps -o pid= --ppid {process.pid}"
+    supervisor = psutil.Process(process.pid)
     deadline = time.monotonic() + 60
-    while not (children := subprocess.run(workers.split(), capture_output=True, text=True).stdout.split()):
+    while not (workers := [worker for job in supervisor.children() for worker in job.children()]):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert "Traceback" not in stderr
     assert process.returncode == 1
-    assert not Path(f"/proc/{children[0]}").exists()
+    assert not any(worker.is_running() for worker in workers)

@@ -18,9 +18,11 @@ from safetensors.torch import load_file
 
 import surefoot
 from surefoot.errors import CheckpointError, ConfigError, DataError, StorageError
+from surefoot.events import StepEnded
 from surefoot.training import saver
-from surefoot.training.checkpoint import DamagedCheckpoint, find_newest, list_checkpoints, read_parameters, verify
-from tests.conftest import counting_rows, write_jsonl
+from surefoot.training.checkpoint import DamagedCheckpoint, find_newest, list_checkpoints, verify
+from surefoot.training.pieces import Pieces
+from tests.conftest import counting_rows, training_process, write_jsonl
 from tests.conftest import surefoot as command
 
 TIMES = {"tokens_per_second", "step_time_s", "peak_memory_bytes"}
@@ -129,7 +131,7 @@ def test_kill_9_at_any_moment_then_resume_bit_for_bit(settings: dict[str, Any], 
         wait_for_lines(run / "metrics.jsonl", lines, process)
         time.sleep(0.013 * (lines % 5))
         if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
+            training_process(process.pid).kill()
             kills += 1
         process.wait(30)
     assert kills >= 3
@@ -197,8 +199,17 @@ def test_overwriting_deletes_the_old_run_only_when_the_new_one_is_ready(settings
     assert (run / "adapter").is_dir()
     assert list_checkpoints(run)
     assert (run / "summary.json").read_bytes() == summary, "a failed start does not hide what was achieved"
+    (run / "evidence").mkdir()
     surefoot.train(settings, screen=False, overwrite_output_dir=True, seed=3)
     assert yaml.safe_load((run / "run.yaml").read_text())["seed"] == 3
+    assert not (run / "evidence").exists()
+
+
+def test_naming_a_run_folder_says_which_checkpoint_to_name(settings: dict[str, Any], tmp_path: Path) -> None:
+    run = surefoot.train(settings, screen=False).run_folder
+    other = {**settings, "output_dir": str(tmp_path / "other"), "resume_from_checkpoint": str(run)}
+    with pytest.raises(CheckpointError, match=rf"is a run folder. Name one.*{list_checkpoints(run)[-1].name}, or set"):
+        surefoot.train(other, screen=False)
 
 
 def test_naming_a_damaged_checkpoint_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -318,7 +329,7 @@ def test_two_processes_cannot_share_a_run_folder(settings: dict[str, Any]) -> No
         error: Exception | None = None
 
         def observe(self, event: Any) -> None:
-            if getattr(event, "step", None) == 1:
+            if isinstance(event, StepEnded) and event.step == 1:
                 try:
                     surefoot.train(settings, screen=False)
                 except ConfigError as error:
@@ -334,7 +345,7 @@ def test_a_disk_that_fills_during_a_save_loses_nothing(settings: dict[str, Any])
 
     class DiskFills:
         def observe(self, event: Any) -> None:
-            if getattr(event, "step", None) == 3:
+            if isinstance(event, StepEnded) and event.step == 3:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
 
     try:
@@ -394,6 +405,24 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     monkeypatch.setattr(saver, "write_pieces", after_two_more_steps)
     surefoot.train({**base, "max_steps": 5}, screen=False)
     assert len(waited) == 2
-    folder = "checkpoints/step-00000002"
-    written, wanted = (read_parameters(Path(run) / folder) for run in (base["output_dir"], tmp_path / "quick"))
-    assert all(torch.equal(written[name], value) for name, value in wanted.items())
+    folder = "checkpoints/step-00000002/model"
+    written, wanted = (Pieces(Path(run) / folder) for run in (base["output_dir"], tmp_path / "quick"))
+    assert all(torch.equal(written.read(name), wanted.read(name)) for name in wanted.shapes)
+
+
+def test_a_rank_is_through_with_its_note_before_rank_0_can_see_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 takes the notes away as soon as all are there."""
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    replace, seen = os.replace, []
+
+    def replace_and_take_away(source: Path, target: Path) -> None:
+        replace(source, target)
+        seen.append(json.loads(Path(target).read_text()))
+        shutil.rmtree(folder)
+
+    monkeypatch.setattr(os, "replace", replace_and_take_away)
+    saver._leave_note(folder / "rank-00001.json", {"files": {}})
+    assert seen == [{"files": {}}]

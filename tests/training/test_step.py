@@ -1,7 +1,7 @@
 """One optimizer step against plain maths, and the loss in chunks."""
 
-import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from surefoot.data.loader import MicroBatch
 from surefoot.parallel.ranks import ALONE
 from surefoot.training import loss as loss_module
 from surefoot.training.loss import _nll_sum
-from surefoot.training.step import LossParts, NotFinite, Totals, train_step
+from surefoot.training.step import Learner, LossParts, NotFinite, Totals, train_step
 
 
 class Quadratic:
@@ -42,16 +42,9 @@ def step(weight: nn.Parameter, batches: list[MicroBatch], **changes: float) -> t
     totals = Totals(
         *(sum(getattr(b, name) for b in batches) for name in ("num_tokens", "num_trained", "trained_weight"))
     )
-    result = train_step(
-        batches,
-        totals,
-        Quadratic(weight),
-        optimizer,
-        {"weight": weight},
-        ALONE,
-        forward_context=contextlib.nullcontext,
-        **options,
-    )
+    no_model: Any = None  # a step works through the objective
+    learner = Learner(no_model, {"weight": weight}, optimizer, Quadratic(weight), ALONE, torch.device("cpu"))
+    result = train_step(batches, totals, learner, **options)
     return result.loss, result.grad_norm
 
 

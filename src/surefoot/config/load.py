@@ -1,6 +1,7 @@
 """From YAML and `key=value` to a `RunConfig`, with the place of every setting so that errors can point at it."""
 
 import difflib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
+from surefoot.config.deepspeed import CHANGES_TRAINING, read_deepspeed
+from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.schema import (
     ALIASES,
     FLAG_ALIASES,
@@ -32,7 +35,8 @@ RIVALS = {
 """Two ways to set one thing; an override of one takes the place of the other."""
 FILE_FIELDS = ("dataset_dir", "output_dir", "chat_template", "init_adapter")
 DATASET_FIELDS = ("dataset", "eval_dataset")
-ENDPOINT = re.compile(r"^[^\s:]+:\d{1,5}$")
+ENDPOINT = re.compile(r"^[^\s:]+:(\d{1,5})$")
+MOST_PORT = 65535
 Refuse = Callable[..., None]
 """(text, *fields): raises ConfigError with the places of the fields."""
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
@@ -47,6 +51,17 @@ class LoadedConfig:
     """Field name -> `run.yaml:14`, `command line` or `default`."""
     renamed: Mapping[str, str]
     """Peers' names that were used -> ours."""
+    notes: Sequence[str] = ()
+    """What else the user should know about how the config was read."""
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as JSON, for the processes of a run; see `from_json`."""
+        run = self.run.model_dump(mode="json")
+        return {"run": run, "places": dict(self.places), "renamed": dict(self.renamed), "notes": list(self.notes)}
+
+    @staticmethod
+    def from_json(said: Mapping[str, Any]) -> "LoadedConfig":
+        return LoadedConfig(RunConfig(**said["run"]), said["places"], said["renamed"], said["notes"])
 
     def where(self, *fields: str) -> str:
         """The places of some fields, for an error message."""
@@ -59,6 +74,8 @@ class _Setting:
     place: str
     base: Path
     """Relative paths in the value are relative to this folder."""
+    is_mapped: bool = False
+    """Read from a config of another program."""
 
 
 def load_config(
@@ -66,30 +83,44 @@ def load_config(
 ) -> LoadedConfig:
     """Read a YAML file, then `key=value` overrides, then Python `values`; later ones win.
 
-    Relative paths in the file are relative to the file, others to the current folder.
+    Relative paths in the file are relative to the file, others (and those from a pipe) to the current folder.
     Raises: ConfigError for anything that is not a valid, consistent config.
     """
     settings: dict[str, _Setting] = {}
     renamed: dict[str, str] = {}
+    leftover: list[str] = []
+
+    def add(key: str, setting: _Setting, *, replace: bool) -> None:
+        if key not in DEEPSPEED_KEYS:
+            _add(settings, renamed, key, setting, replace=replace)
+        elif setting.value is not None:
+            leftover.extend(_add_deepspeed(settings, renamed, setting, replace=replace))
+
     if path is not None:
-        for key, value, place in _read_yaml(Path(path)):
-            _add(settings, renamed, key, _Setting(value, place, Path(path).resolve().parent), replace=False)
+        base = Path(path).resolve().parent if Path(path).is_file() else Path.cwd()  # a pipe has no folder of its own
+        # What the file itself says comes before what it points to.
+        for key, value, place in sorted(_read_yaml(Path(path)), key=lambda entry: entry[0] in DEEPSPEED_KEYS):
+            add(key, _Setting(value, place, base), replace=False)
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"'{text}' is not of the form key=value (command line).")
-        _add(
-            settings,
-            renamed,
-            key.lstrip("-"),
-            _Setting(_parse_value(value), "command line", Path.cwd()),
-            replace=True,
-        )
+        add(key.lstrip("-"), _Setting(_parse_value(value), "command line", Path.cwd()), replace=True)
     for key, value in (values or {}).items():
         value = str(value) if isinstance(value, Path) else value
-        _add(settings, renamed, key, _Setting(value, "argument", Path.cwd()), replace=True)
+        add(key, _Setting(value, "argument", Path.cwd()), replace=True)
     places = {name: setting.place for name, setting in settings.items()}
-    loaded = LoadedConfig(_validate(settings), places, renamed)
+    run = _validate(settings)
+    notes = [
+        f"{setting.place} is read as {name}={setting.value}" for name, setting in settings.items() if setting.is_mapped
+    ]
+    changing = [entry for entry in leftover if CHANGES_TRAINING.match(entry)]
+    if changing:
+        notes.append(f"DeepSpeed's that would train differently, and is NOT done here: {', '.join(changing)}")
+    if set(leftover) - set(changing):
+        rest = [entry for entry in leftover if entry not in changing]
+        notes.append(f"DeepSpeed's without counterpart here, and left out: {', '.join(rest)}")
+    loaded = LoadedConfig(run, places, renamed, notes)
     _check_contradictions(loaded)
     return loaded
 
@@ -141,6 +172,8 @@ def _add(settings: dict[str, _Setting], renamed: dict[str, str], key: str, setti
             raise ConfigError(f"{key}=false does not say which type to compute in; set {name} ({setting.place}).")
         setting.value = value
     if name not in RunConfig.model_fields:
+        if key in NOT_HERE and setting.value is False:
+            return
         if key in NOT_HERE:
             raise ConfigError(f"'{key}': {NOT_HERE[key]} ({setting.place}).")
         raise ConfigError(f"unknown setting '{key}'{_suggestion(key)} ({setting.place}).")
@@ -148,7 +181,10 @@ def _add(settings: dict[str, _Setting], renamed: dict[str, str], key: str, setti
         renamed[key] = name
     earlier = settings.get(name)
     if earlier is not None and not replace:
-        raise ConfigError(f"'{name}' is set twice, at {earlier.place} and as '{key}' ({setting.place}). Keep one.")
+        raise ConfigError(
+            f"'{name}' is set twice: to {earlier.value} ({earlier.place}) and to {setting.value}"
+            f"{f' as {key!r}' if key != name else ''} ({setting.place}). Keep one."
+        )
     rival = RIVALS.get(name, "")
     if replace and rival in settings and settings[rival].place != setting.place:  # later ones win, also over a rival
         settings.pop(rival)
@@ -156,6 +192,22 @@ def _add(settings: dict[str, _Setting], renamed: dict[str, str], key: str, setti
         settings.pop(name, None)
     else:
         settings[name] = setting
+
+
+def _add_deepspeed(
+    settings: dict[str, _Setting], renamed: dict[str, str], setting: _Setting, *, replace: bool
+) -> list[str]:
+    """Add what a DeepSpeed config says; returns what has no counterpart."""
+    mapped, leftover = read_deepspeed(setting.value, setting.base, setting.place)
+    for name, value, place in mapped:
+        theirs = _Setting(value, place, setting.base, is_mapped=True)
+        earlier = settings.get(name)
+        if earlier is None or _normalise(name, earlier) != _normalise(name, theirs):
+            # A file and the JSON it points to contradict each other; a later place wins, and the notes say over what.
+            if earlier is not None and replace:
+                theirs.place += f" (over {name}={earlier.value} of {earlier.place})"
+            _add(settings, renamed, name, theirs, replace=replace)
+    return leftover
 
 
 def _suggestion(key: str) -> str:
@@ -288,6 +340,7 @@ def _check_contradictions(loaded: LoadedConfig) -> None:
     def refuse(text: str, *fields: str) -> None:
         raise ConfigError(f"{text} ({loaded.where(*fields)}).")
 
+    _check_json(loaded.run, refuse)
     _check_ranks(loaded.run, refuse)
     _check_tuning(loaded.run, given, refuse)
     _check_course(loaded.run, given, refuse)
@@ -313,10 +366,14 @@ def _check_ranks(run: RunConfig, refuse: Refuse) -> None:
             "first one, for example rdzv_endpoint: node0:29500",
             "nnodes",
         )
-    if run.rdzv_endpoint is not None and not ENDPOINT.match(run.rdzv_endpoint):
-        refuse(
-            f"rdzv_endpoint={run.rdzv_endpoint} names no port. Give host:port, for example node0:29500", "rdzv_endpoint"
-        )
+    if run.rdzv_endpoint is not None:
+        port = ENDPOINT.match(run.rdzv_endpoint)
+        if port is None or not 0 < int(port[1]) <= MOST_PORT:
+            refuse(
+                f"rdzv_endpoint={run.rdzv_endpoint} names no port from 1 to {MOST_PORT}. Give host:port, for example "
+                "node0:29500",
+                "rdzv_endpoint",
+            )
 
 
 def _check_tuning(run: RunConfig, given: set[str], refuse: Refuse) -> None:
@@ -339,6 +396,20 @@ def _check_tuning(run: RunConfig, given: set[str], refuse: Refuse) -> None:
             "grouped expert product, and PEFT refuses it too. Set lora_dropout: 0 or leave experts out",
             "lora_dropout",
             "target_modules",
+        )
+
+
+def _check_json(run: RunConfig, refuse: Refuse) -> None:
+    """All ranks get the config as JSON, and the run folder as YAML: what neither can hold would not be the same."""
+    try:
+        is_same = json.loads(json.dumps(run.chat_template_kwargs)) == run.chat_template_kwargs
+    except TypeError:
+        is_same = False
+    if not is_same:
+        refuse(
+            f"chat_template_kwargs={run.chat_template_kwargs} holds values that are no JSON, or keys that are no text. "
+            "Quote them: YAML reads 2024-01-01 as a date",
+            "chat_template_kwargs",
         )
 
 
@@ -383,13 +454,16 @@ def as_yaml(run: RunConfig) -> str:
     return yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def changed_fields(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
-    """The settings that enter a run's numbers and differ from a saved config: `learning_rate: 0.0001 -> 0.0002`."""
+def changed_fields(saved: Mapping[str, Any], run: RunConfig, *, also: Sequence[str] = ()) -> list[str]:
+    """The settings that enter a run's numbers and differ from another config's: `learning_rate: 0.0001 -> 0.0002`.
+
+    `also`: settings to compare that do not enter them.
+    """
     current = run.model_dump(mode="json")
-    free = set(FREE_ON_RESUME)
+    free = FREE_ON_RESUME - set(also)
     has_fixed_warmup = run.warmup_steps is not None or run.warmup_ratio == 0
     if run.lr_scheduler_type == "constant" and has_fixed_warmup:  # then the length of the run enters only its end
-        free |= {"max_steps", "num_train_epochs"}
+        free |= {"max_steps", "num_train_epochs"} - set(also)
     changes = [
         f"{name}: {saved.get(name)} -> {current[name]}"
         for name in current

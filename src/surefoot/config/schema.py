@@ -1,7 +1,7 @@
 """The settings of a run: one typed tree, a docstring under each field. Knows nothing of files or lines."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -148,14 +148,20 @@ class RunConfig(BaseModel):
     """`host:port` of the machine where the others meet; needed with several machines."""
     max_restarts: int = Field(default=0, ge=0)
     """How often workers are started again from the newest checkpoint after one of them died."""
+    on_stall: Literal["report", "stop", "restart"] = "report"
+    """What to do with a run that stands still for `stall_timeout_s`: only name the cause, end it with exit status 3, or
+    end it and start it again from the newest checkpoint (at most `max_restarts` times, once if that is 0)."""
+    stall_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds that a stall may stand, after it was found and named, before `on_stall` acts."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """How training state is spread over ranks: 0 not at all, 1 optimizer, 2 and gradients, 3 and parameters."""
     offload: Literal["cpu"] | None = None
     """Keep sharded training state in host memory and do the update there."""
     dp_replicate_size: int = Field(default=1, gt=0)
     """Copies of the sharded state (hybrid sharding): each copy lies on so many ranks fewer."""
-    expert_parallel_size: int = Field(default=1, gt=0)
-    """Ranks that share one set of experts; tokens travel to them. Must divide the ranks and the experts."""
+    expert_parallel_size: Annotated[int, Field(gt=0)] | Literal["auto"] = 1
+    """Ranks that share one set of experts; tokens travel to them. Must divide the ranks and the experts.
+    `auto`: a few steps are timed with each size that does, and the fastest is kept."""
 
     save_steps: int = Field(default=100, ge=0)
     """Write a checkpoint every so many steps and at the end; 0 writes none but on a stop signal."""
@@ -199,10 +205,17 @@ class RunConfig(BaseModel):
 FREE_ON_RESUME = frozenset(
     "output_dir eval_dataset dataset_num_proc per_device_train_batch_size gradient_accumulation_steps "
     "global_batch_size device gradient_checkpointing compile nproc_per_node nnodes rdzv_endpoint max_restarts "
+    "on_stall stall_timeout_s "
     "zero_stage offload dp_replicate_size expert_parallel_size save_steps save_total_limit resume_from_checkpoint "
     "overwrite_output_dir logging_steps eval_steps report_to".split()
 )
 """Fields that may differ when a run is resumed: they do not enter the numbers (batch size is compared as a product)."""
+
+OF_ALL_RANKS = tuple(
+    "output_dir eval_dataset per_device_train_batch_size global_batch_size gradient_checkpointing compile zero_stage "
+    "offload dp_replicate_size expert_parallel_size save_steps eval_steps max_steps num_train_epochs".split()
+)
+"""Of these, what the ranks of one run must agree on all the same."""
 
 ALIASES: dict[str, str] = {
     **dict.fromkeys(
@@ -265,7 +278,10 @@ _NO_TENSOR_PARALLEL = (
     "tensor parallelism of the trained model is not available. zero_stage: 3 cuts every weight over the ranks, and "
     "expert_parallel_size the experts; both keep each matrix product on one GPU"
 )
-NOT_HERE: dict[str, str] = dict.fromkeys(
-    ["tensor_parallel_size", "tensor_model_parallel_size", "tp_size", "tensor_parallel_degree"], _NO_TENSOR_PARALLEL
-)
-"""Peers' settings that have no counterpart, with what to use instead."""
+NOT_HERE: dict[str, str] = {
+    **dict.fromkeys(
+        ["tensor_parallel_size", "tensor_model_parallel_size", "tp_size", "tensor_parallel_degree"], _NO_TENSOR_PARALLEL
+    ),
+    "fp16": "float16 is not available: it needs a loss scale, and bfloat16 does not. Set bf16: true",
+}
+"""Peers' settings that have no counterpart, with what to use instead. False asks for nothing."""

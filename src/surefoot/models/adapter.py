@@ -7,19 +7,20 @@ Routers trained in full are stored whole, as PEFT's `modules_to_save`.
 """
 
 import json
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from surefoot.errors import ModelError
 from surefoot.models.experts import PROJECTIONS
 from surefoot.models.lora import LoraSettings, is_lora
+from surefoot.models.weights import tensor_file
 
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
@@ -27,19 +28,23 @@ CONFIG = "adapter_config.json"
 
 
 def write_adapter(
-    folder: Path, parameters: Mapping[str, Tensor], settings: LoraSettings, base_model: str, adaptable: Collection[str]
+    folder: Path,
+    shapes: Mapping[str, torch.Size],
+    values: Iterable[tuple[str, Tensor]],
+    settings: LoraSettings,
+    base_model: str,
+    adaptable: Collection[str],
 ) -> None:
-    """Write `parameters` (our names) as a PEFT adapter into an existing empty folder.
+    """Write trained parameters as a PEFT adapter into an existing empty folder.
 
-    `adaptable`: every linear module and expert stack of the model, to find the shortest target names that mean just
-    the adapted ones.
+    `shapes`: of all parameters, by our names. `values` come in the same order; none is kept. `adaptable`: every linear
+    module and expert stack of the model, to find the shortest target names that mean just the adapted ones.
     """
-    tensors = {}
-    for name, value in parameters.items():
-        key, stored = _to_peft(name, value.detach().to("cpu", torch.float32), parameters)
-        tensors[key] = stored.contiguous()
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(_peft_config(parameters, settings, base_model, adaptable), indent=2) + "\n")
+    empty = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
+    with tensor_file(folder / WEIGHTS, dict(_to_peft(name, spec, shapes) for name, spec in empty.items())) as file:
+        for name, value in values:
+            file.write(*_to_peft(name, value.detach().float(), shapes))
+    (folder / CONFIG).write_text(json.dumps(_peft_config(shapes, settings, base_model, adaptable), indent=2) + "\n")
 
 
 def _to_peft(name: str, value: Tensor, names: Container[str]) -> tuple[str, Tensor]:
@@ -58,7 +63,7 @@ def _to_peft(name: str, value: Tensor, names: Container[str]) -> tuple[str, Tens
 
 
 def _peft_config(
-    parameters: Mapping[str, Tensor], settings: LoraSettings, base_model: str, adaptable: Collection[str]
+    parameters: Collection[str], settings: LoraSettings, base_model: str, adaptable: Collection[str]
 ) -> dict[str, Any]:
     linears = {name.removesuffix(".lora_A") for name in parameters if name.endswith(".lora_A")}
     stacks = {name.removesuffix("_lora_A") for name in parameters if name.endswith("_proj_lora_A")}

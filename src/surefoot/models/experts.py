@@ -46,6 +46,12 @@ def is_fused_experts(module: nn.Module) -> bool:
     )
 
 
+def experts_of(module: nn.Module) -> int:
+    """How many experts a fused experts module has, on all ranks together."""
+    stack: Any = module.gate_up_proj
+    return int(stack.shape[0])
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The forward of a fused experts module, as `ALL_EXPERTS_FUNCTIONS` calls it.

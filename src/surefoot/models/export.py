@@ -1,35 +1,129 @@
-"""Merge an adapter into its base model and write a plain HF folder, one tensor in memory at a time.
+"""Plain HF folders: of a base model with an adapter merged in, or of weights that were trained in full.
 
-The merged files have the base's names, shapes, types and layout: each base file's header is copied and its tensors
-follow, merged where the adapter says so. Which base tensor belongs to which parameter is asked of transformers' own
-conversion mapping, so hub names per expert and fused names both work.
+Merging holds one tensor in memory at a time, writing what was trained in full one decoder layer. The merged files have
+the base's names, shapes, types and layout: each base file's header is copied and its tensors follow, merged where the
+adapter says so. Which base tensor belongs to which parameter is asked of transformers' own conversion mapping, so hub
+names per expert and fused names both work.
 """
 
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby, islice
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
+    dot_natural_key,
     rename_source_key,
+    revert_weight_conversion,
 )
 
 from surefoot.errors import ModelError
 from surefoot.models.adapter import read_contents
 from surefoot.models.build import meta_model
 from surefoot.models.sources import weight_files
+from surefoot.models.weights import INDEX, split_into_files, tensor_file
 from surefoot.storage import new_folder
 
+LAYER = re.compile(r"^.*\.layers\.\d+(?=\.)")
 EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
+
+
+def write_model(
+    folder: Path, base: Path, shapes: Mapping[str, torch.Size], values: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Write weights that were trained in full into an existing empty folder, as a plain HF folder.
+
+    `shapes`: of everything that is stored, by our names, `in_layers`. `values` come in that order. They are stored in
+    the type of `base` (what the model keeps in float32 in that), under the names that transformers saves.
+    """
+    model = meta_model(base)
+    dtype: torch.dtype = model.config.dtype or torch.float32
+    buffers: dict[str, Tensor] = dict(model.named_buffers())
+    in_float32 = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
+    layers = [list(names) for _, names in groupby(shapes, _layer_of)]
+
+    def type_of(name: str) -> torch.dtype:
+        if name in buffers:
+            return buffers[name].dtype
+        return torch.float32 if any(kept in name for kept in in_float32) else dtype
+
+    def as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        typed = {name: value.to(type_of(name)) for name, value in tensors.items()}
+        stored: dict[str, Tensor] = revert_weight_conversion(model, typed)
+        return stored
+
+    specs = [as_stored({name: torch.empty(shapes[name], device="meta") for name in names}) for names in layers]
+    coming = iter(values)
+    places: dict[str, str] = {}
+    for file_name, numbers in split_into_files(specs):
+        header = {name: spec for number in numbers for name, spec in specs[number].items()}
+        places |= dict.fromkeys(header, file_name)
+        with tensor_file(folder / file_name, header) as file:
+            for number in numbers:
+                layer = dict(islice(coming, len(layers[number])))
+                assert list(layer) == layers[number]
+                stored = as_stored(layer)
+                del layer
+                while stored:
+                    name = next(iter(stored))
+                    file.write(name, stored.pop(name))
+    if len(set(places.values())) > 1:
+        total = sum(spec.nbytes for layer in specs for spec in layer.values())
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    # transformers does not tie what the base holds twice with different values, whatever its config says.
+    model.config.tie_word_embeddings &= shapes.keys() <= {*dict(model.named_parameters()), *buffers}
+    _write_config(folder, base, model)
+
+
+def _write_config(folder: Path, base: Path, model: PreTrainedModel) -> None:
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    if (base / "generation_config.json").is_file():
+        shutil.copy2(base / "generation_config.json", folder)
+    elif model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def in_layers(names: Iterable[str]) -> list[str]:
+    """Names of parameters and buffers, those of a layer beside each other."""
+    return sorted(names, key=lambda name: dot_natural_key(_layer_of(name)))
+
+
+def stored_buffers(model: PreTrainedModel) -> list[str]:
+    """The buffers that belong into a checkpoint."""
+    return sorted({name for name, _ in model.named_buffers()} & model.state_dict().keys())
+
+
+def read_buffers(base: Path) -> dict[str, Tensor]:
+    """The stored buffers of a base model, which no training changes, by our names."""
+    wanted = set(stored_buffers(meta_model(base)))
+    if not wanted:
+        return {}
+    place = _places(base)
+    found: dict[str, Tensor] = {}
+    for path in weight_files(base):
+        with safe_open(path, framework="pt") as file:
+            names: list[str] = list(file.keys())
+            found |= {place(name)[0]: file.get_tensor(name) for name in names if place(name)[0] in wanted}
+    return found
+
+
+def _layer_of(name: str) -> str:
+    """The decoder layer that a parameter belongs to; empty for those outside of all."""
+    found = LAYER.match(name)
+    return found[0] if found else ""
 
 
 def merge_adapter(base: Path, adapter: Path, target: Path) -> Path:

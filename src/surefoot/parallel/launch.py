@@ -4,33 +4,45 @@ A rank that fails on purpose leaves its reason in a file; one that was killed le
 What other ranks raise when a peer is gone is a consequence, never the reason.
 """
 
+import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from surefoot import errors
 from surefoot.config import RunConfig
-from surefoot.errors import SurefootError
+from surefoot.errors import ConfigError, SurefootError
+from surefoot.process_end import describe_end, oom_kill_count, was_for_memory
 
 FOLDER = "SUREFOOT_LAUNCH"
 """Environment variable: the folder in which launcher and ranks leave each other notes."""
+PREFIX = "surefoot-launch-"
+LOCK = "lock"
 STOP = "stop"
+ABANDONED_AFTER_S = 60.0
+ENDPOINT_WITHIN_S = 5.0
+"""How soon a rendezvous that is there answers."""
 LEAVE_AFTER_S = 10.0
 """How long a rank goes on when another one has failed alone."""
 GONE = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Connection refused", "NCCL")
@@ -44,40 +56,68 @@ class RankFailure:
     reason: str
     kind: str = ""
     """Class of our error; empty for a rank that died or raised something else."""
+    death: "RankDeath | None" = None
+    """Where it left no reason."""
 
 
-def launch(config: RunConfig, job: Mapping[str, Any]) -> RankFailure | None:
-    """Run `job` (JSON for `training.worker`) on this machine's ranks and wait for them; None where all went well.
+@dataclass(frozen=True)
+class RankDeath:
+    """How a rank ended that could not say why."""
+
+    rank: int
+    how: str
+    for_memory: bool | None
+    """Whether the kernel killed it because of its cgroup's limit; None where that cannot be told."""
+
+
+def launch(
+    config: RunConfig, job: Mapping[str, Any], on_restart: Callable[[RankFailure, int], None]
+) -> RankFailure | None:
+    """Run `job` (JSON for `worker.py`) on this machine's ranks and wait for them; None where all went well.
+
+    `on_restart` hears why the ranks are started again, and for which time.
 
     Signals are passed on to the ranks, which save and end. Raises: SurefootError where ranks cannot be started;
     KeyboardInterrupt where they were stopped before they could save.
     """
-    with tempfile.TemporaryDirectory(prefix="surefoot-launch-") as name, _passing_signals(name) as passed:
-        oom_kills = _oom_kill_count()
+    _check_endpoint(config)
+    _remove_abandoned_folders()
+    with (
+        tempfile.TemporaryDirectory(prefix=PREFIX) as name,
+        _in_use(name),
+        _passing_signals(name) as passed,
+    ):
+        oom_kills = oom_kill_count()
         folder = Path(name)
-        (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+        (folder / "job.json").write_text(json.dumps({**job, "launcher": os.getpid()}), encoding="utf-8")
         threads = str(max(1, (os.cpu_count() or 1) // config.nproc_per_node))
         inherited = {FOLDER: name, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
         before = {key: os.environ.get(key) for key in (*inherited, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
         os.environ.update(inherited)
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says is said below, once
+        said = logging.getLogger("torch.distributed.elastic")
+        said.setLevel(logging.ERROR)
+        deaths = _Deaths(folder, config.max_restarts, oom_kills, on_restart)
+        said.addHandler(deaths)
+        said.propagate = False  # what it says is said below, once
         try:
-            elastic_launch(_launch_config(config), sys.executable)("-m", "surefoot.training.worker")
+            elastic_launch(_launch_config(config, folder), sys.executable)("-m", "surefoot.worker")
         except ChildFailedError as error:
             told = _told(folder)
             if told is None and passed:
                 raise KeyboardInterrupt(passed[0]) from error
-            if told is None and all(failure.exitcode > 0 for failure in error.failures.values()):
+            silent = _silent(folder)
+            if told is None and not silent and all(failure.exitcode > 0 for failure in error.failures.values()):
                 told = _told(folder, consequences=True)  # all lost each other: what they say is all there is
-            return told or _died(error, oom_kills=oom_kills)
+            return told or _died(error, silent, oom_kills=oom_kills)
         except SignalException as error:
             raise SurefootError(f"the launcher was stopped by {signal.Signals(error.sigval).name}.") from error
-        except (RuntimeError, ValueError, OSError) as error:
+        except (RendezvousError, RuntimeError, ValueError, OSError) as error:
             raise SurefootError(
                 f"the {config.nproc_per_node} ranks of this machine could not be started: {error}. Is rdzv_endpoint "
                 "reachable and its port free, and nnodes right?"
             ) from error
         finally:
+            said.removeHandler(deaths)
             for key, value in before.items():
                 os.environ.pop(key, None)
                 if value is not None:
@@ -85,7 +125,52 @@ def launch(config: RunConfig, job: Mapping[str, Any]) -> RankFailure | None:
         return _told(folder)
 
 
-def _launch_config(config: RunConfig) -> LaunchConfig:
+def _check_endpoint(config: RunConfig) -> None:
+    """Raises: ConfigError where something answers at `rdzv_endpoint` that is no rendezvous.
+
+    Elastic would wait for its answer for ever, where no signal reaches it.
+    """
+    if config.rdzv_endpoint is None:
+        return
+    host, _, port = config.rdzv_endpoint.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=ENDPOINT_WITHIN_S).close()
+    except OSError:  # nobody there yet: this machine, or the one that hosts it, will be
+        return
+    answered = threading.Event()
+
+    def ask() -> None:
+        with suppress(RuntimeError):  # it has answered, with nonsense: elastic says so
+            TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=ENDPOINT_WITHIN_S))
+        answered.set()
+
+    threading.Thread(target=ask, name="endpoint", daemon=True).start()
+    if not answered.wait(2 * ENDPOINT_WITHIN_S):
+        raise ConfigError(
+            f"rdzv_endpoint={config.rdzv_endpoint}: something accepts connections there and says nothing for "
+            f"{2 * ENDPOINT_WITHIN_S:.0f} s, so it is no rendezvous of this run. Choose a free port."
+        )
+
+
+@contextmanager
+def _in_use(folder: str) -> Iterator[None]:
+    """Hold a lock in a launch folder, which the system gives back however this process ends."""
+    with open(Path(folder, LOCK), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_abandoned_folders() -> None:
+    """Delete what launchers left that were killed: nobody holds the lock of these folders."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
+        with suppress(OSError), open(lock, "r+") as held:
+            if time.time() - lock.stat().st_mtime < ABANDONED_AFTER_S:  # may be about to be locked
+                continue
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent)
+
+
+def _launch_config(config: RunConfig, folder: Path) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=config.nnodes,
         max_nodes=config.nnodes,
@@ -96,6 +181,7 @@ def _launch_config(config: RunConfig) -> LaunchConfig:
         max_restarts=config.max_restarts,
         signals_to_handle="SIGQUIT",  # the others are passed on, see below
         local_addr="localhost" if config.nnodes == 1 else None,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
     )
 
 
@@ -133,6 +219,12 @@ def note_process() -> None:
     if (folder / STOP).exists():
         raise KeyboardInterrupt("stopped while starting")
     threading.Thread(target=_leave_with_the_others, args=(folder,), name="watch", daemon=True).start()
+
+
+def note_end() -> None:
+    """In a rank: say that it is through, so that one that just left is known."""
+    with suppress(OSError):  # a launcher that is gone
+        Path(os.environ[FOLDER], f"through-{os.environ['RANK']}-{_attempt()}").touch()
 
 
 def was_begun(run_folder: Path) -> bool:
@@ -187,40 +279,69 @@ def _notes(folder: Path, attempt: int) -> list[dict[str, Any]]:
     return notes
 
 
+def _last_attempt(folder: Path) -> int:
+    return max((int(path.name.split("-")[2]) for path in folder.glob("pid-*")), default=0)
+
+
 def _told(folder: Path, *, consequences: bool = False) -> RankFailure | None:
     """The first reason that a rank of the last attempt left; of consequences only where asked for."""
-    last = max((int(path.name.split("-")[2]) for path in folder.glob("pid-*")), default=0)
-    reasons = [note for note in _notes(folder, last) if consequences or not note["is_consequence"]]
+    reasons = [note for note in _notes(folder, _last_attempt(folder)) if consequences or not note["is_consequence"]]
     if not reasons:
         return None
     first = min(reasons, key=lambda note: note["time_ns"])
     return RankFailure(first["reason"], first["kind"])
 
 
-def _died(error: ChildFailedError, *, oom_kills: int | None) -> RankFailure:
-    """A rank left no reason: it was killed, or crashed. `oom_kills`: the kernel's count before."""
-    # Times are whole seconds; of ranks that died in the same one, a kill is the cause and an exit its consequence.
-    rank, failure = min(error.failures.items(), key=lambda item: (item[1].timestamp, item[1].exitcode > 0))
-    how = f"ended with status {failure.exitcode}"
-    if failure.exitcode < 0:
-        how = f"was killed by signal {-failure.exitcode} ({signal.Signals(-failure.exitcode).name})"
-    why = ""
-    if failure.exitcode == -signal.SIGKILL:
-        now = _oom_kill_count()
-        if now is None or oom_kills is None:
-            why = " Whether for memory cannot be told here: the kernel's count of its cgroup is not readable."
-        elif now > oom_kills:
-            why = " The kernel killed it because the memory limit of its cgroup was reached."
-        else:
-            why = " No memory limit of its cgroup was reached; was it killed by hand, or by the scheduler?"
-    return RankFailure(f"rank {rank} {how}.{why}")
+def _silent(folder: Path) -> list[int]:
+    """The ranks of the last attempt that began, and neither said that they are through nor why they are not."""
+    last = _last_attempt(folder)
+    said = {int(path.name.split("-")[1]) for path in folder.glob(f"failure-*-{last}.json")}
+    said |= {int(path.name.split("-")[1]) for path in folder.glob(f"through-*-{last}")}
+    return sorted({int(path.name.split("-")[1]) for path in folder.glob(f"pid-*-{last}")} - said)
 
 
-def _oom_kill_count() -> int | None:
-    """The kernel's count for this process's cgroup (version 2); None where it cannot be read."""
-    try:
-        group = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2]
-        events = Path("/sys/fs/cgroup" + group, "memory.events").read_text()
-        return int(dict(line.split() for line in events.splitlines()).get("oom_kill", 0))
-    except (OSError, ValueError):
-        return None
+def _died(error: ChildFailedError, silent: list[int], *, oom_kills: int | None) -> RankFailure:
+    """A rank left no reason: it was killed, or crashed, or just left. `oom_kills`: the kernel's count before."""
+    # Those who lost it say so; elastic ends them too, and may know them only. Times are whole seconds; of ranks that
+    # died in the same one, a kill is the cause and an exit its consequence.
+    failures = {rank: failure for rank, failure in error.failures.items() if rank in silent} or error.failures
+    rank, failure = min(failures.items(), key=lambda item: (item[1].timestamp, item[1].exitcode > 0))
+    if silent and rank not in silent:
+        return _death(silent[0], 0, oom_kills)
+    return _death(rank, failure.exitcode, oom_kills)
+
+
+def _death(rank: int, exit_code: int, oom_kills: int | None) -> RankFailure:
+    how = describe_end(exit_code)
+    return RankFailure(f"rank {rank} {how}.", death=RankDeath(rank, how, was_for_memory(exit_code, oom_kills)))
+
+
+class _Deaths(logging.Handler):
+    """Hears from elastic which rank failed first, before it starts all of them again: it tells no one else."""
+
+    def __init__(
+        self,
+        folder: Path,
+        max_restarts: int,
+        oom_kills: int | None,
+        on_restart: Callable[[RankFailure, int], None],
+    ) -> None:
+        super().__init__()
+        self._folder, self._max_restarts, self._oom_kills = folder, max_restarts, oom_kills
+        self._on_restart = on_restart
+        self._restarts = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Of all it logs, the line `failed (exitcode: %s) local_rank: %s (pid: %s) ...`."""
+        if not (str(record.msg).startswith("failed (exitcode") and isinstance(record.args, tuple)):
+            return
+        self._restarts += 1
+        if self._restarts > self._max_restarts:
+            return
+        exit_code, _, process = record.args[:3]
+        ranks = {path.read_text(): int(path.name.split("-")[1]) for path in self._folder.glob("pid-*")}
+        failure = _told(self._folder)
+        if failure is None and str(process) in ranks:
+            failure = _death(ranks[str(process)], int(str(exit_code)), self._oom_kills)
+            self._oom_kills = oom_kill_count()
+        self._on_restart(failure or RankFailure("a rank ended before it had begun"), self._restarts)

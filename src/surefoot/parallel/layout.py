@@ -8,7 +8,9 @@ set are replicated or sharded like everything else.
                                                               experts (dp_replicate 2, fsdp 2, ep 2)
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,6 +30,11 @@ class Layout:
     offload: bool
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether the model is laid out over ranks at all; one rank is, so that its state can be offloaded."""
+        return self.size > 1 or self.offload
+
+    @property
     def fsdp(self) -> int:
         """Ranks that share one copy of the sharded state."""
         return self.size // self.dp_replicate
@@ -39,29 +46,42 @@ class Layout:
         return max(n for n in range(1, most + 1) if most % n == 0 and -(-each // n) * (n - 1) < each)
 
     @staticmethod
-    def of(config: RunConfig, size: int) -> "Layout":
-        """The layout a config asks for on `size` ranks. Raises: ConfigError where the sizes do not divide."""
-        replicate, expert_parallel = config.dp_replicate_size, config.expert_parallel_size
+    def of(config: RunConfig, size: int, where: Callable[..., str] = lambda *_: "run.yaml") -> "Layout":
+        """The layout a config asks for on `size` ranks.
+
+        `where`: the place of some settings, for errors. Raises: ConfigError where the sizes do not divide.
+        """
+        replicate = config.dp_replicate_size
+        # Where it is measured, only sizes that divide are tried.
+        expert_parallel = 1 if config.expert_parallel_size == "auto" else config.expert_parallel_size
+
+        def refuse(text: str, *fields: str) -> NoReturn:
+            raise ConfigError(f"{text} ({where(*fields)}).")
+
         if size % replicate:
-            raise ConfigError(
+            refuse(
                 f"dp_replicate_size={replicate} does not divide the {size} ranks of this run. "
-                f"Use one of {_divisors(size)}."
+                f"Use one of {_divisors(size)}",
+                "dp_replicate_size",
             )
         if size // replicate % expert_parallel:
-            raise ConfigError(
+            refuse(
                 f"expert_parallel_size={expert_parallel} does not divide the {size // replicate} ranks"
                 f"{f' of each of the {replicate} replicas' if replicate > 1 else ' of this run'}. "
-                f"Use one of {_divisors(size // replicate)}."
+                f"Use one of {_divisors(size // replicate)}",
+                "expert_parallel_size",
             )
         if config.zero_stage == 0 and replicate > 1:
-            raise ConfigError(
+            refuse(
                 f"zero_stage=0 keeps everything on each rank, so there is nothing that dp_replicate_size={replicate} "
-                "could replicate. Leave dp_replicate_size out, or use zero_stage 1, 2 or 3."
+                "could replicate. Leave dp_replicate_size out, or use zero_stage 1, 2 or 3",
+                "zero_stage",
+                "dp_replicate_size",
             )
         if config.offload is not None and config.device == "cpu":
-            raise ConfigError("offload=cpu on device=cpu: the state is in host memory already. Leave offload out.")
-        if config.offload is not None and (size == 1 or config.zero_stage == 0):
-            raise ConfigError("offload=cpu moves sharded state to the host: it needs several ranks and zero_stage 1-3.")
+            refuse("offload=cpu on device=cpu: the state is in host memory already. Leave offload out", "offload")
+        if config.offload is not None and config.zero_stage == 0:
+            refuse("offload=cpu moves sharded state, which needs zero_stage 1, 2 or 3", "offload", "zero_stage")
         return Layout(
             size=size,
             zero_stage=config.zero_stage,

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from surefoot import errors
@@ -73,7 +74,8 @@ class Ranks:
     def together(self, work: Callable[[], T], *, names_rank: bool = True) -> T:
         """Do `work` on each rank; where it fails on any, all fail with the first one's reason, which names the rank.
 
-        `work` must not wait for other ranks. Collective. Raises: the error of the lowest rank that failed.
+        `work` must not wait for other ranks, unless it goes through all of its collectives where it fails too.
+        Collective. Raises: the error of the lowest rank that failed.
         """
         if self.size == 1:
             return work()
@@ -126,14 +128,23 @@ ALONE = Ranks()
 
 
 @contextmanager
-def joined(device_type: str) -> Iterator[Ranks]:
+def joined(device_type: str, *, alone_too: bool = False) -> Iterator[Ranks]:
     """Join the other processes of this run, as the launcher's environment names them; leave them at the end.
 
-    gloo on the CPU, NCCL on CUDA. Without WORLD_SIZE in the environment this is a run of one process. A process group
-    that is there already is used and stays. Raises: ConfigError for an environment or a machine that does not fit.
+    gloo on the CPU, NCCL on CUDA. Without WORLD_SIZE in the environment this is a run of one process, which needs a
+    process group only where its state is laid out like that of many (`alone_too`). A process group that is there
+    already is used and stays. Raises: ConfigError for an environment or a machine that does not fit.
     """
+    backend = "nccl" if device_type == "cuda" else "gloo"
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield ALONE
+        is_ours = alone_too and not dist.is_initialized()
+        if is_ours:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        try:
+            yield ALONE
+        finally:
+            if is_ours:
+                dist.destroy_process_group()
         return
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -163,7 +174,7 @@ def joined(device_type: str) -> Iterator[Ranks]:
             multi_tenant=True,
         )
         dist.init_process_group(
-            "nccl" if device_type == "cuda" else "gloo",
+            backend,
             store=PrefixStore(f"attempt-{attempt}", shared),
             rank=rank,
             world_size=size,
@@ -171,7 +182,7 @@ def joined(device_type: str) -> Iterator[Ranks]:
             device_id=device,
         )
     try:
-        group = dist.new_group(backend="gloo", timeout=AGREEMENT_DEADLINE)
+        group = dist.new_group(backend="gloo", timeout=AGREEMENT_DEADLINE, group_desc="agreement")
         yield Ranks(rank, size, local_rank, group)
     finally:
         if is_ours:

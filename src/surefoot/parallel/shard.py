@@ -20,8 +20,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, re
 from transformers import PreTrainedModel
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-from surefoot.errors import ModelError
-from surefoot.models.experts import is_fused_experts
+from surefoot.models.experts import experts_of, is_fused_experts
+from surefoot.parallel import gloo
 from surefoot.parallel.layout import Layout, Meshes
 
 T = TypeVar("T")
@@ -33,12 +33,10 @@ class Sharding:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout = layout
         self.meshes = Meshes(layout, device)
+        self.is_offloaded = layout.offload
 
     def apply(self, model: PreTrainedModel) -> None:
-        """Cut the parameters of a model on the meta device, whose trained parameters are marked, in place.
-
-        Raises: ModelError for expert parallelism where there are no experts, or their number does not divide.
-        """
+        """Cut the parameters of a model on the meta device, whose trained parameters are marked, in place."""
         layout = self.layout
         frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
         ignored = frozen if layout.zero_stage < 3 else set()
@@ -63,7 +61,7 @@ class Sharding:
         done: set[nn.Parameter] = set()
         for module in owners.values():
             own = set(module.parameters(recurse=False))
-            shards = layout.expert_shards(_num_experts(module))
+            shards = layout.expert_shards(experts_of(module))
             if layout.expert_parallel == 1 and (shards == layout.fsdp or own <= ignored):
                 continue
             done |= own
@@ -78,19 +76,13 @@ class Sharding:
     def _share_out(self, model: PreTrainedModel, owners: dict[str, nn.Module]) -> None:
         """Expert parallelism: each rank of a group keeps some experts whole, and tokens travel to them."""
         ep = self.layout.expert_parallel
-        if not owners:
-            raise ModelError(
-                f"expert_parallel_size={ep}, but {type(model).__name__} has no experts to share out. "
-                "Set expert_parallel_size: 1."
-            )
+        assert owners, "expert parallelism of a model without experts"
         plan: dict[str, str] = {}
         for name, module in owners.items():
-            count = _num_experts(module)
-            if count % ep:
-                raise ModelError(f"expert_parallel_size={ep} does not divide the {count} experts of {name}.")
+            assert experts_of(module) % ep == 0, name
             plan |= {f"{name}.{leaf}": "grouped_gemm" for leaf, _ in module.named_parameters(recurse=False)}
             plan[name] = "ep_dispatch_experts"
-        mesh = self.meshes.experts(self.layout.expert_shards(_num_experts(next(iter(owners.values())))))
+        mesh = self.meshes.experts(self.layout.expert_shards(experts_of(next(iter(owners.values())))))
         apply_expert_parallelism(model, mesh["ep"], self.meshes.get_mesh("tp"), plan, "all_to_all")
 
     def _fully_shard(self, module: nn.Module, mesh: Any, ignored: set[nn.Parameter], *, free: bool) -> None:
@@ -102,6 +94,9 @@ class Sharding:
             # A divide factor goes through PREMUL_SUM otherwise, which gloo lacks and NCCL gets wrong in bfloat16
             # up to torch 2.13 (pytorch#190747).
             module.set_force_sum_reduction_for_comms(True)
+            if mesh.device_type == "cpu":
+                module.set_custom_reduce_scatter(gloo.ReduceScatter())  # type: ignore[arg-type]
+                module.set_custom_all_gather(gloo.AllGather())  # type: ignore[arg-type]
 
     def before_micro_batch(self, model: PreTrainedModel, is_last: bool) -> None:
         """Stages 0 and 1 sum gradients over the ranks once a step, after the last micro-batch."""
@@ -111,14 +106,18 @@ class Sharding:
                     module.set_requires_gradient_sync(is_last, recurse=False)
 
 
-def _num_experts(module: nn.Module) -> int:
-    """Of all ranks together."""
-    stack: Any = module.gate_up_proj
-    return int(stack.shape[0])
-
-
 def _is_fully_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
+
+
+def put_to_rest(model: nn.Module) -> None:
+    """Let every rank hold its part again after a forward that no backward follows: it leaves parameters gathered.
+
+    Gathered parameters are copies. Whoever reads the model then would write, or overwrite, the wrong ones.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def gathered(model: PreTrainedModel, function: Callable[..., T]) -> Callable[..., T]:

@@ -5,19 +5,21 @@ from pathlib import Path
 
 import torch
 import yaml
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.config import RunConfig
 from surefoot.errors import ModelError
 from surefoot.models.adapter import CONFIG, load_adapter_files, read_adapter, settings_of, write_adapter
-from surefoot.models.build import build_model, load_tokenizer, meta_model, quiet_transformers, trainable_parameters
-from surefoot.models.export import merge_adapter
+from surefoot.models.build import build_model, load_tokenizer, meta_model, trainable_parameters
+from surefoot.models.export import in_layers, merge_adapter, read_buffers, stored_buffers, write_model
 from surefoot.models.lora import LoraSettings, adaptable_names
 from surefoot.models.placement import put, whole
 from surefoot.models.sources import resolve_model
 from surefoot.parallel.ranks import ALONE, Ranks
 from surefoot.storage import new_folder
-from surefoot.training.checkpoint import DamagedCheckpoint, checkpoint_folder, list_checkpoints, read_parameters, verify
+from surefoot.training.checkpoint import DamagedCheckpoint, checkpoint_folder, list_checkpoints, verify
+from surefoot.training.pieces import Pieces
 
 
 def lora_settings(config: RunConfig) -> LoraSettings | None:
@@ -46,31 +48,30 @@ def write_artifact(
 ) -> Path:
     """Write the trained adapter (PEFT format), or without LoRA the whole model (HF format, the base's type).
 
-    `base` is the base model's folder, `source` what the config calls it. Rank 0 writes what the ranks gather, one
-    parameter at a time. Collective. Raises: StorageError.
+    `base` is the base model's folder, `source` what the config calls it. Rank 0 writes what the ranks gather: it holds
+    one parameter of an adapter, or one layer of a model. Collective. Raises: StorageError.
     """
-    parameters = trainable_parameters(model) if settings is not None else dict(model.named_parameters())
-    stored = None if settings is not None else meta_model(base).config.dtype or torch.float32
-    values = {}
-    for name, parameter in parameters.items():
-        value = whole(parameter)
-        if ranks.is_first:
-            values[name] = value if stored is None else value.to(stored)
+    buffers = [] if settings is not None else stored_buffers(model)
+    tensors: dict[str, Tensor] = {**trainable_parameters(model), **{name: model.get_buffer(name) for name in buffers}}
+    names = list(tensors) if settings is not None else in_layers(tensors)
+    shapes = {name: tensors[name].shape for name in names}
+    values = ((name, whole(tensors[name])) for name in names)
 
     def write() -> None:
-        with new_folder(target) as folder:
-            if settings is not None:
-                write_adapter(folder, values, settings, _base_name(source, base), adaptable_names(model))
-            else:
-                plain = meta_model(base)
-                plain.load_state_dict(values, strict=False, assign=True)
-                plain.tie_weights()
-                plain.generation_config = model.generation_config
-                with quiet_transformers():
-                    plain.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+        try:
+            if ranks.is_first:
+                with new_folder(target) as folder:
+                    if settings is not None:
+                        adaptable = adaptable_names(model)
+                        write_adapter(folder, shapes, values, settings, _base_name(source, base), adaptable)
+                    else:
+                        write_model(folder, base, shapes, values)
+                    tokenizer.save_pretrained(folder)
+        finally:
+            for _ in values:  # the other ranks, and a first one that could not write: gathering takes all
+                pass
 
-    ranks.from_first(write)
+    ranks.together(write, names_rank=False)
     return target
 
 
@@ -102,15 +103,21 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
     checkpoint = _checkpoint_of(run, step)
     base = resolve_model(config.model, f"{run}/run.yaml")
     tokenizer = load_tokenizer(base, config.chat_template)
-    parameters = read_parameters(checkpoint)
+    saved = Pieces(checkpoint / "model")
     if settings is None:
-        model = build_model(base, lora=None, device=torch.device("cpu"), dtype=torch.float32).model
-        for name, parameter in model.named_parameters():
-            parameter.data.copy_(parameters[name])
-        return write_artifact(target, model, tokenizer, None, base, config.model)
+        buffers = read_buffers(base)
+        shapes = {**saved.shapes, **{name: value.shape for name, value in buffers.items()}}
+        names = in_layers(shapes)
+        with new_folder(target) as folder:
+            values = ((name, buffers[name] if name in buffers else saved.read(name)) for name in names)
+            write_model(folder, base, {name: shapes[name] for name in names}, values)
+            tokenizer.save_pretrained(folder)
+        return target
     adapter = target if not merge else target.with_name(f".{target.name}.adapter")
+    adaptable = adaptable_names(meta_model(base))
     with new_folder(adapter) as folder:
-        write_adapter(folder, parameters, settings, _base_name(config.model, base), adaptable_names(meta_model(base)))
+        values = ((name, saved.read(name)) for name in saved.shapes)
+        write_adapter(folder, saved.shapes, values, settings, _base_name(config.model, base), adaptable)
         tokenizer.save_pretrained(folder)
     if not merge:
         return adapter

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from surefoot.data.order import Position
 from surefoot.errors import CheckpointError
@@ -82,7 +82,8 @@ def verify(path: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{path}/manifest.json is missing or unreadable ({error})") from error
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {version}; this Surefoot reads {FORMAT_VERSION}. Use the version that wrote it."
+            f"{path} has format version {version}; this Surefoot reads {FORMAT_VERSION}. Use the version that wrote "
+            f"it: surefoot {manifest.get('surefoot_version', 'of unknown version')}."
         )
     for name, digest in files.items():
         if not (path / name).is_file():
@@ -116,8 +117,14 @@ def find_newest(run_folder: Path) -> tuple[Path | None, list[Finding]]:
     return None, findings
 
 
-def load_checkpoint(path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> TrainState:
-    """Put this rank's part of a verified checkpoint's weights and moments in place and return its counters.
+def read_state(path: Path) -> TrainState:
+    """The counters of a verified checkpoint."""
+    values = json.loads((path / "state.json").read_text("utf-8"))
+    return TrainState(**{**values, "position": Position(**values["position"])})
+
+
+def load_checkpoint(path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Put this rank's part of a verified checkpoint's weights and moments in place.
 
     Raises: CheckpointError where names or shapes differ from this run's, or parts are missing.
     """
@@ -135,11 +142,3 @@ def load_checkpoint(path: Path, parameters: Mapping[str, nn.Parameter], optimize
         for moment, value in filled.items():
             moments.fill(f"{moment}.{name}", block_of(value))
         optimizer.state[parameter] = filled
-    values = json.loads((path / "state.json").read_text("utf-8"))
-    return TrainState(**{**values, "position": Position(**values["position"])})
-
-
-def read_parameters(path: Path) -> dict[str, Tensor]:
-    """The trained parameters of a checkpoint by name, in full, without a model."""
-    pieces = Pieces(path / "model")
-    return {name: pieces.read(name) for name in pieces.shapes}

@@ -2,11 +2,13 @@
 
 import fcntl
 import json
+import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -18,11 +20,16 @@ from surefoot.training.checkpoint import DamagedCheckpoint, find_newest, list_ch
 from surefoot.training.metrics import METRICS
 
 OWN_ENTRIES = (
-    "run.yaml environment.json metrics.jsonl summary.json findings.jsonl checkpoints adapter model tensorboard"
+    "run.yaml environment.json metrics.jsonl summary.json findings.jsonl events evidence checkpoints adapter model "
+    "tensorboard"
 ).split()
 """What a run writes into its folder."""
 
-LEFT_BY_FAILURE = ("summary.json", "findings.jsonl", "tensorboard")
+LOCK = ".lock"
+SHARED_WITHIN_S = 60.0
+"""How long a network file system may take to show a new file on another machine."""
+
+LEFT_BY_FAILURE = ("summary.json", "findings.jsonl", "events", "evidence", "tensorboard")
 """What a run that fails before its first step leaves."""
 
 
@@ -32,6 +39,8 @@ class Resume:
 
     checkpoint: Path | None
     findings: list[Finding]
+    token: str = ""
+    """What this claim wrote into the folder; see `check_shared`."""
 
 
 @contextmanager
@@ -49,7 +58,7 @@ def claim(loaded: LoadedConfig) -> Iterator[Resume]:
             )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "w")  # noqa: SIM115 - held until the run ends
+        lock = open(folder / LOCK, "a+")  # noqa: SIM115 - held until the run ends
     except OSError as error:
         raise ConfigError(
             f"output_dir={folder} cannot be written: {error.strerror} ({loaded.where('output_dir')})."
@@ -63,7 +72,31 @@ def claim(loaded: LoadedConfig) -> Iterator[Resume]:
             ) from error
         resume = _decide_resume(loaded, config, folder)
         remove_leftovers(folder)
-        yield resume
+        token = secrets.token_hex(8)
+        lock.truncate(0)
+        lock.write(token)
+        lock.flush()
+        os.fsync(lock.fileno())
+        yield replace(resume, token=token)
+
+
+def check_shared(loaded: LoadedConfig, token: str) -> None:
+    """On any rank: the folder is the one that rank 0 has claimed. Raises: ConfigError after `SHARED_WITHIN_S`."""
+    folder = loaded.run.run_folder
+    deadline = time.monotonic() + SHARED_WITHIN_S
+    while True:
+        try:
+            if (folder / LOCK).read_text() == token:
+                return
+        except OSError:  # not seen here, or not yet
+            pass
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"output_dir={folder} is not shared: this machine does not see what rank 0 wrote there "
+                f"{SHARED_WITHIN_S:.0f} s ago. Checkpoints need a folder that all machines share "
+                f"({loaded.where('output_dir')})."
+            )
+        time.sleep(0.2)
 
 
 def _is_run_folder(folder: Path) -> bool:
@@ -75,8 +108,10 @@ def _is_run_folder(folder: Path) -> bool:
 
 
 def delete_run(folder: Path) -> None:
-    """Delete what a run wrote into its folder."""
+    """Delete what a run wrote into its folder, but for `events`: this start's are being written there."""
     for name in OWN_ENTRIES:
+        if name == "events":
+            continue
         path = folder / name
         if path.is_dir():
             shutil.rmtree(path)
@@ -105,6 +140,12 @@ def _decide_resume(loaded: LoadedConfig, config: RunConfig, folder: Path) -> Res
     where = loaded.where("resume_from_checkpoint")
     if not path.is_dir():
         raise CheckpointError(f"resume_from_checkpoint={path}: no such folder ({where}).")
+    inside = list_checkpoints(path)
+    if inside:
+        raise CheckpointError(
+            f"resume_from_checkpoint={path} is a run folder. Name one of its checkpoints, such as {inside[-1]}, or set "
+            f"output_dir to it and leave resume_from_checkpoint out ({where})."
+        )
     try:
         manifest = verify(path)
     except DamagedCheckpoint as error:

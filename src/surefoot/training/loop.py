@@ -9,26 +9,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from surefoot.config import RunConfig
 from surefoot.data.loader import MicroBatch
 from surefoot.data.order import Position, StepBatch
 from surefoot.errors import DataError, StoppedOnFinding, SurefootError
-from surefoot.events import CheckpointSaved, Evaluated, Event, StepEnded
+from surefoot.events import BatchDescribed, CheckpointSaved, Evaluated, Event, StepEnded
 from surefoot.findings import Finding
 from surefoot.parallel.ranks import Ranks
 from surefoot.training.checkpoint import TrainState, checkpoint_folder, list_checkpoints
 from surefoot.training.optim import EPSILON, learning_rate_at
+from surefoot.training.phases import Phases
 from surefoot.training.saver import Saver
-from surefoot.training.step import NotFinite, Objective, StepResult, Totals, train_step
+from surefoot.training.step import Learner, NotFinite, StepResult, Totals, counts_of, train_step
 
 
 class StopSignal:
@@ -80,15 +80,14 @@ class Job:
     eval_batches: Callable[[], Iterable[MicroBatch]] | None
     before_evaluation: Callable[[], None]
     """Waits for held-out samples that are still being prepared."""
-    objective: Objective
-    optimizer: torch.optim.Optimizer
-    parameters: dict[str, nn.Parameter]
-    device: torch.device
-    forward_context: Callable[[], AbstractContextManager[object]]
-    before_micro_batch: Callable[[bool], None]
+    learner: Learner
+    phases: Phases
     emit: Callable[[Event], None]
     saver: Saver
-    ranks: Ranks
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.learner.ranks
 
     def share(self, step: int, epoch: float) -> float:
         """How much of the run is done, 0 to 1: of its steps if their number is set, else of the rows."""
@@ -111,6 +110,7 @@ def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Lite
     config = job.config
     with stop.deferred():
         while not job.is_over(state):
+            job.phases.step = state.step + 1
             try:
                 ready = _get_ready(job, state, stop)
                 if ready is None:
@@ -123,7 +123,7 @@ def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Lite
                 _save_if_new(job, state)
                 raise
             if config.save_steps and not is_last and state.step % config.save_steps == 0:
-                job.saver.save(job.parameters, job.optimizer, state)
+                _save(job, state)
             _tell_of_saves(job)
         ended_early = not job.is_over(state)
         if ended_early or config.save_steps:
@@ -153,23 +153,32 @@ def _get_ready(job: Job, state: TrainState, stop: StopSignal) -> _Ready | None:
     error: SurefootError | None = None
     try:
         job.saver.raise_error()
-        rows, batches = job.batches(state.position)
+        with job.phases("wait for data"):
+            rows, batches = job.batches(state.position)
     except SurefootError as caught:
         error = caught
-    counts = [
-        sum(batch.num_tokens for batch in batches),
-        sum(batch.num_trained for batch in batches),
-        sum(batch.trained_weight for batch in batches),
-        stop.received is not None,
-        error is not None,
-    ]
-    tokens, trained, weight, stops, errors = job.ranks.sum(counts)
+    said = [*counts_of(batches), stop.received is not None, error is not None]
+    with job.phases("communicate"):
+        tokens, trained, weight, stops, errors = job.ranks.sum(said)
     if errors:
         job.ranks.raise_failures(error)
     if stops:
         return None
     assert rows is not None
+    job.emit(_described(job, state.step + 1, batches))
     return _Ready(rows, batches, Totals(round(tokens), round(trained), weight), began)
+
+
+def _described(job: Job, step: int, batches: Sequence[MicroBatch]) -> BatchDescribed:
+    real = [batch for batch in batches if not batch.is_filler]
+    return BatchDescribed(
+        rank=job.ranks.rank,
+        step=step,
+        tokens=sum(batch.num_tokens for batch in real),
+        trained=sum(batch.num_trained for batch in real),
+        sequences=sum(len(batch.lengths) for batch in real),
+        fillers=len(batches) - len(real),
+    )
 
 
 def _one_step(job: Job, state: TrainState, ready: _Ready) -> TrainState:
@@ -182,16 +191,11 @@ def _one_step(job: Job, state: TrainState, ready: _Ready) -> TrainState:
     learning_rate = learning_rate_at(state.step, begin, end, state.warmup_end, config)
     try:
         result = train_step(
-            [batch.to(job.device) for batch in batches],
+            [batch.to(job.learner.device) for batch in batches],
             ready.totals,
-            job.objective,
-            job.optimizer,
-            job.parameters,
-            job.ranks,
+            job.learner,
             learning_rate=learning_rate,
             max_grad_norm=config.max_grad_norm,
-            forward_context=job.forward_context,
-            before_micro_batch=job.before_micro_batch,
         )
     except NotFinite as error:
         stopped = StoppedOnFinding(_not_finite_finding(job, state, error, batches, learning_rate))
@@ -213,7 +217,7 @@ def _one_step(job: Job, state: TrainState, ready: _Ready) -> TrainState:
 
 
 def _step_ended(job: Job, state: TrainState, result: StepResult, learning_rate: float, step_time_s: float) -> StepEnded:
-    counts = job.objective.expert_counts
+    counts = job.learner.objective.expert_counts
     load = None
     if counts is not None:
         load = tuple([round(value, 3) for value in (counts.amax(1) / counts.float().mean(1)).tolist()])
@@ -229,7 +233,7 @@ def _step_ended(job: Job, state: TrainState, result: StepResult, learning_rate: 
         trained_tokens=state.trained_tokens,
         tokens_per_second=result.totals.tokens / step_time_s,
         step_time_s=step_time_s,
-        peak_memory_bytes=peak_memory_bytes(job.device),
+        peak_memory_bytes=peak_memory_bytes(job.learner.device),
         aux_loss=None if result.aux_loss is None else result.aux_loss / job.config.router_aux_loss_coef,
         expert_load=load,
     )
@@ -237,19 +241,27 @@ def _step_ended(job: Job, state: TrainState, result: StepResult, learning_rate: 
 
 def _evaluate(job: Job, state: TrainState) -> None:
     assert job.eval_batches is not None
-    job.ranks.together(job.before_evaluation)
-    with job.forward_context():
-        loss, trained = job.objective.evaluate(batch.to(job.device) for batch in job.eval_batches())
+    learner = job.learner
+    with job.phases("wait for data"):
+        job.ranks.together(job.before_evaluation)
+    with job.phases("evaluate"), learner.forward_context():
+        loss, trained = learner.objective.evaluate(batch.to(learner.device) for batch in job.eval_batches())
     job.emit(Evaluated(state.step, loss, trained))
+
+
+def _save(job: Job, state: TrainState) -> None:
+    with job.phases("save"):
+        job.saver.save(job.learner.parameters, job.learner.optimizer, state)
 
 
 def _save_if_new(job: Job, state: TrainState) -> None:
     """The state is on disk when this returns. Collective."""
-    job.saver.wait()
-    folder = checkpoint_folder(job.run_folder, state.step)
-    if state.step and job.ranks.from_first(lambda: folder not in list_checkpoints(job.run_folder)):
-        job.saver.save(job.parameters, job.optimizer, state)
+    with job.phases("save"):
         job.saver.wait()
+        folder = checkpoint_folder(job.run_folder, state.step)
+        if state.step and job.ranks.from_first(lambda: folder not in list_checkpoints(job.run_folder)):
+            job.saver.save(job.learner.parameters, job.learner.optimizer, state)
+            job.saver.wait()
     _tell_of_saves(job)
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from surefoot.data.loader import MicroBatch
-from surefoot.parallel.shard import gathered
+from surefoot.parallel.shard import gathered, put_to_rest
 
 CHUNK_TOKENS = 512
 """Trained tokens whose logits exist at the same time."""
@@ -49,7 +49,9 @@ class TokenLoss:
         self._model = model
         self._head: nn.Linear | None = None
         self._run = gathered(model, self._nll)
-        if gathered(model, self._head_is_plain)():
+        is_plain = gathered(model, self._head_is_plain)()
+        put_to_rest(model)  # weights may be loaded before the next forward
+        if is_plain:
             head = model.get_output_embeddings()
             assert isinstance(head, nn.Linear)
             self._head = head

@@ -1,20 +1,14 @@
-"""What a run did and what it ran on: summary.json, findings.jsonl and environment.json."""
+"""What a run did: summary.json and findings.jsonl. Imports no torch."""
 
 import json
-import os
-import platform
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-import transformers
-
-import surefoot
 from surefoot.events import DataCounted, Event, FindingMade, RunStarted, StepEnded
 from surefoot.findings import Finding
+from surefoot.storage import write_json
 
 Status = Literal["completed", "interrupted", "failed"]
 
@@ -70,6 +64,25 @@ def read_result(run_folder: Path) -> RunResult | None:
         return None
 
 
+def note_finding(run_folder: Path, finding: Finding) -> None:
+    """Append a finding to findings.jsonl, in one write: ranks and supervisor both do."""
+    with open(run_folder / "findings.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(finding.as_dict()) + "\n")
+
+
+def write_end(run_folder: Path, *, findings: Sequence[Finding], error: str | None = None) -> None:
+    """Complete summary.json, where there is one, with what was found from outside; with `error` the run has failed."""
+    result = read_result(run_folder)
+    if result is None and error is not None:
+        result = RunRecord(run_folder).result("failed")
+    if result is None:
+        return
+    result = replace(result, findings=[*findings, *result.findings])
+    if error is not None:
+        result = replace(result, status="failed", artifact=None, error=error)
+    write_json(run_folder / "summary.json", result.as_dict())
+
+
 def completed_earlier(run_folder: Path, step: int) -> RunResult | None:
     """The result of a run that was completed after `step` steps, before this process began."""
     earlier = read_result(run_folder)
@@ -105,8 +118,7 @@ class RunRecord:
             self._peak_memory_bytes = event.peak_memory_bytes
         elif isinstance(event, FindingMade):
             self._findings.append(event.finding)
-            with open(self._folder / "findings.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(event.finding.as_dict()) + "\n")
+            note_finding(self._folder, event.finding)
 
     def result(
         self, status: Status, *, train_loss: float | None = None, artifact: Path | None = None, error: str | None = None
@@ -125,18 +137,3 @@ class RunRecord:
             findings=list(self._findings),
             error=error,
         )
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """What the run runs on and with."""
-    return {
-        "surefoot": surefoot.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        "threads": torch.get_num_threads(),
-        "cpu_count": os.cpu_count(),
-        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }

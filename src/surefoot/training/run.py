@@ -1,36 +1,34 @@
 """The composition root: from a config to a finished run. Reads as a list of what a run is made of."""
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
 
-from surefoot.config import LoadedConfig, RunConfig, as_yaml
+from surefoot.config import OF_ALL_RANKS, LoadedConfig, RunConfig, as_yaml, changed_fields
 from surefoot.errors import CheckpointError, ConfigError, StoppedOnFinding, SurefootError
 from surefoot.events import Event, FindingMade, Noted, Observer, RunEnded, RunStarted
-from surefoot.models.build import build_model, keep_freed_memory, load_tokenizer, trainable_parameters
+from surefoot.models.build import load_tokenizer
 from surefoot.models.sources import resolve_model
 from surefoot.parallel.layout import Layout
 from surefoot.parallel.ranks import Ranks, joined
-from surefoot.parallel.shard import Sharding
 from surefoot.storage import write_json, write_text
-from surefoot.training.artifacts import load_adapter, lora_settings, write_artifact
+from surefoot.training.artifacts import lora_settings, write_artifact
 from surefoot.training.batches import RunData, open_data
-from surefoot.training.checkpoint import TrainState, load_checkpoint
-from surefoot.training.folder import Resume, claim, delete_run
+from surefoot.training.checkpoint import TrainState, load_checkpoint, read_state
+from surefoot.training.environment import environment
+from surefoot.training.expert_parallel import check_experts, choose_expert_parallel, describe_choice
+from surefoot.training.folder import Resume, check_shared, claim, delete_run
+from surefoot.training.learner import build_learner
 from surefoot.training.loop import Job, StopSignal, fit
 from surefoot.training.metrics import build_observers
-from surefoot.training.optim import build_optimizer
-from surefoot.training.record import RunRecord, RunResult, Status, completed_earlier, environment, read_result
+from surefoot.training.phases import Phases
+from surefoot.training.record import RunRecord, RunResult, Status, completed_earlier, read_result
 from surefoot.training.resolve import device_type, resolve
 from surefoot.training.saver import Saver
-from surefoot.training.sft import SftObjective
 
 Emit = Callable[[Event], None]
 
@@ -38,25 +36,20 @@ Emit = Callable[[Event], None]
 def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: bool = True) -> RunResult:
     """Run the fine-tuning that a config describes; returns what it did.
 
-    One process of the run, or all of it: the environment of the launcher says. Observers hear rank 0.
+    One process of the run, or all of it: the environment of the launcher says. `observers` hear what happens on
+    this rank; losses, checkpoints and findings are the same on all.
     Raises: InputError (nothing was changed), StoppedOnFinding, StorageError; summary.json then says `failed`.
     """
-    with joined(device_type(loaded)) as ranks:
+    with joined(device_type(loaded), alone_too=loaded.run.offload is not None) as ranks:
         return _train(resolve(loaded, ranks.size), observers, ranks, screen=screen)
 
 
 def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *, screen: bool) -> RunResult:
     config, folder = loaded.run, loaded.run.run_folder
-    asked = config.nproc_per_node * config.nnodes
-    if asked not in (1, ranks.size):
-        raise ConfigError(
-            f"nproc_per_node={config.nproc_per_node} x nnodes={config.nnodes} asks for {asked} ranks, but the launcher "
-            f"(WORLD_SIZE) started {ranks.size}. Make them agree, or leave them out ({loaded.where('nproc_per_node')})."
-        )
-    Layout.of(config, ranks.size)  # sizes that do not divide are refused before anything is touched
+    _agree_on_config(loaded, ranks)
     with StopSignal().watching() as stop, _claimed(loaded, ranks) as resume:
         record = RunRecord(folder)
-        everyone: list[Observer] = []
+        everyone = list(observers)
         if ranks.is_first:
             own = build_observers(folder, config.logging_steps, list(config.report_to), screen=screen)
             everyone = [record, *own, *observers]
@@ -91,7 +84,8 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *,
             state, status = fit(assembled.job, assembled.state, stop)
             assembled.data.end()
             train_loss = state.loss_sum / state.step if state.step else None
-            artifact = assembled.write_artifact() if status == "completed" else None
+            with assembled.job.phases("export"):
+                artifact = assembled.write_artifact() if status == "completed" else None
             return agreed(finish(status, train_loss=train_loss, artifact=artifact))
         except KeyboardInterrupt:
             finish("interrupted", error="stopped before the first step, or by a second signal")
@@ -107,6 +101,33 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *,
             raise
         finally:
             undo.close()
+
+
+def _agree_on_config(loaded: LoadedConfig, ranks: Ranks) -> None:
+    """Refuse, before anything is touched, machines that were given different configs, and sizes that do not divide.
+
+    Collective. Raises: ConfigError on all ranks.
+    """
+    config = loaded.run
+    asked = config.nproc_per_node * config.nnodes
+    first = ranks.from_first(lambda: config.model_dump(mode="json"))
+
+    def check() -> None:
+        differing = changed_fields(first, config, also=OF_ALL_RANKS)
+        if differing:
+            raise ConfigError(
+                f"the config of this rank is not that of rank 0: {'; '.join(differing)}. One run has one config: give "
+                "all machines the same file and the same overrides."
+            )
+        if asked not in (1, ranks.size):
+            raise ConfigError(
+                f"nproc_per_node={config.nproc_per_node} x nnodes={config.nnodes} asks for {asked} ranks, but the "
+                f"launcher (WORLD_SIZE) started {ranks.size}. Make them agree, or leave them out "
+                f"({loaded.where('nproc_per_node')})."
+            )
+        Layout.of(config, ranks.size, loaded.where)
+
+    ranks.together(check)
 
 
 @dataclass(frozen=True)
@@ -125,12 +146,14 @@ def _claimed(loaded: LoadedConfig, ranks: Ranks) -> Iterator[Resume]:
     with ExitStack() as held:
         mine = Resume(None, [])
 
-        def claim_it() -> str | None:
+        def claim_it() -> dict[str, str | None]:
             nonlocal mine
             mine = held.enter_context(claim(loaded))
-            return str(mine.checkpoint) if mine.checkpoint is not None else None
+            return {"checkpoint": str(mine.checkpoint) if mine.checkpoint is not None else None, "token": mine.token}
 
-        checkpoint = ranks.from_first(claim_it)
+        claimed = ranks.from_first(claim_it)
+        ranks.together(lambda: check_shared(loaded, claimed["token"]))
+        checkpoint = claimed["checkpoint"]
         yield Resume(Path(checkpoint) if checkpoint is not None else None, mine.findings)
 
 
@@ -142,42 +165,38 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit, undo: ExitStack,
     config, folder = loaded.run, loaded.run.run_folder
     for theirs, ours in loaded.renamed.items():
         emit(Noted(f"config: {theirs} is read as {ours}"))
+    for note in loaded.notes:
+        emit(Noted(f"config: {note}"))
     for finding in resume.findings:
         emit(FindingMade(finding))
     device = torch.device(config.device, ranks.local_rank) if config.device == "cuda" else torch.device("cpu")
-    if device.type == "cpu":
-        keep_freed_memory()
 
-    base = ranks.node_by_node(lambda: resolve_model(config.model, loaded.where("model")))
-    tokenizer = ranks.together(lambda: load_tokenizer(base, config.chat_template))
-    data = ranks.node_by_node(lambda: open_data(loaded, base, tokenizer, emit, ranks))
+    phases = Phases(emit, ranks.rank)
+    with phases("load"):
+        base = ranks.node_by_node(lambda: resolve_model(config.model, loaded.where("model")))
+        ranks.node_by_node(lambda: check_experts(loaded, base))
+        tokenizer = ranks.together(lambda: load_tokenizer(base, config.chat_template))
+    with phases("tokenise"):
+        data = ranks.node_by_node(lambda: open_data(loaded, base, tokenizer, emit, ranks))
 
-    lora = lora_settings(config)
-    sharding = Sharding(Layout.of(config, ranks.size), device) if ranks.size > 1 else None
-    built = build_model(
-        base,
-        lora=lora,
-        device=device,
-        dtype=getattr(torch, config.dtype),
-        gradient_checkpointing=config.gradient_checkpointing,
-        compile_layers=config.compile,
-        sharding=sharding,
-    )
-    if config.init_adapter and lora is not None:
-        load_adapter(Path(config.init_adapter), built.model, lora)
-    parameters = trainable_parameters(built.model)
-    optimizer = build_optimizer(parameters, config)
     state = TrainState(data_fingerprint=data.train.fingerprint())
     if resume.checkpoint is not None:
         path, fingerprint = resume.checkpoint, state.data_fingerprint
-        state = ranks.together(lambda: _resumed(loaded, path, parameters, optimizer, fingerprint))
-        emit(Noted(f"resuming after step {state.step} from {resume.checkpoint}"))
+        state = ranks.together(lambda: _resumed(loaded, path, fingerprint))
     undo.callback(data.stop)
-    ranks.node_by_node(lambda: data.prepare(state.position))
+    with phases("tokenise"):
+        ranks.node_by_node(lambda: data.prepare(state.position))
 
-    forward_context = _autocast(device) if built.autocast else contextlib.nullcontext
-    with forward_context():
-        objective = SftObjective(built, config.router_aux_loss_coef, ranks)
+    with phases("load"):
+        config, measured = choose_expert_parallel(config, base, data.batches, state.position, ranks, device)
+        if measured:
+            emit(Noted(describe_choice(config, measured)))
+        learner = replace(build_learner(config, base, ranks, device), phase=phases)
+        if resume.checkpoint is not None:
+            path = resume.checkpoint
+            ranks.together(lambda: load_checkpoint(path, learner.parameters, learner.optimizer))
+            emit(Noted(f"resuming after step {state.step} from {path}"))
+
     job = Job(
         config=config,
         run_folder=folder,
@@ -185,40 +204,31 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit, undo: ExitStack,
         batches=data.batches,
         eval_batches=data.eval_batches if data.held_out is not None else None,
         before_evaluation=data.finish,
-        objective=objective,
-        optimizer=optimizer,
-        parameters=parameters,
-        device=device,
-        forward_context=forward_context,
-        before_micro_batch=partial(sharding.before_micro_batch, built.model) if sharding else lambda _: None,
+        learner=learner,
+        phases=phases,
         emit=emit,
         saver=Saver(folder, config.model_dump(mode="json"), config.save_total_limit, ranks),
-        ranks=ranks,
     )
     undo.callback(job.saver.end)
-    ranks.from_first(lambda: _begin_folder(config, device, ranks))
-    emit(_started(job, state, built.model))
+    about = {**environment(device), "ranks": ranks.size, "expert_parallel_size_s": measured}
+    ranks.from_first(lambda: _begin_folder(config, about))
+    emit(_started(job, state))
+    lora = lora_settings(config)
     target = folder / ("adapter" if lora else "model")
     return _Assembled(
-        job, state, data, lambda: write_artifact(target, built.model, tokenizer, lora, base, config.model, ranks)
+        job, state, data, lambda: write_artifact(target, learner.model, tokenizer, lora, base, config.model, ranks)
     )
 
 
-def _begin_folder(config: RunConfig, device: torch.device, ranks: Ranks) -> None:
+def _begin_folder(config: RunConfig, about: dict[str, Any]) -> None:
     if config.overwrite_output_dir:
         delete_run(config.run_folder)
     write_text(config.run_folder / "run.yaml", as_yaml(config))
-    write_json(config.run_folder / "environment.json", {**environment(device), "ranks": ranks.size})
+    write_json(config.run_folder / "environment.json", about)
 
 
-def _resumed(
-    loaded: LoadedConfig,
-    path: Path,
-    parameters: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    data_fingerprint: str,
-) -> TrainState:
-    state = load_checkpoint(path, parameters, optimizer)
+def _resumed(loaded: LoadedConfig, path: Path, data_fingerprint: str) -> TrainState:
+    state = read_state(path)
     if state.data_fingerprint != data_fingerprint:
         files = ", ".join(item.path for item in loaded.run.dataset)
         raise CheckpointError(
@@ -228,16 +238,12 @@ def _resumed(
     return state
 
 
-def _started(job: Job, state: TrainState, model: PreTrainedModel) -> RunStarted:
+def _started(job: Job, state: TrainState) -> RunStarted:
     return RunStarted(
         run_folder=job.run_folder,
         config=job.config.model_dump(mode="json"),
         total_steps=job.total_steps,
         first_step=state.step + 1,
-        trainable_parameters=sum(p.numel() for p in job.parameters.values()),
-        all_parameters=sum(p.numel() for p in model.parameters()),
+        trainable_parameters=sum(p.numel() for p in job.learner.parameters.values()),
+        all_parameters=sum(p.numel() for p in job.learner.model.parameters()),
     )
-
-
-def _autocast(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    return lambda: torch.autocast(device.type, dtype=torch.bfloat16)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-import surefoot
 from surefoot.errors import StorageError, SurefootError
 from surefoot.models.placement import Block, block_of
 from surefoot.parallel.ranks import ALONE, Ranks
@@ -140,7 +140,7 @@ class Saver:
                 note["error"] = str(error)
                 raise
             finally:
-                write_json(temporary / NOTES / f"rank-{self._ranks.rank:05d}.json", note)
+                _leave_note(temporary / NOTES / f"rank-{self._ranks.rank:05d}.json", note)
             if self._ranks.is_first:
                 files = self._files_of_all(temporary)
                 _complete(temporary, target, state, self._config, files)
@@ -183,6 +183,13 @@ def _empty_folders(temporary: Path, target: Path) -> None:
         raise storage_error(target, error) from error
 
 
+def _leave_note(path: Path, note: Mapping[str, Any]) -> None:
+    """Tell rank 0, which may take the folder away the moment it sees this."""
+    unseen = path.with_suffix(".tmp")
+    unseen.write_text(json.dumps(note), encoding="utf-8")
+    os.replace(unseen, path)
+
+
 def _write_part(temporary: Path, target: Path, blocks: Blocks, ranks: Ranks) -> dict[str, str]:
     """Write what this rank holds; returns the SHA-256 of each of its files."""
     digests = {}
@@ -207,7 +214,7 @@ def _complete(
     write_json(temporary / "state.json", asdict(state))
     manifest = {
         "format_version": FORMAT_VERSION,
-        "surefoot_version": surefoot.__version__,
+        "surefoot_version": version("surefoot"),
         "step": state.step,
         "config": dict(config),
         "files": {**files, "state.json": sha256_of(temporary / "state.json")},

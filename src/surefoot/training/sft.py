@@ -10,7 +10,7 @@ from surefoot.errors import ModelError
 from surefoot.models.build import BuiltModel
 from surefoot.models.routing import LayerRouting, expert_counts, load_balancing_loss
 from surefoot.parallel.ranks import ALONE, Ranks, sum_over_ranks
-from surefoot.parallel.shard import gathered
+from surefoot.parallel.shard import gathered, put_to_rest
 from surefoot.training.loss import TokenLoss, forward_arguments
 from surefoot.training.step import LossParts, Totals
 
@@ -103,5 +103,6 @@ class SftObjective:
                 weight += batch.trained_weight
         finally:
             self._model.train()
+            put_to_rest(self._model)
         total, trained, weight = self._ranks.sum([total, trained, weight])
         return total / weight, round(trained)

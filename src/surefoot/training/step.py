@@ -1,14 +1,16 @@
 """One optimizer step. Knows nothing of where batches come from, of files, or of what is logged."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from surefoot.data.loader import MicroBatch
+from surefoot.events import Phase
 from surefoot.models.placement import Block, block_of
 from surefoot.parallel.ranks import Ranks
 
@@ -24,6 +26,11 @@ class Totals:
     trained: int
     weight: float
     """Sum of the trained tokens' weights: `trained`, where rows ask for no other."""
+
+
+def counts_of(batches: Sequence[MicroBatch]) -> list[float]:
+    """(tokens, trained tokens, their weight) of one rank's batches; summed over the ranks, the step's totals."""
+    return [sum(getattr(batch, name) for batch in batches) for name in ("num_tokens", "num_trained", "trained_weight")]
 
 
 @dataclass(frozen=True)
@@ -82,64 +89,74 @@ class NotFinite(Exception):
         """Whether this rank's own share is not finite."""
 
 
+@dataclass(frozen=True)
+class Learner:
+    """What a step works on: a model as this rank has it, with all that trains it."""
+
+    model: PreTrainedModel
+    parameters: dict[str, nn.Parameter]
+    """Those that are trained."""
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    ranks: Ranks
+    device: torch.device
+    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
+    before_micro_batch: Callable[[bool], None] = lambda _: None
+    """Told whether the micro-batch that comes is the step's last."""
+    phase: Callable[[Phase], AbstractContextManager[None]] = lambda _: nullcontext()
+    """Told what begins and ends."""
+
+
 def train_step(
-    batches: Sequence[MicroBatch],
-    totals: Totals,
-    objective: Objective,
-    optimizer: torch.optim.Optimizer,
-    parameters: dict[str, nn.Parameter],
-    ranks: Ranks,
-    *,
-    learning_rate: float,
-    max_grad_norm: float,
-    forward_context: Callable[[], AbstractContextManager[object]],
-    before_micro_batch: Callable[[bool], None] = lambda _: None,
+    batches: Sequence[MicroBatch], totals: Totals, learner: Learner, *, learning_rate: float, max_grad_norm: float
 ) -> StepResult:
     """Forward and backward over this rank's part of the global batch, clip, update.
 
     The loss is normalised by the weight of the trained tokens of the whole global batch, so cutting it into other
     micro-batches or dealing it to other ranks changes nothing but rounding. The device is waited for once, after the
-    last backward. `before_micro_batch` is told whether it is the last.
+    last backward.
     Collective: those of the forward and backward, one sum of three numbers. Raises: NotFinite before the weights are
     touched, on all ranks.
     """
+    objective, parameters, optimizer = learner.objective, learner.parameters, learner.optimizer
     main, aux = [], []
-    with forward_context():
+    with learner.phase("forward"), learner.forward_context():
         objective.begin_step(batches)
     for number, batch in enumerate(batches, 1):
-        before_micro_batch(number == len(batches))
-        with forward_context():
+        learner.before_micro_batch(number == len(batches))
+        with learner.phase("forward"), learner.forward_context():
             parts = objective.loss(batch, totals)
-        parts.total.backward()
+        with learner.phase("backward"):
+            parts.total.backward()
         main.append(parts.main.detach())
         aux += [] if parts.aux is None else [parts.aux.detach()]
     for parameter in parameters.values():
-        if (
-            parameter.grad is None
-        ):  # had no part in this step: a zero gradient, so that its state exists like all others
+        if parameter.grad is None:  # no part in this step: a zero gradient, so that its state exists like all others
             parameter.grad = torch.zeros_like(parameter)
-    objective.end_step()
     blocks = [block_of(p.grad) for p in parameters.values() if p.grad is not None]
     gradients = [block.local for block in blocks]
-    local = torch.stack(
-        [
-            torch.stack(main).sum().float(),
-            torch.stack(aux).sum().float() if aux else main[0].new_zeros(()).float(),
-            _sum_of_squares(blocks, main[0].device),
-        ]
-    ).tolist()
-    loss, aux_loss, squares = ranks.sum(local)
+    with learner.phase("communicate"):
+        objective.end_step()
+        local = torch.stack(
+            [
+                torch.stack(main).sum().float(),
+                torch.stack(aux).sum().float() if aux else main[0].new_zeros(()).float(),
+                _sum_of_squares(blocks, main[0].device),
+            ]
+        ).tolist()
+        loss, aux_loss, squares = learner.ranks.sum(local)
     grad_norm = squares**0.5
     if not _is_finite(loss + aux_loss):
         raise NotFinite("loss", loss + aux_loss, [], is_here=not _is_finite(local[0] + local[1]))
     if not _is_finite(grad_norm):
         raise NotFinite("gradient", grad_norm, _not_finite_gradients(parameters), is_here=not _is_finite(local[2]))
-    if max_grad_norm and grad_norm > max_grad_norm:
-        torch._foreach_mul_(gradients, max_grad_norm / (grad_norm + CLIP_EPSILON))
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    with learner.phase("optimizer"):
+        if max_grad_norm and grad_norm > max_grad_norm:
+            torch._foreach_mul_(gradients, max_grad_norm / (grad_norm + CLIP_EPSILON))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     return StepResult(loss, aux_loss if aux else None, grad_norm, totals)
 
 

@@ -1,40 +1,43 @@
-"""One rank of a launched run: `python -m surefoot.training.worker`, started by `parallel.launch` with a job to read.
+"""One rank of a launched run: `python -m surefoot.worker`, started by `parallel.launch` with a job to read.
 
 Failures are left as notes for the launcher, which shows the first reason once.
 """
 
-import ctypes
 import json
 import logging
 import os
-import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from surefoot.config import load_config
+from surefoot.config import LoadedConfig
 from surefoot.errors import InputError, SurefootError
+from surefoot.health.observers import rank_observers
 from surefoot.parallel import launch
+from surefoot.process_end import end_with_parent
 from surefoot.training.run import train
-
-PARENT_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of prctl(2)."""
 
 
 def main() -> int:
     """Run the job; returns the exit status. An end that all ranks agreed on is none that elastic should act on."""
-    if sys.platform == "linux":  # a launcher that is killed takes its ranks along
-        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    end_with_parent()  # a launcher that is killed takes its ranks along
     logging.captureWarnings(True)
     logging.getLogger("py.warnings").setLevel(logging.ERROR)
-    job = json.loads(Path(os.environ[launch.FOLDER], "job.json").read_text("utf-8"))
+    try:
+        job = json.loads(Path(os.environ[launch.FOLDER], "job.json").read_text("utf-8"))
+    except FileNotFoundError:  # the launcher was stopped before this rank had begun
+        return 1
+    if os.getppid() != job["launcher"]:  # or was killed then: it leaves no one who would start the others
+        return 1
     try:
         launch.note_process()
-        loaded = load_config(job["config"], job["overrides"], job["settings"])
+        loaded = LoadedConfig.from_json(job)
         if launch.was_begun(loaded.run.run_folder):  # a restart: go on from what the attempt before has saved
-            settings = {**job["settings"], "overwrite_output_dir": False, "resume_from_checkpoint": "auto"}
-            loaded = load_config(job["config"], job["overrides"], settings)
-        train(loaded, screen=job["screen"])
+            changes = {"overwrite_output_dir": False, "resume_from_checkpoint": "auto"}
+            loaded = replace(loaded, run=loaded.run.model_copy(update=changes))
+        train(loaded, rank_observers(loaded.run.run_folder, int(os.environ["RANK"])), screen=job["screen"])
+        launch.note_end()
     except SurefootError as error:
         launch.note_failure(error, kind=type(error).__name__, is_agreed=error.is_agreed)
         return 0 if error.is_agreed or isinstance(error, InputError) else error.exit_status

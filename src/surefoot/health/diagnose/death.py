@@ -1,0 +1,70 @@
+"""A rank that was killed or crashed: what is known of its end, and where it was. Pure."""
+
+from collections.abc import Sequence
+
+from surefoot.findings import Finding
+from surefoot.health.recorder import Entry, last_start, open_phases
+from surefoot.health.stacks import main_thread
+from surefoot.health.stacks import where as location
+
+
+def find_death(
+    rank: int, how: str, *, for_memory: bool | None, history: Sequence[Entry], last_stacks: str = ""
+) -> Finding:
+    """The finding for a rank that ended as `how` says.
+
+    `for_memory`: whether the kernel killed it because of its cgroup's limit; None where that cannot be told.
+    `history`: what was recorded of the run, oldest first. `last_stacks`: what its handler for crashes wrote.
+    """
+    mine = last_start(history, rank)
+    evidence = {"rank": rank, "end": how, **_last_words(mine)}
+    where = _where(mine)
+    if for_memory:
+        anonymous = [entry.values["anonymous_bytes"] for entry in mine if "anonymous_bytes" in entry.values]
+        if anonymous:
+            evidence["anonymous_memory_gib"] = round(anonymous[-1] / 2**30, 2)
+        return Finding(
+            "SF201",
+            f"rank {rank} {how}{where}. The kernel killed it because the memory limit of its cgroup was reached",
+            evidence,
+            "Lower per_device_train_batch_size or max_length, set gradient_checkpointing: true or zero_stage: 3, or "
+            "give the job more memory.",
+        )
+    inside = main_thread(last_stacks)[:1]
+    if "SIGABRT" in how and inside and inside[0].file.endswith("distributed_c10d.py"):
+        # gloo's own thread aborts the process; one that Python code aborts has that code innermost.
+        return Finding(
+            "SF104",
+            f"rank {rank} {how}{where}, inside {inside[0].function} {location(last_stacks)}: gloo aborts when another "
+            "rank sent more than this one expected",
+            {**evidence, "collective": inside[0].function, "line": location(last_stacks)},
+            "All ranks must call a collective with the same size: no shape that depends on a rank's own data.",
+            confidence=0.7,
+        )
+    why = ". Whether for memory cannot be told here: the kernel's count of its cgroup is not readable"
+    if for_memory is not None:
+        why = ". No memory limit of its cgroup was reached; was it killed by hand, or by the scheduler?"
+    is_kill = "SIGKILL" in how
+    return Finding(
+        "SF101",
+        f"rank {rank} {how}{where}{why if is_kill else ''}",
+        evidence,
+        "Look at what it printed last, and at who may have killed it: the scheduler, a person, the kernel (dmesg)."
+        if is_kill
+        else "Look at what it printed last; native code that aborts leaves its stack in events/rank-NNNNN.stacks.",
+        confidence=1.0 if for_memory is not None or not is_kill else 0.8,
+    )
+
+
+def _last_words(mine: Sequence[Entry]) -> dict[str, object]:
+    if not mine:
+        return {"last_step": "none"}
+    return {"last_step": mine[-1].step, "last_event": f"{mine[-1].kind} {mine[-1].phase}".strip()}
+
+
+def _where(mine: Sequence[Entry]) -> str:
+    if not mine:
+        return ", before it had begun"
+    inside = open_phases(mine)
+    phase = f" in {inside[-1]}" if inside else ""
+    return f"{phase} of step {mine[-1].step}" if mine[-1].step else f"{phase} before the first step"

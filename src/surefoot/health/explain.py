@@ -1,0 +1,131 @@
+"""`surefoot explain RUN`: what is known of a run, from its folder alone, while it goes on or after it died."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surefoot.errors import ConfigError
+from surefoot.findings import Finding
+from surefoot.health import evidence
+from surefoot.health.diagnose.memory import find_leaks
+from surefoot.health.diagnose.stall import find_stall
+from surefoot.health.recorder import Entry, History, last_start, open_phases, read_history
+
+
+@dataclass(frozen=True)
+class RankNow:
+    """Where one rank is, or was when it was last heard of."""
+
+    rank: int
+    process: int
+    step: int
+    doing: str
+    silent_s: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a run's folder says."""
+
+    run_folder: Path
+    status: str
+    """Of summary.json; `unknown` where there is none that is newer than what the ranks did: the run goes on, or was
+    killed together with whoever watched it."""
+    ranks: list[RankNow]
+    findings: list[Finding]
+    """Written down during the run, and made again from its evidence."""
+    missing: list[str]
+    """Evidence that could not be read."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "run_folder": str(self.run_folder),
+            "status": self.status,
+            "ranks": [vars(rank) for rank in self.ranks],
+            "findings": [finding.as_dict() for finding in self.findings],
+            "missing": self.missing,
+        }
+
+    def as_text(self) -> str:
+        """For a person."""
+        lines = [f"{self.run_folder}: {self.status}"]
+        lines += [
+            f"  rank {rank.rank} (process {rank.process}): {rank.doing} of step {rank.step}, "
+            f"last heard of {rank.silent_s:.0f} s ago"
+            for rank in self.ranks
+        ]
+        lines += [finding.as_text() for finding in self.findings] or ["no findings"]
+        lines += [f"missing: {what}" for what in self.missing]
+        return "\n".join(lines)
+
+
+def explain(run_folder: Path, history: History | None = None) -> Explanation:
+    """Read a run folder and diagnose it again; `history` where it was read already.
+
+    Raises: ConfigError for a folder that holds no run.
+    """
+    if not (run_folder / "events").is_dir() and not (run_folder / "summary.json").is_file():
+        raise ConfigError(
+            f"{run_folder} holds no run: neither events/ nor summary.json is there. Give the output_dir of a run, or a "
+            "code such as SF104."
+        )
+    history = history or read_history(run_folder)
+    missing = list(history.unreadable)
+    written, unreadable = _written(run_folder / "findings.jsonl")
+    found = [*written, *find_leaks(history.entries)]
+    missing += unreadable
+    for path in sorted((run_folder / "evidence").glob("stall-*.json")):
+        name = str(path.relative_to(run_folder))
+        if any(finding.evidence.get("evidence") == name for finding in written):
+            continue
+        try:
+            found.append(find_stall(evidence.read(path)))
+        except ValueError as error:
+            missing.append(str(error))
+    return Explanation(run_folder, _status(run_folder, history.entries), _ranks(history.entries), _once(found), missing)
+
+
+def _once(findings: list[Finding]) -> list[Finding]:
+    """Each cause once, in order."""
+    return list({(finding.code, finding.cause): finding for finding in findings}.values())
+
+
+def _status(run_folder: Path, entries: list[Entry]) -> str:
+    path = run_folder / "summary.json"
+    last_s = max((entry.time_s for entry in entries if entry.kind != "run ended"), default=0.0)
+    try:
+        has_ended = all(rank.doing == "has ended" for rank in _ranks(entries))
+        if path.stat().st_mtime < last_s and not has_ended:  # of an earlier start
+            return "unknown"
+        return str(json.loads(path.read_text("utf-8"))["status"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "unknown"
+
+
+def _written(path: Path) -> tuple[list[Finding], list[str]]:
+    """(findings of findings.jsonl, what of it cannot be read)."""
+    if not path.is_file():
+        return [], []
+    found, unreadable = [], []
+    for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
+        try:
+            said = json.loads(line)
+            found.append(Finding(said["code"], said["cause"], said["evidence"], said["fix"], said["confidence"]))
+        except (ValueError, KeyError, TypeError):
+            unreadable.append(f"{path.name}:{number} is no finding")
+    return found, unreadable
+
+
+def _ranks(entries: list[Entry]) -> list[RankNow]:
+    """The newest process of each rank."""
+    ranks = []
+    for number in sorted({entry.rank for entry in entries}):
+        mine = last_start(entries, number)
+        doing = open_phases(mine)
+        ended = mine[-1].kind == "run ended"
+        what = "has ended" if ended else f"in {doing[-1]}" if doing else "between phases"
+        step = max(entry.step for entry in mine)
+        ranks.append(RankNow(number, mine[-1].process, step, what, time.time() - mine[-1].time_s))
+    return ranks

@@ -1,0 +1,216 @@
+"""Real faults, struck on purpose: the tests prove with them that each is found and named.
+
+A fault strikes inside one rank when a phase of a step begins there, or from outside with a signal. Nothing of this is
+loaded in a run that is not told to by SUREFOOT_FAULT=kind:rank:step:file; `file` is made when the fault strikes.
+"""
+
+import ctypes
+import mmap
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surefoot.events import Event, Phase, PhaseBegan
+
+VARIABLE = "SUREFOOT_FAULT"
+LONG_S = 10_000
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind of fault, and what must be found."""
+
+    about: str
+    phase: Phase
+    """At whose beginning it strikes."""
+    strike: Callable[[bool], None]
+    """Gets whether this is the rank it is for; most do nothing on the others."""
+    code: str
+    """What must be found; empty for what is none and must not be taken for one."""
+    names_rank: bool = True
+    on_all: bool = False
+    """Whether it strikes on every rank."""
+    in_each_step: bool = False
+    """Whether it strikes again in every step after the first."""
+
+
+def _signal(number: int) -> Callable[[bool], None]:
+    return lambda _: os.kill(os.getpid(), number)
+
+
+def _leave(_: bool) -> None:
+    os._exit(3)
+
+
+def _leave_quietly(_: bool) -> None:
+    os._exit(0)
+
+
+def _sleep(_: bool) -> None:
+    time.sleep(LONG_S)
+
+
+def _spin(_: bool) -> None:
+    end = time.monotonic() + LONG_S
+    while time.monotonic() < end:
+        pass
+
+
+def _read_for_ever(_: bool) -> None:
+    """A file system that does not answer: opening a pipe that no one writes to."""
+    path = Path(os.environ[VARIABLE].split(":")[3]).with_suffix(f".pipe-{os.getpid()}")
+    os.mkfifo(path)
+    open(path, "rb").close()
+
+
+def _lock_twice(_: bool) -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def _wait_for_dead_thread(_: bool) -> None:
+    queue.Queue[int]().get()
+
+
+def _hold_the_gil(_: bool) -> None:
+    mutex = ctypes.create_string_buffer(64)  # zeros: a mutex of glibc that is free
+    library = ctypes.PyDLL(None)  # it keeps Python's lock during its calls
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
+def _collective(size: int, *, op: str = "all_reduce") -> None:
+    import torch
+    import torch.distributed as dist
+
+    ones = torch.ones(size)
+    if op == "all_reduce":
+        dist.all_reduce(ones)
+    else:
+        dist.broadcast(ones, 0)
+
+
+def _extra_collective(_: bool) -> None:
+    _collective(7)
+
+
+def _skip_collective(_: bool) -> None:
+    """The next all-reduce that this rank asks for is not done."""
+    import torch.distributed as dist
+
+    original = dist.all_reduce
+
+    def skipped(*_: Any, **__: Any) -> None:
+        dist.all_reduce = original
+
+    dist.all_reduce = skipped
+
+
+def _other_size(is_odd: bool) -> None:
+    _collective(9 if is_odd else 7)
+
+
+def _other_kind(is_odd: bool) -> None:
+    _collective(7, op="broadcast" if is_odd else "all_reduce")
+
+
+def _other_order(is_odd: bool) -> None:
+    import torch
+    import torch.distributed as dist
+
+    second = dist.new_group(backend="gloo", group_desc="drill")
+    groups = [None, second]
+    for group in reversed(groups) if is_odd else groups:
+        dist.all_reduce(torch.ones(3), group=group)
+
+
+def _barrier_of_one(_: bool) -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+
+
+_KEPT: list[bytearray] = []
+_MAPPED: list[mmap.mmap] = []
+
+
+def _leak(_: bool) -> None:
+    _KEPT.append(bytearray(os.urandom(1 << 20)))
+
+
+def _hiccup(_: bool) -> None:
+    time.sleep(6.0)
+
+
+def _map_a_file(_: bool) -> None:
+    """Each step another mebibyte of a file is mapped and read: the page cache, no leak."""
+    path = Path(f"{os.environ[VARIABLE].split(':')[3]}-{len(_MAPPED)}.mapped")
+    path.write_bytes(os.urandom(1 << 20))
+    with open(path, "rb") as file:
+        _MAPPED.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    path.unlink()
+    sum(_MAPPED[-1][:: mmap.PAGESIZE])
+
+
+FAULTS: dict[str, Fault] = {
+    "killed": Fault("SIGKILL", "forward", _signal(signal.SIGKILL), "SF101"),
+    "aborted": Fault("SIGABRT", "backward", _signal(signal.SIGABRT), "SF101"),
+    "crashed": Fault("SIGSEGV", "forward", _signal(signal.SIGSEGV), "SF101"),
+    "left": Fault("exit with status 3, without a word", "optimizer", _leave, "SF101"),
+    "left-quietly": Fault("exit with status 0, before the end", "optimizer", _leave_quietly, "SF101"),
+    "stopped": Fault("SIGSTOP", "forward", _signal(signal.SIGSTOP), "SF102"),
+    "stopped-in-collective": Fault("SIGSTOP before a collective", "communicate", _signal(signal.SIGSTOP), "SF102"),
+    "sleeping": Fault("a sleep in the forward", "forward", _sleep, "SF106"),
+    "sleeping-backward": Fault("a sleep in the backward", "backward", _sleep, "SF106"),
+    "sleeping-optimizer": Fault("a sleep in the optimizer", "optimizer", _sleep, "SF106"),
+    "sleeping-save": Fault("a save that does not end", "save", _sleep, "SF106"),
+    "spinning": Fault("a loop that does not end", "forward", _spin, "SF106"),
+    "data-asleep": Fault("data that do not come", "wait for data", _sleep, "SF107"),
+    "data-blocked": Fault("a file system that does not answer", "wait for data", _read_for_ever, "SF107"),
+    "locked": Fault("a lock taken twice", "forward", _lock_twice, "SF109"),
+    "dead-thread": Fault("a queue that no thread fills", "forward", _wait_for_dead_thread, "SF109"),
+    "gil-held": Fault("native code that keeps Python's lock", "forward", _hold_the_gil, "SF109"),
+    "extra-collective": Fault("a collective on one rank only", "forward", _extra_collective, "SF104"),
+    "skipped-collective": Fault("a collective left out on one rank", "communicate", _skip_collective, "SF105"),
+    "other-kind": Fault("another collective on one rank", "forward", _other_kind, "SF104", False, on_all=True),
+    "other-size": Fault("another size on one rank", "forward", _other_size, "SF104", False, on_all=True),
+    "other-order": Fault(
+        "two groups in another order on one rank", "forward", _other_order, "SF105", False, on_all=True
+    ),
+    "leaking": Fault("a list that keeps 1 MiB a step", "forward", _leak, "SF202", in_each_step=True),
+    "hiccup": Fault("a step of six seconds", "forward", _hiccup, ""),
+    "page-cache": Fault("a file that is mapped, 1 MiB a step", "forward", _map_a_file, "", in_each_step=True),
+    "barrier-of-one": Fault("a barrier on one rank only", "save", _barrier_of_one, "SF105"),
+}
+
+
+class FaultInjector:
+    """The observer that breaks its rank, once."""
+
+    def __init__(self, told: str, rank: int) -> None:
+        kind, number, step, file = told.split(":", 3)
+        self._fault, self._is_odd = FAULTS[kind], rank == int(number)
+        self._step, self._file = int(step), Path(file)
+        self._has_struck = self._file.exists()  # a run that was started again is sound
+
+    def observe(self, event: Event) -> None:
+        if self._has_struck or not (self._is_odd or self._fault.on_all):
+            return
+        if not isinstance(event, PhaseBegan) or event.phase != self._fault.phase:
+            return
+        if event.step == self._step or (self._fault.in_each_step and event.step > self._step):
+            self._has_struck = not self._fault.in_each_step
+            if self._is_odd and event.step == self._step:
+                self._file.write_text(str(time.time()))
+                print(
+                    f"drill: {self._fault.about} on rank {event.rank} in step {event.step}", file=sys.stderr, flush=True
+                )
+            self._fault.strike(self._is_odd)

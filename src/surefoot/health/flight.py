@@ -1,0 +1,84 @@
+"""What PyTorch's Flight Recorder says of one rank: which collectives it asked for, and in which it still is.
+
+Read from `_dump_fr_trace_json`. With gloo every entry is `scheduled` and no group has a description of its own, so only
+what holds for gloo and NCCL alike is used: numbers within a group, names, sizes, types, and whether it was retired.
+Standard library only.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MEANINGS = {
+    "default_pg": "all ranks",
+    "agreement": "what the ranks agree on: batch sizes, stop signals, errors",
+    "mesh_fsdp": "the ranks that share sharded weights: their gathers and sums",
+    "mesh_dp_replicate": "the copies of sharded weights: their sums",
+    "mesh_ep": "the ranks that share experts: tokens travelling to them and back",
+}
+"""Description of a process group -> what goes over it."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective as one rank asked for it."""
+
+    group: str
+    """The name of its process group."""
+    number: int
+    """In its group, from 1."""
+    kind: str
+    """all_reduce, all_to_all, ..."""
+    sizes: str
+    """Of its inputs."""
+    types: str
+
+    @property
+    def call(self) -> str:
+        """What ranks must agree on."""
+        return f"{self.kind} of {self.types} {self.sizes}"
+
+
+@dataclass(frozen=True)
+class FlightRecord:
+    """What one rank asked for, the last of each group."""
+
+    last: Mapping[str, Collective]
+    """Group -> the newest."""
+    waiting: tuple[Collective, ...]
+    """Not over yet."""
+    meanings: Mapping[str, str]
+    """Group -> what goes over it."""
+    done: Mapping[str, int]
+    """`Collective.call` -> how often it is over."""
+
+
+def read_flight(dump: Any) -> FlightRecord | None:
+    """The record in a dump (JSON, read); None where there is none. Raises: ValueError for what is no dump."""
+    if dump is None or (isinstance(dump, dict) and "entries" not in dump):  # a run of one process asks for nothing
+        return None
+    last: dict[str, Collective] = {}
+    waiting, meanings, done = [], {}, Counter[str]()
+    try:
+        for entry in dump["entries"]:
+            if entry["is_p2p"]:
+                continue
+            group, description = entry["process_group"]
+            found = Collective(
+                group,
+                int(entry["collective_seq_id"]),
+                str(entry["profiling_name"]).rpartition(":")[2],
+                str(entry["input_sizes"]),
+                "/".join(entry["input_dtypes"]),
+            )
+            meanings[group] = MEANINGS.get(description, description)
+            if group not in last or last[group].number <= found.number:
+                last[group] = found
+            if entry["retired"]:
+                done[found.call] += 1
+            else:
+                waiting.append(found)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no dump of the Flight Recorder: {error!r}") from error
+    return FlightRecord(last, tuple(waiting), meanings, done) if last else None

@@ -1,0 +1,172 @@
+"""The observer that writes a rank's events into its ring, and the reader that gives them back as words.
+
+While it writes, a witness stands by for the supervisor's questions.
+
+The lists below are the file format: a new kind or phase goes to the end.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from surefoot.errors import StorageError
+from surefoot.events import (
+    BatchDescribed,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Phase,
+    PhaseBegan,
+    PhaseEnded,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+)  # fmt: skip
+from surefoot.health.memory import OwnMemory
+from surefoot.health.ring import Record, RingError, RingReader, RingWriter, Values
+from surefoot.health.witness import Witness
+
+KINDS = (
+    "phase began", "phase ended", "batch", "step", "evaluated", "checkpoint", "run started", "run ended",
+)  # fmt: skip
+PHASES: tuple[str, ...] = ("", *get_args(Phase))
+VALUE_NAMES: dict[str, tuple[str, ...]] = {
+    "phase began": ("anonymous_bytes",),
+    "phase ended": ("anonymous_bytes",),
+    "batch": ("tokens", "trained", "sequences", "fillers"),
+    "step": ("loss", "grad_norm", "step_time_s", "peak_memory_bytes"),
+    "evaluated": ("eval_loss",),
+    "checkpoint": ("save_time_s",),
+}
+"""What a record's values are, by kind."""
+
+
+KEPT_STARTS = 5
+"""Of one run on one rank: the rings of older ones are deleted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A record in words."""
+
+    rank: int
+    process: int
+    time_s: float
+    kind: str
+    phase: str
+    step: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class History:
+    """What the rings of a run say."""
+
+    entries: list[Entry]
+    """Of all ranks and starts, oldest first."""
+    unreadable: list[str]
+    """Rings that could not be read, and why."""
+
+
+def read_history(run_folder: Path, newest: int | None = None) -> History:
+    """Read the rings of a run, while it is going on or after; of each only the `newest` records, if that is set."""
+    found, unreadable = [], []
+    for path in sorted((run_folder / "events").glob("rank-*.ring")):
+        try:
+            reader = RingReader(path)
+        except RingError as error:
+            unreadable.append(str(error))
+            continue
+        since = max(0, reader.count - newest) if newest else 0
+        found += [_in_words(reader, record) for record in reader.records(since)]
+        reader.close()
+    return History(sorted(found, key=lambda entry: entry.time_s), unreadable)
+
+
+def last_start(entries: Sequence[Entry], rank: int) -> list[Entry]:
+    """What one rank said since it was last started, oldest first."""
+    mine = [entry for entry in entries if entry.rank == rank]
+    return [entry for entry in mine if entry.process == mine[-1].process]
+
+
+def open_phases(entries: Sequence[Entry]) -> list[str]:
+    """The phases that began and have not ended, the outer first; `entries` of one start of one rank."""
+    phases: list[str] = []
+    for entry in entries:
+        if entry.kind == "phase began":
+            phases.append(entry.phase)
+        elif entry.kind == "phase ended" and phases:
+            phases.pop()
+    return phases
+
+
+def _in_words(ring: RingReader, record: Record) -> Entry:
+    kind = KINDS[record.kind]
+    values = dict(zip(VALUE_NAMES.get(kind, ()), record.values, strict=False))
+    return Entry(ring.rank, ring.process, record.time_s, kind, PHASES[record.phase], record.step, values)
+
+
+class Recorder:
+    """Writes what happens on one rank, to a ring of its own for each start. It costs microseconds and changes nothing.
+
+    Where the ring cannot be written the run goes on without one, and a warning says so.
+    """
+
+    def __init__(self, run_folder: Path, rank: int) -> None:
+        self._folder, self._rank = run_folder / "events", rank
+        self._ring: RingWriter | None = None
+        """Opened by the first event: then this process holds the run folder."""
+        self._witness: Witness | None = None
+        self._memory = OwnMemory()
+        self._is_over = False
+
+    def observe(self, event: Event) -> None:
+        if self._is_over:
+            return
+        if isinstance(event, PhaseBegan | PhaseEnded):
+            kind = "phase began" if isinstance(event, PhaseBegan) else "phase ended"
+            self._write(kind, event.step, self._memory.anonymous_bytes(), phase=event.phase)
+        elif isinstance(event, BatchDescribed):
+            self._write("batch", event.step, event.tokens, event.trained, event.sequences, event.fillers)
+        elif isinstance(event, StepEnded):
+            self._write("step", event.step, event.loss, event.grad_norm, event.step_time_s, event.peak_memory_bytes)
+        elif isinstance(event, Evaluated):
+            self._write("evaluated", event.step, event.eval_loss)
+        elif isinstance(event, CheckpointSaved):
+            self._write("checkpoint", event.step, event.save_time_s)
+        elif isinstance(event, RunStarted):
+            self._write("run started", event.first_step)
+        elif isinstance(event, RunEnded):
+            self._write("run ended", 0)
+            self._end()
+
+    def _write(self, kind: str, step: int, *values: float, phase: str = "") -> None:
+        if self._ring is None:
+            self._open()
+        if self._ring is not None:
+            four: Values = (*values, *(0.0,) * (4 - len(values)))  # type: ignore[assignment]
+            self._ring.write(time.time(), KINDS.index(kind), PHASES.index(phase), step, four)
+
+    def _open(self) -> None:
+        name = f"rank-{self._rank:05d}"
+        try:
+            older = sorted(self._folder.glob(f"{name}-*.ring"))
+            for path in older[: max(0, len(older) - KEPT_STARTS + 1)]:
+                path.unlink()
+            self._ring = RingWriter(self._folder / f"{name}-{time.time_ns()}.ring", self._rank)
+            self._witness = Witness(self._folder.parent, self._rank)
+        except (StorageError, OSError) as error:
+            logging.getLogger(__name__).warning("the run goes on without a record of its events: %s", error)
+            self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        if self._witness is not None:
+            self._witness.end()
+            self._witness = None
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None

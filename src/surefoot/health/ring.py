@@ -1,0 +1,137 @@
+"""A ring of records on disk, written by one process and read by others, also after that process was killed.
+
+The file is mapped into memory and shared, so what was written is in the system's page cache at once: it survives
+SIGKILL, an abort, and a lock that is never given back. Standard library only.
+
+    header   magic, version, rank, process, capacity, number of records so far, machine
+    records  number, seconds, kind, phase, step, four values; 64 bytes each, the newest over the oldest
+
+A record's number is written last and in one store, so that a reader takes only whole ones.
+"""
+
+import hashlib
+import mmap
+import os
+import socket
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from surefoot.storage import storage_error
+
+MAGIC = b"SFRING\0\0"
+VERSION = 2
+HEADER = struct.Struct("<8s4Iq16s16x")
+COUNT_AT = 24
+"""Where in the header the number of records stands."""
+NUMBER = struct.Struct("<q")
+BODY = struct.Struct("<dHHi4d8x")
+RECORD_BYTES = NUMBER.size + BODY.size
+CAPACITY = 65_536
+"""Records of a ring: 4 MiB, some thousand steps."""
+
+Values = tuple[float, float, float, float]
+
+
+class RingError(Exception):
+    """A file is no ring, or one of another version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One thing that happened."""
+
+    number: int
+    """From 0 over the life of the ring."""
+    time_s: float
+    """Since 1970."""
+    kind: int
+    phase: int
+    step: int
+    values: Values
+
+
+def this_machine() -> bytes:
+    """Names this machine among those that share a folder; 16 bytes."""
+    return hashlib.blake2b(socket.gethostname().encode(), digest_size=16).digest()
+
+
+class RingWriter:
+    """The one process that writes a ring, to a new file. Raises: StorageError."""
+
+    def __init__(self, path: Path, rank: int, capacity: int = CAPACITY) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "x+b") as file:
+                size = HEADER.size + capacity * RECORD_BYTES
+                if hasattr(os, "posix_fallocate"):
+                    # Its room is taken now: a disk that is full later would kill a process that writes to the map.
+                    os.posix_fallocate(file.fileno(), 0, size)
+                else:
+                    file.truncate(size)
+                self._map = mmap.mmap(file.fileno(), 0)
+        except OSError as error:
+            with suppress(OSError):
+                path.unlink()
+            raise storage_error(path, error) from error
+        self._words = memoryview(self._map).cast("q")
+        self._capacity = capacity
+        self._count = 0
+        HEADER.pack_into(self._map, 0, MAGIC, VERSION, rank, os.getpid(), capacity, 0, this_machine())
+
+    def write(self, time_s: float, kind: int, phase: int, step: int, values: Values) -> None:
+        """Append a record."""
+        place = HEADER.size + self._count % self._capacity * RECORD_BYTES
+        self._count += 1
+        word = place // NUMBER.size
+        self._words[word] = 0  # no record, until it is whole; the first is number 1
+        BODY.pack_into(self._map, place + NUMBER.size, time_s, kind, phase, step, *values)
+        self._words[word] = self._count
+        self._words[COUNT_AT // NUMBER.size] = self._count
+
+    def close(self) -> None:
+        """Nothing more will be written; the file stays."""
+        self._words.release()
+        self._map.close()
+
+
+class RingReader:
+    """Reads a ring while it is written, or after. Raises: RingError for a file that is none."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with open(path, "rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            header = HEADER.unpack_from(self._map)
+            magic, version, self.rank, self.process, self._capacity, _, self._machine = header
+        except (OSError, ValueError, struct.error) as error:
+            raise RingError(f"{path} cannot be read: {error}") from error
+        whole = HEADER.size + self._capacity * RECORD_BYTES
+        if magic != MAGIC or version != VERSION or len(self._map) != whole:
+            raise RingError(f"{path} is no ring of version {VERSION}, or was cut short")
+
+    @property
+    def is_of_this_machine(self) -> bool:
+        """Whether its process runs here, so that its number means something."""
+        return bool(self._machine == this_machine())
+
+    @property
+    def count(self) -> int:
+        """Records written so far, those included that newer ones have taken the place of."""
+        return int(NUMBER.unpack_from(self._map, COUNT_AT)[0])
+
+    def records(self, since: int = 0) -> list[Record]:
+        """The records from number `since` on that are still there, oldest first."""
+        count = self.count
+        found = []
+        for number in range(max(since, count - self._capacity), count):
+            place = HEADER.size + number % self._capacity * RECORD_BYTES
+            body = BODY.unpack_from(self._map, place + NUMBER.size)
+            if NUMBER.unpack_from(self._map, place)[0] == number + 1:  # read after the body: not overwritten meanwhile
+                time_s, kind, phase, step, *values = body
+                found.append(Record(number, time_s, kind, phase, step, tuple(values)))
+        return found
+
+    def close(self) -> None:
+        self._map.close()

@@ -1,0 +1,277 @@
+"""Watches a run from outside: reads the ranks' rings, samples their processes, and finds out why nothing goes on.
+
+Silence is late when no rank has said anything for much longer than it usually takes here. What is usual comes from the
+run's own history; before there is one, and in phases that are long and say little, a rank that computes, or reads and
+writes, is not late. Imports no torch.
+"""
+
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from surefoot.findings import Finding
+from surefoot.health import evidence as kept
+from surefoot.health.diagnose.memory import MemoryTrend
+from surefoot.health.diagnose.stall import find_stall
+from surefoot.health.evidence import RankEvidence, StallEvidence
+from surefoot.health.processes import GONE, Processes, ProcessSample, syscall_of
+from surefoot.health.recorder import KINDS, PHASES
+from surefoot.health.ring import RingError, RingReader
+from surefoot.health.witness import STACKS, flight_path, read_stacks, request_path, stacks_path
+from surefoot.process_end import oom_kill_count
+
+GONE_S = 60.0
+"""How long a rank may be gone while the run goes on: ranks that are started again take their time."""
+BLIND_S = 10.0
+"""Between two looks: more, and this process itself was stopped, and knows nothing of that time."""
+LEAST_S = 10.0
+"""Silence that is never late."""
+TIMES_USUAL, TIMES_LONGEST = 8.0, 2.0
+"""Silence is late after so many times the median of the last steps, and the longest of them."""
+IDLE_S = 12.0
+"""How long a rank may do nothing at all in a phase that says little."""
+STARTING_IDLE_S = 30.0
+"""The same before the first step, where it may wait for a download."""
+QUIET_PHASES = frozenset({"load", "tokenise", "save", "evaluate", "export", ""})
+"""Phases in which a rank may be silent for long; a process between phases is loading Python or torch."""
+IDLE_SHARE = 0.1
+"""Of a core: below it a process does nothing; waiting in gloo takes a few hundredths."""
+IDLE_BYTES_PER_S = 1 << 16
+"""Read and written: the same."""
+WINDOW_S = 6.0
+"""Over which both are judged."""
+LONGEST_S = 600.0
+"""Silence that is late in the first steps, even of ranks that compute, and of ranks that wait for a disk."""
+ANSWER_WITHIN_S = 3.0
+LEAKS_EVERY_S = 5.0
+USUAL_STEPS = 32
+
+
+@dataclass
+class _Rank:
+    """What the supervisor knows of one rank of the present start."""
+
+    ring: RingReader
+    memory: MemoryTrend
+    said: int = 0
+    last_s: float = 0.0
+    step: int = 0
+    open: list[str] = field(default_factory=list)
+    took_a_step: bool = False
+    has_ended: bool = False
+    sample: ProcessSample = GONE
+    samples: deque[tuple[float, ProcessSample]] = field(default_factory=deque)
+    """Of the last `WINDOW_S`, while it is silent."""
+
+    @property
+    def phase(self) -> str:
+        return self.open[-1] if self.open else ""
+
+    def took(self, now_s: float, sample: ProcessSample, *, is_silent: bool) -> None:
+        """Another sample; only those of one silence are kept, for only they are comparable."""
+        self.sample = sample
+        if not is_silent:
+            self.samples.clear()
+            return
+        self.samples.append((now_s, sample))
+        while len(self.samples) > 1 and now_s - self.samples[1][0] >= WINDOW_S:
+            self.samples.popleft()
+
+    @property
+    def cpu_share(self) -> float:
+        """Of a core, over the window; 0 where there is none."""
+        return self._per_s(lambda sample: sample.cpu_s)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it did nothing for all of a window."""
+        is_whole = bool(self.samples) and self.samples[-1][0] - self.samples[0][0] >= WINDOW_S
+        moved = self._per_s(lambda sample: float(sample.io_bytes))
+        is_writing = any(sample.waits_for_disk for _, sample in self.samples)
+        return is_whole and not is_writing and self.cpu_share < IDLE_SHARE and moved < IDLE_BYTES_PER_S
+
+    def _per_s(self, value: Callable[[ProcessSample], float]) -> float:
+        if len(self.samples) < 2:
+            return 0.0
+        (first_s, first), (last_s, last) = self.samples[0], self.samples[-1]
+        return max(0.0, value(last) - value(first)) / (last_s - first_s)
+
+
+class Supervisor:
+    """Of one start of one run. `look` once a second or so; it returns what was found since."""
+
+    def __init__(self, run_folder: Path, num_ranks: int, began_s: float) -> None:
+        self._folder, self._num_ranks = run_folder, num_ranks
+        self._began_s = began_s
+        self._ranks: dict[int, _Rank] = {}
+        self._rings: dict[int, Path] = {}
+        self._processes = Processes()
+        self._last_s = began_s
+        self._looked_s = time.time()
+        self._steps: deque[float] = deque(maxlen=USUAL_STEPS)
+        """Seconds of the newest steps, without the first."""
+        self._leaking: set[int] = set()
+        self._next_leaks_s = began_s
+        self._oom_kills = oom_kill_count()
+        self.stalled_since_s: float | None = None
+        """Since when the run stands still, if it does."""
+        self.stood_s: float | None = None
+        """How long it stood still, at the look after which it goes on again."""
+
+    @property
+    def limit_s(self) -> float:
+        """Silence that is late in a step."""
+        if len(self._steps) < 2:
+            return float("inf")
+        return max(LEAST_S, TIMES_USUAL * median(self._steps), TIMES_LONGEST * max(self._steps))
+
+    def look(self, now_s: float) -> list[Finding]:
+        """Read what is new; a stall or a leak is returned once, when it is found."""
+        if now_s - self._looked_s > BLIND_S:
+            self._last_s = max(self._last_s, now_s)
+        self._looked_s = now_s
+        self._open_rings()
+        for rank in self._ranks.values():
+            self._read(rank)
+        is_silent = now_s - self._last_s > LEAST_S / 2
+        for rank in self._ranks.values():
+            sample = self._processes.sample(rank.ring.process, with_children=is_silent)
+            rank.took(now_s, sample, is_silent=is_silent)
+        leaks = self._leaks(now_s)
+        self.stood_s = None
+        if not self._is_late(now_s):
+            if self.stalled_since_s is not None:
+                self.stood_s, self.stalled_since_s = now_s - self.stalled_since_s, None
+            return leaks
+        if self.stalled_since_s is not None:
+            return leaks
+        self.stalled_since_s = now_s
+        return [*leaks, self._diagnose(now_s)]
+
+    def _leaks(self, now_s: float) -> list[Finding]:
+        """Those that were not known; looked for every few seconds."""
+        if now_s < self._next_leaks_s:
+            return []
+        self._next_leaks_s = now_s + LEAKS_EVERY_S
+        found = []
+        for number in self._ranks.keys() - self._leaking:
+            finding = self._ranks[number].memory.finding()
+            if finding is not None:
+                self._leaking.add(number)
+                found.append(finding)
+        return found
+
+    def _open_rings(self) -> None:
+        """The newest ring of each rank that was begun since this start."""
+        for path in sorted((self._folder / "events").glob("rank-*.ring")):
+            _, number, begun_ns = path.stem.split("-")
+            if int(begun_ns) < self._began_s * 1e9 or self._rings.get(int(number), Path()) >= path:
+                continue
+            with suppress(RingError):  # its header is being written
+                ring = RingReader(path)
+                self._rings[int(number)] = path
+                self._ranks.pop(int(number), None)
+                if ring.is_of_this_machine:
+                    self._ranks[int(number)] = _Rank(ring, MemoryTrend(ring.rank))
+
+    def _read(self, rank: _Rank) -> None:
+        for record in rank.ring.records(rank.said):
+            rank.said, rank.last_s, rank.step = record.number + 1, record.time_s, record.step or rank.step
+            self._last_s = max(self._last_s, record.time_s)
+            kind = KINDS[record.kind]
+            if kind in ("phase began", "phase ended"):
+                rank.memory.add(kind, PHASES[record.phase], record.step, record.values[0])
+            if kind == "phase began":
+                rank.open.append(PHASES[record.phase])
+            elif kind == "phase ended" and rank.open:
+                rank.open.pop()
+            elif kind == "step":
+                if rank.took_a_step:
+                    self._steps.append(record.values[2])
+                rank.took_a_step = True
+            elif kind == "run ended":
+                rank.has_ended = True
+
+    def _is_late(self, now_s: float) -> bool:
+        going = [rank for rank in self._ranks.values() if not rank.has_ended]
+        if not going:
+            return False
+        quiet_s = now_s - self._last_s
+        if any(rank.sample.state in ("gone", "zombie") for rank in going):
+            return quiet_s > GONE_S  # whoever started it sees it first and says more, or starts it again
+        quiet = [rank for rank in going if rank.phase in QUIET_PHASES]
+        if quiet:  # the others wait for these, if at all
+            patience_s = IDLE_S if all(rank.step for rank in quiet) else STARTING_IDLE_S
+            is_stuck = any(rank.sample.waits_for_disk for rank in quiet) and quiet_s > LONGEST_S
+            return is_stuck or (quiet_s > patience_s and all(rank.is_idle for rank in quiet))
+        if len(self._steps) < 2:
+            return quiet_s > LONGEST_S or (quiet_s > IDLE_S and all(rank.is_idle for rank in going))
+        return quiet_s > self.limit_s
+
+    def _diagnose(self, now_s: float) -> Finding:
+        evidence = self._collect(now_s)
+        finding = find_stall(evidence)
+        path = kept.keep(self._folder / "evidence", evidence)
+        finding.evidence["evidence"] = str(path.relative_to(self._folder))
+        return finding
+
+    def _collect(self, now_s: float) -> StallEvidence:
+        """Ask every rank that is there for its flight record and its stacks."""
+        request = secrets.token_hex(8)
+        syscalls = {number: syscall_of(rank.ring.process) for number, rank in self._ranks.items()}
+        begins = {number: _size(stacks_path(self._folder, number)) for number in self._ranks}
+        unseen = request_path(self._folder).with_suffix(".tmp")
+        unseen.write_text(request)
+        os.replace(unseen, request_path(self._folder))
+        for rank in self._ranks.values():
+            if rank.sample.state not in ("gone", "zombie") and not rank.has_ended:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(rank.ring.process, STACKS)
+        answers: dict[int, object] = {}
+        deadline = time.monotonic() + ANSWER_WITHIN_S
+        while len(answers) < len(self._ranks) and time.monotonic() < deadline:
+            for number in self._ranks.keys() - answers.keys():
+                answer = kept.answer_to(request, flight_path(self._folder, number))
+                if answer is not None:
+                    answers[number] = answer["flight"]
+            time.sleep(0.05)
+        seen = [
+            RankEvidence(
+                rank=number,
+                process=rank.ring.process,
+                state=rank.sample.state,
+                has_ended=rank.has_ended,
+                phase=rank.phase,
+                step=rank.step,
+                quiet_s=now_s - rank.last_s,
+                cpu_share=rank.cpu_share,
+                children=rank.sample.children,
+                answered=number in answers,
+                flight=answers.get(number),
+                syscall=syscalls[number],
+                stacks=read_stacks(self._folder, number, begins[number]),
+            )
+            for number, rank in sorted(self._ranks.items())
+        ]
+        before, after = self._oom_kills, oom_kill_count()
+        return StallEvidence(
+            time_s=now_s,
+            quiet_s=now_s - self._last_s,
+            limit_s=min(self.limit_s, 1e9),
+            ranks=tuple(seen),
+            num_ranks=self._num_ranks,
+            oom_kills=after - before if before is not None and after is not None else None,
+        )
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,110 @@
+"""Inside a rank: gives evidence when the supervisor asks for it, from a thread, while the run may stand still.
+
+    events/request                     its number, written by the supervisor
+    events/rank-00000.flight.json      {"request": number, "flight": the dump of the Flight Recorder, or null}
+    events/rank-00000.stacks           Python stacks of all threads at each SIGUSR1, and at a crash
+
+The thread answers only while Python can run; that it does not is evidence too. The stacks are written by a signal
+handler in C, which runs while another thread holds Python's lock.
+"""
+
+import faulthandler
+import functools
+import json
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+EVERY_S = 0.25
+REQUEST = "request"
+STACKS = signal.SIGUSR1
+
+
+def request_path(run_folder: Path) -> Path:
+    return run_folder / "events" / REQUEST
+
+
+def flight_path(run_folder: Path, rank: int) -> Path:
+    return run_folder / "events" / f"rank-{rank:05d}.flight.json"
+
+
+def stacks_path(run_folder: Path, rank: int) -> Path:
+    return run_folder / "events" / f"rank-{rank:05d}.stacks"
+
+
+def read_stacks(run_folder: Path, rank: int, since: int = 0) -> str:
+    """What was written to a rank's stacks from byte `since` on; nothing where that cannot be read."""
+    try:
+        with open(stacks_path(run_folder, rank), encoding="utf-8", errors="replace") as file:
+            file.seek(since)
+            return file.read()
+    except OSError:
+        return ""
+
+
+def record_collectives() -> None:
+    """Ask for the Flight Recorder, before torch is loaded; it costs nothing that can be measured."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+
+
+class Witness:
+    """Answers from when it is made until `end`."""
+
+    def __init__(self, run_folder: Path, rank: int) -> None:
+        self._run_folder, self._rank = run_folder, rank
+        self._is_over = threading.Event()
+        self._stacks = open(stacks_path(run_folder, rank), "w")  # noqa: SIM115 - the handlers write to it
+        faulthandler.register(STACKS, self._stacks, all_threads=True)
+        self._is_enabler = not faulthandler.is_enabled()
+        if self._is_enabler:
+            faulthandler.enable(self._stacks, all_threads=True)
+        self._thread = threading.Thread(target=self._answer, name="witness", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._is_over.set()
+        self._thread.join(2.0)  # it may be writing to a file system that does not answer
+        # A signal that is still on its way must not end this process, as it would without a handler.
+        faulthandler.register(STACKS, _nowhere(), all_threads=True)
+        if self._is_enabler:
+            faulthandler.disable()
+        self._stacks.close()
+
+    def _answer(self) -> None:
+        answered = _asked(self._run_folder)  # left by an earlier start
+        while not self._is_over.wait(EVERY_S):
+            asked = _asked(self._run_folder)
+            if asked and asked != answered:
+                answered = asked
+                with suppress(OSError):  # a full disk: the supervisor says that there was no answer
+                    _write(flight_path(self._run_folder, self._rank), {"request": asked, "flight": _flight()})
+
+
+def _asked(run_folder: Path) -> str:
+    try:
+        return request_path(run_folder).read_text()
+    except OSError:
+        return ""
+
+
+@functools.cache
+def _nowhere() -> int:
+    """Where stacks go that no one asks for any more."""
+    return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+
+
+def _flight() -> Any:
+    """The dump; None where torch has none. The function is private: where it is gone, so is this evidence."""
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    dump = getattr(c10d, "_dump_fr_trace_json", None)
+    return json.loads(dump(includeCollectives=True)) if dump is not None else None
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    unseen = path.with_suffix(".tmp")
+    unseen.write_text(json.dumps(value))
+    os.replace(unseen, path)

@@ -1,0 +1,113 @@
+"""A run of several ranks as its caller sees it: started, waited for, and its end written down if no rank could."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from surefoot import errors
+from surefoot.config import LoadedConfig
+from surefoot.errors import StoppedOnFinding, SurefootError
+from surefoot.findings import Finding
+from surefoot.health.diagnose.death import find_death
+from surefoot.health.recorder import read_history
+from surefoot.health.witness import read_stacks
+from surefoot.parallel.launch import RankFailure, launch
+from surefoot.parallel.layout import Layout
+from surefoot.storage import write_json
+from surefoot.training.metrics import METRICS
+from surefoot.training.record import RunRecord, RunResult, note_finding, read_result, write_end
+from surefoot.training.resolve import device_type
+
+
+def train_launched(loaded: LoadedConfig, *, screen: bool) -> RunResult:
+    """Start the ranks of this machine, which get the config as it is here.
+
+    Returns what rank 0 wrote down. Raises: what the ranks agreed on; StoppedOnFinding for a rank that died;
+    SurefootError naming the rank that failed.
+    """
+    folder = loaded.run.run_folder
+    device_type(loaded)  # what is wrong for any rank is refused before ranks are started
+    Layout.of(loaded.run, loaded.run.nproc_per_node * loaded.run.nnodes, loaded.where)
+    began_s = time.time()
+    restarts: list[Finding] = []
+
+    def on_restart(failure: RankFailure, attempt: int) -> None:
+        finding = _finding_of(failure, folder, began_s)
+        often = f"{attempt} of {loaded.run.max_restarts} times"
+        finding = replace(finding, cause=f"{finding.cause}. All ranks are started again ({often}), from what was saved")
+        restarts.append(finding)
+        if folder.is_dir():
+            note_finding(folder, finding)
+        if screen:
+            print(finding.as_text(), file=sys.stderr, flush=True)
+
+    failure = launch(loaded.run, {**loaded.as_json(), "screen": screen}, on_restart)
+    if failure is not None:
+        _raise(failure, folder, began_s, restarts, screen=screen)
+    if restarts:
+        write_end(folder, findings=restarts)
+    result = read_result(folder)
+    if result is None:
+        raise SurefootError(
+            f"{folder}/summary.json is not there, although all ranks ended well. Do all machines share output_dir?"
+        )
+    return result
+
+
+def _finding_of(failure: RankFailure, folder: Path, began_s: float) -> Finding:
+    """Why ranks are started again, or were not."""
+    if failure.death is None:
+        return Finding("SF101", failure.reason, {"reason": failure.reason}, "See what it says.")
+    history = [entry for entry in read_history(folder).entries if entry.time_s >= began_s]
+    death = failure.death
+    return find_death(
+        death.rank,
+        death.how,
+        for_memory=death.for_memory,
+        history=history,
+        last_stacks=read_stacks(folder, death.rank),
+    )
+
+
+def _raise(
+    failure: RankFailure, folder: Path, began_s: float, restarts: Sequence[Finding], *, screen: bool
+) -> NoReturn:
+    """Raises: what the ranks raised. Where they took steps since `began_s` and none could say so, summary.json does."""
+    result = read_result(folder)
+    if failure.kind == StoppedOnFinding.__name__ and result is not None and result.findings:
+        write_end(folder, findings=restarts)
+        raise StoppedOnFinding(result.findings[-1])
+    metrics = folder / METRICS
+    took_steps = metrics.is_file() and metrics.stat().st_mtime >= began_s
+    found = [*restarts]
+    if failure.death is not None:
+        found.append(_finding_of(failure, folder, began_s))
+    if not failure.kind and (took_steps or (result is None and folder.is_dir())):
+        result = result or RunRecord(folder).result("failed")
+        ended = replace(
+            result, status="failed", steps=_steps_done(metrics), artifact=None, error=failure.reason, findings=found
+        )
+        write_json(folder / "summary.json", ended.as_dict())
+        if failure.death is not None:
+            note_finding(folder, found[-1])
+    if failure.death is not None:
+        if screen:
+            print(found[-1].as_text(), file=sys.stderr, flush=True)
+        raise StoppedOnFinding(found[-1])
+    kind: type[SurefootError] = getattr(errors, failure.kind) if failure.kind else SurefootError
+    raise kind(failure.reason)
+
+
+def _steps_done(metrics: Path) -> int:
+    """Of the last whole line of the metrics."""
+    steps = 0
+    for line in metrics.read_text("utf-8").splitlines() if metrics.is_file() else ():
+        try:
+            steps = json.loads(line)["step"]
+        except ValueError:  # cut short by a kill
+            break
+    return steps

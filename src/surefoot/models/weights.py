@@ -1,0 +1,78 @@
+"""Weights on their way to safetensors files, tensor by tensor, so that a model never has to be whole in one place."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+MOST_BYTES = 5_000_000_000
+"""Of one file of a model."""
+TYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+class TensorFile:
+    """One safetensors file that is being written: its tensors come in the order of the header."""
+
+    def __init__(self, file: BinaryIO, specs: Mapping[str, Tensor]) -> None:
+        """`specs`: tensors of the meta device, which say name, type and shape of what will come."""
+        self._file, self._specs = file, specs
+        self._expected = iter(specs)
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, spec in specs.items():
+            begin, end = end, end + spec.nbytes
+            header[name] = {
+                "dtype": TYPE_NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [begin, end],
+            }
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+        file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Append the tensor that the header names next."""
+        expected = next(self._expected)
+        spec = self._specs[expected]
+        assert (name, value.shape, value.dtype) == (expected, spec.shape, spec.dtype), (name, expected)
+        self._file.write(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def check_complete(self) -> None:
+        missing = list(self._expected)
+        assert not missing, missing
+
+
+@contextmanager
+def tensor_file(path: Path, specs: Mapping[str, Tensor]) -> Iterator[TensorFile]:
+    """Write one safetensors file; see `TensorFile`."""
+    with open(path, "wb") as file:
+        writing = TensorFile(file, specs)
+        yield writing
+        writing.check_complete()
+
+
+def split_into_files(groups: list[dict[str, Tensor]]) -> list[tuple[str, list[int]]]:
+    """File names for a model, each with the numbers of the groups of tensors that belong into it.
+
+    A group is not cut; a file has no more than `MOST_BYTES` unless one group does.
+    """
+    files: list[list[int]] = []
+    room = 0
+    for number, group in enumerate(groups):
+        size = sum(spec.nbytes for spec in group.values())
+        if not files or size > room:
+            files.append([])
+            room = MOST_BYTES
+        files[-1].append(number)
+        room -= size
+    if len(files) == 1:
+        return [("model.safetensors", files[0])]
+    return [(f"model-{n:05d}-of-{len(files):05d}.safetensors", file) for n, file in enumerate(files, 1)]

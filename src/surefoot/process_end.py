@@ -1,0 +1,41 @@
+"""How processes end: with their parent, and what whoever started one can say of its end. Standard library only."""
+
+import ctypes
+import signal
+import sys
+from pathlib import Path
+
+PARENT_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
+
+
+def end_with_parent() -> None:
+    """Let this process get SIGTERM when the one that started it is gone, where the system can do that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def describe_end(exit_code: int) -> str:
+    """How a process ended, as `subprocess` counts: negative for a signal."""
+    if exit_code < 0:
+        known = {one.value: one.name for one in signal.Signals}
+        return f"was killed by signal {-exit_code} ({known.get(-exit_code, 'real-time')})"
+    return f"ended with status {exit_code}" + (" before the run was over" if exit_code == 0 else "")
+
+
+def oom_kill_count() -> int | None:
+    """Processes of this cgroup (version 2) that the kernel killed for memory so far; None where it cannot be read."""
+    try:
+        group = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2]
+        events = Path("/sys/fs/cgroup" + group, "memory.events").read_text()
+        return int(dict(line.split() for line in events.splitlines()).get("oom_kill", 0))
+    except (OSError, ValueError):
+        return None
+
+
+def was_for_memory(exit_code: int, kills_before: int | None) -> bool | None:
+    """Whether the kernel ended it for its cgroup's limit; None where that cannot be told. `kills_before`: its count."""
+    if exit_code != -signal.SIGKILL:
+        return False
+    now = oom_kill_count()
+    return None if now is None or kills_before is None else now > kills_before

@@ -1,0 +1,172 @@
+"""`surefoot train` as a person starts it: a light process that starts the run, watches it, and says what it finds.
+
+The run is a session of its own, so that signals reach it once, through here. Imports no torch.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from types import FrameType
+
+import psutil
+
+from surefoot.config import LoadedConfig
+from surefoot.errors import StoppedOnFinding
+from surefoot.findings import Finding
+from surefoot.health.diagnose.death import find_death
+from surefoot.health.recorder import read_history
+from surefoot.health.supervisor import Supervisor
+from surefoot.health.witness import read_stacks
+from surefoot.process_end import describe_end, oom_kill_count, was_for_memory
+from surefoot.training.record import note_finding, write_end
+
+EVERY_S = 1.0
+"""Between two looks."""
+
+
+def train_supervised(loaded: LoadedConfig, *, as_json: bool) -> int:
+    """Run to the end, watching; returns the exit status, with what the run printed before it."""
+    run = loaded.run
+    restarts = 0
+    found: list[Finding] = []
+    while True:
+        watch = _Watch(loaded, as_json=as_json)
+        status = watch.until_it_ends()
+        found += watch.found
+        if not watch.was_stopped or run.on_stall != "restart" or restarts >= max(1, run.max_restarts):
+            break
+        restarts += 1
+        _say(f"the run is started again after a stall, for the {restarts}. time")
+        if watch.has_begun:  # go on from what it has saved; before that, everything is as it was
+            changes: dict[str, object] = {"overwrite_output_dir": False}
+            if (run.run_folder / "checkpoints").is_dir():
+                changes["resume_from_checkpoint"] = "auto"
+            loaded = replace(loaded, run=run.model_copy(update=changes))
+    if watch.was_stopped:
+        write_end(run.run_folder, findings=found, error=found[-1].as_text())
+        _say(found[-1].as_text())  # once more: the last thing said
+        return StoppedOnFinding.exit_status
+    if found:
+        write_end(run.run_folder, findings=found)
+    if status < 0:
+        return watch.died(status)
+    return status
+
+
+def _say(text: str) -> None:
+    """On standard error, if someone still reads it: a run must not end because no one does."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+class _Watch:
+    """One start of the run."""
+
+    def __init__(self, loaded: LoadedConfig, *, as_json: bool) -> None:
+        self._run = loaded.run
+        self._began_s = time.time()
+        self._oom_kills = oom_kill_count()
+        self.found: list[Finding] = []
+        self.was_stopped = False
+        self._is_blind = False
+        self._job: subprocess.Popen[bytes] | None = None
+        self._told = {**loaded.as_json(), "as_json": as_json, "supervisor": os.getpid()}
+
+    def until_it_ends(self) -> int:
+        """Start it and look at it until then; returns its exit status, negative for a signal."""
+        with self._passing_signals():  # before the start: the run must not inherit that a signal is ignored
+            self._job = subprocess.Popen(
+                [sys.executable, "-m", "surefoot.job"], stdin=subprocess.PIPE, start_new_session=True
+            )
+            assert self._job.stdin is not None
+            with suppress(BrokenPipeError), self._job.stdin as told:
+                told.write(json.dumps(self._told).encode())
+            return self._watched()
+
+    def _watched(self) -> int:
+        assert self._job is not None
+        ranks = self._run.nproc_per_node * self._run.nnodes
+        supervisor = Supervisor(self._run.run_folder, ranks, self._began_s)
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return self._job.wait(EVERY_S)
+            now_s = time.time()
+            for finding in self._looked(supervisor, now_s):
+                self.found.append(finding)
+                with suppress(OSError):  # a full disk: it is said all the same
+                    note_finding(self._run.run_folder, finding)
+                _say(finding.as_text())
+            if supervisor.stood_s is not None:
+                _say(f"the run goes on again, {supervisor.stood_s:.0f} s later")
+            since_s = supervisor.stalled_since_s
+            is_over = since_s is not None and now_s - since_s >= self._run.stall_timeout_s
+            if is_over and self._run.on_stall != "report" and not self._is_blind:
+                self.was_stopped = True
+                self._kill()
+
+    def _looked(self, supervisor: Supervisor, now_s: float) -> list[Finding]:
+        """What a look found. A defect in looking must not end the run, and is said once."""
+        if self._is_blind:
+            return []
+        try:
+            return supervisor.look(now_s)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
+            self._is_blind = True
+            _say(f"the run goes on without a supervisor: {type(error).__name__}: {error}")
+            return []
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this start came to its first step, and the run folder is its own."""
+        about = self._run.run_folder / "environment.json"
+        return about.is_file() and about.stat().st_mtime >= self._began_s
+
+    def died(self, status: int) -> int:
+        """The run was killed where nothing in it could say so."""
+        if -status in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # before it could handle them
+            _say("interrupted")
+            return 1
+        for_memory = was_for_memory(status, self._oom_kills)
+        history = [entry for entry in read_history(self._run.run_folder).entries if entry.time_s >= self._began_s]
+        stacks = read_stacks(self._run.run_folder, 0)
+        finding = find_death(0, describe_end(status), for_memory=for_memory, history=history, last_stacks=stacks)
+        if history:
+            note_finding(self._run.run_folder, finding)
+            write_end(self._run.run_folder, findings=[finding], error=finding.cause)
+        _say(finding.as_text())
+        return StoppedOnFinding.exit_status
+
+    def _kill(self) -> None:
+        """End every process of the run: what stands still hears no other signal."""
+        assert self._job is not None
+        processes = []
+        with suppress(psutil.NoSuchProcess):
+            processes = psutil.Process(self._job.pid).children(recursive=True)
+        self._job.kill()
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    @contextmanager
+    def _passing_signals(self) -> Iterator[None]:
+        """What this process is told, the run is told."""
+
+        def pass_on(number: int, _frame: FrameType | None) -> None:
+            if self._job is None:
+                raise KeyboardInterrupt(signal.Signals(number).name)
+            with suppress(ProcessLookupError):
+                os.kill(self._job.pid, number)
+
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, pass_on) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

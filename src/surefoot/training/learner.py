@@ -1,0 +1,57 @@
+"""From a config to a learner: the model as this rank holds it, its optimizer and its objective."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from surefoot.config import RunConfig
+from surefoot.models.build import build_model, keep_freed_memory, trainable_parameters
+from surefoot.parallel.layout import Layout
+from surefoot.parallel.ranks import Ranks
+from surefoot.parallel.shard import Sharding
+from surefoot.training.artifacts import load_adapter, lora_settings
+from surefoot.training.optim import build_optimizer
+from surefoot.training.sft import SftObjective
+from surefoot.training.step import Learner
+
+Context = Callable[[], AbstractContextManager[object]]
+
+
+def build_learner(config: RunConfig, base: Path, ranks: Ranks, device: torch.device) -> Learner:
+    """A learner at its initial values. `base` is the folder of the model.
+
+    Collective. Raises: ModelError for a folder whose weights do not fill the model, or settings that do not fit it.
+    """
+    lora = lora_settings(config)
+    layout = Layout.of(config, ranks.size)
+    sharding = Sharding(layout, device) if layout.is_sharded else None
+    built = build_model(
+        base,
+        lora=lora,
+        device=device,
+        dtype=getattr(torch, config.dtype),
+        gradient_checkpointing=config.gradient_checkpointing,
+        compile_layers=config.compile,
+        sharding=sharding,
+    )
+    if device.type == "cpu":
+        keep_freed_memory()
+    if config.init_adapter and lora is not None:
+        load_adapter(Path(config.init_adapter), built.model, lora)
+    parameters = trainable_parameters(built.model)
+    forward_context: Context = partial(torch.autocast, device.type, torch.bfloat16) if built.autocast else nullcontext
+    with forward_context():
+        objective = SftObjective(built, config.router_aux_loss_coef, ranks)
+    return Learner(
+        model=built.model,
+        parameters=parameters,
+        optimizer=build_optimizer(parameters, config),
+        objective=objective,
+        ranks=ranks,
+        device=device,
+        forward_context=forward_context,
+        before_micro_batch=partial(sharding.before_micro_batch, built.model) if sharding else lambda _: None,
+    )

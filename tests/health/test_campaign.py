@@ -1,0 +1,66 @@
+"""Real faults in real runs are found and named, and healthy runs have no findings.
+
+`make test` strikes a few, `make campaign` all of them, with as many seeds as SEEDS says.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.health.faults import FAULTS
+from tests.conftest import counting_rows, write_jsonl
+from tests.health.campaign import HEALTHY, TOGETHER, healthy, is_named, settings_of, strike
+
+SEEDS = range(int(os.environ.get("SEEDS", "1")))
+FAST = ("gil-held", "skipped-collective", "stopped")
+KINDS = [kind for kind, fault in FAULTS.items() if fault.code]
+Run = tuple[str, int]
+
+
+@pytest.fixture(scope="module")
+def results(
+    request: pytest.FixtureRequest, model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[Run], dict[str, Any]]]:
+    """Starts every fault and every healthy run that a chosen test asks for, some at the same time."""
+    root = tmp_path_factory.mktemp("campaign")
+    settings = settings_of(model_folder("mixtral"), write_jsonl(root / "rows.jsonl", counting_rows(200)))
+    chosen = [item.callspec.params["run"] for item in request.session.items if item.fspath == request.node.fspath]
+
+    def start(run: Run) -> dict[str, Any]:
+        kind, seed = run
+        folder = root / f"{kind}-{seed}"
+        return healthy(kind, settings, folder) if kind in HEALTHY else strike(kind, settings, folder, seed)
+
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        runs = {run: pool.submit(start, run) for run in chosen}
+        yield lambda run: runs[run].result()
+
+
+def _cases(kinds: list[str], fast: tuple[str, ...]) -> list[Any]:
+    return [
+        pytest.param(
+            (kind, seed), id=f"{kind}-{seed}", marks=() if kind in fast and seed == 0 else pytest.mark.campaign
+        )
+        for seed in SEEDS
+        for kind in kinds
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", _cases(KINDS, FAST))
+def test_a_fault_is_found_and_named(results: Callable[[Run], dict[str, Any]], run: Run) -> None:
+    result = results(run)
+    assert result["struck"], result
+    assert is_named(result), result
+    assert result["status"] == (1 if FAULTS[run[0]].code == "SF202" else 3), result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", _cases(list(HEALTHY), ()))
+def test_a_healthy_run_has_no_finding(results: Callable[[Run], dict[str, Any]], run: Run) -> None:
+    result = results(run)
+    assert (result["status"], result["found"]) == (0, []), result

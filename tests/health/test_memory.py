@@ -1,0 +1,60 @@
+"""Leaks are told from memory that grows once, settles, or belongs to files."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from surefoot.health.diagnose.memory import MemoryTrend, find_leaks
+from surefoot.health.memory import OwnMemory
+from surefoot.health.recorder import Entry
+
+MIB = 1 << 20
+
+
+def history(grown_by: Callable[[int, str], float], steps: int = 200) -> Iterator[Entry]:
+    """A rank whose memory changes in its phases as `grown_by(step, phase)` says, in MiB."""
+    now = 500.0
+    for step in range(1, steps + 1):
+        for phase in ("forward", "backward", "optimizer"):
+            yield Entry(0, 7, float(step), "phase began", phase, step, {"anonymous_bytes": now * MIB})
+            now += grown_by(step, phase)
+            yield Entry(0, 7, float(step), "phase ended", phase, step, {"anonymous_bytes": now * MIB})
+
+
+@pytest.mark.parametrize("owner", ["forward", "optimizer"])
+def test_a_mebibyte_a_step_is_found_with_its_phase(owner: str) -> None:
+    swing = {"forward": 300.0, "backward": -300.0, "optimizer": 0.0}  # activations come and go
+    (finding,) = find_leaks(list(history(lambda _, phase: swing[phase] + (1.0 if phase == owner else 0.0))))
+    assert finding.code == "SF202"
+    assert "grows by 1.00 MiB a step" in finding.cause
+
+
+def test_the_owner_is_the_phase_in_which_it_grows() -> None:
+    (finding,) = find_leaks(list(history(lambda _, phase: 2.0 * (phase == "backward"))))
+    assert finding.evidence["phase"] == "backward"
+    assert "100% of it in backward" in finding.cause
+
+
+@pytest.mark.parametrize(
+    "grown_by",
+    [
+        lambda step, phase: 4000.0 * (step == 60 and phase == "forward"),  # a buffer that doubled once
+        lambda step, phase: 5.0 * (step < 90 and phase == "forward"),  # it settles
+        lambda step, phase: (300.0 if step % 2 else -300.0) * (phase == "forward"),  # it comes and goes
+        lambda _, phase: 0.1 * (phase == "forward"),
+    ],
+)
+def test_other_growth_is_no_leak(grown_by: Callable[[int, str], float]) -> None:
+    assert find_leaks(list(history(grown_by, steps=400))) == []
+
+
+def test_few_steps_say_nothing() -> None:
+    assert find_leaks(list(history(lambda *_: 5.0, steps=100))) == []
+    assert MemoryTrend(0).finding() is None
+
+
+def test_own_memory_counts_what_is_allocated_and_no_files() -> None:
+    memory = OwnMemory()
+    before = memory.anonymous_bytes()
+    kept = bytearray(b"x" * (64 * MIB))
+    assert memory.anonymous_bytes() - before == pytest.approx(len(kept), rel=0.1)

@@ -1,0 +1,102 @@
+"""What a run's rings say of it, on real runs."""
+
+import json
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import surefoot
+from surefoot.errors import InputError
+from surefoot.health.recorder import KEPT_STARTS, Entry, read_history
+from tests.conftest import training_process
+
+STEP = ["wait for data", "communicate", "forward", "backward", "communicate", "optimizer"]
+
+
+def began(found: list[Entry], step: int) -> list[str]:
+    return [entry.phase for entry in found if entry.kind == "phase began" and entry.step == step]
+
+
+def test_a_run_says_what_it_did_in_order(settings: dict[str, Any]) -> None:
+    result = surefoot.train({**settings, "save_steps": 2, "eval_fraction": 0.2}, screen=False)
+    found = read_history(result.run_folder).entries
+    assert all(earlier.time_s <= later.time_s for earlier, later in pairwise(found))
+    open_phases: list[str] = []
+    for entry in found:  # every phase that began ended, the inner ones first
+        if entry.kind == "phase began":
+            open_phases.append(entry.phase)
+        elif entry.kind == "phase ended":
+            assert open_phases.pop() == entry.phase
+    assert open_phases == []
+    assert set(began(found, 0)) == {"load", "tokenise"}
+    in_order = [phase for phase, after in pairwise([*began(found, 1), ""]) if phase != after]
+    assert in_order == STEP
+    assert "save" in began(found, 2)
+    assert "evaluate" in began(found, 4)
+    assert began(found, 4)[-1] == "export"
+    assert found[-1].kind == "run ended"
+
+    lines = [json.loads(line) for line in (result.run_folder / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    assert {entry.step: entry.values["loss"] for entry in found if entry.kind == "step"} == losses
+    batches = [entry.values for entry in found if entry.kind == "batch"]
+    assert sum(batch["tokens"] for batch in batches) == [line["tokens"] for line in lines if "loss" in line][-1]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_still_says_where_it_was(settings: dict[str, Any]) -> None:
+    folder = Path(settings["output_dir"])
+    config = folder.parent / "run.yaml"
+    config.write_text(yaml.safe_dump({**settings, "max_steps": 5000, "save_steps": 0}))
+    with subprocess.Popen(
+        [sys.executable, "-m", "surefoot", "train", str(config)], stderr=subprocess.DEVNULL
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (folder / "metrics.jsonl").exists() or len((folder / "metrics.jsonl").read_text().splitlines()) < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        training_process(process.pid).kill()
+    found = read_history(folder).entries
+    last = max(entry.step for entry in found)
+    steps = len((folder / "metrics.jsonl").read_text().splitlines())
+    assert steps <= last <= steps + 1
+    assert found[-1].kind != "run ended"
+    assert found[-1].time_s == pytest.approx(time.time(), abs=5)
+
+
+def test_each_start_has_a_ring_of_its_own(settings: dict[str, Any], tmp_path: Path) -> None:
+    result = surefoot.train(settings, screen=False)
+    first = read_history(result.run_folder).entries
+    with pytest.raises(InputError):
+        surefoot.train({**settings, "dataset": str(tmp_path / "none.jsonl"), "learning_rate": 1.0}, screen=False)
+    assert read_history(result.run_folder).entries == first
+    surefoot.train({**settings, "overwrite_output_dir": True}, screen=False)
+    both = read_history(result.run_folder).entries
+    assert both[: len(first)] == first
+    assert [entry.kind for entry in both].count("run ended") == 2
+    for _ in range(KEPT_STARTS):
+        surefoot.train(settings, screen=False)  # complete already
+    assert len(list((result.run_folder / "events").glob("*.ring"))) == KEPT_STARTS
+
+
+def test_a_run_goes_on_where_its_events_cannot_be_written(settings: dict[str, Any]) -> None:
+    folder = Path(settings["output_dir"])
+    folder.mkdir()
+    (folder / "events").write_text("in the way")
+    assert surefoot.train(settings, screen=False).status == "completed"
+
+
+def test_a_ring_that_cannot_be_read_hides_no_other(settings: dict[str, Any]) -> None:
+    folder = surefoot.train(settings, screen=False).run_folder
+    whole = read_history(folder)
+    (folder / "events" / "rank-00007-1.ring").write_bytes(b"")
+    again = read_history(folder)
+    assert again.entries == whole.entries
+    assert len(again.unreadable) == 1
+    assert "rank-00007" in again.unreadable[0]

@@ -1,0 +1,107 @@
+"""The diagnosis of stalls, on evidence that was recorded in real runs with real faults."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from surefoot.health.diagnose.stall import find_stall
+from surefoot.health.evidence import RankEvidence, StallEvidence, keep, read
+from surefoot.health.faults import FAULTS
+from surefoot.health.flight import read_flight
+
+RECORDINGS = Path(__file__).with_name("recordings")
+NAMED = {path.stem: path for path in sorted(RECORDINGS.glob("*.json"))}
+
+
+def alter(evidence: StallEvidence, **changes: object) -> StallEvidence:
+    """The same with some values of all its ranks changed."""
+    return replace(evidence, ranks=tuple(replace(rank, **changes) for rank in evidence.ranks))
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_recorded_evidence_names_the_cause(kind: str) -> None:
+    assert find_stall(read(NAMED[kind])).code == FAULTS[kind].code
+
+
+def test_what_is_missing_is_named_where_the_cause_is_not() -> None:
+    silent = alter(read(NAMED["sleeping"]), flight=None, answered=False, stacks="", phase="forward", cpu_share=0.0)
+    finding = find_stall(replace(silent, num_ranks=4))
+    assert finding.code == "SF110"
+    assert finding.confidence < 0.5
+    assert "rank 0: Python stacks, an answer of its witness thread, a flight record" in finding.fix
+    assert "2 ranks on other machines: everything" in finding.fix
+
+
+def test_a_rank_that_is_gone_comes_before_whoever_waits_for_it() -> None:
+    evidence = read(NAMED["sleeping"])
+    gone = replace(evidence, ranks=(evidence.ranks[0], replace(evidence.ranks[1], state="gone")), oom_kills=0)
+    assert (find_stall(gone).code, find_stall(gone).evidence["rank"]) == ("SF101", 1)
+    assert find_stall(replace(gone, oom_kills=1)).code == "SF201"
+    assert "cannot be told" in find_stall(replace(gone, oom_kills=None)).cause
+    ended = replace(gone, ranks=(gone.ranks[0], replace(gone.ranks[1], has_ended=True)))
+    assert find_stall(ended).code != "SF101"
+
+
+def test_a_collective_in_which_all_are_is_the_network() -> None:
+    evidence = read(NAMED["sleeping"])
+    inside = next(rank for rank in evidence.ranks if rank.flight and read_flight(rank.flight).waiting)  # type: ignore[union-attr]
+    both = replace(evidence, ranks=(replace(inside, rank=0), replace(inside, rank=1)))
+    finding = find_stall(both)
+    assert finding.code == "SF108"
+    assert "broadcast" in finding.cause
+    elsewhere = find_stall(replace(both, num_ranks=4))  # whether the others came is not known
+    assert elsewhere.code == "SF110"
+
+
+def test_waiting_for_a_disk_is_told_from_being_stopped() -> None:
+    evidence = read(NAMED["sleeping"])
+    assert find_stall(alter(evidence, state="disk-sleep")).code == "SF103"
+    assert find_stall(alter(evidence, state="stopped")).code == "SF102"
+
+
+def test_one_rank_alone_says_at_which_line_it_stands() -> None:
+    alone = replace(next(r for r in read(NAMED["sleeping"]).ranks if "_sleep" in r.stacks), rank=0, flight=None)
+    evidence = replace(read(NAMED["sleeping"]), ranks=(alone,), num_ranks=1)
+    finding = find_stall(evidence)
+    assert finding.code == "SF106"
+    assert "in _sleep" in finding.cause
+    assert find_stall(alter(evidence, phase="wait for data")).code == "SF107"
+    assert find_stall(alter(evidence, syscall="futex")).code == "SF109"
+
+
+def test_evidence_is_the_same_after_it_was_kept(tmp_path: Path) -> None:
+    evidence = read(NAMED["sleeping"])
+    assert read(keep(tmp_path, evidence)) == evidence
+    (tmp_path / "broken.json").write_text('{"ranks": 3}')
+    with pytest.raises(ValueError, match="no evidence"):
+        read(tmp_path / "broken.json")
+
+
+def test_a_dump_of_another_form_is_refused() -> None:
+    assert read_flight(None) is None
+    assert read_flight({"entries": []}) is None
+    assert read_flight({"version": "2.10"}) is None
+    with pytest.raises(ValueError, match="no dump"):
+        read_flight({"entries": [{"is_p2p": False}]})
+
+
+def test_a_dump_that_cannot_be_read_is_missing_evidence() -> None:
+    recorded = read(NAMED["sleeping"])
+    broken = alter(recorded, flight={"entries": [{"is_p2p": False}]}, phase="forward", stacks="", cpu_share=0.0)
+    assert "rank 0: no dump of the Flight Recorder" in find_stall(broken).fix
+
+
+def test_of_ranks_in_different_groups_the_one_that_ran_ahead_is_named() -> None:
+    skipped = read(NAMED["skipped-collective"])
+    ahead = next(rank for rank in skipped.ranks if rank.phase == "forward")
+    assert find_stall(skipped).evidence["rank"] == ahead.rank
+    swapped = replace(skipped, ranks=tuple(replace(rank, rank=1 - rank.rank) for rank in reversed(skipped.ranks)))
+    assert find_stall(swapped).evidence["rank"] == 1 - ahead.rank
+    assert "rank" not in find_stall(read(NAMED["other-order"])).evidence
+
+
+def test_ranks_between_phases_and_unknown_states_do_not_break_the_rules() -> None:
+    bare = RankEvidence(0, 7, "idle", False, "", 0, 33.0, 0.0)
+    finding = find_stall(StallEvidence(1.0, 33.0, 12.0, (bare,), 1))
+    assert finding.code in ("SF106", "SF110")

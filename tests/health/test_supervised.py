@@ -1,0 +1,106 @@
+"""What the supervisor does with a stall, in real runs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from surefoot.health.faults import VARIABLE
+from tests.conftest import counting_rows, write_jsonl
+from tests.health.campaign import settings_of
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def settings(model_folder: Callable[[str], Path], tmp_path: Path) -> dict[str, Any]:
+    data = write_jsonl(tmp_path / "rows.jsonl", counting_rows(200))
+    return {**settings_of(model_folder("mixtral"), data), "output_dir": str(tmp_path / "run"), "save_steps": 5}
+
+
+def start(settings: dict[str, Any], fault: str = "") -> "subprocess.Popen[str]":
+    config = Path(settings["output_dir"]).parent / "run.json"
+    config.write_text(json.dumps(settings))
+    told = {VARIABLE: f"{fault}:{config.parent / 'struck'}"} if fault else {}
+    return subprocess.Popen(
+        [sys.executable, "-m", "surefoot", "train", str(config)],
+        env={**os.environ, **told},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def summary_of(settings: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(settings["output_dir"]) / "summary.json").read_text())
+    return found
+
+
+@pytest.mark.campaign
+def test_a_run_that_goes_on_again_keeps_its_finding(settings: dict[str, Any]) -> None:
+    settings = {**settings, "max_steps": 100_000, "on_stall": "report", "stall_timeout_s": 1}
+    process = start(settings)
+    wait_for(lambda: (Path(settings["output_dir"]) / "checkpoints" / "step-00000010").is_dir())
+    (job,) = psutil.Process(process.pid).children()
+    job.send_signal(signal.SIGSTOP)
+    findings = Path(settings["output_dir"]) / "findings.jsonl"
+    wait_for(lambda: findings.is_file() and findings.stat().st_size > 0)
+    time.sleep(3)
+    assert process.poll() is None, "it only reports"
+    job.send_signal(signal.SIGCONT)
+    time.sleep(3)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "interrupted after" in stdout
+    assert "the run goes on again" in stderr
+    assert [finding["code"] for finding in summary_of(settings)["findings"]] == ["SF102"]
+
+
+@pytest.mark.campaign
+def test_a_stalled_run_is_started_again_from_its_checkpoint(settings: dict[str, Any]) -> None:
+    settings = {**settings, "max_steps": 30, "on_stall": "restart", "stall_timeout_s": 1}
+    process = start(settings, "sleeping:0:12")
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert "resuming after step 10" in stderr
+    summary = summary_of(settings)
+    assert (summary["status"], summary["steps"]) == ("completed", 30)
+    assert [finding["code"] for finding in summary["findings"]] == ["SF106"]
+
+
+def test_a_run_that_is_killed_is_named_by_its_supervisor(settings: dict[str, Any]) -> None:
+    process = start({**settings, "max_steps": 100_000}, "killed:0:7")
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 3
+    assert "SF101 a rank died" in stderr
+    assert "rank 0 was killed by signal 9 (SIGKILL) in forward of step 7" in stderr
+    summary = summary_of(settings)
+    assert summary["status"] == "failed"
+    assert [finding["code"] for finding in summary["findings"]] == ["SF101"]
+
+
+def test_a_supervisor_that_is_killed_takes_the_run_along(settings: dict[str, Any]) -> None:
+    settings = {**settings, "max_steps": 100_000}
+    process = start(settings)
+    wait_for(lambda: (Path(settings["output_dir"]) / "checkpoints" / "step-00000005").is_dir())
+    (job,) = psutil.Process(process.pid).children()
+    process.kill()
+    process.communicate(timeout=30)
+    wait_for(lambda: not job.is_running() or job.status() == psutil.STATUS_ZOMBIE)
+    assert summary_of(settings)["status"] == "interrupted"
