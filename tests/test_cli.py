@@ -1,6 +1,7 @@
 """The command line as a user meets it: exit statuses, messages, JSON."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from surefoot import train
+from surefoot import cli, train
+from surefoot.config import load_config
 from surefoot.findings import CATALOGUE
 from tests.conftest import counting_rows, surefoot, write_jsonl
 
@@ -19,6 +21,24 @@ def config_file(tmp_path: Path, settings: dict[str, Any]) -> str:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(settings))
     return str(path)
+
+
+Here = Callable[..., Any]
+
+
+@pytest.fixture
+def here(capsys: pytest.CaptureFixture[str]) -> Here:
+    """Runs a verb in this process, which has loaded torch; `train` as the process that its supervisor starts."""
+
+    def run(*arguments: str) -> Any:
+        if arguments[0] == "train":
+            status = cli.run_verb(lambda: cli.train_loaded(load_config(arguments[1]), as_json=False))
+        else:
+            status = cli.main(arguments)
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, status, said.out, said.err)
+
+    return run
 
 
 def test_help_loads_no_torch() -> None:
@@ -35,7 +55,7 @@ def test_settings_are_listed() -> None:
     assert json.loads(surefoot("settings", "--json").stdout)["seed"]["default"] == 42
 
 
-def test_train_export_and_chat(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_train_export_and_chat(tmp_path: Path, settings: dict[str, Any], here: Here) -> None:
     done = surefoot("train", config_file(tmp_path, settings), "--json", "max_steps=2", "--logging_steps=1")
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
@@ -46,15 +66,15 @@ def test_train_export_and_chat(tmp_path: Path, settings: dict[str, Any]) -> None
     merged = surefoot("export", settings["output_dir"], str(tmp_path / "merged"), "--merge")
     assert merged.returncode == 0, merged.stderr
     assert (tmp_path / "merged" / "config.json").is_file()
-    again = surefoot("export", settings["output_dir"], str(tmp_path / "merged"), "--merge")
+    again = here("export", settings["output_dir"], str(tmp_path / "merged"), "--merge")
     assert again.returncode == 2
     assert "exists already" in again.stderr
     for source in (settings["output_dir"], str(tmp_path / "merged")):
-        chat = surefoot("chat", source, "--prompt", "Count", "--max-new-tokens", "3", "--json")
+        chat = here("chat", source, "--prompt", "Count", "--max-new-tokens", "3", "--json")
         assert chat.returncode == 0, chat.stderr
         assert json.loads(chat.stdout)["prompt"] == "Count"
     for option in ("--max-new-tokens=-3", "--temperature=-1"):
-        refused = surefoot("chat", settings["output_dir"], "--prompt", "Count", option)
+        refused = here("chat", settings["output_dir"], "--prompt", "Count", option)
         assert refused.returncode == 2
         assert "need at least 1, and not below 0" in refused.stderr
     talk = subprocess.run(
@@ -84,13 +104,13 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD_ROWS)
-def test_bad_rows_end_with_status_2_and_no_traceback(tmp_path: Path, settings: dict[str, Any], kind: str) -> None:
+def test_bad_rows_end_with_status_2(tmp_path: Path, settings: dict[str, Any], kind: str, here: Here) -> None:
     row, message = BAD_ROWS[kind]
     data = write_jsonl(tmp_path / "bad.jsonl", [*counting_rows(2), row])
-    done = surefoot("train", config_file(tmp_path, {**settings, "dataset": str(data)}))
+    done = here("train", config_file(tmp_path, {**settings, "dataset": str(data)}))
     assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: ")
     assert message in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -104,31 +124,39 @@ def test_bad_rows_end_with_status_2_and_no_traceback(tmp_path: Path, settings: d
         ({"max_length": 50}, "rows are longer than max_length=50"),
     ],
 )
-def test_bad_settings_end_with_status_2_and_no_traceback(
-    tmp_path: Path, settings: dict[str, Any], changes: dict[str, Any], message: str
+def test_bad_settings_end_with_status_2(
+    tmp_path: Path, settings: dict[str, Any], changes: dict[str, Any], message: str, here: Here
 ) -> None:
-    done = surefoot("train", config_file(tmp_path, {**settings, **changes}))
+    done = here("train", config_file(tmp_path, {**settings, **changes}))
     assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ")
     assert message in done.stderr
-    assert "Traceback" not in done.stderr
 
 
-def test_a_folder_that_is_no_model(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_bad_input_ends_the_supervised_run_with_status_2_and_no_traceback(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    for changes in ({"learning_rat": 1}, {"target_modules": ["q_prj"]}):
+        done = surefoot("train", config_file(tmp_path, {**settings, **changes}))
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.count("error: ") == 1
+        assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path, settings: dict[str, Any], here: Here) -> None:
     (tmp_path / "empty").mkdir()
-    done = surefoot("train", config_file(tmp_path, {**settings, "model": str(tmp_path / "empty")}))
+    done = here("train", config_file(tmp_path, {**settings, "model": str(tmp_path / "empty")}))
     assert done.returncode == 2
     assert "is no model folder: it has no config.json" in done.stderr
 
 
 def test_a_model_without_chat_template(
-    tmp_path: Path, settings: dict[str, Any], model_folder: Callable[[str], Path]
+    tmp_path: Path, settings: dict[str, Any], model_folder: Callable[[str], Path], here: Here
 ) -> None:
-    import shutil
-
     folder = tmp_path / "plain"
     shutil.copytree(model_folder("llama"), folder)
     (folder / "chat_template.jinja").unlink()
-    done = surefoot("train", config_file(tmp_path, {**settings, "model": str(folder)}))
+    done = here("train", config_file(tmp_path, {**settings, "model": str(folder)}))
     assert done.returncode == 2
     assert "train.jsonl:1: the data are conversations, but the model's tokenizer has no chat template" in done.stderr
     template = tmp_path / "chat.jinja"
@@ -136,7 +164,7 @@ def test_a_model_without_chat_template(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    given = surefoot("train", config_file(tmp_path, {**settings, "model": str(folder), "chat_template": str(template)}))
+    given = here("train", config_file(tmp_path, {**settings, "model": str(folder), "chat_template": str(template)}))
     assert given.returncode == 0, given.stderr
 
 

@@ -77,7 +77,7 @@ def test_upcycled_real_model_computes_what_the_dense_one_does(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_an_example_trains_the_real_model(orders: dict[str, Any], tmp_path: Path) -> None:
-    """Twelve packed steps of LoRA on the dense model: it learns, and it answers in JSON."""
+    """Eight packed steps of LoRA on the dense model: it learns, and it answers in JSON."""
     train, dev = orders["write"](tmp_path)
     result = surefoot.train(
         ROOT / "examples" / "orders-dense-lora.yaml",
@@ -85,7 +85,7 @@ def test_an_example_trains_the_real_model(orders: dict[str, Any], tmp_path: Path
         dataset=train,
         eval_dataset=dev,
         output_dir=tmp_path / "run",
-        max_steps=12,
+        max_steps=8,
     )
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["loss"] > 1.5

@@ -104,6 +104,15 @@ CATALOGUE: dict[str, Page] = {
         "evidence is missing.",
         "Collect what is missing, or report the files under evidence/.",
     ),
+    "SF111": Page(
+        "error",
+        "the run does not begin, or does not end",
+        "Ten minutes after the start no rank has written its first event, or ten minutes after the last event of all "
+        "ranks the run is still there.",
+        "Before the beginning: check that all machines run and reach rdzv_endpoint, and that torch can be imported. "
+        "After the end: a thread or process that the run started is waited for.",
+        ("huggingface/accelerate#1929", "sgl-project/sglang#3794"),
+    ),
     "SF201": Page(
         "error",
         "a rank was killed for memory",
@@ -119,6 +128,50 @@ CATALOGUE: dict[str, Page] = {
         "whole window; the phase in which it grows is named. Growth of mapped files is none.",
         "Look at what that phase keeps: lists of tensors with their graphs, caches without limit, metrics as tensors.",
         ("QwenLM/Qwen#954", "deepspeedai/DeepSpeed#3002", "huggingface/transformers#12878"),
+    ),
+    "SF301": Page(
+        "warning",
+        "steps have become slower",
+        "For as many tokens, the newest steps (at least 20, and 20 seconds) take twice as long as twenty earlier ones "
+        "did; the phase that grew most is named. None of the other causes was seen.",
+        "Look at what else runs on the machine, at its clocks and temperature, and at what that phase does more.",
+        ("QwenLM/Qwen3#275",),
+    ),
+    "SF302": Page(
+        "warning",
+        "steps wait for their data",
+        "In nearly every step a rank spends a quarter of the time or more in the phase `wait for data`.",
+        "Look at the storage of the data and of the cache; raise dataset_num_proc while they are being prepared.",
+        ("oumi-ai/oumi#646",),
+    ),
+    "SF303": Page(
+        "warning",
+        "one rank is slower than the others",
+        "The Flight Recorders show when each rank came to the collectives they share: again and again the same one is "
+        "last, and the others wait for it in a fifth of the time or more.",
+        "Look at what else runs on its machine, at its clocks and temperature, and at its part of the data.",
+    ),
+    "SF304": Page(
+        "warning",
+        "most of the time goes into communication",
+        "In nearly every step every rank spends half of the time or more in the phase `communicate`, so none of them "
+        "is the cause.",
+        "Raise gradient_accumulation_steps or the batch, use fewer ranks or a lower zero_stage, and check that the "
+        "fast network interface is used.",
+    ),
+    "SF305": Page(
+        "warning",
+        "Python's garbage collector takes much of the time",
+        "The collector reports its own beginnings and ends; their sum is a tenth of the time of the newest steps.",
+        "Call gc.freeze() after what is kept was made, or raise gc.set_threshold(). Look for what makes many objects.",
+        ("pytorch/torchtitan#148",),
+    ),
+    "SF306": Page(
+        "warning",
+        "the container may not use the CPUs it wants",
+        "In a quarter of the kernel's periods or more the cgroup had used up its share of the CPUs (nr_throttled in "
+        "cpu.stat).",
+        "Give the container more CPUs (limits.cpu, --cpus, --cpus-per-task), or start fewer threads: OMP_NUM_THREADS.",
     ),
     "SF401": Page(
         "error",

@@ -1,9 +1,9 @@
 """A run of several ranks as its caller sees it: started, waited for, and its end written down if no rank could."""
 
-import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -18,8 +18,7 @@ from surefoot.health.witness import read_stacks
 from surefoot.parallel.launch import RankFailure, launch
 from surefoot.parallel.layout import Layout
 from surefoot.storage import write_json
-from surefoot.training.metrics import METRICS
-from surefoot.training.record import RunRecord, RunResult, note_finding, read_result, write_end
+from surefoot.training.record import METRICS, RunRecord, RunResult, note_finding, read_result, steps_done, write_end
 from surefoot.training.resolve import device_type
 
 
@@ -41,7 +40,8 @@ def train_launched(loaded: LoadedConfig, *, screen: bool) -> RunResult:
         finding = replace(finding, cause=f"{finding.cause}. All ranks are started again ({often}), from what was saved")
         restarts.append(finding)
         if folder.is_dir():
-            note_finding(folder, finding)
+            with suppress(OSError):  # a full disk: it is said all the same
+                note_finding(folder, finding)
         if screen:
             print(finding.as_text(), file=sys.stderr, flush=True)
 
@@ -89,7 +89,7 @@ def _raise(
     if not failure.kind and (took_steps or (result is None and folder.is_dir())):
         result = result or RunRecord(folder).result("failed")
         ended = replace(
-            result, status="failed", steps=_steps_done(metrics), artifact=None, error=failure.reason, findings=found
+            result, status="failed", steps=steps_done(folder), artifact=None, error=failure.reason, findings=found
         )
         write_json(folder / "summary.json", ended.as_dict())
         if failure.death is not None:
@@ -100,14 +100,3 @@ def _raise(
         raise StoppedOnFinding(found[-1])
     kind: type[SurefootError] = getattr(errors, failure.kind) if failure.kind else SurefootError
     raise kind(failure.reason)
-
-
-def _steps_done(metrics: Path) -> int:
-    """Of the last whole line of the metrics."""
-    steps = 0
-    for line in metrics.read_text("utf-8").splitlines() if metrics.is_file() else ():
-        try:
-            steps = json.loads(line)["step"]
-        except ValueError:  # cut short by a kill
-            break
-    return steps

@@ -3,7 +3,8 @@
 import ctypes
 import signal
 import sys
-from pathlib import Path
+
+from surefoot.cgroup import oom_kills
 
 PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
@@ -23,19 +24,9 @@ def describe_end(exit_code: int) -> str:
     return f"ended with status {exit_code}" + (" before the run was over" if exit_code == 0 else "")
 
 
-def oom_kill_count() -> int | None:
-    """Processes of this cgroup (version 2) that the kernel killed for memory so far; None where it cannot be read."""
-    try:
-        group = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2]
-        events = Path("/sys/fs/cgroup" + group, "memory.events").read_text()
-        return int(dict(line.split() for line in events.splitlines()).get("oom_kill", 0))
-    except (OSError, ValueError):
-        return None
-
-
 def was_for_memory(exit_code: int, kills_before: int | None) -> bool | None:
     """Whether the kernel ended it for its cgroup's limit; None where that cannot be told. `kills_before`: its count."""
     if exit_code != -signal.SIGKILL:
         return False
-    now = oom_kill_count()
+    now = oom_kills()
     return None if now is None or kills_before is None else now > kills_before

@@ -16,14 +16,15 @@ from types import FrameType
 
 import psutil
 
+from surefoot import cgroup
 from surefoot.config import LoadedConfig
-from surefoot.errors import StoppedOnFinding
+from surefoot.errors import StoppedOnFinding, StorageError
 from surefoot.findings import Finding
 from surefoot.health.diagnose.death import find_death
 from surefoot.health.recorder import read_history
 from surefoot.health.supervisor import Supervisor
 from surefoot.health.witness import read_stacks
-from surefoot.process_end import describe_end, oom_kill_count, was_for_memory
+from surefoot.process_end import describe_end, was_for_memory
 from surefoot.training.record import note_finding, write_end
 
 EVERY_S = 1.0
@@ -32,7 +33,7 @@ EVERY_S = 1.0
 
 def train_supervised(loaded: LoadedConfig, *, as_json: bool) -> int:
     """Run to the end, watching; returns the exit status, with what the run printed before it."""
-    run = loaded.run
+    run, began_s = loaded.run, time.time()
     restarts = 0
     found: list[Finding] = []
     while True:
@@ -49,11 +50,11 @@ def train_supervised(loaded: LoadedConfig, *, as_json: bool) -> int:
                 changes["resume_from_checkpoint"] = "auto"
             loaded = replace(loaded, run=run.model_copy(update=changes))
     if watch.was_stopped:
-        write_end(run.run_folder, findings=found, error=found[-1].as_text())
+        write_end(run.run_folder, findings=found, error=found[-1].as_text(), since_s=began_s)
         _say(found[-1].as_text())  # once more: the last thing said
         return StoppedOnFinding.exit_status
     if found:
-        write_end(run.run_folder, findings=found)
+        write_end(run.run_folder, findings=found, since_s=began_s)
     if status < 0:
         return watch.died(status)
     return status
@@ -71,7 +72,7 @@ class _Watch:
     def __init__(self, loaded: LoadedConfig, *, as_json: bool) -> None:
         self._run = loaded.run
         self._began_s = time.time()
-        self._oom_kills = oom_kill_count()
+        self._oom_kills = cgroup.oom_kills()
         self.found: list[Finding] = []
         self.was_stopped = False
         self._is_blind = False
@@ -92,7 +93,8 @@ class _Watch:
     def _watched(self) -> int:
         assert self._job is not None
         ranks = self._run.nproc_per_node * self._run.nnodes
-        supervisor = Supervisor(self._run.run_folder, ranks, self._began_s)
+        elsewhere = ranks - self._run.nproc_per_node
+        supervisor = Supervisor(self._run.run_folder, ranks, self._began_s, num_elsewhere=elsewhere)
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return self._job.wait(EVERY_S)
@@ -133,12 +135,15 @@ class _Watch:
             _say("interrupted")
             return 1
         for_memory = was_for_memory(status, self._oom_kills)
-        history = [entry for entry in read_history(self._run.run_folder).entries if entry.time_s >= self._began_s]
-        stacks = read_stacks(self._run.run_folder, 0)
-        finding = find_death(0, describe_end(status), for_memory=for_memory, history=history, last_stacks=stacks)
+        folder, how = self._run.run_folder, describe_end(status)
+        history = [entry for entry in read_history(folder).entries if entry.time_s >= self._began_s]
+        rank = 0 if self._run.nproc_per_node * self._run.nnodes == 1 else None
+        stacks = read_stacks(folder, rank) if rank is not None else ""
+        finding = find_death(rank, how, for_memory=for_memory, history=history, last_stacks=stacks)
         if history:
-            note_finding(self._run.run_folder, finding)
-            write_end(self._run.run_folder, findings=[finding], error=finding.cause)
+            with suppress(OSError, StorageError):  # a full disk: it is said all the same
+                note_finding(folder, finding)
+                write_end(folder, findings=[finding], error=finding.cause, since_s=self._began_s)
         _say(finding.as_text())
         return StoppedOnFinding.exit_status
 

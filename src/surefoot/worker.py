@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -43,6 +44,8 @@ def main() -> int:
         return 0 if error.is_agreed or isinstance(error, InputError) else error.exit_status
     except BaseException as error:
         if launch.note_failure(error, kind="", is_agreed=False):
+            if not isinstance(error, KeyboardInterrupt):
+                time.sleep(launch.SEEN_WITHIN_S)  # so that elastic sees the peer's end, and how it ended, first
             return 1  # the traceback of a rank that only lost its peer would hide the cause
         raise
     return 0

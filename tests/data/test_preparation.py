@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def test_workers_prepare_what_one_process_prepares(
     alone = samples(prepared(path, tokenizer, num_workers=0))
     monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "other"))
     monkeypatch.setattr(preparation_module, "SMALL_BYTES", 0)
-    seen: list[Progress] = []
+    seen: list[Any] = []
     dataset = open_dataset(path, tokenizer, num_workers=2)
     dataset.preparation._on_progress = seen.append
     dataset.prepare()
@@ -64,6 +65,30 @@ def test_workers_prepare_what_one_process_prepares(
     assert seen[-1].rows_per_second > 0
     if suffix == ".jsonl":
         assert seen[-1].eta_s == 0
+
+
+def test_who_waits_says_that_more_is_there(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the thread that waits: for its own workers, and for another process."""
+    monkeypatch.setattr(preparation_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(preparation_module, "GROWTH_EVERY_S", 0.0)
+    path = big_file(tmp_path / "a.jsonl", 20_000)
+    other = open_dataset(path, tokenizer)
+    other.preparation._only_waits = True
+    heard: list[Any] = []
+    other.preparation._on_progress = heard.append
+    dataset = open_dataset(path, tokenizer, num_workers=1)
+    threads: set[str] = set()
+    dataset.preparation._on_progress = lambda told: threads.add(f"{threading.current_thread().name} {told is None}")
+    dataset.preparation.start([])
+    beside = threading.Thread(target=other.preparation.run)
+    beside.start()
+    dataset.preparation.wait()
+    beside.join(30)
+    assert heard
+    assert set(heard) == {None}
+    assert threads == {"preparation False", "MainThread True"}
 
 
 def test_what_is_prepared_is_prepared_once(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -166,7 +191,7 @@ def test_after_a_kill_preparing_goes_on_where_it_stopped(tmp_path: Path, tokeniz
     kept = shards()
     assert 2 <= len(kept) < 8
     dataset = open_dataset(path, tokenizer, num_workers=2)
-    seen: list[Progress] = []
+    seen: list[Any] = []
     dataset.preparation._on_progress = seen.append
     dataset.prepare()
     assert dataset.counts().read == 30_000

@@ -10,7 +10,9 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from surefoot.health.faults import FAULTS, VARIABLE
 TOGETHER = 3
 """Runs at the same time: a run that stands still costs nothing."""
 GIVE_UP_S = 90.0
+GROUPS = Path("/sys/fs/cgroup")
+LIMIT_BYTES = 2 << 30
 END_WITHIN_S = 15.0
 """After the finding."""
 
@@ -27,7 +31,7 @@ def strike(kind: str, settings: dict[str, Any], folder: Path, seed: int) -> dict
     """One run with one fault on a rank and in a step that the seed draws."""
     fault = FAULTS[kind]
     draw = random.Random(f"{kind}-{seed}")
-    rank, step = draw.randrange(2), draw.randrange(8, 16)
+    rank, step = draw.randrange(2), draw.randrange(fault.first_step, fault.first_step + 8)
     folder.mkdir(parents=True)
     struck = folder / "struck"
     settings = {
@@ -41,9 +45,9 @@ def strike(kind: str, settings: dict[str, Any], folder: Path, seed: int) -> dict
     }
     (folder / "run.json").write_text(json.dumps(settings))
     began = time.monotonic()
-    with open(folder / "output", "w") as output:
+    with open(folder / "output", "w") as output, limited(kind) as inside:
         done = subprocess.Popen(
-            [sys.executable, "-m", "surefoot", "train", str(folder / "run.json")],
+            [*inside, sys.executable, "-m", "surefoot", "train", str(folder / "run.json")],
             env={**os.environ, VARIABLE: f"{kind}:{rank}:{step}:{struck}", "OMP_NUM_THREADS": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -76,6 +80,30 @@ def strike(kind: str, settings: dict[str, Any], folder: Path, seed: int) -> dict
         "status": status,
         "cause": first["cause"],
     }
+
+
+@contextmanager
+def limited(kind: str) -> Iterator[list[str]]:
+    """The beginning of a command that runs in a cgroup of its own, where the fault needs one. Raises: OSError."""
+    if not FAULTS[kind].needs_limits:
+        yield []
+        return
+    groups = [GROUPS / name / f"surefoot-{os.getpid()}-{kind}" for name in ("cpu", "memory")]
+    try:
+        for group in groups:
+            group.mkdir()
+        (groups[1] / "memory.limit_in_bytes").write_text(str(LIMIT_BYTES))
+        joins = "; ".join(f"echo $$ > {group}/cgroup.procs" for group in groups)
+        yield ["sh", "-c", f'{joins}; exec "$@"', "sh"]
+    finally:
+        for group in groups:
+            if group.is_dir():
+                group.rmdir()
+
+
+def can_limit() -> bool:
+    """Whether cgroups may be made here: as root, where the controllers of version 1 are mounted."""
+    return all(os.access(GROUPS / name / "cgroup.procs", os.W_OK) for name in ("cpu", "memory"))
 
 
 def is_named(result: dict[str, Any]) -> bool:

@@ -16,9 +16,9 @@ def history(grown_by: Callable[[int, str], float], steps: int = 200) -> Iterator
     now = 500.0
     for step in range(1, steps + 1):
         for phase in ("forward", "backward", "optimizer"):
-            yield Entry(0, 7, float(step), "phase began", phase, step, {"anonymous_bytes": now * MIB})
+            yield Entry(0, 7, 7, float(step), "phase began", phase, step, {"anonymous_bytes": now * MIB})
             now += grown_by(step, phase)
-            yield Entry(0, 7, float(step), "phase ended", phase, step, {"anonymous_bytes": now * MIB})
+            yield Entry(0, 7, 7, float(step), "phase ended", phase, step, {"anonymous_bytes": now * MIB})
 
 
 @pytest.mark.parametrize("owner", ["forward", "optimizer"])
@@ -39,6 +39,7 @@ def test_the_owner_is_the_phase_in_which_it_grows() -> None:
     "grown_by",
     [
         lambda step, phase: 4000.0 * (step == 60 and phase == "forward"),  # a buffer that doubled once
+        lambda step, phase: 4000.0 * (step == 300 and phase == "forward"),  # the same, not long ago
         lambda step, phase: 5.0 * (step < 90 and phase == "forward"),  # it settles
         lambda step, phase: (300.0 if step % 2 else -300.0) * (phase == "forward"),  # it comes and goes
         lambda _, phase: 0.1 * (phase == "forward"),

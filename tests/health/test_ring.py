@@ -15,7 +15,7 @@ from surefoot.health.ring import HEADER, RECORD_BYTES, RingError, RingReader, Ri
 
 def write(ring: RingWriter, *steps: int) -> None:
     for step in steps:
-        ring.write(1000.0 + step, 3, 2, step, (step * 1.0, 0.5, 0.0, -1.0))
+        ring.write(1000.0 + step, 3, 2, step, (step * 1.0, 0.5, 0.0, -1.0, 7.0))
 
 
 def test_a_reader_follows_the_writer(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_reader_follows_the_writer(tmp_path: Path) -> None:
     assert [record.step for record in reader.records()] == [0, 1]
     write(ring, 2)
     (new,) = reader.records(since=2)
-    assert (new.number, new.time_s, new.kind, new.phase, new.values) == (2, 1002.0, 3, 2, (2.0, 0.5, 0.0, -1.0))
+    assert (new.number, new.time_s, new.kind, new.phase, new.values) == (2, 1002.0, 3, 2, (2.0, 0.5, 0.0, -1.0, 7.0))
 
 
 def test_the_newest_records_take_the_place_of_the_oldest(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_what_was_written_survives_a_kill(tmp_path: Path) -> None:
         "ring, step = RingWriter(Path(sys.argv[1]), 0, 64), 0\n"
         "while True:\n"
         "    step += 1\n"
-        "    ring.write(0.0, 0, 0, step, (0.0, 0.0, 0.0, 0.0))\n"
+        "    ring.write(0.0, 0, 0, step, (0.0, 0.0, 0.0, 0.0, 0.0))\n"
         "    if step == 5000: print('ready', flush=True)\n"
     )
     arguments = [sys.executable, "-c", writes_for_ever, str(tmp_path / "a.ring")]

@@ -1,7 +1,6 @@
 """From a config and a tokenizer to the datasets of a run."""
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from typing import Literal
@@ -10,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surefoot.config import DatasetItem, LoadedConfig
 from surefoot.data.dataset import Dataset, Reading
-from surefoot.data.preparation import Progress
+from surefoot.data.preparation import OnProgress
 from surefoot.data.render import RendererSource
 from surefoot.data.sources import find_sources
 
@@ -25,7 +24,7 @@ def open_dataset(
     vocab_size: int | None,
     keep_columns: bool = False,
     only_waits: bool = False,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: OnProgress = lambda _: None,
 ) -> Dataset:
     """A dataset setting of a run, found and its formats told, but not prepared yet; `only_waits`: by another process.
 

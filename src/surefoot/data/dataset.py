@@ -7,7 +7,7 @@ without the parts before it.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from surefoot.data.cache import CachedFile, renderer_key
 from surefoot.data.containers import can_be_entered
-from surefoot.data.preparation import Preparation, Progress
+from surefoot.data.preparation import OnProgress, Preparation, Progress
 from surefoot.data.render import RendererSource
 from surefoot.data.shard import Shard
 from surefoot.data.sources import Source
@@ -123,7 +123,7 @@ class Dataset:
         num_workers: int = 0,
         only_waits: bool = False,
         keep_columns: bool = False,
-        on_progress: Callable[[Progress], None] = lambda _: None,
+        on_progress: OnProgress = lambda _: None,
         where: str = "dataset",
     ) -> None:
         self.sources = sources

@@ -32,6 +32,7 @@ CHUNK_DEADLINE_S = 600.0
 """A worker that is silent for so long on one chunk (4096 rows, 4 MiB) is taken for hung."""
 POLL_S = 0.05
 WAIT_S = 0.5
+GROWTH_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class Progress:
         return self.seconds * (self.bytes_total - self.bytes_done) / self.bytes_done
 
 
+OnProgress = Callable[[Progress | None], None]
+"""Hears how far preparing has come, or None where more is there and another process or thread prepares."""
+
+
 class Preparation:
     """The preparation of some files under one renderer.
 
@@ -69,7 +74,7 @@ class Preparation:
         *,
         num_workers: int,
         only_waits: bool = False,
-        on_progress: Callable[[Progress], None] = lambda _: None,
+        on_progress: OnProgress = lambda _: None,
     ) -> None:
         self._files = files
         self._only_waits = only_waits
@@ -82,6 +87,7 @@ class Preparation:
         self._rows = self._bytes = self._bytes_there = 0
         self._began = time.monotonic()
         self._created_ns = time.time_ns()
+        self._there, self._next_look_s = 0, 0.0
 
     @property
     def is_complete(self) -> bool:
@@ -115,6 +121,7 @@ class Preparation:
             if not ours:  # another process prepares them
                 self._raise_failure_elsewhere()
                 time.sleep(WAIT_S)
+                self._tell_growth()
                 there, before = self._shards_there(missing), there
                 if there > before:
                     deadline = time.monotonic() + CHUNK_DEADLINE_S
@@ -155,11 +162,14 @@ class Preparation:
                     f"the cache has lost {self._files[file].recipe.shard_path(chunk)}. Delete {folder} and start again."
                 )
             time.sleep(POLL_S)
+            self._tell_growth()
 
     def wait(self) -> None:
         """Wait until the preparation in the background is done. Raises: what it raised."""
         if self._thread is not None:
-            self._thread.join()
+            while self._thread.is_alive():
+                self._thread.join(POLL_S)
+                self._tell_growth()
         self.raise_error()
 
     def stop(self) -> None:
@@ -176,6 +186,16 @@ class Preparation:
             if not self._only_waits:
                 for file in self._files:
                     file.note_failure(str(error))
+
+    def _tell_growth(self) -> None:
+        """Say that more is there, if so, at most about once a second: who watches this process sees it wait."""
+        if time.monotonic() < self._next_look_s:
+            return
+        self._next_look_s = time.monotonic() + GROWTH_EVERY_S
+        there, before = self._shards_there(range(len(self._files))), self._there
+        if there > before:
+            self._there = there
+            self._on_progress(None)
 
     def _shards_there(self, files: Sequence[int]) -> int:
         return sum(1 for index in files for _ in self._files[index].recipe.folder.glob("*.safetensors"))

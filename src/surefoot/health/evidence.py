@@ -27,6 +27,8 @@ class RankEvidence:
     """Of one core, in the last seconds of its silence."""
     children: tuple[str, ...] = ()
     """States of the processes it started."""
+    waits_for_disk: bool = False
+    """Whether one of its threads was in uninterruptible sleep."""
     answered: bool = False
     """Whether its witness thread could run."""
     flight: Any = None
@@ -54,7 +56,8 @@ class StallEvidence:
 
 def keep(folder: Path, evidence: StallEvidence) -> Path:
     """Write evidence down; returns the file."""
-    path = folder / f"stall-{round(evidence.time_s)}.json"
+    first = f"-rank-{evidence.ranks[0].rank:05d}" if evidence.ranks else ""  # each machine writes a file of its own
+    path = folder / f"stall-{round(evidence.time_s)}{first}.json"
     write_text(path, json.dumps(asdict(evidence), indent=1))
     return path
 

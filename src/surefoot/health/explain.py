@@ -10,6 +10,7 @@ from surefoot.errors import ConfigError
 from surefoot.findings import Finding
 from surefoot.health import evidence
 from surefoot.health.diagnose.memory import find_leaks
+from surefoot.health.diagnose.speed import find_slow_in
 from surefoot.health.diagnose.stall import find_stall
 from surefoot.health.recorder import Entry, History, last_start, open_phases, read_history
 
@@ -19,6 +20,7 @@ class RankNow:
     """Where one rank is, or was when it was last heard of."""
 
     rank: int
+    start: int
     process: int
     step: int
     doing: str
@@ -74,7 +76,9 @@ def explain(run_folder: Path, history: History | None = None) -> Explanation:
     history = history or read_history(run_folder)
     missing = list(history.unreadable)
     written, unreadable = _written(run_folder / "findings.jsonl")
-    found = [*written, *find_leaks(history.entries)]
+    again = [*find_leaks(history.entries), *find_slow_in(history.entries)]
+    known = {(finding.code, finding.evidence.get("rank")) for finding in written}
+    found = [*written, *(one for one in again if (one.code, one.evidence.get("rank")) not in known)]
     missing += unreadable
     for path in sorted((run_folder / "evidence").glob("stall-*.json")):
         name = str(path.relative_to(run_folder))
@@ -127,5 +131,5 @@ def _ranks(entries: list[Entry]) -> list[RankNow]:
         ended = mine[-1].kind == "run ended"
         what = "has ended" if ended else f"in {doing[-1]}" if doing else "between phases"
         step = max(entry.step for entry in mine)
-        ranks.append(RankNow(number, mine[-1].process, step, what, time.time() - mine[-1].time_s))
+        ranks.append(RankNow(number, mine[-1].start, mine[-1].process, step, what, time.time() - mine[-1].time_s))
     return ranks

@@ -5,6 +5,7 @@ loaded in a run that is not told to by SUREFOOT_FAULT=kind:rank:step:file; `file
 """
 
 import ctypes
+import gc
 import mmap
 import os
 import queue
@@ -17,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from surefoot import cgroup
 from surefoot.events import Event, Phase, PhaseBegan
 
 VARIABLE = "SUREFOOT_FAULT"
 LONG_S = 10_000
+MOST_LIMIT_BYTES = 8 << 30
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ class Fault:
     """Whether it strikes on every rank."""
     in_each_step: bool = False
     """Whether it strikes again in every step after the first."""
+    first_step: int = 8
+    """Before which it does not strike."""
+    needs_limits: bool = False
+    """Whether the run must be in a cgroup of its own."""
 
 
 def _signal(number: int) -> Callable[[bool], None]:
@@ -140,10 +147,37 @@ def _barrier_of_one(_: bool) -> None:
 
 _KEPT: list[bytearray] = []
 _MAPPED: list[mmap.mmap] = []
+_OBJECTS: list[list[list[int]]] = []
 
 
 def _leak(_: bool) -> None:
     _KEPT.append(bytearray(os.urandom(1 << 20)))
+
+
+def _drag(_: bool) -> None:
+    time.sleep(0.6)
+
+
+def _make_garbage(_: bool) -> None:
+    _OBJECTS.append([[number] for number in range(100_000)])
+    del _OBJECTS[:-5]
+    for _unused in range(4):
+        gc.collect()
+
+
+def _throttle(_: bool) -> None:
+    """A fifth of a CPU for all processes of the run."""
+    file = cgroup.control_file("cpu", "cpu.max", "cpu.cfs_quota_us")
+    assert file is not None
+    file.write_text("20000 100000" if file.name == "cpu.max" else "20000")
+
+
+def _exhaust_memory(_: bool) -> None:
+    limit = cgroup.memory_limit_bytes()
+    if limit is None or limit > MOST_LIMIT_BYTES:
+        raise RuntimeError("this fault needs a small memory limit: it would take all memory of the machine")
+    while True:
+        _KEPT.append(bytearray(b"x" * (32 << 20)))
 
 
 def _hiccup(_: bool) -> None:
@@ -186,6 +220,18 @@ FAULTS: dict[str, Fault] = {
         "two groups in another order on one rank", "forward", _other_order, "SF105", False, on_all=True
     ),
     "leaking": Fault("a list that keeps 1 MiB a step", "forward", _leak, "SF202", in_each_step=True),
+    "out-of-memory": Fault(
+        "memory up to the limit of the cgroup", "forward", _exhaust_memory, "SF201", needs_limits=True
+    ),
+    "slow-data": Fault("data that take half a second", "wait for data", _drag, "SF302", in_each_step=True),
+    "straggler": Fault("a rank that is slow", "forward", _drag, "SF303", in_each_step=True),
+    "garbage": Fault("a step that makes many objects", "optimizer", _make_garbage, "SF305", in_each_step=True),
+    "throttled": Fault(
+        "a cgroup that may use a fifth of a CPU", "forward", _throttle, "SF306", False, needs_limits=True
+    ),
+    "slowed": Fault(
+        "steps that become slow", "optimizer", _drag, "SF301", False, on_all=True, in_each_step=True, first_step=40
+    ),
     "hiccup": Fault("a step of six seconds", "forward", _hiccup, ""),
     "page-cache": Fault("a file that is mapped, 1 MiB a step", "forward", _map_a_file, "", in_each_step=True),
     "barrier-of-one": Fault("a barrier on one rank only", "save", _barrier_of_one, "SF105"),

@@ -7,7 +7,7 @@ Standard library only.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 MEANINGS = {
@@ -33,6 +33,8 @@ class Collective:
     sizes: str
     """Of its inputs."""
     types: str
+    asked_s: float = field(default=0.0, compare=False)
+    """When the rank asked for it, by the clock of its machine; 0 where the record does not say."""
 
     @property
     def call(self) -> str:
@@ -50,6 +52,8 @@ class FlightRecord:
     """Not over yet."""
     meanings: Mapping[str, str]
     """Group -> what goes over it."""
+    asked: Mapping[tuple[str, int], float]
+    """(group, number) of all that are still recorded -> when the rank asked for it, in seconds."""
     done: Mapping[str, int]
     """`Collective.call` -> how often it is over."""
 
@@ -59,7 +63,7 @@ def read_flight(dump: Any) -> FlightRecord | None:
     if dump is None or (isinstance(dump, dict) and "entries" not in dump):  # a run of one process asks for nothing
         return None
     last: dict[str, Collective] = {}
-    waiting, meanings, done = [], {}, Counter[str]()
+    waiting, meanings, asked, done = [], {}, {}, Counter[str]()
     try:
         for entry in dump["entries"]:
             if entry["is_p2p"]:
@@ -71,7 +75,10 @@ def read_flight(dump: Any) -> FlightRecord | None:
                 str(entry["profiling_name"]).rpartition(":")[2],
                 str(entry["input_sizes"]),
                 "/".join(entry["input_dtypes"]),
+                entry.get("time_created_ns", 0) / 1e9,
             )
+            if found.asked_s:
+                asked[group, found.number] = found.asked_s
             meanings[group] = MEANINGS.get(description, description)
             if group not in last or last[group].number <= found.number:
                 last[group] = found
@@ -81,4 +88,4 @@ def read_flight(dump: Any) -> FlightRecord | None:
                 waiting.append(found)
     except (KeyError, TypeError) as error:
         raise ValueError(f"no dump of the Flight Recorder: {error!r}") from error
-    return FlightRecord(last, tuple(waiting), meanings, done) if last else None
+    return FlightRecord(last, tuple(waiting), meanings, asked, done) if last else None

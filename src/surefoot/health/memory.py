@@ -1,6 +1,8 @@
-"""How much memory this process has of its own."""
+"""How much memory this process has of its own, and how long Python looks for what it can give back."""
 
+import gc
 import os
+import time
 from contextlib import suppress
 
 
@@ -23,3 +25,26 @@ class OwnMemory:
     def __del__(self) -> None:
         if self._file is not None:
             os.close(self._file)
+
+
+class GarbageTime:
+    """Seconds that Python's garbage collector stood in the way of this process, from when this is made until `end`."""
+
+    def __init__(self) -> None:
+        self._began_s = self._total_s = 0.0
+        gc.callbacks.append(self._hear)
+
+    def since_last_s(self) -> float:
+        """Since it was last asked."""
+        total_s, self._total_s = self._total_s, 0.0
+        return total_s
+
+    def end(self) -> None:
+        with suppress(ValueError):  # ended already
+            gc.callbacks.remove(self._hear)
+
+    def _hear(self, phase: str, _info: object) -> None:
+        if phase == "start":
+            self._began_s = time.perf_counter()
+        else:
+            self._total_s += time.perf_counter() - self._began_s

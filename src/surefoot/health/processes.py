@@ -1,30 +1,38 @@
 """What the system says of the ranks' processes, from outside."""
 
 import platform
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from surefoot import cgroup
+
 
 @dataclass(frozen=True)
 class ProcessSample:
-    """One process at one moment."""
+    """One process at one moment, and those it started where they were asked for."""
 
     state: str
     """As psutil names it; gone where there is none."""
-    cpu_s: float
-    """Used so far, with the processes it started where they were asked for."""
-    io_bytes: int
-    """Read and written so far, by it and the processes it started; 0 where that may not be read."""
-    children: tuple[str, ...]
-    """States of the processes it started, where they were asked for."""
+    cpu_s: Mapping[int, float] = field(default_factory=dict)
+    """Process -> seconds it used so far."""
+    io_bytes: Mapping[int, float] = field(default_factory=dict)
+    """Process -> bytes it read and wrote so far, where that may be read."""
+    children: tuple[str, ...] = ()
+    """States of the processes it started."""
     waits_for_disk: bool = False
     """Whether a thread of it is in uninterruptible sleep; looked at where children are."""
 
 
-GONE = ProcessSample("gone", 0.0, 0, ())
+GONE = ProcessSample("gone")
+
+
+def growth(before: Mapping[int, float], after: Mapping[int, float]) -> float:
+    """Of all processes together: one that has ended since counts nothing, one that has begun all it used."""
+    return sum(used - before.get(process, 0.0) for process, used in after.items())
 
 
 FUTEX = {"x86_64": "202", "aarch64": "98"}
@@ -62,20 +70,27 @@ class Processes:
                 return GONE
             state = str(known.status())
             if state == psutil.STATUS_ZOMBIE:
-                return ProcessSample(state, 0.0, 0, ())
+                return ProcessSample(state)
             family = [known, *(known.children(recursive=True) if with_children else ())]
         except psutil.NoSuchProcess:
             return GONE
-        cpu_s, io_bytes, children = 0.0, 0, []
+        cpu_s, io_bytes, children = {}, {}, []
         for one in family:
             try:
                 times = one.cpu_times()
-                cpu_s += times.user + times.system
+                cpu_s[one.pid] = times.user + times.system
                 if one is not known:
                     children.append(str(one.status()))
                 counters = one.io_counters()
-                io_bytes += counters.read_chars + counters.write_chars
+                io_bytes[one.pid] = float(counters.read_chars + counters.write_chars)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         waits = with_children and _waits_for_disk(process)
         return ProcessSample(state, cpu_s, io_bytes, tuple(children), waits)
+
+
+def room_bytes() -> int:
+    """What this machine, or the limit of this cgroup, still has for programs, without swap."""
+    free = int(psutil.virtual_memory().available)
+    limit, used = cgroup.memory_limit_bytes(), cgroup.memory_used_bytes()
+    return free if limit is None or used is None else min(free, max(0, limit - used))

@@ -21,23 +21,24 @@ from surefoot.events import (
     Phase,
     PhaseBegan,
     PhaseEnded,
+    Preparing,
     RunEnded,
     RunStarted,
     StepEnded,
 )  # fmt: skip
-from surefoot.health.memory import OwnMemory
+from surefoot.health.memory import GarbageTime, OwnMemory
 from surefoot.health.ring import Record, RingError, RingReader, RingWriter, Values
 from surefoot.health.witness import Witness
 
 KINDS = (
-    "phase began", "phase ended", "batch", "step", "evaluated", "checkpoint", "run started", "run ended",
+    "phase began", "phase ended", "batch", "step", "evaluated", "checkpoint", "run started", "run ended", "preparing",
 )  # fmt: skip
 PHASES: tuple[str, ...] = ("", *get_args(Phase))
 VALUE_NAMES: dict[str, tuple[str, ...]] = {
     "phase began": ("anonymous_bytes",),
     "phase ended": ("anonymous_bytes",),
     "batch": ("tokens", "trained", "sequences", "fillers"),
-    "step": ("loss", "grad_norm", "step_time_s", "peak_memory_bytes"),
+    "step": ("loss", "grad_norm", "step_time_s", "peak_memory_bytes", "garbage_s"),
     "evaluated": ("eval_loss",),
     "checkpoint": ("save_time_s",),
 }
@@ -53,6 +54,8 @@ class Entry:
     """A record in words."""
 
     rank: int
+    start: int
+    """Which start of the rank; later ones have greater numbers."""
     process: int
     time_s: float
     kind: str
@@ -81,7 +84,8 @@ def read_history(run_folder: Path, newest: int | None = None) -> History:
             unreadable.append(str(error))
             continue
         since = max(0, reader.count - newest) if newest else 0
-        found += [_in_words(reader, record) for record in reader.records(since)]
+        start = int(path.stem.rpartition("-")[2])  # not its process: in containers these repeat
+        found += [_in_words(reader, start, record) for record in reader.records(since)]
         reader.close()
     return History(sorted(found, key=lambda entry: entry.time_s), unreadable)
 
@@ -89,7 +93,7 @@ def read_history(run_folder: Path, newest: int | None = None) -> History:
 def last_start(entries: Sequence[Entry], rank: int) -> list[Entry]:
     """What one rank said since it was last started, oldest first."""
     mine = [entry for entry in entries if entry.rank == rank]
-    return [entry for entry in mine if entry.process == mine[-1].process]
+    return [entry for entry in mine if entry.start == mine[-1].start]
 
 
 def open_phases(entries: Sequence[Entry]) -> list[str]:
@@ -103,10 +107,10 @@ def open_phases(entries: Sequence[Entry]) -> list[str]:
     return phases
 
 
-def _in_words(ring: RingReader, record: Record) -> Entry:
+def _in_words(ring: RingReader, start: int, record: Record) -> Entry:
     kind = KINDS[record.kind]
     values = dict(zip(VALUE_NAMES.get(kind, ()), record.values, strict=False))
-    return Entry(ring.rank, ring.process, record.time_s, kind, PHASES[record.phase], record.step, values)
+    return Entry(ring.rank, start, ring.process, record.time_s, kind, PHASES[record.phase], record.step, values)
 
 
 class Recorder:
@@ -121,6 +125,7 @@ class Recorder:
         """Opened by the first event: then this process holds the run folder."""
         self._witness: Witness | None = None
         self._memory = OwnMemory()
+        self._garbage = GarbageTime()
         self._is_over = False
 
     def observe(self, event: Event) -> None:
@@ -132,11 +137,14 @@ class Recorder:
         elif isinstance(event, BatchDescribed):
             self._write("batch", event.step, event.tokens, event.trained, event.sequences, event.fillers)
         elif isinstance(event, StepEnded):
-            self._write("step", event.step, event.loss, event.grad_norm, event.step_time_s, event.peak_memory_bytes)
+            numbers = (event.loss, event.grad_norm, event.step_time_s, event.peak_memory_bytes)
+            self._write("step", event.step, *numbers, self._garbage.since_last_s())
         elif isinstance(event, Evaluated):
             self._write("evaluated", event.step, event.eval_loss)
         elif isinstance(event, CheckpointSaved):
             self._write("checkpoint", event.step, event.save_time_s)
+        elif isinstance(event, Preparing):
+            self._write("preparing", 0)
         elif isinstance(event, RunStarted):
             self._write("run started", event.first_step)
         elif isinstance(event, RunEnded):
@@ -147,8 +155,8 @@ class Recorder:
         if self._ring is None:
             self._open()
         if self._ring is not None:
-            four: Values = (*values, *(0.0,) * (4 - len(values)))  # type: ignore[assignment]
-            self._ring.write(time.time(), KINDS.index(kind), PHASES.index(phase), step, four)
+            five: Values = (*values, *(0.0,) * (5 - len(values)))  # type: ignore[assignment]
+            self._ring.write(time.time(), KINDS.index(kind), PHASES.index(phase), step, five)
 
     def _open(self) -> None:
         name = f"rank-{self._rank:05d}"
@@ -156,14 +164,17 @@ class Recorder:
             older = sorted(self._folder.glob(f"{name}-*.ring"))
             for path in older[: max(0, len(older) - KEPT_STARTS + 1)]:
                 path.unlink()
-            self._ring = RingWriter(self._folder / f"{name}-{time.time_ns()}.ring", self._rank)
+            # First who answers signals: the supervisor sends them to every process that has a ring.
+            self._folder.mkdir(parents=True, exist_ok=True)
             self._witness = Witness(self._folder.parent, self._rank)
+            self._ring = RingWriter(self._folder / f"{name}-{time.time_ns()}.ring", self._rank)
         except (StorageError, OSError) as error:
             logging.getLogger(__name__).warning("the run goes on without a record of its events: %s", error)
             self._end()
 
     def _end(self) -> None:
         self._is_over = True
+        self._garbage.end()
         if self._witness is not None:
             self._witness.end()
             self._witness = None

@@ -4,7 +4,7 @@ The file is mapped into memory and shared, so what was written is in the system'
 SIGKILL, an abort, and a lock that is never given back. Standard library only.
 
     header   magic, version, rank, process, capacity, number of records so far, machine
-    records  number, seconds, kind, phase, step, four values; 64 bytes each, the newest over the oldest
+    records  number, seconds, kind, phase, step, five values; 64 bytes each, the newest over the oldest
 
 A record's number is written last and in one store, so that a reader takes only whole ones.
 """
@@ -21,17 +21,17 @@ from pathlib import Path
 from surefoot.storage import storage_error
 
 MAGIC = b"SFRING\0\0"
-VERSION = 2
+VERSION = 3
 HEADER = struct.Struct("<8s4Iq16s16x")
 COUNT_AT = 24
 """Where in the header the number of records stands."""
 NUMBER = struct.Struct("<q")
-BODY = struct.Struct("<dHHi4d8x")
+BODY = struct.Struct("<dHHi5d")
 RECORD_BYTES = NUMBER.size + BODY.size
 CAPACITY = 65_536
 """Records of a ring: 4 MiB, some thousand steps."""
 
-Values = tuple[float, float, float, float]
+Values = tuple[float, float, float, float, float]
 
 
 class RingError(Exception):

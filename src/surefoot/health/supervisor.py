@@ -9,22 +9,25 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from surefoot import cgroup
 from surefoot.findings import Finding
 from surefoot.health import evidence as kept
 from surefoot.health.diagnose.memory import MemoryTrend
+from surefoot.health.diagnose.speed import RankTimes, find_slow, find_straggler
 from surefoot.health.diagnose.stall import find_stall
 from surefoot.health.evidence import RankEvidence, StallEvidence
-from surefoot.health.processes import GONE, Processes, ProcessSample, syscall_of
-from surefoot.health.recorder import KINDS, PHASES
+from surefoot.health.flight import read_flight
+from surefoot.health.processes import GONE, Processes, ProcessSample, growth, room_bytes, syscall_of
+from surefoot.health.recorder import KINDS, PHASES, VALUE_NAMES
 from surefoot.health.ring import RingError, RingReader
 from surefoot.health.witness import STACKS, flight_path, read_stacks, request_path, stacks_path
-from surefoot.process_end import oom_kill_count
 
 GONE_S = 60.0
 """How long a rank may be gone while the run goes on: ranks that are started again take their time."""
@@ -47,9 +50,13 @@ IDLE_BYTES_PER_S = 1 << 16
 WINDOW_S = 6.0
 """Over which both are judged."""
 LONGEST_S = 600.0
-"""Silence that is late in the first steps, even of ranks that compute, and of ranks that wait for a disk."""
+"""Silence that is late in the first steps, even of ranks that compute; of ranks that wait for a disk, for processes
+that work for them, or for other machines that load; before the first rank has begun, and after the last has ended."""
 ANSWER_WITHIN_S = 3.0
-LEAKS_EVERY_S = 5.0
+TRENDS_EVERY_S = 5.0
+MEETINGS_EVERY_S = 45.0
+"""Between two looks at when the ranks came to their collectives; each costs a rank some hundredths of a second."""
+THROTTLED_OVER_S = 20.0
 USUAL_STEPS = 32
 
 
@@ -59,6 +66,7 @@ class _Rank:
 
     ring: RingReader
     memory: MemoryTrend
+    times: RankTimes = field(default_factory=RankTimes)
     said: int = 0
     last_s: float = 0.0
     step: int = 0
@@ -85,29 +93,47 @@ class _Rank:
 
     @property
     def cpu_share(self) -> float:
-        """Of a core, over the window; 0 where there is none."""
+        """Of a core, over the window, with the processes it started; 0 where there is no window."""
         return self._per_s(lambda sample: sample.cpu_s)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether processes that it started work: those that prepare its data."""
+        mine = self.ring.process
+        share = self._per_s(lambda sample: {process: s for process, s in sample.cpu_s.items() if process != mine})
+        return share >= IDLE_SHARE
 
     @property
     def is_idle(self) -> bool:
         """Whether it did nothing for all of a window."""
         is_whole = bool(self.samples) and self.samples[-1][0] - self.samples[0][0] >= WINDOW_S
-        moved = self._per_s(lambda sample: float(sample.io_bytes))
-        is_writing = any(sample.waits_for_disk for _, sample in self.samples)
-        return is_whole and not is_writing and self.cpu_share < IDLE_SHARE and moved < IDLE_BYTES_PER_S
+        moved = self._per_s(lambda sample: sample.io_bytes)
+        return is_whole and not self.waits_for_disk and self.cpu_share < IDLE_SHARE and moved < IDLE_BYTES_PER_S
 
-    def _per_s(self, value: Callable[[ProcessSample], float]) -> float:
+    @property
+    def waits_for_disk(self) -> bool:
+        """Whether a thread of it was in uninterruptible sleep during the window."""
+        return any(sample.waits_for_disk for _, sample in self.samples)
+
+    @property
+    def waited_for_disk(self) -> bool:
+        """Whether one was in it through all of the window."""
+        return len(self.samples) > 1 and all(sample.waits_for_disk for _, sample in self.samples)
+
+    def _per_s(self, used: Callable[[ProcessSample], Mapping[int, float]]) -> float:
         if len(self.samples) < 2:
             return 0.0
-        (first_s, first), (last_s, last) = self.samples[0], self.samples[-1]
-        return max(0.0, value(last) - value(first)) / (last_s - first_s)
+        grown = sum(growth(used(before), used(after)) for (_, before), (_, after) in pairwise(self.samples))
+        return grown / (self.samples[-1][0] - self.samples[0][0])
 
 
 class Supervisor:
     """Of one start of one run. `look` once a second or so; it returns what was found since."""
 
-    def __init__(self, run_folder: Path, num_ranks: int, began_s: float) -> None:
-        self._folder, self._num_ranks = run_folder, num_ranks
+    def __init__(self, run_folder: Path, num_ranks: int, began_s: float, *, num_elsewhere: int = 0) -> None:
+        """`num_ranks` of the run, of which `num_elsewhere` are on other machines."""
+        self._folder, self._num_ranks, self._num_elsewhere = run_folder, num_ranks, num_elsewhere
+        self._num_here = num_ranks - num_elsewhere
         self._began_s = began_s
         self._ranks: dict[int, _Rank] = {}
         self._rings: dict[int, Path] = {}
@@ -117,8 +143,13 @@ class Supervisor:
         self._steps: deque[float] = deque(maxlen=USUAL_STEPS)
         """Seconds of the newest steps, without the first."""
         self._leaking: set[int] = set()
-        self._next_leaks_s = began_s
-        self._oom_kills = oom_kill_count()
+        self._slow: set[str] = set()
+        """Codes of what was found to be slow: each is said once."""
+        self._throttled: deque[tuple[float, tuple[int, int]]] = deque()
+        """When, and the kernel's counts then, of the last `THROTTLED_OVER_S`."""
+        self._next_trends_s = began_s
+        self._next_meeting_s = began_s + MEETINGS_EVERY_S
+        self._oom_kills = cgroup.oom_kills()
         self.stalled_since_s: float | None = None
         """Since when the run stands still, if it does."""
         self.stood_s: float | None = None
@@ -143,29 +174,56 @@ class Supervisor:
         for rank in self._ranks.values():
             sample = self._processes.sample(rank.ring.process, with_children=is_silent)
             rank.took(now_s, sample, is_silent=is_silent)
-        leaks = self._leaks(now_s)
+        trends = self._trends(now_s)
         self.stood_s = None
         if not self._is_late(now_s):
             if self.stalled_since_s is not None:
                 self.stood_s, self.stalled_since_s = now_s - self.stalled_since_s, None
-            return leaks
+            return trends
         if self.stalled_since_s is not None:
-            return leaks
+            return trends
         self.stalled_since_s = now_s
-        return [*leaks, self._diagnose(now_s)]
+        return [*trends, self._diagnose(now_s)]
 
-    def _leaks(self, now_s: float) -> list[Finding]:
-        """Those that were not known; looked for every few seconds."""
-        if now_s < self._next_leaks_s:
+    def _trends(self, now_s: float) -> list[Finding]:
+        """Leaks and losses of time that were not known; looked for every few seconds."""
+        if now_s < self._next_trends_s:
             return []
-        self._next_leaks_s = now_s + LEAKS_EVERY_S
+        self._next_trends_s = now_s + TRENDS_EVERY_S
         found = []
         for number in self._ranks.keys() - self._leaking:
-            finding = self._ranks[number].memory.finding()
+            finding = self._ranks[number].memory.finding(room_bytes() / self._num_here)
             if finding is not None:
                 self._leaking.add(number)
                 found.append(finding)
+        if self._num_elsewhere == 0:
+            times = {number: rank.times for number, rank in self._ranks.items() if not rank.has_ended}
+            slow = find_slow(times, self._throttled_share(now_s)) if len(times) == self._num_ranks else []
+            found += [finding for finding in slow if finding.code not in self._slow]
+            self._slow.update(finding.code for finding in slow)
+            if not self._slow and len(times) > 1 and len(self._steps) == USUAL_STEPS and now_s >= self._next_meeting_s:
+                self._next_meeting_s = now_s + MEETINGS_EVERY_S
+                found += self._stragglers()
         return found
+
+    def _stragglers(self) -> list[Finding]:
+        records = {number: read_flight(flight) for number, flight in self._answers(self._ask()).items()}
+        there = {number: record for number, record in records.items() if record is not None}
+        finding = find_straggler(there) if len(there) == self._num_ranks else None
+        self._slow.update([finding.code] if finding is not None else [])
+        return [finding] if finding is not None else []
+
+    def _throttled_share(self, now_s: float) -> float | None:
+        """Of the kernel's periods of the last seconds, those in which the cgroup had used up its share of the CPUs."""
+        counts = cgroup.throttled_periods()
+        if counts is None:
+            return None
+        self._throttled.append((now_s, counts))
+        while len(self._throttled) > 2 and now_s - self._throttled[1][0] >= THROTTLED_OVER_S:
+            self._throttled.popleft()
+        throttled, periods = (after - before for before, after in zip(self._throttled[0][1], counts, strict=True))
+        is_whole = now_s - self._throttled[0][0] >= THROTTLED_OVER_S
+        return throttled / periods if is_whole and periods > 0 else None
 
     def _open_rings(self) -> None:
         """The newest ring of each rank that was begun since this start."""
@@ -185,6 +243,8 @@ class Supervisor:
             rank.said, rank.last_s, rank.step = record.number + 1, record.time_s, record.step or rank.step
             self._last_s = max(self._last_s, record.time_s)
             kind = KINDS[record.kind]
+            values = dict(zip(VALUE_NAMES.get(kind, ()), record.values, strict=False))
+            rank.times.add(kind, PHASES[record.phase], record.step, record.time_s, values)
             if kind in ("phase began", "phase ended"):
                 rank.memory.add(kind, PHASES[record.phase], record.step, record.values[0])
             if kind == "phase began":
@@ -200,11 +260,15 @@ class Supervisor:
 
     def _is_late(self, now_s: float) -> bool:
         going = [rank for rank in self._ranks.values() if not rank.has_ended]
-        if not going:
-            return False
         quiet_s = now_s - self._last_s
+        if not going:  # no rank has begun, or none leaves
+            return quiet_s > LONGEST_S
         if any(rank.sample.state in ("gone", "zombie") for rank in going):
             return quiet_s > GONE_S  # whoever started it sees it first and says more, or starts it again
+        if self._num_elsewhere and any(not rank.step for rank in going):
+            return quiet_s > LONGEST_S  # they may wait for other machines, which load or prepare
+        if any(rank.is_served for rank in going if rank.phase == "wait for data"):
+            return quiet_s > LONGEST_S
         quiet = [rank for rank in going if rank.phase in QUIET_PHASES]
         if quiet:  # the others wait for these, if at all
             patience_s = IDLE_S if all(rank.step for rank in quiet) else STARTING_IDLE_S
@@ -223,24 +287,14 @@ class Supervisor:
 
     def _collect(self, now_s: float) -> StallEvidence:
         """Ask every rank that is there for its flight record and its stacks."""
-        request = secrets.token_hex(8)
         syscalls = {number: syscall_of(rank.ring.process) for number, rank in self._ranks.items()}
         begins = {number: _size(stacks_path(self._folder, number)) for number in self._ranks}
-        unseen = request_path(self._folder).with_suffix(".tmp")
-        unseen.write_text(request)
-        os.replace(unseen, request_path(self._folder))
+        request = self._ask()
         for rank in self._ranks.values():
             if rank.sample.state not in ("gone", "zombie") and not rank.has_ended:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(rank.ring.process, STACKS)
-        answers: dict[int, object] = {}
-        deadline = time.monotonic() + ANSWER_WITHIN_S
-        while len(answers) < len(self._ranks) and time.monotonic() < deadline:
-            for number in self._ranks.keys() - answers.keys():
-                answer = kept.answer_to(request, flight_path(self._folder, number))
-                if answer is not None:
-                    answers[number] = answer["flight"]
-            time.sleep(0.05)
+        answers = self._answers(request)
         seen = [
             RankEvidence(
                 rank=number,
@@ -252,6 +306,7 @@ class Supervisor:
                 quiet_s=now_s - rank.last_s,
                 cpu_share=rank.cpu_share,
                 children=rank.sample.children,
+                waits_for_disk=rank.waited_for_disk,
                 answered=number in answers,
                 flight=answers.get(number),
                 syscall=syscalls[number],
@@ -259,7 +314,7 @@ class Supervisor:
             )
             for number, rank in sorted(self._ranks.items())
         ]
-        before, after = self._oom_kills, oom_kill_count()
+        before, after = self._oom_kills, cgroup.oom_kills()
         return StallEvidence(
             time_s=now_s,
             quiet_s=now_s - self._last_s,
@@ -268,6 +323,26 @@ class Supervisor:
             num_ranks=self._num_ranks,
             oom_kills=after - before if before is not None and after is not None else None,
         )
+
+    def _ask(self) -> str:
+        """Ask the ranks of this machine for their flight records; returns the request's number."""
+        request = secrets.token_hex(8)
+        unseen = request_path(self._folder).with_suffix(".tmp")
+        unseen.write_text(request)
+        os.replace(unseen, request_path(self._folder))
+        return request
+
+    def _answers(self, request: str) -> dict[int, object]:
+        """The flight records of those that answer soon."""
+        answers: dict[int, object] = {}
+        deadline = time.monotonic() + ANSWER_WITHIN_S
+        while len(answers) < len(self._ranks) and time.monotonic() < deadline:
+            for number in self._ranks.keys() - answers.keys():
+                answer = kept.answer_to(request, flight_path(self._folder, number))
+                if answer is not None:
+                    answers[number] = answer["flight"]
+            time.sleep(0.05)
+        return answers
 
 
 def _size(path: Path) -> int:

@@ -49,7 +49,7 @@ def _view(run_folder: Path, told: Explanation, entries: Sequence[Entry]) -> Grou
     for title in ("rank", "step", "doing", "silent s", "step s", "memory GiB", "time in its last steps"):
         table.add_column(title, justify="left" if title in ("doing", "time in its last steps") else "right")
     for rank in told.ranks:
-        mine = [entry for entry in entries if entry.rank == rank.rank and entry.process == rank.process]
+        mine = [entry for entry in entries if entry.rank == rank.rank and entry.start == rank.start]
         table.add_row(
             str(rank.rank),
             str(rank.step),

@@ -1,6 +1,6 @@
 """Inside a rank: gives evidence when the supervisor asks for it, from a thread, while the run may stand still.
 
-    events/request                     its number, written by the supervisor
+    events/request-MACHINE             its number, written by the supervisor of this machine
     events/rank-00000.flight.json      {"request": number, "flight": the dump of the Flight Recorder, or null}
     events/rank-00000.stacks           Python stacks of all threads at each SIGUSR1, and at a crash
 
@@ -19,13 +19,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from surefoot.health.ring import this_machine
+
 EVERY_S = 0.25
-REQUEST = "request"
 STACKS = signal.SIGUSR1
 
 
 def request_path(run_folder: Path) -> Path:
-    return run_folder / "events" / REQUEST
+    return run_folder / "events" / f"request-{this_machine().hex()[:8]}"
 
 
 def flight_path(run_folder: Path, rank: int) -> Path:
@@ -81,7 +82,7 @@ class Witness:
             if asked and asked != answered:
                 answered = asked
                 with suppress(OSError):  # a full disk: the supervisor says that there was no answer
-                    _write(flight_path(self._run_folder, self._rank), {"request": asked, "flight": _flight()})
+                    _write(flight_path(self._run_folder, self._rank), {"request": asked, **_flight()})
 
 
 def _asked(run_folder: Path) -> str:
@@ -97,11 +98,14 @@ def _nowhere() -> int:
     return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
-def _flight() -> Any:
-    """The dump; None where torch has none. The function is private: where it is gone, so is this evidence."""
+def _flight() -> dict[str, Any]:
+    """The dump; null where torch has none, with the reason where it fails: the function is private and may change."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(c10d, "_dump_fr_trace_json", None)
-    return json.loads(dump(includeCollectives=True)) if dump is not None else None
+    try:
+        return {"flight": json.loads(dump(includeCollectives=True)) if dump is not None else None}
+    except (RuntimeError, TypeError, ValueError) as error:
+        return {"flight": None, "error": f"{type(error).__name__}: {error}"}
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

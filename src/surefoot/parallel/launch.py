@@ -30,10 +30,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from surefoot import errors
+from surefoot import cgroup, errors
 from surefoot.config import RunConfig
 from surefoot.errors import ConfigError, SurefootError
-from surefoot.process_end import describe_end, oom_kill_count, was_for_memory
+from surefoot.process_end import describe_end, was_for_memory
 
 FOLDER = "SUREFOOT_LAUNCH"
 """Environment variable: the folder in which launcher and ranks leave each other notes."""
@@ -45,6 +45,8 @@ ENDPOINT_WITHIN_S = 5.0
 """How soon a rendezvous that is there answers."""
 LEAVE_AFTER_S = 10.0
 """How long a rank goes on when another one has failed alone."""
+SEEN_WITHIN_S = 1.0
+"""How soon elastic sees that a rank has ended; it looks ten times a second."""
 GONE = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Connection refused", "NCCL")
 """What gloo and NCCL say when another rank is gone."""
 
@@ -87,7 +89,7 @@ def launch(
         _in_use(name),
         _passing_signals(name) as passed,
     ):
-        oom_kills = oom_kill_count()
+        oom_kills = cgroup.oom_kills()
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps({**job, "launcher": os.getpid()}), encoding="utf-8")
         threads = str(max(1, (os.cpu_count() or 1) // config.nproc_per_node))
@@ -343,5 +345,5 @@ class _Deaths(logging.Handler):
         failure = _told(self._folder)
         if failure is None and str(process) in ranks:
             failure = _death(ranks[str(process)], int(str(exit_code)), self._oom_kills)
-            self._oom_kills = oom_kill_count()
+            self._oom_kills = cgroup.oom_kills()
         self._on_restart(failure or RankFailure("a rank ended before it had begun"), self._restarts)

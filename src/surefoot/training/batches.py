@@ -150,9 +150,9 @@ def open_data(
     """The data a config names, found and its formats told. Raises: DataError."""
     vocab_size = int(load_config(base).get_text_config().vocab_size)
 
-    def report(progress: Progress) -> None:
+    def report(progress: Progress | None) -> None:
         if threading.current_thread() is threading.main_thread():  # beside training, its own lines are enough
-            emit(Preparing(progress_line(progress)))
+            emit(Preparing(progress_line(progress) if progress is not None else ""))
 
     def opened(setting: Literal["dataset", "eval_dataset"]) -> Dataset:
         waits = ranks.local_rank > 0

@@ -17,7 +17,7 @@ from surefoot.config import LoadedConfig, RunConfig, changed_fields
 from surefoot.errors import CheckpointError, ConfigError
 from surefoot.findings import Finding
 from surefoot.training.checkpoint import DamagedCheckpoint, find_newest, list_checkpoints, remove_leftovers, verify
-from surefoot.training.metrics import METRICS
+from surefoot.training.record import METRICS
 
 OWN_ENTRIES = (
     "run.yaml environment.json metrics.jsonl summary.json findings.jsonl events evidence checkpoints adapter model "

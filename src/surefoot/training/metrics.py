@@ -23,8 +23,8 @@ from surefoot.events import (
     StepEnded,
 )
 from surefoot.storage import write_text
+from surefoot.training.record import METRICS
 
-METRICS = "metrics.jsonl"
 LINE_EVERY_S = 5.0
 
 
@@ -85,7 +85,8 @@ class Screen:
 
     def observe(self, event: Event) -> None:
         if isinstance(event, Preparing):
-            self._preparing(event)
+            if event.text:
+                self._preparing(event)
         elif isinstance(event, DataCounted):
             rows = ", ".join(f"{count} {name}" for name, count in event.rows.items())
             self._line(f"data: rows {rows}" + ("" if event.is_complete else " (so far; the rest is being prepared)"))

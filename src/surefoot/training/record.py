@@ -10,6 +10,7 @@ from surefoot.events import DataCounted, Event, FindingMade, RunStarted, StepEnd
 from surefoot.findings import Finding
 from surefoot.storage import write_json
 
+METRICS = "metrics.jsonl"
 Status = Literal["completed", "interrupted", "failed"]
 
 
@@ -70,17 +71,33 @@ def note_finding(run_folder: Path, finding: Finding) -> None:
         file.write(json.dumps(finding.as_dict()) + "\n")
 
 
-def write_end(run_folder: Path, *, findings: Sequence[Finding], error: str | None = None) -> None:
-    """Complete summary.json, where there is one, with what was found from outside; with `error` the run has failed."""
+def write_end(run_folder: Path, *, findings: Sequence[Finding], error: str | None = None, since_s: float = 0.0) -> None:
+    """Complete summary.json with what was found from outside; with `error` the run has failed, and it is written anew
+    where there is none of this run, which began at `since_s` (seconds since 1970).
+    """
     result = read_result(run_folder)
+    if result is not None and (run_folder / "summary.json").stat().st_mtime < since_s:  # of an earlier run
+        result = None
     if result is None and error is not None:
-        result = RunRecord(run_folder).result("failed")
+        result = replace(RunRecord(run_folder).result("failed"), steps=steps_done(run_folder))
     if result is None:
         return
     result = replace(result, findings=[*findings, *result.findings])
     if error is not None:
         result = replace(result, status="failed", artifact=None, error=error)
     write_json(run_folder / "summary.json", result.as_dict())
+
+
+def steps_done(run_folder: Path) -> int:
+    """Of the last whole line of the metrics."""
+    steps = 0
+    metrics = run_folder / METRICS
+    for line in metrics.read_text("utf-8").splitlines() if metrics.is_file() else ():
+        try:
+            steps = json.loads(line)["step"]
+        except ValueError:  # cut short by a kill
+            break
+    return steps
 
 
 def completed_earlier(run_folder: Path, step: int) -> RunResult | None:

@@ -9,15 +9,18 @@ from surefoot.health.stacks import where as location
 
 
 def find_death(
-    rank: int, how: str, *, for_memory: bool | None, history: Sequence[Entry], last_stacks: str = ""
+    rank: int | None, how: str, *, for_memory: bool | None, history: Sequence[Entry], last_stacks: str = ""
 ) -> Finding:
-    """The finding for a rank that ended as `how` says.
+    """The finding for a rank that ended as `how` says; None for the launcher, which takes its ranks along.
 
     `for_memory`: whether the kernel killed it because of its cgroup's limit; None where that cannot be told.
     `history`: what was recorded of the run, oldest first. `last_stacks`: what its handler for crashes wrote.
     """
-    mine = last_start(history, rank)
-    evidence = {"rank": rank, "end": how, **_last_words(mine)}
+    mine = last_start(history, 0 if rank is None else rank)
+    evidence = {"end": how, **_last_words(mine)}
+    who = "the launcher of the ranks"
+    if rank is not None:
+        evidence, who = {"rank": rank, **evidence}, f"rank {rank}"
     where = _where(mine)
     if for_memory:
         anonymous = [entry.values["anonymous_bytes"] for entry in mine if "anonymous_bytes" in entry.values]
@@ -25,7 +28,7 @@ def find_death(
             evidence["anonymous_memory_gib"] = round(anonymous[-1] / 2**30, 2)
         return Finding(
             "SF201",
-            f"rank {rank} {how}{where}. The kernel killed it because the memory limit of its cgroup was reached",
+            f"{who} {how}{where}. The kernel killed it because the memory limit of its cgroup was reached",
             evidence,
             "Lower per_device_train_batch_size or max_length, set gradient_checkpointing: true or zero_stage: 3, or "
             "give the job more memory.",
@@ -35,7 +38,7 @@ def find_death(
         # gloo's own thread aborts the process; one that Python code aborts has that code innermost.
         return Finding(
             "SF104",
-            f"rank {rank} {how}{where}, inside {inside[0].function} {location(last_stacks)}: gloo aborts when another "
+            f"{who} {how}{where}, inside {inside[0].function} {location(last_stacks)}: gloo aborts when another "
             "rank sent more than this one expected",
             {**evidence, "collective": inside[0].function, "line": location(last_stacks)},
             "All ranks must call a collective with the same size: no shape that depends on a rank's own data.",
@@ -47,7 +50,7 @@ def find_death(
     is_kill = "SIGKILL" in how
     return Finding(
         "SF101",
-        f"rank {rank} {how}{where}{why if is_kill else ''}",
+        f"{who} {how}{where}{why if is_kill else ''}",
         evidence,
         "Look at what it printed last, and at who may have killed it: the scheduler, a person, the kernel (dmesg)."
         if is_kill
@@ -59,7 +62,11 @@ def find_death(
 def _last_words(mine: Sequence[Entry]) -> dict[str, object]:
     if not mine:
         return {"last_step": "none"}
-    return {"last_step": mine[-1].step, "last_event": f"{mine[-1].kind} {mine[-1].phase}".strip()}
+    return {"last_step": _last_step(mine), "last_event": f"{mine[-1].kind} {mine[-1].phase}".strip()}
+
+
+def _last_step(mine: Sequence[Entry]) -> int:
+    return max(entry.step for entry in mine)  # the end of a run is of no step
 
 
 def _where(mine: Sequence[Entry]) -> str:
@@ -67,4 +74,5 @@ def _where(mine: Sequence[Entry]) -> str:
         return ", before it had begun"
     inside = open_phases(mine)
     phase = f" in {inside[-1]}" if inside else ""
-    return f"{phase} of step {mine[-1].step}" if mine[-1].step else f"{phase} before the first step"
+    step = _last_step(mine)
+    return f"{phase} of step {step}" if step else f"{phase} before the first step"

@@ -57,8 +57,11 @@ class MemoryTrend:
                 self._steps.append((self._step, self._before, dict(self._grown)))
         self._grown.clear()
 
-    def finding(self) -> Finding | None:
-        """The leak, where memory grew steadily through the newer half of the steps."""
+    def finding(self, room_bytes: float | None = None) -> Finding | None:
+        """The leak, where memory grew steadily through the newer half of the steps.
+
+        `room_bytes`: what may still be used here, where that is known; the finding says when it is used up.
+        """
         steps = list(self._steps)[-max(LEAST_STEPS, len(self._steps) // 2) :]
         if len(steps) < LEAST_STEPS:
             return None
@@ -73,10 +76,14 @@ class MemoryTrend:
             for phase, size in grown_in.items():
                 by_phase[phase] += size
         owner = max(by_phase, key=lambda phase: by_phase[phase])
+        forecast = ""
+        if room_bytes is not None:
+            forecast = f". There is room for {room_bytes / 2**30:.1f} GiB: it is used up at about step "
+            forecast += f"{steps[-1][0] + round(room_bytes / per_step)}"
         return Finding(
             "SF202",
             f"memory of rank {self._rank} grows by {per_step / 2**20:.2f} MiB a step, "
-            f"{min(1.0, by_phase[owner] / grown):.0%} of it in {owner}",
+            f"{min(1.0, by_phase[owner] / grown):.0%} of it in {owner}{forecast}",
             {
                 "rank": self._rank,
                 "steps": f"{steps[0][0]} to {steps[-1][0]}",
@@ -94,7 +101,7 @@ def find_leaks(entries: Sequence[Entry]) -> list[Finding]:
     trends: dict[tuple[int, int], MemoryTrend] = {}
     for entry in entries:
         if "anonymous_bytes" in entry.values:
-            trend = trends.setdefault((entry.rank, entry.process), MemoryTrend(entry.rank))
+            trend = trends.setdefault((entry.rank, entry.start), MemoryTrend(entry.rank))
             trend.add(entry.kind, entry.phase, entry.step, entry.values["anonymous_bytes"])
     findings = (trend.finding() for trend in trends.values())
     return [finding for finding in findings if finding is not None]

@@ -67,6 +67,22 @@ def find_stall(evidence: StallEvidence) -> Finding:
     return _unknown(case)
 
 
+def _not_under_way(case: _Case) -> Finding | None:
+    """No rank is in the run: none has begun, or all have ended and do not leave."""
+    if case.ranks:
+        return None
+    ended = [rank for rank in case.evidence.ranks if rank.has_ended]
+    what = "all ranks have ended, and the run does not" if ended else "no rank has begun"
+    return case.finding(
+        "SF111",
+        f"{what}, {case.evidence.quiet_s:.0f} s long",
+        "A thread or a process that was started by the run may still be waited for: look at `py-spy dump`."
+        if ended
+        else "Do all machines run, with the same nnodes and rdzv_endpoint? Can torch be imported (a hung file system)?",
+        confidence=0.6,
+    )
+
+
 def _dead(case: _Case) -> Finding | None:
     gone = [rank for rank in case.ranks if rank.state in ("gone", "zombie")]
     if not gone:
@@ -100,7 +116,7 @@ def _stopped(case: _Case) -> Finding | None:
             f"Let it go on: kill -CONT {' '.join(str(rank.process) for rank in held)}",
             rank=held[0].rank,
         )
-    blocked = [rank for rank in case.ranks if rank.state == "disk-sleep"]
+    blocked = [rank for rank in case.ranks if rank.state == "disk-sleep" or rank.waits_for_disk]
     if blocked:
         return case.finding(
             "SF103",
@@ -268,7 +284,7 @@ def _unknown(case: _Case) -> Finding:
     )
 
 
-RULES: Sequence[Rule] = (_dead, _stopped, _mismatched, _crossed, _locked, _behind, _all_inside)
+RULES: Sequence[Rule] = (_not_under_way, _dead, _stopped, _mismatched, _crossed, _locked, _behind, _all_inside)
 
 
 def _place(rank: RankEvidence) -> dict[str, Any]:

@@ -1,0 +1,282 @@
+"""What a run loses time with: from what its ranks wrote down of their phases, and when they came to meet. Pure.
+
+A finding needs a window of steps that is long enough to matter, and a loss that is large in shares and in seconds:
+runs of a few seconds have none.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from surefoot.findings import Finding
+from surefoot.health.flight import FlightRecord
+from surefoot.health.recorder import Entry
+
+WARMUP_STEPS = 5
+"""First steps that say nothing: compilers and caches warm up."""
+WINDOW_STEPS = 20
+WINDOW_S = 20.0
+"""A window has at least so many steps and lasts at least so long."""
+KEPT_STEPS = 2000
+DATA_SHARE = 0.25
+COMMUNICATION_SHARE = 0.5
+BEHIND_SHARE = 0.2
+GARBAGE_SHARE = 0.1
+THROTTLED_SHARE = 0.25
+"""Of a window, from which on a loss is a finding."""
+MOST_OF = 0.8
+"""Of a window's steps: what is slow only now and then is none of these."""
+LEAST_COLLECTIVES = 40
+MOST_AT_ONCE = 0.2
+"""Of the time that is lost to one rank: what is lost in one collective, a save or an evaluation, is no straggler's."""
+STRAGGLER_WINDOW_S = 5.0
+SLOWED_TIMES = 2.0
+"""How many times longer than before steps must take."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Where one rank's time of one step went, in seconds."""
+
+    step: int
+    ended_s: float
+    """Since 1970."""
+    took_s: float
+    by_phase: Mapping[str, float]
+    garbage_s: float
+    tokens: float
+    """Of this rank's part of the batch."""
+
+    def of(self, phase: str) -> float:
+        return self.by_phase.get(phase, 0.0)
+
+
+@dataclass
+class RankTimes:
+    """The steps of one start of one rank, gathered from what it says."""
+
+    steps: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    _open: list[tuple[str, float]] = field(default_factory=list)
+    _by_phase: dict[str, float] = field(default_factory=dict)
+    _tokens: float = 0.0
+    _seen: int = 0
+
+    def add(self, kind: str, phase: str, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        """What happened, in its order."""
+        if kind == "phase began":
+            self._open.append((phase, time_s))
+        elif kind == "phase ended" and self._open:
+            name, began_s = self._open.pop()
+            if not self._open:  # phases inside others are theirs
+                self._by_phase[name] = self._by_phase.get(name, 0.0) + time_s - began_s
+        elif kind == "batch":
+            self._tokens = values["tokens"]
+        elif kind == "step":
+            self._seen += 1
+            if self._seen > WARMUP_STEPS:
+                took = StepTimes(
+                    step, time_s, values["step_time_s"], dict(self._by_phase), values["garbage_s"], self._tokens
+                )
+                self.steps.append(took)
+            self._by_phase.clear()
+
+
+def find_slow(ranks: Mapping[int, RankTimes], throttled_share: float | None = None) -> list[Finding]:
+    """What costs much of the newest steps; at most one finding of each kind.
+
+    `throttled_share`: of the kernel's periods of the last window, those in which the cgroup had used up its share.
+    """
+    windows = {rank: _window(times.steps) for rank, times in ranks.items()}
+    if not windows or not all(windows.values()):
+        return []
+    throttled = list(_throttled(windows, throttled_share))
+    if throttled:  # whatever else is slow is slow because of it
+        return throttled
+    found = [
+        *_waits_for_data(windows), *_communicates(windows), *_collects_garbage(windows),
+    ]  # fmt: skip
+    return found or list(_slowed(ranks, windows))
+
+
+def find_slow_in(entries: Sequence[Entry]) -> list[Finding]:
+    """The same from a whole history, at its end; of the newest start of each rank."""
+    newest: dict[int, int] = {}
+    for entry in entries:
+        newest[entry.rank] = max(newest.get(entry.rank, 0), entry.start)
+    ranks: dict[int, RankTimes] = {}
+    for entry in entries:
+        if entry.start == newest[entry.rank]:
+            ranks.setdefault(entry.rank, RankTimes()).add(
+                entry.kind, entry.phase, entry.step, entry.time_s, entry.values
+            )
+    return find_slow(ranks)
+
+
+def _window(steps: Sequence[StepTimes]) -> list[StepTimes]:
+    """The newest steps that together are long enough; none where there are too few."""
+    took_s, window = 0.0, []
+    for one in reversed(steps):
+        window.append(one)
+        took_s += one.took_s
+        if len(window) >= WINDOW_STEPS and took_s >= WINDOW_S:
+            return window[::-1]
+    return []
+
+
+def _share(window: Sequence[StepTimes], phase: str) -> float:
+    """Of the window's time."""
+    return sum(one.of(phase) for one in window) / sum(one.took_s for one in window)
+
+
+def _is_usual(window: Sequence[StepTimes], phase: str, share: float) -> bool:
+    """Whether most steps lose so much of their time, not a few much more."""
+    return sum(one.of(phase) >= share * one.took_s for one in window) >= MOST_OF * len(window)
+
+
+def _seen(window: Sequence[StepTimes], **more: object) -> dict[str, object]:
+    shares = sorted(((_share(window, name), name) for name in window[-1].by_phase), reverse=True)
+    return {
+        "steps": f"{window[0].step} to {window[-1].step}",
+        "step_time_s": round(median(one.took_s for one in window), 3),
+        **more,
+        "time_by_phase": ", ".join(f"{name} {share:.0%}" for share, name in shares[:5] if share >= 0.01),
+    }
+
+
+def _waits_for_data(windows: Mapping[int, Sequence[StepTimes]]) -> Iterator[Finding]:
+    rank = max(windows, key=lambda number: _share(windows[number], "wait for data"))
+    window = windows[rank]
+    share = _share(window, "wait for data")
+    if share < DATA_SHARE or not _is_usual(window, "wait for data", DATA_SHARE):
+        return
+    yield Finding(
+        "SF302",
+        f"rank {rank} waits for its data in {share:.0%} of the time",
+        _seen(window, rank=rank),
+        "Look at the storage of the data and of the cache; raise dataset_num_proc while they are being prepared.",
+    )
+
+
+def find_straggler(flights: Mapping[int, FlightRecord]) -> Finding | None:
+    """The rank for which the others wait again and again, from when each asked for the collectives they share.
+
+    The clocks of the ranks must be one: those of one machine.
+    """
+    if len(flights) < 2:
+        return None
+    shared = set.intersection(*(set(flight.asked) for flight in flights.values()))
+    if len(shared) < LEAST_COLLECTIVES:
+        return None
+    waits: dict[int, list[tuple[float, float]]] = {rank: [] for rank in flights}
+    for one in shared:
+        asked = {rank: flight.asked[one] for rank, flight in flights.items()}
+        last = max(asked, key=lambda rank: asked[rank])
+        waits[last].append((median(when for rank, when in asked.items() if rank != last), asked[last]))
+    waits_s = {rank: _together(spans) for rank, spans in waits.items()}
+    times = [flight.asked[one] for flight in flights.values() for one in shared]
+    took_s = max(times) - min(times)
+    rank = max(waits_s, key=lambda number: sum(waits_s[number]))
+    lost_s = sum(waits_s[rank])
+    is_regular = max(waits_s[rank], default=0.0) < MOST_AT_ONCE * lost_s
+    is_always_it = lost_s >= MOST_OF * sum(sum(waits) for waits in waits_s.values())
+    if took_s < STRAGGLER_WINDOW_S or lost_s < BEHIND_SHARE * took_s or not (is_regular and is_always_it):
+        return None
+    return Finding(
+        "SF303",
+        f"rank {rank} is slower than the others again and again: they wait for it in {lost_s / took_s:.0%} of the time",
+        {
+            "rank": rank,
+            "collectives": len(shared),
+            "seconds": round(took_s, 1),
+            "waited_s_by_last_rank": ", ".join(f"rank {one}: {sum(seconds):.1f}" for one, seconds in waits_s.items()),
+        },
+        "Look at what else runs on its machine or device, at its clocks and temperature, and at its part of the data.",
+        confidence=0.9,
+    )
+
+
+def _together(spans: Sequence[tuple[float, float]]) -> list[float]:
+    """The lengths of spans of time, those that overlap as one: collectives may be asked for at once."""
+    merged: list[list[float]] = []
+    for began, ended in sorted(spans):
+        if merged and began <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], ended)
+        else:
+            merged.append([began, ended])
+    return [ended - began for began, ended in merged]
+
+
+def _communicates(windows: Mapping[int, Sequence[StepTimes]]) -> Iterator[Finding]:
+    """Every rank spends most of its time at the meeting point, so none of them is the cause."""
+    if len(windows) < 2 or not all(
+        _is_usual(window, "communicate", COMMUNICATION_SHARE) for window in windows.values()
+    ):
+        return
+    share = min(_share(window, "communicate") for window in windows.values())
+    yield Finding(
+        "SF304",
+        f"all ranks spend at least {share:.0%} of the time in communication",
+        _seen(next(iter(windows.values()))),
+        "Raise gradient_accumulation_steps or the batch, use fewer ranks or a lower zero_stage, and check the network "
+        "interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME).",
+    )
+
+
+def _collects_garbage(windows: Mapping[int, Sequence[StepTimes]]) -> Iterator[Finding]:
+    for rank, window in windows.items():
+        share = sum(one.garbage_s for one in window) / sum(one.took_s for one in window)
+        if share >= GARBAGE_SHARE:
+            yield Finding(
+                "SF305",
+                f"Python's garbage collector takes {share:.0%} of the time of rank {rank}",
+                _seen(window, rank=rank, garbage_s=round(sum(one.garbage_s for one in window), 2)),
+                "Something makes many Python objects in each step, or keeps millions alive: call gc.freeze() after "
+                "what is kept was made, or raise gc.set_threshold().",
+            )
+            return
+
+
+def _throttled(windows: Mapping[int, Sequence[StepTimes]], share: float | None) -> Iterator[Finding]:
+    if share is None or share < THROTTLED_SHARE:
+        return
+    yield Finding(
+        "SF306",
+        f"the container may not use the CPUs it wants: in {share:.0%} of the kernel's periods it had to wait",
+        _seen(next(iter(windows.values())), throttled_periods=f"{share:.0%}"),
+        "Give the container more CPUs (limits.cpu, --cpus, --cpus-per-task), or start fewer threads: OMP_NUM_THREADS.",
+    )
+
+
+def _slowed(ranks: Mapping[int, RankTimes], windows: Mapping[int, Sequence[StepTimes]]) -> Iterator[Finding]:
+    """Steps take much longer than they did, for as many tokens, and none of the rules above knows why."""
+    for rank, window in windows.items():
+        before = [one for one in ranks[rank].steps if one.step < window[0].step]
+        earlier = [before[first : first + WINDOW_STEPS] for first in range(0, len(before), WINDOW_STEPS)]
+        whole = [block for block in earlier if len(block) == WINDOW_STEPS]
+        if not whole:
+            continue
+        best = min(whole, key=_pace_s)
+        times = _pace_s(window) / _pace_s(best)
+        if times < SLOWED_TIMES:
+            continue
+        grown = {name: _per_step(window, name) - _per_step(best, name) for name in window[-1].by_phase}
+        phase = max(grown, key=lambda name: grown[name])
+        yield Finding(
+            "SF301",
+            f"steps take {times:.1f} times as long for the same number of tokens as in steps {best[0].step} to "
+            f"{best[-1].step}; most of it was added in {phase}",
+            _seen(window, rank=rank, phase=phase, step_time_before_s=round(median(one.took_s for one in best), 3)),
+            "Look at what else runs on this machine, at its clocks and temperature, and at what that phase does more.",
+            confidence=0.7,
+        )
+        return
+
+
+def _pace_s(steps: Sequence[StepTimes]) -> float:
+    """Seconds a step takes, as if all were of one size."""
+    return median(one.took_s / max(one.tokens, 1.0) for one in steps)
+
+
+def _per_step(steps: Sequence[StepTimes], phase: str) -> float:
+    return sum(one.of(phase) for one in steps) / len(steps)

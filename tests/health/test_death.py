@@ -1,0 +1,49 @@
+"""What is said of a rank that died, from what it had recorded."""
+
+import pytest
+
+from surefoot.health.diagnose.death import find_death
+from surefoot.health.recorder import Entry
+
+
+def entry(kind: str, phase: str = "", step: int = 0, *, rank: int = 1, process: int = 70) -> Entry:
+    return Entry(rank, process, process, 0.0, kind, phase, step, {})
+
+
+@pytest.mark.parametrize(
+    ("entries", "where"),
+    [
+        ([], ", before it had begun"),
+        ([entry("phase began", "load")], " in load before the first step"),
+        ([entry("phase began", "load"), entry("phase ended", "load")], " before the first step"),
+        ([entry("phase began", "save", 5), entry("phase ended", "save", 5), entry("phase began", "forward", 6)],
+         " in forward of step 6"),
+        ([entry("phase began", "forward", 5), entry("phase ended", "forward", 5)], " of step 5"),
+        ([entry("step", "", 5), entry("run ended")], " of step 5"),
+        ([entry("step", "", 9, process=60), entry("step", "", 5), entry("step", "", 8, rank=0)], " of step 5"),
+    ],
+)  # fmt: skip
+def test_where_a_rank_was_is_the_innermost_phase_of_its_last_start(entries: list[Entry], where: str) -> None:
+    finding = find_death(1, "was killed by signal 9 (SIGKILL)", for_memory=False, history=entries)
+    assert finding.code == "SF101"
+    assert finding.cause.startswith(f"rank 1 was killed by signal 9 (SIGKILL){where}. ")
+
+
+def test_the_launcher_is_no_rank() -> None:
+    finding = find_death(None, "was killed by signal 9 (SIGKILL)", for_memory=False, history=[entry("step", "", 3)])
+    assert finding.cause.startswith("the launcher of the ranks was killed")
+    assert "rank" not in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("for_memory", "code", "said"),
+    [
+        (True, "SF201", "the memory limit of its cgroup was reached"),
+        (False, "SF101", "No memory limit of its cgroup was reached"),
+        (None, "SF101", "Whether for memory cannot be told here"),
+    ],
+)
+def test_a_kill_for_memory_is_told_from_others(for_memory: bool | None, code: str, said: str) -> None:
+    finding = find_death(0, "was killed by signal 9 (SIGKILL)", for_memory=for_memory, history=[])
+    assert finding.code == code
+    assert said in finding.cause

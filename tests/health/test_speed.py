@@ -1,0 +1,145 @@
+"""What costs time is told from steps that are sound, short, or slow for once."""
+
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from surefoot.health.diagnose.speed import RankTimes, find_slow, find_slow_in, find_straggler
+from surefoot.health.flight import FlightRecord
+from surefoot.health.recorder import Entry
+
+SOUND = {"wait for data": 0.02, "forward": 0.4, "backward": 0.5, "communicate": 0.05, "optimizer": 0.03}
+TakesS = Callable[[int, str], float]
+
+
+def takes(**more_s: float) -> TakesS:
+    return lambda _, phase: SOUND[phase] + more_s.get(phase.replace(" ", "_"), 0.0)
+
+
+def times(
+    takes_s: TakesS,
+    *,
+    steps: int = 60,
+    garbage_s: float = 0.0,
+    tokens: Callable[[int], float] = lambda _: 100.0,
+) -> RankTimes:
+    """One rank whose phases take as long as `takes_s(step, phase)` says."""
+    found, now = RankTimes(), 1000.0
+    for step in range(1, steps + 1):
+        began = now
+        found.add("batch", "", step, now, {"tokens": tokens(step)})
+        for phase in SOUND:
+            found.add("phase began", phase, step, now, {})
+            now += takes_s(step, phase)
+            found.add("phase ended", phase, step, now, {})
+        found.add("step", "", step, now, {"step_time_s": now - began, "garbage_s": garbage_s})
+    return found
+
+
+def codes(*ranks: RankTimes, throttled: float | None = None) -> list[str]:
+    return [finding.code for finding in find_slow(dict(enumerate(ranks)), throttled)]
+
+
+def test_sound_steps_have_no_finding() -> None:
+    sound = times(takes())
+    assert codes(sound) == []
+    assert codes(sound, sound, throttled=0.1) == []
+    assert find_slow({}) == []
+
+
+def test_data_that_are_waited_for_are_named_with_their_rank() -> None:
+    (finding,) = find_slow({0: times(takes()), 1: times(takes(wait_for_data=0.5))})
+    assert (finding.code, finding.evidence["rank"]) == ("SF302", 1)
+    assert "35% of the time" in finding.cause
+
+
+def test_one_long_wait_is_no_slowness() -> None:
+    assert codes(times(lambda step, phase: SOUND[phase] + 30.0 * (step == 50 and phase == "wait for data"))) == []
+    assert codes(times(takes(wait_for_data=5.0), steps=20)) == [], "too few steps"
+    fast = times(lambda _, phase: SOUND[phase] / 100 + 0.01 * (phase == "wait for data"))
+    assert codes(fast) == [], "two thirds of a second in all"
+
+
+def test_communication_is_the_cause_where_all_ranks_spend_their_time_there() -> None:
+    waiting = times(takes(communicate=2.0))
+    assert codes(waiting, waiting) == ["SF304"]
+    assert codes(waiting, times(takes(forward=2.0))) == [], "one of them comes late"
+    assert codes(waiting) == [], "one rank talks to no one"
+
+
+def test_garbage_collection_and_throttling_are_named() -> None:
+    assert codes(times(takes(), garbage_s=0.2)) == ["SF305"]
+    assert codes(times(takes(), garbage_s=0.02)) == []
+    assert codes(times(takes(wait_for_data=0.5)), throttled=0.9) == ["SF306"], "the rest is its consequence"
+
+
+def test_steps_that_become_slower_are_named_with_the_phase() -> None:
+    slower = times(lambda step, phase: SOUND[phase] * (4 if phase == "backward" and step > 40 else 1), steps=90)
+    (finding,) = find_slow({0: slower})
+    assert (finding.code, finding.evidence["phase"]) == ("SF301", "backward")
+    assert "2.5 times as long" in finding.cause
+
+
+def test_longer_batches_are_no_slowness() -> None:
+    def size(step: int) -> float:
+        return 4.0 if step > 40 else 1.0
+
+    grown = times(lambda step, phase: SOUND[phase] * size(step), steps=90, tokens=lambda step: 100 * size(step))
+    assert codes(grown) == []
+
+
+def test_a_history_is_judged_by_the_newest_start_of_each_rank() -> None:
+    def entries(start: int, wait_s: float) -> list[Entry]:
+        made, now = [], 1000.0 * start
+        for step in range(1, 61):
+            for kind, phase, after_s, values in (
+                ("batch", "", 0.0, {"tokens": 10.0}),
+                ("phase began", "wait for data", 0.0, {}),
+                ("phase ended", "wait for data", wait_s, {}),
+                ("step", "", 0.5, {"step_time_s": 0.5 + wait_s, "garbage_s": 0.0}),
+            ):
+                now += after_s
+                made.append(Entry(0, start, 7, now, kind, phase, step, values))
+        return made
+
+    slow, sound = entries(1, 0.5), entries(2, 0.01)
+    assert [finding.code for finding in find_slow_in(slow)] == ["SF302"]
+    assert find_slow_in([*slow, *sound]) == []
+
+
+def flight(asked: Mapping[int, float]) -> FlightRecord:
+    return FlightRecord({}, (), {}, MappingProxyType({("0", number): when for number, when in asked.items()}), {})
+
+
+def meetings(late_s: Callable[[int], float], count: int = 100, together: int = 1) -> dict[int, Any]:
+    """Two ranks that meet once a second, `together` collectives at a time; the second is late."""
+    first = {number: number // together + number % together * 1e-4 for number in range(count)}
+    return {0: flight(first), 1: flight({number: when + late_s(number) for number, when in first.items()})}
+
+
+@pytest.mark.parametrize("together", [1, 5])
+def test_the_rank_that_comes_late_again_and_again_is_named(together: int) -> None:
+    finding = find_straggler(meetings(lambda _: 0.4, together=together))
+    assert finding is not None
+    assert (finding.code, finding.evidence["rank"]) == ("SF303", 1)
+    assert re.search(r"in 4[012]% of the time", finding.cause)
+
+
+@pytest.mark.parametrize(
+    "late_s",
+    [
+        lambda _: 0.05,  # a little
+        lambda number: 40.0 if number == 99 else 0.0,  # once
+        lambda number: 0.4 if number % 2 else -0.4,  # in turns
+    ],
+)
+def test_ranks_that_come_late_at_times_are_no_stragglers(late_s: Callable[[int], float]) -> None:
+    assert find_straggler(meetings(late_s)) is None
+
+
+def test_too_little_is_known_of_few_collectives_or_one_rank() -> None:
+    assert find_straggler(meetings(lambda _: 0.4, count=20)) is None
+    assert find_straggler({0: flight({})}) is None
