@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a forgotten download fails at once
+os.environ["SUREFOOT_SUPERVISED"] = "by no one"  # one more process for each run would double the time of many tests
 
 import psutil
 import pytest

@@ -5,6 +5,7 @@ Importing this package imports no torch; each function imports what it needs.
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,15 +38,33 @@ def train(
 
 def train_loaded(loaded: "LoadedConfig", *, screen: bool = True) -> "RunResult":
     """`train` for a config that was read and checked before."""
-    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # of our launcher, torchrun or SLURM
-    if loaded.run.nproc_per_node * loaded.run.nnodes > 1 and not is_rank:
-        from surefoot.launched import train_launched
+    with _watched(loaded):
+        if loaded.run.nproc_per_node * loaded.run.nnodes > 1 and not _is_rank():
+            from surefoot.launched import train_launched
 
-        return train_launched(loaded, screen=screen)
-    from surefoot.health.observers import rank_observers
-    from surefoot.training.run import train as run
+            return train_launched(loaded, screen=screen)
+        from surefoot.health.observers import rank_observers
+        from surefoot.training.run import train as run
 
-    return run(loaded, rank_observers(loaded.run.run_folder, int(os.environ.get("RANK", "0"))), screen=screen)
+        rank = int(os.environ.get("RANK", "0"))
+        return run(loaded, rank_observers(loaded.run.run_folder, rank) if loaded.run.health else [], screen=screen)
+
+
+def _is_rank() -> bool:
+    """Whether this process is one of several of a run: of our launcher, torchrun or SLURM."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _watched(loaded: "LoadedConfig") -> AbstractContextManager[None]:
+    """A supervisor beside the run, where it should have one and this process is the one to start it."""
+    run = loaded.run
+    if not run.health or (_is_rank() and os.environ.get("LOCAL_RANK", "0") != "0"):
+        return nullcontext()
+    from surefoot.beside import watched
+
+    ranks = int(os.environ["WORLD_SIZE"]) if _is_rank() else run.nproc_per_node * run.nnodes
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if _is_rank() else run.nproc_per_node
+    return watched(run.run_folder, num_ranks=ranks, num_elsewhere=ranks - here)
 
 
 def describe_data(

@@ -130,7 +130,8 @@ def _train(arguments: argparse.Namespace) -> int:
     from surefoot.config import load_config
 
     loaded = load_config(arguments.config, arguments.overrides)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # of torchrun or SLURM: this process is one of the run's
+    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # of torchrun or SLURM: one process of the run's
+    if is_rank or not loaded.run.health:
         return train_loaded(loaded, as_json=arguments.json)
     from surefoot.supervised import train_supervised
 

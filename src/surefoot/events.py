@@ -110,10 +110,20 @@ class RunEnded:
 
 
 Phase = Literal[
-    "load", "tokenise", "wait for data", "forward", "backward", "communicate", "optimizer", "save", "evaluate", "export"
+    "load",
+    "tokenise",
+    "wait for data",
+    "forward",
+    "backward",
+    "communicate",
+    "optimizer",
+    "save",
+    "evaluate",
+    "export",
+    "forward and backward",
 ]
 """What a rank is doing, as its program sees it. On CUDA the device may still work on what an earlier phase asked for;
-`communicate` waits for it."""
+`communicate` waits for it. `forward and backward` is of trainers that do not tell them apart."""
 
 
 @dataclass(frozen=True, slots=True)

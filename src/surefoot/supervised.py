@@ -17,6 +17,7 @@ from types import FrameType
 import psutil
 
 from surefoot import cgroup
+from surefoot.beside import SUPERVISED
 from surefoot.config import LoadedConfig
 from surefoot.errors import StoppedOnFinding, StorageError
 from surefoot.findings import Finding
@@ -83,7 +84,10 @@ class _Watch:
         """Start it and look at it until then; returns its exit status, negative for a signal."""
         with self._passing_signals():  # before the start: the run must not inherit that a signal is ignored
             self._job = subprocess.Popen(
-                [sys.executable, "-m", "surefoot.job"], stdin=subprocess.PIPE, start_new_session=True
+                [sys.executable, "-m", "surefoot.job"],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+                env={**os.environ, SUPERVISED: str(os.getpid())},
             )
             assert self._job.stdin is not None
             with suppress(BrokenPipeError), self._job.stdin as told:

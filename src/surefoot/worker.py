@@ -37,7 +37,8 @@ def main() -> int:
         if launch.was_begun(loaded.run.run_folder):  # a restart: go on from what the attempt before has saved
             changes = {"overwrite_output_dir": False, "resume_from_checkpoint": "auto"}
             loaded = replace(loaded, run=loaded.run.model_copy(update=changes))
-        train(loaded, rank_observers(loaded.run.run_folder, int(os.environ["RANK"])), screen=job["screen"])
+        observers = rank_observers(loaded.run.run_folder, int(os.environ["RANK"])) if loaded.run.health else []
+        train(loaded, observers, screen=job["screen"])
         launch.note_end()
     except SurefootError as error:
         launch.note_failure(error, kind=type(error).__name__, is_agreed=error.is_agreed)

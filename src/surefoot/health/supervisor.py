@@ -130,8 +130,11 @@ class _Rank:
 class Supervisor:
     """Of one start of one run. `look` once a second or so; it returns what was found since."""
 
-    def __init__(self, run_folder: Path, num_ranks: int, began_s: float, *, num_elsewhere: int = 0) -> None:
-        """`num_ranks` of the run, of which `num_elsewhere` are on other machines."""
+    def __init__(
+        self, run_folder: Path, num_ranks: int, began_s: float, *, num_elsewhere: int = 0, gone_s: float = GONE_S
+    ) -> None:
+        """`num_ranks` of the run, of which `num_elsewhere` are on other machines; a rank may be gone for `gone_s`."""
+        self._gone_s = gone_s
         self._folder, self._num_ranks, self._num_elsewhere = run_folder, num_ranks, num_elsewhere
         self._num_here = num_ranks - num_elsewhere
         self._began_s = began_s
@@ -161,6 +164,12 @@ class Supervisor:
         if len(self._steps) < 2:
             return float("inf")
         return max(LEAST_S, TIMES_USUAL * median(self._steps), TIMES_LONGEST * max(self._steps))
+
+    @property
+    def was_memory_killed(self) -> bool | None:
+        """Whether the kernel killed a process of the cgroup for memory since the start; None if that is not known."""
+        before, now = self._oom_kills, cgroup.oom_kills()
+        return now > before if before is not None and now is not None else None
 
     def look(self, now_s: float) -> list[Finding]:
         """Read what is new; a stall or a leak is returned once, when it is found."""
@@ -264,7 +273,7 @@ class Supervisor:
         if not going:  # no rank has begun, or none leaves
             return quiet_s > LONGEST_S
         if any(rank.sample.state in ("gone", "zombie") for rank in going):
-            return quiet_s > GONE_S  # whoever started it sees it first and says more, or starts it again
+            return quiet_s > self._gone_s  # whoever started it sees it first and says more, or starts it again
         if self._num_elsewhere and any(not rank.step for rank in going):
             return quiet_s > LONGEST_S  # they may wait for other machines, which load or prepare
         if any(rank.is_served for rank in going if rank.phase == "wait for data"):

@@ -14,7 +14,7 @@ from surefoot.health.flight import Collective, FlightRecord, read_flight
 IDLE_SHARE = 0.05
 """Of a core: below it a process waits."""
 BUSY_SHARE = 0.5
-IN_A_STEP = ("wait for data", "communicate", "forward", "backward", "optimizer")
+IN_A_STEP = ("wait for data", "communicate", "forward", "forward and backward", "backward", "optimizer")
 """Phases in their order; a rank communicates at the end of the backward too."""
 LOCKS = ("threading.py", "queue.py", "multiprocessing/connection.py", "multiprocessing/synchronize.py", "selectors.py")
 """Files whose innermost frame says that a thread waits for another one, or for another process."""

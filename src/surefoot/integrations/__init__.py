@@ -1,0 +1,5 @@
+"""Surefoot's health for other trainers."""
+
+from surefoot.integrations.trainer import SurefootCallback
+
+__all__ = ["SurefootCallback"]

@@ -1,0 +1,127 @@
+"""Health for transformers' Trainer and what builds on it: TRL, LLaMA-Factory, axolotl, ms-swift.
+
+    from surefoot.integrations import SurefootCallback
+    trainer = SFTTrainer(..., callbacks=[SurefootCallback()])
+
+Stalls, leaks, slowness and deaths are named as in Surefoot's own runs, on standard error and in findings.jsonl of the
+trainer's output_dir, which `surefoot watch` and `surefoot explain` read. It changes nothing in the run.
+"""
+
+import atexit
+import math
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from surefoot.beside import SUPERVISED, end, start
+from surefoot.events import Event, Observer, Phase, PhaseBegan, PhaseEnded, RunEnded, StepEnded
+from surefoot.health.observers import rank_observers
+from surefoot.health.witness import record_collectives
+
+record_collectives()  # read when process groups are made, which is before a callback hears anything
+
+
+class SurefootCallback(TrainerCallback):  # type: ignore[misc]
+    """Records what the trainer does on this process, and watches all those of this machine from outside.
+
+    The trainer tells no one where a forward ends, so `forward and backward` are one phase, with whatever it does in
+    its training step: the rollouts of GRPO too.
+    """
+
+    def __init__(self) -> None:
+        self._observers: list[Observer] = []
+        self._watcher: subprocess.Popen[bytes] | None = None
+        self._rank = 0
+        self._step = 0
+        self._phase: Phase | None = None
+        self._step_began_s = 0.0
+        self._logged: dict[str, float] = {}
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        folder = Path(args.output_dir)
+        self._rank, self._step = int(args.process_index), int(state.global_step) + 1
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+        if args.local_process_index == 0 and SUPERVISED not in os.environ:
+            self._watcher = start(folder, num_ranks=args.world_size, num_elsewhere=args.world_size - here)
+        self._observers = rank_observers(folder, self._rank)
+        atexit.register(self._end)  # an exception ends the run without on_train_end; a kill leaves no last word
+        self._step_began_s = time.perf_counter()
+        self._begin("wait for data")
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._begin("forward and backward")
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._begin("optimizer")
+
+    def on_step_end(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **__: Any) -> None:
+        self._end_phase()
+        now = time.perf_counter()
+        self._emit(self._step_ended(state, now - self._step_began_s))
+        self._step, self._step_began_s = min(int(state.global_step) + 1, int(state.max_steps)), now
+        if control.should_evaluate:
+            self._begin("evaluate")
+        elif control.should_save:
+            self._begin("save")
+        else:
+            self._begin("wait for data")
+
+    def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
+        self._logged = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
+
+    def on_evaluate(self, _: TrainingArguments, __: TrainerState, control: TrainerControl, **___: Any) -> None:
+        if self._observers:
+            self._begin("save" if control.should_save else "wait for data")
+            self._step_began_s = time.perf_counter()
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        if self._observers:
+            self._begin("wait for data")
+            self._step_began_s = time.perf_counter()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._end()
+
+    def _step_ended(self, state: TrainerState, took_s: float) -> StepEnded:
+        return StepEnded(
+            step=int(state.global_step),
+            total_steps=int(state.max_steps),
+            is_last=bool(state.global_step >= state.max_steps),
+            epoch=float(state.epoch or 0.0),
+            loss=self._logged.get("loss", math.nan),
+            grad_norm=self._logged.get("grad_norm", math.nan),
+            learning_rate=self._logged.get("learning_rate", math.nan),
+            tokens=int(getattr(state, "num_input_tokens_seen", 0) or 0),
+            trained_tokens=0,
+            tokens_per_second=math.nan,
+            step_time_s=took_s,
+            peak_memory_bytes=0,
+        )
+
+    def _begin(self, phase: Phase) -> None:
+        self._end_phase()
+        self._phase = phase
+        self._emit(PhaseBegan(self._rank, self._step, phase))
+
+    def _end_phase(self) -> None:
+        if self._phase is not None:
+            self._emit(PhaseEnded(self._rank, self._step, self._phase))
+            self._phase = None
+
+    def _emit(self, event: Event) -> None:
+        for observer in self._observers:
+            observer.observe(event)
+
+    def _end(self) -> None:
+        """Once, when training is over or Python ends."""
+        atexit.unregister(self._end)
+        self._end_phase()
+        self._emit(RunEnded())
+        self._observers = []
+        if self._watcher is not None:
+            end(self._watcher)
+            self._watcher = None
