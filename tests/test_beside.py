@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from surefoot.beside import SUPERVISED
+from surefoot.drill import settings_of
 from surefoot.health.explain import explain
 from surefoot.health.faults import VARIABLE
 from tests.conftest import counting_rows, write_jsonl
-from tests.health.campaign import settings_of
 
 pytestmark = pytest.mark.slow
 EXAMPLE = Path(__file__).parents[1] / "examples" / "trl_watched.py"

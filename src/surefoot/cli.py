@@ -84,6 +84,15 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_argument("--once", action="store_true", help="print what is known now, and end")
     watch.set_defaults(verb=_watch)
 
+    drill = verbs.add_parser(
+        "drill", help="break small runs on this machine for real, and see that each fault is named"
+    )
+    drill.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the runs, such as device=cuda")
+    drill.add_argument("--kinds", default="", metavar="A,B", help="these faults only (default: all)")
+    drill.add_argument("--seeds", type=_count, default=1, metavar="N", help="strike each N times (default 1)")
+    drill.add_argument("--json", action="store_true", help="print each outcome as one JSON object")
+    drill.set_defaults(verb=_drill)
+
     settings = verbs.add_parser("settings", help="list every setting of run.yaml with its default")
     settings.add_argument("--json", action="store_true")
     settings.set_defaults(verb=_settings)
@@ -189,6 +198,24 @@ def _watch(arguments: argparse.Namespace) -> int:
 
     watch(Path(arguments.run), once=arguments.once)
     return DONE
+
+
+def _drill(arguments: argparse.Namespace) -> int:
+    from surefoot.drill import drill
+
+    missed = total = 0
+    kinds = [kind for kind in arguments.kinds.split(",") if kind]
+    for outcome in drill(kinds, seeds=arguments.seeds, overrides=arguments.overrides):
+        total, missed = total + 1, missed + (not outcome.is_named)
+        if arguments.json:
+            print(json.dumps(outcome.as_dict()), flush=True)
+            continue
+        after = f"{outcome.after_s:5.1f} s" if outcome.after_s is not None else "      -"
+        sign = "ok    " if outcome.is_named else "MISSED"
+        print(f"{sign} {after}  {outcome.kind:22} {outcome.found or 'nothing':8} {outcome.cause}", flush=True)
+    if not arguments.json:
+        print(f"{total - missed} of {total} faults were found and named")
+    return StoppedOnFinding.exit_status if missed else DONE
 
 
 def _settings(arguments: argparse.Namespace) -> int:

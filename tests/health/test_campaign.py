@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from surefoot.drill import TOGETHER, can_limit, faults, settings_of, strike
 from surefoot.health.faults import FAULTS
 from tests.conftest import counting_rows, write_jsonl
-from tests.health.campaign import HEALTHY, TOGETHER, can_limit, healthy, is_named, settings_of, strike
+from tests.health.healthy import HEALTHY, healthy
 
 SEEDS = range(int(os.environ.get("SEEDS", "1")))
 FAST = ("gil-held", "skipped-collective", "stopped")
-KINDS = [kind for kind, fault in FAULTS.items() if fault.code]
+KINDS = faults()
 Run = tuple[str, int]
 
 
@@ -33,7 +34,7 @@ def results(
     def start(run: Run) -> dict[str, Any]:
         kind, seed = run
         folder = root / f"{kind}-{seed}"
-        return healthy(kind, settings, folder) if kind in HEALTHY else strike(kind, settings, folder, seed)
+        return healthy(kind, settings, folder) if kind in HEALTHY else strike(kind, settings, folder, seed).as_dict()
 
     with ThreadPoolExecutor(TOGETHER) as pool:
         runs = {run: pool.submit(start, run) for run in chosen}
@@ -57,7 +58,7 @@ def test_a_fault_is_found_and_named(results: Callable[[Run], dict[str, Any]], ru
         pytest.skip("no cgroup may be made here")
     result = results(run)
     assert result["struck"], result
-    assert is_named(result), result
+    assert result["is_named"], result
     assert result["status"] == (1 if FAULTS[run[0]].code.startswith(("SF202", "SF3")) else 3), result
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
+from surefoot.drill import settings_of
 from surefoot.health.faults import VARIABLE
 from tests.conftest import counting_rows, write_jsonl
-from tests.health.campaign import settings_of
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,33 @@
+"""The drill, as a user starts it."""
+
+import json
+
+import pytest
+
+from surefoot.drill import drill
+from surefoot.errors import ConfigError
+from tests.conftest import surefoot
+
+
+@pytest.mark.slow
+def test_a_drill_strikes_and_says_what_was_named() -> None:
+    done = surefoot("drill", "--kinds=killed,left", "--json")
+    assert done.returncode == 0, done.stderr
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
+    assert sorted(outcome["kind"] for outcome in outcomes) == ["killed", "left"]
+    for outcome in outcomes:
+        assert (outcome["struck"], outcome["found"], outcome["is_named"]) == (True, "SF101", True)
+        assert 0 <= outcome["after_s"] < 15
+
+
+@pytest.mark.slow
+def test_a_fault_that_is_not_named_ends_the_drill_with_status_3() -> None:
+    done = surefoot("drill", "--kinds", "killed", "max_steps=3")
+    assert done.returncode == 3
+    assert "MISSED" in done.stdout
+    assert "0 of 1 faults" in done.stdout
+
+
+def test_a_fault_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no such fault: nonsense. There are: killed"):
+        next(drill(["nonsense"]))
