@@ -23,7 +23,7 @@ import torch
 
 HERE = Path(__file__).parent
 PAIRS = 6
-STEPS = 40
+STEPS = 30
 WARMUP_STEPS = 8
 
 
@@ -73,6 +73,46 @@ def run(folder: Path, name: str, *, health: bool) -> tuple[list[float], float]:
     return times, most
 
 
+def event_cost_us(folder: Path) -> float:
+    from surefoot.events import PhaseBegan, PhaseEnded, RunEnded
+    from surefoot.health.recorder import Recorder
+
+    recorder, count = Recorder(folder / "alone", 0), 20_000
+    began = time.perf_counter()
+    for step in range(count):
+        recorder.observe(PhaseBegan(0, step, "forward"))
+        recorder.observe(PhaseEnded(0, step, "forward"))
+    took_s = time.perf_counter() - began
+    recorder.observe(RunEnded())
+    return took_s / count / 2 * 1e6
+
+
+def events_of_a_step(run_folder: Path) -> float:
+    """On one rank."""
+    from surefoot.health.recorder import read_history
+
+    of_rank = [entry for entry in read_history(run_folder).entries if entry.rank == 0 and entry.step]
+    return len(of_rank) / len({entry.step for entry in of_rank})
+
+
+def found_cpu(folder: Path) -> float:
+    """Of a supervisor that watches a run of two ranks, as a share of one core."""
+    settings = json.loads((folder / "warm.json").read_text())
+    settings |= {"output_dir": str(folder / "cpu"), "max_steps": 10_000}
+    (folder / "cpu.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "surefoot", "train", str(folder / "cpu.json")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    watched = psutil.Process(process.pid)
+    while not (folder / "cpu" / "metrics.jsonl").is_file():
+        time.sleep(0.1)
+    before, began = watched.cpu_times(), time.monotonic()
+    time.sleep(30)
+    after, took_s = watched.cpu_times(), time.monotonic() - began
+    process.terminate()
+    process.wait()
+    return (after.user + after.system - before.user - before.system) / took_s
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = model(Path(name))
@@ -89,12 +129,16 @@ def main() -> None:
             print(
                 f"pair {pair}: {medians[True]:.4f} s on, {medians[False]:.4f} s off, ratio {ratios[-1]:.4f}", flush=True
             )
+        event_us, events = event_cost_us(folder), events_of_a_step(folder / "0-True")
+        cpu = found_cpu(folder)
+    share = event_us * events / 1e6 / statistics.median(on)
     today = datetime.date.today().isoformat()
     text = f"""# What health costs ({today})
 
-{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}.
-`python benchmarks/health_overhead.py`: a Mixtral form of 8 layers and 8 experts, 2 ranks, gloo; {PAIRS} pairs of runs of
-{STEPS} steps with `health: true` and `health: false` in turns.
+{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}.
+`python benchmarks/health_overhead.py`: a Mixtral form of 8 layers and 8 experts, 2 ranks, gloo; {PAIRS} pairs of runs
+of {STEPS} steps with `health: true` and `health: false` in turns. Where pairs differ by more than the figure that is
+wanted, the machine's own noise is larger than what is measured; the last rows measure the parts by themselves.
 
 | | wanted | seen |
 |---|---|---|
@@ -102,6 +146,9 @@ def main() -> None:
 | the same, each pair | | {", ".join(f"{ratio:.3f}" for ratio in ratios)} |
 | step time with health, median | | {statistics.median(on):.3f} s |
 | step time without, median | | {statistics.median(off):.3f} s |
+| recording one event | | {event_us:.1f} us |
+| recording the events of a step of {events:.0f} events, share of the step | <= 1 % | {share:.3%} |
+| CPU of the supervisor, share of one core | | {cpu:.1%} |
 | proportional memory (PSS) of the supervisor, most | <= 60 MB | {max(memory) * 1.048576:.0f} MB |
 """
     (HERE / "results" / f"{today}-health-overhead.md").write_text(text)

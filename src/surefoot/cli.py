@@ -84,6 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_argument("--once", action="store_true", help="print what is known now, and end")
     watch.set_defaults(verb=_watch)
 
+    report = verbs.add_parser(
+        "report", help="write report.html, a page with a run's charts and findings, into its folder"
+    )
+    report.add_argument("run", help="a run folder")
+    report.set_defaults(verb=_report)
+
     drill = verbs.add_parser(
         "drill", help="break small runs on this machine for real, and see that each fault is named"
     )
@@ -197,6 +203,13 @@ def _watch(arguments: argparse.Namespace) -> int:
     from surefoot.health.watch import watch
 
     watch(Path(arguments.run), once=arguments.once)
+    return DONE
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from surefoot.report.page import write_report
+
+    print(write_report(Path(arguments.run)))
     return DONE
 
 

@@ -18,15 +18,15 @@ import psutil
 
 from surefoot import cgroup
 from surefoot.beside import SUPERVISED
-from surefoot.config import LoadedConfig
-from surefoot.errors import StoppedOnFinding, StorageError
+from surefoot.config import LoadedConfig, RunConfig
+from surefoot.errors import StoppedOnFinding, StorageError, SurefootError
 from surefoot.findings import Finding
 from surefoot.health.diagnose.death import find_death
 from surefoot.health.recorder import read_history
 from surefoot.health.supervisor import Supervisor
 from surefoot.health.witness import read_stacks
 from surefoot.process_end import describe_end, was_for_memory
-from surefoot.training.record import note_finding, write_end
+from surefoot.training.record import METRICS, note_finding, write_end
 
 EVERY_S = 1.0
 """Between two looks."""
@@ -50,6 +50,14 @@ def train_supervised(loaded: LoadedConfig, *, as_json: bool) -> int:
             if (run.run_folder / "checkpoints").is_dir():
                 changes["resume_from_checkpoint"] = "auto"
             loaded = replace(loaded, run=run.model_copy(update=changes))
+    try:
+        return _ended(run, watch, status, found, began_s)
+    finally:
+        _report(run)
+
+
+def _ended(run: RunConfig, watch: "_Watch", status: int, found: list[Finding], began_s: float) -> int:
+    """Write down and say how it ended; returns the exit status."""
     if watch.was_stopped:
         write_end(run.run_folder, findings=found, error=found[-1].as_text(), since_s=began_s)
         _say(found[-1].as_text())  # once more: the last thing said
@@ -59,6 +67,19 @@ def train_supervised(loaded: LoadedConfig, *, as_json: bool) -> int:
     if status < 0:
         return watch.died(status)
     return status
+
+
+def _report(run: RunConfig) -> None:
+    """The page of a run that took steps; what goes wrong with it is said and ends nothing."""
+    metrics = run.run_folder / METRICS
+    if not run.report or not metrics.is_file():
+        return
+    from surefoot.report.page import write_report  # loads a plotting library: only now
+
+    try:
+        write_report(run.run_folder)
+    except (SurefootError, OSError) as error:
+        _say(f"report.html was not written: {error}")
 
 
 def _say(text: str) -> None:

@@ -177,6 +177,8 @@ class RunConfig(BaseModel):
     """Write metrics every so many steps."""
     eval_steps: int | None = Field(default=None, gt=0)
     """Measure the loss on `eval_dataset` every so many steps; default: only at the end."""
+    report: bool = True
+    """Write report.html, a page with the charts and findings of the run, when it ends."""
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
     """Where else metrics go, besides metrics.jsonl."""
 
@@ -209,7 +211,7 @@ FREE_ON_RESUME = frozenset(
     "global_batch_size device gradient_checkpointing compile nproc_per_node nnodes rdzv_endpoint max_restarts "
     "health on_stall stall_timeout_s "
     "zero_stage offload dp_replicate_size expert_parallel_size save_steps save_total_limit resume_from_checkpoint "
-    "overwrite_output_dir logging_steps eval_steps report_to".split()
+    "overwrite_output_dir logging_steps eval_steps report report_to".split()
 )
 """Fields that may differ when a run is resumed: they do not enter the numbers (batch size is compared as a product)."""
 

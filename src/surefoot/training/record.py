@@ -1,6 +1,7 @@
 """What a run did: summary.json and findings.jsonl. Imports no torch."""
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -68,7 +69,7 @@ def read_result(run_folder: Path) -> RunResult | None:
 def note_finding(run_folder: Path, finding: Finding) -> None:
     """Append a finding to findings.jsonl, in one write: ranks and supervisor both do."""
     with open(run_folder / "findings.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps(finding.as_dict()) + "\n")
+        file.write(json.dumps({"time_s": time.time(), **finding.as_dict()}) + "\n")
 
 
 def write_end(run_folder: Path, *, findings: Sequence[Finding], error: str | None = None, since_s: float = 0.0) -> None:

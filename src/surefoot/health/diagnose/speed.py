@@ -56,6 +56,8 @@ class StepTimes:
 class RankTimes:
     """The steps of one start of one rank, gathered from what it says."""
 
+    warmup_steps: int = WARMUP_STEPS
+    """First steps that are left out."""
     steps: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     _open: list[tuple[str, float]] = field(default_factory=list)
     _by_phase: dict[str, float] = field(default_factory=dict)
@@ -74,7 +76,7 @@ class RankTimes:
             self._tokens = values["tokens"]
         elif kind == "step":
             self._seen += 1
-            if self._seen > WARMUP_STEPS:
+            if self._seen > self.warmup_steps:
                 took = StepTimes(
                     step, time_s, values["step_time_s"], dict(self._by_phase), values["garbage_s"], self._tokens
                 )

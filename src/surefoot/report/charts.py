@@ -1,0 +1,133 @@
+"""The charts of a run's page, as Vega-Lite specifications."""
+
+from typing import Any
+
+import altair as alt
+
+from surefoot.report.story import Row, Story
+
+HEIGHT = 220
+PHASE_ORDER = (
+    "wait for data", "communicate", "forward", "forward and backward", "backward", "optimizer", "evaluate", "save",
+)  # fmt: skip
+
+
+def charts(story: Story) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name -> (title, specification), of those that have something to show."""
+    made = {
+        "loss": ("Loss", _loss(story)),
+        "rate": ("Learning rate", _line(story.steps, "learning_rate", "learning rate")),
+        "speed": ("Tokens per second", _line(story.steps, "tokens_per_second", "tokens/s")),
+        "phases": ("Time of a step by phase, mean of the ranks", _phases(story)),
+        "memory": ("Memory of each rank, without files", _memory(story)),
+        "experts": ("Expert load: the busiest expert over the mean", _experts(story)),
+        "timeline": ("What happened when", _timeline(story)),
+    }
+    return {name: (title, chart.to_dict()) for name, (title, chart) in made.items() if chart is not None}
+
+
+def _data(rows: list[Row]) -> alt.Data:
+    return alt.Data(values=rows)  # type: ignore[no-untyped-call]
+
+
+def _sized(chart: Any) -> Any:
+    return chart.properties(width="container", height=HEIGHT)
+
+
+def _line(rows: list[Row], name: str, title: str) -> Any:
+    rows = [row for row in rows if row.get(name) is not None]
+    if not rows:
+        return None
+    return _sized(
+        alt.Chart(_data(rows))
+        .mark_line(point=len(rows) < 2)
+        .encode(
+            x=alt.X("step:Q", title="step"),
+            y=alt.Y(f"{name}:Q", title=title, scale=alt.Scale(zero=name == "tokens_per_second")),
+            tooltip=["step:Q", f"{name}:Q"],
+        )
+    )
+
+
+def _loss(story: Story) -> Any:
+    rows = [{"step": row["step"], "loss": row["loss"], "of": "training"} for row in story.steps]
+    held_out = [{"step": row["step"], "loss": row["eval_loss"], "of": "held out"} for row in story.evaluations]
+    encoding = {
+        "x": alt.X("step:Q", title="step"),
+        "y": alt.Y("loss:Q", title="loss", scale=alt.Scale(zero=False)),
+        "color": alt.Color("of:N", title=None, sort=["training", "held out"]),
+        "tooltip": ["of:N", "step:Q", "loss:Q"],
+    }
+    line = alt.Chart(_data(rows)).mark_line(point=len(rows) < 2).encode(**encoding)
+    if not held_out:
+        return _sized(line)
+    return _sized(alt.layer(line, alt.Chart(_data(held_out)).mark_point(filled=True, size=60).encode(**encoding)))
+
+
+def _phases(story: Story) -> Any:
+    if not story.phases:
+        return None
+    return _sized(
+        alt.Chart(_data(story.phases))
+        .mark_bar()
+        .encode(
+            x=alt.X("step:O", title="step", axis=alt.Axis(labelOverlap=True)),
+            y=alt.Y("seconds:Q", title="seconds"),
+            color=alt.Color("phase:N", title=None, sort=list(PHASE_ORDER)),
+            tooltip=["step:O", "phase:N", alt.Tooltip("seconds:Q", format=".3f")],
+        )
+    )
+
+
+def _memory(story: Story) -> Any:
+    if not story.memory:
+        return None
+    return _sized(
+        alt.Chart(_data(story.memory))
+        .mark_line(point=len(story.memory) < 3)
+        .encode(
+            x=alt.X("step:Q", title="step"),
+            y=alt.Y("gib:Q", title="GiB"),
+            color=alt.Color("rank:N", title="rank"),
+            tooltip=["rank:N", "step:Q", alt.Tooltip("gib:Q", format=".2f")],
+        )
+    )
+
+
+def _experts(story: Story) -> Any:
+    if not story.expert_load:
+        return None
+    return _sized(
+        alt.Chart(_data(story.expert_load))
+        .mark_rect()
+        .encode(
+            x=alt.X("step:O", title="step", axis=alt.Axis(labelOverlap=True)),
+            y=alt.Y("layer:O", title="layer"),
+            color=alt.Color("load:Q", title="times the mean", scale=alt.Scale(scheme="orangered", domainMin=1)),
+            tooltip=["layer:O", "step:O", "load:Q"],
+        )
+    )
+
+
+def _timeline(story: Story) -> Any:
+    if not story.events:
+        return None
+    bars = (
+        alt.Chart(_data(story.events))
+        .mark_bar(minBandSize=4)
+        .encode(
+            x=alt.X("began_min:Q", title="minutes since the start"),
+            x2="ended_min:Q",
+            y=alt.Y("rank:N", title="rank"),
+            color=alt.Color("what:N", title=None),
+            tooltip=["rank:N", "what:N", "began_min:Q", "ended_min:Q"],
+        )
+    )
+    if not story.findings:
+        return _sized(bars)
+    marks = (
+        alt.Chart(_data(story.findings))
+        .mark_rule(color="crimson", strokeWidth=2)
+        .encode(x="time_min:Q", tooltip=["code:N", "title:N", "time_min:Q"])
+    )
+    return _sized(alt.layer(bars, marks))

@@ -1,0 +1,162 @@
+"""What a run's folder tells of its course, as rows for charts. Reads, writes nothing."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surefoot.errors import ConfigError
+from surefoot.health.diagnose.speed import RankTimes
+from surefoot.health.explain import Explanation, explain
+from surefoot.health.recorder import Entry, read_history
+from surefoot.training.record import METRICS
+
+Row = dict[str, Any]
+MOST_POINTS = 600
+"""Of a line: longer runs are thinned out, so that the page stays small."""
+MOST_COLUMNS = 120
+"""Of the heat map."""
+LONG_PHASES = ("load", "tokenise", "save", "evaluate", "export")
+"""Shown one by one on the time line; the others make up the steps."""
+
+
+BESIDE_STEPS = ("load", "tokenise", "export")
+
+
+@dataclass(frozen=True)
+class Story:
+    """What a page shows."""
+
+    told: Explanation
+    steps: list[Row]
+    """step, loss, learning_rate, grad_norm, tokens_per_second, step_time_s; of logged steps."""
+    evaluations: list[Row]
+    """step, eval_loss."""
+    expert_load: list[Row]
+    """step, layer, load: the busiest expert's rows over the mean."""
+    phases: list[Row]
+    """step, phase, seconds: the mean over the ranks."""
+    memory: list[Row]
+    """step, rank, gib: anonymous memory at the end of the step."""
+    events: list[Row]
+    """rank, what, began_min, ended_min: since the beginning."""
+    findings: list[Row]
+    """time_min, code, title."""
+    summary: Row
+    config: str
+
+
+def read_story(run_folder: Path) -> Story:
+    """Raises: ConfigError for a folder that holds no run, or one that came to no step."""
+    told = explain(run_folder)
+    lines = _lines(run_folder / METRICS)
+    if not lines:
+        raise ConfigError(f"{run_folder}/{METRICS} has no line: this run came to no step, so there is nothing to show.")
+    entries = read_history(run_folder).entries
+    began_s = entries[0].time_s if entries else 0.0
+    steps = [line for line in lines if "loss" in line]
+    names = ("step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "step_time_s")
+    return Story(
+        told=told,
+        steps=_thinned([{name: line[name] for name in names if name in line} for line in steps], MOST_POINTS),
+        evaluations=[{"step": line["step"], "eval_loss": line["eval_loss"]} for line in lines if "eval_loss" in line],
+        expert_load=[
+            {"step": line["step"], "layer": layer, "load": load}
+            for line in _thinned(steps, MOST_COLUMNS)
+            for layer, load in enumerate(line.get("expert_load") or ())
+        ],
+        phases=_phases(entries),
+        memory=_memory(entries),
+        events=_events(entries, began_s),
+        findings=[
+            {"time_min": (line["time_s"] - began_s) / 60, "code": line["code"], "title": line["title"]}
+            for line in _lines(run_folder / "findings.jsonl")
+            if "time_s" in line
+        ],
+        summary=_json(run_folder / "summary.json"),
+        config=(run_folder / "run.yaml").read_text("utf-8") if (run_folder / "run.yaml").is_file() else "",
+    )
+
+
+def _lines(path: Path) -> list[Row]:
+    """The whole lines of a file of JSON lines."""
+    found = []
+    for line in path.read_text("utf-8").splitlines() if path.is_file() else ():
+        try:
+            found.append(dict(json.loads(line)))
+        except ValueError:  # cut short by a kill
+            continue
+    return found
+
+
+def _json(path: Path) -> Row:
+    try:
+        return dict(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def _thinned(rows: Sequence[Row], most: int) -> list[Row]:
+    """At most `most` of the rows, evenly chosen, with the last."""
+    every = -(-len(rows) // most)
+    return list(rows) if every <= 1 else [*rows[:-1:every], rows[-1]]
+
+
+def _phases(entries: Sequence[Entry]) -> list[Row]:
+    ranks: dict[tuple[int, int], RankTimes] = {}
+    for entry in entries:
+        times = ranks.setdefault((entry.rank, entry.start), RankTimes(warmup_steps=0))
+        times.add(entry.kind, entry.phase, entry.step, entry.time_s, entry.values)
+    seconds: dict[int, dict[str, list[float]]] = {}
+    for times in ranks.values():
+        for one in times.steps:
+            for phase, took_s in one.by_phase.items():
+                if phase in BESIDE_STEPS:
+                    continue
+                seconds.setdefault(one.step, {}).setdefault(phase, []).append(took_s)
+    chosen = _thinned([{"step": step} for step in sorted(seconds)], MOST_COLUMNS)
+    return [
+        {"step": row["step"], "phase": phase, "seconds": sum(took) / len(took)}
+        for row in chosen
+        for phase, took in seconds[row["step"]].items()
+    ]
+
+
+def _memory(entries: Sequence[Entry]) -> list[Row]:
+    last: dict[tuple[int, int], float] = {}
+    for entry in entries:
+        if entry.kind == "phase ended" and entry.step and entry.values.get("anonymous_bytes"):
+            last[entry.rank, entry.step] = entry.values["anonymous_bytes"]
+    ranks = sorted({rank for rank, _ in last})
+    return [
+        {"step": row["step"], "rank": str(rank), "gib": row["bytes"] / 2**30}
+        for rank in ranks
+        for row in _thinned(
+            [{"step": step, "bytes": size} for (one, step), size in sorted(last.items()) if one == rank],
+            MOST_POINTS // len(ranks) + 1,
+        )
+    ]
+
+
+def _events(entries: Sequence[Entry], began_s: float) -> list[Row]:
+    """The long phases of each rank, and the time between its first and its last step."""
+    rows: list[Row] = []
+    open_s: dict[tuple[int, int, str], float] = {}
+    training: dict[tuple[int, int], list[float]] = {}
+    for entry in entries:
+        key = (entry.rank, entry.start, entry.phase)
+        if entry.kind == "phase began":
+            open_s[key] = entry.time_s
+        elif entry.kind == "phase ended" and key in open_s and entry.phase in LONG_PHASES:
+            rows.append(_span(entry.rank, entry.phase, open_s.pop(key), entry.time_s, began_s))
+        elif entry.kind == "step":
+            training.setdefault((entry.rank, entry.start), []).append(entry.time_s)
+    rows += [_span(rank, "steps", times[0], times[-1], began_s) for (rank, _), times in training.items()]
+    return rows
+
+
+def _span(rank: int, what: str, from_s: float, to_s: float, began_s: float) -> Row:
+    return {
+        "rank": str(rank), "what": what, "began_min": (from_s - began_s) / 60, "ended_min": (to_s - began_s) / 60,
+    }  # fmt: skip

@@ -1,0 +1,92 @@
+"""The page of a run: made at its end, whole in one file, and drawn by a real browser."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surefoot as package
+from surefoot.drill import settings_of
+from surefoot.errors import ConfigError
+from surefoot.findings import Finding
+from surefoot.report.page import write_report
+from surefoot.training.record import note_finding
+from tests.conftest import counting_rows, surefoot, write_jsonl
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+MOST_BYTES = 1_500_000
+EVIL = "</script><script>throw 'not escaped'</script>"
+
+
+@pytest.fixture(scope="module")
+def run_folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with experts, evaluations and a finding."""
+    root = tmp_path_factory.mktemp("report")
+    data = write_jsonl(root / "rows.jsonl", counting_rows(60))
+    settings: dict[str, Any] = {**settings_of(model_folder("mixtral"), data), "output_dir": str(root / "run")}
+    more = {"max_steps": 30, "eval_fraction": 0.2, "eval_steps": 10, "save_steps": 10}
+    folder = package.train({**settings, **more}, screen=False).run_folder
+    note_finding(folder, Finding("SF302", f"it waits {EVIL}", {"rank": 0, "evil": EVIL}, "Wait less."))
+    return folder
+
+
+def test_the_page_is_one_small_file(run_folder: Path) -> None:
+    path = write_report(run_folder)
+    text = path.read_text()
+    assert path == run_folder / "report.html"
+    assert len(text) < MOST_BYTES
+    assert EVIL not in text
+    outside = re.sub(r"<script[ >].*?</script>", "", text, flags=re.S)
+    assert not re.search(r'(src|href)="(?!data:)', outside), "it loads nothing from elsewhere"
+    assert not re.search(r"<script[^>]* src=", text)
+    charts = json.loads(re.search(r'id="charts">(.*?)</script>', text, re.S)[1])  # type: ignore[index]
+    assert set(charts) == {"loss", "rate", "speed", "phases", "memory", "experts", "timeline"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser is installed (apt-get install chromium)")
+@pytest.mark.parametrize(("scheme", "width"), [("0", 1200), ("1", 390)], ids=["dark", "phone"])
+def test_a_browser_draws_every_chart_without_an_error(run_folder: Path, scheme: str, width: int) -> None:
+    assert CHROMIUM is not None
+    path = write_report(run_folder)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=10000"]
+    more = [f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},2000", "--dump-dom"]
+    done = subprocess.run([CHROMIUM, *options, *more, f"file://{path}"], capture_output=True, text=True, timeout=60)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    drawn = {}
+    for name, rest in re.findall(r'<div class="chart[^>]* id="(\w+)".*?>(.*?)</section>', done.stdout, re.S):
+        marks = re.findall(
+            r'class="mark-(?:line|rect|symbol|area) role-mark[^"]*".*?<path [^>]*?d="([^"]+)"', rest, re.S
+        )
+        drawn[name] = max((len(shape) for shape in marks), default=0)
+    assert set(drawn) == {"loss", "rate", "speed", "phases", "memory", "experts", "timeline"}
+    assert all(size > 10 for size in drawn.values()), drawn
+    assert "SF302" in done.stdout
+
+
+def test_a_run_that_took_no_step_has_no_page(tmp_path: Path) -> None:
+    (tmp_path / "events").mkdir()
+    with pytest.raises(ConfigError, match="came to no step"):
+        write_report(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_page_is_made_at_the_end_and_by_its_verb(run_folder: Path, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    settings = json.dumps({"output_dir": str(tmp_path / "run"), "max_steps": 2})
+    config.write_text((run_folder / "run.yaml").read_text())
+    overrides = [f"{name}={value}" for name, value in json.loads(settings).items()]
+    assert surefoot("train", str(config), *overrides).returncode == 0
+    page = tmp_path / "run" / "report.html"
+    made = page.stat().st_mtime_ns
+    again = surefoot("report", str(tmp_path / "run"))
+    assert (again.returncode, again.stdout.strip()) == (0, str(page))
+    assert page.stat().st_mtime_ns > made
+    nothing = surefoot("report", str(tmp_path / "nowhere"))
+    assert nothing.returncode == 2
+    assert "holds no run" in nothing.stderr
