@@ -19,6 +19,7 @@ from surefoot.training.record import note_finding
 from tests.conftest import counting_rows, surefoot, write_jsonl
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+CHARTS = {"loss", "rate", "speed", "phases", "memory", "ledger", "experts", "timeline"}
 MOST_BYTES = 1_500_000
 EVIL = "</script><script>throw 'not escaped'</script>"
 
@@ -45,7 +46,7 @@ def test_the_page_is_one_small_file(run_folder: Path) -> None:
     assert not re.search(r'(src|href)="(?!data:)', outside), "it loads nothing from elsewhere"
     assert not re.search(r"<script[^>]* src=", text)
     charts = json.loads(re.search(r'id="charts">(.*?)</script>', text, re.S)[1])  # type: ignore[index]
-    assert set(charts) == {"loss", "rate", "speed", "phases", "memory", "experts", "timeline"}
+    assert set(charts) == CHARTS
 
 
 @pytest.mark.slow
@@ -64,7 +65,7 @@ def test_a_browser_draws_every_chart_without_an_error(run_folder: Path, scheme: 
             r'class="mark-(?:line|rect|symbol|area) role-mark[^"]*".*?<path [^>]*?d="([^"]+)"', rest, re.S
         )
         drawn[name] = max((len(shape) for shape in marks), default=0)
-    assert set(drawn) == {"loss", "rate", "speed", "phases", "memory", "experts", "timeline"}
+    assert set(drawn) == CHARTS
     assert all(size > 10 for size in drawn.values()), drawn
     assert "SF302" in done.stdout
 

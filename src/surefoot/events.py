@@ -159,6 +159,23 @@ class BatchDescribed:
     """Micro-batches that are computed and counted nowhere, so that all ranks take part in each collective."""
 
 
+@dataclass(frozen=True, slots=True)
+class MemorySampled:
+    """What lies in the memory of a rank's device between two steps, in bytes; activations are given back by then."""
+
+    rank: int
+    step: int
+    frozen: int
+    """Parameters that are not trained, and buffers."""
+    trained: int
+    """Parameters that are: LoRA's, or the model's."""
+    gradients: int
+    """Of a step; given back at its end."""
+    optimizer: int
+    total: int | None
+    """All that tensors use on CUDA; None elsewhere, where it is what of the process's memory belongs to no file."""
+
+
 Event = (
     Preparing
     | DataCounted
@@ -166,6 +183,7 @@ Event = (
     | PhaseBegan
     | PhaseEnded
     | BatchDescribed
+    | MemorySampled
     | StepEnded
     | Evaluated
     | CheckpointSaved

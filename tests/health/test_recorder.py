@@ -100,3 +100,16 @@ def test_a_ring_that_cannot_be_read_hides_no_other(settings: dict[str, Any]) -> 
     assert again.entries == whole.entries
     assert len(again.unreadable) == 1
     assert "rank-00007" in again.unreadable[0]
+
+
+def test_memory_is_counted_by_owner(settings: dict[str, Any]) -> None:
+    folder = surefoot.train(settings, screen=False).run_folder
+    (sampled,) = [entry for entry in read_history(folder).entries if entry.kind == "memory"]
+    model, _ = surefoot.load(folder)
+    lora = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+    base = sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    assert sampled.values["trained"] == sampled.values["gradients"] == 4 * lora
+    assert sampled.values["optimizer"] >= 2 * 4 * lora
+    assert sampled.values["frozen"] == pytest.approx(4 * base + buffers, rel=0.02)
+    assert sampled.values["total"] > sampled.values["optimizer"]

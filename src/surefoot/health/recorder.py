@@ -18,6 +18,7 @@ from surefoot.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    MemorySampled,
     Phase,
     PhaseBegan,
     PhaseEnded,
@@ -32,6 +33,7 @@ from surefoot.health.witness import Witness
 
 KINDS = (
     "phase began", "phase ended", "batch", "step", "evaluated", "checkpoint", "run started", "run ended", "preparing",
+    "memory",
 )  # fmt: skip
 PHASES: tuple[str, ...] = ("", *get_args(Phase))
 VALUE_NAMES: dict[str, tuple[str, ...]] = {
@@ -39,6 +41,7 @@ VALUE_NAMES: dict[str, tuple[str, ...]] = {
     "phase ended": ("anonymous_bytes",),
     "batch": ("tokens", "trained", "sequences", "fillers"),
     "step": ("loss", "grad_norm", "step_time_s", "peak_memory_bytes", "garbage_s"),
+    "memory": ("frozen", "trained", "gradients", "optimizer", "total"),
     "evaluated": ("eval_loss",),
     "checkpoint": ("save_time_s",),
 }
@@ -136,6 +139,9 @@ class Recorder:
             self._write(kind, event.step, self._memory.anonymous_bytes(), phase=event.phase)
         elif isinstance(event, BatchDescribed):
             self._write("batch", event.step, event.tokens, event.trained, event.sequences, event.fillers)
+        elif isinstance(event, MemorySampled):
+            total = event.total if event.total is not None else self._memory.anonymous_bytes()
+            self._write("memory", event.step, event.frozen, event.trained, event.gradients, event.optimizer, total)
         elif isinstance(event, StepEnded):
             numbers = (event.loss, event.grad_norm, event.step_time_s, event.peak_memory_bytes)
             self._write("step", event.step, *numbers, self._garbage.since_last_s())

@@ -12,6 +12,9 @@ PHASE_ORDER = (
 )  # fmt: skip
 
 
+OWNER_ORDER = ("frozen parameters", "trained parameters", "gradients", "optimizer", "activations", "other")
+
+
 def charts(story: Story) -> dict[str, tuple[str, dict[str, Any]]]:
     """Name -> (title, specification), of those that have something to show."""
     made = {
@@ -20,6 +23,7 @@ def charts(story: Story) -> dict[str, tuple[str, dict[str, Any]]]:
         "speed": ("Tokens per second", _line(story.steps, "tokens_per_second", "tokens/s")),
         "phases": ("Time of a step by phase, mean of the ranks", _phases(story)),
         "memory": ("Memory of each rank, without files", _memory(story)),
+        "ledger": ("To whom memory belongs", _ledger(story)),
         "experts": ("Expert load: the busiest expert over the mean", _experts(story)),
         "timeline": ("What happened when", _timeline(story)),
     }
@@ -90,6 +94,21 @@ def _memory(story: Story) -> Any:
             y=alt.Y("gib:Q", title="GiB"),
             color=alt.Color("rank:N", title="rank"),
             tooltip=["rank:N", "step:Q", alt.Tooltip("gib:Q", format=".2f")],
+        )
+    )
+
+
+def _ledger(story: Story) -> Any:
+    if not story.ledger:
+        return None
+    return _sized(
+        alt.Chart(_data(story.ledger))
+        .mark_bar()
+        .encode(
+            x=alt.X("mib:Q", title="MiB"),
+            y=alt.Y("rank:N", title="rank"),
+            color=alt.Color("owner:N", title=None, sort=list(OWNER_ORDER)),
+            tooltip=["rank:N", "owner:N", alt.Tooltip("mib:Q", format=".1f")],
         )
     )
 

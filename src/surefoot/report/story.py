@@ -39,6 +39,8 @@ class Story:
     """step, phase, seconds: the mean over the ranks."""
     memory: list[Row]
     """step, rank, gib: anonymous memory at the end of the step."""
+    ledger: list[Row]
+    """rank, owner, mib: to whom the memory of each rank belongs, after its first step."""
     events: list[Row]
     """rank, what, began_min, ended_min: since the beginning."""
     findings: list[Row]
@@ -68,6 +70,7 @@ def read_story(run_folder: Path) -> Story:
         ],
         phases=_phases(entries),
         memory=_memory(entries),
+        ledger=_ledger(entries),
         events=_events(entries, began_s),
         findings=[
             {"time_min": (line["time_s"] - began_s) / 60, "code": line["code"], "title": line["title"]}
@@ -137,6 +140,27 @@ def _memory(entries: Sequence[Entry]) -> list[Row]:
             MOST_POINTS // len(ranks) + 1,
         )
     ]
+
+
+def _ledger(entries: Sequence[Entry]) -> list[Row]:
+    """With what activations took at most, and what belongs to nobody who is known: Python, libraries, caches."""
+    newest = {entry.rank: entry for entry in entries if entry.kind == "memory"}
+    rows = []
+    for rank, entry in sorted(newest.items()):
+        values = entry.values
+        in_steps = [one for one in entries if one.rank == rank and one.start == entry.start and one.step]
+        used = [one.values["anonymous_bytes"] for one in in_steps if one.values.get("anonymous_bytes")]
+        known = values["frozen"] + values["trained"] + values["optimizer"]
+        owners = {
+            "frozen parameters": values["frozen"],
+            "trained parameters": values["trained"],
+            "gradients": values["gradients"],
+            "optimizer": values["optimizer"],
+            "activations": max(0.0, max(used, default=0.0) - min(used, default=0.0) - values["gradients"]),
+            "other": max(0.0, values["total"] - known),
+        }
+        rows += [{"rank": str(rank), "owner": owner, "mib": size / 2**20} for owner, size in owners.items()]
+    return rows
 
 
 def _events(entries: Sequence[Entry], began_s: float) -> list[Row]:

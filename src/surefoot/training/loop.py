@@ -25,6 +25,7 @@ from surefoot.events import BatchDescribed, CheckpointSaved, Evaluated, Event, S
 from surefoot.findings import Finding
 from surefoot.parallel.ranks import Ranks
 from surefoot.training.checkpoint import TrainState, checkpoint_folder, list_checkpoints
+from surefoot.training.ledger import sample_memory
 from surefoot.training.optim import EPSILON, learning_rate_at
 from surefoot.training.phases import Phases
 from surefoot.training.saver import Saver
@@ -107,7 +108,7 @@ def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Lite
 
     Raises: StoppedOnFinding when the loss or a gradient is not finite; StorageError when the disk refuses a checkpoint.
     """
-    config = job.config
+    config, first = job.config, state.step + 1
     with stop.deferred():
         while not job.is_over(state):
             job.phases.step = state.step + 1
@@ -116,6 +117,8 @@ def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Lite
                 if ready is None:
                     break
                 state = _one_step(job, state, ready)
+                if state.step == first:
+                    job.emit(sample_memory(job.learner, state.step))
                 is_last = job.is_over(state)
                 if job.eval_batches and (is_last or (config.eval_steps and state.step % config.eval_steps == 0)):
                     _evaluate(job, state)
