@@ -1,0 +1,22 @@
+"""docs/coverage.md says what the catalogue says, and claims nothing without a test that is there."""
+
+import runpy
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_page_is_made_from_the_catalogue() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "coverage.py"))["coverage"]()
+    assert (ROOT / "docs" / "coverage.md").read_text() == made, "python docs/coverage.py"
+
+
+def test_what_is_claimed_names_a_test() -> None:
+    for cause in yaml.safe_load((ROOT / "docs" / "causes.yaml").read_text()):
+        is_claimed = cause["how"] in ("named", "prevented")
+        assert is_claimed == ("test" in cause), cause["case"]
+        if is_claimed:
+            assert (ROOT / cause["test"].split(" ")[0]).is_file(), cause["case"]
+            assert "codes" in cause or "why" in cause, cause["case"]
