@@ -1,10 +1,10 @@
-# make demo | test | test-matrix | campaign | check | bench: each builds what it needs; only Python 3.11+, git and make must be there.
+# make demo | test | test-matrix | campaign | lint | check | bench: each builds what it needs; only Python 3.11+, git and make must be there.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-matrix campaign check bench clean
+.PHONY: demo test test-matrix campaign lint check bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/demo.py demo
@@ -18,11 +18,13 @@ test-matrix: $(VENV)/.dev
 campaign: $(VENV)/.dev
 	$(BIN)/python -m pytest -m campaign tests/health
 
-check: $(VENV)/.dev
+lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+check: lint
 	$(BIN)/python -m pytest -m "not slow and not matrix and not campaign"
 
 bench: $(VENV)/.bench

@@ -169,6 +169,7 @@ def settings(model_folder: Callable[[str], Path], data_file: Path, tmp_path: Pat
         "learning_rate": 1e-2,
         "lora_rank": 4,
         "device": "cpu",
+        "report": False,
     }
 
 

@@ -16,6 +16,9 @@ from surefoot.beside import SUPERVISED
 from surefoot.drill import settings_of
 from surefoot.health.explain import explain
 from surefoot.health.faults import VARIABLE
+from surefoot.health.ring import CAPACITY, HEADER, MAGIC, VERSION, RingWriter, this_machine
+from surefoot.health.supervisor import Supervisor
+from surefoot.report.story import read_story
 from tests.conftest import counting_rows, write_jsonl
 
 pytestmark = pytest.mark.slow
@@ -82,6 +85,35 @@ def test_a_run_under_torchrun_that_stands_still_is_named(
     assert "in _sleep" in found["cause"]
 
 
+def test_a_rank_that_dies_under_torchrun_is_named(settings: dict[str, Any], tmp_path: Path, start: Start) -> None:
+    """Not the one that only lost it, in whose process the run ends with an error."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    process = start(
+        sys.executable, *launcher, "-m", "surefoot", "train", str(tmp_path / "run.json"), fault="killed:1:9"
+    )
+    process.wait(timeout=60)
+    found = first_finding(Path(settings["output_dir"]))
+    assert (found["code"], found["evidence"]["rank"]) == ("SF101", 1)
+    assert "in forward of step 9" in found["cause"]
+
+
+def test_ranks_that_began_before_the_supervisor_are_seen(tmp_path: Path) -> None:
+    """Those of this run, not those of one that is over."""
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as over:
+        over.wait()
+    before_s = time.time() - 5.0
+    for rank, process in enumerate((os.getpid(), over.pid)):
+        ring = RingWriter(tmp_path / "events" / f"rank-{rank:05d}-{round(before_s * 1e9)}.ring", rank)
+        HEADER.pack_into(ring._map, 0, MAGIC, VERSION, rank, process, CAPACITY, 0, this_machine())
+        ring.close()
+    began_s = time.time()
+    assert Supervisor(tmp_path, 2, began_s).gone() == []
+    late = Supervisor(tmp_path, 2, began_s, early_s=60.0)
+    late.look(time.time())
+    assert late.gone() == []
+    assert list(late._ranks) == [0]
+
+
 def test_a_run_of_trl_that_stands_still_is_named(settings: dict[str, Any], tmp_path: Path, start: Start) -> None:
     folder = tmp_path / "trl"
     arguments = [settings["model"], settings["dataset"], str(folder), "--steps", "10000"]
@@ -99,5 +131,6 @@ def test_a_run_of_trl_without_a_fault_has_no_finding(settings: dict[str, Any], t
     assert process.returncode == 0, stderr
     told = explain(folder)
     assert told.findings == []
+    assert [row["step"] for row in read_story(folder).steps] == list(range(1, 21))
     assert [(rank.step, rank.doing) for rank in told.ranks] == [(20, "has ended")]
     assert not any("surefoot.beside" in " ".join(one.cmdline()) for one in psutil.Process().children(recursive=True))

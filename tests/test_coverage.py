@@ -1,9 +1,12 @@
 """docs/coverage.md says what the catalogue says, and claims nothing without a test that is there."""
 
+import re
 import runpy
 from pathlib import Path
 
 import yaml
+
+from surefoot.health.faults import FAULTS
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,3 +23,6 @@ def test_what_is_claimed_names_a_test() -> None:
         if is_claimed:
             assert (ROOT / cause["test"].split(" ")[0]).is_file(), cause["case"]
             assert "codes" in cause or "why" in cause, cause["case"]
+            struck = re.search(r"\((.+)\)", cause["test"])
+            if struck and FAULTS[struck[1]].code:
+                assert FAULTS[struck[1]].code in cause["codes"], cause["case"]

@@ -30,8 +30,10 @@ def run_folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.Tem
     root = tmp_path_factory.mktemp("report")
     data = write_jsonl(root / "rows.jsonl", counting_rows(60))
     settings: dict[str, Any] = {**settings_of(model_folder("mixtral"), data), "output_dir": str(root / "run")}
-    more = {"max_steps": 30, "eval_fraction": 0.2, "eval_steps": 10, "save_steps": 10}
+    more = {"max_steps": 30, "eval_fraction": 0.2, "eval_steps": 10, "save_steps": 10, "report": True}
     folder = package.train({**settings, **more}, screen=False).run_folder
+    with open(folder / "metrics.jsonl", "a") as metrics:  # as a run that broke leaves it
+        metrics.write('{"step": 31, "loss": NaN, "grad_norm": Infinity}\n{"step": 32, "lo')
     note_finding(folder, Finding("SF302", f"it waits {EVIL}", {"rank": 0, "evil": EVIL}, "Wait less."))
     return folder
 
@@ -45,7 +47,10 @@ def test_the_page_is_one_small_file(run_folder: Path) -> None:
     outside = re.sub(r"<script[ >].*?</script>", "", text, flags=re.S)
     assert not re.search(r'(src|href)="(?!data:)', outside), "it loads nothing from elsewhere"
     assert not re.search(r"<script[^>]* src=", text)
-    charts = json.loads(re.search(r'id="charts">(.*?)</script>', text, re.S)[1])  # type: ignore[index]
+    written = re.search(r'id="charts">(.*?)</script>', text, re.S)
+    assert written is not None
+    assert "NaN" not in written[1]
+    charts = json.loads(written[1])
     assert set(charts) == CHARTS
 
 

@@ -60,11 +60,16 @@ def _watched(loaded: "LoadedConfig") -> AbstractContextManager[None]:
     run = loaded.run
     if not run.health or (_is_rank() and os.environ.get("LOCAL_RANK", "0") != "0"):
         return nullcontext()
-    from surefoot.beside import watched
+    from surefoot.beside import ranks_elsewhere, watched
+    from surefoot.health.supervisor import GONE_S
 
-    ranks = int(os.environ["WORLD_SIZE"]) if _is_rank() else run.nproc_per_node * run.nnodes
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if _is_rank() else run.nproc_per_node
-    return watched(run.run_folder, num_ranks=ranks, num_elsewhere=ranks - here)
+    if _is_rank():
+        ranks = int(os.environ["WORLD_SIZE"])
+        return watched(run.run_folder, num_ranks=ranks, num_elsewhere=ranks_elsewhere(ranks))
+    ranks = run.nproc_per_node * run.nnodes
+    if ranks == 1:
+        return watched(run.run_folder, num_ranks=1, num_elsewhere=0)
+    return watched(run.run_folder, num_ranks=ranks, num_elsewhere=ranks - run.nproc_per_node, gone_s=GONE_S)
 
 
 def describe_data(

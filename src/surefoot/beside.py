@@ -9,15 +9,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from surefoot.errors import StorageError
 from surefoot.findings import Finding
 from surefoot.health.diagnose.death import find_death
-from surefoot.health.recorder import Entry, last_start, read_history
+from surefoot.health.recorder import last_start, read_history
 from surefoot.health.supervisor import Supervisor
 from surefoot.health.witness import read_stacks
 from surefoot.training.record import note_finding, write_end
@@ -25,23 +27,26 @@ from surefoot.training.record import note_finding, write_end
 SUPERVISED = "SUREFOOT_SUPERVISED"
 """Environment variable: set where someone watches the run already."""
 EVERY_S = 1.0
-GONE_S = 5.0
-"""How long a rank may be gone: nobody starts it again without its peers."""
+EARLY_S = 120.0
+"""How much sooner than the rank that starts the supervisor others may have begun."""
+ALONE_GONE_S = 5.0
+"""How long a rank may be gone that nobody starts again."""
 LAST_WORDS_S = 2.0
-"""How long ranks that lost another one may take to end."""
+"""How long ranks that lost another one may take to say so."""
+LEAVE_WITHIN_S = 5.0
 
 
 @contextmanager
-def watched(run_folder: Path, *, num_ranks: int, num_elsewhere: int) -> Iterator[None]:
+def watched(run_folder: Path, *, num_ranks: int, num_elsewhere: int, gone_s: float = ALONE_GONE_S) -> Iterator[None]:
     """Watch the ranks on this machine from another process, if no one does; the caller is one of them, or their parent.
 
-    `num_ranks` of the run, of which `num_elsewhere` are on other machines.
+    `num_ranks` of the run, of which `num_elsewhere` are on other machines; a rank may be gone for `gone_s`.
     """
     if SUPERVISED in os.environ:
         yield
         return
     os.environ[SUPERVISED] = str(os.getpid())
-    watcher = start(run_folder, num_ranks=num_ranks, num_elsewhere=num_elsewhere)
+    watcher = start(run_folder, num_ranks=num_ranks, num_elsewhere=num_elsewhere, gone_s=gone_s)
     try:
         yield
     finally:
@@ -49,11 +54,13 @@ def watched(run_folder: Path, *, num_ranks: int, num_elsewhere: int) -> Iterator
         end(watcher)
 
 
-def start(run_folder: Path, *, num_ranks: int, num_elsewhere: int) -> "subprocess.Popen[bytes]":
+def start(
+    run_folder: Path, *, num_ranks: int, num_elsewhere: int, gone_s: float = ALONE_GONE_S
+) -> "subprocess.Popen[bytes]":
     """Start watching; it ends by itself when this process is gone."""
     told = {
-        "run_folder": str(run_folder), "num_ranks": num_ranks, "num_elsewhere": num_elsewhere, "began_s": time.time(),
-        "process": os.getpid(),
+        "run_folder": str(run_folder), "num_ranks": num_ranks, "num_elsewhere": num_elsewhere, "gone_s": gone_s,
+        "began_s": time.time(), "process": os.getpid(),
     }  # fmt: skip
     return subprocess.Popen(
         [sys.executable, "-m", "surefoot.beside", json.dumps(told)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
@@ -61,45 +68,86 @@ def start(run_folder: Path, *, num_ranks: int, num_elsewhere: int) -> "subproces
 
 
 def end(watcher: "subprocess.Popen[bytes]") -> None:
-    """The run is over."""
+    """The run is over; the supervisor looks once more and ends."""
     watcher.terminate()
-    watcher.wait()
+    try:
+        watcher.wait(LEAVE_WITHIN_S)
+    except subprocess.TimeoutExpired:  # a file system that does not answer must not hold the end of a run
+        watcher.kill()
+
+
+def ranks_elsewhere(num_ranks: int) -> int:
+    """How many of the ranks are on other machines, in a rank; all but this one where the launcher does not say."""
+    here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or "1"
+    return num_ranks - (int(here) if here.isdigit() else 1)
 
 
 def main(told: str) -> None:
-    """Look until the process that is watched is gone, and say so if it had not said that it is through."""
+    """Look until the run is over or the process that started this one is gone."""
+    is_over = threading.Event()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run
+    signal.signal(signal.SIGTERM, lambda *_: is_over.set())
     said = json.loads(told)
     folder, began_s = Path(said["run_folder"]), said["began_s"]
-    supervisor = Supervisor(folder, said["num_ranks"], began_s, num_elsewhere=said["num_elsewhere"], gone_s=GONE_S)
-    while os.getppid() == said["process"]:
-        for finding in supervisor.look(time.time()):
-            _note(folder, finding)
-        time.sleep(EVERY_S)
-    time.sleep(LAST_WORDS_S)
-    history = [entry for entry in read_history(folder).entries if entry.time_s >= began_s]
-    dead = _first_that_is_gone(history)
+    supervisor = Supervisor(
+        folder,
+        said["num_ranks"],
+        began_s,
+        num_elsewhere=said["num_elsewhere"],
+        gone_s=said["gone_s"],
+        early_s=EARLY_S,
+    )
+    codes = set()
+    try:
+        while not is_over.wait(EVERY_S) and os.getppid() == said["process"]:
+            for finding in supervisor.look(time.time()):
+                codes.add(finding.code)
+                _note(folder, finding)
+        dead = None if codes & {"SF101", "SF201"} else _death(supervisor, folder, began_s - EARLY_S)
+    except Exception as error:  # noqa: BLE001 - a defect in looking must not look like one of the run
+        _say(f"the run goes on without a supervisor: {type(error).__name__}: {error}")
+        return
     if dead is not None:
-        how = "is gone without a word; whoever started it knows its exit status"
-        stacks = read_stacks(folder, dead)
-        found = find_death(dead, how, for_memory=supervisor.was_memory_killed, history=history, last_stacks=stacks)
-        _note(folder, found)
-        with suppress(OSError, StorageError):
-            write_end(folder, findings=[found], error=found.cause, since_s=began_s)
+        _note(folder, dead)
+        if (folder / "run.yaml").is_file():  # a run of ours
+            with suppress(OSError, StorageError):
+                write_end(folder, findings=[dead], error=dead.cause, since_s=began_s)
 
 
-def _first_that_is_gone(history: list[Entry]) -> int | None:
-    """The rank that fell silent first, of those that did not say that they are through."""
-    last = [last_start(history, rank)[-1] for rank in {entry.rank for entry in history}]
-    silent = [entry for entry in last if entry.kind != "run ended"]
-    return min(silent, key=lambda entry: entry.time_s).rank if silent else None
+def _death(supervisor: Supervisor, folder: Path, since_s: float) -> Finding | None:
+    """The finding for a rank of this machine that is gone and had not said that it is through."""
+    if not supervisor.gone():
+        return None
+    time.sleep(LAST_WORDS_S)
+    gone = supervisor.gone()
+    history = [entry for entry in read_history(folder).entries if entry.time_s >= since_s]
+    last = {rank: last_start(history, rank)[-1] for rank in {entry.rank for entry in history}}
+    rank = min(gone, key=lambda number: last[number].time_s)
+    found = find_death(
+        rank,
+        "is gone without a word; whoever started it knows its exit status",
+        for_memory=supervisor.was_memory_killed,
+        history=history,
+        last_stacks=read_stacks(folder, rank),
+    )
+    failed = sorted(number for number, entry in last.items() if entry.values.get("failed"))
+    if not failed and len(gone) == 1:
+        return found
+    others = [f"ranks {', '.join(map(str, gone))} are gone"] if len(gone) > 1 else []
+    others += [f"rank {number} ended with an error of its own" for number in failed]
+    cause = f"{found.cause}. {'; '.join(others)}: one is the cause of the others, look at what each printed last"
+    return replace(found, cause=cause, confidence=0.5)
 
 
 def _note(folder: Path, finding: Finding) -> None:
-    with suppress(OSError):  # a full disk, or a terminal that is gone: the run must not end because of it
+    with suppress(OSError):  # a full disk: it is said all the same
         note_finding(folder, finding)
-    with suppress(OSError):
-        print(finding.as_text(), file=sys.stderr, flush=True)
+    _say(finding.as_text())
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # a terminal that is gone
+        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

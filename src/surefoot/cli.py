@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     drill = verbs.add_parser(
         "drill", help="break small runs on this machine for real, and see that each fault is named"
     )
-    drill.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the runs, such as device=cuda")
+    drill.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the runs, such as zero_stage=3")
     drill.add_argument("--kinds", default="", metavar="A,B", help="these faults only (default: all)")
     drill.add_argument("--seeds", type=_count, default=1, metavar="N", help="strike each N times (default 1)")
     drill.add_argument("--json", action="store_true", help="print each outcome as one JSON object")

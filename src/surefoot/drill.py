@@ -13,10 +13,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from surefoot.errors import ConfigError
 from surefoot.health.faults import FAULTS, VARIABLE
@@ -122,7 +124,7 @@ def settings_of(model: Path, data: Path) -> dict[str, Any]:
     """Of runs that are broken."""
     return {
         "model": str(model), "dataset": str(data), "max_length": 128, "learning_rate": 1e-4, "device": "cpu",
-        "save_steps": 0, "global_batch_size": 4, "per_device_train_batch_size": 2,
+        "save_steps": 0, "global_batch_size": 4, "per_device_train_batch_size": 2, "report": False,
     }  # fmt: skip
 
 
@@ -160,7 +162,10 @@ def strike(kind: str, settings: dict[str, Any], folder: Path, seed: int, overrid
                 run.terminate()
                 was_told = True
             time.sleep(0.1)
-        if run.poll() is None:  # not found
+        if run.poll() is None:  # not found: whoever started it, and all that it started
+            for process in psutil.Process(run.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             run.kill()
         status = run.wait(30)
     found_s = found_s or (time.time() if findings.is_file() else None)
@@ -196,8 +201,16 @@ def limited(kind: str) -> Iterator[list[str]]:
         yield ["sh", "-c", f'{joins}; exec "$@"', "sh"]
     finally:
         for group in groups:
-            if group.is_dir():
-                group.rmdir()
+            _remove(group)
+
+
+def _remove(group: Path) -> None:
+    """Delete a cgroup; one whose last process is just ending needs a moment. One that stays is empty, and harmless."""
+    deadline = time.monotonic() + END_WITHIN_S
+    while group.is_dir() and time.monotonic() < deadline:
+        with suppress(OSError):
+            group.rmdir()
+        time.sleep(0.1)
 
 
 def can_limit() -> bool:

@@ -123,7 +123,7 @@ Phase = Literal[
     "forward and backward",
 ]
 """What a rank is doing, as its program sees it. On CUDA the device may still work on what an earlier phase asked for;
-`communicate` waits for it. `forward and backward` is of trainers that do not tell them apart."""
+the end of `backward` waits for it. `forward and backward` is of trainers that do not tell them apart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import psutil
 from surefoot import cgroup
 from surefoot.beside import SUPERVISED
 from surefoot.config import LoadedConfig, RunConfig
-from surefoot.errors import StoppedOnFinding, StorageError, SurefootError
+from surefoot.errors import StoppedOnFinding, StorageError
 from surefoot.findings import Finding
 from surefoot.health.diagnose.death import find_death
 from surefoot.health.recorder import read_history
@@ -78,8 +78,8 @@ def _report(run: RunConfig) -> None:
 
     try:
         write_report(run.run_folder)
-    except (SurefootError, OSError) as error:
-        _say(f"report.html was not written: {error}")
+    except Exception as error:  # noqa: BLE001 - whatever it is, the run is what it is
+        _say(f"report.html was not written: {type(error).__name__}: {error}")
 
 
 def _say(text: str) -> None:
@@ -129,7 +129,7 @@ class _Watch:
                 with suppress(OSError):  # a full disk: it is said all the same
                     note_finding(self._run.run_folder, finding)
                 _say(finding.as_text())
-            if supervisor.stood_s is not None:
+            if supervisor.stood_s is not None and not self._is_blind:
                 _say(f"the run goes on again, {supervisor.stood_s:.0f} s later")
             since_s = supervisor.stalled_since_s
             is_over = since_s is not None and now_s - since_s >= self._run.stall_timeout_s

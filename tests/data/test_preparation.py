@@ -161,7 +161,7 @@ from tests.data.opening import open_dataset
 from surefoot.data import preparation
 preparation.SMALL_BYTES = 0
 dataset = open_dataset(Path(sys.argv[1]), make_tokenizer(), num_workers=2)
-dataset.preparation._on_progress = lambda progress: print(progress.rows, flush=True)
+dataset.preparation._on_progress = lambda progress: progress and print(progress.rows, flush=True)
 dataset.preparation.run()
 print("done", flush=True)
 """

@@ -16,7 +16,7 @@ from surefoot.errors import InputError
 from surefoot.health.recorder import KEPT_STARTS, Entry, read_history
 from tests.conftest import training_process
 
-STEP = ["wait for data", "communicate", "forward", "backward", "communicate", "optimizer"]
+STEP = ["wait for data", "communicate", "forward", "backward", "communicate", "backward", "communicate", "optimizer"]
 
 
 def began(found: list[Entry], step: int) -> list[str]:

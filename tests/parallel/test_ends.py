@@ -27,7 +27,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def two_ranks(parallel_model: Callable[[str], Path], parallel_data: Path, tmp_path: Path) -> dict[str, Any]:
-    return settings_of(parallel_model("llama"), parallel_data, tmp_path / "run", nproc_per_node=2, save_steps=2)
+    return settings_of(
+        parallel_model("llama"), parallel_data, tmp_path / "run", nproc_per_node=2, save_steps=2, report=False
+    )
 
 
 def start(settings: dict[str, Any], fault: str = "") -> "subprocess.Popen[str]":

@@ -98,11 +98,18 @@ def _collective(size: int, *, op: str = "all_reduce") -> None:
     import torch
     import torch.distributed as dist
 
-    ones = torch.ones(size)
+    ones = torch.ones(size, device=_device())
     if op == "all_reduce":
         dist.all_reduce(ones)
     else:
         dist.broadcast(ones, 0)
+
+
+def _device() -> str:
+    """Where the tensors of the ranks' group lie."""
+    import torch.distributed as dist
+
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
 def _extra_collective(_: bool) -> None:
@@ -133,10 +140,10 @@ def _other_order(is_odd: bool) -> None:
     import torch
     import torch.distributed as dist
 
-    second = dist.new_group(backend="gloo", group_desc="drill")
+    second = dist.new_group(group_desc="drill")
     groups = [None, second]
     for group in reversed(groups) if is_odd else groups:
-        dist.all_reduce(torch.ones(3), group=group)
+        dist.all_reduce(torch.ones(3, device=_device()), group=group)
 
 
 def _barrier_of_one(_: bool) -> None:

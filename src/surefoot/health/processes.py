@@ -1,5 +1,6 @@
 """What the system says of the ranks' processes, from outside."""
 
+import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
@@ -71,7 +72,8 @@ class Processes:
             state = str(known.status())
             if state == psutil.STATUS_ZOMBIE:
                 return ProcessSample(state)
-            family = [known, *(known.children(recursive=True) if with_children else ())]
+            started = known.children(recursive=True) if with_children else []
+            family = [known, *(child for child in started if child.pid != os.getpid())]  # who watches is no part of it
         except psutil.NoSuchProcess:
             return GONE
         cpu_s, io_bytes, children = {}, {}, []

@@ -44,6 +44,7 @@ VALUE_NAMES: dict[str, tuple[str, ...]] = {
     "memory": ("frozen", "trained", "gradients", "optimizer", "total"),
     "evaluated": ("eval_loss",),
     "checkpoint": ("save_time_s",),
+    "run ended": ("failed",),
 }
 """What a record's values are, by kind."""
 
@@ -97,6 +98,15 @@ def last_start(entries: Sequence[Entry], rank: int) -> list[Entry]:
     """What one rank said since it was last started, oldest first."""
     mine = [entry for entry in entries if entry.rank == rank]
     return [entry for entry in mine if entry.start == mine[-1].start]
+
+
+def this_run(entries: Sequence[Entry]) -> list[Entry]:
+    """Without the starts of runs that were in the folder before: those of a rank before it last began at step 1."""
+    begun: dict[int, int] = {}
+    for entry in entries:
+        if entry.kind == "run started" and entry.step == 1:
+            begun[entry.rank] = max(begun.get(entry.rank, 0), entry.start)
+    return [entry for entry in entries if entry.start >= begun.get(entry.rank, 0)]
 
 
 def open_phases(entries: Sequence[Entry]) -> list[str]:
@@ -154,7 +164,7 @@ class Recorder:
         elif isinstance(event, RunStarted):
             self._write("run started", event.first_step)
         elif isinstance(event, RunEnded):
-            self._write("run ended", 0)
+            self._write("run ended", 0, float(event.summary.get("status") == "failed"))
             self._end()
 
     def _write(self, kind: str, step: int, *values: float, phase: str = "") -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from surefoot import cgroup
+from surefoot.errors import StorageError
 from surefoot.findings import Finding
 from surefoot.health import evidence as kept
 from surefoot.health.diagnose.memory import MemoryTrend
@@ -43,6 +44,8 @@ STARTING_IDLE_S = 30.0
 """The same before the first step, where it may wait for a download."""
 QUIET_PHASES = frozenset({"load", "tokenise", "save", "evaluate", "export", ""})
 """Phases in which a rank may be silent for long; a process between phases is loading Python or torch."""
+WHOLE_STEP = "forward and backward"
+"""All that other trainers do in a training step."""
 IDLE_SHARE = 0.1
 """Of a core: below it a process does nothing; waiting in gloo takes a few hundredths."""
 IDLE_BYTES_PER_S = 1 << 16
@@ -131,10 +134,20 @@ class Supervisor:
     """Of one start of one run. `look` once a second or so; it returns what was found since."""
 
     def __init__(
-        self, run_folder: Path, num_ranks: int, began_s: float, *, num_elsewhere: int = 0, gone_s: float = GONE_S
+        self,
+        run_folder: Path,
+        num_ranks: int,
+        began_s: float,
+        *,
+        num_elsewhere: int = 0,
+        gone_s: float = GONE_S,
+        early_s: float = 0.0,
     ) -> None:
-        """`num_ranks` of the run, of which `num_elsewhere` are on other machines; a rank may be gone for `gone_s`."""
-        self._gone_s = gone_s
+        """`num_ranks` of the run, of which `num_elsewhere` are on other machines; a rank may be gone for `gone_s`.
+
+        A rank that began so much as `early_s` before `began_s` belongs to the run if its process is there.
+        """
+        self._gone_s, self._early_s = gone_s, early_s
         self._folder, self._num_ranks, self._num_elsewhere = run_folder, num_ranks, num_elsewhere
         self._num_here = num_ranks - num_elsewhere
         self._began_s = began_s
@@ -171,6 +184,18 @@ class Supervisor:
         before, now = self._oom_kills, cgroup.oom_kills()
         return now > before if before is not None and now is not None else None
 
+    def gone(self) -> list[int]:
+        """Ranks of this machine whose process is gone, and that had not said that they are through."""
+        self._open_rings()
+        for rank in self._ranks.values():
+            self._read(rank)
+        return [
+            number
+            for number, rank in sorted(self._ranks.items())
+            if not rank.has_ended
+            and self._processes.sample(rank.ring.process, with_children=False).state in ("gone", "zombie")
+        ]
+
     def look(self, now_s: float) -> list[Finding]:
         """Read what is new; a stall or a leak is returned once, when it is found."""
         if now_s - self._looked_s > BLIND_S:
@@ -205,21 +230,25 @@ class Supervisor:
             if finding is not None:
                 self._leaking.add(number)
                 found.append(finding)
-        if self._num_elsewhere == 0:
-            times = {number: rank.times for number, rank in self._ranks.items() if not rank.has_ended}
-            slow = find_slow(times, self._throttled_share(now_s)) if len(times) == self._num_ranks else []
-            found += [finding for finding in slow if finding.code not in self._slow]
-            self._slow.update(finding.code for finding in slow)
-            if not self._slow and len(times) > 1 and len(self._steps) == USUAL_STEPS and now_s >= self._next_meeting_s:
-                self._next_meeting_s = now_s + MEETINGS_EVERY_S
-                found += self._stragglers()
+        times = {number: rank.times for number, rank in self._ranks.items() if not rank.has_ended}
+        slow = find_slow(times, self._throttled_share(now_s), num_ranks=self._num_ranks)
+        if not slow and len(times) == self._num_ranks > 1 and len(self._steps) == USUAL_STEPS:
+            slow = self._stragglers(now_s)
+        found += [finding for finding in slow if finding.code not in self._slow]
+        self._slow.update(finding.code for finding in slow)
         return found
 
-    def _stragglers(self) -> list[Finding]:
-        records = {number: read_flight(flight) for number, flight in self._answers(self._ask()).items()}
+    def _stragglers(self, now_s: float) -> list[Finding]:
+        """The rank the others wait for, if it is always one; asked for now and then."""
+        if now_s < self._next_meeting_s:
+            return []
+        self._next_meeting_s = now_s + MEETINGS_EVERY_S
+        try:
+            records = {number: read_flight(flight) for number, flight in self._answers(self._ask()).items()}
+        except (OSError, ValueError):  # a full disk, or another version of torch: this cannot be told
+            return []
         there = {number: record for number, record in records.items() if record is not None}
         finding = find_straggler(there) if len(there) == self._num_ranks else None
-        self._slow.update([finding.code] if finding is not None else [])
         return [finding] if finding is not None else []
 
     def _throttled_share(self, now_s: float) -> float | None:
@@ -238,10 +267,13 @@ class Supervisor:
         """The newest ring of each rank that was begun since this start."""
         for path in sorted((self._folder / "events").glob("rank-*.ring")):
             _, number, begun_ns = path.stem.split("-")
-            if int(begun_ns) < self._began_s * 1e9 or self._rings.get(int(number), Path()) >= path:
+            before_s = self._began_s - int(begun_ns) / 1e9
+            if before_s > self._early_s or self._rings.get(int(number), Path()) >= path:
                 continue
             with suppress(RingError):  # its header is being written
                 ring = RingReader(path)
+                if before_s > 0 and self._processes.sample(ring.process, with_children=False) == GONE:
+                    continue  # of an earlier run
                 self._rings[int(number)] = path
                 self._ranks.pop(int(number), None)
                 if ring.is_of_this_machine:
@@ -284,21 +316,27 @@ class Supervisor:
             is_stuck = any(rank.sample.waits_for_disk for rank in quiet) and quiet_s > LONGEST_S
             return is_stuck or (quiet_s > patience_s and all(rank.is_idle for rank in quiet))
         if len(self._steps) < 2:
-            return quiet_s > LONGEST_S or (quiet_s > IDLE_S and all(rank.is_idle for rank in going))
+            is_known = all(rank.phase != WHOLE_STEP for rank in going)  # it may wait for a server that generates
+            return quiet_s > LONGEST_S or (is_known and quiet_s > IDLE_S and all(rank.is_idle for rank in going))
         return quiet_s > self.limit_s
 
     def _diagnose(self, now_s: float) -> Finding:
         evidence = self._collect(now_s)
         finding = find_stall(evidence)
-        path = kept.keep(self._folder / "evidence", evidence)
-        finding.evidence["evidence"] = str(path.relative_to(self._folder))
+        try:
+            path = kept.keep(self._folder / "evidence", evidence)
+            finding.evidence["evidence"] = str(path.relative_to(self._folder))
+        except (StorageError, OSError) as error:  # the disk may be the cause
+            finding.evidence["evidence"] = f"not kept: {error}"
         return finding
 
     def _collect(self, now_s: float) -> StallEvidence:
         """Ask every rank that is there for its flight record and its stacks."""
         syscalls = {number: syscall_of(rank.ring.process) for number, rank in self._ranks.items()}
         begins = {number: _size(stacks_path(self._folder, number)) for number in self._ranks}
-        request = self._ask()
+        request = ""
+        with suppress(OSError):  # a full disk: no flight records then
+            request = self._ask()
         for rank in self._ranks.values():
             if rank.sample.state not in ("gone", "zombie") and not rank.has_ended:
                 with suppress(ProcessLookupError, PermissionError):

@@ -2,7 +2,7 @@
 
     events/request-MACHINE             its number, written by the supervisor of this machine
     events/rank-00000.flight.json      {"request": number, "flight": the dump of the Flight Recorder, or null}
-    events/rank-00000.stacks           Python stacks of all threads at each SIGUSR1, and at a crash
+    events/rank-00000.stacks           Python stacks of all threads at each signal, and at a crash
 
 The thread answers only while Python can run; that it does not is evidence too. The stacks are written by a signal
 handler in C, which runs while another thread holds Python's lock.
@@ -22,7 +22,8 @@ from typing import Any
 from surefoot.health.ring import this_machine
 
 EVERY_S = 0.25
-STACKS = signal.SIGUSR1
+STACKS = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
+"""The signal that asks for stacks: one that users' own handlers and schedulers do not use, where there is one."""
 
 
 def request_path(run_folder: Path) -> Path:

@@ -17,10 +17,13 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from surefoot.beside import SUPERVISED, end, start
+from surefoot.beside import SUPERVISED, end, ranks_elsewhere, start
 from surefoot.events import Event, Observer, Phase, PhaseBegan, PhaseEnded, RunEnded, StepEnded
 from surefoot.health.observers import rank_observers
 from surefoot.health.witness import record_collectives
+
+SIGN_EVERY_S = 1.0
+"""Between two signs of life in an evaluation."""
 
 record_collectives()  # read when process groups are made, which is before a callback hears anything
 
@@ -29,7 +32,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
     """Records what the trainer does on this process, and watches all those of this machine from outside.
 
     The trainer tells no one where a forward ends, so `forward and backward` are one phase, with whatever it does in
-    its training step: the rollouts of GRPO too.
+    its training step: the rollouts of GRPO too. In a notebook, `close` ends the watch over a training that failed.
     """
 
     def __init__(self) -> None:
@@ -39,16 +42,17 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         self._step = 0
         self._phase: Phase | None = None
         self._step_began_s = 0.0
+        self._sign_of_life_s = 0.0
         self._logged: dict[str, float] = {}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        self.close()  # of a training that failed, in a process that went on
         folder = Path(args.output_dir)
         self._rank, self._step = int(args.process_index), int(state.global_step) + 1
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
         if args.local_process_index == 0 and SUPERVISED not in os.environ:
-            self._watcher = start(folder, num_ranks=args.world_size, num_elsewhere=args.world_size - here)
+            self._watcher = start(folder, num_ranks=args.world_size, num_elsewhere=ranks_elsewhere(args.world_size))
         self._observers = rank_observers(folder, self._rank)
-        atexit.register(self._end)  # an exception ends the run without on_train_end; a kill leaves no last word
+        atexit.register(self.close)  # an exception ends the run without on_train_end; a kill leaves no last word
         self._step_began_s = time.perf_counter()
         self._begin("wait for data")
 
@@ -63,12 +67,17 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         now = time.perf_counter()
         self._emit(self._step_ended(state, now - self._step_began_s))
         self._step, self._step_began_s = min(int(state.global_step) + 1, int(state.max_steps)), now
-        if control.should_evaluate:
+        if not self._begin_flagged(control):
+            self._begin("export" if state.global_step >= state.max_steps else "wait for data")
+
+    def on_epoch_end(self, _: TrainingArguments, __: TrainerState, control: TrainerControl, **___: Any) -> None:
+        self._begin_flagged(control)
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        now = time.monotonic()
+        if self._observers and (self._phase != "evaluate" or now - self._sign_of_life_s > SIGN_EVERY_S):
+            self._sign_of_life_s = now
             self._begin("evaluate")
-        elif control.should_save:
-            self._begin("save")
-        else:
-            self._begin("wait for data")
 
     def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
         self._logged = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
@@ -78,13 +87,24 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
             self._begin("save" if control.should_save else "wait for data")
             self._step_began_s = time.perf_counter()
 
-    def on_save(self, *_: Any, **__: Any) -> None:
+    def on_save(self, _: TrainingArguments, state: TrainerState, *__: Any, **___: Any) -> None:
         if self._observers:
-            self._begin("wait for data")
+            self._begin("export" if state.global_step >= state.max_steps else "wait for data")
             self._step_began_s = time.perf_counter()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        self._end()
+        self._end({})
+
+    def close(self) -> None:
+        """End the record and the watch over a training that came to no end of its own."""
+        self._end({"status": "failed"})
+
+    def _begin_flagged(self, control: TrainerControl) -> bool:
+        """Begin what the trainer does next because a flag says so; returns whether one does."""
+        if not self._observers or not (control.should_evaluate or control.should_save):
+            return False
+        self._begin("evaluate" if control.should_evaluate else "save")
+        return True
 
     def _step_ended(self, state: TrainerState, took_s: float) -> StepEnded:
         return StepEnded(
@@ -116,11 +136,10 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         for observer in self._observers:
             observer.observe(event)
 
-    def _end(self) -> None:
-        """Once, when training is over or Python ends."""
-        atexit.unregister(self._end)
+    def _end(self, summary: dict[str, str]) -> None:
+        atexit.unregister(self.close)
         self._end_phase()
-        self._emit(RunEnded())
+        self._emit(RunEnded(summary))
         self._observers = []
         if self._watcher is not None:
             end(self._watcher)

@@ -39,7 +39,7 @@ def _sized(chart: Any) -> Any:
 
 
 def _line(rows: list[Row], name: str, title: str) -> Any:
-    rows = [row for row in rows if row.get(name) is not None]
+    rows = [{"step": row["step"], name: row[name]} for row in rows if row.get(name) is not None]
     if not rows:
         return None
     return _sized(
@@ -54,7 +54,9 @@ def _line(rows: list[Row], name: str, title: str) -> Any:
 
 
 def _loss(story: Story) -> Any:
-    rows = [{"step": row["step"], "loss": row["loss"], "of": "training"} for row in story.steps]
+    rows = [
+        {"step": row["step"], "loss": row["loss"], "of": "training"} for row in story.steps if row["loss"] is not None
+    ]
     held_out = [{"step": row["step"], "loss": row["eval_loss"], "of": "held out"} for row in story.evaluations]
     encoding = {
         "x": alt.X("step:Q", title="step"),

@@ -66,7 +66,7 @@ def page(story: Story) -> str:
 
     made = charts(story)
     bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg] # its hints want what it does not need
-    specs = json.dumps({name: spec for name, (_, spec) in made.items()}).replace("</", "<\\/")
+    specs = json.dumps({name: spec for name, (_, spec) in made.items()}, allow_nan=False).replace("</", "<\\/")
     sections = "".join(
         f'<section><h2>{escape(title)}</h2><div class="chart" id="{name}"></div></section>'
         for name, (title, _) in made.items()
@@ -101,7 +101,7 @@ def _summary(story: Story) -> str:
     shown: Row = {
         "status": story.told.status,
         "steps": story.steps[-1]["step"] if story.steps else 0,
-        "last loss": f"{story.steps[-1]['loss']:.4f}" if story.steps else "",
+        "last loss": _number(story.steps[-1]["loss"], ".4f") if story.steps else "",
         "tokens/s": _number(summary.get("tokens_per_second"), ".0f"),
         "peak memory": _number(_gib(summary.get("peak_memory_bytes")), ".2f", " GiB"),
         "ranks": len(story.told.ranks),

@@ -1,6 +1,7 @@
 """What a run's folder tells of its course, as rows for charts. Reads, writes nothing."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from surefoot.errors import ConfigError
 from surefoot.health.diagnose.speed import RankTimes
 from surefoot.health.explain import Explanation, explain
-from surefoot.health.recorder import Entry, read_history
+from surefoot.health.recorder import Entry, read_history, this_run
 from surefoot.training.record import METRICS
 
 Row = dict[str, Any]
@@ -17,6 +18,7 @@ MOST_POINTS = 600
 """Of a line: longer runs are thinned out, so that the page stays small."""
 MOST_COLUMNS = 120
 """Of the heat map."""
+MOST_CELLS = 4000
 LONG_PHASES = ("load", "tokenise", "save", "evaluate", "export")
 """Shown one by one on the time line; the others make up the steps."""
 
@@ -52,26 +54,25 @@ class Story:
 def read_story(run_folder: Path) -> Story:
     """Raises: ConfigError for a folder that holds no run, or one that came to no step."""
     told = explain(run_folder)
-    lines = _lines(run_folder / METRICS)
+    entries = this_run(read_history(run_folder).entries)
+    lines = _lines(run_folder / METRICS) or _recorded_steps(entries)
     if not lines:
-        raise ConfigError(f"{run_folder}/{METRICS} has no line: this run came to no step, so there is nothing to show.")
-    entries = read_history(run_folder).entries
+        raise ConfigError(f"{run_folder}: this run came to no step, so there is nothing to show.")
     began_s = entries[0].time_s if entries else 0.0
     steps = [line for line in lines if "loss" in line]
     names = ("step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "step_time_s")
     return Story(
         told=told,
         steps=_thinned([{name: line[name] for name in names if name in line} for line in steps], MOST_POINTS),
-        evaluations=[{"step": line["step"], "eval_loss": line["eval_loss"]} for line in lines if "eval_loss" in line],
-        expert_load=[
-            {"step": line["step"], "layer": layer, "load": load}
-            for line in _thinned(steps, MOST_COLUMNS)
-            for layer, load in enumerate(line.get("expert_load") or ())
-        ],
+        evaluations=_thinned(
+            [{"step": line["step"], "eval_loss": line["eval_loss"]} for line in lines if "eval_loss" in line],
+            MOST_POINTS,
+        ),
+        expert_load=_expert_load(steps),
         phases=_phases(entries),
         memory=_memory(entries),
         ledger=_ledger(entries),
-        events=_events(entries, began_s),
+        events=_thinned(_events(entries, began_s), MOST_POINTS),
         findings=[
             {"time_min": (line["time_s"] - began_s) / 60, "code": line["code"], "title": line["title"]}
             for line in _lines(run_folder / "findings.jsonl")
@@ -83,14 +84,24 @@ def read_story(run_folder: Path) -> Story:
 
 
 def _lines(path: Path) -> list[Row]:
-    """The whole lines of a file of JSON lines."""
+    """The whole lines of a file of JSON lines; numbers that are not finite are None, as a browser needs it."""
     found = []
     for line in path.read_text("utf-8").splitlines() if path.is_file() else ():
         try:
-            found.append(dict(json.loads(line)))
+            found.append(dict(json.loads(line, parse_constant=lambda _: None)))
         except ValueError:  # cut short by a kill
             continue
     return found
+
+
+def _recorded_steps(entries: Sequence[Entry]) -> list[Row]:
+    """Of another trainer, which writes no metrics file: what the first rank's ring knows."""
+    first = min((entry.rank for entry in entries), default=0)
+    return [
+        {"step": entry.step, **{name: value if math.isfinite(value) else None for name, value in entry.values.items()}}
+        for entry in entries
+        if entry.kind == "step" and entry.rank == first
+    ]
 
 
 def _json(path: Path) -> Row:
@@ -104,6 +115,16 @@ def _thinned(rows: Sequence[Row], most: int) -> list[Row]:
     """At most `most` of the rows, evenly chosen, with the last."""
     every = -(-len(rows) // most)
     return list(rows) if every <= 1 else [*rows[:-1:every], rows[-1]]
+
+
+def _expert_load(steps: Sequence[Row]) -> list[Row]:
+    layers = max((len(line.get("expert_load") or ()) for line in steps), default=0)
+    chosen = _thinned(steps, max(1, min(MOST_COLUMNS, MOST_CELLS // max(1, layers))))
+    return [
+        {"step": line["step"], "layer": layer, "load": round(load, 2)}
+        for line in chosen
+        for layer, load in enumerate(line.get("expert_load") or ())
+    ]
 
 
 def _phases(entries: Sequence[Entry]) -> list[Row]:
@@ -120,7 +141,7 @@ def _phases(entries: Sequence[Entry]) -> list[Row]:
                 seconds.setdefault(one.step, {}).setdefault(phase, []).append(took_s)
     chosen = _thinned([{"step": step} for step in sorted(seconds)], MOST_COLUMNS)
     return [
-        {"step": row["step"], "phase": phase, "seconds": sum(took) / len(took)}
+        {"step": row["step"], "phase": phase, "seconds": round(sum(took) / len(took), 5)}
         for row in chosen
         for phase, took in seconds[row["step"]].items()
     ]
@@ -133,7 +154,7 @@ def _memory(entries: Sequence[Entry]) -> list[Row]:
             last[entry.rank, entry.step] = entry.values["anonymous_bytes"]
     ranks = sorted({rank for rank, _ in last})
     return [
-        {"step": row["step"], "rank": str(rank), "gib": row["bytes"] / 2**30}
+        {"step": row["step"], "rank": str(rank), "gib": round(row["bytes"] / 2**30, 4)}
         for rank in ranks
         for row in _thinned(
             [{"step": step, "bytes": size} for (one, step), size in sorted(last.items()) if one == rank],
@@ -148,7 +169,8 @@ def _ledger(entries: Sequence[Entry]) -> list[Row]:
     rows = []
     for rank, entry in sorted(newest.items()):
         values = entry.values
-        in_steps = [one for one in entries if one.rank == rank and one.start == entry.start and one.step]
+        mine = [one for one in entries if one.rank == rank and one.start == entry.start]
+        in_steps = [one for one in mine if one.step > entry.step]  # the optimizer's state is there from then on
         used = [one.values["anonymous_bytes"] for one in in_steps if one.values.get("anonymous_bytes")]
         known = values["frozen"] + values["trained"] + values["optimizer"]
         owners = {
@@ -182,5 +204,6 @@ def _events(entries: Sequence[Entry], began_s: float) -> list[Row]:
 
 def _span(rank: int, what: str, from_s: float, to_s: float, began_s: float) -> Row:
     return {
-        "rank": str(rank), "what": what, "began_min": (from_s - began_s) / 60, "ended_min": (to_s - began_s) / 60,
+        "rank": str(rank), "what": what,
+        "began_min": round((from_s - began_s) / 60, 4), "ended_min": round((to_s - began_s) / 60, 4),
     }  # fmt: skip

@@ -137,6 +137,7 @@ def train_step(
     gradients = [block.local for block in blocks]
     with learner.phase("communicate"):
         objective.end_step()
+    with learner.phase("backward"):  # here a device is waited for, and what it still works on is most of it
         local = torch.stack(
             [
                 torch.stack(main).sum().float(),
@@ -144,6 +145,7 @@ def train_step(
                 _sum_of_squares(blocks, main[0].device),
             ]
         ).tolist()
+    with learner.phase("communicate"):
         loss, aux_loss, squares = learner.ranks.sum(local)
     grad_norm = squares**0.5
     if not _is_finite(loss + aux_loss):

@@ -97,11 +97,14 @@ class MemoryTrend:
 
 
 def find_leaks(entries: Sequence[Entry]) -> list[Finding]:
-    """A finding for each rank whose memory grows, from a whole history."""
-    trends: dict[tuple[int, int], MemoryTrend] = {}
+    """A finding for each rank whose memory grows, from a whole history; of the newest start of each."""
+    newest: dict[int, int] = {}
     for entry in entries:
-        if "anonymous_bytes" in entry.values:
-            trend = trends.setdefault((entry.rank, entry.start), MemoryTrend(entry.rank))
+        newest[entry.rank] = max(newest.get(entry.rank, 0), entry.start)
+    trends: dict[int, MemoryTrend] = {}
+    for entry in entries:
+        if "anonymous_bytes" in entry.values and entry.start == newest[entry.rank]:
+            trend = trends.setdefault(entry.rank, MemoryTrend(entry.rank))
             trend.add(entry.kind, entry.phase, entry.step, entry.values["anonymous_bytes"])
     findings = (trend.finding() for trend in trends.values())
     return [finding for finding in findings if finding is not None]

@@ -84,9 +84,12 @@ class RankTimes:
             self._by_phase.clear()
 
 
-def find_slow(ranks: Mapping[int, RankTimes], throttled_share: float | None = None) -> list[Finding]:
+def find_slow(
+    ranks: Mapping[int, RankTimes], throttled_share: float | None = None, *, num_ranks: int | None = None
+) -> list[Finding]:
     """What costs much of the newest steps; at most one finding of each kind.
 
+    `num_ranks`: of the run, where some may be on other machines; of these nothing is known.
     `throttled_share`: of the kernel's periods of the last window, those in which the cgroup had used up its share.
     """
     windows = {rank: _window(times.steps) for rank, times in ranks.items()}
@@ -96,8 +99,10 @@ def find_slow(ranks: Mapping[int, RankTimes], throttled_share: float | None = No
     if throttled:  # whatever else is slow is slow because of it
         return throttled
     found = [
-        *_waits_for_data(windows), *_communicates(windows), *_collects_garbage(windows),
-    ]  # fmt: skip
+        *_waits_for_data(windows),
+        *(_communicates(windows) if num_ranks in (None, len(windows)) else ()),
+        *_collects_garbage(windows),
+    ]
     return found or list(_slowed(ranks, windows))
 
 
@@ -256,7 +261,7 @@ def _slowed(ranks: Mapping[int, RankTimes], windows: Mapping[int, Sequence[StepT
         before = [one for one in ranks[rank].steps if one.step < window[0].step]
         earlier = [before[first : first + WINDOW_STEPS] for first in range(0, len(before), WINDOW_STEPS)]
         whole = [block for block in earlier if len(block) == WINDOW_STEPS]
-        if not whole:
+        if not whole or not all(one.tokens for one in (*before, *window)):  # without their number nothing is comparable
             continue
         best = min(whole, key=_pace_s)
         times = _pace_s(window) / _pace_s(best)
@@ -277,7 +282,7 @@ def _slowed(ranks: Mapping[int, RankTimes], windows: Mapping[int, Sequence[StepT
 
 def _pace_s(steps: Sequence[StepTimes]) -> float:
     """Seconds a step takes, as if all were of one size."""
-    return median(one.took_s / max(one.tokens, 1.0) for one in steps)
+    return median(one.took_s / one.tokens for one in steps)
 
 
 def _per_step(steps: Sequence[StepTimes], phase: str) -> float:
