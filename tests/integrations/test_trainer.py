@@ -1,0 +1,76 @@
+"""What the callback hears of transformers' Trainer, in its ring."""
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from surefoot.health.recorder import Entry, read_history
+from surefoot.integrations import SurefootCallback
+
+
+@pytest.fixture
+def trainer(model_folder: Callable[[str], Path], tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
+    """Makes a trainer of two epochs of three steps that evaluates and saves after each."""
+    made: list[SurefootCallback] = []
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(6)]
+
+    def make(*others: TrainerCallback) -> Trainer:
+        made.append(SurefootCallback())
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / "out"), per_device_train_batch_size=2, num_train_epochs=2, use_cpu=True,
+            eval_strategy="epoch", save_strategy="epoch", report_to=[], disable_tqdm=True,
+        )  # fmt: skip
+        return Trainer(
+            AutoModelForCausalLM.from_pretrained(model_folder("llama")), arguments,
+            train_dataset=rows, eval_dataset=rows, callbacks=[made[-1], *others],
+        )  # fmt: skip
+
+    yield make
+    for callback in made:
+        callback.close()
+
+
+def phases(entries: list[Entry]) -> list[str]:
+    """In their order, repetitions left out."""
+    return [phase for phase, _ in groupby(entry.phase for entry in entries if entry.kind == "phase began")]
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers, about its own settings
+def test_evaluations_and_saves_after_an_epoch_are_phases_of_their_own(
+    trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    trainer().train()
+    found = read_history(tmp_path / "out").entries
+    step = ["wait for data", "forward and backward", "optimizer"]
+    first, second = (
+        [*step * 3, "wait for data", "evaluate", "save"],
+        [*step * 3, "export", "evaluate", "save", "export"],
+    )
+    assert phases(found) == [*first, *second]
+    assert [entry.step for entry in found if entry.kind == "step"] == [1, 2, 3, 4, 5, 6]
+    assert (found[-1].kind, found[-1].values["failed"]) == ("run ended", 0.0)
+
+
+class _Breaks(TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("broken on purpose")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_that_failed_is_not_watched_when_the_next_begins(
+    trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    broken = trainer(_Breaks())
+    with pytest.raises(RuntimeError, match="on purpose"):
+        broken.train()
+    broken.remove_callback(_Breaks)
+    broken.train()
+    found = read_history(tmp_path / "out").entries
+    ends = [(entry.start, entry.values["failed"]) for entry in found if entry.kind == "run ended"]
+    assert [failed for _, failed in ends] == [1.0, 0.0]
+    assert len({start for start, _ in ends}) == 2
