@@ -68,7 +68,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         self._emit(self._step_ended(state, now - self._step_began_s))
         self._step, self._step_began_s = min(int(state.global_step) + 1, int(state.max_steps)), now
         if not self._begin_flagged(control):
-            self._begin("export" if state.global_step >= state.max_steps else "wait for data")
+            self._begin(_next(state))
 
     def on_epoch_end(self, _: TrainingArguments, __: TrainerState, control: TrainerControl, **___: Any) -> None:
         self._begin_flagged(control)
@@ -82,14 +82,14 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
     def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
         self._logged = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
 
-    def on_evaluate(self, _: TrainingArguments, __: TrainerState, control: TrainerControl, **___: Any) -> None:
+    def on_evaluate(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **__: Any) -> None:
         if self._observers:
-            self._begin("save" if control.should_save else "wait for data")
+            self._begin("save" if control.should_save else _next(state))
             self._step_began_s = time.perf_counter()
 
     def on_save(self, _: TrainingArguments, state: TrainerState, *__: Any, **___: Any) -> None:
         if self._observers:
-            self._begin("export" if state.global_step >= state.max_steps else "wait for data")
+            self._begin(_next(state))
             self._step_began_s = time.perf_counter()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -144,3 +144,8 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         if self._watcher is not None:
             end(self._watcher)
             self._watcher = None
+
+
+def _next(state: TrainerState) -> Phase:
+    """After the last step a trainer may still load and write for long."""
+    return "export" if state.global_step >= state.max_steps else "wait for data"
