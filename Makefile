@@ -9,8 +9,9 @@ export HF_HUB_OFFLINE := 1
 demo: $(VENV)/.run
 	$(BIN)/python examples/demo.py demo
 
+# Two files of tests at a time: many tests wait for processes. One thread each, or they would wait for each other.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not matrix and not campaign"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not matrix and not campaign" -n 2 --dist loadfile
 
 test-matrix: $(VENV)/.dev
 	$(BIN)/python -m pytest -m matrix tests/parallel

@@ -142,7 +142,7 @@ def test_a_bad_row_ends_the_run_when_preparing_comes_to_it(settings: dict[str, A
     folder = Path(base["output_dir"])
     steps = json.loads((folder / "summary.json").read_text())["steps"]
     assert 0 < steps < 4000
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{steps:08d}"]
+    assert max(path.name for path in (folder / "checkpoints").iterdir()) == f"step-{steps:08d}"
 
 
 def test_a_schedule_over_epochs_is_the_one_over_as_many_steps(settings: dict[str, Any], tmp_path: Path) -> None:
