@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -48,6 +49,12 @@ def test_the_owner_is_the_phase_in_which_it_grows() -> None:
 )
 def test_other_growth_is_no_leak(grown_by: Callable[[int, str], float]) -> None:
     assert find_leaks(list(history(grown_by, steps=400))) == []
+
+
+def test_a_leak_of_an_earlier_start_is_over() -> None:
+    leaked = [replace(entry, start=1) for entry in history(lambda *_: 2.0)]
+    assert len(find_leaks(leaked)) == 1
+    assert find_leaks([*history(lambda *_: 0.0), *leaked]) == []
 
 
 def test_few_steps_say_nothing() -> None:

@@ -107,7 +107,7 @@ def test_a_history_is_judged_by_the_newest_start_of_each_rank() -> None:
 
     slow, sound = entries(1, 0.5), entries(2, 0.01)
     assert [finding.code for finding in find_slow_in(slow)] == ["SF302"]
-    assert find_slow_in([*slow, *sound]) == []
+    assert find_slow_in([*sound, *slow]) == []  # in this order the older one would count last
 
 
 def flight(asked: Mapping[int, float]) -> FlightRecord:

@@ -94,10 +94,17 @@ def read_history(run_folder: Path, newest: int | None = None) -> History:
     return History(sorted(found, key=lambda entry: entry.time_s), unreadable)
 
 
+def newest_starts(entries: Sequence[Entry]) -> list[Entry]:
+    """What each rank said since it was last started."""
+    newest: dict[int, int] = {}
+    for entry in entries:
+        newest[entry.rank] = max(newest.get(entry.rank, 0), entry.start)
+    return [entry for entry in entries if entry.start == newest[entry.rank]]
+
+
 def last_start(entries: Sequence[Entry], rank: int) -> list[Entry]:
     """What one rank said since it was last started, oldest first."""
-    mine = [entry for entry in entries if entry.rank == rank]
-    return [entry for entry in mine if entry.start == mine[-1].start]
+    return newest_starts([entry for entry in entries if entry.rank == rank])
 
 
 def this_run(entries: Sequence[Entry]) -> list[Entry]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from surefoot.findings import Finding
-from surefoot.health.recorder import Entry
+from surefoot.health.recorder import Entry, newest_starts
 
 WARMUP_STEPS = 20
 """First steps that say nothing: allocators, caches and compilers fill up."""
@@ -98,12 +98,9 @@ class MemoryTrend:
 
 def find_leaks(entries: Sequence[Entry]) -> list[Finding]:
     """A finding for each rank whose memory grows, from a whole history; of the newest start of each."""
-    newest: dict[int, int] = {}
-    for entry in entries:
-        newest[entry.rank] = max(newest.get(entry.rank, 0), entry.start)
     trends: dict[int, MemoryTrend] = {}
-    for entry in entries:
-        if "anonymous_bytes" in entry.values and entry.start == newest[entry.rank]:
+    for entry in newest_starts(entries):
+        if "anonymous_bytes" in entry.values:
             trend = trends.setdefault(entry.rank, MemoryTrend(entry.rank))
             trend.add(entry.kind, entry.phase, entry.step, entry.values["anonymous_bytes"])
     findings = (trend.finding() for trend in trends.values())

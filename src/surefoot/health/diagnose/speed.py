@@ -11,7 +11,7 @@ from statistics import median
 
 from surefoot.findings import Finding
 from surefoot.health.flight import FlightRecord
-from surefoot.health.recorder import Entry
+from surefoot.health.recorder import Entry, newest_starts
 
 WARMUP_STEPS = 5
 """First steps that say nothing: compilers and caches warm up."""
@@ -108,15 +108,10 @@ def find_slow(
 
 def find_slow_in(entries: Sequence[Entry]) -> list[Finding]:
     """The same from a whole history, at its end; of the newest start of each rank."""
-    newest: dict[int, int] = {}
-    for entry in entries:
-        newest[entry.rank] = max(newest.get(entry.rank, 0), entry.start)
     ranks: dict[int, RankTimes] = {}
-    for entry in entries:
-        if entry.start == newest[entry.rank]:
-            ranks.setdefault(entry.rank, RankTimes()).add(
-                entry.kind, entry.phase, entry.step, entry.time_s, entry.values
-            )
+    for entry in newest_starts(entries):
+        times = ranks.setdefault(entry.rank, RankTimes())
+        times.add(entry.kind, entry.phase, entry.step, entry.time_s, entry.values)
     return find_slow(ranks)
 
 
