@@ -60,16 +60,21 @@ def _watched(loaded: "LoadedConfig") -> AbstractContextManager[None]:
     run = loaded.run
     if not run.health or (_is_rank() and os.environ.get("LOCAL_RANK", "0") != "0"):
         return nullcontext()
-    from surefoot.beside import ranks_elsewhere, watched
+    from surefoot.beside import ALONE_GONE_S, Watched, ranks_elsewhere, watched
     from surefoot.health.supervisor import GONE_S
+    from surefoot.training.record import FindingLog
 
-    if _is_rank():
-        ranks = int(os.environ["WORLD_SIZE"])
-        return watched(run.run_folder, num_ranks=ranks, num_elsewhere=ranks_elsewhere(ranks))
-    ranks = run.nproc_per_node * run.nnodes
-    if ranks == 1:
-        return watched(run.run_folder, num_ranks=1, num_elsewhere=0)
-    return watched(run.run_folder, num_ranks=ranks, num_elsewhere=ranks - run.nproc_per_node, gone_s=GONE_S)
+    ranks = int(os.environ["WORLD_SIZE"]) if _is_rank() else run.nproc_per_node * run.nnodes
+    may_restart = ranks > 1 and not _is_rank()
+    return watched(
+        Watched(
+            log=FindingLog.of(run),
+            num_ranks=ranks,
+            num_elsewhere=ranks_elsewhere(ranks) if _is_rank() else ranks - run.nproc_per_node,
+            gone_s=GONE_S if may_restart else ALONE_GONE_S,
+            deadlines_s=run.phase_timeout_s,
+        )
+    )
 
 
 def describe_data(

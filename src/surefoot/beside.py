@@ -11,18 +11,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from surefoot.errors import StorageError
+from surefoot.events import Phase
 from surefoot.findings import Finding
 from surefoot.health.diagnose.death import find_death
 from surefoot.health.recorder import last_start, read_history
 from surefoot.health.supervisor import Supervisor
 from surefoot.health.witness import read_stacks
-from surefoot.training.record import note_finding, write_end
+from surefoot.training.record import FindingLog, write_end
 
 SUPERVISED = "SUREFOOT_SUPERVISED"
 """Environment variable: set where someone watches the run already."""
@@ -36,17 +37,28 @@ LAST_WORDS_S = 2.0
 LEAVE_WITHIN_S = 5.0
 
 
-@contextmanager
-def watched(run_folder: Path, *, num_ranks: int, num_elsewhere: int, gone_s: float = ALONE_GONE_S) -> Iterator[None]:
-    """Watch the ranks on this machine from another process, if no one does; the caller is one of them, or their parent.
+@dataclass(frozen=True)
+class Watched:
+    """What a supervisor beside a run must know of it."""
 
-    `num_ranks` of the run, of which `num_elsewhere` are on other machines; a rank may be gone for `gone_s`.
-    """
+    log: FindingLog
+    num_ranks: int
+    num_elsewhere: int
+    """Of the ranks, those on other machines."""
+    gone_s: float = ALONE_GONE_S
+    """How long a rank may be gone."""
+    deadlines_s: Mapping[Phase, float] = field(default_factory=dict)
+    """By phase: see `Supervisor`."""
+
+
+@contextmanager
+def watched(run: Watched) -> Iterator[None]:
+    """Watch the ranks on this machine from another process, if no one does; the caller is a rank or their parent."""
     if SUPERVISED in os.environ:
         yield
         return
     os.environ[SUPERVISED] = str(os.getpid())
-    watcher = start(run_folder, num_ranks=num_ranks, num_elsewhere=num_elsewhere, gone_s=gone_s)
+    watcher = start(run)
     try:
         yield
     finally:
@@ -54,17 +66,16 @@ def watched(run_folder: Path, *, num_ranks: int, num_elsewhere: int, gone_s: flo
         end(watcher)
 
 
-def start(
-    run_folder: Path, *, num_ranks: int, num_elsewhere: int, gone_s: float = ALONE_GONE_S
-) -> "subprocess.Popen[bytes]":
+def start(run: Watched) -> "subprocess.Popen[bytes]":
     """Start watching; it ends by itself when this process is gone."""
-    told = {
-        "run_folder": str(run_folder), "num_ranks": num_ranks, "num_elsewhere": num_elsewhere, "gone_s": gone_s,
-        "began_s": time.time(), "process": os.getpid(),
-    }  # fmt: skip
-    return subprocess.Popen(
-        [sys.executable, "-m", "surefoot.beside", json.dumps(told)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    told = {"run": asdict(run), "began_s": time.time(), "process": os.getpid()}
+    watcher = subprocess.Popen(
+        [sys.executable, "-m", "surefoot.beside"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     )
+    assert watcher.stdin is not None
+    with suppress(BrokenPipeError), watcher.stdin as stream:  # not as an argument: a webhook is a secret
+        stream.write(json.dumps(told, default=str).encode())
+    return watcher
 
 
 def end(watcher: "subprocess.Popen[bytes]") -> None:
@@ -88,27 +99,30 @@ def main(told: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run
     signal.signal(signal.SIGTERM, lambda *_: is_over.set())
     said = json.loads(told)
-    folder, began_s = Path(said["run_folder"]), said["began_s"]
+    began_s, log = said["began_s"], said["run"].pop("log")
+    run = Watched(FindingLog(Path(log.pop("run_folder")), **log), **said["run"])
+    folder = run.log.run_folder
     supervisor = Supervisor(
         folder,
-        said["num_ranks"],
+        run.num_ranks,
         began_s,
-        num_elsewhere=said["num_elsewhere"],
-        gone_s=said["gone_s"],
+        num_elsewhere=run.num_elsewhere,
+        gone_s=run.gone_s,
         early_s=EARLY_S,
+        deadlines_s=run.deadlines_s,
     )
     codes = set()
     try:
         while not is_over.wait(EVERY_S) and os.getppid() == said["process"]:
             for finding in supervisor.look(time.time()):
                 codes.add(finding.code)
-                _note(folder, finding)
+                _note(run.log, finding)
         dead = None if codes & {"SF101", "SF201"} else _death(supervisor, folder, began_s - EARLY_S)
     except Exception as error:  # noqa: BLE001 - a defect in looking must not look like one of the run
         _say(f"the run goes on without a supervisor: {type(error).__name__}: {error}")
         return
     if dead is not None:
-        _note(folder, dead)
+        _note(run.log, dead)
         if (folder / "run.yaml").is_file():  # a run of ours
             with suppress(OSError, StorageError):
                 write_end(folder, findings=[dead], error=dead.cause, since_s=began_s)
@@ -139,9 +153,8 @@ def _death(supervisor: Supervisor, folder: Path, since_s: float) -> Finding | No
     return replace(found, cause=cause, confidence=0.5)
 
 
-def _note(folder: Path, finding: Finding) -> None:
-    with suppress(OSError):  # a full disk: it is said all the same
-        note_finding(folder, finding)
+def _note(log: FindingLog, finding: Finding) -> None:
+    log.note(finding)
     _say(finding.as_text())
 
 
@@ -151,4 +164,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.stdin.read())

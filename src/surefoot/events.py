@@ -176,6 +176,25 @@ class MemorySampled:
     """All that tensors use on CUDA; None elsewhere, where it is what of the process's memory belongs to no file."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsUsed:
+    """How the routers spread the tokens of many steps over the experts, over the global batches."""
+
+    rank: int
+    step: int
+    """The last of them."""
+    layer: int
+    """The MoE layer with the busiest expert."""
+    share: float
+    """Of the tokens, those that chose it."""
+    even_share: float
+    """What that would be if all experts were used evenly: experts a token chooses, over the experts of the layer."""
+    silent: int
+    """Experts of all layers that got no token."""
+    rows: float
+    """Rows an expert got on average."""
+
+
 Event = (
     Preparing
     | DataCounted
@@ -184,6 +203,7 @@ Event = (
     | PhaseEnded
     | BatchDescribed
     | MemorySampled
+    | ExpertsUsed
     | StepEnded
     | Evaluated
     | CheckpointSaved

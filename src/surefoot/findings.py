@@ -83,8 +83,9 @@ CATALOGUE: dict[str, Page] = {
     ),
     "SF108": Page(
         "error",
-        "a collective does not end although all ranks are in it",
-        "The Flight Recorders of all ranks show the same collective, asked for and not over.",
+        "the network does not carry a collective",
+        "The Flight Recorders of all ranks show the same collective, asked for and not over; or one rank is in a "
+        "collective that another is through with, so what that one sent does not arrive.",
         "The network does not carry it: check the interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), firewalls, and "
         "with GPUs peer-to-peer access (NCCL_P2P_DISABLE=1 to compare).",
         ("NVIDIA/nccl#286", "QwenLM/Qwen#970"),
@@ -186,6 +187,30 @@ CATALOGUE: dict[str, Page] = {
         "a gradient is not finite",
         "The loss is finite, the gradient of the named parameters is not; the weights were not updated with it.",
         "Lower learning_rate or max_grad_norm; resume from the last good checkpoint.",
+    ),
+    "SF403": Page(
+        "warning",
+        "the loss has jumped and stays up",
+        "Five steps in a row lie above each of the thirty before them, half of them by a factor of 1.5 and half a nat. "
+        "The norm of the gradients around the jump tells steps that were too large from data that are unlike.",
+        "Resume from a checkpoint before the jump with a lower learning_rate, more warmup_steps or a lower "
+        "max_grad_norm; where the gradients were as usual, look at the rows of these steps (`surefoot data`).",
+        ("modelscope/ms-swift#1099",),
+    ),
+    "SF404": Page(
+        "warning",
+        "a router sends nearly all tokens to one expert",
+        "Over fifty steps one expert of the layer got nine tenths or more of what it could get at most.",
+        "Set router_aux_loss_coef (0.001 to 0.01) where routers are trained, or leave `router` out of target_modules. "
+        "Routers that are frozen came like this with the model.",
+    ),
+    "SF405": Page(
+        "info",
+        "experts that get no token",
+        "Over fifty steps they got none, where each would have got dozens if all were used evenly.",
+        "Nothing, where routers are frozen: these data do not use them, and LoRA on them learns nothing. Where routers "
+        "are trained, set router_aux_loss_coef.",
+        ("hpcaitech/ColossalAI#5426",),
     ),
     "SF501": Page(
         "error",

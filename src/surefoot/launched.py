@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -18,7 +17,7 @@ from surefoot.health.witness import read_stacks
 from surefoot.parallel.launch import RankFailure, launch
 from surefoot.parallel.layout import Layout
 from surefoot.storage import write_json
-from surefoot.training.record import METRICS, RunRecord, RunResult, note_finding, read_result, steps_done, write_end
+from surefoot.training.record import METRICS, FindingLog, RunRecord, RunResult, read_result, steps_done, write_end
 from surefoot.training.resolve import device_type
 
 
@@ -33,6 +32,7 @@ def train_launched(loaded: LoadedConfig, *, screen: bool) -> RunResult:
     Layout.of(loaded.run, loaded.run.nproc_per_node * loaded.run.nnodes, loaded.where)
     began_s = time.time()
     restarts: list[Finding] = []
+    log = FindingLog.of(loaded.run)
 
     def on_restart(failure: RankFailure, attempt: int) -> None:
         finding = _finding_of(failure, folder, began_s)
@@ -40,14 +40,13 @@ def train_launched(loaded: LoadedConfig, *, screen: bool) -> RunResult:
         finding = replace(finding, cause=f"{finding.cause}. All ranks are started again ({often}), from what was saved")
         restarts.append(finding)
         if folder.is_dir():
-            with suppress(OSError):  # a full disk: it is said all the same
-                note_finding(folder, finding)
+            log.note(finding)
         if screen:
             print(finding.as_text(), file=sys.stderr, flush=True)
 
     failure = launch(loaded.run, {**loaded.as_json(), "screen": screen}, on_restart)
     if failure is not None:
-        _raise(failure, folder, began_s, restarts, screen=screen)
+        _raise(failure, log, began_s, restarts, screen=screen)
     if restarts:
         write_end(folder, findings=restarts)
     result = read_result(folder)
@@ -74,9 +73,10 @@ def _finding_of(failure: RankFailure, folder: Path, began_s: float) -> Finding:
 
 
 def _raise(
-    failure: RankFailure, folder: Path, began_s: float, restarts: Sequence[Finding], *, screen: bool
+    failure: RankFailure, log: FindingLog, began_s: float, restarts: Sequence[Finding], *, screen: bool
 ) -> NoReturn:
     """Raises: what the ranks raised. Where they took steps since `began_s` and none could say so, summary.json does."""
+    folder = log.run_folder
     result = read_result(folder)
     if failure.kind == StoppedOnFinding.__name__ and result is not None and result.findings:
         write_end(folder, findings=restarts)
@@ -93,7 +93,7 @@ def _raise(
         )
         write_json(folder / "summary.json", ended.as_dict())
         if failure.death is not None:
-            note_finding(folder, found[-1])
+            log.note(found[-1])
     if failure.death is not None:
         if screen:
             print(found[-1].as_text(), file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ from surefoot.health.recorder import read_history
 from surefoot.health.supervisor import Supervisor
 from surefoot.health.witness import read_stacks
 from surefoot.process_end import describe_end, was_for_memory
-from surefoot.training.record import METRICS, note_finding, write_end
+from surefoot.training.record import METRICS, FindingLog, write_end
 
 EVERY_S = 1.0
 """Between two looks."""
@@ -93,6 +93,7 @@ class _Watch:
 
     def __init__(self, loaded: LoadedConfig, *, as_json: bool) -> None:
         self._run = loaded.run
+        self._log = FindingLog.of(loaded.run)
         self._began_s = time.time()
         self._oom_kills = cgroup.oom_kills()
         self.found: list[Finding] = []
@@ -119,15 +120,20 @@ class _Watch:
         assert self._job is not None
         ranks = self._run.nproc_per_node * self._run.nnodes
         elsewhere = ranks - self._run.nproc_per_node
-        supervisor = Supervisor(self._run.run_folder, ranks, self._began_s, num_elsewhere=elsewhere)
+        supervisor = Supervisor(
+            self._run.run_folder,
+            ranks,
+            self._began_s,
+            num_elsewhere=elsewhere,
+            deadlines_s=self._run.phase_timeout_s,
+        )
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return self._job.wait(EVERY_S)
             now_s = time.time()
             for finding in self._looked(supervisor, now_s):
                 self.found.append(finding)
-                with suppress(OSError):  # a full disk: it is said all the same
-                    note_finding(self._run.run_folder, finding)
+                self._log.note(finding)
                 _say(finding.as_text())
             if supervisor.stood_s is not None and not self._is_blind:
                 _say(f"the run goes on again, {supervisor.stood_s:.0f} s later")
@@ -166,8 +172,8 @@ class _Watch:
         stacks = read_stacks(folder, rank) if rank is not None else ""
         finding = find_death(rank, how, for_memory=for_memory, history=history, last_stacks=stacks)
         if history:
+            self._log.note(finding)
             with suppress(OSError, StorageError):  # a full disk: it is said all the same
-                note_finding(folder, finding)
                 write_end(folder, findings=[finding], error=finding.cause, since_s=self._began_s)
         _say(finding.as_text())
         return StoppedOnFinding.exit_status

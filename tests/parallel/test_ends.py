@@ -163,6 +163,9 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_with_one_finding(
     assert finding["evidence"]["step"] == 3
     assert finding["evidence"]["ranks"] == "1"
     assert "rows.jsonl:10" in finding["evidence"]["rows"]
+    assert finding["evidence"]["row"] == "rows.jsonl:10"
+    assert finding["evidence"]["first_module"] == "model.embed_tokens"
+    assert finding["evidence"]["weights"] == "model.embed_tokens.weight"
     assert stderr.count("SF401") == 1
 
 

@@ -32,6 +32,26 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
+def test_what_was_only_measured_leaves_no_process_group(
+    tmp_path: Path, parallel_model: Any, parallel_data: Path, run_on: Any
+) -> None:
+    sizes = {"before": 1, "1": 1, "2": 2, "auto": "auto"}
+    run_on(
+        2,
+        [
+            settings_of(
+                parallel_model("qwen2_moe"), parallel_data, tmp_path / name, expert_parallel_size=size, max_steps=2
+            )
+            for name, size in sizes.items()
+        ],
+    )
+    groups = [int((tmp_path / name / "process_groups.txt").read_text()) for name in sizes]
+    before, with_1, with_2, with_auto = groups
+    kept, _ = measured(tmp_path / "auto")
+    assert with_auto - with_2 == {1: with_1 - before, 2: with_2 - with_1}[kept]
+
+
+@pytest.mark.slow
 def test_auto_times_each_size_and_keeps_the_fastest(
     tmp_path: Path, parallel_model: Any, parallel_data: Path, run_on: Any
 ) -> None:

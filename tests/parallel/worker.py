@@ -1,6 +1,7 @@
 """One rank of many runs, one after the other, in one process: `worker.py JOBS.json`, alone or under torchrun.
 
-A job is the settings of a run. With `reshard_to`, its checkpoint is loaded on these ranks and saved again there.
+A job is the settings of a run. With `reshard_to`, its checkpoint is loaded on these ranks and saved again there. After
+a run, process_groups.txt in its folder says how many process groups this process is in.
 """
 
 import json
@@ -9,12 +10,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import surefoot
 from surefoot.config import load_config
 from surefoot.parallel.ranks import Ranks, joined
 from surefoot.training.folder import Resume
 from surefoot.training.resolve import resolve
-from surefoot.training.run import _assemble
+from surefoot.training.run import _assemble, _open
 from surefoot.training.saver import Saver
 from surefoot.worker import leave
 
@@ -25,7 +28,8 @@ def reshard(settings: dict[str, Any], target: str, ranks: Ranks) -> None:
     if ranks.is_first:
         Path(target).mkdir(parents=True)
     with ExitStack() as undo:
-        assembled = _assemble(loaded, resume, lambda _: None, undo, ranks)
+        opened = _open(loaded, resume, lambda _: None, ranks)
+        assembled = _assemble(loaded, opened, resume, lambda _: None, undo, ranks)
     learner = assembled.job.learner
     saver = Saver(Path(target), {}, None, ranks)
     saver.save(learner.parameters, learner.optimizer, assembled.state)
@@ -37,6 +41,9 @@ with joined("cpu") as ranks:
         target = settings.pop("reshard_to", None)
         if target is None:
             surefoot.train(settings, screen=False)
+            if ranks.is_first:
+                count = len(torch.distributed.distributed_c10d._world.pg_map)
+                Path(settings["output_dir"], "process_groups.txt").write_text(str(count))
         else:
             reshard(settings, target, ranks)
 leave(0)

@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from surefoot.events import Phase
+
 DatasetFormat = Literal["auto", "messages", "sharegpt", "alpaca", "query_response", "prompt_completion", "text"]
 
 
@@ -155,6 +157,12 @@ class RunConfig(BaseModel):
     end it and start it again from the newest checkpoint (at most `max_restarts` times, once if that is 0)."""
     stall_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds that a stall may stand, after it was found and named, before `on_stall` acts."""
+    phase_timeout_s: dict[Phase, Annotated[float, Field(gt=0)]] = {}
+    """Seconds without a sign of life after which a phase is taken for a stall, whatever its rank does, instead of a
+    limit from the run's own history: `{save: 900}`. Phases: load, tokenise, wait for data, forward, ..."""
+    webhook: str | None = Field(default=None, pattern=r"^(https?://\S+|\$\w+)$")
+    """Findings are posted there as well: an address, or `$NAME` of an environment variable that holds it. Slack,
+    Mattermost, Feishu, DingTalk and WeCom are told apart by the address; others get JSON with `text` and `finding`."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """How training state is spread over ranks: 0 not at all, 1 optimizer, 2 and gradients, 3 and parameters."""
     offload: Literal["cpu"] | None = None
@@ -209,7 +217,7 @@ class RunConfig(BaseModel):
 FREE_ON_RESUME = frozenset(
     "output_dir eval_dataset dataset_num_proc per_device_train_batch_size gradient_accumulation_steps "
     "global_batch_size device gradient_checkpointing compile nproc_per_node nnodes rdzv_endpoint max_restarts "
-    "health on_stall stall_timeout_s "
+    "health on_stall stall_timeout_s phase_timeout_s webhook "
     "zero_stage offload dp_replicate_size expert_parallel_size save_steps save_total_limit resume_from_checkpoint "
     "overwrite_output_dir logging_steps eval_steps report report_to".split()
 )

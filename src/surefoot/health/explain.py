@@ -10,6 +10,7 @@ from surefoot.errors import ConfigError
 from surefoot.findings import Finding
 from surefoot.health import evidence
 from surefoot.health.diagnose.memory import find_leaks
+from surefoot.health.diagnose.numerics import find_numerics_in
 from surefoot.health.diagnose.speed import find_slow_in
 from surefoot.health.diagnose.stall import find_stall
 from surefoot.health.recorder import Entry, History, last_start, open_phases, read_history
@@ -76,7 +77,8 @@ def explain(run_folder: Path, history: History | None = None) -> Explanation:
     history = history or read_history(run_folder)
     missing = list(history.unreadable)
     written, unreadable = _written(run_folder / "findings.jsonl")
-    again = [*find_leaks(history.entries), *find_slow_in(history.entries)]
+    entries = history.entries
+    again = [*find_leaks(entries), *find_slow_in(entries), *find_numerics_in(entries)]
     known = {(finding.code, finding.evidence.get("rank")) for finding in written}
     found = [*written, *(one for one in again if (one.code, one.evidence.get("rank")) not in known)]
     missing += unreadable

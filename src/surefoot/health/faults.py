@@ -10,6 +10,8 @@ import mmap
 import os
 import queue
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -18,12 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from surefoot import cgroup
 from surefoot.events import Event, Phase, PhaseBegan
 
 VARIABLE = "SUREFOOT_FAULT"
 LONG_S = 10_000
 MOST_LIMIT_BYTES = 8 << 30
+SO_ATTACH_FILTER, SO_MAX_PACING_RATE = 26, 47
+"""Of Linux; Python's socket module has no names for them."""
+SLOW_BYTES_PER_S = 40_000
 
 
 @dataclass(frozen=True)
@@ -187,6 +194,34 @@ def _exhaust_memory(_: bool) -> None:
         _KEPT.append(bytearray(b"x" * (32 << 20)))
 
 
+def _sockets_to_peers() -> list[socket.socket]:
+    """Copies of this rank's connections to the others, which gloo made; not those to the store."""
+    store = int(os.environ["MASTER_PORT"])
+    connections = psutil.Process().net_connections("tcp")
+    return [
+        socket.socket(fileno=os.dup(one.fd))
+        for one in connections
+        if one.status == psutil.CONN_ESTABLISHED and store not in (one.laddr.port, one.raddr.port)
+    ]
+
+
+def _cut_network(_: bool) -> None:
+    """The kernel drops whatever comes in from the other ranks, as a broken network does; no one is told."""
+    drop_all = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction: take 0 bytes of the packet
+    code = ctypes.create_string_buffer(drop_all)
+    program = struct.pack("HP", 1, ctypes.addressof(code))
+    for peer in _sockets_to_peers():
+        with peer:
+            peer.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+
+
+def _slow_network(_: bool) -> None:
+    """The kernel sends to the other ranks at a rate of a modem."""
+    for peer in _sockets_to_peers():
+        with peer:
+            peer.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, SLOW_BYTES_PER_S)
+
+
 def _hiccup(_: bool) -> None:
     time.sleep(6.0)
 
@@ -226,6 +261,10 @@ FAULTS: dict[str, Fault] = {
     "other-order": Fault(
         "two groups in another order on one rank", "forward", _other_order, "SF105", False, on_all=True
     ),
+    "network-cut": Fault(
+        "a network that carries nothing any more", "forward", _cut_network, "SF108", False, on_all=True
+    ),
+    "network-slow": Fault("a network that is slow", "forward", _slow_network, "SF304", False, on_all=True),
     "leaking": Fault("a list that keeps 1 MiB a step", "forward", _leak, "SF202", in_each_step=True),
     "out-of-memory": Fault(
         "memory up to the limit of the cgroup", "forward", _exhaust_memory, "SF201", needs_limits=True

@@ -18,6 +18,7 @@ from surefoot.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    ExpertsUsed,
     MemorySampled,
     Phase,
     PhaseBegan,
@@ -33,7 +34,7 @@ from surefoot.health.witness import Witness
 
 KINDS = (
     "phase began", "phase ended", "batch", "step", "evaluated", "checkpoint", "run started", "run ended", "preparing",
-    "memory",
+    "memory", "experts",
 )  # fmt: skip
 PHASES: tuple[str, ...] = ("", *get_args(Phase))
 VALUE_NAMES: dict[str, tuple[str, ...]] = {
@@ -41,6 +42,7 @@ VALUE_NAMES: dict[str, tuple[str, ...]] = {
     "phase ended": ("anonymous_bytes",),
     "batch": ("tokens", "trained", "sequences", "fillers"),
     "step": ("loss", "grad_norm", "step_time_s", "peak_memory_bytes", "garbage_s"),
+    "experts": ("layer", "share", "even_share", "silent", "rows"),
     "memory": ("frozen", "trained", "gradients", "optimizer", "total"),
     "evaluated": ("eval_loss",),
     "checkpoint": ("save_time_s",),
@@ -159,6 +161,9 @@ class Recorder:
         elif isinstance(event, MemorySampled):
             total = event.total if event.total is not None else self._memory.anonymous_bytes()
             self._write("memory", event.step, event.frozen, event.trained, event.gradients, event.optimizer, total)
+        elif isinstance(event, ExpertsUsed):
+            spread = (event.layer, event.share, event.even_share, event.silent, event.rows)
+            self._write("experts", event.step, *spread)
         elif isinstance(event, StepEnded):
             numbers = (event.loss, event.grad_norm, event.step_time_s, event.peak_memory_bytes)
             self._write("step", event.step, *numbers, self._garbage.since_last_s())

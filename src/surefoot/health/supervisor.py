@@ -18,9 +18,11 @@ from statistics import median
 
 from surefoot import cgroup
 from surefoot.errors import StorageError
+from surefoot.events import Phase
 from surefoot.findings import Finding
 from surefoot.health import evidence as kept
 from surefoot.health.diagnose.memory import MemoryTrend
+from surefoot.health.diagnose.numerics import Numbers
 from surefoot.health.diagnose.speed import RankTimes, find_slow, find_straggler
 from surefoot.health.diagnose.stall import find_stall
 from surefoot.health.evidence import RankEvidence, StallEvidence
@@ -70,6 +72,7 @@ class _Rank:
     ring: RingReader
     memory: MemoryTrend
     times: RankTimes = field(default_factory=RankTimes)
+    numbers: Numbers = field(default_factory=Numbers)
     said: int = 0
     last_s: float = 0.0
     step: int = 0
@@ -142,11 +145,14 @@ class Supervisor:
         num_elsewhere: int = 0,
         gone_s: float = GONE_S,
         early_s: float = 0.0,
+        deadlines_s: Mapping[Phase, float] | None = None,
     ) -> None:
         """`num_ranks` of the run, of which `num_elsewhere` are on other machines; a rank may be gone for `gone_s`.
 
         A rank that began so much as `early_s` before `began_s` belongs to the run if its process is there.
+        `deadlines_s`: by phase, silence in it that is late whatever the rank does, in place of what is usual.
         """
+        self._deadlines_s = deadlines_s or {}
         self._gone_s, self._early_s = gone_s, early_s
         self._folder, self._num_ranks, self._num_elsewhere = run_folder, num_ranks, num_elsewhere
         self._num_here = num_ranks - num_elsewhere
@@ -159,8 +165,8 @@ class Supervisor:
         self._steps: deque[float] = deque(maxlen=USUAL_STEPS)
         """Seconds of the newest steps, without the first."""
         self._leaking: set[int] = set()
-        self._slow: set[str] = set()
-        """Codes of what was found to be slow: each is said once."""
+        self._said: set[str] = set()
+        """Codes of what was found in the run's times and numbers: each is said once."""
         self._throttled: deque[tuple[float, tuple[int, int]]] = deque()
         """When, and the kernel's counts then, of the last `THROTTLED_OVER_S`."""
         self._next_trends_s = began_s
@@ -234,9 +240,11 @@ class Supervisor:
         slow = find_slow(times, self._throttled_share(now_s), num_ranks=self._num_ranks)
         if not slow and len(times) == self._num_ranks > 1 and len(self._steps) == USUAL_STEPS:
             slow = self._stragglers(now_s)
-        found += [finding for finding in slow if finding.code not in self._slow]
-        self._slow.update(finding.code for finding in slow)
-        return found
+        first = min(self._ranks, default=None)
+        numbers = self._ranks[first].numbers.findings() if first is not None else []
+        new = [finding for finding in (*slow, *numbers) if finding.code not in self._said]
+        self._said.update(finding.code for finding in new)
+        return found + new
 
     def _stragglers(self, now_s: float) -> list[Finding]:
         """The rank the others wait for, if it is always one; asked for now and then."""
@@ -286,6 +294,7 @@ class Supervisor:
             kind = KINDS[record.kind]
             values = dict(zip(VALUE_NAMES.get(kind, ()), record.values, strict=False))
             rank.times.add(kind, PHASES[record.phase], record.step, record.time_s, values)
+            rank.numbers.add(kind, record.step, values)
             if kind in ("phase began", "phase ended"):
                 rank.memory.add(kind, PHASES[record.phase], record.step, record.values[0])
             if kind == "phase began":
@@ -308,6 +317,9 @@ class Supervisor:
             return quiet_s > self._gone_s  # whoever started it sees it first and says more, or starts it again
         if self._num_elsewhere and any(not rank.step for rank in going):
             return quiet_s > LONGEST_S  # they may wait for other machines, which load or prepare
+        given_s = [s for phase, s in self._deadlines_s.items() if any(phase in rank.open for rank in going)]
+        if given_s:
+            return quiet_s > min(given_s)
         if any(rank.is_served for rank in going if rank.phase == "wait for data"):
             return quiet_s > LONGEST_S
         quiet = [rank for rank in going if rank.phase in QUIET_PHASES]

@@ -17,10 +17,11 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from surefoot.beside import SUPERVISED, end, ranks_elsewhere, start
+from surefoot.beside import SUPERVISED, Watched, end, ranks_elsewhere, start
 from surefoot.events import Event, Observer, Phase, PhaseBegan, PhaseEnded, RunEnded, StepEnded
 from surefoot.health.observers import rank_observers
 from surefoot.health.witness import record_collectives
+from surefoot.training.record import FindingLog
 
 SIGN_EVERY_S = 1.0
 """Between two signs of life in an evaluation."""
@@ -35,7 +36,9 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
     its training step: the rollouts of GRPO too. In a notebook, `close` ends the watch over a training that failed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, webhook: str | None = None) -> None:
+        """`webhook`: findings are posted there as well; an address, or `$NAME` of an environment variable."""
+        self._webhook = webhook
         self._observers: list[Observer] = []
         self._watcher: subprocess.Popen[bytes] | None = None
         self._rank = 0
@@ -50,7 +53,8 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         folder = Path(args.output_dir)
         self._rank, self._step = int(args.process_index), int(state.global_step) + 1
         if args.local_process_index == 0 and SUPERVISED not in os.environ:
-            self._watcher = start(folder, num_ranks=args.world_size, num_elsewhere=ranks_elsewhere(args.world_size))
+            elsewhere = ranks_elsewhere(args.world_size)
+            self._watcher = start(Watched(FindingLog(folder, self._webhook), args.world_size, elsewhere))
         self._observers = rank_observers(folder, self._rank)
         atexit.register(self.close)  # an exception ends the run without on_train_end; a kill leaves no last word
         self._step_began_s = time.perf_counter()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from surefoot.config import RunConfig
@@ -123,6 +124,15 @@ class Meshes:
                 mesh_dim_names=("dp_replicate", "fsdp", "ep"),
             )
         return self._experts[shards]
+
+    def leave(self) -> None:
+        """Destroy the process groups that were made for these meshes. Every rank does it, in the same order."""
+        meshes = (self._dense, *self._experts.values())
+        groups = [mesh.get_group(name) for mesh in meshes for name in mesh.mesh_dim_names or ()]
+        for group in dict.fromkeys(groups):  # dimensions may share one, or have that of all ranks
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        self._experts.clear()
 
     def get_mesh(self, dims: str | tuple[str, ...]) -> DeviceMesh:
         """A view of the dense mesh, as transformers asks for it."""

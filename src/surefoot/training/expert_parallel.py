@@ -115,17 +115,21 @@ def _step_time_s(
     collectives leaves them waiting there until their deadline.
     """
     learners: list[Learner] = []
-    if _slowest_s(lambda: learners.append(build_learner(config, base, ranks, device)), ranks) is None:
-        return None
-    seconds: list[float] = []
-    for _ in range(WARMUP_STEPS + TIMED_STEPS):
-        rows, step = _prepared_step(learners[0], batches, position)
-        taken_s = _slowest_s(step, ranks)
-        if taken_s is None:
+    try:
+        if _slowest_s(lambda: learners.append(build_learner(config, base, ranks, device)), ranks) is None:
             return None
-        seconds.append(taken_s)
-        position = rows.next
-    return statistics.median(seconds[WARMUP_STEPS:])
+        seconds: list[float] = []
+        for _ in range(WARMUP_STEPS + TIMED_STEPS):
+            rows, step = _prepared_step(learners[0], batches, position)
+            taken_s = _slowest_s(step, ranks)
+            if taken_s is None:
+                return None
+            seconds.append(taken_s)
+            position = rows.next
+        return statistics.median(seconds[WARMUP_STEPS:])
+    finally:
+        for learner in learners:
+            learner.give_up()
 
 
 def _slowest_s(work: Callable[[], object], ranks: Ranks) -> float | None:

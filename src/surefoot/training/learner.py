@@ -54,4 +54,5 @@ def build_learner(config: RunConfig, base: Path, ranks: Ranks, device: torch.dev
         device=device,
         forward_context=forward_context,
         before_micro_batch=partial(sharding.before_micro_batch, built.model) if sharding else lambda _: None,
+        give_up=sharding.meshes.leave if sharding else lambda: None,
     )

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -22,10 +22,11 @@ from surefoot.data.loader import MicroBatch
 from surefoot.data.order import Position, StepBatch
 from surefoot.errors import DataError, StoppedOnFinding, SurefootError
 from surefoot.events import BatchDescribed, CheckpointSaved, Evaluated, Event, StepEnded
-from surefoot.findings import Finding
 from surefoot.parallel.ranks import Ranks
 from surefoot.training.checkpoint import TrainState, checkpoint_folder, list_checkpoints
+from surefoot.training.expert_use import ExpertUse
 from surefoot.training.ledger import sample_memory
+from surefoot.training.nonfinite import not_finite_finding
 from surefoot.training.optim import EPSILON, learning_rate_at
 from surefoot.training.phases import Phases
 from surefoot.training.saver import Saver
@@ -68,6 +69,17 @@ class StopSignal:
         self.received = signal.Signals(number).name
 
 
+def share_done(config: RunConfig, step: int, epoch: float) -> float:
+    """How much of the run is done, 0 to 1: of its steps if their number is set, else of the rows."""
+    done = step / config.max_steps if config.max_steps is not None else epoch / config.epochs
+    return min(done, 1.0)
+
+
+def is_over(config: RunConfig, state: TrainState) -> bool:
+    """Whether no step is left."""
+    return share_done(config, state.step, state.epoch) >= 1.0 - EPSILON
+
+
 @dataclass(frozen=True)
 class Job:
     """Everything the loop works with, assembled by `run.py`."""
@@ -85,18 +97,17 @@ class Job:
     phases: Phases
     emit: Callable[[Event], None]
     saver: Saver
+    expert_use: ExpertUse
 
     @property
     def ranks(self) -> Ranks:
         return self.learner.ranks
 
     def share(self, step: int, epoch: float) -> float:
-        """How much of the run is done, 0 to 1: of its steps if their number is set, else of the rows."""
-        done = step / self.config.max_steps if self.config.max_steps is not None else epoch / self.config.epochs
-        return min(done, 1.0)
+        return share_done(self.config, step, epoch)
 
     def is_over(self, state: TrainState) -> bool:
-        return self.share(state.step, state.epoch) >= 1.0 - EPSILON
+        return is_over(self.config, state)
 
     def expected_steps(self, step: int, epoch: float) -> int:
         """Steps of the whole run, by what is known after `step` of them."""
@@ -201,7 +212,16 @@ def _one_step(job: Job, state: TrainState, ready: _Ready) -> TrainState:
             max_grad_norm=config.max_grad_norm,
         )
     except NotFinite as error:
-        stopped = StoppedOnFinding(_not_finite_finding(job, state, error, batches, learning_rate))
+        job.saver.wait()
+        finding = not_finite_finding(
+            job.learner,
+            error,
+            [batch.to(job.learner.device) for batch in batches],
+            step=state.step + 1,
+            learning_rate=learning_rate,
+            last_good=next(iter(reversed(list_checkpoints(job.run_folder))), None),
+        )
+        stopped = StoppedOnFinding(finding)
         stopped.is_agreed = True
         raise stopped from error
     step_time_s = time.perf_counter() - ready.began
@@ -216,6 +236,11 @@ def _one_step(job: Job, state: TrainState, ready: _Ready) -> TrainState:
         warmup_end=end if state.step + 1 == config.warmup_steps else state.warmup_end,
     )
     job.emit(_step_ended(job, state, result, learning_rate, step_time_s))
+    counts = job.learner.objective.expert_counts
+    if counts is not None:
+        used = job.expert_use.add(state.step, counts, result.totals.tokens)
+        if used is not None:
+            job.emit(used)
     return state
 
 
@@ -280,32 +305,3 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
-
-
-def _not_finite_finding(
-    job: Job, state: TrainState, error: NotFinite, batches: Sequence[MicroBatch], learning_rate: float
-) -> Finding:
-    job.saver.wait()
-    saved = list_checkpoints(job.run_folder)
-    ranks = job.ranks.gather([[place for batch in batches for place in batch.places], list(error.parameters)])
-    places = [place for found, _ in ranks for place in found]
-    names = list(dict.fromkeys(name for _, found in ranks for name in found))
-    evidence: dict[str, Any] = {
-        "step": state.step + 1,
-        error.what: str(error.value),
-        "learning_rate": learning_rate,
-        "rows": ", ".join(places[:32]) + (f" and {len(places) - 32} more" if len(places) > 32 else ""),
-        "last_good_checkpoint": str(saved[-1]) if saved else "none",
-    }
-    if names:
-        evidence["parameters"] = ", ".join(names[:8])
-    if job.ranks.size > 1:
-        evidence["ranks"] = ", ".join(
-            str(rank) for rank, is_bad in enumerate(job.ranks.gather(error.is_here)) if is_bad
-        )
-    return Finding(
-        code="SF401" if error.what == "loss" else "SF402",
-        cause=f"the {error.what} of step {state.step + 1} is {error.value}; the weights were not updated with it",
-        evidence=evidence,
-        fix="Look at the rows above. Lower learning_rate or add warmup_steps; resume from the last good checkpoint.",
-    )

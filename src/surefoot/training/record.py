@@ -1,16 +1,23 @@
 """What a run did: summary.json and findings.jsonl. Imports no torch."""
 
 import json
+import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from surefoot.alerts import post, write_text_page
 from surefoot.events import DataCounted, Event, FindingMade, RunStarted, StepEnded
 from surefoot.findings import Finding
 from surefoot.storage import write_json
 
+if TYPE_CHECKING:
+    from surefoot.config import RunConfig
+
+LOGGER = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 Status = Literal["completed", "interrupted", "failed"]
 
@@ -66,10 +73,45 @@ def read_result(run_folder: Path) -> RunResult | None:
         return None
 
 
-def note_finding(run_folder: Path, finding: Finding) -> None:
-    """Append a finding to findings.jsonl, in one write: ranks and supervisor both do."""
-    with open(run_folder / "findings.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps({"time_s": time.time(), **finding.as_dict()}) + "\n")
+@dataclass(frozen=True)
+class FindingLog:
+    """Where the findings of a run go, from its ranks and from whoever watches it."""
+
+    run_folder: Path
+    webhook: str | None = None
+    """An address, or `$NAME` of an environment variable that holds it."""
+    tensorboard: bool = False
+
+    @staticmethod
+    def of(config: "RunConfig") -> "FindingLog":
+        return FindingLog(config.run_folder, config.webhook, "tensorboard" in config.report_to)
+
+    def note(self, finding: Finding) -> None:
+        """Append a finding to findings.jsonl, in one write, and send it on. What cannot be done is logged.
+
+        A full disk, or a webhook that does not answer, ends no run.
+        """
+        try:
+            with open(self.run_folder / "findings.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps({"time_s": time.time(), **finding.as_dict()}) + "\n")
+        except OSError as error:
+            LOGGER.warning("finding %s could not be written down: %s", finding.code, error)
+        if self.webhook is not None:
+            problem = self._post(self.webhook, finding)
+            if problem is not None:
+                LOGGER.warning("%s", problem)
+        if self.tensorboard:
+            step = finding.evidence.get("step")
+            try:
+                write_text_page(self.run_folder, finding, step if isinstance(step, int) else 0)
+            except (OSError, ImportError) as error:
+                LOGGER.warning("finding %s could not be written for TensorBoard: %s", finding.code, error)
+
+    def _post(self, webhook: str, finding: Finding) -> str | None:
+        """What went wrong, if anything."""
+        if webhook.startswith("$") and webhook[1:] not in os.environ:
+            return f"webhook: {webhook}, but the environment has no {webhook[1:]}; finding {finding.code} is not sent"
+        return post(os.environ[webhook[1:]] if webhook.startswith("$") else webhook, self.run_folder, finding)
 
 
 def write_end(run_folder: Path, *, findings: Sequence[Finding], error: str | None = None, since_s: float = 0.0) -> None:
@@ -112,8 +154,9 @@ def completed_earlier(run_folder: Path, step: int) -> RunResult | None:
 class RunRecord:
     """The observer that knows, at any moment, what the summary would say; findings go to findings.jsonl at once."""
 
-    def __init__(self, run_folder: Path) -> None:
+    def __init__(self, run_folder: Path, log: FindingLog | None = None) -> None:
         self._folder = run_folder
+        self._log = log or FindingLog(run_folder)
         self.has_started = False
         self._steps = 0
         self._examples: Mapping[str, int] = {"read": 0, "trained": 0, "truncated": 0, "skipped": 0}
@@ -136,7 +179,7 @@ class RunRecord:
             self._peak_memory_bytes = event.peak_memory_bytes
         elif isinstance(event, FindingMade):
             self._findings.append(event.finding)
-            note_finding(self._folder, event.finding)
+            self._log.note(event.finding)
 
     def result(
         self, status: Status, *, train_loss: float | None = None, artifact: Path | None = None, error: str | None = None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from surefoot.config import OF_ALL_RANKS, LoadedConfig, RunConfig, as_yaml, changed_fields
 from surefoot.errors import CheckpointError, ConfigError, StoppedOnFinding, SurefootError
@@ -21,12 +22,13 @@ from surefoot.training.batches import RunData, open_data
 from surefoot.training.checkpoint import TrainState, load_checkpoint, read_state
 from surefoot.training.environment import environment
 from surefoot.training.expert_parallel import check_experts, choose_expert_parallel, describe_choice
+from surefoot.training.expert_use import ExpertUse
 from surefoot.training.folder import Resume, check_shared, claim, delete_run
 from surefoot.training.learner import build_learner
-from surefoot.training.loop import Job, StopSignal, fit
+from surefoot.training.loop import Job, StopSignal, fit, is_over
 from surefoot.training.metrics import build_observers
 from surefoot.training.phases import Phases
-from surefoot.training.record import RunRecord, RunResult, Status, completed_earlier, read_result
+from surefoot.training.record import FindingLog, RunRecord, RunResult, Status, completed_earlier, read_result
 from surefoot.training.resolve import device_type, resolve
 from surefoot.training.saver import Saver
 
@@ -48,7 +50,7 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *,
     config, folder = loaded.run, loaded.run.run_folder
     _agree_on_config(loaded, ranks)
     with StopSignal().watching() as stop, _claimed(loaded, ranks) as resume:
-        record = RunRecord(folder)
+        record = RunRecord(folder, FindingLog.of(config))
         everyone = list(observers)
         if ranks.is_first:
             own = build_observers(folder, config.logging_steps, list(config.report_to), screen=screen)
@@ -73,14 +75,14 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *,
 
         undo = ExitStack()
         try:
-            assembled = _assemble(loaded, resume, emit, undo, ranks)
-            is_over = assembled.job.is_over(assembled.state)
-            earlier = completed_earlier(folder, assembled.state.step) if is_over else None
+            opened = _open(loaded, resume, emit, ranks)
+            earlier = completed_earlier(folder, opened.state.step) if is_over(config, opened.state) else None
             if ranks.from_first(lambda: earlier is not None):
-                emit(Noted(f"complete since an earlier start: {assembled.state.step} steps"))
+                emit(Noted(f"complete since an earlier start: {opened.state.step} steps"))
                 complete = earlier or record.result("completed")
                 emit(RunEnded(complete.as_dict()))
                 return agreed(complete)
+            assembled = _assemble(loaded, opened, resume, emit, undo, ranks)
             state, status = fit(assembled.job, assembled.state, stop)
             assembled.data.end()
             train_loss = state.loss_sum / state.step if state.step else None
@@ -157,19 +159,26 @@ def _claimed(loaded: LoadedConfig, ranks: Ranks) -> Iterator[Resume]:
         yield Resume(Path(checkpoint) if checkpoint is not None else None, mine.findings)
 
 
-def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit, undo: ExitStack, ranks: Ranks) -> _Assembled:
-    """Data, model, optimizer, state, in this order: what is cheap and most often wrong comes first.
+@dataclass(frozen=True)
+class _Opened:
+    """What is known before data are prepared and weights are read."""
 
-    What must be ended with the run, however it ends, is put on `undo`.
-    """
-    config, folder = loaded.run, loaded.run.run_folder
+    base: Path
+    """The folder of the model."""
+    tokenizer: PreTrainedTokenizerBase
+    data: RunData
+    state: TrainState
+
+
+def _open(loaded: LoadedConfig, resume: Resume, emit: Emit, ranks: Ranks) -> _Opened:
+    """Find model and data, and where the run stands: what is cheap and most often wrong comes first."""
+    config = loaded.run
     for theirs, ours in loaded.renamed.items():
         emit(Noted(f"config: {theirs} is read as {ours}"))
     for note in loaded.notes:
         emit(Noted(f"config: {note}"))
     for finding in resume.findings:
         emit(FindingMade(finding))
-    device = torch.device(config.device, ranks.local_rank) if config.device == "cuda" else torch.device("cpu")
 
     phases = Phases(emit, ranks.rank)
     with phases("load"):
@@ -183,6 +192,20 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit, undo: ExitStack,
     if resume.checkpoint is not None:
         path, fingerprint = resume.checkpoint, state.data_fingerprint
         state = ranks.together(lambda: _resumed(loaded, path, fingerprint))
+    return _Opened(base, tokenizer, data, state)
+
+
+def _assemble(
+    loaded: LoadedConfig, opened: _Opened, resume: Resume, emit: Emit, undo: ExitStack, ranks: Ranks
+) -> _Assembled:
+    """Prepared data, model, optimizer and state.
+
+    What must be ended with the run, however it ends, is put on `undo`.
+    """
+    config, folder = loaded.run, loaded.run.run_folder
+    base, data, state = opened.base, opened.data, opened.state
+    device = torch.device(config.device, ranks.local_rank) if config.device == "cuda" else torch.device("cpu")
+    phases = Phases(emit, ranks.rank)
     undo.callback(data.stop)
     with phases("tokenise"):
         ranks.node_by_node(lambda: data.prepare(state.position))
@@ -208,6 +231,7 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit, undo: ExitStack,
         phases=phases,
         emit=emit,
         saver=Saver(folder, config.model_dump(mode="json"), config.save_total_limit, ranks),
+        expert_use=ExpertUse(ranks.rank),
     )
     undo.callback(job.saver.end)
     about = {**environment(device), "ranks": ranks.size, "expert_parallel_size_s": measured}
@@ -216,7 +240,10 @@ def _assemble(loaded: LoadedConfig, resume: Resume, emit: Emit, undo: ExitStack,
     lora = lora_settings(config)
     target = folder / ("adapter" if lora else "model")
     return _Assembled(
-        job, state, data, lambda: write_artifact(target, learner.model, tokenizer, lora, base, config.model, ranks)
+        job,
+        state,
+        data,
+        lambda: write_artifact(target, learner.model, opened.tokenizer, lora, base, config.model, ranks),
     )
 
 

@@ -6,7 +6,7 @@ The rules are asked in order; each either names a cause or passes. The last one 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from surefoot.findings import Finding
+from surefoot.findings import CATALOGUE, Finding
 from surefoot.health import stacks
 from surefoot.health.evidence import RankEvidence, StallEvidence
 from surefoot.health.flight import Collective, FlightRecord, read_flight
@@ -151,6 +151,34 @@ def _mismatched(case: _Case) -> Finding | None:
     return None
 
 
+def _left_alone(case: _Case) -> Finding | None:
+    """A rank is still in a collective that another one is through with: what that one sent does not arrive."""
+    for rank in case.ranks:
+        for one in case.waiting(rank):
+            through = [
+                other
+                for other in case.ranks
+                if other.rank in case.flights and _is_through(case.flights[other.rank], one)
+            ]
+            if through:
+                return case.finding(
+                    "SF108",
+                    f"rank {rank.rank} is in {one.call}, number {one.number} of {_meaning(case, one.group)}, and "
+                    f"{_names(through)} {'are' if len(through) > 1 else 'is'} through with it: what was sent does not "
+                    "arrive",
+                    CATALOGUE["SF108"].fix,
+                    confidence=0.8,
+                )
+    return None
+
+
+def _is_through(flight: FlightRecord, one: Collective) -> bool:
+    """Whether the rank of a flight record asked for a collective and it is over there."""
+    last = flight.last.get(one.group)
+    still = {waiting.number for waiting in flight.waiting if waiting.group == one.group}
+    return last is not None and last.number >= one.number and one.number not in still
+
+
 def _crossed(case: _Case) -> Finding | None:
     """Each rank waits in a group in which the others are not: they go through two groups in different order."""
     groups = {rank.rank: {one.group for one in case.waiting(rank)} for rank in case.ranks}
@@ -251,7 +279,7 @@ def _all_inside(case: _Case) -> Finding | None:
         "SF108",
         f"all ranks are in {call.call}, number {call.number} of {_meaning(case, call.group)}, and it does not end: "
         "the network between them does not carry it",
-        "Check the network between the machines: interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), firewall, cables.",
+        CATALOGUE["SF108"].fix,
         confidence=0.8,
     )
 
@@ -284,7 +312,17 @@ def _unknown(case: _Case) -> Finding:
     )
 
 
-RULES: Sequence[Rule] = (_not_under_way, _dead, _stopped, _mismatched, _crossed, _locked, _behind, _all_inside)
+RULES: Sequence[Rule] = (
+    _not_under_way,
+    _dead,
+    _stopped,
+    _mismatched,
+    _left_alone,
+    _crossed,
+    _locked,
+    _behind,
+    _all_inside,
+)
 
 
 def _place(rank: RankEvidence) -> dict[str, Any]:

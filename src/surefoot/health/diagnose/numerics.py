@@ -1,0 +1,127 @@
+"""Numbers that go wrong while they are still finite: a loss that jumps, routers that collapse. Pure.
+
+What ranks say of losses and experts is the same on all of them, so one rank is enough.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from surefoot.findings import CATALOGUE, Finding
+from surefoot.health.recorder import Entry, newest_starts
+
+BEFORE_STEPS = 30
+"""So many steps must have been calm before a jump."""
+AFTER_STEPS = 5
+"""So many must lie above all of them."""
+JUMP_TIMES, JUMP = 1.5, 0.5
+"""How much higher, as a factor and in nats, half of them must lie."""
+GRADIENT_TIMES = 3.0
+"""Gradients so much larger than usual, when the loss jumped, are its cause."""
+COLLAPSED = 0.9
+"""Of the way from an even spread to every token choosing the same expert."""
+LEAST_ROWS = 64
+"""Rows an expert would have got if all were used evenly; without so many, one that got none means nothing."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    step: int
+    loss: float
+    grad_norm: float
+
+
+@dataclass
+class Numbers:
+    """The losses and the use of experts of a run, gathered from what one of its ranks says."""
+
+    _steps: deque[_Step] = field(default_factory=lambda: deque(maxlen=BEFORE_STEPS + AFTER_STEPS))
+    _experts: tuple[int, Mapping[str, float]] | None = None
+    """The step and values of the newest record of them."""
+    _found: dict[str, Finding] = field(default_factory=dict)
+
+    def add(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        """What happened, in its order."""
+        if kind == "step":
+            self._steps.append(_Step(step, values["loss"], values["grad_norm"]))
+            self._keep(_jump(self._steps))
+        elif kind == "experts":
+            self._keep(_collapse(step, values))
+            self._keep(_silent(step, values))
+
+    def findings(self) -> list[Finding]:
+        """What was found, the first of each kind."""
+        return list(self._found.values())
+
+    def _keep(self, finding: Finding | None) -> None:
+        if finding is not None:
+            self._found.setdefault(finding.code, finding)
+
+
+def find_numerics_in(entries: Sequence[Entry]) -> list[Finding]:
+    """From a whole history; of the newest start of one rank."""
+    newest = newest_starts(entries)
+    first = min((entry.rank for entry in newest), default=0)
+    numbers = Numbers()
+    for entry in newest:
+        if entry.rank == first:
+            numbers.add(entry.kind, entry.step, entry.values)
+    return numbers.findings()
+
+
+def _jump(steps: Sequence[_Step]) -> Finding | None:
+    known = list(steps)
+    before, after = known[:-AFTER_STEPS], known[-AFTER_STEPS:]
+    if len(before) < BEFORE_STEPS or not all(one.loss > max(b.loss for b in before) for one in after):
+        return None
+    usual, now = median(one.loss for one in before), median(one.loss for one in after)
+    if now < max(JUMP_TIMES * usual, usual + JUMP):
+        return None
+    usual_norm = median(one.grad_norm for one in before)
+    at_jump = max(one.grad_norm for one in (*before[-2:], *after[:2]))
+    is_gradient = at_jump >= GRADIENT_TIMES * usual_norm
+    why = (
+        f"gradients were {at_jump / max(usual_norm, 1e-30):.0f} times as large as usual when it did: the steps are too "
+        "large for them"
+        if is_gradient
+        else "gradients were no larger than usual when it did: look at the data of these steps"
+    )
+    return Finding(
+        "SF403",
+        f"the loss has jumped from {usual:.3f} to {now:.3f} at step {after[0].step} and stays there; {why}",
+        {
+            "step": after[0].step,
+            "loss_before": round(usual, 4),
+            "loss_after": ", ".join(f"{one.loss:.3f}" for one in after),
+            "grad_norm_before": round(usual_norm, 4),
+            "grad_norm_at_the_jump": round(at_jump, 4),
+        },
+        CATALOGUE["SF403"].fix,
+        confidence=0.8 if is_gradient else 0.6,
+    )
+
+
+def _collapse(step: int, values: Mapping[str, float]) -> Finding | None:
+    share, even = values["share"], values["even_share"]
+    if values["rows"] < LEAST_ROWS or share - even < COLLAPSED * (1 - even) or even >= 1:
+        return None
+    return Finding(
+        "SF404",
+        f"in MoE layer {values['layer']:.0f} nearly every token chooses the same expert: {share:.0%} of them up to "
+        f"step {step}, where {even:.0%} would be even",
+        {"step": step, "layer": round(values["layer"]), "share": round(share, 3), "even_share": round(even, 3)},
+        CATALOGUE["SF404"].fix,
+    )
+
+
+def _silent(step: int, values: Mapping[str, float]) -> Finding | None:
+    if not values["silent"] or values["rows"] < LEAST_ROWS:
+        return None
+    return Finding(
+        "SF405",
+        f"{values['silent']:.0f} experts got no token at all in the steps before {step}, in which each would have got "
+        f"{values['rows']:.0f} if all were used evenly",
+        {"step": step, "experts_without_a_token": round(values["silent"]), "rows_if_even": round(values["rows"])},
+        CATALOGUE["SF405"].fix,
+    )

@@ -1,0 +1,87 @@
+"""Losses that jump and routers that collapse, from what ranks write down."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import surefoot
+from surefoot.findings import Finding
+from surefoot.health.diagnose.numerics import Numbers
+from surefoot.health.explain import explain
+from surefoot.training.expert_use import STEPS, ExpertUse
+from tests.conftest import make_model
+
+
+def found(losses: list[float], norms: list[float] | None = None) -> list[Finding]:
+    numbers = Numbers()
+    for step, (loss, norm) in enumerate(zip(losses, norms or [1.0] * len(losses), strict=True), 1):
+        numbers.add("step", step, {"loss": loss, "grad_norm": norm})
+    return numbers.findings()
+
+
+def falling(steps: int) -> list[float]:
+    return [3.0 - 0.02 * step + 0.3 * math.sin(step) for step in range(steps)]
+
+
+def test_a_loss_that_jumps_and_stays_is_found_once_with_its_step() -> None:
+    (finding,) = found([*falling(60), 6.0, 6.5, 6.2, 6.1, 6.3, 6.4, 6.5])
+    assert finding.code == "SF403"
+    assert finding.evidence["step"] == 61
+    assert "look at the data" in finding.cause
+
+
+def test_gradients_that_grew_first_are_named_as_the_cause() -> None:
+    norms = [1.0] * 59 + [40.0] + [9.0] * 7
+    (finding,) = found([*falling(60), 6.0, 6.5, 6.2, 6.1, 6.3, 6.4, 6.5], norms)
+    assert "40 times as large as usual" in finding.cause
+    assert finding.evidence["grad_norm_at_the_jump"] == 40.0
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        falling(100),
+        [*falling(60), 9.0, 9.0, 9.0, 9.0, *falling(100)[64:]],  # four steps, and back
+        [*falling(60), 2.9, 3.0, 2.9, 3.0, 3.0, 2.9],  # a little higher
+        [0.001] * 60 + [0.01] * 10,  # ten times nothing
+        [math.nan] * 100,  # a trainer that has logged none
+        falling(20) + [9.0] * 10,  # too early to know what is usual
+    ],
+)
+def test_what_is_no_jump(losses: list[float]) -> None:
+    assert found(losses) == []
+
+
+def counts(steps: int, rows: list[list[int]], tokens: int) -> list[Any]:
+    use = ExpertUse(0)
+    said = [use.add(step, torch.tensor(rows), tokens) for step in range(1, steps + 1)]
+    return [one for one in said if one is not None]
+
+
+def test_use_of_experts_is_added_up_over_many_steps() -> None:
+    (used,) = counts(STEPS + 3, [[8, 8, 8, 8], [0, 16, 16, 0]], 16)
+    assert (used.step, used.layer, used.silent) == (STEPS, 1, 2)
+    assert (used.share, used.even_share, used.rows) == (1.0, 0.5, 8.0 * STEPS)
+
+
+def test_a_router_that_sends_all_to_one_expert_is_found_in_a_real_run(
+    settings: dict[str, Any], tmp_path: Path, tokenizer: Any
+) -> None:
+    model = make_model("mixtral", num_experts=8, top_k=1)
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate.weight.zero_()  # all are equally good: the same one is always chosen
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    run = surefoot.train(settings, screen=False, model=str(tmp_path / "model"), max_steps=STEPS, save_steps=0)
+    findings = {finding.code: finding for finding in explain(run.run_folder).findings}
+    assert findings["SF404"].evidence["layer"] == 1
+    assert findings["SF404"].evidence["share"] == 1.0
+    assert findings["SF405"].evidence["experts_without_a_token"] >= 7
+
+
+def test_healthy_routers_are_no_finding(settings: dict[str, Any]) -> None:
+    run = surefoot.train(settings, screen=False, max_steps=STEPS, save_steps=0)
+    assert [finding.code for finding in explain(run.run_folder).findings] == []
