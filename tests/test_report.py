@@ -15,7 +15,7 @@ from surefoot.drill import settings_of
 from surefoot.errors import ConfigError
 from surefoot.findings import Finding
 from surefoot.report.page import write_report
-from surefoot.training.record import note_finding
+from surefoot.training.record import FindingLog
 from tests.conftest import counting_rows, surefoot, write_jsonl
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -34,7 +34,7 @@ def run_folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.Tem
     folder = package.train({**settings, **more}, screen=False).run_folder
     with open(folder / "metrics.jsonl", "a") as metrics:  # as a run that broke leaves it
         metrics.write('{"step": 31, "loss": NaN, "grad_norm": Infinity}\n{"step": 32, "lo')
-    note_finding(folder, Finding("SF302", f"it waits {EVIL}", {"rank": 0, "evil": EVIL}, "Wait less."))
+    FindingLog(folder).note(Finding("SF302", f"it waits {EVIL}", {"rank": 0, "evil": EVIL}, "Wait less."))
     return folder
 
 

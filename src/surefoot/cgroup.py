@@ -32,6 +32,18 @@ def memory_used_bytes() -> int | None:
     return int(used) - cache if used.isdigit() else None
 
 
+def cpu_quota() -> float | None:
+    """CPUs that the processes of this group may use at the same time; None also where there is no limit."""
+    new = _text("cpu", "cpu.max", "cpu.cfs_quota_us").split()
+    if len(new) == 2:  # version 2: quota and period
+        quota, period = new
+    elif new:
+        quota, period = new[0], _text("cpu", "cpu.max", "cpu.cfs_period_us")
+    else:
+        return None
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+
+
 def throttled_periods() -> tuple[int, int] | None:
     """(periods in which this group had to wait for its share of the CPUs, periods in which it ran) so far."""
     found = _values("cpu", "cpu.stat", "cpu.stat")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import surefoot
-from surefoot.errors import InputError, StoppedOnFinding, SurefootError
+from surefoot.errors import ConfigError, InputError, StoppedOnFinding, SurefootError
 
 if TYPE_CHECKING:
     from surefoot.config import LoadedConfig
@@ -73,6 +73,13 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--show", type=_count, default=1, metavar="N", help="show the first N samples (default 1)")
     data.add_argument("--json", action="store_true", help="print the report as one JSON object")
     data.set_defaults(verb=_data)
+
+    doctor = verbs.add_parser("doctor", help="check this machine, and a run on it, before the run starts")
+    doctor.add_argument("config", nargs="?", help="run.yaml")
+    doctor.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    doctor.add_argument("--against", metavar="RUN", help="show what changed since that run, or since a --json output")
+    doctor.add_argument("--json", action="store_true", help="print the machine and the checks as one JSON object")
+    doctor.set_defaults(verb=_doctor)
 
     explain = verbs.add_parser("explain", help="why a run stalled, died or leaked; or what a finding's code means")
     explain.add_argument("what", help="a run folder, or a code such as SF104; without one, all codes", nargs="?")
@@ -146,6 +153,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
     loaded = load_config(arguments.config, arguments.overrides)
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # of torchrun or SLURM: one process of the run's
+    if loaded.run.preflight and not is_rank and not _preflight(loaded):
+        return StoppedOnFinding.exit_status
     if is_rank or not loaded.run.health:
         return train_loaded(loaded, as_json=arguments.json)
     from surefoot.supervised import train_supervised
@@ -177,6 +186,47 @@ def _data(arguments: argparse.Namespace) -> int:
 
         print(as_text(report, color=sys.stdout.isatty()))
     return InputError.exit_status if report.refusal is not None else DONE
+
+
+def _preflight(loaded: "LoadedConfig") -> bool:
+    """Say what the doctor finds; returns whether the run may start."""
+    from surefoot.doctor.examine import examine, snapshot_for
+
+    checks = examine(snapshot_for(loaded), loaded)
+    for check in checks:
+        if check.status == "warning" and check.finding is not None:
+            print(f"doctor: {check.finding.code} {check.name}: {check.text}", file=sys.stderr)
+    failed = [check.finding for check in checks if check.status == "failed" and check.finding is not None]
+    for finding in failed:
+        print(finding.as_text(), file=sys.stderr)
+    if failed:
+        print("the run was not started; preflight=false starts it all the same", file=sys.stderr)
+    return not failed
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from surefoot.config import load_config
+    from surefoot.doctor.examine import as_text, changes, examine, snapshot_for
+    from surefoot.doctor.snapshot import read_snapshot
+
+    loaded = load_config(arguments.config, arguments.overrides) if arguments.config is not None else None
+    machine = snapshot_for(loaded)
+    checks = examine(machine, loaded)
+    differences = None
+    if arguments.against is not None:
+        path = Path(arguments.against)
+        try:
+            differences = changes(read_snapshot(path / "environment.json" if path.is_dir() else path), machine)
+        except ValueError as error:
+            raise ConfigError(f"--against: {error}. Give the output_dir of a run, or what --json printed.") from error
+    if arguments.json:
+        said = {"machine": machine.as_dict(), "checks": [check.as_dict() for check in checks]}
+        _print_json({**said, **({"changes": differences} if differences is not None else {})})
+    else:
+        print(as_text(checks))
+        if differences is not None:
+            print("\n".join([f"\nchanged since {arguments.against}:", *(differences or ["nothing"])]))
+    return StoppedOnFinding.exit_status if any(check.status == "failed" for check in checks) else DONE
 
 
 def _explain(arguments: argparse.Namespace) -> int:

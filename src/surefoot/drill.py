@@ -29,6 +29,7 @@ GIVE_UP_S = 90.0
 END_WITHIN_S = 15.0
 """After the finding."""
 CGROUPS = Path("/sys/fs/cgroup")
+CONTROLLERS = ("cpu", "memory", "freezer")
 LIMIT_BYTES = 2 << 30
 """Of the memory of a run that is to use up its limit."""
 WORDS = "one two three four five six seven eight nine ten"
@@ -192,14 +193,15 @@ def limited(kind: str) -> Iterator[list[str]]:
     if not FAULTS[kind].needs_limits:
         yield []
         return
-    groups = [CGROUPS / name / f"surefoot-{os.getpid()}-{kind}" for name in ("cpu", "memory")]
+    cpu, memory, freezer = groups = [CGROUPS / name / f"surefoot-{os.getpid()}-{kind}" for name in CONTROLLERS]
     try:
         for group in groups:
             group.mkdir()
-        (groups[1] / "memory.limit_in_bytes").write_text(str(LIMIT_BYTES))
-        joins = "; ".join(f"echo $$ > {group}/cgroup.procs" for group in groups)
-        yield ["sh", "-c", f'{joins}; exec "$@"', "sh"]
+        (memory / "memory.limit_in_bytes").write_text(str(LIMIT_BYTES))
+        yield ["sh", "-c", f'echo $$ > {cpu}/cgroup.procs; echo $$ > {memory}/cgroup.procs; exec "$@"', "sh"]
     finally:
+        if freezer.is_dir():
+            (freezer / "freezer.state").write_text("THAWED")  # what was killed there dies now
         for group in groups:
             _remove(group)
 
@@ -215,4 +217,4 @@ def _remove(group: Path) -> None:
 
 def can_limit() -> bool:
     """Whether cgroups may be made here: as root, where the controllers of version 1 are mounted."""
-    return all(os.access(CGROUPS / name / "cgroup.procs", os.W_OK) for name in ("cpu", "memory"))
+    return all(os.access(CGROUPS / name / "cgroup.procs", os.W_OK) for name in CONTROLLERS)

@@ -174,6 +174,22 @@ CATALOGUE: dict[str, Page] = {
         "cpu.stat).",
         "Give the container more CPUs (limits.cpu, --cpus, --cpus-per-task), or start fewer threads: OMP_NUM_THREADS.",
     ),
+    "SF307": Page(
+        "warning",
+        "GPUs are busy and do no work",
+        "NVML shows a GPU busy nine tenths of the time or more, at a quarter of its power limit or less, for half a "
+        "minute: its kernels wait, in NCCL for another rank, or for memory.",
+        "Run `surefoot doctor`: NCCL variables that are wrong for this machine are the usual cause. Then look at the "
+        "other ranks, at the interface that NCCL chose (NCCL_DEBUG=INFO), and at batches that are very small.",
+        ("QwenLM/Qwen#970",),
+    ),
+    "SF308": Page(
+        "warning",
+        "a GPU is slowed down",
+        "NVML names heat, a power brake or a hardware slowdown as the reason for its low clocks, in half of the looks "
+        "or more. A power cap under full load is none of these.",
+        "Look at its cooling and its power supply; `nvidia-smi -q -d PERFORMANCE,TEMPERATURE`.",
+    ),
     "SF401": Page(
         "error",
         "the loss is not finite",
@@ -272,6 +288,129 @@ CATALOGUE: dict[str, Page] = {
         "a damaged checkpoint was passed over",
         "A file of it is missing or does not match the checksum in its manifest; an older one is used.",
         "Check the disk if this happens again.",
+    ),
+    "SF701": Page(
+        "error",
+        "too little shared memory",
+        "NCCL passes data between the GPUs of one machine through /dev/shm; Docker's default of 64 MiB is too little.",
+        "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm.",
+        ("pytorch/torchtitan#853", "NVIDIA/nccl#342"),
+    ),
+    "SF702": Page(
+        "error",
+        "too little memory may be locked",
+        "InfiniBand and RoCE need buffers that the kernel may not move; the limit of this process is below 1 GiB.",
+        "ulimit -l unlimited, in the launcher too: LimitMEMLOCK=infinity for a service, --ulimit memlock=-1 in Docker.",
+        ("NVIDIA/nccl-tests#206",),
+    ),
+    "SF703": Page(
+        "warning",
+        "few files may be open",
+        "The limit of this process is below 1024.",
+        "ulimit -n 65536, in the launcher too.",
+        ("pytorch/pytorch#973",),
+    ),
+    "SF704": Page(
+        "error",
+        "the name of this machine leads back to itself",
+        "Other machines are told to come to the address of the host's name, which is one of the loopback interface.",
+        "Put the machine's own address into /etc/hosts in place of 127.0.1.1, or set GLOO_SOCKET_IFNAME and "
+        "NCCL_SOCKET_IFNAME.",
+        ("ray-project/ray#37461", "meta-pytorch/data#1142"),
+    ),
+    "SF705": Page(
+        "error",
+        "a network interface that is not there",
+        "A variable names no interface of this machine, one that is down, or leaves the loopback interface in.",
+        "Set it to an interface that `ip addr` shows with an address of the network between the machines, or unset it.",
+        ("horovod/horovod#700", "NVIDIA/nccl#286", "QwenLM/Qwen#970"),
+    ),
+    "SF706": Page(
+        "error",
+        "InfiniBand is not used as it could be",
+        "From the ports and GIDs under /sys/class/infiniband: a port that is not active, an index without an address "
+        "that is routed, or a variable that switches it off.",
+        "Look at `ibstat` and `show_gids`; on RoCE set NCCL_IB_GID_INDEX to a RoCE v2 GID with an IP address, or unset "
+        "it: NCCL finds one since 2.21.",
+        ("NVIDIA/nccl#426", "pytorch/pytorch#81628"),
+    ),
+    "SF707": Page(
+        "warning",
+        "network cards cannot read GPU memory",
+        "The machine has both, and the module that connects them is not loaded. Newer drivers can do without "
+        "(DMA-BUF); NCCL_DEBUG=INFO shows GDRDMA where it works.",
+        "modprobe nvidia-peermem, on every machine.",
+        ("NVIDIA/nccl#897",),
+    ),
+    "SF708": Page(
+        "warning",
+        "the IOMMU stands between the GPUs",
+        "It is on, and not in pass-through mode: peer-to-peer copies may hang, or be slower than through host memory.",
+        "Boot with iommu=pt (or intel_iommu=off, amd_iommu=off) and disable ACS on the PCIe switches; "
+        "NCCL_P2P_DISABLE=1 to compare.",
+        ("NVIDIA/nccl#257", "stas00/ml-engineering#1"),
+    ),
+    "SF709": Page(
+        "error",
+        "versions that do not work together",
+        "From a table of what each needs and what is known to be broken, with its sources in doctor/environment.py.",
+        "Update the driver or the kernel, or install a torch that was built for this driver.",
+        ("hiyouga/LlamaFactory#2672", "Lightning-AI/pytorch-lightning#19425", "huggingface/accelerate#1929"),
+    ),
+    "SF710": Page(
+        "warning",
+        "an environment variable that does not help",
+        "A name that NCCL does not know but nearly does, or one for looking for faults that makes every run slow.",
+        "Correct or unset it, on all machines alike.",
+        ("QwenLM/Qwen#970",),
+    ),
+    "SF711": Page(
+        "error",
+        "output_dir cannot take what a run writes",
+        "A small file was written there, synced, renamed and deleted; or the file system has no room for more files.",
+        "Choose another output_dir, or repair the file system.",
+        ("awslabs/awsome-distributed-ai#1225",),
+    ),
+    "SF712": Page(
+        "error",
+        "the meeting point of the machines cannot be used",
+        "The port of rdzv_endpoint is taken on this machine, or its host is not known here.",
+        "Choose a free port, and a name or address that all machines know; end what is left of an earlier run.",
+        ("huggingface/accelerate#74",),
+    ),
+    "SF713": Page(
+        "warning",
+        "small packets on a fast network",
+        "RoCE runs over an interface whose MTU is below 4200 bytes; a message of the card holds 4096.",
+        "ip link set dev INTERFACE mtu 9000, on the switches and all machines.",
+        ("NVIDIA/nccl#1957",),
+    ),
+    "SF714": Page(
+        "warning",
+        "more threads than CPUs",
+        "What the ranks start, against the affinity and the quota of this process.",
+        "Set OMP_NUM_THREADS to the CPUs per rank.",
+    ),
+    "SF715": Page(
+        "error",
+        "the GPUs that the run asks for are not here",
+        "Counted under /proc/driver/nvidia, less what CUDA_VISIBLE_DEVICES hides.",
+        "Set nproc_per_node to the number of GPUs, or device: cpu.",
+    ),
+    "SF716": Page(
+        "error",
+        "the run does not fit into host memory",
+        "The least it must hold, from the headers of the model's files: parameters, and with them what is trained. "
+        "Activations come on top.",
+        "Fewer ranks per machine, zero_stage: 3, tuning: lora, dtype: bfloat16, or more memory.",
+        ("hiyouga/LlamaFactory#6755", "deepspeedai/DeepSpeedExamples#498"),
+    ),
+    "SF717": Page(
+        "error",
+        "the checkpoints do not fit on the disk",
+        "Weights and AdamW's moments in float32, times the checkpoints that are kept and the one that is written.",
+        "Lower save_total_limit, set save_steps: 0, or choose another output_dir.",
+        ("Sachini/ronin#51",),
     ),
 }
 

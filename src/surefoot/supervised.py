@@ -28,6 +28,7 @@ from surefoot.health.witness import read_stacks
 from surefoot.process_end import describe_end, was_for_memory
 from surefoot.training.record import METRICS, FindingLog, write_end
 
+REPORT_WITHIN_S = 120.0
 EVERY_S = 1.0
 """Between two looks."""
 
@@ -70,16 +71,21 @@ def _ended(run: RunConfig, watch: "_Watch", status: int, found: list[Finding], b
 
 
 def _report(run: RunConfig) -> None:
-    """The page of a run that took steps; what goes wrong with it is said and ends nothing."""
+    """The page of a run that took steps, by another process: a plotting library is much larger than this one.
+
+    What goes wrong with it is said and ends nothing.
+    """
     metrics = run.run_folder / METRICS
     if not run.report or not metrics.is_file():
         return
-    from surefoot.report.page import write_report  # loads a plotting library: only now
-
+    command = [sys.executable, "-m", "surefoot", "report", str(run.run_folder)]
     try:
-        write_report(run.run_folder)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the run is what it is
-        _say(f"report.html was not written: {type(error).__name__}: {error}")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=REPORT_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        _say(f"report.html was not written within {REPORT_WITHIN_S:.0f} s")
+        return
+    if done.returncode != 0:
+        _say(f"report.html was not written: {done.stderr.strip()}")
 
 
 def _say(text: str) -> None:

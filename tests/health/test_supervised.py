@@ -46,6 +46,34 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def test_a_deadline_of_a_phase_holds_where_a_rank_works(settings: dict[str, Any]) -> None:
+    """Without it nothing is late before ten seconds."""
+    settings = {**settings, "on_stall": "stop", "stall_timeout_s": 1, "phase_timeout_s": {"forward": 3.0}}
+    process = start(settings, "spinning:0:12")
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 3, stderr
+    (finding,) = summary_of(settings)["findings"]
+    assert finding["code"] == "SF106"
+    assert finding["evidence"]["limit_s"] == 3.0
+    assert 3.0 < finding["evidence"]["silent_for_s"] < 9.5
+
+
+def test_native_stacks_show_the_call_below_python(settings: dict[str, Any]) -> None:
+    process = start({**settings, "on_stall": "report"}, "gil-held:0:12")
+    evidence = Path(settings["output_dir"]) / "evidence"
+
+    def is_written() -> bool:
+        text = "".join(path.read_text() for path in evidence.glob("native-*.txt"))
+        return "pthread_mutex_lock" in text or "Permission denied" in text  # where no process may be looked into
+
+    try:
+        wait_for(is_written)
+    finally:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.communicate(timeout=60)
+
+
 def summary_of(settings: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((Path(settings["output_dir"]) / "summary.json").read_text())
     return found

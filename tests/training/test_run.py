@@ -10,12 +10,15 @@ import pytest
 import torch
 from peft import PeftModel
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import surefoot
+from surefoot.config import load_config
 from surefoot.errors import ConfigError, ModelError, StoppedOnFinding
 from surefoot.models.generate import generating
+from surefoot.training.run import train
 from tests.conftest import counting_rows, write_jsonl
+from tests.conftest import surefoot as surefoot_command
 
 METRICS = {
     "step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "trained_tokens", "tokens_per_second",
@@ -339,3 +342,41 @@ def test_the_model_is_stopped_from_scaling_its_logits_in_silence(
         total += mean * (len(ids) - 1 - len(prompt))
         count += len(ids) - 1 - len(prompt)
     assert found == pytest.approx(total / count, abs=1e-4)
+
+
+def test_one_rank_makes_no_process_group(settings: dict[str, Any]) -> None:
+    """Nothing that a network library does, or leaks, can happen then."""
+    seen: list[bool] = []
+
+    class Look:
+        def observe(self, _: Any) -> None:
+            seen.append(torch.distributed.is_initialized())
+
+    train(load_config(None, (), settings), [Look()], screen=False)
+    assert len(seen) > 10
+    assert not any(seen)
+
+
+@pytest.mark.slow
+def test_evaluation_keeps_no_logits(settings: dict[str, Any], tmp_path: Path, tokenizer: Any) -> None:
+    """All of them would be 3.7 GB here: 60 rows of about 100 trained tokens under a vocabulary of 151,936."""
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=151_936, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+            num_key_value_heads=1,
+        )
+    )  # fmt: skip
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    counted = " ".join(["one two three four"] * 25)
+    row = {"messages": [{"role": "user", "content": "count"}, {"role": "assistant", "content": counted}]}
+    few, many = (write_jsonl(tmp_path / f"{count}.jsonl", [row] * count) for count in (4, 60))
+    changes = {"model": str(tmp_path / "model"), "max_length": 512, "eval_steps": 1, "max_steps": 2, "health": False}
+    peaks = []
+    for number, held_out in enumerate((few, many)):
+        told = {**settings, **changes, "eval_dataset": str(held_out), "output_dir": str(tmp_path / f"run{number}")}
+        (tmp_path / "run.json").write_text(json.dumps(told))
+        done = surefoot_command("train", str(tmp_path / "run.json"), "--json")
+        assert done.returncode == 0, done.stderr
+        peaks.append(json.loads(done.stdout)["peak_memory_bytes"])
+    assert peaks[1] - peaks[0] < 400e6

@@ -150,6 +150,8 @@ class RunConfig(BaseModel):
     """`host:port` of the machine where the others meet; needed with several machines."""
     max_restarts: int = Field(default=0, ge=0)
     """How often workers are started again from the newest checkpoint after one of them died."""
+    preflight: bool = True
+    """Let `surefoot train` ask the doctor first, and not start what cannot work on this machine."""
     health: bool = True
     """Record what each rank does, watch the run from a process of its own, and name stalls, leaks and slowness."""
     on_stall: Literal["report", "stop", "restart"] = "report"
@@ -217,7 +219,7 @@ class RunConfig(BaseModel):
 FREE_ON_RESUME = frozenset(
     "output_dir eval_dataset dataset_num_proc per_device_train_batch_size gradient_accumulation_steps "
     "global_batch_size device gradient_checkpointing compile nproc_per_node nnodes rdzv_endpoint max_restarts "
-    "health on_stall stall_timeout_s phase_timeout_s webhook "
+    "preflight health on_stall stall_timeout_s phase_timeout_s webhook "
     "zero_stage offload dp_replicate_size expert_parallel_size save_steps save_total_limit resume_from_checkpoint "
     "overwrite_output_dir logging_steps eval_steps report report_to".split()
 )

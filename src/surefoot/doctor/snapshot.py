@@ -88,9 +88,12 @@ class Snapshot:
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """A snapshot that was written as JSON. Raises: ValueError for a file that is none."""
+    """A snapshot in environment.json of a run, or one that `surefoot doctor --json` printed.
+
+    Raises: ValueError for a file that is none.
+    """
     try:
-        values = json.loads(path.read_text("utf-8"))
+        values = json.loads(path.read_text("utf-8"))["machine"]
         known = {one.name for one in fields(Snapshot)}
         values = {name: value for name, value in values.items() if name in known}
         for name in ("shared_memory", "output"):

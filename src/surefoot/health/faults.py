@@ -186,6 +186,15 @@ def _throttle(_: bool) -> None:
     file.write_text("20000 100000" if file.name == "cpu.max" else "20000")
 
 
+def _freeze(_: bool) -> None:
+    """Into the kernel's freezer, where a process is in uninterruptible sleep as behind a disk that does not answer."""
+    mine = cgroup.control_file("memory", "memory.max", "memory.limit_in_bytes")
+    assert mine is not None
+    group = Path("/sys/fs/cgroup/freezer") / mine.parent.name
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    (group / "freezer.state").write_text("FROZEN")
+
+
 def _exhaust_memory(_: bool) -> None:
     limit = cgroup.memory_limit_bytes()
     if limit is None or limit > MOST_LIMIT_BYTES:
@@ -266,6 +275,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "network-slow": Fault("a network that is slow", "forward", _slow_network, "SF304", False, on_all=True),
     "leaking": Fault("a list that keeps 1 MiB a step", "forward", _leak, "SF202", in_each_step=True),
+    "frozen": Fault("uninterruptible sleep", "forward", _freeze, "SF103", needs_limits=True),
     "out-of-memory": Fault(
         "memory up to the limit of the cgroup", "forward", _exhaust_memory, "SF201", needs_limits=True
     ),

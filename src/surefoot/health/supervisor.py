@@ -21,12 +21,15 @@ from surefoot.errors import StorageError
 from surefoot.events import Phase
 from surefoot.findings import Finding
 from surefoot.health import evidence as kept
+from surefoot.health.accelerators import Accelerators
+from surefoot.health.diagnose.accelerators import find_in_gpus, in_words
 from surefoot.health.diagnose.memory import MemoryTrend
 from surefoot.health.diagnose.numerics import Numbers
 from surefoot.health.diagnose.speed import RankTimes, find_slow, find_straggler
 from surefoot.health.diagnose.stall import find_stall
 from surefoot.health.evidence import RankEvidence, StallEvidence
 from surefoot.health.flight import read_flight
+from surefoot.health.native import begin_native_stacks
 from surefoot.health.processes import GONE, Processes, ProcessSample, growth, room_bytes, syscall_of
 from surefoot.health.recorder import KINDS, PHASES, VALUE_NAMES
 from surefoot.health.ring import RingError, RingReader
@@ -160,6 +163,7 @@ class Supervisor:
         self._ranks: dict[int, _Rank] = {}
         self._rings: dict[int, Path] = {}
         self._processes = Processes()
+        self._accelerators = Accelerators(run_folder)
         self._last_s = began_s
         self._looked_s = time.time()
         self._steps: deque[float] = deque(maxlen=USUAL_STEPS)
@@ -183,6 +187,12 @@ class Supervisor:
         if len(self._steps) < 2:
             return float("inf")
         return max(LEAST_S, TIMES_USUAL * median(self._steps), TIMES_LONGEST * max(self._steps))
+
+    @property
+    def _given_s(self) -> float | None:
+        """The deadline that a user gave for a phase in which a rank is now."""
+        inside = {phase for rank in self._ranks.values() if not rank.has_ended for phase in rank.open}
+        return min((s for phase, s in self._deadlines_s.items() if phase in inside), default=None)
 
     @property
     def was_memory_killed(self) -> bool | None:
@@ -242,7 +252,8 @@ class Supervisor:
             slow = self._stragglers(now_s)
         first = min(self._ranks, default=None)
         numbers = self._ranks[first].numbers.findings() if first is not None else []
-        new = [finding for finding in (*slow, *numbers) if finding.code not in self._said]
+        gpus = find_in_gpus(self._accelerators.looks())
+        new = [finding for finding in (*slow, *numbers, *gpus) if finding.code not in self._said]
         self._said.update(finding.code for finding in new)
         return found + new
 
@@ -317,9 +328,9 @@ class Supervisor:
             return quiet_s > self._gone_s  # whoever started it sees it first and says more, or starts it again
         if self._num_elsewhere and any(not rank.step for rank in going):
             return quiet_s > LONGEST_S  # they may wait for other machines, which load or prepare
-        given_s = [s for phase, s in self._deadlines_s.items() if any(phase in rank.open for rank in going)]
-        if given_s:
-            return quiet_s > min(given_s)
+        given_s = self._given_s
+        if given_s is not None:
+            return quiet_s > given_s
         if any(rank.is_served for rank in going if rank.phase == "wait for data"):
             return quiet_s > LONGEST_S
         quiet = [rank for rank in going if rank.phase in QUIET_PHASES]
@@ -335,9 +346,19 @@ class Supervisor:
     def _diagnose(self, now_s: float) -> Finding:
         evidence = self._collect(now_s)
         finding = find_stall(evidence)
+        looks = self._accelerators.looks()
+        if looks:
+            finding.evidence["gpus"] = in_words(looks[-1])
         try:
             path = kept.keep(self._folder / "evidence", evidence)
             finding.evidence["evidence"] = str(path.relative_to(self._folder))
+            there = {
+                number: rank.ring.process
+                for number, rank in sorted(self._ranks.items())
+                if rank.sample.state not in ("gone", "zombie") and not rank.has_ended
+            }
+            native = path.with_name(path.stem.replace("stall", "native") + ".txt")
+            finding.evidence["native_stacks"] = begin_native_stacks(native, there)
         except (StorageError, OSError) as error:  # the disk may be the cause
             finding.evidence["evidence"] = f"not kept: {error}"
         return finding
@@ -377,7 +398,7 @@ class Supervisor:
         return StallEvidence(
             time_s=now_s,
             quiet_s=now_s - self._last_s,
-            limit_s=min(self.limit_s, 1e9),
+            limit_s=self._given_s or min(self.limit_s, 1e9),
             ranks=tuple(seen),
             num_ranks=self._num_ranks,
             oom_kills=after - before if before is not None and after is not None else None,

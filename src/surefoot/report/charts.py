@@ -25,6 +25,7 @@ def charts(story: Story) -> dict[str, tuple[str, dict[str, Any]]]:
         "memory": ("Memory of each rank, without files", _memory(story)),
         "ledger": ("To whom memory belongs", _ledger(story)),
         "experts": ("Expert load: the busiest expert over the mean", _experts(story)),
+        "gpus": ("GPUs: busy (line) against power (dashed)", _gpus(story)),
         "timeline": ("What happened when", _timeline(story)),
     }
     return {name: (title, chart.to_dict()) for name, (title, chart) in made.items() if chart is not None}
@@ -128,6 +129,26 @@ def _experts(story: Story) -> Any:
             tooltip=["layer:O", "step:O", "load:Q"],
         )
     )
+
+
+def _gpus(story: Story) -> Any:
+    if not story.gpus:
+        return None
+
+    def line(name: str, **mark: Any) -> Any:
+        rows = [row for row in story.gpus if row[name] is not None]
+        return (
+            alt.Chart(_data(rows))
+            .mark_line(point=len(rows) < 3, **mark)
+            .encode(
+                x=alt.X("time_min:Q", title="minutes since the start"),
+                y=alt.Y(f"{name}:Q", title="share", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1])),
+                color=alt.Color("gpu:N", title="GPU"),
+                tooltip=["gpu:N", "time_min:Q", alt.Tooltip(f"{name}:Q", format=".0%")],
+            )
+        )
+
+    return _sized(alt.layer(line("utilisation"), line("power", strokeDash=[5, 4])))
 
 
 def _timeline(story: Story) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.errors import ConfigError
+from surefoot.health.accelerators import Look, read_looks
 from surefoot.health.diagnose.speed import RankTimes
 from surefoot.health.explain import Explanation, explain
 from surefoot.health.recorder import Entry, read_history, this_run
@@ -43,6 +44,8 @@ class Story:
     """step, rank, gib: anonymous memory at the end of the step."""
     ledger: list[Row]
     """rank, owner, mib: to whom the memory of each rank belongs, after its first step."""
+    gpus: list[Row]
+    """time_min, gpu, utilisation, power: both shares, power of its limit."""
     events: list[Row]
     """rank, what, began_min, ended_min: since the beginning."""
     findings: list[Row]
@@ -72,6 +75,7 @@ def read_story(run_folder: Path) -> Story:
         phases=_phases(entries),
         memory=_memory(entries),
         ledger=_ledger(entries),
+        gpus=_gpus(read_looks(run_folder), began_s),
         events=_thinned(_events(entries, began_s), MOST_POINTS),
         findings=[
             {"time_min": (line["time_s"] - began_s) / 60, "code": line["code"], "title": line["title"]}
@@ -183,6 +187,25 @@ def _ledger(entries: Sequence[Entry]) -> list[Row]:
         }
         rows += [{"rank": str(rank), "owner": owner, "mib": size / 2**20} for owner, size in owners.items()]
     return rows
+
+
+def _gpus(looks: Sequence[Look], began_s: float) -> list[Row]:
+    rows: list[Row] = [
+        {
+            "time_min": round((time_s - began_s) / 60, 3),
+            "gpu": str(gpu.index),
+            "utilisation": gpu.utilisation,
+            "power": round(gpu.power_w / gpu.power_limit_w, 3) if gpu.power_w and gpu.power_limit_w else None,
+        }
+        for time_s, gpus in looks
+        for gpu in gpus
+    ]
+    names = sorted({row["gpu"] for row in rows})
+    return [
+        row
+        for name in names
+        for row in _thinned([row for row in rows if row["gpu"] == name], MOST_POINTS // len(names))
+    ]
 
 
 def _events(entries: Sequence[Entry], began_s: float) -> list[Row]:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from surefoot.config import OF_ALL_RANKS, LoadedConfig, RunConfig, as_yaml, changed_fields
+from surefoot.doctor.collect import collect
 from surefoot.errors import CheckpointError, ConfigError, StoppedOnFinding, SurefootError
 from surefoot.events import Event, FindingMade, Noted, Observer, RunEnded, RunStarted
 from surefoot.models.build import load_tokenizer
@@ -235,7 +236,7 @@ def _assemble(
     )
     undo.callback(job.saver.end)
     about = {**environment(device), "ranks": ranks.size, "expert_parallel_size_s": measured}
-    ranks.from_first(lambda: _begin_folder(config, about))
+    ranks.from_first(lambda: _begin_folder(config, {**about, "machine": collect(folder).as_dict()}))
     emit(_started(job, state))
     lora = lora_settings(config)
     target = folder / ("adapter" if lora else "model")

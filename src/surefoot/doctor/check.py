@@ -1,0 +1,74 @@
+"""One thing that was checked, and what came out."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from surefoot.config import LoadedConfig, RunConfig
+from surefoot.doctor.snapshot import Snapshot
+from surefoot.findings import CATALOGUE, Finding
+
+Status = Literal["ok", "warning", "failed", "not applicable"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a check may look at."""
+
+    machine: Snapshot
+    loaded: LoadedConfig | None = None
+    """The run that is to come, if one is asked about."""
+
+    @property
+    def run(self) -> RunConfig | None:
+        return self.loaded.run if self.loaded is not None else None
+
+    @property
+    def nodes(self) -> int:
+        """Machines of the run."""
+        return self.run.nnodes if self.run is not None else 1
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks on each machine; without a run, one for each GPU."""
+        return self.run.nproc_per_node if self.run is not None else max(1, self.machine.gpus)
+
+    @property
+    def is_on_gpus(self) -> bool:
+        """Whether the run uses the GPUs of this machine."""
+        return self.machine.gpus > 0 and (self.run is None or self.run.device != "cpu")
+
+    @property
+    def uses_nccl(self) -> bool:
+        return self.is_on_gpus and self.local_ranks * self.nodes > 1
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a check says. `finding` is there where something is wrong."""
+
+    name: str
+    status: Status
+    text: str
+    finding: Finding | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        said = asdict(self)
+        return {**said, "finding": self.finding.as_dict() if self.finding is not None else None}
+
+
+Examine = Callable[[Seen], Check]
+
+
+def fine(name: str, text: str) -> Check:
+    return Check(name, "ok", text)
+
+
+def not_applicable(name: str, why: str) -> Check:
+    return Check(name, "not applicable", why)
+
+
+def wrong(name: str, code: str, cause: str, *, fix: str = "", is_fatal: bool = True, **evidence: Any) -> Check:
+    """A finding: a failure, or where the run may well work all the same, a warning."""
+    finding = Finding(code, cause, evidence, fix or CATALOGUE[code].fix, 1.0 if is_fatal else 0.7)
+    return Check(name, "failed" if is_fatal else "warning", cause, finding)

@@ -1,0 +1,236 @@
+"""Take a snapshot of this machine: files under /proc and /sys, a few system calls, nothing that needs a GPU's library.
+
+Each part is read on its own and has a second or two; one that fails or hangs (a dead file system, a silent name server)
+says so and stops nothing. Imports no torch.
+"""
+
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from surefoot import cgroup
+from surefoot.doctor.snapshot import Disk, Interface, Port, Snapshot
+
+PART_WITHIN_S = 1.5
+PROBE_BYTES = 1 << 20
+PACKAGES = ("surefoot", "torch", "transformers", "tokenizers", "safetensors", "peft", "trl", "vllm", "triton")
+READ_BY = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_", "MKL_", "UCX_", "LD_LIBRARY_PATH", "LD_PRELOAD")
+"""How the variables begin that torch, NCCL, gloo, CUDA and OpenMP read."""
+_IN_TORCH = re.compile(r"^cuda(?::[^=]*)? = '([^']+)'", re.MULTILINE)
+
+
+def collect(output_dir: Path | None = None, rdzv_endpoint: str | None = None, root: Path = Path("/")) -> Snapshot:
+    """The snapshot. `root`: where proc and sys are, for the tests; `output_dir` is written to, and left as it was."""
+    parts: dict[str, Callable[[], Any]] = {
+        "host": socket.gethostname,
+        "kernel": platform.release,
+        "versions": lambda: _versions(root),
+        "environment": lambda: {name: value for name, value in sorted(os.environ.items()) if name.startswith(READ_BY)},
+        "limits": _limits,
+        "memory_bytes": _memory_bytes,
+        "cpus": _cpus,
+        "shared_memory": lambda: _disk(root / "dev/shm"),
+        "host_addresses": _host_addresses,
+        "interfaces": _interfaces,
+        "ports": lambda: tuple(_ports(root)),
+        "gpus": lambda: len(list((root / "proc/driver/nvidia/gpus").glob("*"))),
+        "peer_memory": lambda: _peer_memory(root),
+        "iommu": lambda: _iommu(root),
+    }
+    if output_dir is not None:
+        parts["output"] = lambda: _probed(_disk(_existing(output_dir)))
+    if rdzv_endpoint is not None:
+        parts["rendezvous"] = lambda: _port_state(rdzv_endpoint)
+    threads = {name: _Part(read) for name, read in parts.items()}
+    deadline = time.monotonic() + PART_WITHIN_S
+    values: dict[str, Any] = {}
+    unknown: dict[str, str] = {}
+    for name, part in threads.items():
+        part.join(max(0.0, deadline - time.monotonic()))
+        if part.problem is not None:
+            unknown[name] = part.problem
+        elif part.is_alive():
+            unknown[name] = f"no answer within {PART_WITHIN_S} s"
+        else:
+            values[name] = part.value
+    return Snapshot(**values, unknown=unknown)
+
+
+class _Part(threading.Thread):
+    """One thing that is read; a thread of its own, which may hang for ever."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._read = read
+        self.value: Any = None
+        self.problem: str | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.value = self._read()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other parts are read
+            self.problem = f"{type(error).__name__}: {error}"
+
+
+def _versions(root: Path) -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    for major in ("13", "12", "11"):
+        try:
+            found["nccl"] = version(f"nvidia-nccl-cu{major}")
+            break
+        except PackageNotFoundError:
+            continue
+    torch = importlib.util.find_spec("torch")
+    if torch is not None and torch.origin is not None:
+        cuda = _IN_TORCH.search(Path(torch.origin).with_name("version.py").read_text("utf-8"))
+        if cuda is not None:
+            found["cuda"] = cuda.group(1)
+    driver = root / "proc/driver/nvidia/version"
+    if driver.is_file():
+        number = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", driver.read_text())
+        if number is not None:
+            found["driver"] = number.group(1)
+    return found
+
+
+def _limits() -> dict[str, int]:
+    kinds = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "nproc": resource.RLIMIT_NPROC}
+    return {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
+
+
+def _memory_bytes() -> dict[str, int]:
+    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+    found = {"total": memory.total, "available": memory.available, "swap_total": swap.total, "swap_used": swap.used}
+    limit, used = cgroup.memory_limit_bytes(), cgroup.memory_used_bytes()
+    if limit is not None:
+        found |= {"limit": limit, "limit_left": limit - (used or 0)}
+    return found
+
+
+def _cpus() -> dict[str, float]:
+    found: dict[str, float] = {"count": os.cpu_count() or 1, "usable": len(os.sched_getaffinity(0))}
+    quota = cgroup.cpu_quota()
+    return found | ({"quota": quota} if quota is not None else {})
+
+
+def _existing(path: Path) -> Path:
+    """The nearest folder above that is there."""
+    path = path.absolute()
+    return next(one for one in (path, *path.parents) if one.is_dir())
+
+
+def _disk(path: Path) -> Disk:
+    seen = os.statvfs(path)
+    within = [one for one in psutil.disk_partitions(all=True) if path.is_relative_to(one.mountpoint)]
+    kind = max(within, key=lambda one: len(one.mountpoint)).fstype if within else ""
+    return Disk(str(path), kind, seen.f_bavail * seen.f_frsize, seen.f_favail if seen.f_files else -1)
+
+
+def _probed(disk: Disk) -> Disk:
+    """The same after a small file was written, synced, renamed and deleted there."""
+    folder = Path(disk.path) / f".surefoot-probe-{os.getpid()}-{time.time_ns()}"
+    began = time.perf_counter()
+    error, took_s = "", None
+    try:
+        folder.mkdir()
+        with open(folder / "new.tmp", "wb") as file:
+            file.write(os.urandom(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(folder / "new.tmp", folder / "new")
+        took_s = time.perf_counter() - began
+    except OSError as caught:
+        error = str(caught)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Disk(disk.path, disk.kind, disk.free_bytes, disk.free_inodes, took_s, error)
+
+
+def _host_addresses() -> tuple[str, ...]:
+    found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    return tuple(dict.fromkeys(str(one[4][0]) for one in found))
+
+
+def _interfaces() -> dict[str, Interface]:
+    states = psutil.net_if_stats()
+    return {
+        name: Interface(
+            tuple(one.address for one in addresses if one.family in (socket.AF_INET, socket.AF_INET6)),
+            states[name].isup if name in states else False,
+            states[name].mtu if name in states else 0,
+        )
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+
+
+def _ports(root: Path) -> Iterator[Port]:
+    for path in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
+        types, names = path / "gid_attrs/types", path / "gid_attrs/ndevs"
+        gids = {int(one.name): one.read_text().strip() for one in sorted((path / "gids").glob("*"))}
+        used = {index: gid for index, gid in sorted(gids.items()) if gid.replace(":", "").strip("0")}
+        yield Port(
+            device=path.parent.parent.name,
+            port=int(path.name),
+            state=_text(path / "state").partition(":")[2].strip(),
+            link_layer=_text(path / "link_layer"),
+            rate=_text(path / "rate"),
+            gids=tuple(f"{index}:{_text(types / str(index))}:{gid}" for index, gid in used.items()),
+            interface=next((_text(names / str(index)) for index in used if _text(names / str(index))), ""),
+        )
+
+
+def _text(path: Path) -> str:
+    """Of a file of sysfs, which may be unreadable while nothing is plugged in."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _peer_memory(root: Path) -> bool | None:
+    has_both = (root / "proc/driver/nvidia/version").is_file() and (root / "sys/class/infiniband").is_dir()
+    if not has_both:
+        return None
+    loaded = {line.split()[0] for line in (root / "proc/modules").read_text().splitlines() if line}
+    return bool(loaded & {"nvidia_peermem", "nv_peer_mem"}) or (root / "sys/kernel/mm/memory_peers/nv_mem").exists()
+
+
+def _iommu(root: Path) -> str:
+    words = (root / "proc/cmdline").read_text().split()
+    said = " ".join(word for word in words if "iommu" in word)
+    is_on = any((root / "sys/class/iommu").glob("*"))
+    return f"{'on' if is_on else 'off'}{f' ({said})' if said else ''}"
+
+
+def _port_state(endpoint: str) -> str:
+    """Whether this machine could open the port, if the endpoint is this machine; whether the host is known."""
+    host, _, port = endpoint.rpartition(":")
+    addresses = {str(one[4][0]) for one in socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)}
+    own = {address for one in _interfaces().values() for address in one.addresses}
+    if not addresses & own:
+        return f"on another machine ({', '.join(sorted(addresses))})"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            return f"in use: {error.strerror}"
+    return "free"

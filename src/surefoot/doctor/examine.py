@@ -1,0 +1,63 @@
+"""All checks, cheap to expensive, and what they say together."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from surefoot.config import LoadedConfig
+from surefoot.doctor import contradictions, environment, network, system
+from surefoot.doctor.check import Check, Examine, Seen
+from surefoot.doctor.collect import collect
+from surefoot.doctor.snapshot import Snapshot
+
+CHECKS: Sequence[Examine] = (*contradictions.CHECKS, *environment.CHECKS, *system.CHECKS, *network.CHECKS)
+SIGNS = {"ok": "ok     ", "warning": "WARNING", "failed": "FAILED ", "not applicable": "-      "}
+VOLATILE = ("free_bytes", "free_inodes", "write_s", "available", "limit_left", "swap_used")
+"""What changes from minute to minute, and is no change of the machine."""
+OF_A_RUN = ("output", "rendezvous", "unknown")
+
+
+def examine(machine: Snapshot, loaded: LoadedConfig | None = None) -> list[Check]:
+    """Every check of a machine, and of a run on it."""
+    seen = Seen(machine, loaded)
+    return [check(seen) for check in CHECKS]
+
+
+def snapshot_for(loaded: LoadedConfig | None) -> Snapshot:
+    """This machine as a run would find it."""
+    if loaded is None:
+        return collect()
+    return collect(loaded.run.run_folder, loaded.run.rdzv_endpoint)
+
+
+def as_text(checks: Sequence[Check]) -> str:
+    """A line for each check, then the findings."""
+    width = max(len(check.name) for check in checks)
+    lines = [f"{SIGNS[check.status]} {check.name:{width}}  {check.text}" for check in checks]
+    found = [check.finding.as_text() for check in checks if check.finding is not None]
+    counts = {status: sum(check.status == status for check in checks) for status in SIGNS}
+    lines += ["", *found] if found else []
+    return "\n".join([*lines, "", ", ".join(f"{count} {status}" for status, count in counts.items() if count)])
+
+
+def changes(before: Snapshot, now: Snapshot) -> list[str]:
+    """What is different on a machine since a snapshot of it, or on another machine, a line each."""
+    then, here = _flat("", asdict(before)), _flat("", asdict(now))
+    names = [
+        name
+        for name in {**then, **here}
+        if name.rpartition(".")[2] not in VOLATILE and name.partition(".")[0] not in OF_A_RUN
+    ]
+    return [
+        f"{name}: {then.get(name, 'not there')} -> {here.get(name, 'not there')}"
+        for name in names
+        if then.get(name) != here.get(name)
+    ]
+
+
+def _flat(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {k: v for key, inner in value.items() for k, v in _flat(f"{name}.{key}" if name else key, inner).items()}
+    if isinstance(value, list | tuple):
+        value = ", ".join(str(one) for one in value)
+    return {name: value}

@@ -1,0 +1,125 @@
+"""Checks of names, interfaces and InfiniBand. Pure."""
+
+import ipaddress
+from collections.abc import Sequence
+
+from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
+
+NAMING = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_OOB_NET_IFNAME")
+"""Variables that name network interfaces."""
+LEAST_ROCE_MTU = 4200
+
+
+def host_name(seen: Seen) -> Check:
+    name, addresses = "host name", seen.machine.host_addresses
+    if not addresses:
+        why = seen.machine.unknown.get("host_addresses", "it has none")
+        if seen.nodes > 1:
+            return wrong(name, "SF704", f"the name {seen.machine.host} of this machine has no address: {why}",
+                         host=seen.machine.host)  # fmt: skip
+        return not_applicable(name, f"{why}; only runs of several machines need it")
+    said = f"{seen.machine.host} is {', '.join(addresses)}"
+    if seen.nodes > 1 and all(_is_loopback(address) for address in addresses):
+        return wrong(name, "SF704", f"{said}: other machines would be sent to themselves", addresses=said)
+    return fine(name, said)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def interfaces(seen: Seen) -> Check:
+    name, there = "interfaces", seen.machine.interfaces
+    if not there:
+        return not_applicable(name, seen.machine.unknown.get("interfaces", "none"))
+    for variable in NAMING:
+        value = seen.machine.environment.get(variable, "")
+        if not value:
+            continue
+        wanted = value.lstrip("^=").split(",")
+        if value.startswith("^"):
+            if seen.nodes > 1 and not any("lo".startswith(one) for one in wanted if one):
+                return wrong(
+                    name,
+                    "SF705",
+                    f"{variable}={value} leaves the loopback interface in, which no other machine can reach",
+                    fix=f"export {variable}={value},lo, or name the interface itself.",
+                    is_fatal=False,
+                    variable=f"{variable}={value}",
+                )
+            continue
+        is_exact = value.startswith("=") or variable.startswith("GLOO")
+        meant = [one for one in there if any(one == want or (not is_exact and one.startswith(want)) for want in wanted)]
+        if not meant:
+            return wrong(
+                name,
+                "SF705",
+                f"{variable}={value} names no interface of this machine, which has {', '.join(sorted(there))}",
+                variable=f"{variable}={value}",
+            )
+        if not any(there[one].is_up for one in meant):
+            return wrong(name, "SF705", f"{variable}={value} names {', '.join(meant)}, which is down",
+                         variable=f"{variable}={value}")  # fmt: skip
+    up = [one for one, about in sorted(there.items()) if about.is_up]
+    return fine(name, f"up: {', '.join(up)}")
+
+
+def infiniband(seen: Seen) -> Check:
+    name, ports = "InfiniBand", seen.machine.ports
+    if not ports:
+        return not_applicable(name, "no device")
+    active = [port for port in ports if "ACTIVE" in port.state]
+    said = ", ".join(f"{port.device}:{port.port} {port.state} {port.rate}" for port in ports)
+    environment = seen.machine.environment
+    if environment.get("NCCL_IB_DISABLE") == "1" and active and seen.nodes > 1:
+        return wrong(name, "SF706", f"NCCL_IB_DISABLE=1 although ports are active: {said}", is_fatal=False, ports=said)
+    if seen.nodes > 1 and len(active) < len(ports):
+        return wrong(name, "SF706", f"not all ports are active: {said}", is_fatal=not active, ports=said)
+    roce = [port for port in active if port.link_layer == "Ethernet"]
+    index = environment.get("NCCL_IB_GID_INDEX", "")
+    for port in roce if index.isdigit() else ():
+        chosen = next((gid for gid in port.gids if gid.startswith(f"{index}:")), None)
+        if chosen is None or "v1" in chosen or ":fe80:" in chosen:
+            what = f"is {chosen}, which is not routed" if chosen else f"is not set; there are {', '.join(port.gids)}"
+            return wrong(name, "SF706", f"NCCL_IB_GID_INDEX={index}: that GID of {port.device} {what}",
+                         gids="; ".join(port.gids))  # fmt: skip
+    small = _with_small_packets(seen, [port.interface for port in roce])
+    if small:
+        return wrong(name, "SF713", f"RoCE over {small}", is_fatal=False, interfaces=small)
+    return fine(name, said)
+
+
+def _with_small_packets(seen: Seen, names: Sequence[str]) -> str:
+    there = seen.machine.interfaces
+    return ", ".join(
+        f"{one} with an MTU of {there[one].mtu}" for one in names if one in there and there[one].mtu < LEAST_ROCE_MTU
+    )
+
+
+def peer_memory(seen: Seen) -> Check:
+    name, loaded = "GPU memory for network cards", seen.machine.peer_memory
+    if loaded is None:
+        return not_applicable(name, "needs a GPU and an InfiniBand or RoCE card")
+    if not loaded and seen.nodes > 1:
+        return wrong(name, "SF707", "nvidia_peermem is not loaded", is_fatal=False, loaded=False)
+    return fine(name, "nvidia_peermem is loaded" if loaded else "not loaded; only several machines need it")
+
+
+def rendezvous(seen: Seen) -> Check:
+    name = "rdzv_endpoint"
+    if seen.run is None or seen.run.rdzv_endpoint is None:
+        return not_applicable(name, "none is given")
+    state = seen.machine.rendezvous
+    if state.startswith("in use"):
+        return wrong(name, "SF712", f"{seen.run.rdzv_endpoint} is {state}", endpoint=seen.run.rdzv_endpoint)
+    if not state:
+        why = seen.machine.unknown.get("rendezvous", "not known")
+        return wrong(name, "SF712", f"the host of {seen.run.rdzv_endpoint} is not known here: {why}",
+                     endpoint=seen.run.rdzv_endpoint)  # fmt: skip
+    return fine(name, state)
+
+
+CHECKS = (host_name, interfaces, infiniband, peer_memory, rendezvous)

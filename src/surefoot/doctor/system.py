@@ -1,0 +1,113 @@
+"""Checks of what the kernel and the container allow. Pure."""
+
+from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
+
+MIB, GIB = 1 << 20, 1 << 30
+LEAST_SHARED_BYTES, WANTED_SHARED_BYTES = 65 * MIB, 512 * MIB
+"""Docker's default of 64 MiB is too little for NCCL between the GPUs of one machine."""
+LEAST_LOCKED_BYTES = 1 * GIB
+LEAST_FILES = 1024
+LEAST_INODES = 1000
+SLOW_WRITE_S = 1.0
+"""For a mebibyte."""
+
+
+def shared_memory(seen: Seen) -> Check:
+    name, disk = "shared memory", seen.machine.shared_memory
+    if disk is None:
+        return not_applicable(name, seen.machine.unknown.get("shared_memory", "no /dev/shm"))
+    said = f"{disk.free_bytes / MIB:.0f} MiB free in /dev/shm"
+    if not seen.uses_nccl or seen.local_ranks == 1:
+        return fine(name, f"{said}; only NCCL between GPUs of one machine needs it")
+    if disk.free_bytes < WANTED_SHARED_BYTES:
+        is_fatal = disk.free_bytes < LEAST_SHARED_BYTES
+        return wrong(name, "SF701", f"{said}, for {seen.local_ranks} ranks", is_fatal=is_fatal, free=disk.free_bytes)
+    return fine(name, said)
+
+
+def locked_memory(seen: Seen) -> Check:
+    name, limit = "locked memory", seen.machine.limits.get("memlock")
+    if limit is None:
+        return not_applicable(name, seen.machine.unknown.get("limits", "not known"))
+    said = "no limit" if limit < 0 else f"{limit / MIB:.0f} MiB"
+    if not seen.machine.ports:
+        return fine(name, f"{said}; only InfiniBand and RoCE need it")
+    if 0 <= limit < LEAST_LOCKED_BYTES:
+        return wrong(
+            name, "SF702", f"this process may lock {said} of memory", is_fatal=seen.nodes > 1, memlock_bytes=limit
+        )
+    return fine(name, said)
+
+
+def open_files(seen: Seen) -> Check:
+    name, limit = "open files", seen.machine.limits.get("nofile")
+    if limit is None:
+        return not_applicable(name, seen.machine.unknown.get("limits", "not known"))
+    if 0 <= limit < LEAST_FILES:
+        return wrong(name, "SF703", f"this process may have {limit} files open", is_fatal=False, nofile=limit)
+    return fine(name, f"{limit if limit >= 0 else 'no limit'}")
+
+
+def processors(seen: Seen) -> Check:
+    name, cpus = "processors", seen.machine.cpus
+    if not cpus:
+        return not_applicable(name, seen.machine.unknown.get("cpus", "not known"))
+    allowed = min(cpus["usable"], cpus.get("quota", cpus["usable"]))
+    said = f"{allowed:g} of {cpus['count']:g} CPUs"
+    threads = seen.machine.environment.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) * seen.local_ranks > 2 * allowed and int(threads) > 1:
+        return wrong(
+            name,
+            "SF714",
+            f"{seen.local_ranks} ranks x OMP_NUM_THREADS={threads} want {int(threads) * seen.local_ranks} CPUs, and "
+            f"this process may use {allowed:g}",
+            is_fatal=False,
+            usable=allowed,
+        )
+    if not threads and cpus.get("quota", allowed) < cpus["usable"] / 2 and seen.local_ranks == 1:
+        return wrong(
+            name,
+            "SF714",
+            f"the container may use {allowed:g} CPUs at a time, but shows {cpus['usable']:g}, and a thread is started "
+            "for each of these",
+            is_fatal=False,
+            usable=allowed,
+        )
+    return fine(name, said)
+
+
+def io_memory_mapping(seen: Seen) -> Check:
+    name, said = "IOMMU", seen.machine.iommu
+    if not seen.uses_nccl or seen.machine.gpus < 2:
+        return not_applicable(name, "only peer-to-peer between GPUs is affected")
+    if said.startswith("on") and "=pt" not in said:
+        return wrong(name, "SF708", f"the IOMMU is {said}, and {seen.machine.gpus} GPUs talk to each other", iommu=said,
+                     is_fatal=False)  # fmt: skip
+    return fine(name, said or "not known")
+
+
+def storage(seen: Seen) -> Check:
+    name, disk = "output_dir", seen.machine.output
+    if disk is None:
+        why = "no run is given" if seen.run is None else seen.machine.unknown.get("output", "not known")
+        if "no answer" in why:
+            return wrong(name, "SF711", f"the file system of output_dir does not answer: {why}", error=why)
+        return not_applicable(name, why)
+    said = f"{disk.free_bytes / GIB:.1f} GiB free on {disk.kind or 'a file system'} at {disk.path}"
+    if disk.error:
+        return wrong(name, "SF711", f"nothing can be written to {disk.path}: {disk.error}", error=disk.error)
+    if 0 <= disk.free_inodes < LEAST_INODES:
+        return wrong(name, "SF711", f"{disk.free_inodes} files may still be made at {disk.path}",
+                     free_inodes=disk.free_inodes)  # fmt: skip
+    if disk.write_s is not None and disk.write_s > SLOW_WRITE_S:
+        return wrong(
+            name,
+            "SF711",
+            f"a mebibyte takes {disk.write_s:.1f} s to be written at {disk.path}",
+            is_fatal=False,
+            write_s=round(disk.write_s, 2),
+        )
+    return fine(name, said)
+
+
+CHECKS = (shared_memory, locked_memory, open_files, processors, io_memory_mapping, storage)

@@ -1,0 +1,153 @@
+"""What NVML says of this machine's GPUs, sampled from outside by a thread: a driver in trouble may hang whoever asks.
+
+    events/gpus-MACHINE.jsonl     {"time_s", "gpus": [[index, utilisation, power_w, power_limit_w, clock_mhz,
+                                   memory_bytes, temperature_c, reasons], ...]}, a line every `WRITE_EVERY_S`
+
+A value that a card does not give is null. Imports no torch.
+"""
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from surefoot.health.ring import this_machine
+
+EVERY_S = 2.0
+WRITE_EVERY_S = 10.0
+KEPT_S = 60.0
+SLOWING = {
+    0x08: "hardware slowdown",
+    0x20: "too hot (software)",
+    0x40: "too hot (hardware)",
+    0x80: "power brake",
+}
+"""Bits of NVML's reasons for low clocks that mean trouble; a power cap under full load is none."""
+
+
+@dataclass(frozen=True)
+class GpuSample:
+    """One GPU at one moment."""
+
+    index: int
+    utilisation: float | None
+    """Share of the last moments in which any kernel ran, 0 to 1; one that only waits counts as well."""
+    power_w: float | None
+    power_limit_w: float | None
+    clock_mhz: int | None
+    memory_bytes: int | None
+    temperature_c: int | None
+    reasons: tuple[str, ...] = ()
+    """Why its clocks are low, of `SLOWING`."""
+
+
+Look = tuple[float, tuple[GpuSample, ...]]
+"""When, and what was seen of each GPU."""
+
+
+def gpus_path(run_folder: Path) -> Path:
+    return run_folder / "events" / f"gpus-{this_machine().hex()[:8]}.jsonl"
+
+
+def read_looks(run_folder: Path) -> list[Look]:
+    """Of all machines of a run, oldest first; lines that a kill has cut are left out."""
+    looks: list[Look] = []
+    for path in sorted((run_folder / "events").glob("gpus-*.jsonl")):
+        for line in path.read_text("utf-8").splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                said = json.loads(line)
+                looks.append((said["time_s"], tuple(_read(one) for one in said["gpus"])))
+    return sorted(looks, key=lambda look: look[0])
+
+
+def _read(values: Sequence[Any]) -> GpuSample:
+    index, utilisation, power_w, power_limit_w, clock_mhz, memory_bytes, temperature_c, reasons = values
+    return GpuSample(index, utilisation, power_w, power_limit_w, clock_mhz, memory_bytes, temperature_c, tuple(reasons))
+
+
+class Accelerators:
+    """Samples the GPUs that the run may use, from when it is made until the process ends."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._path = gpus_path(run_folder)
+        self._looks: deque[Look] = deque()
+        self.why_not = ""
+        """Why there are no samples, if there are none."""
+        self._written_s = 0.0
+        self._thread = threading.Thread(target=self._watch, name="accelerators", daemon=True)
+        self._thread.start()
+
+    def looks(self) -> list[Look]:
+        """Of the last `KEPT_S`."""
+        return list(self._looks)
+
+    def _watch(self) -> None:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            handles = _visible([pynvml.nvmlDeviceGetHandleByIndex(n) for n in range(pynvml.nvmlDeviceGetCount())])
+        except Exception as error:  # noqa: BLE001 - no driver, no permission, no package: then there are no samples
+            self.why_not = f"{type(error).__name__}: {error}"
+            return
+        while handles:
+            now_s = time.time()
+            look = (now_s, tuple(_sample(index, handle) for index, handle in handles.items()))
+            self._looks.append(look)
+            while now_s - self._looks[0][0] > KEPT_S:
+                self._looks.popleft()
+            if now_s - self._written_s >= WRITE_EVERY_S and self._path.parent.is_dir():
+                self._written_s = now_s
+                with suppress(OSError):  # a full disk: the samples are still looked at
+                    _write(self._path, look)
+            time.sleep(EVERY_S)
+
+
+def _visible(handles: Sequence[Any]) -> dict[int, Any]:
+    """Those that CUDA_VISIBLE_DEVICES names by number; all where it names none, or names them otherwise."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None or not all(one.strip().isdigit() for one in named.split(",")):
+        return dict(enumerate(handles))
+    return {int(one): handles[int(one)] for one in named.split(",") if int(one) < len(handles)}
+
+
+def _sample(index: int, handle: Any) -> GpuSample:
+    import pynvml
+
+    def ask(question: Callable[..., Any], *more: Any) -> Any:
+        try:
+            return question(handle, *more)
+        except pynvml.NVMLError:  # not supported by this card or driver
+            return None
+
+    use, power, limit = (
+        ask(one)
+        for one in (
+            pynvml.nvmlDeviceGetUtilizationRates,
+            pynvml.nvmlDeviceGetPowerUsage,
+            pynvml.nvmlDeviceGetEnforcedPowerLimit,
+        )
+    )
+    memory = ask(pynvml.nvmlDeviceGetMemoryInfo)
+    reasons = ask(pynvml.nvmlDeviceGetCurrentClocksEventReasons) or 0
+    return GpuSample(
+        index=index,
+        utilisation=use.gpu / 100 if use is not None else None,
+        power_w=power / 1000 if power is not None else None,
+        power_limit_w=limit / 1000 if limit is not None else None,
+        clock_mhz=ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
+        memory_bytes=int(memory.used) if memory is not None else None,
+        temperature_c=ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
+        reasons=tuple(words for bit, words in SLOWING.items() if reasons & bit),
+    )
+
+
+def _write(path: Path, look: Look) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"time_s": look[0], "gpus": [list(astuple(gpu)) for gpu in look[1]]}) + "\n")

@@ -1,0 +1,220 @@
+"""Each check, on snapshots of machines that are sound and of machines that are broken in one way."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.config import LoadedConfig, load_config
+from surefoot.doctor.check import Check
+from surefoot.doctor.examine import as_text, changes, examine
+from surefoot.doctor.snapshot import Disk, Interface, Port, Snapshot
+from surefoot.findings import CATALOGUE
+
+GIB = 1 << 30
+PORT = Port(
+    "mlx5_0", 1, "ACTIVE", "Ethernet", "400 Gb/sec", ("0:IB/RoCE v1:fe80::1", "3:RoCE v2:::ffff:10.0.0.5"), "ib0"
+)
+NODE = Snapshot(
+    host="node1",
+    kernel="6.8.0-generic",
+    versions={"torch": "2.13.0", "cuda": "13.0", "nccl": "2.28.3", "driver": "580.95.05", "transformers": "5.23.0"},
+    limits={"nofile": 65536, "memlock": -1, "nproc": -1},
+    memory_bytes={"total": 2000 * GIB, "available": 1900 * GIB},
+    cpus={"count": 96, "usable": 96},
+    shared_memory=Disk("/dev/shm", "tmpfs", 900 * GIB, -1),
+    output=Disk("/data", "nfs4", 5000 * GIB, 10**9, 0.01),
+    host_addresses=("10.0.0.5",),
+    interfaces={
+        "lo": Interface(("127.0.0.1",), True, 65536),
+        "eth0": Interface(("10.0.0.5",), True, 1500),
+        "ib0": Interface(("10.1.0.5",), True, 9000),
+        "down0": Interface((), False, 1500),
+    },
+    ports=(PORT,),
+    gpus=8,
+    peer_memory=True,
+    iommu="off",
+    rendezvous="free",
+)
+"""A sound machine of a cluster."""
+LAPTOP = Snapshot(
+    host="laptop",
+    kernel="6.8.0",
+    versions={"torch": "2.13.0+cpu"},
+    limits={"nofile": 1024, "memlock": 8 << 20, "nproc": -1},
+    memory_bytes={"total": 16 * GIB, "available": 8 * GIB},
+    cpus={"count": 8, "usable": 8},
+    shared_memory=Disk("/dev/shm", "tmpfs", 64 << 20, -1),
+    output=Disk("/home", "ext4", 100 * GIB, -1, 0.01),
+    host_addresses=("127.0.1.1",),
+    interfaces={"lo": Interface(("127.0.0.1",), True, 65536)},
+    iommu="on",
+)
+"""One without a GPU, as it comes."""
+
+
+@pytest.fixture
+def run(settings: dict[str, Any]) -> Any:
+    """Settings -> the config of a run with them; by default of two machines with eight GPUs each."""
+    two_nodes = {"device": "auto", "nproc_per_node": 8, "nnodes": 2, "rdzv_endpoint": "node1:29500"}
+
+    def load(**changes: Any) -> LoadedConfig:
+        given = {**settings, **two_nodes, **changes}
+        del given["lora_rank"]
+        return load_config(None, (), given)
+
+    return load
+
+
+def bad(checks: list[Check]) -> dict[str, str]:
+    """Code -> status, of what is wrong."""
+    return {check.finding.code: check.status for check in checks if check.finding is not None}
+
+
+def test_sound_machines_have_no_finding(run: Any) -> None:
+    assert bad(examine(NODE, run())) == {}
+    assert bad(examine(NODE)) == {}
+    assert bad(examine(LAPTOP)) == {}
+    assert bad(examine(LAPTOP, run(device="cpu", nproc_per_node=2, nnodes=1, rdzv_endpoint=None))) == {}
+
+
+def environment(**variables: str) -> dict[str, Any]:
+    return {"environment": variables}
+
+
+BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
+    ("SF701", "failed", {"shared_memory": Disk("/dev/shm", "tmpfs", 16 << 20, -1)}, "16 MiB free in /dev/shm"),
+    ("SF701", "warning", {"shared_memory": Disk("/dev/shm", "tmpfs", 256 << 20, -1)}, "256 MiB free in /dev/shm"),
+    ("SF702", "failed", {"limits": {"nofile": 65536, "memlock": 8 << 20}}, "may lock 8 MiB"),
+    ("SF703", "warning", {"limits": {"nofile": 256, "memlock": -1}}, "256 files"),
+    ("SF704", "failed", {"host_addresses": ("127.0.1.1",)}, "node1 is 127.0.1.1"),
+    ("SF704", "failed", {"host_addresses": (), "unknown": {"host_addresses": "gaierror"}}, "has no address: gaierror"),
+    ("SF705", "failed", environment(NCCL_SOCKET_IFNAME="eno1"), "names no interface"),
+    ("SF705", "failed", environment(GLOO_SOCKET_IFNAME="eth"), "names no interface"),
+    ("SF705", "failed", environment(NCCL_SOCKET_IFNAME="=down0"), "which is down"),
+    ("SF705", "warning", environment(NCCL_SOCKET_IFNAME="^docker0"), "leaves the loopback interface in"),
+    ("SF706", "failed", {"ports": (replace(PORT, state="DOWN"),)}, "not all ports are active"),
+    ("SF706", "failed", environment(NCCL_IB_GID_INDEX="7"), "that GID of mlx5_0 is not set"),
+    ("SF706", "failed", environment(NCCL_IB_GID_INDEX="0"), "which is not routed"),
+    ("SF706", "warning", environment(NCCL_IB_DISABLE="1"), "although ports are active"),
+    ("SF707", "warning", {"peer_memory": False}, "nvidia_peermem is not loaded"),
+    ("SF708", "warning", {"iommu": "on (intel_iommu=on)"}, "8 GPUs talk to each other"),
+    ("SF709", "failed", {"versions": {**NODE.versions, "driver": "535.54.03"}}, "needs a driver from 580 on"),
+    ("SF709", "failed", {"versions": {"torch": "2.5.1", "cuda": "12.4", "driver": "545.23.08"}}, "peer-to-peer"),
+    ("SF709", "warning", {"versions": {"torch": "2.13.0+cpu"}}, "built without CUDA"),
+    ("SF709", "warning", {"kernel": "5.4.0-150-generic"}, "before 5.5"),
+    ("SF709", "warning", environment(LD_PRELOAD="/opt/nccl/libnccl.so"), "before the NCCL that torch came with"),
+    ("SF710", "warning", environment(NCCL_SOCKET_IFNAMES="eth0"), "is no variable of NCCL"),
+    ("SF710", "warning", environment(NCCL_P2P_DISABLE="1"), "copy through host memory"),
+    ("SF711", "failed", {"output": replace(NODE.output, error="[Errno 30] Read-only file system")}, "Read-only"),
+    ("SF711", "failed", {"output": replace(NODE.output, free_inodes=3)}, "3 files may still be made"),
+    ("SF711", "warning", {"output": replace(NODE.output, write_s=4.2)}, "4.2 s"),
+    ("SF711", "failed", {"output": None, "unknown": {"output": "no answer within 1.5 s"}}, "does not answer"),
+    ("SF712", "failed", {"rendezvous": "in use: Address already in use"}, "node1:29500 is in use"),
+    ("SF712", "failed", {"rendezvous": "", "unknown": {"rendezvous": "gaierror"}}, "is not known here"),
+    (
+        "SF713",
+        "warning",
+        {"interfaces": {**NODE.interfaces, "ib0": Interface((), True, 1500)}},
+        "ib0 with an MTU of 1500",
+    ),
+    ("SF714", "warning", environment(OMP_NUM_THREADS="96"), "want 768 CPUs"),
+    ("SF715", "failed", environment(CUDA_VISIBLE_DEVICES="0,1"), "nproc_per_node=8, and 2 GPUs are here"),
+    ("SF715", "failed", {"gpus": 4}, "4 GPUs are here"),
+]
+
+
+@pytest.mark.parametrize(("code", "status", "changed", "words"), BROKEN, ids=[f"{b[0]}-{b[3][:20]}" for b in BROKEN])
+def test_what_is_wrong_with_a_machine_is_named(
+    run: Any, code: str, status: str, changed: dict[str, Any], words: str
+) -> None:
+    checks = examine(replace(NODE, **changed), run())
+    (check,) = [check for check in checks if check.finding is not None]
+    assert check.finding is not None
+    assert (check.finding.code, check.status) == (code, status)
+    assert words in check.finding.cause
+    assert check.finding.fix
+    assert check.finding.as_text() in as_text(checks)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"NCCL_SOCKET_IFNAME": "eth,ib"},
+        {"NCCL_SOCKET_IFNAME": "=eth0"},
+        {"NCCL_SOCKET_IFNAME": "^docker0,lo"},
+        {"GLOO_SOCKET_IFNAME": "eth0"},
+        {"NCCL_IB_GID_INDEX": "3"},
+        {"NCCL_P2P_DISABLE": "0", "NCCL_DEBUG": "INFO"},
+        {"NCCL_MY_VENDORS_PLUGIN_SWITCH": "1"},
+    ],
+)
+def test_variables_that_are_in_order(run: Any, variables: dict[str, str]) -> None:
+    assert bad(examine(replace(NODE, **environment(**variables)), run())) == {}
+
+
+def test_device_cuda_without_a_gpu(run: Any) -> None:
+    checks = examine(LAPTOP, run(device="cuda", nproc_per_node=1, nnodes=1, rdzv_endpoint=None))
+    assert bad(checks) == {"SF715": "failed"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "free_bytes", "is_too_much"),
+    [
+        ({"tuning": "full"}, 20, False),  # 2 ranks hold all weights, and the state between them
+        ({"tuning": "full"}, 19, True),
+        ({"tuning": "full", "zero_stage": 0}, 32, False),
+        ({"tuning": "full", "zero_stage": 0}, 31, True),
+        ({"tuning": "full", "zero_stage": 3}, 16, False),
+        ({"tuning": "full", "zero_stage": 3}, 15, True),
+        ({"tuning": "lora"}, 4 * 2, False),
+        ({"tuning": "lora", "dtype": "bfloat16"}, 2 * 2, False),
+        ({"tuning": "lora", "zero_stage": 3}, 4, False),
+        ({"tuning": "lora", "zero_stage": 3}, 3, True),
+    ],
+)
+def test_the_least_memory_of_a_run_is_known_from_the_headers_of_its_model(
+    run: Any, settings: dict[str, Any], changes: dict[str, Any], free_bytes: int, is_too_much: bool
+) -> None:
+    """`free_bytes` in units of a parameter of the model."""
+    from safetensors import safe_open
+
+    with safe_open(Path(settings["model"], "model.safetensors"), framework="np") as file:
+        parameters = sum(file.get_tensor(name).size for name in file.keys())  # noqa: SIM118 - no dict
+    machine = replace(LAPTOP, memory_bytes={"available": free_bytes * parameters + 1})
+    loaded = run(**{"device": "cpu", "nproc_per_node": 2, "nnodes": 1, "rdzv_endpoint": None, **changes})
+    found = bad(examine(machine, loaded))
+    assert ("SF716" in found) == is_too_much
+
+
+def test_a_cgroup_counts_before_the_machine(run: Any) -> None:
+    machine = replace(LAPTOP, memory_bytes={"available": 8 * GIB, "limit": 1 << 20, "limit_left": 1000})
+    loaded = run(device="cpu", nproc_per_node=1, nnodes=1, rdzv_endpoint=None)
+    assert bad(examine(machine, loaded)) == {"SF716": "failed"}
+
+
+def test_checkpoints_that_do_not_fit_are_refused(run: Any) -> None:
+    one = {"device": "cpu", "nproc_per_node": 1, "nnodes": 1, "rdzv_endpoint": None, "tuning": "full"}
+    machine = replace(LAPTOP, output=Disk("/home", "ext4", 10_000, -1, 0.01))
+    assert bad(examine(machine, run(**one))) == {"SF717": "failed"}
+    assert bad(examine(machine, run(**{**one, "tuning": "lora"}))) == {}
+
+
+def test_what_changed_between_two_machines_is_listed() -> None:
+    other = replace(
+        NODE,
+        versions={**NODE.versions, "driver": "570.1"},
+        environment={"NCCL_DEBUG": "INFO"},
+        memory_bytes={"total": 2000 * GIB, "available": 3},
+    )
+    assert changes(NODE, other) == [
+        "versions.driver: 580.95.05 -> 570.1",
+        "environment.NCCL_DEBUG: not there -> INFO",
+    ]
+    assert changes(NODE, NODE) == []
+
+
+def test_every_code_of_the_catalogue_has_a_case() -> None:
+    assert {code for code in CATALOGUE if code.startswith("SF7")} == {b[0] for b in BROKEN} | {"SF716", "SF717"}

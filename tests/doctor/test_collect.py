@@ -1,0 +1,127 @@
+"""The snapshot of a machine: of this one, of trees as the kernel makes them, and of parts that fail or hang."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.doctor import collect as collecting
+from surefoot.doctor.collect import collect
+from surefoot.doctor.examine import changes
+from surefoot.doctor.snapshot import read_snapshot
+
+
+def test_this_machine_is_known(tmp_path: Path) -> None:
+    seen = collect(tmp_path / "deep" / "run", "127.0.0.1:0")
+    assert seen.unknown == {}
+    assert seen.host == socket.gethostname()
+    assert seen.versions["transformers"]
+    assert seen.cpus["usable"] == len(os.sched_getaffinity(0))
+    assert seen.memory_bytes["available"] > 0
+    assert "127.0.0.1" in seen.interfaces["lo"].addresses
+    assert seen.output is not None
+    assert (seen.output.path, seen.output.error) == (str(tmp_path), "")
+    assert list(tmp_path.iterdir()) == []
+    assert seen.rendezvous == "free"
+
+
+def test_a_snapshot_comes_back_from_its_file(tmp_path: Path) -> None:
+    seen = collect(tmp_path)
+    (tmp_path / "environment.json").write_text(json.dumps({"machine": seen.as_dict()}))
+    assert read_snapshot(tmp_path / "environment.json") == seen
+    assert changes(seen, read_snapshot(tmp_path / "environment.json")) == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": 3}', '{"machine": {"interfaces": {"a": {}}}}'])
+def test_a_file_that_is_no_snapshot(tmp_path: Path, text: str) -> None:
+    (tmp_path / "environment.json").write_text(text)
+    with pytest.raises(ValueError, match=r"environment\.json is no snapshot"):
+        read_snapshot(tmp_path / "environment.json")
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+PORTS = "sys/class/infiniband/mlx5_0/ports/1"
+CLUSTER = {
+    f"{PORTS}/state": "4: ACTIVE\n",
+    f"{PORTS}/link_layer": "Ethernet\n",
+    f"{PORTS}/rate": "400 Gb/sec (4X NDR)\n",
+    f"{PORTS}/gids/0": "fe80:0000:0000:0000:0000:0000:0000:0001\n",
+    f"{PORTS}/gids/3": "0000:0000:0000:0000:0000:ffff:0a00:0005\n",
+    f"{PORTS}/gids/4": "0000:0000:0000:0000:0000:0000:0000:0000\n",
+    f"{PORTS}/gid_attrs/types/0": "IB/RoCE v1\n",
+    f"{PORTS}/gid_attrs/types/3": "RoCE v2\n",
+    f"{PORTS}/gid_attrs/ndevs/0": "ib0\n",
+    "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\n",
+    "proc/driver/nvidia/gpus/0000:1b:00.0/information": "",
+    "proc/driver/nvidia/gpus/0000:43:00.0/information": "",
+    "proc/modules": "nvidia_peermem 16384 0 - Live 0x0\nnvidia 1 2 nvidia_peermem, Live 0x0\n",
+    "proc/cmdline": "BOOT_IMAGE=/vmlinuz root=/dev/sda1 intel_iommu=on iommu=pt\n",
+    "sys/class/iommu/dmar0/name": "",
+    "dev/shm/x": "",
+}
+
+
+def test_gpus_and_network_cards_are_read_as_the_kernel_shows_them(tmp_path: Path) -> None:
+    seen = collect(root=write(tmp_path, CLUSTER))
+    (port,) = seen.ports
+    assert (port.device, port.port, port.state, port.link_layer, port.interface) == (
+        "mlx5_0", 1, "ACTIVE", "Ethernet", "ib0",
+    )  # fmt: skip
+    assert port.gids == (
+        "0:IB/RoCE v1:fe80:0000:0000:0000:0000:0000:0000:0001",
+        "3:RoCE v2:0000:0000:0000:0000:0000:ffff:0a00:0005",
+    )
+    assert (seen.gpus, seen.peer_memory, seen.versions["driver"]) == (2, True, "580.95.05")
+    assert seen.iommu == "on (intel_iommu=on iommu=pt)"
+
+
+def test_a_module_that_is_not_loaded(tmp_path: Path) -> None:
+    assert collect(root=write(tmp_path, {**CLUSTER, "proc/modules": "nvidia 1 2 - Live 0x0\n"})).peer_memory is False
+
+
+def test_a_part_that_fails_and_one_that_hangs_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that refuses and a name server that is silent cannot be had here."""
+
+    def hang() -> Any:
+        time.sleep(60)
+
+    monkeypatch.setattr(collecting, "_host_addresses", hang)
+    monkeypatch.setattr(collecting, "PART_WITHIN_S", 0.5)
+    began = time.monotonic()
+    seen = collect(root=tmp_path)
+    assert time.monotonic() - began < 5
+    assert seen.unknown["host_addresses"] == "no answer within 0.5 s"
+    assert seen.unknown["shared_memory"].startswith("FileNotFoundError")
+    assert seen.host
+
+
+def test_a_folder_that_cannot_be_written() -> None:
+    """A folder of /proc, which refuses root as well."""
+    seen = collect(Path("/proc/self/run"))
+    assert seen.output is not None
+    assert seen.output.error
+
+
+def test_a_port_that_is_taken_and_a_host_that_is_not_known() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        seen = collect(rdzv_endpoint=f"127.0.0.1:{server.getsockname()[1]}")
+    assert seen.rendezvous.startswith("in use")
+    assert "rendezvous" in collect(rdzv_endpoint="no-such-host.invalid:29500").unknown
+
+
+def test_no_torch_is_imported() -> None:
+    code = "import sys, surefoot.doctor.examine as e; e.examine(e.snapshot_for(None)); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "False\n"

@@ -1,0 +1,87 @@
+"""`surefoot doctor`, and what `surefoot train` asks of it before it starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surefoot
+from surefoot import cli
+from surefoot.cli import main
+from tests.conftest import surefoot as surefoot_command
+
+UNKNOWN = "NCCL_SOCKET_IFNAME"
+
+
+@pytest.fixture
+def config(settings: dict[str, Any], tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(settings))
+    return str(path)
+
+
+def test_a_sound_machine_is_shown_line_by_line(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    assert "ok      versions" in capsys.readouterr().out
+    assert main(["doctor", config, "nproc_per_node=2"]) == 0
+    said = capsys.readouterr().out
+    assert "ok      devices                       2 ranks on the CPU" in said
+    assert "at least 0.0 GiB of" in said
+    assert not Path(json.loads(Path(config).read_text())["output_dir"]).exists()
+
+
+def test_what_is_wrong_comes_with_its_fix_and_status_3(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(UNKNOWN, "ib7")
+    assert main(["doctor", config]) == 3
+    said = capsys.readouterr().out
+    assert "FAILED  interfaces" in said
+    assert "SF705 a network interface that is not there" in said
+    assert "fix: Set it to an interface that" in said
+    assert main(["doctor", config, "--json"]) == 3
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    (failed,) = [check for check in checks if check["status"] == "failed"]
+    assert failed["finding"]["code"] == "SF705"
+
+
+def test_train_does_not_start_what_cannot_work(config: str) -> None:
+    refused = surefoot_command("train", config, env={UNKNOWN: "ib7"})
+    assert refused.returncode == 3
+    assert refused.stderr.count("SF705") == 1
+    assert refused.stderr.rstrip().endswith("preflight=false starts it all the same")
+    folder = Path(json.loads(Path(config).read_text())["output_dir"])
+    assert not folder.exists()
+    started = surefoot_command("train", config, "preflight=false", "max_steps=1", env={UNKNOWN: "ib7"})
+    assert started.returncode == 0, started.stderr
+
+
+def test_warnings_are_said_and_stop_nothing(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAMES", "lo")
+    loaded = surefoot.config.load_config(config)  # type: ignore[attr-defined]
+    assert cli._preflight(loaded)
+    said = capsys.readouterr().err
+    assert (
+        said
+        == "doctor: SF710 environment variables: NCCL_SOCKET_IFNAMES is no variable of NCCL, which would ignore it\n"
+    )
+
+
+def test_a_run_knows_its_machine_and_what_changed_since(
+    settings: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = surefoot.train(settings, screen=False, max_steps=1).run_folder
+    assert main(["doctor", "--against", str(run)]) == 0
+    assert capsys.readouterr().out.endswith(f"changed since {run}:\nnothing\n")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    assert main(["doctor", "--against", str(run)]) == 0
+    assert capsys.readouterr().out.endswith("environment.NCCL_DEBUG: not there -> WARN\n")
+
+
+@pytest.mark.parametrize("path", ["nowhere", "run.yaml"])
+def test_against_what_is_no_run(config: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--against", str(Path(config).with_name(path))]) == 2
+    assert "is no snapshot of a machine" in capsys.readouterr().err
