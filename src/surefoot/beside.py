@@ -73,7 +73,7 @@ def start(run: Watched) -> "subprocess.Popen[bytes]":
         [sys.executable, "-m", "surefoot.beside"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     )
     assert watcher.stdin is not None
-    with suppress(BrokenPipeError), watcher.stdin as stream:  # not as an argument: a webhook is a secret
+    with suppress(BrokenPipeError), watcher.stdin as stream:
         stream.write(json.dumps(told, default=str).encode())
     return watcher
 

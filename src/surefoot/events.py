@@ -184,9 +184,9 @@ class ExpertsUsed:
     step: int
     """The last of them."""
     layer: int
-    """The MoE layer with the busiest expert."""
+    """The MoE layer whose routing is most uneven."""
     share: float
-    """Of the tokens, those that chose it."""
+    """Of its rows, those of the busiest experts, as many as a token chooses: 1 where all tokens choose the same."""
     even_share: float
     """What that would be if all experts were used evenly: experts a token chooses, over the experts of the layer."""
     silent: int

@@ -207,25 +207,25 @@ CATALOGUE: dict[str, Page] = {
     "SF403": Page(
         "warning",
         "the loss has jumped and stays up",
-        "Five steps in a row lie above each of the thirty before them, half of them by a factor of 1.5 and half a nat. "
-        "The norm of the gradients around the jump tells steps that were too large from data that are unlike.",
+        "Five steps in a row lie above each of the thirty before them, half of them by a factor of 1.5 and half a nat, "
+        "and gradients were three times as large as usual when it happened: the steps are too large for them.",
         "Resume from a checkpoint before the jump with a lower learning_rate, more warmup_steps or a lower "
-        "max_grad_norm; where the gradients were as usual, look at the rows of these steps (`surefoot data`).",
+        "max_grad_norm, and look at the rows of that step.",
         ("modelscope/ms-swift#1099",),
     ),
     "SF404": Page(
         "warning",
-        "a router sends nearly all tokens to one expert",
-        "Over fifty steps one expert of the layer got nine tenths or more of what it could get at most.",
-        "Set router_aux_loss_coef (0.001 to 0.01) where routers are trained, or leave `router` out of target_modules. "
-        "Routers that are frozen came like this with the model.",
+        "a router sends nearly all tokens to the same experts",
+        "Over fifty steps of a run that trains its routers, as many experts of a layer as a token chooses got nearly "
+        "all of its rows.",
+        "Set router_aux_loss_coef (0.001 to 0.01), or leave `router` out of target_modules.",
     ),
     "SF405": Page(
         "info",
         "experts that get no token",
-        "Over fifty steps they got none, where each would have got dozens if all were used evenly.",
-        "Nothing, where routers are frozen: these data do not use them, and LoRA on them learns nothing. Where routers "
-        "are trained, set router_aux_loss_coef.",
+        "Over fifty steps of a run that trains its routers they got none, where each would have got hundreds if all "
+        "were used evenly.",
+        "Set router_aux_loss_coef, or leave `router` out of target_modules.",
         ("hpcaitech/ColossalAI#5426",),
     ),
     "SF501": Page(
@@ -290,14 +290,14 @@ CATALOGUE: dict[str, Page] = {
         "Check the disk if this happens again.",
     ),
     "SF701": Page(
-        "error",
+        "warning",
         "too little shared memory",
         "NCCL passes data between the GPUs of one machine through /dev/shm; Docker's default of 64 MiB is too little.",
         "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm.",
         ("pytorch/torchtitan#853", "NVIDIA/nccl#342"),
     ),
     "SF702": Page(
-        "error",
+        "warning",
         "too little memory may be locked",
         "InfiniBand and RoCE need buffers that the kernel may not move; the limit of this process is below 1 GiB.",
         "ulimit -l unlimited, in the launcher too: LimitMEMLOCK=infinity for a service, --ulimit memlock=-1 in Docker.",
@@ -326,7 +326,7 @@ CATALOGUE: dict[str, Page] = {
         ("horovod/horovod#700", "NVIDIA/nccl#286", "QwenLM/Qwen#970"),
     ),
     "SF706": Page(
-        "error",
+        "warning",
         "InfiniBand is not used as it could be",
         "From the ports and GIDs under /sys/class/infiniband: a port that is not active, an index without an address "
         "that is routed, or a variable that switches it off.",
@@ -351,7 +351,7 @@ CATALOGUE: dict[str, Page] = {
         ("NVIDIA/nccl#257", "stas00/ml-engineering#1"),
     ),
     "SF709": Page(
-        "error",
+        "warning",
         "versions that do not work together",
         "From a table of what each needs and what is known to be broken, with its sources in doctor/environment.py.",
         "Update the driver or the kernel, or install a torch that was built for this driver.",
@@ -372,11 +372,10 @@ CATALOGUE: dict[str, Page] = {
         ("awslabs/awsome-distributed-ai#1225",),
     ),
     "SF712": Page(
-        "error",
-        "the meeting point of the machines cannot be used",
-        "The port of rdzv_endpoint is taken on this machine, or its host is not known here.",
-        "Choose a free port, and a name or address that all machines know; end what is left of an earlier run.",
-        ("huggingface/accelerate#74",),
+        "warning",
+        "the host of rdzv_endpoint is not known here",
+        "Its name has no address on this machine, or the name server does not answer.",
+        "Use a name or address that all machines know. A service of Kubernetes may need a moment to be published.",
     ),
     "SF713": Page(
         "warning",
@@ -392,7 +391,7 @@ CATALOGUE: dict[str, Page] = {
         "Set OMP_NUM_THREADS to the CPUs per rank.",
     ),
     "SF715": Page(
-        "error",
+        "warning",
         "the GPUs that the run asks for are not here",
         "Counted under /proc/driver/nvidia, less what CUDA_VISIBLE_DEVICES hides.",
         "Set nproc_per_node to the number of GPUs, or device: cpu.",

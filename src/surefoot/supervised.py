@@ -135,7 +135,9 @@ class _Watch:
         )
         while True:
             with suppress(subprocess.TimeoutExpired):
-                return self._job.wait(EVERY_S)
+                status = self._job.wait(EVERY_S)
+                supervisor.end()
+                return status
             now_s = time.time()
             for finding in self._looked(supervisor, now_s):
                 self.found.append(finding)

@@ -18,7 +18,7 @@ from surefoot.doctor.snapshot import read_snapshot
 
 
 def test_this_machine_is_known(tmp_path: Path) -> None:
-    seen = collect(tmp_path / "deep" / "run", "127.0.0.1:0")
+    seen = collect(tmp_path / "deep" / "run", "127.0.0.1:29500")
     assert seen.unknown == {}
     assert seen.host == socket.gethostname()
     assert seen.versions["transformers"]
@@ -28,7 +28,7 @@ def test_this_machine_is_known(tmp_path: Path) -> None:
     assert seen.output is not None
     assert (seen.output.path, seen.output.error) == (str(tmp_path), "")
     assert list(tmp_path.iterdir()) == []
-    assert seen.rendezvous == "free"
+    assert seen.rendezvous == "on this machine"
 
 
 def test_a_snapshot_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -114,10 +114,19 @@ def test_a_folder_that_cannot_be_written() -> None:
     assert seen.output.error
 
 
-def test_a_port_that_is_taken_and_a_host_that_is_not_known() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        seen = collect(rdzv_endpoint=f"127.0.0.1:{server.getsockname()[1]}")
-    assert seen.rendezvous.startswith("in use")
+@pytest.mark.parametrize(
+    ("endpoint", "place"),
+    [
+        ("localhost:29500", "on this machine"),
+        ("[::1]:29500", "on this machine"),
+        ("192.0.2.1:29500", "on another machine (192.0.2.1)"),
+    ],
+)
+def test_where_the_ranks_meet(endpoint: str, place: str) -> None:
+    assert collect(rdzv_endpoint=endpoint).rendezvous == place
+
+
+def test_a_host_that_is_not_known() -> None:
     assert "rendezvous" in collect(rdzv_endpoint="no-such-host.invalid:29500").unknown
 
 

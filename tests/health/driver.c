@@ -28,3 +28,7 @@ int nvmlDeviceGetCurrentClocksEventReasons(Device *device, unsigned long long *r
     *reasons = device->index ? 0x44 : 0x1; /* power cap and heat; idle */
     return 0;
 }
+int nvmlDeviceGetUUID(Device *device, char *uuid, unsigned int length) {
+    strncpy(uuid, device->index ? "GPU-b0000000" : "GPU-a0000000", length);
+    return 0;
+}

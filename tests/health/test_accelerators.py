@@ -13,9 +13,14 @@ from typing import Any
 
 import pytest
 
+import surefoot
+from surefoot.health import supervisor as supervising
 from surefoot.health.accelerators import Accelerators, GpuSample, Look, read_looks
 from surefoot.health.diagnose.accelerators import find_in_gpus, in_words
-from tests.conftest import surefoot as surefoot_command
+from surefoot.health.recorder import KINDS, PHASES
+from surefoot.health.ring import RingWriter
+from surefoot.health.supervisor import Supervisor
+from surefoot.report.page import write_report
 
 SPINNING = GpuSample(0, 1.0, 71.0, 700.0, 1980, 3 << 30, 41)
 WORKING = GpuSample(0, 0.99, 610.0, 700.0, 1755, 60 << 30, 64)
@@ -62,7 +67,7 @@ def test_a_look_in_words() -> None:
 
 
 def test_without_a_driver_there_are_no_samples_and_a_reason(tmp_path: Path) -> None:
-    accelerators = Accelerators(tmp_path)
+    accelerators = Accelerators(tmp_path, 8)
     deadline = time.monotonic() + 20
     while not accelerators.why_not and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -86,7 +91,7 @@ def test_nvml_is_read_through_its_own_bindings(tmp_path: Path, driver: dict[str,
     code = (
         "import sys, time; from pathlib import Path; from surefoot.health.accelerators import Accelerators\n"
         "folder = Path(sys.argv[1]); (folder / 'events').mkdir()\n"
-        "seen = Accelerators(folder); time.sleep(3); print(seen.looks()[0][1])"
+        "seen = Accelerators(folder, 8); time.sleep(3); print(seen.looks()[0][1])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], env={**os.environ, **driver}, capture_output=True, text=True,
@@ -100,25 +105,64 @@ def test_nvml_is_read_through_its_own_bindings(tmp_path: Path, driver: dict[str,
     assert read_looks(tmp_path)[0][1] == expected
 
 
-@pytest.mark.slow
-def test_a_run_beside_spinning_cards_names_them(
-    settings: dict[str, Any], tmp_path: Path, driver: dict[str, str]
+@pytest.mark.parametrize(
+    ("visible", "count", "indices"),
+    [(None, 8, [0, 1]), (None, 1, [0]), ("1", 8, [1]), ("", 8, []), ("-1", 8, []), ("GPU-b", 8, [1])],
+)
+def test_only_cards_that_the_run_may_use_are_sampled(
+    tmp_path: Path, driver: dict[str, str], visible: str | None, count: int, indices: list[int]
 ) -> None:
-    told = {**settings, "max_steps": 100_000, "save_steps": 0, "report": True}
-    (tmp_path / "run.json").write_text(json.dumps(told))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "surefoot", "train", str(tmp_path / "run.json")],
-        env={**os.environ, **driver},
-        stderr=subprocess.DEVNULL,
+    code = (
+        "import sys, time; from pathlib import Path; from surefoot.health.accelerators import Accelerators\n"
+        "seen = Accelerators(Path(sys.argv[1]), int(sys.argv[2])); time.sleep(2.5)\n"
+        "print([gpu.index for gpu in (seen.looks() or [(0, ())])[0][1]])"
     )
-    findings = Path(settings["output_dir"]) / "findings.jsonl"
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and (not findings.is_file() or findings.read_text().count("\n") < 2):
-        time.sleep(0.2)
-    process.terminate()
-    process.wait(60)
-    found = [json.loads(line)["code"] for line in findings.read_text().splitlines()]
-    assert sorted(found) == ["SF307", "SF308"]
-    page = (Path(settings["output_dir"]) / "report.html").read_text()
-    assert "GPUs: busy (line) against power (dashed)" in page
-    assert surefoot_command("explain", settings["output_dir"]).stdout.count("SF307") == 1
+    told = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), str(count)], env={**os.environ, **driver, **told},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout == f"{indices}\n", done.stderr
+
+
+def test_cards_are_not_blamed_on_runs_that_do_not_use_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process here has a card open; whether one has is the one thing that is pretended."""
+    supervisor = Supervisor(tmp_path, 1, 0.0)
+    (tmp_path / "events").mkdir()
+    ring = RingWriter(tmp_path / "events" / f"rank-00000-{time.time_ns()}.ring", 0)
+    for step in range(40):
+        ring.write(1000.0 + step, KINDS.index("step"), 0, step, (1.0, 1.0, 1.0, 0.0, 0.0))
+    supervisor._accelerators._looks.extend(looks(SPINNING))
+    assert [finding.code for finding in supervisor.look(1039.5)] == []
+    monkeypatch.setattr(supervising, "uses_gpus", lambda _: True)
+    assert [finding.code for finding in supervisor.look(1044.6)] == ["SF307"]
+    ring.write(1049.0, KINDS.index("step"), 0, 40, (1.0, 1.0, 1.0, 0.0, 0.0))
+    assert [finding.code for finding in supervisor.look(1050.0)] == [], "it is said once"
+    ring.close()
+
+
+def test_cards_that_wait_for_a_rank_that_saves_are_not_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervising, "uses_gpus", lambda _: True)
+    supervisor = Supervisor(tmp_path, 1, 0.0)
+    (tmp_path / "events").mkdir()
+    ring = RingWriter(tmp_path / "events" / f"rank-00000-{time.time_ns()}.ring", 0)
+    for step in range(40):
+        ring.write(1000.0 + step, KINDS.index("step"), 0, step, (1.0, 1.0, 1.0, 0.0, 0.0))
+    ring.write(1040.0, KINDS.index("phase began"), PHASES.index("save"), 40, (0.0,) * 5)
+    supervisor._accelerators._looks.extend(looks(SPINNING))
+    assert [finding.code for finding in supervisor.look(1041.0)] == []
+    ring.close()
+
+
+def test_a_supervisor_that_looks_no_more_leaves_no_thread(tmp_path: Path) -> None:
+    accelerators = Accelerators(tmp_path, 1)
+    accelerators.end()
+    accelerators._thread.join(20)
+    assert not accelerators._thread.is_alive()
+
+
+def test_the_page_of_a_run_shows_its_cards(settings: dict[str, Any]) -> None:
+    run = surefoot.train(settings, screen=False, max_steps=2).run_folder
+    lines = [{"time_s": time.time() + n, "gpus": [[0, 1.0, 71.0, 700.0, 1980, 1, None, []]]} for n in range(5)]
+    (run / "events" / "gpus-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "{cut")
+    assert "GPUs: busy (line) against power (dashed)" in write_report(run).read_text()

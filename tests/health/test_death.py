@@ -47,3 +47,26 @@ def test_a_kill_for_memory_is_told_from_others(for_memory: bool | None, code: st
     finding = find_death(0, "was killed by signal 9 (SIGKILL)", for_memory=for_memory, history=[])
     assert finding.code == code
     assert said in finding.cause
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ([500, 500, 520, 1900], ", in a batch of 1900 tokens, where 500 are usual"),
+        ([500, 500, 520, 510], "cgroup was reached"),
+        ([1900], "cgroup was reached"),
+    ],
+)
+def test_a_large_batch_is_named_with_the_kill(tokens: list[int], said: str) -> None:
+    history = [
+        Entry(0, 1, 70, 0.0, "batch", "", step, {"tokens": float(count)}) for step, count in enumerate(tokens, 1)
+    ]
+    finding = find_death(0, "was killed by signal 9 (SIGKILL)", for_memory=True, history=history)
+    assert finding.cause.endswith(said)
+
+
+def test_a_batch_that_was_done_is_not_blamed() -> None:
+    history = [Entry(0, 1, 70, 0.0, "batch", "", step, {"tokens": 500.0 * step}) for step in (1, 2, 3)]
+    history.append(Entry(0, 1, 70, 0.0, "step", "", 3, {}))
+    finding = find_death(0, "was killed by signal 9 (SIGKILL)", for_memory=True, history=history)
+    assert "tokens" not in finding.cause

@@ -162,9 +162,9 @@ class RunConfig(BaseModel):
     phase_timeout_s: dict[Phase, Annotated[float, Field(gt=0)]] = {}
     """Seconds without a sign of life after which a phase is taken for a stall, whatever its rank does, instead of a
     limit from the run's own history: `{save: 900}`. Phases: load, tokenise, wait for data, forward, ..."""
-    webhook: str | None = Field(default=None, pattern=r"^(https?://\S+|\$\w+)$")
-    """Findings are posted there as well: an address, or `$NAME` of an environment variable that holds it. Slack,
-    Mattermost, Feishu, DingTalk and WeCom are told apart by the address; others get JSON with `text` and `finding`."""
+    webhook: str | None = Field(default=None, pattern=r"^\$[A-Za-z_]\w*$")
+    """`$NAME` of an environment variable with an address that findings are posted to as well (it is a secret, so it
+    stands in no file). Slack, Mattermost, Feishu, DingTalk and WeCom are told apart by it; others get JSON."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """How training state is spread over ranks: 0 not at all, 1 optimizer, 2 and gradients, 3 and parameters."""
     offload: Literal["cpu"] | None = None

@@ -31,16 +31,29 @@ class Seen:
     @property
     def local_ranks(self) -> int:
         """Ranks on each machine; without a run, one for each GPU."""
-        return self.run.nproc_per_node if self.run is not None else max(1, self.machine.gpus)
+        return self.run.nproc_per_node if self.run is not None else max(1, self.gpus)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide."""
+        visible = self.machine.environment.get("CUDA_VISIBLE_DEVICES")
+        if visible is None:
+            return self.machine.gpus
+        return min(self.machine.gpus, len([one for one in visible.split(",") if one.strip() not in ("", "-1")]))
 
     @property
     def is_on_gpus(self) -> bool:
-        """Whether the run uses the GPUs of this machine."""
-        return self.machine.gpus > 0 and (self.run is None or self.run.device != "cpu")
+        """Whether the run uses GPUs of this machine."""
+        has_cuda = "cuda" in self.machine.versions or "torch" not in self.machine.versions
+        return self.gpus > 0 and has_cuda and (self.run is None or self.run.device != "cpu")
+
+    @property
+    def ranks(self) -> int:
+        return self.local_ranks * self.nodes
 
     @property
     def uses_nccl(self) -> bool:
-        return self.is_on_gpus and self.local_ranks * self.nodes > 1
+        return self.is_on_gpus and self.ranks > 1
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,7 @@ def not_applicable(name: str, why: str) -> Check:
     return Check(name, "not applicable", why)
 
 
-def wrong(name: str, code: str, cause: str, *, fix: str = "", is_fatal: bool = True, **evidence: Any) -> Check:
-    """A finding: a failure, or where the run may well work all the same, a warning."""
+def wrong(name: str, code: str, cause: str, *, fix: str = "", is_fatal: bool = False, **evidence: Any) -> Check:
+    """A finding. A failure (`is_fatal`) keeps a run from starting: only for what cannot work. All else is a warning."""
     finding = Finding(code, cause, evidence, fix or CATALOGUE[code].fix, 1.0 if is_fatal else 0.7)
     return Check(name, "failed" if is_fatal else "warning", cause, finding)

@@ -26,6 +26,7 @@ from surefoot.doctor.snapshot import Disk, Interface, Port, Snapshot
 PART_WITHIN_S = 1.5
 PROBE_BYTES = 1 << 20
 PACKAGES = ("surefoot", "torch", "transformers", "tokenizers", "safetensors", "peft", "trl", "vllm", "triton")
+SET_BY_TORCH = frozenset(("CUDA_MODULE_LOADING",))
 READ_BY = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_", "MKL_", "UCX_", "LD_LIBRARY_PATH", "LD_PRELOAD")
 """How the variables begin that torch, NCCL, gloo, CUDA and OpenMP read."""
 _IN_TORCH = re.compile(r"^cuda(?::[^=]*)? = '([^']+)'", re.MULTILINE)
@@ -37,7 +38,7 @@ def collect(output_dir: Path | None = None, rdzv_endpoint: str | None = None, ro
         "host": socket.gethostname,
         "kernel": platform.release,
         "versions": lambda: _versions(root),
-        "environment": lambda: {name: value for name, value in sorted(os.environ.items()) if name.startswith(READ_BY)},
+        "environment": _variables,
         "limits": _limits,
         "memory_bytes": _memory_bytes,
         "cpus": _cpus,
@@ -52,7 +53,7 @@ def collect(output_dir: Path | None = None, rdzv_endpoint: str | None = None, ro
     if output_dir is not None:
         parts["output"] = lambda: _probed(_disk(_existing(output_dir)))
     if rdzv_endpoint is not None:
-        parts["rendezvous"] = lambda: _port_state(rdzv_endpoint)
+        parts["rendezvous"] = lambda: _place(rdzv_endpoint)
     threads = {name: _Part(read) for name, read in parts.items()}
     deadline = time.monotonic() + PART_WITHIN_S
     values: dict[str, Any] = {}
@@ -109,6 +110,14 @@ def _versions(root: Path) -> dict[str, str]:
         if number is not None:
             found["driver"] = number.group(1)
     return found
+
+
+def _variables() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(READ_BY) and name not in SET_BY_TORCH
+    }
 
 
 def _limits() -> dict[str, int]:
@@ -220,17 +229,9 @@ def _iommu(root: Path) -> str:
     return f"{'on' if is_on else 'off'}{f' ({said})' if said else ''}"
 
 
-def _port_state(endpoint: str) -> str:
-    """Whether this machine could open the port, if the endpoint is this machine; whether the host is known."""
+def _place(endpoint: str) -> str:
+    """Whether the host of `host:port` is this machine. Its port is left alone: another launcher may have it open."""
     host, _, port = endpoint.rpartition(":")
-    addresses = {str(one[4][0]) for one in socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)}
-    own = {address for one in _interfaces().values() for address in one.addresses}
-    if not addresses & own:
-        return f"on another machine ({', '.join(sorted(addresses))})"
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, int(port)))
-        except OSError as error:
-            return f"in use: {error.strerror}"
-    return "free"
+    addresses = {str(one[4][0]) for one in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)}
+    own = {address.partition("%")[0] for one in _interfaces().values() for address in one.addresses}
+    return "on this machine" if addresses & own else f"on another machine ({', '.join(sorted(addresses))})"

@@ -4,10 +4,9 @@ from pathlib import Path
 
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
 from surefoot.doctor.sizes import Weights, weights_of
-from surefoot.findings import CATALOGUE
 
 GIB = 1 << 30
-FP32_BYTES = 4
+FP32_BYTES, HALF_BYTES = 4, 2
 STATE_BYTES = 12
 """Of a trained parameter besides itself: a gradient and AdamW's two moments, in float32."""
 CHECKPOINT_BYTES = 12
@@ -15,19 +14,16 @@ CHECKPOINT_BYTES = 12
 
 
 def devices(seen: Seen) -> Check:
-    name, run, gpus = "devices", seen.run, seen.machine.gpus
+    name, run, gpus = "devices", seen.run, seen.gpus
     if run is None:
         return fine(name, f"{gpus} GPUs") if gpus else not_applicable(name, "no GPU here, and no run is given")
-    visible = seen.machine.environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        gpus = min(gpus, len([one for one in visible.split(",") if one.strip() not in ("", "-1")]))
     if run.device == "cuda" and not gpus:
-        hidden = f" visible (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else ""
-        return wrong(name, "SF715", f"device=cuda, and this machine has no GPU{hidden}", gpus=0)
-    if gpus and run.device != "cpu" and run.nproc_per_node > gpus:
+        return wrong(name, "SF715", "device=cuda, and no GPU is seen here", gpus=0,
+                     CUDA_VISIBLE_DEVICES=seen.machine.environment.get("CUDA_VISIBLE_DEVICES", "not set"))  # fmt: skip
+    if seen.is_on_gpus and run.nproc_per_node > gpus:
         return wrong(name, "SF715", f"nproc_per_node={run.nproc_per_node}, and {gpus} GPUs are here", gpus=gpus,
                      fix=f"Set nproc_per_node: {gpus}.")  # fmt: skip
-    if run.device == "cpu" or not gpus:
+    if not seen.is_on_gpus:
         return fine(name, f"{run.nproc_per_node} ranks on the CPU")
     return fine(name, f"{run.nproc_per_node} ranks on {gpus} GPUs")
 
@@ -37,8 +33,7 @@ def host_memory(seen: Seen) -> Check:
     name, run = "host memory", seen.run
     if run is None:
         return not_applicable(name, "no run is given")
-    is_here = run.device == "cpu" or not seen.machine.gpus
-    if not is_here and run.offload is None:
+    if (seen.is_on_gpus or run.device == "cuda") and run.offload is None:
         return not_applicable(name, "what is trained lies on the GPUs")
     weights = _weights(seen)
     if weights is None:
@@ -46,11 +41,14 @@ def host_memory(seen: Seen) -> Check:
     free = seen.machine.memory_bytes.get("available")
     if free is None:
         return not_applicable(name, seen.machine.unknown.get("memory_bytes", "not known"))
-    free = min(free, seen.machine.memory_bytes.get("limit_left", free))
+    memory = seen.machine.memory_bytes
+    free += memory.get("swap_total", 0) - memory.get("swap_used", 0)
+    free = min(free, memory.get("limit_left", free))
     least, why = _least_bytes(seen, weights)
     said = f"at least {least / GIB:.1f} GiB of {free / GIB:.1f} GiB that are free: {why}"
     if least > free:
-        return wrong(name, "SF716", f"this run needs {said}", needed_bytes=least, free_bytes=free, where=_where(seen))
+        return wrong(name, "SF716", f"this run needs {said}", needed_bytes=least, free_bytes=free, where=_where(seen),
+                     is_fatal=True)  # fmt: skip
     return fine(name, said)
 
 
@@ -60,19 +58,21 @@ def _least_bytes(seen: Seen, weights: Weights) -> tuple[int, str]:
     assert run is not None
     ranks, here = run.nproc_per_node * run.nnodes, run.nproc_per_node
     is_full = run.tuning == "full"
-    copies = ranks // run.dp_replicate_size
+    sharing = ranks // run.dp_replicate_size
+    """Ranks that share one copy of what is sharded."""
+    each = FP32_BYTES if run.dtype in ("auto", "float32") and run.offload is None else HALF_BYTES
     parameters = weights.parameters
-    if run.offload is not None:  # sharded training state lies in host memory, and nothing else
+    if run.offload is not None:  # sharded training state lies in host memory, and frozen weights with stage 3
         state = parameters * (FP32_BYTES + STATE_BYTES) if is_full else 0
-        frozen = 0 if is_full or run.zero_stage < 3 else weights.bytes
-        return (state + frozen) * here // copies, f"the state of {parameters / 1e9:.2f} G parameters, offloaded"
-    each = FP32_BYTES if is_full or run.dtype in ("auto", "float32") else 2
+        frozen = parameters * each if run.zero_stage == 3 and not is_full else 0
+        return (state + frozen) * here // sharing, f"the state of {parameters / 1e9:.2f} G parameters, offloaded"
     experts = run.expert_parallel_size if isinstance(run.expert_parallel_size, int) else ranks
-    cut = copies if run.zero_stage == 3 else min(experts, copies)  # with shared experts all but them is on each rank
-    total = parameters * each * here // cut
+    # Of shared experts each rank has a part; how much of the model they are is not known, so all of it is taken.
+    spread = min(experts, sharing)
     said = f"{parameters / 1e9:.2f} G parameters on {here} ranks"
+    total = parameters * (FP32_BYTES if is_full else each) * here // (sharing if run.zero_stage == 3 else spread)
     if is_full:
-        total += parameters * STATE_BYTES * here // (copies if run.zero_stage else 1)
+        total += parameters * STATE_BYTES * here // (sharing if run.zero_stage else spread)
         said += " with their gradients and AdamW's moments"
     return total, said
 
@@ -87,19 +87,26 @@ def checkpoints(seen: Seen) -> Check:
         return not_applicable(name, f"the weights of {run.model} are not in a folder here")
     if run.tuning != "full":
         return not_applicable(name, "adapters are small")
-    kept = (run.save_total_limit or 1) + 1 if run.save_steps else 1  # the newest is written before the oldest goes
+    if (run.run_folder / "checkpoints").is_dir():
+        return not_applicable(name, "some of them are there already")
+    kept = run.save_total_limit + 1 if run.save_total_limit else 2  # the newest is written before the oldest goes
+    if not run.save_steps:
+        kept = 0
+    elif run.max_steps is not None:
+        kept = min(kept, run.max_steps // run.save_steps + 1)
     each = weights.parameters * CHECKPOINT_BYTES
-    needed = kept * each + weights.bytes
     said = (
         f"{kept} checkpoints of {each / GIB:.1f} GiB and a model of {weights.bytes / GIB:.1f} GiB, "
         f"{disk.free_bytes / GIB:.1f} GiB free at {disk.path}"
     )
+    needed = kept * each + weights.bytes
     if needed > disk.free_bytes:
+        one = min(kept, 1) * each
         return wrong(
             name,
             "SF717",
             said,
-            fix=CATALOGUE["SF717"].fix,
+            is_fatal=max(one, weights.bytes) > disk.free_bytes,
             needed_bytes=needed,
             free_bytes=disk.free_bytes,
             where=_where(seen, "save_total_limit"),

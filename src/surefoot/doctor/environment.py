@@ -60,33 +60,33 @@ SWITCHES = frozenset(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "CUDA_LAUNCH_BLOCK
 
 
 def versions(seen: Seen) -> Check:
-    name, found, gpus = "versions", seen.machine.versions, seen.machine.gpus
+    name, found, gpus = "versions", seen.machine.versions, seen.gpus
     said = ", ".join(
         f"{one} {found[one]}" for one in ("torch", "cuda", "nccl", "driver", "transformers") if one in found
     )
     driver, cuda = found.get("driver"), found.get("cuda")
-    if gpus and seen.is_on_gpus:
-        if cuda is None and "torch" in found:
-            return wrong(
-                name,
-                "SF709",
-                f"this machine has {gpus} GPUs, and torch {found['torch']} was built without CUDA",
-                fix="pip install torch from PyPI or https://download.pytorch.org/whl for your CUDA; or device=cpu.",
-                is_fatal=seen.run is not None and seen.run.device == "cuda",
-                torch=found["torch"],
-            )
+    wants_gpus = gpus > 0 and (seen.run is None or seen.run.device != "cpu")
+    if wants_gpus and cuda is None and "torch" in found:
+        return wrong(
+            name,
+            "SF709",
+            f"this machine has {gpus} GPUs, and torch {found['torch']} was built without CUDA",
+            fix="pip install torch from PyPI or https://download.pytorch.org/whl for your CUDA; or device=cpu.",
+            torch=found["torch"],
+        )
+    if seen.is_on_gpus:
         least = LEAST_DRIVER.get(_numbers(cuda or "0")[0])
         if driver and least and _numbers(driver) < least:
             needed = ".".join(map(str, least))
             return wrong(name, "SF709", f"torch was built for CUDA {cuda}, which needs a driver from {needed} on, and "
                          f"this machine's is {driver}", driver=driver, cuda=cuda, needed=needed)  # fmt: skip
-        if driver in BAD_DRIVERS and gpus > 1:
+        if driver in BAD_DRIVERS and seen.uses_nccl and seen.machine.environment.get("NCCL_P2P_DISABLE") != "1":
             what, where = BAD_DRIVERS[driver]
             return wrong(name, "SF709", f"with driver {driver} {what} ({where})", driver=driver,
                          fix="Use another driver, or export NCCL_P2P_DISABLE=1.")  # fmt: skip
     if gpus > 1 and seen.uses_nccl and _numbers(seen.machine.kernel) < LEAST_KERNEL:
         return wrong(name, "SF709", f"the kernel is {seen.machine.kernel}; before 5.5 ranks are known to hang in their "
-                     "first meeting", kernel=seen.machine.kernel, is_fatal=False)  # fmt: skip
+                     "first meeting", kernel=seen.machine.kernel)  # fmt: skip
     return fine(name, said) if said else not_applicable(name, seen.machine.unknown.get("versions", "not known"))
 
 
@@ -106,7 +106,6 @@ def library_path(seen: Seen) -> Check:
             "SF709",
             f"LD_PRELOAD puts {', '.join(preloaded)} before the NCCL that torch came with",
             fix="unset LD_PRELOAD, unless it is meant: then all machines must have the same.",
-            is_fatal=False,
             LD_PRELOAD=environment["LD_PRELOAD"],
         )
     return fine(name, f"torch's own, {seen.machine.versions.get('nccl', 'version not known')}")
@@ -120,11 +119,11 @@ def variables(seen: Seen) -> Check:
             near = difflib.get_close_matches(suffix, NCCL, 1, cutoff=0.85)
             if near:
                 return wrong(name, "SF710", f"{variable} is no variable of NCCL, which would ignore it",
-                             fix=f"Did you mean NCCL_{near[0]}?", is_fatal=False, variable=variable)  # fmt: skip
+                             fix=f"Did you mean NCCL_{near[0]}?", variable=variable)  # fmt: skip
     slow = [one for one in SLOW if one in environment and _is_slow(one, environment[one])]
     if slow and seen.is_on_gpus:
         said = "; ".join(f"{one}={environment[one]}: {SLOW[one]}" for one in slow)
-        return wrong(name, "SF710", said, is_fatal=False, fix=f"unset {' '.join(slow)}, unless a fault is looked for.")
+        return wrong(name, "SF710", said, fix=f"unset {' '.join(slow)}, unless a fault is looked for.")
     set_ = [one for one in environment if one.startswith(("NCCL_", "GLOO_", "TORCH_", "CUDA_"))]
     return fine(name, f"set: {', '.join(set_) if set_ else 'none'}")
 

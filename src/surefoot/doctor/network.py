@@ -8,6 +8,7 @@ from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
 NAMING = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_OOB_NET_IFNAME")
 """Variables that name network interfaces."""
 LEAST_ROCE_MTU = 4200
+ELSEWHERE = "on another machine"
 
 
 def host_name(seen: Seen) -> Check:
@@ -19,8 +20,11 @@ def host_name(seen: Seen) -> Check:
                          host=seen.machine.host)  # fmt: skip
         return not_applicable(name, f"{why}; only runs of several machines need it")
     said = f"{seen.machine.host} is {', '.join(addresses)}"
-    if seen.nodes > 1 and all(_is_loopback(address) for address in addresses):
-        return wrong(name, "SF704", f"{said}: other machines would be sent to themselves", addresses=said)
+    is_named = any(seen.machine.environment.get(variable) for variable in NAMING)
+    if seen.nodes > 1 and not is_named and all(_is_loopback(address) for address in addresses):
+        # Where the meeting point is on this machine, all of the run may be.
+        is_fatal = seen.machine.rendezvous.startswith(ELSEWHERE)
+        return wrong(name, "SF704", f"{said}: other machines are sent to themselves", is_fatal=is_fatal, addresses=said)
     return fine(name, said)
 
 
@@ -37,34 +41,40 @@ def interfaces(seen: Seen) -> Check:
         return not_applicable(name, seen.machine.unknown.get("interfaces", "none"))
     for variable in NAMING:
         value = seen.machine.environment.get(variable, "")
-        if not value:
-            continue
-        wanted = value.lstrip("^=").split(",")
-        if value.startswith("^"):
-            if seen.nodes > 1 and not any("lo".startswith(one) for one in wanted if one):
-                return wrong(
-                    name,
-                    "SF705",
-                    f"{variable}={value} leaves the loopback interface in, which no other machine can reach",
-                    fix=f"export {variable}={value},lo, or name the interface itself.",
-                    is_fatal=False,
-                    variable=f"{variable}={value}",
-                )
-            continue
-        is_exact = value.startswith("=") or variable.startswith("GLOO")
-        meant = [one for one in there if any(one == want or (not is_exact and one.startswith(want)) for want in wanted)]
-        if not meant:
+        if value and _matters(variable, seen):
+            found = _misnamed(variable, value, seen)
+            if found is not None:
+                return found
+    up = [one for one, about in sorted(there.items()) if about.is_up]
+    return fine(name, f"up: {', '.join(up)}")
+
+
+def _matters(variable: str, seen: Seen) -> bool:
+    return seen.ranks > 1 if variable.startswith("GLOO") else seen.uses_nccl
+
+
+def _misnamed(variable: str, value: str, seen: Seen) -> Check | None:
+    """What is wrong with the interfaces that a variable names, if anything."""
+    name, there, said = "interfaces", seen.machine.interfaces, f"{variable}={value}"
+    wanted = value.lstrip("^=").split(",")
+    if value.startswith("^"):
+        if seen.nodes > 1 and not any("lo".startswith(one) for one in wanted if one):
             return wrong(
                 name,
                 "SF705",
-                f"{variable}={value} names no interface of this machine, which has {', '.join(sorted(there))}",
-                variable=f"{variable}={value}",
+                f"{said} leaves the loopback interface in, which no other machine can reach",
+                fix=f"export {said},lo, or name the interface itself.",
+                variable=said,
             )
-        if not any(there[one].is_up for one in meant):
-            return wrong(name, "SF705", f"{variable}={value} names {', '.join(meant)}, which is down",
-                         variable=f"{variable}={value}")  # fmt: skip
-    up = [one for one, about in sorted(there.items()) if about.is_up]
-    return fine(name, f"up: {', '.join(up)}")
+        return None
+    is_exact = value.startswith("=") or variable.startswith("GLOO")
+    meant = [one for one in there if any(one == want or (not is_exact and one.startswith(want)) for want in wanted)]
+    if not meant:
+        cause = f"{said} names no interface of this machine, which has {', '.join(sorted(there))}"
+        return wrong(name, "SF705", cause, is_fatal=True, variable=said)
+    if not any(there[one].is_up for one in meant):
+        return wrong(name, "SF705", f"{said} names {', '.join(meant)}, which is down", is_fatal=True, variable=said)
+    return None
 
 
 def infiniband(seen: Seen) -> Check:
@@ -74,10 +84,12 @@ def infiniband(seen: Seen) -> Check:
     active = [port for port in ports if "ACTIVE" in port.state]
     said = ", ".join(f"{port.device}:{port.port} {port.state} {port.rate}" for port in ports)
     environment = seen.machine.environment
-    if environment.get("NCCL_IB_DISABLE") == "1" and active and seen.nodes > 1:
-        return wrong(name, "SF706", f"NCCL_IB_DISABLE=1 although ports are active: {said}", is_fatal=False, ports=said)
-    if seen.nodes > 1 and len(active) < len(ports):
-        return wrong(name, "SF706", f"not all ports are active: {said}", is_fatal=not active, ports=said)
+    if not seen.uses_nccl or seen.nodes == 1:
+        return fine(name, f"{said}; only NCCL between machines uses it")
+    if environment.get("NCCL_IB_DISABLE") == "1" and active:
+        return wrong(name, "SF706", f"NCCL_IB_DISABLE=1 although ports are active: {said}", ports=said)
+    if len(active) < len(ports):
+        return wrong(name, "SF706", f"not all ports are active: {said}", ports=said)
     roce = [port for port in active if port.link_layer == "Ethernet"]
     index = environment.get("NCCL_IB_GID_INDEX", "")
     for port in roce if index.isdigit() else ():
@@ -88,7 +100,7 @@ def infiniband(seen: Seen) -> Check:
                          gids="; ".join(port.gids))  # fmt: skip
     small = _with_small_packets(seen, [port.interface for port in roce])
     if small:
-        return wrong(name, "SF713", f"RoCE over {small}", is_fatal=False, interfaces=small)
+        return wrong(name, "SF713", f"RoCE over {small}", interfaces=small)
     return fine(name, said)
 
 
@@ -103,8 +115,8 @@ def peer_memory(seen: Seen) -> Check:
     name, loaded = "GPU memory for network cards", seen.machine.peer_memory
     if loaded is None:
         return not_applicable(name, "needs a GPU and an InfiniBand or RoCE card")
-    if not loaded and seen.nodes > 1:
-        return wrong(name, "SF707", "nvidia_peermem is not loaded", is_fatal=False, loaded=False)
+    if not loaded and seen.uses_nccl and seen.nodes > 1:
+        return wrong(name, "SF707", "nvidia_peermem is not loaded", loaded=False)
     return fine(name, "nvidia_peermem is loaded" if loaded else "not loaded; only several machines need it")
 
 
@@ -113,8 +125,6 @@ def rendezvous(seen: Seen) -> Check:
     if seen.run is None or seen.run.rdzv_endpoint is None:
         return not_applicable(name, "none is given")
     state = seen.machine.rendezvous
-    if state.startswith("in use"):
-        return wrong(name, "SF712", f"{seen.run.rdzv_endpoint} is {state}", endpoint=seen.run.rdzv_endpoint)
     if not state:
         why = seen.machine.unknown.get("rendezvous", "not known")
         return wrong(name, "SF712", f"the host of {seen.run.rdzv_endpoint} is not known here: {why}",

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from surefoot.models.sources import weight_files
+
 MOST_HEADER_BYTES = 100 << 20
 
 
@@ -20,7 +22,7 @@ class Weights:
 def weights_of(folder: Path) -> Weights | None:
     """None where there are no safetensors files, or none that can be read: loading says more about that."""
     parameters = total_bytes = 0
-    files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder)
     for path in files:
         try:
             with open(path, "rb") as file:

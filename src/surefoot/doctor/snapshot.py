@@ -79,7 +79,7 @@ class Snapshot:
     iommu: str = ""
     """What the kernel's command line says of it."""
     rendezvous: str = ""
-    """What is known of rdzv_endpoint's port: free, in use, or why not."""
+    """Where rdzv_endpoint is: on this machine, or on another one."""
     unknown: dict[str, str] = field(default_factory=dict)
     """Field -> why it could not be read."""
 

@@ -3,7 +3,7 @@
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
 
 MIB, GIB = 1 << 20, 1 << 30
-LEAST_SHARED_BYTES, WANTED_SHARED_BYTES = 65 * MIB, 512 * MIB
+WANTED_SHARED_BYTES = 512 * MIB
 """Docker's default of 64 MiB is too little for NCCL between the GPUs of one machine."""
 LEAST_LOCKED_BYTES = 1 * GIB
 LEAST_FILES = 1024
@@ -20,8 +20,7 @@ def shared_memory(seen: Seen) -> Check:
     if not seen.uses_nccl or seen.local_ranks == 1:
         return fine(name, f"{said}; only NCCL between GPUs of one machine needs it")
     if disk.free_bytes < WANTED_SHARED_BYTES:
-        is_fatal = disk.free_bytes < LEAST_SHARED_BYTES
-        return wrong(name, "SF701", f"{said}, for {seen.local_ranks} ranks", is_fatal=is_fatal, free=disk.free_bytes)
+        return wrong(name, "SF701", f"{said}, for {seen.local_ranks} ranks", free_bytes=disk.free_bytes)
     return fine(name, said)
 
 
@@ -30,12 +29,10 @@ def locked_memory(seen: Seen) -> Check:
     if limit is None:
         return not_applicable(name, seen.machine.unknown.get("limits", "not known"))
     said = "no limit" if limit < 0 else f"{limit / MIB:.0f} MiB"
-    if not seen.machine.ports:
-        return fine(name, f"{said}; only InfiniBand and RoCE need it")
+    if not seen.machine.ports or not seen.uses_nccl or seen.nodes == 1:
+        return fine(name, f"{said}; only InfiniBand and RoCE between machines need it")
     if 0 <= limit < LEAST_LOCKED_BYTES:
-        return wrong(
-            name, "SF702", f"this process may lock {said} of memory", is_fatal=seen.nodes > 1, memlock_bytes=limit
-        )
+        return wrong(name, "SF702", f"this process may lock {said} of memory", memlock_bytes=limit)
     return fine(name, said)
 
 
@@ -44,7 +41,7 @@ def open_files(seen: Seen) -> Check:
     if limit is None:
         return not_applicable(name, seen.machine.unknown.get("limits", "not known"))
     if 0 <= limit < LEAST_FILES:
-        return wrong(name, "SF703", f"this process may have {limit} files open", is_fatal=False, nofile=limit)
+        return wrong(name, "SF703", f"this process may have {limit} files open", nofile=limit)
     return fine(name, f"{limit if limit >= 0 else 'no limit'}")
 
 
@@ -61,7 +58,6 @@ def processors(seen: Seen) -> Check:
             "SF714",
             f"{seen.local_ranks} ranks x OMP_NUM_THREADS={threads} want {int(threads) * seen.local_ranks} CPUs, and "
             f"this process may use {allowed:g}",
-            is_fatal=False,
             usable=allowed,
         )
     if not threads and cpus.get("quota", allowed) < cpus["usable"] / 2 and seen.local_ranks == 1:
@@ -70,7 +66,6 @@ def processors(seen: Seen) -> Check:
             "SF714",
             f"the container may use {allowed:g} CPUs at a time, but shows {cpus['usable']:g}, and a thread is started "
             "for each of these",
-            is_fatal=False,
             usable=allowed,
         )
     return fine(name, said)
@@ -81,8 +76,7 @@ def io_memory_mapping(seen: Seen) -> Check:
     if not seen.uses_nccl or seen.machine.gpus < 2:
         return not_applicable(name, "only peer-to-peer between GPUs is affected")
     if said.startswith("on") and "=pt" not in said:
-        return wrong(name, "SF708", f"the IOMMU is {said}, and {seen.machine.gpus} GPUs talk to each other", iommu=said,
-                     is_fatal=False)  # fmt: skip
+        return wrong(name, "SF708", f"the IOMMU is {said}, and {seen.machine.gpus} GPUs talk to each other", iommu=said)
     return fine(name, said or "not known")
 
 
@@ -91,11 +85,13 @@ def storage(seen: Seen) -> Check:
     if disk is None:
         why = "no run is given" if seen.run is None else seen.machine.unknown.get("output", "not known")
         if "no answer" in why:
-            return wrong(name, "SF711", f"the file system of output_dir does not answer: {why}", error=why)
+            return wrong(name, "SF711", f"the file system of output_dir is slow, or does not answer: {why}", error=why)
         return not_applicable(name, why)
     said = f"{disk.free_bytes / GIB:.1f} GiB free on {disk.kind or 'a file system'} at {disk.path}"
     if disk.error:
-        return wrong(name, "SF711", f"nothing can be written to {disk.path}: {disk.error}", error=disk.error)
+        return wrong(
+            name, "SF711", f"nothing can be written to {disk.path}: {disk.error}", is_fatal=True, error=disk.error
+        )
     if 0 <= disk.free_inodes < LEAST_INODES:
         return wrong(name, "SF711", f"{disk.free_inodes} files may still be made at {disk.path}",
                      free_inodes=disk.free_inodes)  # fmt: skip
@@ -104,7 +100,6 @@ def storage(seen: Seen) -> Check:
             name,
             "SF711",
             f"a mebibyte takes {disk.write_s:.1f} s to be written at {disk.path}",
-            is_fatal=False,
             write_s=round(disk.write_s, 2),
         )
     return fine(name, said)

@@ -72,10 +72,11 @@ def _read(values: Sequence[Any]) -> GpuSample:
 
 
 class Accelerators:
-    """Samples the GPUs that the run may use, from when it is made until the process ends."""
+    """Samples the first `count` of the GPUs that this process may see, from when it is made until `end`."""
 
-    def __init__(self, run_folder: Path) -> None:
-        self._path = gpus_path(run_folder)
+    def __init__(self, run_folder: Path, count: int) -> None:
+        self._path, self._count = gpus_path(run_folder), count
+        self._is_over = threading.Event()
         self._looks: deque[Look] = deque()
         self.why_not = ""
         """Why there are no samples, if there are none."""
@@ -87,34 +88,44 @@ class Accelerators:
         """Of the last `KEPT_S`."""
         return list(self._looks)
 
+    def end(self) -> None:
+        self._is_over.set()
+
     def _watch(self) -> None:
         try:
             import pynvml
 
             pynvml.nvmlInit()
-            handles = _visible([pynvml.nvmlDeviceGetHandleByIndex(n) for n in range(pynvml.nvmlDeviceGetCount())])
+            all_of_them = [pynvml.nvmlDeviceGetHandleByIndex(n) for n in range(pynvml.nvmlDeviceGetCount())]
+            handles = dict(list(_visible(all_of_them).items())[: self._count])  # a rank takes that of its number
         except Exception as error:  # noqa: BLE001 - no driver, no permission, no package: then there are no samples
             self.why_not = f"{type(error).__name__}: {error}"
             return
-        while handles:
+        while handles and not self._is_over.wait(EVERY_S):
             now_s = time.time()
             look = (now_s, tuple(_sample(index, handle) for index, handle in handles.items()))
             self._looks.append(look)
             while now_s - self._looks[0][0] > KEPT_S:
                 self._looks.popleft()
-            if now_s - self._written_s >= WRITE_EVERY_S and self._path.parent.is_dir():
+            if now_s - self._written_s >= WRITE_EVERY_S:
                 self._written_s = now_s
-                with suppress(OSError):  # a full disk: the samples are still looked at
+                with suppress(OSError):  # a full disk, or no folder yet: the samples are still looked at
                     _write(self._path, look)
-            time.sleep(EVERY_S)
 
 
 def _visible(handles: Sequence[Any]) -> dict[int, Any]:
-    """Those that CUDA_VISIBLE_DEVICES names by number; all where it names none, or names them otherwise."""
+    """Those that CUDA_VISIBLE_DEVICES names, by number or by the beginning of an identity; all where it is not set."""
+    import pynvml
+
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is None or not all(one.strip().isdigit() for one in named.split(",")):
+    if named is None:
         return dict(enumerate(handles))
-    return {int(one): handles[int(one)] for one in named.split(",") if int(one) < len(handles)}
+    names = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles] if "-" in named else []
+    chosen: dict[int, Any] = {}
+    for one in (part.strip() for part in named.split(",")):
+        meant = [int(one)] if one.isdigit() else [index for index, name in enumerate(names) if one and one in name]
+        chosen |= {index: handles[index] for index in meant[:1] if index < len(handles)}
+    return chosen
 
 
 def _sample(index: int, handle: Any) -> GpuSample:

@@ -56,6 +56,8 @@ class FlightRecord:
     """(group, number) of all that are still recorded -> when the rank asked for it, in seconds."""
     done: Mapping[str, int]
     """`Collective.call` -> how often it is over."""
+    over: Mapping[tuple[str, int], str]
+    """(group, number) of those that are over -> its `Collective.call`."""
 
 
 def read_flight(dump: Any) -> FlightRecord | None:
@@ -63,7 +65,7 @@ def read_flight(dump: Any) -> FlightRecord | None:
     if dump is None or (isinstance(dump, dict) and "entries" not in dump):  # a run of one process asks for nothing
         return None
     last: dict[str, Collective] = {}
-    waiting, meanings, asked, done = [], {}, {}, Counter[str]()
+    waiting, meanings, asked, over, done = [], {}, {}, {}, Counter[str]()
     try:
         for entry in dump["entries"]:
             if entry["is_p2p"]:
@@ -84,8 +86,9 @@ def read_flight(dump: Any) -> FlightRecord | None:
                 last[group] = found
             if entry["retired"]:
                 done[found.call] += 1
+                over[group, found.number] = found.call
             else:
                 waiting.append(found)
     except (KeyError, TypeError) as error:
         raise ValueError(f"no dump of the Flight Recorder: {error!r}") from error
-    return FlightRecord(last, tuple(waiting), meanings, asked, done) if last else None
+    return FlightRecord(last, tuple(waiting), meanings, asked, done, over) if last else None

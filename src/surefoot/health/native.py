@@ -14,16 +14,19 @@ from pathlib import Path
 EACH_WITHIN_S = 60.0
 
 
-def begin_native_stacks(path: Path, processes: Mapping[int, int]) -> str:
-    """Begin to write the stacks of ranks -> processes into a file, one after the other; returns what is to be said.
+def begin_native_stacks(path: Path, processes: Mapping[int, int]) -> tuple[str, threading.Thread]:
+    """Begin to write the stacks of ranks -> processes into a file, one after the other.
+
+    Returns what is to be said, and the thread that writes.
 
     py-spy stops a process for the moment in which it looks. Where the kernel does not allow that, the file says so.
     """
     command = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
+    thread = threading.Thread(target=_write, args=(path, processes, command), name="native stacks", daemon=True)
     if command is None:
-        return "py-spy is not installed"
-    threading.Thread(target=_write, args=(path, processes, command), daemon=True).start()
-    return path.name
+        return "py-spy is not installed", thread
+    thread.start()
+    return path.name, thread
 
 
 def _write(path: Path, processes: Mapping[int, int], command: str) -> None:

@@ -49,6 +49,14 @@ def syscall_of(process: int) -> str:
     return "futex" if number == FUTEX.get(platform.machine()) else ""
 
 
+def uses_gpus(process: int) -> bool:
+    """Whether a process has a device of NVIDIA's driver open."""
+    try:
+        return any(str(file.readlink()).startswith("/dev/nvidia") for file in Path(f"/proc/{process}/fd").glob("*"))
+    except OSError:
+        return False
+
+
 def _waits_for_disk(process: int) -> bool:
     for path in Path(f"/proc/{process}/task").glob("*/stat"):
         with suppress(OSError, IndexError):

@@ -7,6 +7,7 @@ writes, is not late. Imports no torch.
 
 import os
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from surefoot.errors import StorageError
 from surefoot.events import Phase
 from surefoot.findings import Finding
 from surefoot.health import evidence as kept
-from surefoot.health.accelerators import Accelerators
+from surefoot.health.accelerators import Accelerators, Look
 from surefoot.health.diagnose.accelerators import find_in_gpus, in_words
 from surefoot.health.diagnose.memory import MemoryTrend
 from surefoot.health.diagnose.numerics import Numbers
@@ -30,7 +31,7 @@ from surefoot.health.diagnose.stall import find_stall
 from surefoot.health.evidence import RankEvidence, StallEvidence
 from surefoot.health.flight import read_flight
 from surefoot.health.native import begin_native_stacks
-from surefoot.health.processes import GONE, Processes, ProcessSample, growth, room_bytes, syscall_of
+from surefoot.health.processes import GONE, Processes, ProcessSample, growth, room_bytes, syscall_of, uses_gpus
 from surefoot.health.recorder import KINDS, PHASES, VALUE_NAMES
 from surefoot.health.ring import RingError, RingReader
 from surefoot.health.witness import STACKS, flight_path, read_stacks, request_path, stacks_path
@@ -49,6 +50,7 @@ STARTING_IDLE_S = 30.0
 """The same before the first step, where it may wait for a download."""
 QUIET_PHASES = frozenset({"load", "tokenise", "save", "evaluate", "export", ""})
 """Phases in which a rank may be silent for long; a process between phases is loading Python or torch."""
+LONG_PHASES = QUIET_PHASES - {""}
 WHOLE_STEP = "forward and backward"
 """All that other trainers do in a training step."""
 IDLE_SHARE = 0.1
@@ -163,7 +165,11 @@ class Supervisor:
         self._ranks: dict[int, _Rank] = {}
         self._rings: dict[int, Path] = {}
         self._processes = Processes()
-        self._accelerators = Accelerators(run_folder)
+        self._accelerators = Accelerators(run_folder, num_ranks - num_elsewhere)
+        self._native_stacks = threading.Thread()
+        """Writes them, once it is begun."""
+        self._long_phase_s = began_s
+        """When a rank was last seen in a long phase, where others wait for it."""
         self._last_s = began_s
         self._looked_s = time.time()
         self._steps: deque[float] = deque(maxlen=USUAL_STEPS)
@@ -212,6 +218,10 @@ class Supervisor:
             and self._processes.sample(rank.ring.process, with_children=False).state in ("gone", "zombie")
         ]
 
+    def end(self) -> None:
+        """Look no more."""
+        self._accelerators.end()
+
     def look(self, now_s: float) -> list[Finding]:
         """Read what is new; a stall or a leak is returned once, when it is found."""
         if now_s - self._looked_s > BLIND_S:
@@ -250,12 +260,21 @@ class Supervisor:
         slow = find_slow(times, self._throttled_share(now_s), num_ranks=self._num_ranks)
         if not slow and len(times) == self._num_ranks > 1 and len(self._steps) == USUAL_STEPS:
             slow = self._stragglers(now_s)
-        first = min(self._ranks, default=None)
-        numbers = self._ranks[first].numbers.findings() if first is not None else []
-        gpus = find_in_gpus(self._accelerators.looks())
+        # These are the same on all ranks: the machine of the first one says them.
+        numbers = self._ranks[0].numbers.findings() if 0 in self._ranks else []
+        gpus = find_in_gpus(self._looks_at_gpus(now_s))
         new = [finding for finding in (*slow, *numbers, *gpus) if finding.code not in self._said]
         self._said.update(finding.code for finding in new)
         return found + new
+
+    def _looks_at_gpus(self, now_s: float) -> list[Look]:
+        """Those at GPUs that ranks train on; none while ranks may wait for one that saves, evaluates or compiles."""
+        ranks = self._ranks.values()
+        if len(self._steps) < USUAL_STEPS or any(rank.phase in LONG_PHASES for rank in ranks):
+            self._long_phase_s = now_s
+        if now_s - self._long_phase_s < WINDOW_S or not any(uses_gpus(rank.ring.process) for rank in ranks):
+            return []
+        return [look for look in self._accelerators.looks() if look[0] > self._long_phase_s]
 
     def _stragglers(self, now_s: float) -> list[Finding]:
         """The rank the others wait for, if it is always one; asked for now and then."""
@@ -347,7 +366,7 @@ class Supervisor:
         evidence = self._collect(now_s)
         finding = find_stall(evidence)
         looks = self._accelerators.looks()
-        if looks:
+        if looks and any(uses_gpus(rank.ring.process) for rank in self._ranks.values()):
             finding.evidence["gpus"] = in_words(looks[-1])
         try:
             path = kept.keep(self._folder / "evidence", evidence)
@@ -358,7 +377,9 @@ class Supervisor:
                 if rank.sample.state not in ("gone", "zombie") and not rank.has_ended
             }
             native = path.with_name(path.stem.replace("stall", "native") + ".txt")
-            finding.evidence["native_stacks"] = begin_native_stacks(native, there)
+            if not self._native_stacks.is_alive():
+                said, self._native_stacks = begin_native_stacks(native, there)
+                finding.evidence["native_stacks"] = said
         except (StorageError, OSError) as error:  # the disk may be the cause
             finding.evidence["evidence"] = f"not kept: {error}"
         return finding
@@ -375,11 +396,12 @@ class Supervisor:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(rank.ring.process, STACKS)
         answers = self._answers(request)
+        is_held = self._native_stacks.is_alive()  # by our own look at an earlier stall
         seen = [
             RankEvidence(
                 rank=number,
                 process=rank.ring.process,
-                state=rank.sample.state,
+                state="sleeping" if is_held and rank.sample.state == "tracing-stop" else rank.sample.state,
                 has_ended=rank.has_ended,
                 phase=rank.phase,
                 step=rank.step,

@@ -37,7 +37,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, webhook: str | None = None) -> None:
-        """`webhook`: findings are posted there as well; an address, or `$NAME` of an environment variable."""
+        """`webhook`: findings are posted there as well: `$NAME` of an environment variable with the address."""
         self._webhook = webhook
         self._observers: list[Observer] = []
         self._watcher: subprocess.Popen[bytes] | None = None
@@ -70,6 +70,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         self._end_phase()
         now = time.perf_counter()
         self._emit(self._step_ended(state, now - self._step_began_s))
+        self._logged = {}
         self._step, self._step_began_s = min(int(state.global_step) + 1, int(state.max_steps)), now
         if not self._begin_flagged(control):
             self._begin(_next(state))
@@ -84,6 +85,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
             self._begin("evaluate")
 
     def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
+        # Of the steps since the last log; told once, with the step that ends next.
         self._logged = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
 
     def on_evaluate(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **__: Any) -> None:

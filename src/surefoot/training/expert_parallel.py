@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from surefoot.errors import ConfigError, ModelError
 from surefoot.models.build import meta_model
 from surefoot.models.experts import experts_of, is_fused_experts
 from surefoot.parallel.ranks import Ranks
-from surefoot.training.learner import build_learner
+from surefoot.training.learner import build_learner, sharding_of
 from surefoot.training.step import Learner, NotFinite, Totals, counts_of, train_step
 
 WARMUP_STEPS = 1
@@ -115,8 +116,10 @@ def _step_time_s(
     collectives leaves them waiting there until their deadline.
     """
     learners: list[Learner] = []
+    sharding = sharding_of(config, ranks, device)
     try:
-        if _slowest_s(lambda: learners.append(build_learner(config, base, ranks, device)), ranks) is None:
+        build = partial(build_learner, config, base, ranks, device, sharding)
+        if _slowest_s(lambda: learners.append(build()), ranks) is None:
             return None
         seconds: list[float] = []
         for _ in range(WARMUP_STEPS + TIMED_STEPS):
@@ -128,8 +131,8 @@ def _step_time_s(
             position = rows.next
         return statistics.median(seconds[WARMUP_STEPS:])
     finally:
-        for learner in learners:
-            learner.give_up()
+        if sharding is not None:
+            sharding.meshes.leave()
 
 
 def _slowest_s(work: Callable[[], object], ranks: Ranks) -> float | None:

@@ -1,12 +1,21 @@
 """How the routers use the experts over many steps: in one step few tokens may well leave an expert out."""
 
-import torch
-from torch import Tensor
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from surefoot.events import ExpertsUsed
+from surefoot.models.routing import router_names
 
 STEPS = 50
 """Over which it is counted."""
+
+
+def trains_routers(model: PreTrainedModel, parameters: Mapping[str, nn.Parameter]) -> bool:
+    """Whether any of the trained `parameters` belongs to a router."""
+    routers = router_names(model)
+    return any(name.startswith(f"{router}.") for name in parameters for router in routers)
 
 
 class ExpertUse:
@@ -26,17 +35,18 @@ class ExpertUse:
         if self._steps < STEPS:
             return None
         rows = self._rows
-        busiest = rows.amax(1)
-        layer = busiest.argmax()
-        named = torch.stack([layer, busiest[layer], rows[layer].sum(), (rows == 0).sum()]).tolist()
+        chosen = max(1, round(int(rows[0].sum()) / self._tokens))
+        """Experts that a token chooses."""
+        shares = rows.topk(chosen).values.sum(1) / rows.sum(1)
+        layer = int(shares.argmax())
         used = ExpertsUsed(
             rank=self._rank,
             step=step,
-            layer=named[0],
-            share=named[1] / self._tokens,
-            even_share=named[2] / rows.shape[1] / self._tokens,
-            silent=named[3],
-            rows=named[2] / rows.shape[1],
+            layer=layer,
+            share=float(shares[layer]),
+            even_share=chosen / rows.shape[1],
+            silent=int((rows == 0).sum()),
+            rows=chosen * self._tokens / rows.shape[1],
         )
         self._rows, self._tokens, self._steps = None, 0, 0
         return used

@@ -20,14 +20,20 @@ from surefoot.training.step import Learner
 Context = Callable[[], AbstractContextManager[object]]
 
 
-def build_learner(config: RunConfig, base: Path, ranks: Ranks, device: torch.device) -> Learner:
+def sharding_of(config: RunConfig, ranks: Ranks, device: torch.device) -> Sharding | None:
+    """How a learner is laid out over the ranks, with process groups of its own; None on one. Collective."""
+    layout = Layout.of(config, ranks.size)
+    return Sharding(layout, device) if layout.is_sharded else None
+
+
+def build_learner(
+    config: RunConfig, base: Path, ranks: Ranks, device: torch.device, sharding: Sharding | None
+) -> Learner:
     """A learner at its initial values. `base` is the folder of the model.
 
     Collective. Raises: ModelError for a folder whose weights do not fill the model, or settings that do not fit it.
     """
     lora = lora_settings(config)
-    layout = Layout.of(config, ranks.size)
-    sharding = Sharding(layout, device) if layout.is_sharded else None
     built = build_model(
         base,
         lora=lora,
@@ -54,5 +60,4 @@ def build_learner(config: RunConfig, base: Path, ranks: Ranks, device: torch.dev
         device=device,
         forward_context=forward_context,
         before_micro_batch=partial(sharding.before_micro_batch, built.model) if sharding else lambda _: None,
-        give_up=sharding.meshes.leave if sharding else lambda: None,
     )

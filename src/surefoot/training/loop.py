@@ -97,7 +97,8 @@ class Job:
     phases: Phases
     emit: Callable[[Event], None]
     saver: Saver
-    expert_use: ExpertUse
+    expert_use: ExpertUse | None
+    """Where routers are trained; frozen ones are as the model came."""
 
     @property
     def ranks(self) -> Ranks:
@@ -237,7 +238,7 @@ def _one_step(job: Job, state: TrainState, ready: _Ready) -> TrainState:
     )
     job.emit(_step_ended(job, state, result, learning_rate, step_time_s))
     counts = job.learner.objective.expert_counts
-    if counts is not None:
+    if counts is not None and job.expert_use is not None:
         used = job.expert_use.add(state.step, counts, result.totals.tokens)
         if used is not None:
             job.emit(used)

@@ -173,13 +173,15 @@ class Tracker:
         self._module = _require(package, package)
         self._name = run_folder.name
         self._every = logging_steps
+        self._has_begun = False
 
     def observe(self, event: Event) -> None:
         if isinstance(event, RunStarted):
+            self._has_begun = True
             self._module.init(project="surefoot", name=self._name, config=dict(event.config))
         elif isinstance(event, Evaluated) or (isinstance(event, StepEnded) and is_logged(event, self._every)):
             self._module.log({f"train/{name}": value for name, value in _scalars(event).items()}, step=event.step)
-        elif isinstance(event, RunEnded):
+        elif isinstance(event, RunEnded) and self._has_begun:
             self._module.finish()
 
 

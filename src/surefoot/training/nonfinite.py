@@ -15,6 +15,7 @@ from surefoot.training.step import Learner, NotFinite
 
 MOST_NAMES = 8
 MOST_ROWS = 32
+PIECE = 1 << 24
 
 
 def not_finite_finding(
@@ -31,7 +32,9 @@ def not_finite_finding(
     `batches` are this rank's of the step.
     """
     ranks = learner.ranks
-    origin = _origin(learner, batches)
+    learner.optimizer.zero_grad(set_to_none=True)  # the forward below needs memory, and they are of no more use
+    with learner.phase("forward"):
+        origin = _origin(learner, batches)
     said = ranks.gather(
         {
             "rows": [place for batch in batches for place in batch.places],
@@ -124,8 +127,13 @@ def _not_finite_weights(model: nn.Module) -> list[str]:
     return [
         name
         for name, parameter in model.named_parameters()
-        if parameter.is_floating_point() and not bool(torch.isfinite(block_of(parameter.detach()).local).all())
+        if parameter.is_floating_point() and not _is_finite(block_of(parameter.detach()).local)
     ]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Looked at in pieces: whether each value is finite takes memory of its own."""
+    return all(bool(torch.isfinite(piece).all()) for piece in tensor.reshape(-1).split(PIECE))
 
 
 def _shortened(names: Sequence[str], most: int) -> str:

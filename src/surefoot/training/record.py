@@ -79,7 +79,7 @@ class FindingLog:
 
     run_folder: Path
     webhook: str | None = None
-    """An address, or `$NAME` of an environment variable that holds it."""
+    """`$NAME` of the environment variable that holds the address."""
     tensorboard: bool = False
 
     @staticmethod
@@ -109,9 +109,10 @@ class FindingLog:
 
     def _post(self, webhook: str, finding: Finding) -> str | None:
         """What went wrong, if anything."""
-        if webhook.startswith("$") and webhook[1:] not in os.environ:
-            return f"webhook: {webhook}, but the environment has no {webhook[1:]}; finding {finding.code} is not sent"
-        return post(os.environ[webhook[1:]] if webhook.startswith("$") else webhook, self.run_folder, finding)
+        address = os.environ.get(webhook.removeprefix("$"))
+        if address is None:
+            return f"webhook: {webhook} is not set in the environment, so finding {finding.code} is not sent"
+        return post(address, self.run_folder, finding)
 
 
 def write_end(run_folder: Path, *, findings: Sequence[Finding], error: str | None = None, since_s: float = 0.0) -> None:

@@ -23,9 +23,9 @@ from surefoot.training.batches import RunData, open_data
 from surefoot.training.checkpoint import TrainState, load_checkpoint, read_state
 from surefoot.training.environment import environment
 from surefoot.training.expert_parallel import check_experts, choose_expert_parallel, describe_choice
-from surefoot.training.expert_use import ExpertUse
+from surefoot.training.expert_use import ExpertUse, trains_routers
 from surefoot.training.folder import Resume, check_shared, claim, delete_run
-from surefoot.training.learner import build_learner
+from surefoot.training.learner import build_learner, sharding_of
 from surefoot.training.loop import Job, StopSignal, fit, is_over
 from surefoot.training.metrics import build_observers
 from surefoot.training.phases import Phases
@@ -215,7 +215,8 @@ def _assemble(
         config, measured = choose_expert_parallel(config, base, data.batches, state.position, ranks, device)
         if measured:
             emit(Noted(describe_choice(config, measured)))
-        learner = replace(build_learner(config, base, ranks, device), phase=phases)
+        learner = build_learner(config, base, ranks, device, sharding_of(config, ranks, device))
+        learner = replace(learner, phase=phases)
         if resume.checkpoint is not None:
             path = resume.checkpoint
             ranks.together(lambda: load_checkpoint(path, learner.parameters, learner.optimizer))
@@ -232,7 +233,7 @@ def _assemble(
         phases=phases,
         emit=emit,
         saver=Saver(folder, config.model_dump(mode="json"), config.save_total_limit, ranks),
-        expert_use=ExpertUse(ranks.rank),
+        expert_use=ExpertUse(ranks.rank) if trains_routers(learner.model, learner.parameters) else None,
     )
     undo.callback(job.saver.end)
     about = {**environment(device), "ranks": ranks.size, "expert_parallel_size_s": measured}

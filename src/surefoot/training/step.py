@@ -105,8 +105,6 @@ class Learner:
     """Told whether the micro-batch that comes is the step's last."""
     phase: Callable[[Phase], AbstractContextManager[None]] = lambda _: nullcontext()
     """Told what begins and ends."""
-    give_up: Callable[[], None] = lambda: None
-    """Leaves the process groups that only this learner uses. It cannot train afterwards."""
 
 
 def train_step(

@@ -1,11 +1,15 @@
 """A rank that was killed or crashed: what is known of its end, and where it was. Pure."""
 
 from collections.abc import Sequence
+from statistics import median
 
 from surefoot.findings import Finding
 from surefoot.health.recorder import Entry, last_start, open_phases
 from surefoot.health.stacks import main_thread
 from surefoot.health.stacks import where as location
+
+LARGE_TIMES = 1.5
+"""So many times the usual tokens make a batch a large one."""
 
 
 def find_death(
@@ -26,10 +30,11 @@ def find_death(
         anonymous = [entry.values["anonymous_bytes"] for entry in mine if "anonymous_bytes" in entry.values]
         if anonymous:
             evidence["anonymous_memory_gib"] = round(anonymous[-1] / 2**30, 2)
+        spike, sizes = _batch(mine)
         return Finding(
             "SF201",
-            f"{who} {how}{where}. The kernel killed it because the memory limit of its cgroup was reached",
-            evidence,
+            f"{who} {how}{where}. The kernel killed it because the memory limit of its cgroup was reached{spike}",
+            {**evidence, **sizes},
             "Lower per_device_train_batch_size or max_length, set gradient_checkpointing: true or zero_stage: 3, or "
             "give the job more memory.",
         )
@@ -57,6 +62,18 @@ def find_death(
         else "Look at what it printed last; native code that aborts leaves its stack in events/rank-NNNNN.stacks.",
         confidence=1.0 if for_memory is not None or not is_kill else 0.8,
     )
+
+
+def _batch(mine: Sequence[Entry]) -> tuple[str, dict[str, int]]:
+    """(what is odd about the batch that it worked on, the tokens of that and of the usual one)."""
+    tokens = [entry.values["tokens"] for entry in mine if entry.kind == "batch" and entry.values]
+    if len(tokens) < 2 or any(entry.kind == "step" and entry.step == _last_step(mine) for entry in mine):
+        return "", {}
+    usual = median(tokens[:-1])
+    sizes = {"tokens_of_its_batch": round(tokens[-1]), "usual_tokens": round(usual)}
+    if tokens[-1] < LARGE_TIMES * usual:
+        return "", sizes
+    return f", in a batch of {tokens[-1]:.0f} tokens, where {usual:.0f} are usual", sizes
 
 
 def _last_words(mine: Sequence[Entry]) -> dict[str, object]:

@@ -6,6 +6,7 @@ What ranks say of losses and experts is the same on all of them, so one rank is 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from statistics import median
 
 from surefoot.findings import CATALOGUE, Finding
@@ -20,8 +21,10 @@ JUMP_TIMES, JUMP = 1.5, 0.5
 GRADIENT_TIMES = 3.0
 """Gradients so much larger than usual, when the loss jumped, are its cause."""
 COLLAPSED = 0.9
-"""Of the way from an even spread to every token choosing the same expert."""
-LEAST_ROWS = 64
+"""Of the way from an even spread to every token choosing the same experts."""
+MOST_EVEN = 0.5
+"""Where a token chooses more than half of the experts, every one of them is popular."""
+LEAST_ROWS = 256
 """Rows an expert would have got if all were used evenly; without so many, one that got none means nothing."""
 
 
@@ -43,7 +46,7 @@ class Numbers:
 
     def add(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """What happened, in its order."""
-        if kind == "step":
+        if kind == "step" and isfinite(values["loss"]) and isfinite(values["grad_norm"]):  # others were not logged
             self._steps.append(_Step(step, values["loss"], values["grad_norm"]))
             self._keep(_jump(self._steps))
         elif kind == "experts":
@@ -80,16 +83,12 @@ def _jump(steps: Sequence[_Step]) -> Finding | None:
         return None
     usual_norm = median(one.grad_norm for one in before)
     at_jump = max(one.grad_norm for one in (*before[-2:], *after[:2]))
-    is_gradient = at_jump >= GRADIENT_TIMES * usual_norm
-    why = (
-        f"gradients were {at_jump / max(usual_norm, 1e-30):.0f} times as large as usual when it did: the steps are too "
-        "large for them"
-        if is_gradient
-        else "gradients were no larger than usual when it did: look at the data of these steps"
-    )
+    if at_jump < GRADIENT_TIMES * usual_norm:  # other data may be harder, and that is no fault
+        return None
     return Finding(
         "SF403",
-        f"the loss has jumped from {usual:.3f} to {now:.3f} at step {after[0].step} and stays there; {why}",
+        f"the loss has jumped from {usual:.3f} to {now:.3f} at step {after[0].step} and stays there; gradients were "
+        f"{at_jump / max(usual_norm, 1e-30):.0f} times as large as usual when it did",
         {
             "step": after[0].step,
             "loss_before": round(usual, 4),
@@ -98,18 +97,18 @@ def _jump(steps: Sequence[_Step]) -> Finding | None:
             "grad_norm_at_the_jump": round(at_jump, 4),
         },
         CATALOGUE["SF403"].fix,
-        confidence=0.8 if is_gradient else 0.6,
+        confidence=0.8,
     )
 
 
 def _collapse(step: int, values: Mapping[str, float]) -> Finding | None:
     share, even = values["share"], values["even_share"]
-    if values["rows"] < LEAST_ROWS or share - even < COLLAPSED * (1 - even) or even >= 1:
+    if values["rows"] < LEAST_ROWS or even > MOST_EVEN or share - even < COLLAPSED * (1 - even):
         return None
     return Finding(
         "SF404",
-        f"in MoE layer {values['layer']:.0f} nearly every token chooses the same expert: {share:.0%} of them up to "
-        f"step {step}, where {even:.0%} would be even",
+        f"in MoE layer {values['layer']:.0f} nearly every token chooses the same experts: as many as one chooses got "
+        f"{share:.0%} of all rows up to step {step}, where {even:.0%} would be even",
         {"step": step, "layer": round(values["layer"]), "share": round(share, 3), "even_share": round(even, 3)},
         CATALOGUE["SF404"].fix,
     )

@@ -152,31 +152,37 @@ def _mismatched(case: _Case) -> Finding | None:
 
 
 def _left_alone(case: _Case) -> Finding | None:
-    """A rank is still in a collective that another one is through with: what that one sent does not arrive."""
+    """A rank is still in a collective that another one is through with: what that one sent does not arrive.
+
+    Where the other one called something else under that number, it is the call that is wrong.
+    """
     for rank in case.ranks:
         for one in case.waiting(rank):
-            through = [
-                other
+            through = {
+                other.rank: case.flights[other.rank].over[one.group, one.number]
                 for other in case.ranks
-                if other.rank in case.flights and _is_through(case.flights[other.rank], one)
-            ]
+                if other.rank in case.flights and (one.group, one.number) in case.flights[other.rank].over
+            }
+            which = f"number {one.number} of {_meaning(case, one.group)}"
+            odd = [number for number, call in through.items() if call != one.call]
+            if odd and not all("all_to_all" in call for call in (one.call, *through.values())):
+                return case.finding(
+                    "SF104",
+                    f"the ranks called different collectives as {which}: rank {rank.rank} {one.call} but {_list(odd)} "
+                    f"{through[odd[0]]}, and went on",
+                    CATALOGUE["SF104"].fix,
+                    confidence=0.9,
+                    group=one.group,
+                )
             if through:
                 return case.finding(
                     "SF108",
-                    f"rank {rank.rank} is in {one.call}, number {one.number} of {_meaning(case, one.group)}, and "
-                    f"{_names(through)} {'are' if len(through) > 1 else 'is'} through with it: what was sent does not "
-                    "arrive",
+                    f"rank {rank.rank} is in {one.call}, {which}, and {_list(list(through))} "
+                    f"{'are' if len(through) > 1 else 'is'} through with it: what was sent does not arrive",
                     CATALOGUE["SF108"].fix,
-                    confidence=0.8,
+                    confidence=0.7,
                 )
     return None
-
-
-def _is_through(flight: FlightRecord, one: Collective) -> bool:
-    """Whether the rank of a flight record asked for a collective and it is over there."""
-    last = flight.last.get(one.group)
-    still = {waiting.number for waiting in flight.waiting if waiting.group == one.group}
-    return last is not None and last.number >= one.number and one.number not in still
 
 
 def _crossed(case: _Case) -> Finding | None:
