@@ -14,7 +14,7 @@ test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not matrix and not campaign" -n 2 --dist loadfile
 
 test-matrix: $(VENV)/.dev
-	$(BIN)/python -m pytest -m matrix tests/parallel
+	$(BIN)/python -m pytest -m matrix
 
 campaign: $(VENV)/.dev
 	$(BIN)/python -m pytest -m campaign tests/health

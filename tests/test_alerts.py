@@ -53,6 +53,11 @@ def test_a_finding_is_written_down_and_posted(tmp_path: Path, server: Any, monke
     assert "SF301 steps have become slower" in said["text"]
 
 
+def test_an_address_that_is_not_set_is_refused_before_the_run(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"webhook=\$NO_SUCH_HOOK, but the environment has no NO_SUCH_HOOK.*argument"):
+        load_config(None, (), {**settings, "webhook": "$NO_SUCH_HOOK"})
+
+
 def test_an_address_that_is_not_set_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     FindingLog(tmp_path, "$NO_SUCH_HOOK").note(FINDING)
     assert "webhook: $NO_SUCH_HOOK is not set in the environment, so finding SF301 is not sent" in caplog.text

@@ -183,6 +183,19 @@ def test_explain_prints_the_page_of_a_code_and_lists_all() -> None:
     assert json.loads(surefoot("explain", "SF104", "--json").stdout)["SF104"]["severity"] == "error"
 
 
+def test_explain_of_a_code_that_is_not_there(here: Here) -> None:
+    said = here("explain", "SF999")
+    assert (said.returncode, said.stderr) == (2, "error: there is no finding SF999. `surefoot explain` lists all.\n")
+
+
+def test_explain_says_why_a_run_failed(settings: dict[str, Any], tmp_path: Path, here: Here) -> None:
+    bad = write_jsonl(tmp_path / "bad.jsonl", [{"messages": None}])
+    assert here("train", config_file(tmp_path, {**settings, "dataset": str(bad)})).returncode == 2
+    said = here("explain", settings["output_dir"])
+    assert said.returncode == 0
+    assert "  error: bad.jsonl:1" in said.stdout
+
+
 def test_explain_tells_what_a_folder_says(settings: dict[str, Any], tmp_path: Path) -> None:
     folder = train(settings, screen=False).run_folder
     said = surefoot("explain", str(folder))

@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -242,6 +243,8 @@ def _explain(arguments: argparse.Namespace) -> int:
         else:
             print("\n".join(f"{name} {page.title} ({page.severity})" for name, page in pages.items()))
         return DONE
+    if re.fullmatch(r"SF\d+", code):
+        raise ConfigError(f"there is no finding {code}. `surefoot explain` lists all.")
     from surefoot.health.explain import explain
 
     told = explain(Path(arguments.what))

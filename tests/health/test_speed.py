@@ -111,7 +111,7 @@ def test_a_history_is_judged_by_the_newest_start_of_each_rank() -> None:
 
 
 def flight(asked: Mapping[int, float]) -> FlightRecord:
-    return FlightRecord({}, (), {}, MappingProxyType({("0", number): when for number, when in asked.items()}), {})
+    return FlightRecord({}, (), {}, MappingProxyType({("0", number): when for number, when in asked.items()}), {}, {})
 
 
 def meetings(late_s: Callable[[int], float], count: int = 100, together: int = 1) -> dict[int, Any]:

@@ -105,3 +105,17 @@ def test_ranks_between_phases_and_unknown_states_do_not_break_the_rules() -> Non
     bare = RankEvidence(0, 7, "idle", False, "", 0, 33.0, 0.0)
     finding = find_stall(StallEvidence(1.0, 33.0, 12.0, (bare,), 1))
     assert finding.code in ("SF106", "SF110")
+
+
+def test_another_call_under_the_same_number_is_no_matter_of_the_network() -> None:
+    """The root of a broadcast is through with it at once, whatever the others call."""
+    evidence = read(NAMED["network-cut"])
+    stuck, through = evidence.ranks
+    assert find_stall(evidence).code == "SF108"
+    (waiting,) = read_flight(stuck.flight).waiting  # type: ignore[union-attr]
+    for entry in through.flight["entries"]:
+        if entry["process_group"][0] == waiting.group and entry["collective_seq_id"] == waiting.number:
+            entry["profiling_name"] = "gloo:all_reduce"
+    finding = find_stall(evidence)
+    assert finding.code == "SF104"
+    assert "all_reduce" in finding.cause

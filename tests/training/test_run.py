@@ -201,7 +201,7 @@ def test_bfloat16_follows_float32(settings: dict[str, Any], tuning: str) -> None
     torch.testing.assert_close(torch.tensor(rounded), torch.tensor(exact), atol=0.03, rtol=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns about itself, and fails where a warning is an error
 def test_compiled_layers_give_the_same_losses(settings: dict[str, Any], model_folder: Callable[[str], Path]) -> None:
@@ -220,6 +220,8 @@ def test_a_non_finite_loss_stops_the_run_with_its_rows_and_the_last_good_checkpo
     assert 2 <= step <= 4
     assert finding.evidence["last_good_checkpoint"] == str(run / "checkpoints" / f"step-{step - 1:08d}")
     assert finding.evidence["rows"].count("train.jsonl:") == 4
+    assert finding.evidence["largest_trained_weight"] > 1e6
+    assert "so the steps before were too large" in finding.cause
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert summary["steps"] == step - 1

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -273,7 +274,7 @@ def _normalise(name: str, setting: _Setting) -> Any:
     value = setting.value
     if isinstance(value, str):
         if NUMBER.match(value) and _takes_number(RunConfig.model_fields[name].annotation):
-            value = float(value)
+            value = int(value) if value.isdigit() else float(value)
         value = VALUE_ALIASES.get(name, {}).get(value, value) if isinstance(value, str) else value
     if name == "report_to":
         value = [] if value in ("none", None) else [value] if isinstance(value, str) else value
@@ -370,10 +371,16 @@ def _check_ranks(run: RunConfig, refuse: Refuse) -> None:
         port = ENDPOINT.match(run.rdzv_endpoint)
         if port is None or not 0 < int(port[1]) <= MOST_PORT:
             refuse(
-                f"rdzv_endpoint={run.rdzv_endpoint} names no port from 1 to {MOST_PORT}. Give host:port, for example "
-                "node0:29500",
+                f"rdzv_endpoint={run.rdzv_endpoint} is not host:port with a port from 1 to {MOST_PORT}. An example is "
+                "node0:29500; an IPv6 address needs a name",
                 "rdzv_endpoint",
             )
+    if run.webhook is not None and run.webhook.removeprefix("$") not in os.environ:
+        refuse(
+            f"webhook={run.webhook}, but the environment has no {run.webhook.removeprefix('$')}. Export it, or leave "
+            "webhook out",
+            "webhook",
+        )
 
 
 def _check_tuning(run: RunConfig, given: set[str], refuse: Refuse) -> None:

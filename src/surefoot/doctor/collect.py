@@ -26,7 +26,8 @@ from surefoot.doctor.snapshot import Disk, Interface, Port, Snapshot
 PART_WITHIN_S = 1.5
 PROBE_BYTES = 1 << 20
 PACKAGES = ("surefoot", "torch", "transformers", "tokenizers", "safetensors", "peft", "trl", "vllm", "triton")
-SET_BY_TORCH = frozenset(("CUDA_MODULE_LOADING",))
+SET_BY_A_RUN = frozenset(("CUDA_MODULE_LOADING", "TORCH_FR_BUFFER_SIZE"))
+"""By torch, and by what records its collectives."""
 READ_BY = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_", "MKL_", "UCX_", "LD_LIBRARY_PATH", "LD_PRELOAD")
 """How the variables begin that torch, NCCL, gloo, CUDA and OpenMP read."""
 _IN_TORCH = re.compile(r"^cuda(?::[^=]*)? = '([^']+)'", re.MULTILINE)
@@ -116,7 +117,7 @@ def _variables() -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith(READ_BY) and name not in SET_BY_TORCH
+        if name.startswith(READ_BY) and name not in SET_BY_A_RUN
     }
 
 
@@ -167,7 +168,7 @@ def _probed(disk: Disk) -> Disk:
         os.replace(folder / "new.tmp", folder / "new")
         took_s = time.perf_counter() - began
     except OSError as caught:
-        error = str(caught)
+        error = caught.strerror or str(caught)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return Disk(disk.path, disk.kind, disk.free_bytes, disk.free_inodes, took_s, error)

@@ -28,6 +28,23 @@ def devices(seen: Seen) -> Check:
     return fine(name, f"{run.nproc_per_node} ranks on {gpus} GPUs")
 
 
+def model(seen: Seen) -> Check:
+    """Whether the files of a model that is in a folder here are whole."""
+    name, run = "model", seen.run
+    if run is None:
+        return not_applicable(name, "no run is given")
+    folder = Path(run.model)
+    if not folder.is_dir():
+        return not_applicable(name, f"{run.model} is no folder here: it is fetched when the run starts")
+    try:
+        weights = weights_of(folder)
+    except ValueError as error:
+        return wrong(name, "SF718", str(error), is_fatal=True, where=_where(seen))
+    if weights is None:
+        return not_applicable(name, f"no safetensors files in {run.model}")
+    return fine(name, f"{weights.parameters / 1e9:.2f} G parameters, {weights.bytes / GIB:.1f} GiB, files are whole")
+
+
 def host_memory(seen: Seen) -> Check:
     """The least that a run must hold in the memory of this machine, against what is free."""
     name, run = "host memory", seen.run
@@ -37,7 +54,7 @@ def host_memory(seen: Seen) -> Check:
         return not_applicable(name, "what is trained lies on the GPUs")
     weights = _weights(seen)
     if weights is None:
-        return not_applicable(name, f"the weights of {run.model} are not in a folder here")
+        return not_applicable(name, "the size of the model is not known")
     free = seen.machine.memory_bytes.get("available")
     if free is None:
         return not_applicable(name, seen.machine.unknown.get("memory_bytes", "not known"))
@@ -84,7 +101,7 @@ def checkpoints(seen: Seen) -> Check:
         return not_applicable(name, "no run is given" if run is None else "output_dir is not known")
     weights = _weights(seen)
     if weights is None:
-        return not_applicable(name, f"the weights of {run.model} are not in a folder here")
+        return not_applicable(name, "the size of the model is not known")
     if run.tuning != "full":
         return not_applicable(name, "adapters are small")
     if (run.run_folder / "checkpoints").is_dir():
@@ -115,9 +132,12 @@ def checkpoints(seen: Seen) -> Check:
 
 
 def _weights(seen: Seen) -> Weights | None:
+    """None where they are not here, or damaged: `model` says so."""
     assert seen.run is not None
-    folder = Path(seen.run.model)
-    return weights_of(folder) if folder.is_dir() else None
+    try:
+        return weights_of(Path(seen.run.model))
+    except ValueError:
+        return None
 
 
 def _where(seen: Seen, *names: str) -> str:
@@ -125,4 +145,4 @@ def _where(seen: Seen, *names: str) -> str:
     return seen.loaded.where(*(names or ("model",)))
 
 
-CHECKS = (devices, host_memory, checkpoints)
+CHECKS = (devices, model, host_memory, checkpoints)

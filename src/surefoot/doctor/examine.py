@@ -12,8 +12,8 @@ from surefoot.doctor.snapshot import Snapshot
 
 CHECKS: Sequence[Examine] = (*contradictions.CHECKS, *environment.CHECKS, *system.CHECKS, *network.CHECKS)
 SIGNS = {"ok": "ok     ", "warning": "WARNING", "failed": "FAILED ", "not applicable": "-      "}
-VOLATILE = ("free_bytes", "free_inodes", "write_s", "available", "limit_left", "swap_used")
-"""What changes from minute to minute, and is no change of the machine."""
+VOLATILE = ("free_bytes", "free_inodes", "write_s", "available", "limit_left", "swap_used", "OMP_NUM_THREADS")
+"""What changes from minute to minute, or is set for its ranks by a run, and is no change of the machine."""
 OF_A_RUN = ("output", "rendezvous", "unknown")
 
 

@@ -122,8 +122,8 @@ def peer_memory(seen: Seen) -> Check:
 
 def rendezvous(seen: Seen) -> Check:
     name = "rdzv_endpoint"
-    if seen.run is None or seen.run.rdzv_endpoint is None:
-        return not_applicable(name, "none is given")
+    if seen.run is None or seen.run.rdzv_endpoint is None or seen.nodes == 1:
+        return not_applicable(name, "only runs of several machines need it")
     state = seen.machine.rendezvous
     if not state:
         why = seen.machine.unknown.get("rendezvous", "not known")

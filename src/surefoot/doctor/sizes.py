@@ -20,21 +20,24 @@ class Weights:
 
 
 def weights_of(folder: Path) -> Weights | None:
-    """None where there are no safetensors files, or none that can be read: loading says more about that."""
+    """None where there are no safetensors files. Raises: ValueError naming a file that is no whole one."""
     parameters = total_bytes = 0
     files = weight_files(folder)
     for path in files:
         try:
             with open(path, "rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8))
-                if length > MOST_HEADER_BYTES:
-                    return None
-                header = json.loads(file.read(length))
+                header = json.loads(file.read(min(length, MOST_HEADER_BYTES)))
+            ends = [0]
             for name, about in header.items():
                 if name != "__metadata__":
                     parameters += prod(about["shape"])
                     begin, end = about["data_offsets"]
                     total_bytes += end - begin
-        except (OSError, ValueError, KeyError, TypeError, struct.error):
-            return None
+                    ends.append(end)
+            missing = 8 + length + max(ends) - path.stat().st_size
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+            raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+        if missing > 0:
+            raise ValueError(f"{path} ends {missing} bytes too early")
     return Weights(parameters, total_bytes) if files else None

@@ -52,14 +52,11 @@ def processors(seen: Seen) -> Check:
     allowed = min(cpus["usable"], cpus.get("quota", cpus["usable"]))
     said = f"{allowed:g} of {cpus['count']:g} CPUs"
     threads = seen.machine.environment.get("OMP_NUM_THREADS", "")
-    if threads.isdigit() and int(threads) * seen.local_ranks > 2 * allowed and int(threads) > 1:
-        return wrong(
-            name,
-            "SF714",
-            f"{seen.local_ranks} ranks x OMP_NUM_THREADS={threads} want {int(threads) * seen.local_ranks} CPUs, and "
-            f"this process may use {allowed:g}",
-            usable=allowed,
-        )
+    each = int(threads) if threads.isdigit() else 1
+    if each * seen.local_ranks > 2 * allowed:
+        what = f"{seen.local_ranks} ranks" + (f" x OMP_NUM_THREADS={threads}" if each > 1 else "")
+        cause = f"{what} want {each * seen.local_ranks} CPUs, and this process may use {allowed:g}"
+        return wrong(name, "SF714", cause, usable=allowed)
     if not threads and cpus.get("quota", allowed) < cpus["usable"] / 2 and seen.local_ranks == 1:
         return wrong(
             name,

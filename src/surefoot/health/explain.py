@@ -41,11 +41,14 @@ class Explanation:
     """Written down during the run, and made again from its evidence."""
     missing: list[str]
     """Evidence that could not be read."""
+    error: str | None = None
+    """Why it failed, by summary.json."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "run_folder": str(self.run_folder),
             "status": self.status,
+            "error": self.error,
             "ranks": [vars(rank) for rank in self.ranks],
             "findings": [finding.as_dict() for finding in self.findings],
             "missing": self.missing,
@@ -53,9 +56,9 @@ class Explanation:
 
     def as_text(self) -> str:
         """For a person."""
-        lines = [f"{self.run_folder}: {self.status}"]
+        lines = [f"{self.run_folder}: {self.status}", *([f"  error: {self.error}"] if self.error else [])]
         lines += [
-            f"  rank {rank.rank} (process {rank.process}): {rank.doing} of step {rank.step}, "
+            f"  rank {rank.rank} (process {rank.process}): {rank.doing}, step {rank.step}, "
             f"last heard of {rank.silent_s:.0f} s ago"
             for rank in self.ranks
         ]
@@ -90,7 +93,9 @@ def explain(run_folder: Path, history: History | None = None) -> Explanation:
             found.append(find_stall(evidence.read(path)))
         except ValueError as error:
             missing.append(str(error))
-    return Explanation(run_folder, _status(run_folder, history.entries), _ranks(history.entries), _once(found), missing)
+    status = _status(run_folder, history.entries)
+    why = _summary(run_folder).get("error") if status == "failed" else None
+    return Explanation(run_folder, status, _ranks(history.entries), _once(found), missing, why)
 
 
 def _once(findings: list[Finding]) -> list[Finding]:
@@ -105,9 +110,17 @@ def _status(run_folder: Path, entries: list[Entry]) -> str:
         has_ended = all(rank.doing == "has ended" for rank in _ranks(entries))
         if path.stat().st_mtime < last_s and not has_ended:  # of an earlier start
             return "unknown"
-        return str(json.loads(path.read_text("utf-8"))["status"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except OSError:
         return "unknown"
+    return str(_summary(run_folder).get("status", "unknown"))
+
+
+def _summary(run_folder: Path) -> dict[str, Any]:
+    """What summary.json says; nothing where there is none that can be read."""
+    try:
+        return dict(json.loads((run_folder / "summary.json").read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _written(path: Path) -> tuple[list[Finding], list[str]]:

@@ -244,7 +244,7 @@ def _as_model_errors(folder: Path) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelError(
-            f"{folder}: its weights cannot be loaded: {reason[:300]} Is the folder complete, its config.json its own?"
+            f"{folder}: its weights cannot be loaded: {reason[:300]}. Is the folder complete, its config.json its own?"
         ) from error
 
 

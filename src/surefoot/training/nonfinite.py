@@ -1,6 +1,6 @@
 """Where a loss or a gradient that is not finite comes from: weights, or the first module and the row it shows in."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from surefoot.training.step import Learner, NotFinite
 
 MOST_NAMES = 8
 MOST_ROWS = 32
+LARGE_WEIGHT = 1e4
+"""No weight of a model that works is so large."""
 PIECE = 1 << 24
 
 
@@ -43,6 +45,7 @@ def not_finite_finding(
             "module": origin.module if origin else None,
             "row": origin.row if origin else None,
             "is_here": error.is_here,
+            "largest": _largest(learner.parameters),
         }
     )
     evidence: dict[str, Any] = {
@@ -56,9 +59,13 @@ def not_finite_finding(
     weights = [name for one in said for name in one["weights"]]
     gradients = [name for one in said for name in one["gradients"]]
     where = ""
+    largest = max(one["largest"] for one in said)
+    evidence["largest_trained_weight"] = float(f"{largest:.3g}")
+    if largest > LARGE_WEIGHT:
+        where = f"; trained weights are as large as {largest:.1e}, so the steps before were too large"
     if weights:
         evidence["weights"] = _shortened(weights, MOST_NAMES)
-        where = f"; {evidence['weights']} holds values that are not finite"
+        where += f"; {evidence['weights']} holds values that are not finite"
     if first is not None:
         evidence |= {"first_module": first["module"], "row": first["row"]}
         where += f"; in the forward it shows first in {first['module']}, in {first['row']}"
@@ -129,6 +136,16 @@ def _not_finite_weights(model: nn.Module) -> list[str]:
         for name, parameter in model.named_parameters()
         if parameter.is_floating_point() and not _is_finite(block_of(parameter.detach()).local)
     ]
+
+
+def _largest(parameters: Mapping[str, nn.Parameter]) -> float:
+    """The largest finite value of what is trained, of this rank's parts, without its sign."""
+    largest = 0.0
+    for parameter in parameters.values():
+        for piece in block_of(parameter.detach()).local.reshape(-1).split(PIECE):
+            if piece.numel():
+                largest = max(largest, float(torch.nan_to_num(piece, 0.0, 0.0, 0.0).abs().max()))
+    return largest
 
 
 def _is_finite(tensor: Tensor) -> bool:
