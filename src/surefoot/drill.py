@@ -25,7 +25,7 @@ from surefoot.health.faults import FAULTS, VARIABLE
 
 TOGETHER = 3
 """Runs at the same time: one that stands still costs nothing."""
-GIVE_UP_S = 90.0
+GIVE_UP_S = 150.0
 END_WITHIN_S = 15.0
 """After the finding."""
 CGROUPS = Path("/sys/fs/cgroup")

@@ -190,7 +190,7 @@ class ExpertsUsed:
     even_share: float
     """What that would be if all experts were used evenly: experts a token chooses, over the experts of the layer."""
     silent: int
-    """Experts of all layers that got no token."""
+    """Experts of all layers that got no token now, and half of an even part or more before."""
     rows: float
     """Rows an expert got on average."""
 

@@ -222,9 +222,9 @@ CATALOGUE: dict[str, Page] = {
     ),
     "SF405": Page(
         "info",
-        "experts that get no token",
-        "Over fifty steps of a run that trains its routers they got none, where each would have got hundreds if all "
-        "were used evenly.",
+        "experts that get no token any more",
+        "Over fifty steps of a run that trains its routers they got none, and before they had half of an even part "
+        "or more; each would have got hundreds if all were used evenly.",
         "Set router_aux_loss_coef, or leave `router` out of target_modules.",
         ("hpcaitech/ColossalAI#5426",),
     ),

@@ -10,6 +10,8 @@ from surefoot.models.routing import router_names
 
 STEPS = 50
 """Over which it is counted."""
+FAIR_SHARE = 0.5
+"""Of an even part: an expert that had less may well be left out by chance."""
 
 
 def trains_routers(model: PreTrainedModel, parameters: Mapping[str, nn.Parameter]) -> bool:
@@ -24,6 +26,8 @@ class ExpertUse:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._rows: Tensor | None = None
+        self._was_used: Tensor | None = None
+        """Experts that got a fair part of the rows in an earlier count."""
         self._tokens = 0
         self._steps = 0
 
@@ -39,13 +43,16 @@ class ExpertUse:
         """Experts that a token chooses."""
         shares = rows.topk(chosen).values.sum(1) / rows.sum(1)
         layer = int(shares.argmax())
+        is_fair = rows >= FAIR_SHARE * rows.sum(1, keepdim=True) / rows.shape[1]
+        before = self._was_used if self._was_used is not None else is_fair
+        self._was_used = before | is_fair
         used = ExpertsUsed(
             rank=self._rank,
             step=step,
             layer=layer,
             share=float(shares[layer]),
             even_share=chosen / rows.shape[1],
-            silent=int((rows == 0).sum()),
+            silent=int((before & (rows == 0)).sum()),
             rows=chosen * self._tokens / rows.shape[1],
         )
         self._rows, self._tokens, self._steps = None, 0, 0

@@ -119,8 +119,8 @@ def _silent(step: int, values: Mapping[str, float]) -> Finding | None:
         return None
     return Finding(
         "SF405",
-        f"{values['silent']:.0f} experts got no token at all in the steps before {step}, in which each would have got "
-        f"{values['rows']:.0f} if all were used evenly",
+        f"{values['silent']:.0f} experts that were used before got no token in the steps up to {step}, in which each "
+        f"would have got {values['rows']:.0f} if all were used evenly",
         {"step": step, "experts_without_a_token": round(values["silent"]), "rows_if_even": round(values["rows"])},
         CATALOGUE["SF405"].fix,
     )
