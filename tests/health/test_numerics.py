@@ -84,7 +84,7 @@ def test_use_of_experts_is_added_up_over_many_steps() -> None:
         ([[100, 0, 0, 0, 0, 0, 0, 0]], 100, ["SF404"]),
         ([[100, 100, 0, 0, 0, 0, 0, 0]], 100, ["SF404"]),
         ([[100, 20, 15, 15, 15, 15, 10, 10]], 100, []),  # one that every token chooses is no collapse
-        ([[98, 97, 95, 10]], 100, []),  # three of four
+        ([[100, 100, 99, 1]], 100, []),  # three of four
         ([[100, 0]], 100, ["SF404"]),
         ([[1, 0, 0, 0, 0, 0, 0, 0]], 1, []),  # hardly a token
     ],

@@ -110,9 +110,9 @@ def test_ranks_between_phases_and_unknown_states_do_not_break_the_rules() -> Non
 def test_another_call_under_the_same_number_is_no_matter_of_the_network() -> None:
     """The root of a broadcast is through with it at once, whatever the others call."""
     evidence = read(NAMED["network-cut"])
-    stuck, through = evidence.ranks
+    through, stuck = evidence.ranks
     assert find_stall(evidence).code == "SF108"
-    (waiting,) = read_flight(stuck.flight).waiting  # type: ignore[union-attr]
+    waiting, _ = read_flight(stuck.flight).waiting  # type: ignore[union-attr]
     for entry in through.flight["entries"]:
         if entry["process_group"][0] == waiting.group and entry["collective_seq_id"] == waiting.number:
             entry["profiling_name"] = "gloo:all_reduce"

@@ -62,12 +62,14 @@ def test_native_stacks_show_the_call_below_python(settings: dict[str, Any]) -> N
     process = start({**settings, "on_stall": "report"}, "gil-held:0:12")
     evidence = Path(settings["output_dir"]) / "evidence"
 
-    def is_written() -> bool:
-        text = "".join(path.read_text() for path in evidence.glob("native-*.txt"))
-        return "pthread_mutex_lock" in text or "Permission denied" in text  # where no process may be looked into
+    def written() -> str:
+        return "".join(path.read_text() for path in evidence.glob("native-*.txt"))
 
     try:
-        wait_for(is_written)
+        wait_for(lambda: written().count("\n") > 1)
+        assert written().startswith("rank 0, process ")
+        # Where no process may be looked into, that is what must be said.
+        assert "pthread_mutex_lock" in written() or "Permission denied" in written()
     finally:
         for child in psutil.Process(process.pid).children(recursive=True):
             child.kill()
