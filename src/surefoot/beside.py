@@ -20,6 +20,7 @@ from surefoot.errors import StorageError
 from surefoot.events import Phase
 from surefoot.findings import Finding
 from surefoot.health.diagnose.death import find_death
+from surefoot.health.kernel_log import killed_for_memory
 from surefoot.health.recorder import last_start, read_history
 from surefoot.health.supervisor import Supervisor
 from surefoot.health.witness import read_stacks
@@ -143,6 +144,7 @@ def _death(supervisor: Supervisor, folder: Path, since_s: float) -> Finding | No
         for_memory=supervisor.was_memory_killed,
         history=history,
         last_stacks=read_stacks(folder, rank),
+        killed=killed_for_memory(),
     )
     failed = sorted(number for number, entry in last.items() if entry.values.get("failed"))
     if not failed and len(gone) == 1:

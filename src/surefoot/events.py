@@ -177,6 +177,24 @@ class MemorySampled:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemorySampled:
+    """What CUDA's caching allocator counts at the end of a step, in bytes; activations are given back by then."""
+
+    rank: int
+    step: int
+    allocated: int
+    """Of tensors."""
+    reserved: int
+    """Taken from the driver."""
+    inactive: int
+    """Of these, pieces between tensors of one block."""
+    retries: int
+    """How often it gave back all it could and asked the driver again, since the start."""
+    free: int
+    """Of the device, for whoever asks."""
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsUsed:
     """How the routers spread the tokens of many steps over the experts, over the global batches."""
 
@@ -203,6 +221,7 @@ Event = (
     | PhaseEnded
     | BatchDescribed
     | MemorySampled
+    | DeviceMemorySampled
     | ExpertsUsed
     | StepEnded
     | Evaluated

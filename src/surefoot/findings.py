@@ -114,6 +114,13 @@ CATALOGUE: dict[str, Page] = {
         "After the end: a thread or process that the run started is waited for.",
         ("huggingface/accelerate#1929", "sgl-project/sglang#3794"),
     ),
+    "SF112": Page(
+        "error",
+        "a GPU reports an error",
+        "NVIDIA's driver wrote an Xid into the kernel's log while the run had GPUs open; its number says what it is.",
+        "Reset the GPU or restart its machine, and have it looked at if the error comes again. The run goes on "
+        "from the newest checkpoint on another machine.",
+    ),
     "SF201": Page(
         "error",
         "a rank was killed for memory",
@@ -129,6 +136,30 @@ CATALOGUE: dict[str, Page] = {
         "whole window; the phase in which it grows is named. Growth of mapped files is none.",
         "Look at what that phase keeps: lists of tensors with their graphs, caches without limit, metrics as tensors.",
         ("QwenLM/Qwen#954", "deepspeedai/DeepSpeed#3002", "huggingface/transformers#12878"),
+    ),
+    "SF203": Page(
+        "warning",
+        "memory of the GPU grows with every step",
+        "What CUDA's allocator counts as tensors at the end of steps rises steadily through the whole window; "
+        "activations are given back by then.",
+        "Look for tensors that are kept with their graphs: losses that are summed without .item() or .detach(), lists "
+        "of outputs, hooks.",
+        ("deepspeedai/DeepSpeed#3002", "huggingface/transformers#12878"),
+    ),
+    "SF204": Page(
+        "warning",
+        "memory of the GPU is cut up",
+        "In many of the newest steps CUDA's allocator gave back what it held and asked the driver again "
+        "(num_alloc_retries), while much of it lay unused between tensors (inactive_split_bytes).",
+        "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or use packing: true so that steps have one size.",
+    ),
+    "SF205": Page(
+        "warning",
+        "a step needed much more memory than those before it",
+        "The peak after that step is a quarter higher than before it, and what is left is less than the difference: "
+        "another step like it does not fit.",
+        "Lower max_length or per_device_train_batch_size, or use packing: true, with which all steps have one size; "
+        "gradient_checkpointing: true makes what depends on the batch smaller.",
     ),
     "SF301": Page(
         "warning",
@@ -190,6 +221,22 @@ CATALOGUE: dict[str, Page] = {
         "or more. A power cap under full load is none of these.",
         "Look at its cooling and its power supply; `nvidia-smi -q -d PERFORMANCE,TEMPERATURE`.",
     ),
+    "SF309": Page(
+        "warning",
+        "memory is read back from swap",
+        "The machine reads megabytes in each second back from swap, and memory of the ranks lies there.",
+        "The run needs more memory than the machine has: lower per_device_train_batch_size or max_length, use "
+        "zero_stage: 3 over more machines, or end what else runs there.",
+    ),
+    "SF310": Page(
+        "warning",
+        "the GPUs wait for the program to start kernels",
+        "NVML says that the GPUs are busy for less than 60 % of the time, while steps are forward, backward and "
+        "optimizer for 70 % and more, and the rank's process uses about one core or more: many small kernels.",
+        "Raise per_device_train_batch_size or max_length, set torch_compile: true; in other trainers use fused experts "
+        "in place of a loop over them (SF310 is what a loop over 60 experts looks like).",
+        ("QwenLM/Qwen3#275", "deepseek-ai/DeepSeek-MoE#5"),
+    ),
     "SF401": Page(
         "error",
         "the loss is not finite",
@@ -227,6 +274,13 @@ CATALOGUE: dict[str, Page] = {
         "or more; each would have got hundreds if all were used evenly.",
         "Set router_aux_loss_coef, or leave `router` out of target_modules.",
         ("hpcaitech/ColossalAI#5426",),
+    ),
+    "SF406": Page(
+        "warning",
+        "gradients grow with the learning rate",
+        "Over blocks of ten steps the norm of the gradients has only grown, to five times its lowest, while the "
+        "learning rate rose and the loss has stopped to fall.",
+        "Lower learning_rate, or lengthen warmup_steps; the loss jumps next, as a rule.",
     ),
     "SF501": Page(
         "error",

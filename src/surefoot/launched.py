@@ -12,6 +12,7 @@ from surefoot.config import LoadedConfig
 from surefoot.errors import StoppedOnFinding, SurefootError
 from surefoot.findings import Finding
 from surefoot.health.diagnose.death import find_death
+from surefoot.health.kernel_log import killed_for_memory
 from surefoot.health.recorder import read_history
 from surefoot.health.witness import read_stacks
 from surefoot.parallel.launch import RankFailure, launch
@@ -69,6 +70,7 @@ def _finding_of(failure: RankFailure, folder: Path, began_s: float) -> Finding:
         for_memory=death.for_memory,
         history=history,
         last_stacks=read_stacks(folder, death.rank),
+        killed=killed_for_memory(),
     )
 
 

@@ -22,6 +22,7 @@ from surefoot.config import LoadedConfig, RunConfig
 from surefoot.errors import StoppedOnFinding, StorageError
 from surefoot.findings import Finding
 from surefoot.health.diagnose.death import find_death
+from surefoot.health.kernel_log import killed_for_memory
 from surefoot.health.recorder import read_history
 from surefoot.health.supervisor import Supervisor
 from surefoot.health.witness import read_stacks
@@ -178,7 +179,9 @@ class _Watch:
         history = [entry for entry in read_history(folder).entries if entry.time_s >= self._began_s]
         rank = 0 if self._run.nproc_per_node * self._run.nnodes == 1 else None
         stacks = read_stacks(folder, rank) if rank is not None else ""
-        finding = find_death(rank, how, for_memory=for_memory, history=history, last_stacks=stacks)
+        finding = find_death(
+            rank, how, for_memory=for_memory, history=history, last_stacks=stacks, killed=killed_for_memory()
+        )
         if history:
             self._log.note(finding)
             with suppress(OSError, StorageError):  # a full disk: it is said all the same

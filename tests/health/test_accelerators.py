@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import surefoot
-from surefoot.health import supervisor as supervising
+from surefoot.health import trends as trending
 from surefoot.health.accelerators import Accelerators, GpuSample, Look, read_looks
-from surefoot.health.diagnose.accelerators import find_in_gpus, in_words
+from surefoot.health.diagnose.accelerators import find_in_gpus, find_launch_bound, in_words
 from surefoot.health.recorder import KINDS, PHASES
 from surefoot.health.ring import RingWriter
 from surefoot.health.supervisor import Supervisor
@@ -60,6 +60,25 @@ def test_moments_are_no_window() -> None:
     assert codes(looks(SPINNING, count=5)) == []
     assert codes(looks(SPINNING, count=20, every_s=0.1)) == []
     assert codes(looks(SPINNING, count=20) + [(1040.0 + n, (WORKING,)) for n in range(40)]) == []
+
+
+HALF_USED = GpuSample(0, 0.38, 250.0, 700.0, 1980, 30 << 30, 50)
+
+
+def test_a_program_that_cannot_start_kernels_fast_enough_is_named() -> None:
+    finding = find_launch_bound(looks(HALF_USED), cores=1.02, computing=0.93)
+    assert finding is not None
+    assert finding.code == "SF310"
+    assert "38% of the time, while 93% of a step" in finding.cause
+
+
+@pytest.mark.parametrize(
+    ("sample", "cores", "computing"),
+    [(WORKING, 1.0, 0.9), (HALF_USED, 0.4, 0.9), (HALF_USED, 1.0, 0.4), (HALF_USED, None, 0.9), (UNKNOWN, 1.0, 0.9)],
+    ids=["it works", "the program waits", "data or network take the time", "not known yet", "not told"],
+)
+def test_programs_that_are_not_to_blame(sample: GpuSample, cores: float | None, computing: float) -> None:
+    assert find_launch_bound(looks(sample), cores, computing) is None
 
 
 def test_a_look_in_words() -> None:
@@ -132,9 +151,9 @@ def test_cards_are_not_blamed_on_runs_that_do_not_use_them(tmp_path: Path, monke
     ring = RingWriter(tmp_path / "events" / f"rank-00000-{time.time_ns()}.ring", 0)
     for step in range(40):
         ring.write(1000.0 + step, KINDS.index("step"), 0, step, (1.0, 1.0, 1.0, 0.0, 0.0))
-    supervisor._accelerators._looks.extend(looks(SPINNING))
+    supervisor._trends._accelerators._looks.extend(looks(SPINNING))
     assert [finding.code for finding in supervisor.look(1039.5)] == []
-    monkeypatch.setattr(supervising, "uses_gpus", lambda _: True)
+    monkeypatch.setattr(trending, "uses_gpus", lambda _: True)
     assert [finding.code for finding in supervisor.look(1044.6)] == ["SF307"]
     ring.write(1049.0, KINDS.index("step"), 0, 40, (1.0, 1.0, 1.0, 0.0, 0.0))
     assert [finding.code for finding in supervisor.look(1050.0)] == [], "it is said once"
@@ -142,14 +161,14 @@ def test_cards_are_not_blamed_on_runs_that_do_not_use_them(tmp_path: Path, monke
 
 
 def test_cards_that_wait_for_a_rank_that_saves_are_not_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervising, "uses_gpus", lambda _: True)
+    monkeypatch.setattr(trending, "uses_gpus", lambda _: True)
     supervisor = Supervisor(tmp_path, 1, 0.0)
     (tmp_path / "events").mkdir()
     ring = RingWriter(tmp_path / "events" / f"rank-00000-{time.time_ns()}.ring", 0)
     for step in range(40):
         ring.write(1000.0 + step, KINDS.index("step"), 0, step, (1.0, 1.0, 1.0, 0.0, 0.0))
     ring.write(1040.0, KINDS.index("phase began"), PHASES.index("save"), 40, (0.0,) * 5)
-    supervisor._accelerators._looks.extend(looks(SPINNING))
+    supervisor._trends._accelerators._looks.extend(looks(SPINNING))
     assert [finding.code for finding in supervisor.look(1041.0)] == []
     ring.close()
 

@@ -38,7 +38,7 @@ def test_the_launcher_is_no_rank() -> None:
 @pytest.mark.parametrize(
     ("for_memory", "code", "said"),
     [
-        (True, "SF201", "the memory limit of its cgroup was reached"),
+        (True, "SF201", "it reached the limit of its cgroup for memory"),
         (False, "SF101", "No memory limit of its cgroup was reached"),
         (None, "SF101", "Whether for memory cannot be told here"),
     ],
@@ -49,12 +49,21 @@ def test_a_kill_for_memory_is_told_from_others(for_memory: bool | None, code: st
     assert said in finding.cause
 
 
+def test_a_machine_without_memory_is_told_by_the_kernels_log() -> None:
+    history = [Entry(0, 1, 70, 0.0, "step", "", 3, {})]
+    finding = find_death(0, "was killed by signal 9 (SIGKILL)", for_memory=False, history=history, killed={70})
+    assert finding.code == "SF201"
+    assert "because the machine had no memory" in finding.cause
+    other = find_death(0, "was killed by signal 9 (SIGKILL)", for_memory=False, history=history, killed={71})
+    assert other.code == "SF101"
+
+
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
         ([500, 500, 520, 1900], ", in a batch of 1900 tokens, where 500 are usual"),
-        ([500, 500, 520, 510], "cgroup was reached"),
-        ([1900], "cgroup was reached"),
+        ([500, 500, 520, 510], "limit of its cgroup for memory"),
+        ([1900], "limit of its cgroup for memory"),
     ],
 )
 def test_a_large_batch_is_named_with_the_kill(tokens: list[int], said: str) -> None:

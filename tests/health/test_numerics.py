@@ -27,6 +27,37 @@ def falling(steps: int) -> list[float]:
     return [3.0 - 0.02 * step + 0.3 * math.sin(step) for step in range(steps)]
 
 
+def with_rates(losses: list[float], norms: list[float], rates: list[float]) -> list[str]:
+    numbers = Numbers()
+    for step, (loss, norm, rate) in enumerate(zip(losses, norms, rates, strict=True), 1):
+        numbers.add("learning rate", step, {"learning_rate": rate})
+        numbers.add("step", step, {"loss": loss, "grad_norm": norm})
+    return [finding.code for finding in numbers.findings()]
+
+
+RISING_RATE = [1e-6 * step for step in range(60)]
+RISING_NORMS = [1.0 * 1.05**step for step in range(60)]
+FLAT = [2.0 + 0.001 * step for step in range(60)]
+
+
+def test_gradients_that_grow_with_the_learning_rate_are_found() -> None:
+    assert with_rates(FLAT, RISING_NORMS, RISING_RATE) == ["SF406"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "rates"),
+    [
+        (falling(60), RISING_NORMS, RISING_RATE),
+        (FLAT, [1.0 + 0.05 * step for step in range(60)], RISING_RATE),
+        (FLAT, RISING_NORMS, RISING_RATE[::-1]),
+        (FLAT, [1.0] * 40 + [8.0] * 20, RISING_RATE),
+    ],
+    ids=["the loss falls", "a little", "the rate falls", "at once"],
+)
+def test_other_gradients_that_grow(losses: list[float], norms: list[float], rates: list[float]) -> None:
+    assert with_rates(losses, norms, rates) == []
+
+
 JUMPED = [*falling(60), 6.0, 6.5, 6.2, 6.1, 6.3, 6.4, 6.5]
 NORMS = [1.0] * 59 + [40.0] + [9.0] * 7
 """Of gradients that grew when the loss did."""

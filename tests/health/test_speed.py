@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from surefoot.health.diagnose.speed import RankTimes, find_slow, find_slow_in, find_straggler
+from surefoot.health.diagnose.speed import (
+    RankTimes,
+    find_slow,
+    find_slow_in,
+    find_straggler,
+    find_swapping,
+    share_of_steps,
+)
 from surefoot.health.flight import FlightRecord
 from surefoot.health.recorder import Entry
 
@@ -143,3 +150,21 @@ def test_ranks_that_come_late_at_times_are_no_stragglers(late_s: Callable[[int],
 def test_too_little_is_known_of_few_collectives_or_one_rank() -> None:
     assert find_straggler(meetings(lambda _: 0.4, count=20)) is None
     assert find_straggler({0: flight({})}) is None
+
+
+def test_memory_that_is_read_back_from_swap_is_named() -> None:
+    finding = find_swapping(40 * 2**20, 3 << 30)
+    assert finding is not None
+    assert finding.code == "SF309"
+    assert "40 MiB/s, while 3.0 GiB" in finding.cause
+
+
+@pytest.mark.parametrize(("read", "there"), [(None, 3 << 30), (1 << 20, 3 << 30), (40 * 2**20, 0)])
+def test_swap_that_costs_nothing(read: float | None, there: int) -> None:
+    assert find_swapping(read, there) is None
+
+
+def test_the_share_of_phases_in_the_newest_steps() -> None:
+    share = share_of_steps(times(takes()), ("forward", "backward"))
+    assert share == pytest.approx(0.9)
+    assert share_of_steps(times(takes(), steps=10), ("forward",)) is None

@@ -9,6 +9,7 @@ from typing import Any
 from surefoot.errors import ConfigError
 from surefoot.findings import Finding
 from surefoot.health import evidence
+from surefoot.health.diagnose.device_memory import find_in_device_memory
 from surefoot.health.diagnose.memory import find_leaks
 from surefoot.health.diagnose.numerics import find_numerics_in
 from surefoot.health.diagnose.speed import find_slow_in
@@ -81,7 +82,9 @@ def explain(run_folder: Path, history: History | None = None) -> Explanation:
     missing = list(history.unreadable)
     written, unreadable = _written(run_folder / "findings.jsonl")
     entries = history.entries
-    again = [*find_leaks(entries), *find_slow_in(entries), *find_numerics_in(entries)]
+    again = [
+        *find_leaks(entries), *find_in_device_memory(entries), *find_slow_in(entries), *find_numerics_in(entries),
+    ]  # fmt: skip
     known = {(finding.code, finding.evidence.get("rank")) for finding in written}
     found = [*written, *(one for one in again if (one.code, one.evidence.get("rank")) not in known)]
     missing += unreadable

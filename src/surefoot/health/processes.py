@@ -99,6 +99,23 @@ class Processes:
         return ProcessSample(state, cpu_s, io_bytes, tuple(children), waits)
 
 
+def swapped_bytes(process: int) -> int:
+    """What of a process's memory lies in swap; 0 where it may not be read."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmSwap:"))
+
+
+def swapped_in_bytes() -> int | None:
+    """What this machine has read back from swap since it was started; None where that is not told."""
+    try:
+        return int(psutil.swap_memory().sin)
+    except (OSError, RuntimeError):
+        return None
+
+
 def room_bytes() -> int:
     """What this machine, or the limit of this cgroup, still has for programs, without swap."""
     free = int(psutil.virtual_memory().available)

@@ -16,6 +16,7 @@ from surefoot.errors import StorageError
 from surefoot.events import (
     BatchDescribed,
     CheckpointSaved,
+    DeviceMemorySampled,
     Evaluated,
     Event,
     ExpertsUsed,
@@ -34,7 +35,7 @@ from surefoot.health.witness import Witness
 
 KINDS = (
     "phase began", "phase ended", "batch", "step", "evaluated", "checkpoint", "run started", "run ended", "preparing",
-    "memory", "experts",
+    "memory", "experts", "device memory", "learning rate",
 )  # fmt: skip
 PHASES: tuple[str, ...] = ("", *get_args(Phase))
 VALUE_NAMES: dict[str, tuple[str, ...]] = {
@@ -43,6 +44,8 @@ VALUE_NAMES: dict[str, tuple[str, ...]] = {
     "batch": ("tokens", "trained", "sequences", "fillers"),
     "step": ("loss", "grad_norm", "step_time_s", "peak_memory_bytes", "garbage_s"),
     "experts": ("layer", "share", "even_share", "silent", "rows"),
+    "device memory": ("allocated", "reserved", "inactive", "retries", "free"),
+    "learning rate": ("learning_rate",),
     "memory": ("frozen", "trained", "gradients", "optimizer", "total"),
     "evaluated": ("eval_loss",),
     "checkpoint": ("save_time_s",),
@@ -161,10 +164,14 @@ class Recorder:
         elif isinstance(event, MemorySampled):
             total = event.total if event.total is not None else self._memory.anonymous_bytes()
             self._write("memory", event.step, event.frozen, event.trained, event.gradients, event.optimizer, total)
+        elif isinstance(event, DeviceMemorySampled):
+            counted = (event.allocated, event.reserved, event.inactive, event.retries, event.free)
+            self._write("device memory", event.step, *counted)
         elif isinstance(event, ExpertsUsed):
             spread = (event.layer, event.share, event.even_share, event.silent, event.rows)
             self._write("experts", event.step, *spread)
         elif isinstance(event, StepEnded):
+            self._write("learning rate", event.step, event.learning_rate)
             numbers = (event.loss, event.grad_norm, event.step_time_s, event.peak_memory_bytes)
             self._write("step", event.step, *numbers, self._garbage.since_last_s())
         elif isinstance(event, Evaluated):

@@ -1,7 +1,8 @@
 """Inside a rank: gives evidence when the supervisor asks for it, from a thread, while the run may stand still.
 
-    events/request-MACHINE             its number, written by the supervisor of this machine
-    events/rank-00000.flight.json      {"request": number, "flight": the dump of the Flight Recorder, or null}
+    events/request-MACHINE             its number and what it asks for, written by the supervisor of this machine
+    events/rank-00000.flight.json      {"request": ..., "flight": the dump of the Flight Recorder, or null}
+    events/rank-00000.objects.json     {"request": ..., "objects": how many there are of each kind, and where}
     events/rank-00000.stacks           Python stacks of all threads at each signal, and at a crash
 
 The thread answers only while Python can run; that it does not is evidence too. The stacks are written by a signal
@@ -19,11 +20,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from surefoot.health.objects import take_census
 from surefoot.health.ring import this_machine
 
 EVERY_S = 0.25
 STACKS = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 """The signal that asks for stacks: one that users' own handlers and schedulers do not use, where there is one."""
+
+
+FLIGHT, OBJECTS = "flight", "objects"
+"""What a request may ask for."""
 
 
 def request_path(run_folder: Path) -> Path:
@@ -32,6 +38,10 @@ def request_path(run_folder: Path) -> Path:
 
 def flight_path(run_folder: Path, rank: int) -> Path:
     return run_folder / "events" / f"rank-{rank:05d}.flight.json"
+
+
+def objects_path(run_folder: Path, rank: int) -> Path:
+    return run_folder / "events" / f"rank-{rank:05d}.objects.json"
 
 
 def stacks_path(run_folder: Path, rank: int) -> Path:
@@ -83,7 +93,13 @@ class Witness:
             if asked and asked != answered:
                 answered = asked
                 with suppress(OSError):  # a full disk: the supervisor says that there was no answer
-                    _write(flight_path(self._run_folder, self._rank), {"request": asked, **_flight()})
+                    self._say(asked)
+
+    def _say(self, asked: str) -> None:
+        if asked.endswith(OBJECTS):
+            _write(objects_path(self._run_folder, self._rank), {"request": asked, "objects": take_census().as_dict()})
+        else:
+            _write(flight_path(self._run_folder, self._rank), {"request": asked, **_flight()})
 
 
 def _asked(run_folder: Path) -> str:

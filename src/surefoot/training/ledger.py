@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from surefoot.events import MemorySampled
+from surefoot.events import DeviceMemorySampled, MemorySampled
 from surefoot.training.step import Learner
 
 
@@ -23,6 +23,22 @@ def sample_memory(learner: Learner, step: int) -> MemorySampled:
         gradients=trained,  # of the same types and sizes
         optimizer=_bytes(value for state in states for value in state.values() if isinstance(value, Tensor)),
         total=torch.cuda.memory_allocated(learner.device) if learner.device.type == "cuda" else None,
+    )
+
+
+def sample_device_memory(device: torch.device, rank: int, step: int) -> DeviceMemorySampled | None:
+    """What the allocator counts now; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    counts = torch.cuda.memory_stats(device)
+    return DeviceMemorySampled(
+        rank=rank,
+        step=step,
+        allocated=counts["allocated_bytes.all.current"],
+        reserved=counts["reserved_bytes.all.current"],
+        inactive=counts["inactive_split_bytes.all.current"],
+        retries=counts["num_alloc_retries"],
+        free=torch.cuda.mem_get_info(device)[0],
     )
 
 

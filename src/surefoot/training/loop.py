@@ -25,7 +25,7 @@ from surefoot.events import BatchDescribed, CheckpointSaved, Evaluated, Event, S
 from surefoot.parallel.ranks import Ranks
 from surefoot.training.checkpoint import TrainState, checkpoint_folder, list_checkpoints
 from surefoot.training.expert_use import ExpertUse
-from surefoot.training.ledger import sample_memory
+from surefoot.training.ledger import sample_device_memory, sample_memory
 from surefoot.training.nonfinite import not_finite_finding
 from surefoot.training.optim import EPSILON, learning_rate_at
 from surefoot.training.phases import Phases
@@ -129,6 +129,9 @@ def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Lite
                 if ready is None:
                     break
                 state = _one_step(job, state, ready)
+                on_device = sample_device_memory(job.learner.device, job.ranks.rank, state.step)
+                if on_device is not None:
+                    job.emit(on_device)
                 if state.step == first:
                     job.emit(sample_memory(job.learner, state.step))
                 is_last = job.is_over(state)

@@ -9,6 +9,7 @@ from statistics import median
 
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.health.accelerators import GpuSample, Look
+from surefoot.health.kernel_log import GpuError
 
 WINDOW_S = 30.0
 LEAST_LOOKS = 10
@@ -16,6 +17,30 @@ BUSY = 0.9
 IDLE_POWER = 0.25
 """Of its limit: a card that computes draws more, one whose kernels only wait does not. An H100 of 700 W draws about
 70 W then."""
+HALF_BUSY, ONE_CORE, MOST_COMPUTING = 0.6, 0.9, 0.7
+"""What tells a program that cannot start kernels fast enough: a GPU less busy than that, a process that uses about one
+core or more, and steps that are mostly computing."""
+XIDS = {
+    13: "an exception of a kernel",
+    31: "a memory page fault of a kernel",
+    43: "the GPU stopped a program",
+    45: "a program was removed from the GPU",
+    48: "two bits of its memory are wrong (ECC)",
+    61: "its microcontroller stopped",
+    62: "its microcontroller stopped",
+    63: "a memory row is to be replaced at the next reset",
+    64: "a memory row could not be replaced",
+    74: "NVLink failed",
+    79: "it has fallen off the bus",
+    92: "many single bits of its memory are wrong (ECC)",
+    94: "memory is wrong (ECC); only this program is hit",
+    95: "memory is wrong (ECC); every program is hit",
+    119: "its system processor does not answer",
+    120: "its system processor failed",
+}
+"""Of NVIDIA's list of Xid errors (docs.nvidia.com/deploy/xid-errors), read 2026-11."""
+OF_PROGRAMS = frozenset({13, 31, 43, 45})
+"""Those that a program causes as a rule."""
 SLOWED_SHARE = 0.5
 """Of the looks."""
 
@@ -32,6 +57,47 @@ def find_in_gpus(looks: Sequence[Look]) -> list[Finding]:
         for sample in samples:
             gpus.setdefault(sample.index, []).append(sample)
     return [*_spinning(gpus), *_slowed(gpus)]
+
+
+def find_launch_bound(looks: Sequence[Look], cores: float | None, computing: float | None) -> Finding | None:
+    """GPUs that wait for the program, which is busy telling them what to do.
+
+    `cores` that a rank's own process uses; `computing`: share of its steps in forward, backward and optimizer.
+    """
+    if cores is None or computing is None or cores < ONE_CORE or computing < MOST_COMPUTING:
+        return None
+    newest = [look for look in looks if looks[-1][0] - look[0] <= WINDOW_S]
+    if len(newest) < LEAST_LOOKS or newest[-1][0] - newest[0][0] < WINDOW_S / 2:
+        return None
+    use = [gpu.utilisation for _, gpus in newest for gpu in gpus if gpu.utilisation is not None]
+    if not use or median(use) > HALF_BUSY:
+        return None
+    return Finding(
+        "SF310",
+        f"the GPUs run kernels in {median(use):.0%} of the time, while {computing:.0%} of a step is forward, backward "
+        f"and optimizer, and the program uses {cores:.1f} cores: it does not start kernels as fast as they end",
+        {"gpu_utilisation": f"{median(use):.0%}", "computing": f"{computing:.0%}", "cores": round(cores, 2)},
+        CATALOGUE["SF310"].fix,
+        confidence=0.7,
+    )
+
+
+def find_gpu_errors(errors: Sequence[GpuError]) -> list[Finding]:
+    """What the driver said in the kernel's log; the first of each device."""
+    firsts: dict[str, GpuError] = {}
+    for error in errors:
+        firsts.setdefault(error.device, error)
+    return [
+        Finding(
+            "SF112",
+            f"the GPU at {device} reports an error: Xid {error.number}"
+            f"{f', {XIDS[error.number]}' if error.number in XIDS else ''}",
+            {"device": device, "xid": error.number, "kernel_says": error.said},
+            "Restart the program: it did this itself." if error.number in OF_PROGRAMS else CATALOGUE["SF112"].fix,
+            confidence=0.9,
+        )
+        for device, error in firsts.items()
+    ]
 
 
 def in_words(look: Look) -> str:

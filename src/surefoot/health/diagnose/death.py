@@ -1,6 +1,6 @@
 """A rank that was killed or crashed: what is known of its end, and where it was. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import median
 
 from surefoot.findings import Finding
@@ -13,12 +13,19 @@ LARGE_TIMES = 1.5
 
 
 def find_death(
-    rank: int | None, how: str, *, for_memory: bool | None, history: Sequence[Entry], last_stacks: str = ""
+    rank: int | None,
+    how: str,
+    *,
+    for_memory: bool | None,
+    history: Sequence[Entry],
+    last_stacks: str = "",
+    killed: Collection[int] = (),
 ) -> Finding:
     """The finding for a rank that ended as `how` says; None for the launcher, which takes its ranks along.
 
     `for_memory`: whether the kernel killed it because of its cgroup's limit; None where that cannot be told.
     `history`: what was recorded of the run, oldest first. `last_stacks`: what its handler for crashes wrote.
+    `killed`: processes that the kernel killed for memory, by its log.
     """
     mine = last_start(history, 0 if rank is None else rank)
     evidence = {"end": how, **_last_words(mine)}
@@ -26,14 +33,16 @@ def find_death(
     if rank is not None:
         evidence, who = {"rank": rank, **evidence}, f"rank {rank}"
     where = _where(mine)
-    if for_memory:
+    is_in_log = bool(mine) and mine[-1].process in killed
+    if for_memory or is_in_log:
         anonymous = [entry.values["anonymous_bytes"] for entry in mine if "anonymous_bytes" in entry.values]
         if anonymous:
             evidence["anonymous_memory_gib"] = round(anonymous[-1] / 2**30, 2)
         spike, sizes = _batch(mine)
+        limit = "it reached the limit of its cgroup for" if for_memory else "the machine had no"
         return Finding(
             "SF201",
-            f"{who} {how}{where}. The kernel killed it because the memory limit of its cgroup was reached{spike}",
+            f"{who} {how}{where}. The kernel killed it because {limit} memory{spike}",
             {**evidence, **sizes},
             "Lower per_device_train_batch_size or max_length, set gradient_checkpointing: true or zero_stage: 3, or "
             "give the job more memory.",

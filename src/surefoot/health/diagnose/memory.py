@@ -5,22 +5,27 @@ Only memory of no file is looked at, so the page cache and mapped data are never
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 
 from surefoot.findings import Finding
+from surefoot.health.diagnose.growth import MOST_STEPS, PARTS, WARMUP_STEPS, steady_growth
+from surefoot.health.objects import Census
 from surefoot.health.recorder import Entry, newest_starts
 
-WARMUP_STEPS = 20
-"""First steps that say nothing: allocators, caches and compilers fill up."""
-LEAST_STEPS = 100
-"""Over which growth is looked at, at least."""
-MOST_STEPS = 2000
-LEAST_BYTES_PER_STEP = 1 << 18
-LEAST_GROWTH_BYTES = 48 << 20
-"""Over these steps."""
-PARTS = 10
-LEAST_GROWING_PARTS = 8
-"""In how many of them memory must grow: a leak is steady, a buffer that doubled once is none."""
+SUSPECTED = 0.5
+"""Share of the evidence of a leak from which on it is worth while to count Python's objects."""
+OWNED = 0.3
+"""Share of the growth that a kind of objects must have to be its owner."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whose memory grows, among Python's objects."""
+
+    what: str
+    """In a sentence."""
+    seen: str
+    """As evidence."""
 
 
 class MemoryTrend:
@@ -57,43 +62,71 @@ class MemoryTrend:
                 self._steps.append((self._step, self._before, dict(self._grown)))
         self._grown.clear()
 
-    def finding(self, room_bytes: float | None = None) -> Finding | None:
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it grows as a leak does, over fewer steps."""
+        return steady_growth(self._points(), SUSPECTED) is not None
+
+    def finding(self, room_bytes: float | None = None, owner: Owner | None = None) -> Finding | None:
         """The leak, where memory grew steadily through the newer half of the steps.
 
         `room_bytes`: what may still be used here, where that is known; the finding says when it is used up.
+        `owner`: what of Python's objects has grown meanwhile, where they were counted.
         """
-        steps = list(self._steps)[-max(LEAST_STEPS, len(self._steps) // 2) :]
-        if len(steps) < LEAST_STEPS:
-            return None
-        grown = steps[-1][1] - steps[0][1]
-        per_step = grown / (len(steps) - 1)
-        bounds = [steps[round(part * (len(steps) - 1) / PARTS)][1] for part in range(PARTS + 1)]
-        growing = sum(later - earlier > per_step for earlier, later in pairwise(bounds))
-        if per_step < LEAST_BYTES_PER_STEP or grown < LEAST_GROWTH_BYTES or growing < LEAST_GROWING_PARTS:
+        growth = steady_growth(self._points())
+        if growth is None:
             return None
         by_phase: dict[str, float] = defaultdict(float)
-        for _, _, grown_in in steps[1:]:
-            for phase, size in grown_in.items():
-                by_phase[phase] += size
-        owner = max(by_phase, key=lambda phase: by_phase[phase])
-        forecast = ""
-        if room_bytes is not None:
-            forecast = f". There is room for {room_bytes / 2**30:.1f} GiB: it is used up at about step "
-            forecast += f"{steps[-1][0] + round(room_bytes / per_step)}"
+        for step, _, grown_in in self._steps:
+            if step > growth.first_step:
+                for phase, size in grown_in.items():
+                    by_phase[phase] += size
+        phase = max(by_phase, key=lambda name: by_phase[name])
+        per_step = growth.grown / (growth.last_step - growth.first_step)
         return Finding(
             "SF202",
             f"memory of rank {self._rank} grows by {per_step / 2**20:.2f} MiB a step, "
-            f"{min(1.0, by_phase[owner] / grown):.0%} of it in {owner}{forecast}",
+            f"{min(1.0, by_phase[phase] / growth.grown):.0%} of it in {phase}"
+            f"{f'; {owner.what}' if owner else ''}{growth.forecast(room_bytes)}",
             {
                 "rank": self._rank,
-                "steps": f"{steps[0][0]} to {steps[-1][0]}",
-                "anonymous_memory": f"{steps[0][1] / 2**20:.0f} -> {steps[-1][1] / 2**20:.0f} MiB",
-                "grown_in": f"{growing} of {PARTS} parts of these steps",
-                "phase": owner,
+                "steps": f"{growth.first_step} to {growth.last_step}",
+                "anonymous_memory": f"{growth.first_bytes / 2**20:.0f} -> {growth.last_bytes / 2**20:.0f} MiB",
+                "grown_in": f"{growth.growing_parts} of {PARTS} parts of these steps",
+                "phase": phase,
+                **({"objects": owner.seen} if owner else {}),
             },
-            f"Look at what {owner} keeps from step to step: tensors with their graphs, lists, caches without a limit.",
+            f"Look at what {phase} keeps from step to step: tensors with their graphs, lists, caches without a limit.",
             confidence=0.9,
         )
+
+    def _points(self) -> list[tuple[int, float]]:
+        return [(step, size) for step, size, _ in self._steps]
+
+
+def name_owner(before: Census | None, after: Census | None) -> Owner | None:
+    """The kind of Python's objects that grew between two counts of one process, and what holds them.
+
+    None where they were not counted twice.
+    """
+    if before is None or after is None:
+        return None
+    grown = after.anonymous_bytes - before.anonymous_bytes
+    more = {kind: (many - before.kinds.get(kind, (0, 0))[0], size - before.kinds.get(kind, (0, 0))[1])
+            for kind, (many, size) in after.kinds.items()}  # fmt: skip
+    kind, (many, size) = max(more.items(), key=lambda one: one[1][1], default=("", (0, 0)))
+    if size < OWNED * grown or size <= 0:
+        return Owner("no kind of Python's objects has grown by it: native code keeps it", "none has grown as much")
+    known = {(holder.identity, holder.kind): holder.held_bytes for holder in before.holders}
+    gain = {holder: holder.held_bytes - known.get((holder.identity, holder.kind), 0) for holder in after.holders}
+    holder = max(gain, key=lambda one: gain[one], default=None)
+    where = ""
+    if holder is not None and gain[holder] >= OWNED * size:
+        where = f" in a {holder.kind} of {holder.count}{f', {holder.name}' if holder.name else ''}"
+    return Owner(
+        f"it is {kind} objects{where}",
+        f"{kind}: {many} more, {size / 2**20:.0f} MiB of {grown / 2**20:.0f} MiB{where}",
+    )
 
 
 def find_leaks(entries: Sequence[Entry]) -> list[Finding]:

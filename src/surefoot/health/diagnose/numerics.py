@@ -3,9 +3,11 @@
 What ranks say of losses and experts is the same on all of them, so one rank is enough.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import isfinite
 from statistics import median
 
@@ -20,6 +22,8 @@ JUMP_TIMES, JUMP = 1.5, 0.5
 """How much higher, as a factor and in nats, half of them must lie."""
 GRADIENT_TIMES = 3.0
 """Gradients so much larger than usual, when the loss jumped, are its cause."""
+RISE_STEPS, RISE_BLOCK, RISE_TIMES = 200, 10, 5.0
+"""Over how many steps, in blocks of how many, gradients must grow, and how many times."""
 COLLAPSED = 0.9
 """Of the way from an even spread to every token choosing the same experts."""
 MOST_EVEN = 0.5
@@ -33,6 +37,7 @@ class _Step:
     step: int
     loss: float
     grad_norm: float
+    learning_rate: float
 
 
 @dataclass
@@ -40,15 +45,20 @@ class Numbers:
     """The losses and the use of experts of a run, gathered from what one of its ranks says."""
 
     _steps: deque[_Step] = field(default_factory=lambda: deque(maxlen=BEFORE_STEPS + AFTER_STEPS))
-    _experts: tuple[int, Mapping[str, float]] | None = None
-    """The step and values of the newest record of them."""
+    _learning_rate: float = math.nan
+    _all: deque[_Step] = field(default_factory=lambda: deque(maxlen=RISE_STEPS))
     _found: dict[str, Finding] = field(default_factory=dict)
 
     def add(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """What happened, in its order."""
-        if kind == "step" and isfinite(values["loss"]) and isfinite(values["grad_norm"]):  # others were not logged
-            self._steps.append(_Step(step, values["loss"], values["grad_norm"]))
+        if kind == "learning rate":
+            self._learning_rate = values["learning_rate"]
+        elif kind == "step" and isfinite(values["loss"]) and isfinite(values["grad_norm"]):  # others were not logged
+            one = _Step(step, values["loss"], values["grad_norm"], self._learning_rate)
+            self._steps.append(one)
+            self._all.append(one)
             self._keep(_jump(self._steps))
+            self._keep(_rises_with_the_rate(self._all))
         elif kind == "experts":
             self._keep(_collapse(step, values))
             self._keep(_silent(step, values))
@@ -98,6 +108,36 @@ def _jump(steps: Sequence[_Step]) -> Finding | None:
         },
         CATALOGUE["SF403"].fix,
         confidence=0.8,
+    )
+
+
+def _rises_with_the_rate(steps: Sequence[_Step]) -> Finding | None:
+    """Gradients that have grown ever since the learning rate rises, while the loss has stopped to fall."""
+    known = list(steps)
+    if len(known) < 3 * RISE_BLOCK or not isfinite(known[0].learning_rate):
+        return None
+    blocks = [known[first : first + RISE_BLOCK] for first in range(len(known) % RISE_BLOCK, len(known), RISE_BLOCK)]
+    norms = [median(one.grad_norm for one in block) for block in blocks]
+    losses = [median(one.loss for one in block) for block in blocks]
+    low = min(range(len(norms)), key=lambda number: norms[number])
+    rising = norms[low:]
+    if len(rising) < 3 or any(later <= earlier for earlier, later in pairwise(rising)):
+        return None
+    before, now = blocks[low][0].learning_rate, blocks[-1][-1].learning_rate
+    if norms[-1] < RISE_TIMES * norms[low] or losses[-1] < losses[low] or now <= before:
+        return None
+    return Finding(
+        "SF406",
+        f"gradients are {norms[-1] / max(norms[low], 1e-30):.0f} times as large as in step {blocks[low][0].step}, "
+        f"while the learning rate has risen from {before:.1e} to {now:.1e} and the loss has stopped to fall",
+        {
+            "step": blocks[-1][-1].step,
+            "grad_norm": " -> ".join(f"{norm:.3g}" for norm in rising),
+            "loss": " -> ".join(f"{loss:.3f}" for loss in losses[low:]),
+            "learning_rate": f"{before:.2e} -> {now:.2e}",
+        },
+        CATALOGUE["SF406"].fix,
+        confidence=0.7,
     )
 
 

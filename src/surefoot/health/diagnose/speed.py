@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from surefoot.findings import Finding
+from surefoot.findings import CATALOGUE, Finding
 from surefoot.health.flight import FlightRecord
 from surefoot.health.recorder import Entry, newest_starts
 
@@ -25,6 +25,9 @@ BEHIND_SHARE = 0.2
 GARBAGE_SHARE = 0.1
 THROTTLED_SHARE = 0.25
 """Of a window, from which on a loss is a finding."""
+SWAPPED_IN_PER_S = float(8 << 20)
+LEAST_SWAPPED_BYTES = 64 << 20
+"""From which on swap is a loss: what was put there and is never needed costs nothing."""
 MOST_OF = 0.8
 """Of a window's steps: what is slow only now and then is none of these."""
 LEAST_COLLECTIVES = 40
@@ -106,6 +109,19 @@ def find_slow(
     return found or list(_slowed(ranks, windows))
 
 
+def find_swapping(swapped_in_per_s: float | None, swapped_bytes: int) -> Finding | None:
+    """`swapped_in_per_s`: bytes the machine reads back from swap; `swapped_bytes`: of the ranks, that lie there."""
+    if swapped_in_per_s is None or swapped_in_per_s < SWAPPED_IN_PER_S or swapped_bytes < LEAST_SWAPPED_BYTES:
+        return None
+    return Finding(
+        "SF309",
+        f"memory of the ranks is read back from swap: {swapped_in_per_s / 2**20:.0f} MiB/s, while "
+        f"{swapped_bytes / 2**30:.1f} GiB of theirs lie there",
+        {"read_back_mib_per_s": round(swapped_in_per_s / 2**20, 1), "in_swap_gib": round(swapped_bytes / 2**30, 2)},
+        CATALOGUE["SF309"].fix,
+    )
+
+
 def find_slow_in(entries: Sequence[Entry]) -> list[Finding]:
     """The same from a whole history, at its end; of the newest start of each rank."""
     ranks: dict[int, RankTimes] = {}
@@ -113,6 +129,12 @@ def find_slow_in(entries: Sequence[Entry]) -> list[Finding]:
         times = ranks.setdefault(entry.rank, RankTimes())
         times.add(entry.kind, entry.phase, entry.step, entry.time_s, entry.values)
     return find_slow(ranks)
+
+
+def share_of_steps(times: RankTimes, phases: Sequence[str]) -> float | None:
+    """Of the newest steps' time, that of some phases; None where there are too few steps."""
+    window = _window(times.steps)
+    return sum(_share(window, phase) for phase in phases) if window else None
 
 
 def _window(steps: Sequence[StepTimes]) -> list[StepTimes]:

@@ -1,0 +1,174 @@
+"""What a run loses while it goes on: memory that grows, time that is wasted, numbers that go wrong, GPUs in trouble.
+
+The rules are in `diagnose`; here is what they are asked with, every few seconds, and that each thing is said once.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+from surefoot import cgroup
+from surefoot.findings import Finding
+from surefoot.health.accelerators import Accelerators, Look
+from surefoot.health.diagnose.accelerators import find_gpu_errors, find_in_gpus, find_launch_bound
+from surefoot.health.diagnose.memory import name_owner
+from surefoot.health.diagnose.speed import find_slow, find_straggler, find_swapping, share_of_steps
+from surefoot.health.flight import read_flight
+from surefoot.health.kernel_log import GpuError, KernelLog, gpu_errors
+from surefoot.health.objects import Census, read_census
+from surefoot.health.processes import room_bytes, swapped_bytes, swapped_in_bytes, uses_gpus
+from surefoot.health.rank_state import WINDOW_S, RankState
+from surefoot.health.witness import FLIGHT, OBJECTS
+from surefoot.health.witnesses import Witnesses
+
+TRENDS_EVERY_S = 5.0
+MEETINGS_EVERY_S = 45.0
+"""Between two looks at when the ranks came to their collectives; each costs a rank some hundredths of a second."""
+THROTTLED_OVER_S = 20.0
+USUAL_STEPS = 32
+COMPUTING = ("forward", "backward", "optimizer", "forward and backward")
+LONG_PHASES = frozenset({"load", "tokenise", "save", "evaluate", "export"})
+
+
+class Trends:
+    """Of one start of one run."""
+
+    def __init__(
+        self, run_folder: Path, ranks: Mapping[int, RankState], num_ranks: int, num_elsewhere: int, began_s: float
+    ) -> None:
+        """`ranks`: those of this machine, as they become known; `num_elsewhere` of the run's are on other machines."""
+        self._ranks, self._num_ranks, self._num_here = ranks, num_ranks, num_ranks - num_elsewhere
+        self.steps_s: deque[float] = deque(maxlen=USUAL_STEPS)
+        """Of the newest steps, without the first."""
+        self._witnesses = Witnesses(run_folder)
+        self._accelerators = Accelerators(run_folder, self._num_here)
+        self._kernel_log = KernelLog()
+        self._swapped_in: tuple[float, int] | None = None
+        """When, and what the machine had read back from swap by then."""
+        self._long_phase_s = began_s
+        """When a rank was last seen in a long phase, where others wait for it."""
+        self._leaking: set[int] = set()
+        self._first_census: dict[int, Census] | None = None
+        """Of the ranks' objects, when the memory of one of them first grew as a leak does."""
+        self._said: set[str] = set()
+        """Codes of what was found in the run's times and numbers: each is said once."""
+        self._throttled: deque[tuple[float, tuple[int, int]]] = deque()
+        """When, and the kernel's counts then, of the last `THROTTLED_OVER_S`."""
+        self._next_s = began_s
+        self._next_meeting_s = began_s + MEETINGS_EVERY_S
+
+    def end(self) -> None:
+        """Look no more."""
+        self._accelerators.end()
+        self._kernel_log.end()
+
+    def looks_at_gpus(self) -> list[Look]:
+        """The newest ones, whatever the ranks do."""
+        return self._accelerators.looks()
+
+    def look(self, now_s: float) -> list[Finding]:
+        """Leaks and losses of time that were not known; looked for every few seconds."""
+        if now_s < self._next_s:
+            return []
+        self._next_s = now_s + TRENDS_EVERY_S
+        found = self._leaks()
+        times = {number: rank.times for number, rank in self._ranks.items() if not rank.has_ended}
+        slow = find_slow(times, self._throttled_share(now_s), num_ranks=self._num_ranks)
+        if not slow and len(times) == self._num_ranks > 1 and len(self.steps_s) == USUAL_STEPS:
+            slow = self._stragglers(now_s)
+        # These are the same on all ranks: the machine of the first one says them.
+        numbers = self._ranks[0].numbers.findings() if 0 in self._ranks else []
+        looks = self._looks_at_gpus(now_s)
+        gpus = [*find_in_gpus(looks), *self._launch_bound(looks), *find_gpu_errors(self._gpu_errors())]
+        memory = [finding for rank in self._ranks.values() for finding in self._device_memory(rank)]
+        all_of_them = (*slow, *numbers, *gpus, *memory, *self._swapping(now_s))
+        new = [finding for finding in all_of_them if finding.code not in self._said]
+        self._said.update(finding.code for finding in new)
+        return found + new
+
+    def _leaks(self) -> list[Finding]:
+        """Ranks whose memory grows; their objects are counted when it begins to look so, and when it is sure."""
+        watched = {number: rank for number, rank in self._ranks.items() if number not in self._leaking}
+        sure = {number: finding for number, rank in watched.items() if (finding := rank.memory.finding()) is not None}
+        if self._first_census is None and any(rank.memory.is_suspect for rank in watched.values()):
+            self._first_census = self._take_census()
+        if not sure:
+            return []
+        now, before = self._take_census(), self._first_census or {}
+        self._leaking |= sure.keys()
+        room = room_bytes() / self._num_here
+        owners = {number: name_owner(before.get(number), now.get(number)) for number in sure}
+        found = (watched[number].memory.finding(room, owners[number]) for number in sure)
+        return [finding for finding in found if finding is not None]
+
+    def _take_census(self) -> dict[int, Census]:
+        """Of the ranks of this machine that answer in time."""
+        try:
+            answers = self._witnesses.answers(self._witnesses.ask(OBJECTS), self._ranks)
+        except OSError:  # a full disk: the leak is named without its owner
+            return {}
+        return {number: read_census(said) for number, said in answers.items()}
+
+    def _device_memory(self, rank: RankState) -> list[Finding]:
+        spike = rank.peaks.finding(rank.device_memory.room_bytes or room_bytes() / self._num_here)
+        return [*rank.device_memory.findings(), *([spike] if spike is not None else [])]
+
+    def _launch_bound(self, looks: list[Look]) -> list[Finding]:
+        """By the rank whose process is busiest."""
+        rank = max(self._ranks.values(), key=lambda one: one.busy_cores or 0.0, default=None)
+        if rank is None or not looks:
+            return []
+        finding = find_launch_bound(looks, rank.busy_cores, share_of_steps(rank.times, COMPUTING))
+        return [finding] if finding is not None else []
+
+    def _gpu_errors(self) -> list[GpuError]:
+        """What the kernel's log says of this machine's GPUs, where ranks use them."""
+        errors = gpu_errors(self._kernel_log.read())
+        return errors if any(uses_gpus(rank.ring.process) for rank in self._ranks.values()) else []
+
+    def _swapping(self, now_s: float) -> list[Finding]:
+        """Memory of the ranks that the machine reads back from swap, over the time between two looks."""
+        before, now = self._swapped_in, swapped_in_bytes()
+        self._swapped_in = (now_s, now) if now is not None else None
+        if before is None or now is None or now_s - before[0] < TRENDS_EVERY_S / 2:
+            return []
+        swapped = sum(swapped_bytes(rank.ring.process) for rank in self._ranks.values())
+        finding = find_swapping((now - before[1]) / (now_s - before[0]), swapped)
+        return [finding] if finding is not None else []
+
+    def _looks_at_gpus(self, now_s: float) -> list[Look]:
+        """Those at GPUs that ranks train on; none while ranks may wait for one that saves, evaluates or compiles."""
+        ranks = self._ranks.values()
+        if len(self.steps_s) < USUAL_STEPS or any(rank.phase in LONG_PHASES for rank in ranks):
+            self._long_phase_s = now_s
+        if now_s - self._long_phase_s < WINDOW_S or not any(uses_gpus(rank.ring.process) for rank in ranks):
+            return []
+        return [look for look in self._accelerators.looks() if look[0] > self._long_phase_s]
+
+    def _stragglers(self, now_s: float) -> list[Finding]:
+        """The rank the others wait for, if it is always one; asked for now and then."""
+        if now_s < self._next_meeting_s:
+            return []
+        self._next_meeting_s = now_s + MEETINGS_EVERY_S
+        try:
+            records = {
+                number: read_flight(flight)
+                for number, flight in self._witnesses.answers(self._witnesses.ask(FLIGHT), self._ranks).items()
+            }
+        except (OSError, ValueError):  # a full disk, or another version of torch: this cannot be told
+            return []
+        there = {number: record for number, record in records.items() if record is not None}
+        finding = find_straggler(there) if len(there) == self._num_ranks else None
+        return [finding] if finding is not None else []
+
+    def _throttled_share(self, now_s: float) -> float | None:
+        """Of the kernel's periods of the last seconds, those in which the cgroup had used up its share of the CPUs."""
+        counts = cgroup.throttled_periods()
+        if counts is None:
+            return None
+        self._throttled.append((now_s, counts))
+        while len(self._throttled) > 2 and now_s - self._throttled[1][0] >= THROTTLED_OVER_S:
+            self._throttled.popleft()
+        throttled, periods = (after - before for before, after in zip(self._throttled[0][1], counts, strict=True))
+        is_whole = now_s - self._throttled[0][0] >= THROTTLED_OVER_S
+        return throttled / periods if is_whole and periods > 0 else None
