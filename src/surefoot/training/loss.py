@@ -45,13 +45,15 @@ def probing(model: PreTrainedModel) -> Iterator[None]:
 class TokenLoss:
     """Weighted sum of the negative log-likelihoods of a batch's trained tokens under a causal LM."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, head_is_plain: bool | None = None) -> None:
+        """`head_is_plain`: whether logits are just the output layer of the decoder's states; asked where not told."""
         self._model = model
         self._head: nn.Linear | None = None
         self._run = gathered(model, self._nll)
-        is_plain = gathered(model, self._head_is_plain)()
-        put_to_rest(model)  # weights may be loaded before the next forward
-        if is_plain:
+        if head_is_plain is None:
+            head_is_plain = gathered(model, self._head_is_plain)()
+            put_to_rest(model)  # weights may be loaded before the next forward
+        if head_is_plain:
             head = model.get_output_embeddings()
             assert isinstance(head, nn.Linear)
             self._head = head

@@ -18,7 +18,10 @@ from surefoot.training.step import LossParts, Totals
 class SftObjective:
     """`Objective` of SFT; also keeps how the last step's tokens were spread over experts."""
 
-    def __init__(self, built: BuiltModel, aux_loss_coef: float, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, built: BuiltModel, aux_loss_coef: float, ranks: Ranks = ALONE, *, head_is_plain: bool | None = None
+    ) -> None:
+        """`head_is_plain`: see `TokenLoss`."""
         self._model = built.model
         self._ranks = ranks
 
@@ -32,7 +35,7 @@ class SftObjective:
                 f"router_aux_loss_coef={aux_loss_coef}, but {type(built.model).__name__} has no routers to balance."
             )
         self._coefficient = aux_loss_coef
-        self._token_loss = TokenLoss(built.model)
+        self._token_loss = TokenLoss(built.model, head_is_plain=head_is_plain)
         self._counts: Tensor | None = None
         """Rows per expert over the global batch, [layers, E]."""
         self._counts_are_complete = False

@@ -1,0 +1,149 @@
+"""Compares what `surefoot plan` forecasts with what runs really take on this machine's CPU, and writes the table.
+
+    python benchmarks/plan_accuracy.py [--write docs/plan-accuracy.md]
+
+Twelve runs with random models: the peak resident set of every rank is what the kernel says at the end of its last step
+(`peak_memory_bytes`), after a checkpoint was saved where the run saves.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from surefoot.config import load_config
+from surefoot.drill import write_job
+from surefoot.health.recorder import read_history
+from surefoot.plan.devices import this_cpu
+from surefoot.plan.forecast import forecast
+
+ALLOWED = 0.10
+DENSE = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 768, "intermediate_size": 2048,
+    "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 32000,
+}  # fmt: skip
+MOE = {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 768, "intermediate_size": 1024,
+    "num_hidden_layers": 8, "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 32000,
+    "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dense LoRA": (DENSE, {}),
+    "dense LoRA, packing": (DENSE, {"packing": True}),
+    "dense LoRA, checkpointing": (DENSE, {"gradient_checkpointing": True, "per_device_train_batch_size": 4}),
+    "dense full": (DENSE, {"tuning": "full"}),
+    "dense full, accumulation": (DENSE, {"tuning": "full", "global_batch_size": 4}),
+    "dense full, 2 ranks, zero_stage 2": (DENSE, {"tuning": "full", "nproc_per_node": 2}),
+    "dense full, 2 ranks, zero_stage 3": (DENSE, {"tuning": "full", "nproc_per_node": 2, "zero_stage": 3}),
+    "MoE LoRA": (MOE, {}),
+    "MoE LoRA, packing, checkpointing": (MOE, {"packing": True, "gradient_checkpointing": True}),
+    "MoE full": (MOE, {"tuning": "full"}),
+    "MoE LoRA, 2 ranks, zero_stage 2": (MOE, {"nproc_per_node": 2}),
+    "MoE full, 2 ranks, EP 2": (MOE, {"tuning": "full", "nproc_per_node": 2, "expert_parallel_size": 2}),
+}
+LENGTH = 512
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> None:
+    """Random weights beside the tokenizer of the drill's job."""
+    made = transformers.AutoConfig.for_model(**{"eos_token_id": 0, "pad_token_id": 0, "bos_token_id": None, **config})
+    transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32).save_pretrained(folder)
+
+
+def write_rows(path: Path) -> None:
+    words = "one two three four five six seven eight nine ten".split()
+    text = " ".join(words * 60)  # more than `LENGTH` tokens: every sequence is cut to that
+    row = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": text}]}
+    path.write_text((json.dumps(row) + "\n") * 64)
+
+
+def measure(config: Path, folder: Path) -> int:
+    """The largest peak of a rank, in bytes."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "surefoot", "train", str(config)], env=environment, capture_output=True, text=True,
+        timeout=900,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{config}: exit status {done.returncode}\n{done.stderr[-2000:]}")
+    entries = read_history(folder).entries
+    return int(max(entry.values["peak_memory_bytes"] for entry in entries if entry.kind == "step"))
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--write", type=Path, help="where the table goes")
+    arguments.add_argument("--only", default="", help="runs whose name has this")
+    arguments.add_argument("--owners", action="store_true", help="show what the forecasts are made of")
+    asked = arguments.parse_args()
+    lines, worst = [], 0.0
+    with tempfile.TemporaryDirectory(prefix="surefoot-plan-") as name:
+        root = Path(name)
+        write_job(root)
+        rows = root / "long.jsonl"
+        write_rows(rows)
+        models = {}
+        for kind, about in (("dense", DENSE), ("moe", MOE)):
+            models[kind] = root / kind
+            models[kind].mkdir()
+            for file in (root / "model").glob("*token*"):
+                (models[kind] / file.name).write_bytes(file.read_bytes())
+            for file in (root / "model").glob("chat_template*"):
+                (models[kind] / file.name).write_bytes(file.read_bytes())
+            write_model(models[kind], about)
+        device = this_cpu(1 << 40)
+        for number, (title, (about, settings)) in enumerate(RUNS.items()):
+            if asked.only not in title:
+                continue
+            run = root / f"run-{number}"
+            said = {
+                "model": str(models["dense" if about is DENSE else "moe"]), "dataset": str(rows),
+                "output_dir": str(run), "max_length": LENGTH, "truncation": "right", "train_on": "all", "max_steps": 6,
+                "per_device_train_batch_size": 2, "save_steps": 3, "report": False, "device": "cpu",
+                "dataset_num_proc": 0, "preflight": False, **settings,
+            }  # fmt: skip
+            config = root / f"run-{number}.json"
+            config.write_text(json.dumps(said))
+            told = forecast(load_config(config, []).run, Path(said["model"]), device)
+            planned = max(owners.host_bytes for owners in told.phases.values())
+            measured = measure(config, run)
+            off = planned / measured - 1
+            worst = max(worst, abs(off))
+            if asked.owners:
+                for phase in ("step", "save"):
+                    print(phase, {one: round(size / 2**20) for one, size in told.phases[phase].host.items()})
+            lines.append(f"| {title} | {planned / 2**20:.0f} | {measured / 2**20:.0f} | {off:+.1%} |")
+            print(lines[-1], flush=True)
+    table = "\n".join(
+        [
+            "# How well `surefoot plan` forecasts memory",
+            "",
+            "Made by `python benchmarks/plan_accuracy.py --write docs/plan-accuracy.md`.",
+            "",
+            f"Peak resident set of a rank, MiB; CPU, torch {torch.__version__}, transformers "
+            f"{transformers.__version__}, Python {platform.python_version()}, {' '.join(platform.libc_ver())}. "
+            f"Worst: {worst:.1%} (wanted: {ALLOWED:.0%}).",
+            "",
+            "| run | forecast | measured | |",
+            "|---|---|---|---|",
+            *lines,
+            "",
+            "No GPU has been measured.",
+            "",
+        ]
+    )
+    if asked.write:
+        asked.write.write_text(table)
+    return int(worst > ALLOWED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

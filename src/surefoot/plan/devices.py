@@ -1,0 +1,96 @@
+"""What is known of accelerators by their data sheets, and of this machine by a short measurement."""
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+
+from surefoot.errors import ConfigError
+
+GB = 10**9
+GIB = 1 << 30
+USED_SHARE = 0.4
+"""Of a data sheet's rate that training reaches, as a rule; an assumption, not a measurement."""
+USED_SHARE_CPU = 0.75
+"""Of the measured rate of one large product: smaller ones, norms and attention are slower."""
+CALIBRATION_S = 0.4
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or this machine's CPU."""
+
+    name: str
+    memory_bytes: int
+    flops_per_s: float
+    """Dense, bfloat16 (float32 on a CPU), that training may count on."""
+    link_bytes_per_s: float
+    """Of one device to the others of its machine."""
+    is_gpu: bool = True
+    how: str = ""
+    """Where the numbers come from."""
+
+
+def _sheet(name: str, memory_gb: float, tflops: float, link_gb_per_s: float) -> Device:
+    return Device(
+        name, int(memory_gb * GB), USED_SHARE * tflops * 1e12, link_gb_per_s * GB,
+        how=f"data sheet: {memory_gb:g} GB, {tflops:g} TFLOP/s bfloat16 dense, of which {USED_SHARE:.0%} are assumed",
+    )  # fmt: skip
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        _sheet("b200", 180, 2250, 700), _sheet("h200", 141, 989, 360), _sheet("h100", 80, 989, 360),
+        _sheet("h800", 80, 989, 160), _sheet("h20", 96, 148, 360), _sheet("a100", 80, 312, 228),
+        _sheet("a100-40", 40, 312, 228), _sheet("a800", 80, 312, 150), _sheet("a6000", 48, 155, 20),
+        _sheet("l40s", 48, 362, 20), _sheet("l20", 48, 119, 20), _sheet("a10", 24, 125, 20),
+        _sheet("rtx4090", 24, 165, 20), _sheet("rtx5090", 32, 210, 20), _sheet("rtx3090", 24, 71, 12),
+    )
+}  # fmt: skip
+"""Data sheets of NVIDIA, read 2026-11; links: what an all-reduce carries, measured by others where that is public
+(Azure's node health checks: 363 to 367 GB/s by rings on H100, 228 on A100; 12 to 24 over PCIe 4), else the data sheet's
+share of it."""
+
+
+def named(name: str) -> Device:
+    """Raises: ConfigError for a name that is not known."""
+    if name in DEVICES:
+        return DEVICES[name]
+    raise ConfigError(
+        f"device={name}: not known. There are: {', '.join(DEVICES)}; or cpu, cuda and auto for this machine."
+    )
+
+
+def this_cpu(free_bytes: int) -> Device:
+    """The CPU of this machine, all cores together: how fast one product of matrices is here and now."""
+    rate = _product_rate()
+    return Device(
+        "cpu", free_bytes, USED_SHARE_CPU * rate, 1 * GB, is_gpu=False,
+        how=f"measured: {rate / 1e9:.0f} GFLOP/s in one product on {os.cpu_count()} cores, of which "
+        f"{USED_SHARE_CPU:.0%} are assumed",
+    )  # fmt: skip
+
+
+def _product_rate() -> float:
+    a = torch.ones(1024, 1024)
+    torch.mm(a, a)
+    done, began = 0, time.perf_counter()
+    while time.perf_counter() - began < CALIBRATION_S:
+        torch.mm(a, a)
+        done += 1
+    return done * 2 * 1024**3 / (time.perf_counter() - began)
+
+
+def this_gpu() -> Device | None:
+    """The first GPU of this machine, by its data sheet where its name is known; None where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    about = torch.cuda.get_device_properties(0)
+    known = [device for name, device in DEVICES.items() if name in about.name.lower().replace(" ", "")]
+    sheet = max(known, key=lambda device: len(device.name), default=None)
+    rate = sheet.flops_per_s if sheet is not None else 50e12
+    link = sheet.link_bytes_per_s if sheet is not None else 12 * GB
+    how = sheet.how if sheet is not None else "no data sheet is known; 50 TFLOP/s are assumed"
+    return Device(about.name, int(about.total_memory), rate, link, how=how)

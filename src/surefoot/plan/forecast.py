@@ -1,0 +1,203 @@
+"""What a run needs, phase by phase and rank by rank, and whether it fits. Reads the model's config, and no weights."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch._subclasses import FakeTensorMode
+
+from surefoot.config import RunConfig
+from surefoot.models.build import build_without_storage
+from surefoot.models.lora import LoraSettings
+from surefoot.parallel.layout import Layout
+from surefoot.plan.devices import GB, GIB, Device
+from surefoot.plan.memory import Cuts, Owners, cut, forecast_memory, gradient_share
+from surefoot.plan.sizes import FP32_BYTES, Elements, Sizes, sizes_of
+from surefoot.plan.trace import ATTENTION, Trace, shaped_batch, trace_step
+from surefoot.training.artifacts import lora_settings
+
+FEW, MORE = 2, 4
+"""Layers that are run; the rest of equal ones is on the line through both."""
+RESERVE = 0.06
+"""Of a GPU's memory that tensors cannot have: CUDA's context, kernels, pieces that the allocator cannot use."""
+HOST_LINK_BYTES_PER_S = 20 * GB
+CPU_BYTES_PER_S = 10 * GB
+"""Between a GPU and its host over PCIe 4, and of one rank's part of the host's memory; assumptions."""
+UPDATE_PASSES = 7
+"""Over the trained weights: AdamW reads weight, gradient and two moments and writes three of them."""
+GPU_PROCESS_BYTES = 3 * GIB
+"""Of the host, for a process with CUDA's libraries; not measured here."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One run on one kind of device."""
+
+    run: RunConfig
+    device: Device
+    sizes: Sizes
+    phases: dict[str, Owners]
+    host_free_bytes: int
+    """Of a machine; 0 where it is not known."""
+    step_s: float
+    sequences_per_step: int
+    communication_bytes: int
+    """That a rank sends in a step."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of sequences of full length."""
+        return self.sequences_per_step * self.run.max_length
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.step_s / self.tokens_per_step
+
+    @property
+    def ranks_here(self) -> int:
+        return self.run.nproc_per_node
+
+    @property
+    def device_peak(self) -> tuple[str, int]:
+        """(phase, bytes) of one rank's device."""
+        return max(((name, owners.device_bytes) for name, owners in self.phases.items()), key=lambda one: one[1])
+
+    @property
+    def host_peak(self) -> tuple[str, int]:
+        """(phase, bytes) of all ranks of one machine."""
+        peaks = ((name, owners.host_bytes * self.ranks_here) for name, owners in self.phases.items())
+        return max(peaks, key=lambda one: one[1])
+
+    @property
+    def device_room_bytes(self) -> int:
+        return int(self.device.memory_bytes * (1 - RESERVE)) if self.device.is_gpu else 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether each rank's device and each machine have the memory."""
+        on_device = not self.device.is_gpu or self.device_peak[1] <= self.device_room_bytes
+        return on_device and (not self.host_free_bytes or self.host_peak[1] <= self.host_free_bytes)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "fits": self.fits,
+            "device": {"name": self.device.name, "memory_bytes": self.device.memory_bytes, "how": self.device.how},
+            "ranks": self.ranks_here * self.run.nnodes,
+            "parameters": self.sizes.whole.total,
+            "trained_parameters": self.sizes.whole.all_trained,
+            "device_peak_bytes": self.device_peak[1],
+            "device_peak_phase": self.device_peak[0],
+            "host_peak_bytes": self.host_peak[1],
+            "host_peak_phase": self.host_peak[0],
+            "host_free_bytes": self.host_free_bytes,
+            "phases": {
+                name: {"device": dict(owners.device), "host": dict(owners.host)} for name, owners in self.phases.items()
+            },
+            "step_s": self.step_s,
+            "tokens_per_step": self.tokens_per_step,
+            "communication_bytes_per_step": self.communication_bytes,
+        }
+
+
+def forecast(run: RunConfig, base: Path, device: Device, *, host_free_bytes: int = 0) -> Forecast:
+    """Of a run whose model's config.json is in `base`.
+
+    Raises: ModelError for a config that no model can be made of; ConfigError for sizes that do not divide.
+    """
+    ranks = run.nproc_per_node * run.nnodes
+    layout = Layout.of(run, ranks)
+    dtype = torch.float32 if not device.is_gpu and run.dtype != "bfloat16" else torch.bfloat16
+    dtype = torch.float32 if run.dtype == "float32" else dtype
+    lora = lora_settings(run)
+    sizes = _sizes(base, lora, dtype)
+    all_sequences = run.global_batch_size or run.sequences_per_step * ranks
+    sequences = -(-all_sequences // ranks)
+    each = min(run.per_device_train_batch_size, sequences)
+    steps = -(-sequences // each)
+    trace = _trace(
+        base, lora, dtype, is_checkpointed=run.gradient_checkpointing, rows=each, length=run.max_length,
+        coefficient=run.router_aux_loss_coef, is_on_gpu=device.is_gpu, twice=steps > 1,
+        share=gradient_share(layout, sizes),
+    )  # fmt: skip
+    process = GPU_PROCESS_BYTES if device.is_gpu else int(_process_bytes())
+    phases = forecast_memory(
+        sizes, layout, trace, process_bytes=process, saves=bool(run.save_steps), is_on_gpu=device.is_gpu
+    )
+    sent = _sent_bytes(sizes, layout, steps)
+    rate = device.flops_per_s if device.is_gpu else device.flops_per_s / run.nproc_per_node
+    return Forecast(
+        run=run,
+        device=device,
+        sizes=sizes,
+        phases=phases,
+        host_free_bytes=host_free_bytes,
+        step_s=steps * trace.flops / rate + sent / device.link_bytes_per_s + _offload_s(sizes, layout, steps),
+        sequences_per_step=all_sequences,
+        communication_bytes=sent,
+    )
+
+
+@lru_cache(maxsize=1)
+def _process_bytes() -> int:
+    """What this process takes, which has loaded what a rank loads."""
+    return int(psutil.Process().memory_info().rss)
+
+
+@lru_cache(maxsize=8)
+def _sizes(base: Path, lora: LoraSettings | None, dtype: torch.dtype) -> Sizes:
+    with FakeTensorMode():
+        return sizes_of(
+            build_without_storage(base, lora=lora, dtype=dtype, gradient_checkpointing=False, attention=ATTENTION)
+        )
+
+
+@lru_cache(maxsize=64)
+def _trace(
+    base: Path, lora: LoraSettings | None, dtype: torch.dtype, *, is_checkpointed: bool, rows: int, length: int,
+    coefficient: float, is_on_gpu: bool, twice: bool, share: float,
+) -> Trace:  # fmt: skip
+    """Of `rows` sequences of full length, all of whose tokens are trained: the most that a micro-batch can need."""
+
+    def traced(layers: int | None) -> Trace:
+        with FakeTensorMode():
+            built = build_without_storage(
+                base, lora=lora, dtype=dtype, gradient_checkpointing=is_checkpointed, attention=ATTENTION, layers=layers
+            )
+            batch = shaped_batch([length] * rows, rows * (length - 1))
+            return trace_step(
+                built, batch, aux_loss_coef=coefficient, is_on_gpu=is_on_gpu, twice=twice, gradient_share=share
+            )
+
+    sizes = _sizes(base, lora, dtype)
+    if not sizes.layers_are_equal or sizes.num_layers <= MORE:
+        return traced(None)
+    return traced(FEW).with_layers(traced(MORE), FEW, MORE, sizes.num_layers)
+
+
+def _offload_s(sizes: Sizes, layout: Layout, steps: int) -> float:
+    """What offloading adds to a step: weights come up for each pass, gradients go down, the CPU does the update."""
+    if not layout.offload:
+        return 0.0
+    cuts = Cuts.of(layout, sizes)
+    trained = cut(Elements(trained=sizes.whole.trained, expert_trained=sizes.whole.expert_trained), cuts) * FP32_BYTES
+    frozen = cut(Elements(trained=sizes.whole.frozen, expert_trained=sizes.whole.expert_frozen), cuts)
+    weights = trained + (frozen * sizes.frozen_bytes_each if layout.zero_stage == 3 else 0)
+    passes = 2 * steps if layout.zero_stage == 3 else steps
+    return (passes * weights + steps * trained) / HOST_LINK_BYTES_PER_S + UPDATE_PASSES * trained / CPU_BYTES_PER_S
+
+
+def _sent_bytes(sizes: Sizes, layout: Layout, steps: int) -> int:
+    """What a rank sends in a step: gradients are summed, weights gathered, tokens of experts not counted."""
+    if layout.size == 1:
+        return 0
+    whole, each = sizes.whole, 4
+    trained = each * (whole.trained + whole.expert_trained // layout.expert_parallel)
+    times = steps if layout.zero_stage >= 2 else 1
+    sent = 2 * trained if layout.zero_stage == 0 else trained * (1 + times)
+    if layout.zero_stage == 3:
+        frozen = sizes.frozen_bytes_each * (whole.frozen + whole.expert_frozen // layout.expert_parallel)
+        sent = times * (2 * (trained + frozen) + trained)
+    return sent

@@ -1,0 +1,157 @@
+"""Memory of one rank, by owner, at the peak of each phase. Pure.
+
+at rest     weights as they lie between steps, gradients' place taken by nothing, optimizer state
+load        at rest without optimizer state, and the tensor that is being read, once as it is in the file
+step        forward and backward, when activations and gradients together are the most; optimizer state is there
+            from the second step on
+save        at rest, and the copy in host memory that is written while training goes on
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from surefoot.parallel.layout import Layout
+from surefoot.plan.sizes import FP32_BYTES, Elements, Sizes
+from surefoot.plan.trace import Trace
+
+MOMENTS = 2
+"""Of AdamW, in float32."""
+HOLES = 0.75
+"""Of activations on a CPU: what glibc's heap keeps between them; measured, see docs/plan-accuracy.md."""
+IN_FLIGHT = 3
+"""Copies of a group's gradients: as they were formed, as they are sent, as they come."""
+GATHERED_LAYERS = 2
+"""FSDP gathers the next layer while one computes."""
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Bytes of one phase by owner, on the device that computes and in host memory; on a CPU all is host memory."""
+
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Into how many parts a rank's training state is cut."""
+
+    dense: int
+    experts: int
+    expert_parallel: int
+
+    @staticmethod
+    def of(layout: Layout, sizes: Sizes) -> "Cuts":
+        shards = layout.expert_shards(sizes.num_experts) if sizes.num_experts else layout.fsdp
+        is_alike = layout.expert_parallel == 1 and shards == layout.fsdp
+        experts = layout.fsdp if is_alike else shards
+        return Cuts(layout.fsdp, experts * layout.expert_parallel, layout.expert_parallel)
+
+
+def gradient_share(layout: Layout, sizes: Sizes) -> float:
+    """This rank's part of the gradients that have been formed, while the rest of the backward runs."""
+    is_summed_by_layer = layout.is_sharded and layout.zero_stage >= 2 and _is_grouped_by_layer(layout, sizes)
+    return 1 / layout.fsdp if is_summed_by_layer else 1 / layout.expert_parallel if sizes.num_experts else 1.0
+
+
+def forecast_memory(
+    sizes: Sizes, layout: Layout, trace: Trace, *, process_bytes: int, saves: bool, is_on_gpu: bool
+) -> dict[str, Owners]:
+    """By phase. `process_bytes`: of a process that has loaded Python and torch. `saves`: whether checkpoints are."""
+    cuts = Cuts.of(layout, sizes)
+    at_rest = _at_rest(sizes, layout, cuts)
+    trained = cut(Elements(trained=sizes.whole.trained, expert_trained=sizes.whole.expert_trained), cuts)
+    state = {"optimizer": MOMENTS * FP32_BYTES * trained}
+    copies = {"copy to save": (1 + MOMENTS) * FP32_BYTES * trained} if saves else {}
+    process = {"process": process_bytes}
+    share = gradient_share(layout, sizes)
+    activations = {f"activations: {kind}": size for kind, size in trace.saved_by_kind.items()}
+    activations = activations if sum(activations.values()) <= trace.peak else {}
+    step = {
+        **at_rest,
+        **state,
+        "gathered weights": _gathered(sizes, layout),
+        "gradients": round(share * trace.gradients_at_peak) + _being_summed(sizes, layout),
+        **activations,
+        "temporary": trace.peak - sum(activations.values()),
+        **({} if is_on_gpu else {"holes in the heap": round(HOLES * trace.peak)}),
+    }
+    optimizer = {**at_rest, **state, "gradients": FP32_BYTES * trained}
+    on_host = {**process, **copies}
+    phases = {
+        "load": Owners({**at_rest, "tensor that is read": sizes.largest_tensor_bytes}, process),
+        "step": Owners(max(step, optimizer, key=lambda one: sum(one.values())), on_host),
+        "save": Owners({**at_rest, **state}, on_host),
+        "evaluate": Owners(
+            {**at_rest, **state, "gathered weights": _gathered(sizes, layout), "temporary": trace.evaluation_peak},
+            on_host,
+        ),
+    }
+    return {name: _placed(owners, layout, is_on_gpu=is_on_gpu) for name, owners in phases.items()}
+
+
+def _at_rest(sizes: Sizes, layout: Layout, cuts: Cuts) -> dict[str, int]:
+    whole = sizes.whole
+    frozen = whole.frozen + whole.expert_frozen // layout.expert_parallel
+    if layout.zero_stage == 3:
+        frozen = whole.frozen // cuts.dense + whole.expert_frozen // cuts.experts
+    trained = cut(Elements(trained=whole.trained, expert_trained=whole.expert_trained), cuts)
+    return {"frozen weights": frozen * sizes.frozen_bytes_each, "trained weights": trained * FP32_BYTES}
+
+
+def cut(elements: Elements, cuts: Cuts) -> int:
+    """Elements of this rank's part."""
+    return -(-elements.trained // cuts.dense) + -(-elements.expert_trained // cuts.experts)
+
+
+def _is_grouped_by_layer(layout: Layout, sizes: Sizes) -> bool:
+    is_full = sizes.whole.frozen + sizes.whole.expert_frozen == 0
+    return layout.zero_stage == 3 or is_full
+
+
+def _gathered(sizes: Sizes, layout: Layout) -> int:
+    """Whole weights that exist beside this rank's part of them while it computes."""
+    if not layout.is_sharded:
+        return 0
+    if layout.zero_stage < 3:
+        experts = sizes.whole.expert_trained // layout.expert_parallel if layout.expert_parallel == 1 else 0
+        return FP32_BYTES * (sizes.whole.trained + experts)
+    layers = min(GATHERED_LAYERS, sizes.num_layers)
+    return _bytes(sizes.outside, sizes, layout) + layers * _bytes(sizes.layer, sizes, layout)
+
+
+def _bytes(elements: Elements, sizes: Sizes, layout: Layout) -> int:
+    experts = layout.expert_parallel
+    frozen = elements.frozen + elements.expert_frozen // experts
+    trained = elements.trained + elements.expert_trained // experts
+    return frozen * sizes.frozen_bytes_each + trained * FP32_BYTES
+
+
+def _being_summed(sizes: Sizes, layout: Layout) -> int:
+    """Gradients of one group on their way over the ranks: as they were formed, and as they are sent."""
+    if not layout.is_sharded or layout.size == 1:
+        return 0
+    groups = (sizes.layer, sizes.outside) if _is_grouped_by_layer(layout, sizes) else (sizes.whole,)
+    # Shared experts are summed apart, if at all.
+    shared = layout.expert_parallel > 1
+    return IN_FLIGHT * FP32_BYTES * max(one.trained + (0 if shared else one.expert_trained) for one in groups)
+
+
+def _placed(owners: Owners, layout: Layout, *, is_on_gpu: bool) -> Owners:
+    """Where each owner's memory is: with one device all is host memory; offloaded state is there too."""
+    device, host = dict(owners.device), dict(owners.host)
+    if not is_on_gpu:
+        return Owners({}, {name: size for name, size in {**host, **device}.items() if size})
+    if layout.offload:
+        away = {"trained weights", "optimizer"} | ({"frozen weights"} if layout.zero_stage == 3 else set())
+        host |= {name: size for name, size in device.items() if name in away}
+        device = {name: size for name, size in device.items() if name not in away}
+    return Owners({n: s for n, s in device.items() if s}, {n: s for n, s in host.items() if s})

@@ -1,0 +1,126 @@
+"""A forecast as text, and as findings."""
+
+from surefoot.config import LoadedConfig
+from surefoot.findings import CATALOGUE, Finding
+from surefoot.plan.devices import GIB
+from surefoot.plan.forecast import Forecast
+from surefoot.plan.suggest import Changed, ready_to_paste
+
+LEAST_SHOWN_BYTES = 1 << 20
+
+
+def as_text(told: Forecast, findings: list[Finding], changes: list[tuple[Changed, Forecast]], price: float) -> str:
+    """For a person. `price`: of an hour of one device, in whatever currency; 0 where none was given."""
+    run, whole = told.run, told.sizes.whole
+    ranks = run.nproc_per_node * run.nnodes
+    lines = [
+        f"{run.model}: {whole.total / 1e9:.2f} G parameters, {whole.all_trained / 1e6:.1f} M trained",
+        f"{ranks} {'rank' if ranks == 1 else 'ranks'} on {told.device.name} ({told.device.how})",
+        "",
+        *_table(told),
+        "",
+        *_verdict(told),
+        "",
+        f"a step: {told.tokens_per_step} tokens, about {_duration(told.step_s)}, "
+        f"{told.tokens_per_step / told.step_s:.0f} tokens/s{_cost(told, price)}",
+    ]
+    if told.communication_bytes:
+        lines.append(f"each rank sends about {told.communication_bytes / GIB:.2f} GiB in a step")
+    lines += ["", *(finding.as_text() for finding in findings)] if findings else []
+    if changes:
+        lines += ["", "What to change (any one of these; the fastest first):"]
+        for number, (changed, other) in enumerate(changes, 1):
+            fits = f"{_gib(other.device_peak[1] or other.host_peak[1])} at the peak"
+            lines += [
+                f"\n# {number}: {fits}, {other.tokens_per_step / other.step_s:.0f} tokens/s",
+                ready_to_paste(changed),
+            ]
+    elif findings:
+        lines += ["", "No setting near these fits: fewer parameters, a shorter max_length, or other devices would."]
+    return "\n".join(lines)
+
+
+def findings_of(told: Forecast, loaded: LoadedConfig) -> list[Finding]:
+    """What does not fit."""
+    found = []
+    where = loaded.where("model")
+    phase, needed = told.device_peak
+    if told.device.is_gpu and needed > told.device_room_bytes:
+        found.append(
+            Finding(
+                "SF719",
+                f"each rank needs {_gib(needed)} on its {told.device.name} in {phase}, and "
+                f"{_gib(told.device_room_bytes)} are there for tensors",
+                {"needed_bytes": needed, "room_bytes": told.device_room_bytes, "phase": phase, "where": where},
+                CATALOGUE["SF719"].fix,
+                0.9,
+            )
+        )
+    phase, needed = told.host_peak
+    if told.host_free_bytes and needed > told.host_free_bytes:
+        found.append(
+            Finding(
+                "SF716",
+                f"{told.ranks_here} ranks on one machine need {_gib(needed)} of its memory in {phase}, and "
+                f"{_gib(told.host_free_bytes)} are free",
+                {"needed_bytes": needed, "free_bytes": told.host_free_bytes, "phase": phase, "where": where},
+                CATALOGUE["SF716"].fix,
+                0.9,
+            )
+        )
+    return found
+
+
+def _table(told: Forecast) -> list[str]:
+    """Owners against phases, in GiB of one rank."""
+    names = list(told.phases)
+    lines = []
+    for place in ("device", "host"):
+        owners = {name: getattr(phase, place) for name, phase in told.phases.items()}
+        rows = list(dict.fromkeys(owner for phase in owners.values() for owner in phase))
+        shown = [row for row in rows if max(phase.get(row, 0) for phase in owners.values()) >= LEAST_SHOWN_BYTES]
+        if not shown:
+            continue
+        title = f"{place} memory of a rank, GiB"
+        width = max(len(row) for row in (*shown, title))
+        lines += [f"{title:{width}}" + "".join(f"{name:>10}" for name in names)]
+        for row in shown:
+            sizes = (owners[name].get(row, 0) for name in names)
+            lines.append(f"{row:{width}}" + "".join(f"{size / GIB:10.2f}" if size else f"{'-':>10}" for size in sizes))
+        totals = (sum(owners[name].values()) for name in names)
+        lines += [f"{'together':{width}}" + "".join(f"{total / GIB:10.2f}" for total in totals), ""]
+    return lines[:-1]
+
+
+def _verdict(told: Forecast) -> list[str]:
+    lines = []
+    if told.device.is_gpu:
+        phase, needed = told.device_peak
+        sign = "fits" if needed <= told.device_room_bytes else "DOES NOT FIT"
+        lines.append(f"{sign}: {_gib(needed)} of {_gib(told.device_room_bytes)} on each {told.device.name}, in {phase}")
+    phase, needed = told.host_peak
+    if not told.host_free_bytes:
+        lines.append(f"each machine needs {_gib(needed)} of host memory, in {phase}")
+    else:
+        sign = "fits" if needed <= told.host_free_bytes else "DOES NOT FIT"
+        lines.append(f"{sign}: {_gib(needed)} of {_gib(told.host_free_bytes)} of host memory, in {phase}")
+    return lines
+
+
+def _cost(told: Forecast, price: float) -> str:
+    if told.run.max_steps is None:
+        return ""
+    devices = told.run.nproc_per_node * told.run.nnodes
+    hours = told.step_s * told.run.max_steps / 3600
+    said = f"; {told.run.max_steps} steps: {_duration(3600 * hours)}, {hours * devices:.2f} device hours"
+    return said + (f", {hours * devices * price:.2f} at {price:g} an hour" if price else "")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"

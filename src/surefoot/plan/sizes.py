@@ -1,0 +1,109 @@
+"""How many elements of a model are frozen, trained, experts', of the largest layer: what sharding is reckoned with."""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+
+from surefoot.models.build import BuiltModel
+from surefoot.models.experts import experts_of, is_fused_experts
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Of some part of a model; experts apart, because they are cut over other ranks."""
+
+    frozen: int = 0
+    trained: int = 0
+    expert_frozen: int = 0
+    expert_trained: int = 0
+
+    def __add__(self, other: "Elements") -> "Elements":
+        return Elements(
+            self.frozen + other.frozen,
+            self.trained + other.trained,
+            self.expert_frozen + other.expert_frozen,
+            self.expert_trained + other.expert_trained,
+        )
+
+    @property
+    def total(self) -> int:
+        return self.frozen + self.trained + self.expert_frozen + self.expert_trained
+
+    @property
+    def all_trained(self) -> int:
+        return self.trained + self.expert_trained
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one model as it is trained."""
+
+    whole: Elements
+    layer: Elements
+    """The largest decoder layer."""
+    outside: Elements
+    """All that is in no decoder layer: embeddings, the output layer, a vision tower."""
+    frozen_bytes_each: int
+    largest_tensor_bytes: int
+    num_layers: int
+    num_experts: int
+    """Of the layer with the most; 0 for a dense model."""
+    layers_are_equal: bool
+    kinds: dict[str, int]
+    """Kind of layer -> elements of its weights."""
+
+
+def sizes_of(built: BuiltModel) -> Sizes:
+    """Count the parameters of a model, which needs no storage."""
+    model = built.model
+    expert_modules = [module for module in model.modules() if is_fused_experts(module)]
+    of_experts = {parameter for module in expert_modules for parameter in module.parameters(recurse=False)}
+    layers = list(model.get_decoder().layers)
+    counted = [_count(layer, of_experts) for layer in layers]
+    whole = _count(model, of_experts)
+    inside = sum(counted, Elements())
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    return Sizes(
+        whole=whole,
+        layer=max(counted, key=lambda one: one.total),
+        outside=Elements(*(a - b for a, b in zip(_values(whole), _values(inside), strict=True))),
+        frozen_bytes_each=frozen[0].element_size() if frozen else FP32_BYTES,
+        largest_tensor_bytes=max(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
+        num_layers=len(layers),
+        num_experts=max((experts_of(module) for module in expert_modules), default=0),
+        layers_are_equal=len({_shapes(layer) for layer in layers}) == 1,
+        kinds=_kinds(model, of_experts),
+    )
+
+
+def _values(elements: Elements) -> tuple[int, ...]:
+    return (elements.frozen, elements.trained, elements.expert_frozen, elements.expert_trained)
+
+
+def _count(module: nn.Module, of_experts: set[nn.Parameter]) -> Elements:
+    counts = {(is_expert, is_trained): 0 for is_expert in (False, True) for is_trained in (False, True)}
+    for parameter in module.parameters():
+        counts[parameter in of_experts, parameter.requires_grad] += parameter.numel()
+    return Elements(counts[False, False], counts[False, True], counts[True, False], counts[True, True])
+
+
+def _shapes(layer: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
+    return tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
+
+
+def _kinds(model: nn.Module, of_experts: set[nn.Parameter]) -> dict[str, int]:
+    kinds: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        kind = (
+            "experts" if parameter in of_experts
+            else "attention" if "attn" in name or "attention" in name
+            else "mlp" if ".layers." in f".{name}" and len(parameter.shape) > 1
+            else "embeddings and output" if len(parameter.shape) > 1
+            else "norms and biases"
+        )  # fmt: skip
+        kinds[kind] = kinds.get(kind, 0) + prod(parameter.shape)
+    return kinds

@@ -1,0 +1,90 @@
+"""Settings near those of a run that fit, the fastest first."""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+from surefoot.config import RunConfig
+from surefoot.errors import SurefootError
+from surefoot.plan.forecast import Forecast
+
+MOST = 3
+Changed = dict[str, Any]
+
+
+def suggest(told: Forecast, ask: Callable[[RunConfig], Forecast]) -> list[tuple[Changed, Forecast]]:
+    """At most `MOST` changes with their forecasts; none where the run fits as it is.
+
+    Settings that keep the result of the run come first: what is tried with more GPUs only where none of those fits.
+    `ask` makes the forecast of a config.
+    """
+    if told.fits:
+        return []
+    for candidates in (_same_ranks(told), _more_ranks(told)):
+        fitting: list[tuple[Changed, Forecast]] = []
+        for changed in candidates:
+            try:
+                other = ask(told.run.model_copy(update=changed))
+            except SurefootError:  # settings that exclude each other for this model
+                continue
+            if other.fits and not any(_is_less(known, changed) for known, _ in fitting):
+                fitting.append((changed, other))
+        if fitting:
+            return sorted(fitting, key=lambda one: (one[1].seconds_per_token, len(one[0])))[:MOST]
+    return []
+
+
+def _is_less(known: Changed, changed: Changed) -> bool:
+    """Whether a change that fits already is a part of this one."""
+    return known.items() <= changed.items()
+
+
+def _same_ranks(told: Forecast) -> Iterator[Changed]:
+    run = told.run
+    sequences = told.sequences_per_step
+    rows = [n for n in (run.per_device_train_batch_size, 8, 4, 2, 1) if n <= run.per_device_train_batch_size]
+    options: dict[str, list[Any]] = {
+        "offload": [None, "cpu"] if told.device.is_gpu and run.offload is None else [run.offload],
+        "zero_stage": [stage for stage in (2, 3) if stage >= run.zero_stage] or [run.zero_stage],
+        "expert_parallel_size": _expert_sizes(told),
+        "gradient_checkpointing": [run.gradient_checkpointing] if run.gradient_checkpointing else [False, True],
+        "per_device_train_batch_size": list(dict.fromkeys(rows)),
+    }
+    for values in product(*options.values()):
+        changed = {name: value for name, value in zip(options, values, strict=True) if getattr(run, name) != value}
+        if changed:
+            # As many sequences in a step as before: the run learns the same.
+            is_fixed = run.global_batch_size is not None
+            yield changed if is_fixed else {**changed, "global_batch_size": sequences, **_NO_ACCUMULATION}
+
+
+_NO_ACCUMULATION: Changed = {"gradient_accumulation_steps": None}
+
+
+def _expert_sizes(told: Forecast) -> list[int]:
+    ranks, asked = told.run.nproc_per_node * told.run.nnodes, told.run.expert_parallel_size
+    first = asked if isinstance(asked, int) else 1
+    more = [n for n in (2, 4, 8) if told.sizes.num_experts and ranks % n == 0 and told.sizes.num_experts % n == 0]
+    return list(dict.fromkeys([first, *more]))
+
+
+def _more_ranks(told: Forecast) -> Iterator[Changed]:
+    """Up to eight ranks on a machine, then more machines; with the settings that save most."""
+    run = told.run
+    sizes = [(n, run.nnodes) for n in (2, 4, 8) if n > run.nproc_per_node]
+    sizes += [(max(8, run.nproc_per_node), n) for n in (2, 4, 8) if n > run.nnodes]
+    for nproc, nodes in sizes:
+        for rows in dict.fromkeys((run.per_device_train_batch_size, 1)):
+            yield {
+                "nproc_per_node": nproc, "nnodes": nodes, "zero_stage": 3, "gradient_checkpointing": True,
+                "per_device_train_batch_size": rows, "global_batch_size": told.sequences_per_step, **_NO_ACCUMULATION,
+            }  # fmt: skip
+
+
+def ready_to_paste(changed: Changed) -> str:
+    """Lines of run.yaml."""
+    return "\n".join(f"{name}: {_yaml(value)}" for name, value in changed.items() if value is not None)
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

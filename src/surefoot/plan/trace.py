@@ -1,0 +1,259 @@
+"""What a forward and backward hold and compute, by running the model's own code on tensors without storage.
+
+The ops are those of a real step, so what autograd saves, what is formed again and what is thrown away are not guessed.
+Two things are not known without values and are assumed: tokens go to the experts evenly, and attention saves what the
+flash kernels save.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from surefoot.data.loader import MicroBatch
+from surefoot.models.build import BuiltModel
+from surefoot.models.experts import is_fused_experts
+from surefoot.training.sft import SftObjective
+from surefoot.training.step import Totals
+
+ATTENTION = "surefoot_plan"
+ATTEND = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+ATTEND_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Of one rank's micro-batches of one step, without parameters and optimizer state. In bytes."""
+
+    peak: int
+    """Of all tensors but gradients, when they and this rank's part of the gradients are the most."""
+    gradients_at_peak: int
+    """Of whole gradients, then."""
+    saved_by_kind: dict[str, int] = field(default_factory=dict)
+    """What a forward leaves for its backward, by kind of layer."""
+    evaluation_peak: int = 0
+    """Of a forward without backward."""
+    flops: int = 0
+    """Of matrix products, forward and backward of one micro-batch."""
+
+    def with_layers(self, more: "Trace", here: int, there: int, wanted: int) -> "Trace":
+        """Of a model of `wanted` equal layers, from this one of `here` layers and one of `there`."""
+
+        def line(a: int, b: int) -> int:
+            return a + (b - a) * (wanted - here) // (there - here)
+
+        return Trace(
+            peak=line(self.peak, more.peak),
+            gradients_at_peak=line(self.gradients_at_peak, more.gradients_at_peak),
+            saved_by_kind={kind: line(self.saved_by_kind.get(kind, 0), size) for kind, size in
+                           more.saved_by_kind.items()},
+            evaluation_peak=line(self.evaluation_peak, more.evaluation_peak),
+            flops=line(self.flops, more.flops),
+        )  # fmt: skip
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive, but for those it was told of."""
+
+    def __init__(self, known: Sequence[Tensor], gradient_share: float = 1.0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = self.flops = 0
+        self.gradients = self.gradients_at_peak = 0
+        self._share, self._most = gradient_share, 0.0
+        self.kind = "other"
+        self.by_kind: dict[str, int] = defaultdict(int)
+        self._alive: dict[int, Any] = {}
+        self._kept = [tensor.untyped_storage() for tensor in known]
+        self._known = {storage._cdata for storage in self._kept}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self._see, output)
+        if func is ATTEND:
+            self.flops += sdpa_flop_count(*(one.shape for one in args[:3])) // 2  # causal
+        elif func is ATTEND_BACKWARD:  # five products for the two of the forward
+            self.flops += sdpa_flop_count(*(one.shape for one in args[1:4])) * 5 // 4
+        elif func.overloadpacket in flop_registry:
+            self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=output)
+        return output
+
+    def keep_gradient(self, parameter: Tensor) -> None:
+        """Count the gradient that a parameter got as one, from now on."""
+        assert parameter.grad is not None
+        storage = parameter.grad.untyped_storage()
+        seen = self._alive.pop(storage._cdata, None)
+        if seen is not None:
+            self._kept.append(storage)
+            self._known.add(storage._cdata)
+            self.gradients += storage.nbytes()
+            self._give_back(storage.nbytes(), seen[1])
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known or key in self._alive or not size:
+            return
+        kind = self.kind
+        self._alive[key] = (ref(storage, lambda _: self._died(key, size, kind)), kind)
+        self.now += size
+        self.by_kind[kind] += size
+        if self.now + self._share * self.gradients > self._most:
+            self._most = self.now + self._share * self.gradients
+            self.peak, self.gradients_at_peak = self.now, self.gradients
+
+    def _died(self, key: int, size: int, kind: str) -> None:
+        if self._alive.pop(key, None) is not None:
+            self._give_back(size, kind)
+
+    def _give_back(self, size: int, kind: str) -> None:
+        self.now -= size
+        self.by_kind[kind] -= size
+
+
+class _FlashAttention:
+    """Attention over packed samples as `models.attention` computes it on a CPU or a GPU, by shapes."""
+
+    def __init__(self) -> None:
+        self.is_on_gpu = False
+
+    def __call__(
+        self, _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, *,
+        lengths: list[int], **_: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        if self.is_on_gpu:
+            repeats = query.shape[1] // key.shape[1]
+            if repeats > 1:
+                key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+            query, key, value = (one.transpose(1, 2).contiguous().transpose(1, 2) for one in (query, key, value))
+            return ATTEND(query, key, value, 0.0, True)[0].transpose(1, 2), None
+        outputs, begin = [], 0
+        for length in lengths:
+            span = slice(begin, begin + length)
+            outputs.append(ATTEND(query[:, :, span], key[:, :, span], value[:, :, span], 0.0, True)[0].transpose(1, 2))
+            begin += length
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+
+
+_attention = _FlashAttention()
+AttentionInterface.register(ATTENTION, _attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *_, **__: None)
+
+
+def shaped_batch(lengths: Sequence[int], trained: int) -> MicroBatch:
+    """A micro-batch of samples of these lengths, of whose tokens `trained` are in the loss; without values."""
+    tokens = sum(lengths)
+    return MicroBatch(
+        ids=torch.empty(1, tokens, dtype=torch.int64),
+        position_ids=torch.empty(1, tokens, dtype=torch.int64),
+        lengths=list(lengths),
+        cu_seq_lens=torch.empty(len(lengths) + 1, dtype=torch.int32),
+        predict_at=torch.empty(trained, dtype=torch.int64),
+        targets=torch.empty(trained, dtype=torch.int64),
+        weights=None,
+        places=(),
+    )
+
+
+def trace_step(
+    built: BuiltModel,
+    batch: MicroBatch,
+    *,
+    aux_loss_coef: float,
+    is_on_gpu: bool,
+    twice: bool,
+    gradient_share: float = 1.0,
+) -> Trace:
+    """Run a model of `build_without_storage` over one micro-batch, or two where gradients are accumulated.
+
+    In the FakeTensorMode in which the model was made. `gradient_share`: this rank's part of the gradients.
+    """
+    _attention.is_on_gpu = is_on_gpu
+    model = built.model
+    objective = SftObjective(built, aux_loss_coef, head_is_plain=_head_is_plain(model))
+    totals = Totals(batch.num_tokens, batch.num_trained, float(batch.num_trained))
+    known = [*model.parameters(), *model.buffers(), batch.ids, batch.position_ids, batch.cu_seq_lens,
+             batch.predict_at, batch.targets]  # fmt: skip
+    live = _Live(known, gradient_share)
+    saved: dict[str, int] = {}
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hooks = [parameter.register_post_accumulate_grad_hook(live.keep_gradient) for parameter in parameters]
+    is_mixed = built.autocast
+    with _kinds(model, live), live:
+        for _ in range(2 if twice else 1):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+                parts = objective.loss(batch, totals)
+            saved = dict(live.by_kind)
+            parts.total.backward()
+            del parts
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad(set_to_none=True)
+    evaluating = _Live(known)
+    with torch.no_grad(), evaluating, torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+        objective.loss(batch, totals)
+    return Trace(
+        peak=live.peak,
+        gradients_at_peak=live.gradients_at_peak,
+        saved_by_kind={kind: size for kind, size in sorted(saved.items()) if size},
+        evaluation_peak=evaluating.peak,
+        flops=live.flops // (2 if twice else 1),
+    )
+
+
+@contextmanager
+def _kinds(model: nn.Module, live: _Live) -> Iterator[None]:
+    """Let `live` know the kind of layer whose forward runs."""
+    hooks, outer = [], ["other"]
+
+    def enter(kind: str) -> Any:
+        def hook(*_: Any) -> None:
+            outer.append(kind)
+            live.kind = kind
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        outer.pop()
+        live.kind = outer[-1]
+
+    for name, module in model.named_modules():
+        kind = kind_of(name, module)
+        if kind is not None:
+            hooks += [module.register_forward_pre_hook(enter(kind)), module.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def kind_of(name: str, module: nn.Module) -> str | None:
+    """Of a module that is counted as a whole; None for those inside others, and for those that hold others."""
+    last = name.rpartition(".")[2]
+    if is_fused_experts(module):
+        return "experts"
+    if last in ("self_attn", "attention"):
+        return "attention"
+    if last in ("mlp", "block_sparse_moe", "feed_forward", "shared_expert"):
+        return "mlp"
+    if "norm" in last:
+        return "norms"
+    return "embeddings" if isinstance(module, nn.Embedding) else None
+
+
+def _head_is_plain(model: Any) -> bool:
+    """Whether logits are the output layer's alone, by the config: values to see it with are not here."""
+    text = model.config.get_text_config()
+    is_scaled = any(getattr(text, name, None) not in (None, 1, 1.0) for name in ("logit_scale", "logits_scaling"))
+    is_capped = getattr(text, "final_logit_softcapping", None) is not None
+    return type(model.get_output_embeddings()) is nn.Linear and not is_scaled and not is_capped

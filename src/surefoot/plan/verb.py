@@ -1,0 +1,99 @@
+"""`surefoot plan`: from a config and the name of a device to a forecast, its findings, and settings that fit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from surefoot.config import LoadedConfig, RunConfig, load_config
+from surefoot.errors import ConfigError
+from surefoot.findings import Finding
+from surefoot.health.processes import room_bytes
+from surefoot.models.sources import resolve_model
+from surefoot.plan.devices import DEVICES, GIB, Device, named, this_cpu, this_gpu
+from surefoot.plan.forecast import Forecast, forecast
+from surefoot.plan.page import as_text, findings_of
+from surefoot.plan.suggest import Changed, ready_to_paste, suggest
+
+OF_A_RUN = ("auto", "cpu", "cuda")
+"""Values of `device` that a run knows itself."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the verb says."""
+
+    forecast: Forecast
+    findings: list[Finding]
+    changes: list[tuple[Changed, Forecast]]
+    price: float
+
+    def as_text(self) -> str:
+        return as_text(self.forecast, self.findings, self.changes, self.price)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            **self.forecast.as_dict(),
+            "findings": [finding.as_dict() for finding in self.findings],
+            "changes": [
+                {"settings": changed, "yaml": ready_to_paste(changed), "tokens_per_second": 1 / told.seconds_per_token}
+                for changed, told in self.changes
+            ],
+        }
+
+
+def plan(config: str, overrides: Sequence[str]) -> Plan:
+    """Raises: ConfigError, ModelError for what cannot be planned, with the field that is to blame."""
+    ours, rest = _asked(overrides)
+    loaded = load_config(config, rest)
+    base = resolve_model(loaded.run.model, loaded.where("model"), weights=False)
+    device = _device(ours.get("device", loaded.run.device))
+    is_here = ours.get("device", "auto") in OF_A_RUN
+    host_bytes = int(_number(ours, "host_gib") * GIB) or (room_bytes() if is_here else 0)
+    run = loaded.run.model_copy(update={"device": "cuda" if device.is_gpu else "cpu"})
+
+    def ask(one: RunConfig) -> Forecast:
+        return forecast(one, base, device, host_free_bytes=host_bytes)
+
+    told = ask(run)
+    return Plan(told, findings_of(told, _as(loaded, run)), suggest(told, ask), _number(ours, "price"))
+
+
+def _as(loaded: LoadedConfig, run: RunConfig) -> LoadedConfig:
+    return LoadedConfig(run, loaded.places, loaded.renamed, loaded.notes)
+
+
+def _asked(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """(what is asked of the plan, settings of the run)."""
+    ours: dict[str, str] = {}
+    rest = []
+    for one in overrides:
+        name, _, value = one.partition("=")
+        if name in ("host_gib", "price") or (name == "device" and value not in OF_A_RUN):
+            ours[name] = value.lower()
+        elif name == "nodes":
+            rest += [f"nnodes={value}"]
+        else:
+            rest.append(one)
+    if any(one.startswith("nnodes=") for one in rest) and not any(one.startswith("rdzv_endpoint=") for one in rest):
+        rest.append("rdzv_endpoint=node0:29500")  # a plan meets no one
+    return ours, rest
+
+
+def _number(ours: dict[str, str], name: str) -> float:
+    try:
+        value = float(ours.get(name, "0"))
+    except ValueError:
+        value = -1.0
+    if value < 0:
+        raise ConfigError(f"{name}={ours[name]} is no number (command line).")
+    return value
+
+
+def _device(name: str) -> Device:
+    """Of a data sheet, or of this machine. Raises: ConfigError."""
+    if name not in OF_A_RUN:
+        return named(name)
+    gpu = this_gpu() if name != "cpu" else None
+    if gpu is None and name == "cuda":
+        raise ConfigError(f"device=cuda, and no GPU is here: name the one to plan for, device={'|'.join(DEVICES)}.")
+    return gpu or this_cpu(room_bytes())

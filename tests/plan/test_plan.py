@@ -1,0 +1,161 @@
+"""`surefoot plan`: what it adds up, what it suggests, and what it refuses."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import surefoot
+from surefoot import cli
+from surefoot.config import load_config
+from surefoot.health.recorder import read_history
+from surefoot.plan.devices import Device
+from surefoot.plan.forecast import Forecast, forecast
+from surefoot.plan.suggest import ready_to_paste, suggest
+from surefoot.plan.verb import plan
+
+PLANS = Path(__file__).parents[2] / "examples" / "plans"
+GIB = 1 << 30
+CPU = Device("cpu", 1 << 40, 1e11, 1e9, is_gpu=False)
+
+
+def told(settings: dict[str, Any], device: Device = CPU, **more: Any) -> Forecast:
+    run = load_config(None, [], {**settings, **more}).run
+    return forecast(run, Path(str(settings["model"])), device)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("more", [{}, {"tuning": "full", "lora_rank": 8}], ids=["lora", "full"])
+def test_what_lies_at_rest_is_what_the_ledger_of_a_run_counts(
+    settings: dict[str, Any], model_folder: Callable[[str], Path], kind: str, more: dict[str, Any]
+) -> None:
+    settings = {**settings, "model": str(model_folder(kind)), "max_steps": 2, **more}
+    run = surefoot.train(settings, screen=False).run_folder
+    (counted,) = (entry.values for entry in read_history(run).entries if entry.kind == "memory")
+    owners = told(settings).phases["save"].host
+    assert owners.get("frozen weights", 0) == pytest.approx(counted["frozen"], rel=0.01, abs=4096)
+    assert owners["trained weights"] == counted["trained"]
+    assert owners["optimizer"] == pytest.approx(counted["optimizer"], rel=0.01, abs=4096)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"zero_stage": 2},
+        {"zero_stage": 3},
+        {"zero_stage": 3, "tuning": "full", "lora_rank": 8},
+        {"zero_stage": 2, "tuning": "full", "lora_rank": 8, "expert_parallel_size": 2},
+    ],
+    ids=["lora-2", "lora-3", "full-3", "full-ep"],
+)
+def test_what_each_of_two_ranks_holds_is_what_their_ledgers_count(
+    settings: dict[str, Any], more: dict[str, Any]
+) -> None:
+    settings = {**settings, "nproc_per_node": 2, "max_steps": 2, **more}
+    run = surefoot.train(settings, screen=False).run_folder
+    counted = [entry.values for entry in read_history(run).entries if entry.kind == "memory"]
+    assert len(counted) == 2
+    owners = told(settings).phases["save"].host
+    for name, field in (("frozen weights", "frozen"), ("trained weights", "trained"), ("optimizer", "optimizer")):
+        most = max(values[field] for values in counted)
+        assert owners.get(name, 0) == pytest.approx(most, rel=0.02, abs=8192), name
+
+
+def test_a_card_that_is_too_small_gets_settings_that_fit(settings: dict[str, Any]) -> None:
+    settings = {**settings, "tuning": "full", "lora_rank": 8, "max_length": 4096, "per_device_train_batch_size": 8}
+    large = told(settings, Device("card", 1 << 40, 1e13, 1e10))
+    card = Device("card", int(0.6 * large.device_peak[1]), 1e13, 1e10)
+    small = told(settings, card)
+    assert large.fits
+    assert not small.fits
+
+    def ask(run: Any) -> Forecast:
+        return forecast(run, Path(settings["model"]), card)
+
+    changes = suggest(small, ask)
+    assert changes
+    speeds = [1 / other.seconds_per_token for _, other in changes]
+    assert speeds == sorted(speeds, reverse=True)
+    for changed, other in changes:
+        assert other.fits
+        pasted = yaml.safe_load(ready_to_paste(changed))
+        again = load_config(None, [], {**settings, **pasted, "device": "cpu", "offload": None}).run
+        assert again.sequences_per_step == small.sequences_per_step, "the run learns the same"
+    assert suggest(large, ask) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "fits"),
+    [
+        ("qwen1.5-moe-lora", ["device=a100"], True),
+        ("qwen-72b-lora", ["device=a100"], False),
+        ("qwen-72b-lora", ["device=a100", "zero_stage=3", "gradient_checkpointing=true"], True),
+        ("mixtral-8x7b-full-ep", ["device=h100", "expert_parallel_size=2"], False),
+        ("mixtral-8x7b-full-ep", ["device=h100", "offload=cpu"], True),
+        (
+            "mixtral-8x7b-full-ep",
+            ["device=h100", "nodes=4", "expert_parallel_size=1", "zero_stage=3", "gradient_checkpointing=true"],
+            True,
+        ),
+    ],
+)
+def test_the_seeds_own_cases(name: str, more: list[str], fits: bool) -> None:
+    assert plan(str(PLANS / f"{name}.yaml"), more).forecast.fits is fits
+
+
+def test_parameters_are_those_that_the_models_are_known_by() -> None:
+    known = {"qwen1.5-moe-lora": 14.3e9, "mixtral-8x7b-full-ep": 46.7e9, "qwen-72b-lora": 72.3e9}
+    for name, count in known.items():
+        counted = plan(str(PLANS / f"{name}.yaml"), ["device=h200"]).forecast.sizes.whole
+        lora = counted.all_trained if counted.frozen else 0
+        assert counted.total - lora == pytest.approx(count, rel=0.002), name
+
+
+def test_host_memory_that_is_too_small_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    status = cli.main(["plan", str(PLANS / "mixtral-8x7b-full-ep.yaml"), "device=h200", "host_gib=64", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert status == 3
+    assert "SF716" in [finding["code"] for finding in said["findings"]]
+
+
+def test_the_page_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(PLANS / "qwen-72b-lora.yaml"), "device=a100", "price=2"]) == 3
+    said = capsys.readouterr().out
+    for part in (
+        "device memory of a rank, GiB",
+        "DOES NOT FIT",
+        "SF719",
+        "What to change",
+        "device hours",
+        "at 2 an hour",
+    ):
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "said"),
+    [
+        ({}, ["device=tpu"], "device=tpu: not known. There are: b200, h200"),
+        ({}, ["device=h200", "price=much"], "price=much is no number"),
+        ({"hidden_size": "many"}, ["device=h200"], "hidden_size"),
+        ({"num_attention_heads": 0}, ["device=h200"], "config.json"),
+        ({"model_type": "perceptron"}, ["device=h200"], "perceptron"),
+        ({}, ["device=cuda"], "no GPU is here"),
+    ],
+)
+def test_what_cannot_be_planned(
+    model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any],
+    arguments: list[str], said: str,
+) -> None:  # fmt: skip
+    config = json.loads((model_folder("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    run = tmp_path / "run.json"
+    run.write_text(json.dumps({"model": str(tmp_path), "dataset": "rows.jsonl", "output_dir": "run"}))
+    assert cli.main(["plan", str(run), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
