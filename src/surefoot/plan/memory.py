@@ -18,8 +18,8 @@ MOMENTS = 2
 """Of AdamW, in float32."""
 HOLES = 0.75
 """Of activations on a CPU: what glibc's heap keeps between them; measured, see docs/plan-accuracy.md."""
-IN_FLIGHT = 3
-"""Copies of a group's gradients: as they were formed, as they are sent, as they come."""
+IN_FLIGHT, IN_FLIGHT_GLOO = 2, 3
+"""Copies of a group's gradients: as they were formed, as they are sent; gloo adds what comes."""
 GATHERED_LAYERS = 2
 """FSDP gathers the next layer while one computes."""
 
@@ -79,7 +79,7 @@ def forecast_memory(
         **at_rest,
         **state,
         "gathered weights": _gathered(sizes, layout),
-        "gradients": round(share * trace.gradients_at_peak) + _being_summed(sizes, layout),
+        "gradients": round(share * trace.gradients_at_peak) + _being_summed(sizes, layout, is_on_gpu=is_on_gpu),
         **activations,
         "temporary": trace.peak - sum(activations.values()),
         **({} if is_on_gpu else {"holes in the heap": round(HOLES * trace.peak)}),
@@ -135,14 +135,15 @@ def _bytes(elements: Elements, sizes: Sizes, layout: Layout) -> int:
     return frozen * sizes.frozen_bytes_each + trained * FP32_BYTES
 
 
-def _being_summed(sizes: Sizes, layout: Layout) -> int:
+def _being_summed(sizes: Sizes, layout: Layout, *, is_on_gpu: bool) -> int:
     """Gradients of one group on their way over the ranks: as they were formed, and as they are sent."""
     if not layout.is_sharded or layout.size == 1:
         return 0
     groups = (sizes.layer, sizes.outside) if _is_grouped_by_layer(layout, sizes) else (sizes.whole,)
     # Shared experts are summed apart, if at all.
     shared = layout.expert_parallel > 1
-    return IN_FLIGHT * FP32_BYTES * max(one.trained + (0 if shared else one.expert_trained) for one in groups)
+    copies = IN_FLIGHT if is_on_gpu else IN_FLIGHT_GLOO
+    return copies * FP32_BYTES * max(one.trained + (0 if shared else one.expert_trained) for one in groups)
 
 
 def _placed(owners: Owners, layout: Layout, *, is_on_gpu: bool) -> Owners:
