@@ -91,6 +91,16 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print the forecast as one JSON object")
     plan.set_defaults(verb=_plan)
 
+    imported = verbs.add_parser(
+        "import", help="write the run.yaml of a run of ms-swift, LLaMA-Factory, TRL, axolotl, or of a DeepSpeed JSON"
+    )
+    imported.add_argument("--to", metavar="FILE", help="write it there instead of printing it; never over a file")
+    imported.add_argument("--json", action="store_true", help="print what was carried and what was not as JSON")
+    imported.add_argument(
+        "source", nargs=argparse.REMAINDER, metavar="source", help="a .yaml, .json or .sh file, or a command line"
+    )
+    imported.set_defaults(verb=_import)
+
     explain = verbs.add_parser("explain", help="why a run stalled, died or leaked; or what a finding's code means")
     explain.add_argument("what", help="a run folder, or a code such as SF104; without one, all codes", nargs="?")
     explain.add_argument("--json", action="store_true")
@@ -248,6 +258,30 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         print(told.as_text())
     return DONE if told.forecast.fits else StoppedOnFinding.exit_status
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from surefoot.importing.convert import convert
+    from surefoot.importing.read import read
+    from surefoot.storage import write_text
+
+    words = arguments.source[1:] if arguments.source[:1] == ["--"] else arguments.source
+    if not words:
+        raise ConfigError("nothing to import. Give a .yaml, .json or .sh file, or a command line after `--`.")
+    if len(words) > 1 and Path(words[0]).is_file():
+        raise ConfigError(f"{' '.join(words[1:])}: options of import come before the file.")
+    made = convert(read(words[0] if len(words) == 1 else words))
+    if arguments.to is not None:
+        if Path(arguments.to).exists():
+            raise ConfigError(f"--to {arguments.to}: there is such a file. Name another one.")
+        write_text(Path(arguments.to), made.as_yaml())
+    if arguments.json:
+        _print_json(made.as_dict())
+    elif arguments.to is None:
+        print(made.as_yaml(), end="")
+    for finding in made.findings:
+        print(finding.as_text(), file=sys.stderr)
+    return DONE
 
 
 def _explain(arguments: argparse.Namespace) -> int:

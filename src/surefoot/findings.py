@@ -480,6 +480,13 @@ CATALOGUE: dict[str, Page] = {
         "per_device_train_batch_size, zero_stage: 3, offload: cpu, expert_parallel_size, or more GPUs.",
         ("hpcaitech/ColossalAI#5464", "hiyouga/LLaMA-Factory#3147"),
     ),
+    "SF720": Page(
+        "warning",
+        "settings of another program work against each other",
+        "`surefoot import` reads the command line or file as that program would, and adds up what it asks for.",
+        "Change the settings that the finding names, there too.",
+        ("modelscope/ms-swift#3592", "hiyouga/LLaMA-Factory#1998"),
+    ),
 }
 
 

@@ -1,0 +1,265 @@
+"""What another program was told -> a run.yaml that says the same, what could not be carried, and what is odd."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from surefoot.config import load_config
+from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
+from surefoot.config.schema import ALIASES, FLAG_ALIASES, NOT_HERE, RunConfig
+from surefoot.errors import ConfigError
+from surefoot.findings import CATALOGUE, Finding
+from surefoot.importing.peers import DEFAULTS, GRPO, LORA_ALPHA_TIMES, SAME_HERE, TRL_LORA, WITHOUT
+from surefoot.importing.read import Told
+
+LARGEST_CARD_GB = 141
+BILLIONS = re.compile(r"(\d+(?:\.\d+)?)\s*[bB](?![a-zA-Z0-9])")
+VARIABLES = {"NPROC_PER_NODE": "nproc_per_node", "NNODES": "nnodes"}
+SAMPLED = re.compile(r"^(.*)#(\d+)$")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A run of another program, in our words."""
+
+    program: str
+    settings: dict[str, tuple[Any, str]]
+    """Ours -> (value, where it comes from)."""
+    left_out: dict[str, str]
+    """`their setting = value` -> why."""
+    unknown: list[str]
+    """`their setting = value` that nothing is known of."""
+    findings: list[Finding]
+    variables: dict[str, str]
+    """Of the environment, that the command was given and that act on their own."""
+
+    def as_yaml(self) -> str:
+        """run.yaml, each line with its origin."""
+        lines = [f"# Made by `surefoot import` from a run of {self.program}."]
+        for name, (value, origin) in self.settings.items():
+            is_text = isinstance(value, str)
+            said = yaml.safe_dump(value, allow_unicode=True, width=10_000).split("\n")[0] if is_text else _json(value)
+            lines.append(f"{name}: {said}  # {origin}")
+        lines += [f"# not carried: {what}: {why}" for what, why in self.left_out.items()]
+        lines += [f"# not known: {what}" for what in self.unknown]
+        lines += [f"# environment, as before: {name}={value}" for name, value in self.variables.items()]
+        return "\n".join(lines) + "\n"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "program": self.program,
+            "settings": {name: value for name, (value, _) in self.settings.items()},
+            "left_out": self.left_out,
+            "unknown": self.unknown,
+            "environment": self.variables,
+            "findings": [finding.as_dict() for finding in self.findings],
+        }
+
+
+def convert(told: Told) -> Imported:
+    """Raises: ConfigError where what was told makes no valid run: an odd value, settings that exclude each other."""
+    ours: dict[str, tuple[Any, str]] = {}
+    left_out: dict[str, str] = {}
+    unknown: list[str] = []
+    if told.method != "sft":
+        left_out[f"method = {told.method}"] = (
+            "only sft is available; the line below keeps this from being trained as sft"
+        )
+        ours["method"] = (told.method, "not available yet")
+    for name, value in told.settings.items():
+        said = f"{name} = {value}"
+        origin = f"{name} of {told.places.get(name, told.program)}"
+        mapped = _mapped(told, name, value)
+        if mapped is not None:
+            for ours_name, ours_value in mapped.items():
+                ours[ours_name] = (ours_value, origin)
+        elif name in GRPO:
+            left_out[said] = "of rollouts"
+        elif name in NOT_HERE:
+            if value is True or value not in (False, None, 1, "1"):
+                left_out[said] = NOT_HERE[name]
+        elif name in WITHOUT:
+            left_out[said] = WITHOUT[name]
+        elif name not in SAME_HERE:
+            unknown.append(said)
+    for variable, name in VARIABLES.items():
+        if variable in told.environment:
+            count = told.environment[variable]
+            if not count.isdigit():
+                raise ConfigError(f"{variable}={count} is no number of processes or machines.")
+            ours.setdefault(name, (int(count), variable))
+    for name, value in _defaults(told, ours).items():
+        ours.setdefault(name, (value, f"default of {told.program}"))
+    if ours.get("tuning", ("", ""))[0] == "full":
+        for name in ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora"):
+            if name in ours:
+                left_out[f"{name} = {ours.pop(name)[0]}"] = "nothing is adapted in full training"
+    if not {"eval_dataset", "eval_fraction"} & ours.keys() and "eval_steps" in ours:
+        left_out[f"eval_steps = {ours.pop('eval_steps')[0]}"] = "there is nothing to evaluate on"
+    ours.setdefault("output_dir", ("run", "nothing was said"))
+    _check(told, {name: value for name, (value, _) in ours.items() if name != "method" and value is not None})
+    order = [name for name in RunConfig.model_fields if name in ours] + [
+        name for name in ours if name in DEEPSPEED_KEYS
+    ]
+    settings = {name: ours[name] for name in order if ours[name][0] is not None}
+    kept = {name: value for name, value in told.environment.items() if name not in VARIABLES}
+    return Imported(told.program, settings, left_out, unknown, list(_odd(told)), kept)
+
+
+def _check(told: Told, values: dict[str, Any]) -> None:
+    """Raises: ConfigError where these make no run; of a file without data nothing is known."""
+    if "dataset" not in values:
+        return
+    file = told.base / str(values.get("deepspeed", ""))
+    beside = {"deepspeed": str(file)} if file.is_file() else {}
+    meeting = {"rdzv_endpoint": "node0:29500"} if values.get("nnodes", 1) != 1 else {}
+    load_config(None, [], {**values, **beside, **meeting})
+
+
+def _json(value: Any) -> str:
+    """Which YAML reads as well."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
+    """Settings of ours; None where there are none of that meaning."""
+    if told.program == "axolotl":
+        special = _of_axolotl(name, value)
+        if special is not None:
+            return special
+    if name in ("stage", "rlhf_type", "rl"):
+        return {}
+    if name in DEEPSPEED_KEYS:
+        return {"deepspeed": value} if value else {}
+    if name == "use_peft":
+        return {"tuning": "lora" if value else "full"}
+    if name == "bf16" and value == "auto":
+        return {}
+    if name == "disable_gradient_checkpointing":
+        return {"gradient_checkpointing": not value}
+    if name == "dataset" and told.program == "ms-swift":
+        return {"dataset": [_sampled(one) for one in ([value] if isinstance(value, str) else value)]}
+    if name in FLAG_ALIASES:
+        return dict([FLAG_ALIASES[name]]) if value is True else {}
+    if name in ("lora_target", "lora_target_modules", "target_modules") and isinstance(value, str):
+        names = [part.strip() for part in value.split(",")]
+        return {"target_modules": names[0].replace("all-linear", "all") if len(names) == 1 else names}
+    if name in WITHOUT:
+        return None
+    ours = name if name in RunConfig.model_fields else ALIASES.get(name)
+    if ours is None or ours in ("report_to",):
+        return None
+    if name in ("packing", "sample_packing", "neat_packing") and not value:
+        return {}
+    return {ours: _number(value)}
+
+
+def _of_axolotl(name: str, value: Any) -> dict[str, Any] | None:
+    if name == "adapter":
+        return {"tuning": "lora"} if value in ("lora", "qlora") else {"tuning": "full"}
+    if name == "datasets":
+        return {"dataset": [_axolotl_source(one) for one in value]}
+    if name == "lora_target_linear":
+        return {"target_modules": "all"} if value else {}
+    if name == "sequence_len":
+        return {"max_length": value}
+    if name in ("saves_per_epoch", "evals_per_epoch"):
+        return None
+    return None
+
+
+def _axolotl_source(item: dict[str, Any]) -> dict[str, Any]:
+    source = {"path": item.get("path")}
+    if item.get("name"):
+        source["subset"] = item["name"]
+    if item.get("split"):
+        source["split"] = item["split"]
+    formats = {"alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": None, "completion": "text"}
+    known = formats.get(str(item.get("type")))
+    return {**source, **({"format": known} if known else {})}
+
+
+def _sampled(one: str) -> Any:
+    """ms-swift's `name#500`: the first rows of a source (theirs are drawn at random)."""
+    match = SAMPLED.match(one)
+    return {"path": match[1], "split": f"[:{match[2]}]"} if match else one
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, str):
+        for kind in (int, float):
+            try:
+                return kind(value)
+            except ValueError:
+                continue
+    return value
+
+
+def _defaults(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, Any]:
+    """What the program does where nothing was said."""
+    defaults = dict(DEFAULTS[told.program])
+    if told.program == "TRL" and ours.get("tuning", ("full", ""))[0] == "lora":
+        defaults |= TRL_LORA
+    times = LORA_ALPHA_TIMES.get(told.program)
+    if times and "lora_rank" in ours:
+        defaults["lora_alpha"] = times * int(ours["lora_rank"][0])
+    tuning = ours.get("tuning", (defaults.get("tuning"), ""))[0]
+    if tuning == "full" and told.program == "ms-swift":
+        defaults["learning_rate"] = 1e-5
+    if "max_steps" in ours:
+        defaults.pop("num_train_epochs", None)
+    if "global_batch_size" in ours:
+        defaults.pop("gradient_accumulation_steps", None)
+    if "deepspeed" in ours:  # its JSON may name these itself
+        for name in ("weight_decay", "adam_beta2"):
+            defaults.pop(name, None)
+    return defaults
+
+
+def _odd(told: Told) -> Iterator[Finding]:
+    """Settings that work against each other, whatever program they are of."""
+    said = {name: _number(value) for name, value in told.settings.items()}
+    uses_vllm = said.get("use_vllm") is True
+    window, prompt, completion = (
+        said.get(name) for name in ("vllm_max_model_len", "max_length", "max_completion_length")
+    )
+    if uses_vllm and window and completion and window <= completion + (prompt or 0):
+        yield _finding(
+            f"vllm_max_model_len={window} holds no prompt of max_length={prompt} with a completion of "
+            f"max_completion_length={completion}"
+            + (f", and images of up to MAX_PIXELS={told.environment['MAX_PIXELS']} come on top"
+               if "MAX_PIXELS" in told.environment else ""),
+            "Set vllm_max_model_len to their sum and more.",
+            window=window, needed=completion + (prompt or 0),
+        )  # fmt: skip
+    size = BILLIONS.search(str(said.get("model") or said.get("model_name_or_path") or ""))
+    share, ranks = said.get("vllm_gpu_memory_utilization"), said.get("vllm_tensor_parallel_size") or 1
+    if uses_vllm and size and isinstance(share, float):
+        needed_gb, room_gb = 2 * float(size[1]), share * ranks * LARGEST_CARD_GB
+        if needed_gb > room_gb:
+            yield _finding(
+                f"the engine gets {share:.0%} of {ranks} GPU, {room_gb:.0f} GB even on cards of {LARGEST_CARD_GB} GB, "
+                f"and the model has about {needed_gb:.0f} GB in bfloat16",
+                "Raise vllm_tensor_parallel_size, or give the engine GPUs of its own.",
+                needed_gb=round(needed_gb), room_gb=round(room_gb),
+            )  # fmt: skip
+    is_zero3 = "zero3" in str(said.get("deepspeed", ""))
+    if uses_vllm and is_zero3 and size and "move_model_batches" not in said:
+        yield _finding(
+            f"ZeRO-3 gathers the whole model, about {2 * float(size[1]):.0f} GB, on each GPU to hand it to vLLM",
+            "Hand over the adapter alone, or set move_model_batches.",
+            gathered_gb=round(2 * float(size[1])),
+        )
+    if said.get("fp16") is True:
+        yield _finding(
+            "fp16 with a model that was trained in bfloat16 overflows: its activations reach beyond 65504",
+            "Set bf16: true.",
+        )
+
+
+def _finding(cause: str, fix: str, **evidence: Any) -> Finding:
+    return Finding("SF720", cause, evidence, fix or CATALOGUE["SF720"].fix, 0.8)

@@ -1,0 +1,102 @@
+"""What other programs call things, what they do unless told otherwise, and what has no counterpart here.
+
+Names that only differ are in `config.schema.ALIASES`; here is what means something else, or nothing. Defaults are those
+of ms-swift 3, LLaMA-Factory 0.9, TRL 1 and axolotl 0.12, read 2026-11: what is not written in a file is a setting too.
+"""
+
+from typing import Any
+
+Settings = dict[str, Any]
+
+DEFAULTS: dict[str, Settings] = {
+    "ms-swift": {
+        "tuning": "lora", "lora_alpha": 32, "target_modules": "all", "per_device_train_batch_size": 1,
+        "gradient_checkpointing": True, "weight_decay": 0.1, "adam_beta2": 0.95, "truncation": "drop",
+        "save_total_limit": None, "logging_steps": 5,
+    },
+    "LLaMA-Factory": {
+        "tuning": "lora", "target_modules": "all", "dataset_dir": "data", "max_length": 2048, "learning_rate": 5e-5,
+        "num_train_epochs": 3, "lr_scheduler_type": "linear", "per_device_train_batch_size": 8,
+        "gradient_checkpointing": True, "truncation": "right", "save_steps": 500, "save_total_limit": None,
+    },
+    "TRL": {
+        "tuning": "full", "max_length": 1024, "truncation": "right", "learning_rate": 2e-5, "num_train_epochs": 3,
+        "lr_scheduler_type": "linear", "per_device_train_batch_size": 8, "gradient_checkpointing": True,
+        "save_steps": 500, "save_total_limit": None, "logging_steps": 10,
+    },
+    "axolotl": {"tuning": "full", "truncation": "drop", "save_total_limit": 4},
+    "DeepSpeed": {},
+}  # fmt: skip
+"""Program -> settings of ours that say what it does where nothing is said; where ours are the same, none."""
+
+LORA_ALPHA_TIMES = {"LLaMA-Factory": 2}
+"""Alpha is so many times the rank, where none is given."""
+TRL_LORA = {
+    "tuning": "lora",
+    "lora_rank": 16,
+    "lora_alpha": 32,
+    "lora_dropout": 0.05,
+    "target_modules": ["q_proj", "v_proj"],
+}
+
+SAME_HERE = frozenset(
+    "do_train do_eval overwrite_cache plot_loss trust_remote_code use_fast_tokenizer ddp_timeout remove_unused_columns "
+    "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor per_device_eval_batch_size save_strategy "
+    "evaluation_strategy eval_strategy logging_strategy report_to flash_attn attn_impl attn_implementation "
+    "flash_attention use_liger_kernel enable_liger_kernel ddp_find_unused_parameters save_only_model "
+    "lazy_tokenize model_author logging_dir logging_first_step include_num_input_tokens_seen include_tokens_per_second "
+    "eval_on_start metric_for_best_model gradient_checkpointing_kwargs use_reentrant dataset_shuffle "
+    "load_from_cache_file tokenizer_type model_type_hf val_batch_size strict_packing eval_sample_packing "
+    "pad_to_sequence_len dataset_prepared_path xformers_attention wandb_project wandb_entity wandb_name wandb_run_id "
+    "wandb_log_model hub_model_id push_to_hub tokenizer_name_or_path ddp_backend log_level disable_tqdm "
+    "low_cpu_mem_usage local_rank special_tokens optim optimizer group_by_length train_sampler_random "
+    "vllm_device log_completions strategy flash_attn_2 gradient_checkpointing_use_reentrant do_predict".split()
+)
+"""Tell how, not what: here it is done some way of its own, or always."""
+
+WITHOUT: dict[str, str] = {
+    "template": "the chat template of the model itself is used: check one sample with `surefoot data`",
+    "chat_template": "the chat template of the model itself is used: check one sample with `surefoot data`",
+    "max_samples": "write it as a split of the source: {path: ..., split: '[:1000]'}",
+    "quantization_bit": "weights are not quantised here: the base lies in bfloat16, which takes four times the memory "
+    "of 4 bits (`surefoot plan` says how much)",
+    "load_in_4bit": "weights are not quantised here: the base lies in bfloat16",
+    "load_in_8bit": "weights are not quantised here: the base lies in bfloat16",
+    "quant_method": "weights are not quantised here: the base lies in bfloat16",
+    "quant_bits": "weights are not quantised here: the base lies in bfloat16",
+    "quantization_method": "weights are not quantised here: the base lies in bfloat16",
+    "load_best_model_at_end": "no best checkpoint is chosen: save_total_limit keeps the newest",
+    "neftune_noise_alpha": "no noise is added to embeddings",
+    "loraplus_lr_ratio": "A and B have one learning rate",
+    "use_dora": "weight-decomposed LoRA is not available",
+    "lora_bias": "biases are not trained beside LoRA",
+    "modules_to_save": "only LoRA and, as `router`, routers are trained",
+    "additional_target": "only LoRA and, as `router`, routers are trained",
+    "freeze_vit": "vision towers are frozen always",
+    "freeze_llm": "the language model is what LoRA adapts",
+    "freeze_aligner": "vision towers and what joins them are frozen always",
+    "freeze_vision_tower": "vision towers are frozen always",
+    "freeze_multi_modal_projector": "vision towers and what joins them are frozen always",
+    "rope_scaling": "the rotary embedding is the one of the model's config.json",
+    "system": "no system message is added: write it into the data",
+    "ray_scope": "there is no ray here",
+    "fsdp": "sharding is set by zero_stage",
+    "fsdp_config": "sharding is set by zero_stage",
+    "dataset_num_samples": "write it as a split of the source: {path: ..., split: '[:1000]'}",
+    "resume_from_checkpoint": "checkpoints of other programs cannot be gone on from: start from the adapter with "
+    "init_adapter",
+    "model_name": "it names the model to itself only",
+    "model_type": "the architecture is that of the model's config.json",
+}
+"""Their setting -> why it is left out, where it may change the run."""
+
+GRPO = frozenset(
+    "rlhf_type reward_funcs reward_weights reward_model num_generations max_completion_length max_prompt_length "
+    "temperature top_p top_k repetition_penalty beta epsilon epsilon_high num_iterations loss_type scale_rewards "
+    "external_plugins use_vllm vllm_mode vllm_gpu_memory_utilization vllm_max_model_len vllm_tensor_parallel_size "
+    "vllm_server_host vllm_server_port vllm_max_num_seqs vllm_enforce_eager vllm_limit_mm_per_prompt "
+    "vllm_enable_prefix_caching num_infer_workers sleep_level offload_model offload_optimizer "
+    "gc_collect_after_offload move_model_batches async_generate tensor_parallel_size dynamic_sample overlong_filter "
+    "max_pixels stop_words ref_model kl_coef steps_per_generation generation_batch_size log_entropy".split()
+)
+"""Of reinforcement learning with rollouts."""

@@ -1,0 +1,183 @@
+"""Command lines, scripts, YAML and JSON of other programs -> which program it is, and what it was told."""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from surefoot.errors import ConfigError
+
+ASSIGNMENT = re.compile(r"^(?:export\s+)?([A-Za-z_]\w*)=(.*)$", re.DOTALL)
+VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
+LAUNCHERS = {"nproc_per_node": "nproc_per_node", "num_processes": "nproc_per_node", "num_gpus": "nproc_per_node",
+             "nnodes": "nnodes", "num_machines": "nnodes", "num_nodes": "nnodes"}  # fmt: skip
+"""Options of torchrun, accelerate and deepspeed before the script."""
+KNOWN = "an ms-swift, LLaMA-Factory, TRL or axolotl command line or YAML, or a DeepSpeed JSON"
+
+
+@dataclass
+class Told:
+    """What a program was told."""
+
+    program: str
+    settings: dict[str, Any]
+    """Their name -> value as it was written."""
+    places: dict[str, str]
+    """Their name -> `train.sh` or `train.yaml:3`."""
+    environment: dict[str, str] = field(default_factory=dict)
+    base: Path = field(default_factory=Path.cwd)
+    """Relative paths in it are relative to this folder."""
+    is_grpo: bool = False
+    method: str = "sft"
+
+
+def read(source: str | Sequence[str]) -> Told:
+    """`source`: a file, or the words of a command line. Raises: ConfigError for what is none of the known ones."""
+    if not isinstance(source, str):
+        return _read_command(list(source), {}, "command line", Path.cwd())
+    path = Path(source)
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source}: cannot be read: {error}. Give {KNOWN}.") from error
+    if path.suffix in (".yaml", ".yml", ".json"):
+        return _read_mapping(path, text)
+    return _read_script(path, text)
+
+
+def _read_mapping(path: Path, text: str) -> Told:
+    try:
+        said = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: is no {path.suffix[1:].upper()}: {error}") from error
+    if not isinstance(said, dict) or not all(isinstance(key, str) for key in said):
+        raise ConfigError(f"{path}: holds no settings by name. Give {KNOWN}.")
+    program = _program_of(said)
+    if program is None:
+        raise ConfigError(f"{path}: settings of no program that is known: {', '.join(list(said)[:8])}. Give {KNOWN}.")
+    lines = {match[1]: number for number, line in enumerate(text.splitlines(), 1)
+             if (match := re.match(r"""^\s*["']?([\w.-]+)["']?\s*:""", line))}  # fmt: skip
+    places = {key: f"{path.name}:{lines[key]}" if key in lines else path.name for key in said}
+    if program == "DeepSpeed":
+        said, places = {"deepspeed": str(path)}, {"deepspeed": path.name}
+    return Told(program, dict(said), places, base=path.resolve().parent, method=_method(program, said))
+
+
+def _program_of(said: Mapping[str, Any]) -> str | None:
+    names = said.keys()
+    if names & {"zero_optimization", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer"}:
+        return "DeepSpeed"
+    if "base_model" in names:
+        return "axolotl"
+    if names & {"finetuning_type", "cutoff_len", "template"} or ("stage" in names and "model_name_or_path" in names):
+        return "LLaMA-Factory"
+    if names & {"train_type", "tuner_type", "rlhf_type"} and "model" in names:
+        return "ms-swift"
+    if names & {"model_name_or_path", "dataset_name"} and names & {"use_peft", "dataset_name", "trl", "max_length"}:
+        return "TRL"
+    return None
+
+
+def _read_script(path: Path, text: str) -> Told:
+    """The first command of a known program in a shell script, with the variables that were set before it."""
+    joined = re.sub(r"\\\s*\n", " ", text)
+    variables: dict[str, str] = {}
+    for line in joined.splitlines():
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        try:
+            words = shlex.split(VARIABLE.sub(lambda one: variables.get(one[1], one[0]), line), comments=True)
+        except ValueError as error:
+            raise ConfigError(f"{path}: cannot be read as a shell script: {error}") from error
+        while words and (words[0] == "export" or ASSIGNMENT.match(words[0])):
+            match = ASSIGNMENT.match(words[0])
+            if match:
+                variables[match[1]] = match[2]
+            words = words[1:]
+        if words and _command_of(words) is not None:
+            return _read_command(words, variables, path.name, path.resolve().parent)
+    raise ConfigError(f"{path}: holds no command of a program that is known. Give {KNOWN}.")
+
+
+def _command_of(words: Sequence[str]) -> tuple[str, str, int] | None:
+    """(program, method, where its options begin)."""
+    for number, word in enumerate(words):
+        name = Path(word).name
+        following = words[number + 1] if number + 1 < len(words) else ""
+        if name in ("swift", "megatron") and following in ("sft", "rlhf", "pt"):
+            return "ms-swift", following, number + 2
+        if name == "trl" and following in ("sft", "grpo"):
+            return "TRL", following, number + 2
+        if name == "llamafactory-cli" and following == "train":
+            return "LLaMA-Factory", "sft", number + 2
+        if name in ("train_bash.py", "train.py") and "src" in Path(word).parts:
+            return "LLaMA-Factory", "sft", number + 1
+        if name in ("sft.py", "grpo.py"):
+            return "TRL", name.removesuffix(".py"), number + 1
+        if name == "axolotl" and following == "train":
+            return "axolotl", "sft", number + 2
+    return None
+
+
+def _read_command(words: list[str], environment: dict[str, str], place: str, base: Path) -> Told:
+    environment = dict(environment)
+    while words and (match := ASSIGNMENT.match(words[0])):
+        environment[match[1]] = match[2]
+        words = words[1:]
+    command = _command_of(words)
+    if command is None:
+        raise ConfigError(f"{' '.join(words[:4]) or 'nothing'}: no command of a program that is known. Give {KNOWN}.")
+    program, method, begin = command
+    settings: dict[str, Any] = {}
+    for name, value in _options(words[: begin - 1]).items():
+        if name in LAUNCHERS:
+            settings[LAUNCHERS[name]] = value
+    rest = words[begin:]
+    if rest and not rest[0].startswith("-"):  # a YAML file, and options that win over it
+        file = (base / rest[0]).resolve()
+        told = read(str(file))
+        told.settings |= settings | _options(rest[1:])
+        told.environment |= environment
+        return told
+    settings |= _options(rest)
+    told = Told(program, settings, dict.fromkeys(settings, place), environment, base)
+    told.method = _method(program, settings) if method in ("sft", "rlhf") else method
+    return told
+
+
+def _method(program: str, settings: Mapping[str, Any]) -> str:
+    said = (
+        settings.get("rlhf_type") or settings.get("rl") or (settings.get("stage") if program == "LLaMA-Factory" else "")
+    )
+    return str(said or "sft")
+
+
+def _options(words: Sequence[str]) -> dict[str, Any]:
+    """`--name value ...` and `--name=value` and `--flag`; a shell's redirections end them."""
+    found: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        if word in ("|", ">", ">>", "2>&1", "&", "&&", "&>", ";"):
+            break
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = value if equals else True
+        elif name:
+            before = found[name]
+            found[name] = word if before is True else [*before, word] if isinstance(before, list) else [before, word]
+    return {key: _value(value) for key, value in found.items()}
+
+
+def _value(text: Any) -> Any:
+    if isinstance(text, list):
+        return [_value(one) for one in text]
+    if isinstance(text, str) and text.lower() in ("true", "false", "none", "null"):
+        return {"true": True, "false": False}.get(text.lower())
+    return text
