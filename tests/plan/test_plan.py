@@ -12,6 +12,7 @@ import surefoot
 from surefoot import cli
 from surefoot.config import load_config
 from surefoot.health.recorder import read_history
+from surefoot.plan import forecast as forecasting
 from surefoot.plan.devices import Device
 from surefoot.plan.forecast import Forecast, forecast
 from surefoot.plan.suggest import ready_to_paste, suggest
@@ -155,3 +156,19 @@ def test_what_cannot_be_planned(
     error = capsys.readouterr().err
     assert said in error
     assert "Traceback" not in error
+
+
+def test_a_deep_model_is_forecast_from_a_few_of_its_layers(
+    settings: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((model_folder("mixtral") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 9}))
+    settings = {**settings, "model": str(tmp_path)}
+    few = told(settings)
+    monkeypatch.setattr(forecasting, "MORE", 9)
+    forecasting._trace.cache_clear()
+    whole = told(settings)
+    assert few.host_peak[1] == pytest.approx(whole.host_peak[1], rel=0.01)
+    assert few.step_s == pytest.approx(whole.step_s)
+    activations = [sum(s for n, s in one.phases["step"].host.items() if "activ" in n) for one in (few, whole)]
+    assert activations[0] == pytest.approx(activations[1], rel=0.02)
