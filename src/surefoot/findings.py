@@ -279,7 +279,7 @@ CATALOGUE: dict[str, Page] = {
         "warning",
         "gradients grow with the learning rate",
         "Over blocks of ten steps the norm of the gradients has only grown, to five times its lowest, while the "
-        "learning rate rose and the loss has stopped to fall.",
+        "learning rate rose and the loss rose by more than its noise.",
         "Lower learning_rate, or lengthen warmup_steps; the loss jumps next, as a rule.",
     ),
     "SF501": Page(

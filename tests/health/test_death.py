@@ -54,6 +54,8 @@ def test_a_machine_without_memory_is_told_by_the_kernels_log() -> None:
     finding = find_death(0, "was killed by signal 9 (SIGKILL)", for_memory=False, history=history, killed={70})
     assert finding.code == "SF201"
     assert "because the machine had no memory" in finding.cause
+    crashed = find_death(0, "was ended by signal 11 (SIGSEGV)", for_memory=False, history=history, killed={70})
+    assert crashed.code == "SF101"
     other = find_death(0, "was killed by signal 9 (SIGKILL)", for_memory=False, history=history, killed={71})
     assert other.code == "SF101"
 

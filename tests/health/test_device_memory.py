@@ -34,6 +34,7 @@ def test_tensors_that_pile_up_are_found_with_the_step_at_which_memory_ends() -> 
     (finding,) = find_in_device_memory(history)
     assert (finding.code, finding.evidence["rank"]) == ("SF203", 1)
     assert "grow by 2.00 MiB a step" in finding.cause
+    assert "There is room for 19.6 GiB" in finding.cause
     left_mib = (10 * GIB + 30 * GIB - 20 * GIB - 400 * MIB) / MIB  # what is free, and held by the allocator
     assert f"used up at about step {200 + round(left_mib / 2)}" in finding.cause
 
@@ -85,3 +86,11 @@ def test_a_usual_batch_is_not_blamed() -> None:
 )
 def test_healthy_peaks(seen: Peaks, room: float) -> None:
     assert seen.finding(room) is None
+
+
+def test_room_is_what_is_left_at_the_peak_of_a_step() -> None:
+    memory = DeviceMemory(0)
+    for step in range(1, 40):
+        memory.add("step", step, {"peak_memory_bytes": 38 * GIB})
+        memory.add("device memory", step, counts())
+    assert memory.room_bytes == 2 * GIB

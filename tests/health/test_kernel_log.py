@@ -1,6 +1,7 @@
 """What the kernel says of GPUs and of processes that it killed."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,13 @@ from surefoot.health.kernel_log import LOG, KernelLog, gpu_errors, killed_for_me
 FALLEN = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 FAULT = "NVRM: Xid (PCI:0000:86:00): 31, pid=4711, name=python, Ch 00000008, intr 00000000. MMU Fault"
 KILLED = "Out of memory: Killed process 4711 (python) total-vm:9000000kB, anon-rss:8000000kB"
-KILLED_IN_CGROUP = "Memory cgroup out of memory: Killed process 4712 (python) total-vm:9000000kB"
+KILLED_IN_CGROUP = "Memory cgroup out of memory: Killed process 4712 (python) total-vm:9kB"
 
 
 def written(path: Path, *lines: str) -> Path:
-    path.write_text("".join(f"4,{number},99,-;{line}\n" for number, line in enumerate(lines)))
+    path.write_text(
+        "".join(f"4,{number},{time.monotonic_ns() // 1000},-;{line}\n" for number, line in enumerate(lines))
+    )
     return path
 
 
@@ -31,7 +34,7 @@ def test_only_what_is_new_is_read(tmp_path: Path) -> None:
 
 
 def test_an_xid_is_named_with_what_it_means() -> None:
-    device, ours = find_gpu_errors(gpu_errors([FALLEN, FAULT, "usb 1-1: new device"]))
+    device, ours = find_gpu_errors(gpu_errors([FALLEN, FAULT, "usb 1-1: new device"]), [4711])
     assert device.code == ours.code == "SF112"
     assert device.evidence["device"] == "0000:3b:00"
     assert "Xid 79, it has fallen off the bus" in device.cause
@@ -39,14 +42,21 @@ def test_an_xid_is_named_with_what_it_means() -> None:
     assert ours.fix.startswith("Restart the program")
 
 
-def test_the_first_error_of_a_card_is_its_cause() -> None:
+def test_each_error_of_a_card_is_named_once() -> None:
     later = FALLEN.replace("79", "45")
-    (finding,) = find_gpu_errors(gpu_errors([FALLEN, later, later]))
-    assert finding.evidence["xid"] == 79
+    found = find_gpu_errors(gpu_errors([FALLEN, later, later, FALLEN.replace("79", "48")]), [])
+    assert [finding.evidence["xid"] for finding in found] == [79, 48]
+
+
+def test_errors_that_other_programs_cause_are_not_ours() -> None:
+    assert find_gpu_errors(gpu_errors([FAULT]), [4712]) == []
 
 
 def test_processes_that_were_killed_for_memory(tmp_path: Path) -> None:
-    assert killed_for_memory(written(tmp_path / "kmsg", FAULT, KILLED, KILLED_IN_CGROUP)) == {4711, 4712}
+    assert killed_for_memory(written(tmp_path / "kmsg", FAULT, KILLED, KILLED_IN_CGROUP)) == {4711}
+    old = tmp_path / "old"
+    old.write_text(f"4,1,{time.monotonic_ns() // 1000 - 10**9},-;{KILLED}\n")
+    assert killed_for_memory(old) == frozenset(), "a thousand seconds ago it was another process"
     assert killed_for_memory(tmp_path / "none") == frozenset()
     assert "No such file" in KernelLog(tmp_path / "none").why_not
 

@@ -37,7 +37,7 @@ def with_rates(losses: list[float], norms: list[float], rates: list[float]) -> l
 
 RISING_RATE = [1e-6 * step for step in range(60)]
 RISING_NORMS = [1.0 * 1.05**step for step in range(60)]
-FLAT = [2.0 + 0.001 * step for step in range(60)]
+FLAT = [2.0 + 0.01 * step for step in range(60)]
 
 
 def test_gradients_that_grow_with_the_learning_rate_are_found() -> None:
@@ -50,9 +50,10 @@ def test_gradients_that_grow_with_the_learning_rate_are_found() -> None:
         (falling(60), RISING_NORMS, RISING_RATE),
         (FLAT, [1.0 + 0.05 * step for step in range(60)], RISING_RATE),
         (FLAT, RISING_NORMS, RISING_RATE[::-1]),
+        ([2.0 + random.Random(step).gauss(0, 0.01) for step in range(60)], RISING_NORMS, RISING_RATE),
         (FLAT, [1.0] * 40 + [8.0] * 20, RISING_RATE),
     ],
-    ids=["the loss falls", "a little", "the rate falls", "at once"],
+    ids=["the loss falls", "a little", "the rate falls", "the loss is noise", "at once"],
 )
 def test_other_gradients_that_grow(losses: list[float], norms: list[float], rates: list[float]) -> None:
     assert with_rates(losses, norms, rates) == []

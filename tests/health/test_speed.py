@@ -153,15 +153,19 @@ def test_too_little_is_known_of_few_collectives_or_one_rank() -> None:
 
 
 def test_memory_that_is_read_back_from_swap_is_named() -> None:
-    finding = find_swapping(40 * 2**20, 3 << 30)
+    finding = find_swapping(40 * 2**20, 3 << 30, 5000.0)
     assert finding is not None
     assert finding.code == "SF309"
     assert "40 MiB/s, while 3.0 GiB" in finding.cause
 
 
-@pytest.mark.parametrize(("read", "there"), [(None, 3 << 30), (1 << 20, 3 << 30), (40 * 2**20, 0)])
-def test_swap_that_costs_nothing(read: float | None, there: int) -> None:
-    assert find_swapping(read, there) is None
+@pytest.mark.parametrize(
+    ("read", "there", "faults"),
+    [(1 << 20, 3 << 30, 5000.0), (40 * 2**20, 0, 5000.0), (40 * 2**20, 3 << 30, 10.0)],
+    ids=["little", "not ours", "another program's"],
+)
+def test_swap_that_costs_nothing(read: float, there: int, faults: float) -> None:
+    assert find_swapping(read, there, faults) is None
 
 
 def test_the_share_of_phases_in_the_newest_steps() -> None:

@@ -5,15 +5,18 @@
 
 import os
 import re
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 LOG = Path("/dev/kmsg")
+JUST_S = 120.0
 MOST_AT_ONCE = 100_000
 """Lines of one look."""
 XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<device>[^)]+)\): (?P<number>\d+)(?:, (?P<more>.*))?")
-KILLED = re.compile(r"ut of memory: Killed process (?P<process>\d+) ")
+PROCESS = re.compile(r"pid=(\d+)")
+KILLED = re.compile(r"^Out of memory: Killed process (?P<process>\d+) ")
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class GpuError:
     """PCI address."""
     number: int
     said: str
+    process: int | None = None
+    """That did it, by the driver, where it is told."""
 
 
 class KernelLog:
@@ -39,14 +44,19 @@ class KernelLog:
         except OSError as error:
             self.why_not = str(error)
 
-    def read(self) -> list[str]:
-        """Messages without their headers; a reader that is too slow misses some."""
+    def read(self, newest_s: float | None = None) -> list[str]:
+        """Messages without their headers, of the last `newest_s`; a reader that is too slow misses some."""
         lines: list[str] = []
+        since_us = 0.0 if newest_s is None else (time.monotonic() - newest_s) * 1e6
         for _ in range(MOST_AT_ONCE):
             said = self._next()
             if not said:
                 break
-            lines += [line.partition(";")[2] for line in said.decode("utf-8", "replace").splitlines() if ";" in line]
+            for line in said.decode("utf-8", "replace").splitlines():
+                header, _, text = line.partition(";")
+                fields = header.split(",")  # priority, number, microseconds since the machine was started
+                if text and len(fields) > 2 and fields[2].isdigit() and int(fields[2]) >= since_us:
+                    lines.append(text)
         return lines
 
     def _next(self) -> bytes:
@@ -70,12 +80,16 @@ class KernelLog:
 def gpu_errors(lines: list[str]) -> list[GpuError]:
     """The Xids among messages of the kernel."""
     found = (XID.search(line) for line in lines)
-    return [GpuError(one["device"], int(one["number"]), one[0]) for one in found if one]
+    return [
+        GpuError(one["device"], int(one["number"]), one[0], int(pid[1]) if (pid := PROCESS.search(one[0])) else None)
+        for one in found
+        if one
+    ]
 
 
-def killed_for_memory(path: Path = LOG) -> frozenset[int]:
-    """Processes that the kernel killed because a machine or a cgroup had no memory left, as far as its log goes."""
+def killed_for_memory(path: Path = LOG, newest_s: float = JUST_S) -> frozenset[int]:
+    """Processes that the kernel killed just now because the whole machine had no memory left."""
     log = KernelLog(path, from_the_start=True)
-    found = (KILLED.search(line) for line in log.read())
+    found = (KILLED.search(line) for line in log.read(newest_s))
     log.end()
     return frozenset(int(one["process"]) for one in found if one)

@@ -14,6 +14,8 @@ from typing import Any
 
 from surefoot.health.memory import OwnMemory
 
+MOST_OBJECTS = 700_000
+"""Counting more would hold up the program for seconds; one with torch and transformers loaded has about 400,000."""
 KEPT_KINDS = 40
 KEPT_HOLDERS = 10
 CONTAINERS = frozenset({list, dict, set, tuple, deque})
@@ -56,22 +58,33 @@ def read_census(said: Mapping[str, Any]) -> Census:
     return Census(said["anonymous_bytes"], kinds, tuple(Holder(**one) for one in said["holders"]))
 
 
-def take_census() -> Census:
-    """Count the objects that can be reached from those that the garbage collector tracks."""
+def take_census() -> Census | None:
+    """Count the objects that can be reached from those that the garbage collector tracks; None where they are many.
+
+    Tensors are let go of at once: what a step would free must not live longer because it is counted.
+    """
     anonymous_bytes = OwnMemory().anonymous_bytes()
     size_of = _size_of()
+    tracked = gc.get_objects()
+    if len(tracked) > MOST_OBJECTS:
+        return None
+    tensors = _tensor_kinds()
+    sizes = [(type(one), size_of(one)) for one in tracked if type(one) in tensors]
+    tracked = [one for one in tracked if type(one) not in tensors]
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     held: list[tuple[int, Any]] = []
     untracked: set[int] = set()
-    for one in gc.get_objects():
-        _count(one, size_of(one), counts)
+    for kind, size in sizes:
+        _count(kind, size, counts)
+    for one in tracked:
+        _count(type(one), size_of(one), counts)
         inside = 0
         for entry in gc.get_referents(one):
             size = size_of(entry)
             inside += size if type(entry) not in CONTAINERS else 0
             if size and not gc.is_tracked(entry) and id(entry) not in untracked:
                 untracked.add(id(entry))
-                _count(entry, size, counts)
+                _count(type(entry), size, counts)
         if inside and type(one) in CONTAINERS:
             held.append((inside, one))
     largest = nlargest(KEPT_HOLDERS, held, key=lambda both: both[0])
@@ -80,18 +93,21 @@ def take_census() -> Census:
     return Census(anonymous_bytes, {kind: (many, size) for kind, (many, size) in kinds}, holders)
 
 
-def _count(one: object, size: int, counts: dict[str, list[int]]) -> None:
+def _count(kind: type, size: int, counts: dict[str, list[int]]) -> None:
     if size:
-        kind = type(one)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         counts[name][0] += 1
         counts[name][1] += size
 
 
+def _tensor_kinds() -> frozenset[type]:
+    torch = sys.modules.get("torch")
+    return frozenset({torch.Tensor, torch.nn.Parameter}) if torch is not None else frozenset()
+
+
 def _size_of() -> Callable[[object], int]:
     """A function for the bytes of an object, without those it refers to; 0 for kinds that are not looked at."""
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    tensors = {torch.Tensor, torch.nn.Parameter} if torch is not None else set()
+    tensors, numpy = _tensor_kinds(), sys.modules.get("numpy")
     array = numpy.ndarray if numpy is not None else None
 
     def size(one: Any) -> int:

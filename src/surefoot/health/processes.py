@@ -108,6 +108,14 @@ def swapped_bytes(process: int) -> int:
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmSwap:"))
 
 
+def major_faults(process: int) -> int:
+    """Pages that a process had to wait for, since it began: from swap, or from files; 0 where it may not be read."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[9])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
 def swapped_in_bytes() -> int | None:
     """What this machine has read back from swap since it was started; None where that is not told."""
     try:

@@ -16,7 +16,7 @@ from surefoot.health.diagnose.speed import find_slow, find_straggler, find_swapp
 from surefoot.health.flight import read_flight
 from surefoot.health.kernel_log import GpuError, KernelLog, gpu_errors
 from surefoot.health.objects import Census, read_census
-from surefoot.health.processes import room_bytes, swapped_bytes, swapped_in_bytes, uses_gpus
+from surefoot.health.processes import major_faults, room_bytes, swapped_bytes, swapped_in_bytes, uses_gpus
 from surefoot.health.rank_state import WINDOW_S, RankState
 from surefoot.health.witness import FLIGHT, OBJECTS
 from surefoot.health.witnesses import Witnesses
@@ -45,13 +45,16 @@ class Trends:
         self._kernel_log = KernelLog()
         self._swapped_in: tuple[float, int] | None = None
         """When, and what the machine had read back from swap by then."""
+        self._major_faults = 0
+        """Of the ranks, by then."""
         self._long_phase_s = began_s
         """When a rank was last seen in a long phase, where others wait for it."""
-        self._leaking: set[int] = set()
-        self._first_census: dict[int, Census] | None = None
+        self._leaking: set[tuple[int, int]] = set()
+        """(rank, process) of those whose growth was named."""
+        self._first_census: dict[tuple[int, int], Census] | None = None
         """Of the ranks' objects, when the memory of one of them first grew as a leak does."""
         self._said: set[str] = set()
-        """Codes of what was found in the run's times and numbers: each is said once."""
+        """What was found in the run's times and numbers: each code is said once, and each number of a GPU's errors."""
         self._throttled: deque[tuple[float, tuple[int, int]]] = deque()
         """When, and the kernel's counts then, of the last `THROTTLED_OVER_S`."""
         self._next_s = began_s
@@ -79,38 +82,48 @@ class Trends:
         # These are the same on all ranks: the machine of the first one says them.
         numbers = self._ranks[0].numbers.findings() if 0 in self._ranks else []
         looks = self._looks_at_gpus(now_s)
-        gpus = [*find_in_gpus(looks), *self._launch_bound(looks), *find_gpu_errors(self._gpu_errors())]
+        gpus = [*find_in_gpus(looks), *self._launch_bound(looks), *find_gpu_errors(*self._gpu_errors())]
         memory = [finding for rank in self._ranks.values() for finding in self._device_memory(rank)]
         all_of_them = (*slow, *numbers, *gpus, *memory, *self._swapping(now_s))
-        new = [finding for finding in all_of_them if finding.code not in self._said]
-        self._said.update(finding.code for finding in new)
+        new = [finding for finding in all_of_them if _key(finding) not in self._said]
+        self._said.update(_key(finding) for finding in new)
         return found + new
 
     def _leaks(self) -> list[Finding]:
         """Ranks whose memory grows; their objects are counted when it begins to look so, and when it is sure."""
-        watched = {number: rank for number, rank in self._ranks.items() if number not in self._leaking}
+        watched = {
+            number: rank for number, rank in self._ranks.items()
+            if (number, rank.ring.process) not in self._leaking and not rank.has_ended
+        }  # fmt: skip
         sure = {number: finding for number, rank in watched.items() if (finding := rank.memory.finding()) is not None}
         if self._first_census is None and any(rank.memory.is_suspect for rank in watched.values()):
             self._first_census = self._take_census()
         if not sure:
             return []
         now, before = self._take_census(), self._first_census or {}
-        self._leaking |= sure.keys()
+        self._leaking |= {(number, watched[number].ring.process) for number in sure}
         room = room_bytes() / self._num_here
-        owners = {number: name_owner(before.get(number), now.get(number)) for number in sure}
+        keys = {number: (number, watched[number].ring.process) for number in sure}
+        owners = {number: name_owner(before.get(key), now.get(key)) for number, key in keys.items()}
         found = (watched[number].memory.finding(room, owners[number]) for number in sure)
         return [finding for finding in found if finding is not None]
 
-    def _take_census(self) -> dict[int, Census]:
-        """Of the ranks of this machine that answer in time."""
+    def _take_census(self) -> dict[tuple[int, int], Census]:
+        """By (rank, process), of those of this machine that are there and answer in time."""
+        there = {number: rank for number, rank in self._ranks.items() if not rank.has_ended}
         try:
-            answers = self._witnesses.answers(self._witnesses.ask(OBJECTS), self._ranks)
+            answers = self._witnesses.answers(self._witnesses.ask(OBJECTS), there)
         except OSError:  # a full disk: the leak is named without its owner
             return {}
-        return {number: read_census(said) for number, said in answers.items()}
+        return {
+            (number, there[number].ring.process): read_census(said)
+            for number, said in answers.items()
+            if said is not None
+        }
 
     def _device_memory(self, rank: RankState) -> list[Finding]:
-        spike = rank.peaks.finding(rank.device_memory.room_bytes or room_bytes() / self._num_here)
+        on_device = rank.device_memory.room_bytes
+        spike = rank.peaks.finding(on_device if on_device is not None else room_bytes() / self._num_here)
         return [*rank.device_memory.findings(), *([spike] if spike is not None else [])]
 
     def _launch_bound(self, looks: list[Look]) -> list[Finding]:
@@ -121,10 +134,11 @@ class Trends:
         finding = find_launch_bound(looks, rank.busy_cores, share_of_steps(rank.times, COMPUTING))
         return [finding] if finding is not None else []
 
-    def _gpu_errors(self) -> list[GpuError]:
-        """What the kernel's log says of this machine's GPUs, where ranks use them."""
+    def _gpu_errors(self) -> tuple[list[GpuError], list[int]]:
+        """(what the kernel's log says of this machine's GPUs, the ranks' processes); nothing where ranks use none."""
         errors = gpu_errors(self._kernel_log.read())
-        return errors if any(uses_gpus(rank.ring.process) for rank in self._ranks.values()) else []
+        processes = [rank.ring.process for rank in self._ranks.values()]
+        return (errors if any(map(uses_gpus, processes)) else []), processes
 
     def _swapping(self, now_s: float) -> list[Finding]:
         """Memory of the ranks that the machine reads back from swap, over the time between two looks."""
@@ -132,8 +146,11 @@ class Trends:
         self._swapped_in = (now_s, now) if now is not None else None
         if before is None or now is None or now_s - before[0] < TRENDS_EVERY_S / 2:
             return []
-        swapped = sum(swapped_bytes(rank.ring.process) for rank in self._ranks.values())
-        finding = find_swapping((now - before[1]) / (now_s - before[0]), swapped)
+        processes = [rank.ring.process for rank in self._ranks.values()]
+        swapped, faults = sum(map(swapped_bytes, processes)), sum(map(major_faults, processes))
+        faults_before, self._major_faults = self._major_faults, faults
+        took_s = now_s - before[0]
+        finding = find_swapping((now - before[1]) / took_s, swapped, (faults - faults_before) / took_s)
         return [finding] if finding is not None else []
 
     def _looks_at_gpus(self, now_s: float) -> list[Look]:
@@ -172,3 +189,7 @@ class Trends:
         throttled, periods = (after - before for before, after in zip(self._throttled[0][1], counts, strict=True))
         is_whole = now_s - self._throttled[0][0] >= THROTTLED_OVER_S
         return throttled / periods if is_whole and periods > 0 else None
+
+
+def _key(finding: Finding) -> str:
+    return f"{finding.code} {finding.evidence.get('device', '')} {finding.evidence.get('xid', '')}"

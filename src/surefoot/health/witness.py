@@ -12,6 +12,7 @@ handler in C, which runs while another thread holds Python's lock.
 import faulthandler
 import functools
 import json
+import logging
 import os
 import signal
 import sys
@@ -97,7 +98,7 @@ class Witness:
 
     def _say(self, asked: str) -> None:
         if asked.endswith(OBJECTS):
-            _write(objects_path(self._run_folder, self._rank), {"request": asked, "objects": take_census().as_dict()})
+            _write(objects_path(self._run_folder, self._rank), {"request": asked, "objects": _objects()})
         else:
             _write(flight_path(self._run_folder, self._rank), {"request": asked, **_flight()})
 
@@ -123,6 +124,16 @@ def _flight() -> dict[str, Any]:
         return {"flight": json.loads(dump(includeCollectives=True)) if dump is not None else None}
     except (RuntimeError, TypeError, ValueError) as error:
         return {"flight": None, "error": f"{type(error).__name__}: {error}"}
+
+
+def _objects() -> dict[str, Any] | None:
+    """The census; null where it cannot be taken: whatever an object does when it is looked at, the witness goes on."""
+    try:
+        census = take_census()
+    except Exception:
+        logging.getLogger(__name__).warning("Python's objects could not be counted", exc_info=True)
+        return None
+    return census.as_dict() if census is not None else None
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

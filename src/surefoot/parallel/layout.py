@@ -83,6 +83,13 @@ class Layout:
             refuse("offload=cpu on device=cpu: the state is in host memory already. Leave offload out", "offload")
         if config.offload is not None and config.zero_stage == 0:
             refuse("offload=cpu moves sharded state, which needs zero_stage 1, 2 or 3", "offload", "zero_stage")
+        if config.offload is not None and expert_parallel > 1 and expert_parallel == size:
+            refuse(
+                f"offload=cpu moves what is sharded, and with expert_parallel_size={expert_parallel} on {size} ranks "
+                "each expert is whole on one. Use a smaller expert_parallel_size, or leave offload out",
+                "offload",
+                "expert_parallel_size",
+            )
         return Layout(
             size=size,
             zero_stage=config.zero_stage,

@@ -1,5 +1,7 @@
 """What a run needs, phase by phase and rank by rank, and whether it fits. Reads the model's config, and no weights."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -10,6 +12,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from surefoot.config import RunConfig
+from surefoot.errors import ConfigError, ModelError, SurefootError
 from surefoot.models.build import build_without_storage
 from surefoot.models.lora import LoraSettings
 from surefoot.parallel.layout import Layout
@@ -28,6 +31,8 @@ CPU_BYTES_PER_S = 10 * GB
 """Between a GPU and its host over PCIe 4, and of one rank's part of the host's memory; assumptions."""
 UPDATE_PASSES = 7
 """Over the trained weights: AdamW reads weight, gradient and two moments and writes three of them."""
+MOST_TOKENS = 1 << 18
+"""In one forward; more take minutes to go through, and fit nowhere."""
 GPU_PROCESS_BYTES = 3 * GIB
 """Of the host, for a process with CUDA's libraries; not measured here."""
 
@@ -102,21 +107,38 @@ class Forecast:
         }
 
 
-def forecast(run: RunConfig, base: Path, device: Device, *, host_free_bytes: int = 0) -> Forecast:
+def forecast(
+    run: RunConfig,
+    base: Path,
+    device: Device,
+    *,
+    host_free_bytes: int = 0,
+    where: Callable[..., str] = lambda *_: "run.yaml",
+) -> Forecast:
     """Of a run whose model's config.json is in `base`.
 
     Raises: ModelError for a config that no model can be made of; ConfigError for sizes that do not divide.
     """
     ranks = run.nproc_per_node * run.nnodes
-    layout = Layout.of(run, ranks)
+    layout = Layout.of(run, ranks, where)
     dtype = torch.float32 if not device.is_gpu and run.dtype != "bfloat16" else torch.bfloat16
     dtype = torch.float32 if run.dtype == "float32" else dtype
     lora = lora_settings(run)
     sizes = _sizes(base, lora, dtype)
+    if layout.expert_parallel > 1 and (not sizes.num_experts or sizes.num_experts % layout.expert_parallel):
+        raise ConfigError(
+            f"expert_parallel_size={layout.expert_parallel} does not divide the {sizes.num_experts} experts of the "
+            f"model ({where('expert_parallel_size')})."
+        )
     all_sequences = run.global_batch_size or run.sequences_per_step * ranks
     sequences = -(-all_sequences // ranks)
     each = min(run.per_device_train_batch_size, sequences)
     steps = -(-sequences // each)
+    if each * run.max_length > MOST_TOKENS:
+        raise ConfigError(
+            f"per_device_train_batch_size={each} x max_length={run.max_length} are {each * run.max_length} tokens in "
+            f"one forward; plans are made for up to {MOST_TOKENS} ({where('max_length', 'per_device_train_batch_size')})."
+        )
     trace = _trace(
         base, lora, dtype, is_checkpointed=run.gradient_checkpointing, rows=each, length=run.max_length,
         coefficient=run.router_aux_loss_coef, is_on_gpu=device.is_gpu, twice=steps > 1,
@@ -146,9 +168,23 @@ def _process_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+@contextmanager
+def _as_model_errors(base: Path) -> Iterator[None]:
+    """What a model of another form raises when it is built, counted or run, as one error that names its config."""
+    try:
+        yield
+    except SurefootError:
+        raise
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else ""
+        raise ModelError(
+            f"{base / 'config.json'}: no forecast can be made of this model: {type(error).__name__}: {reason}"
+        ) from error
+
+
 @lru_cache(maxsize=8)
 def _sizes(base: Path, lora: LoraSettings | None, dtype: torch.dtype) -> Sizes:
-    with FakeTensorMode():
+    with _as_model_errors(base), FakeTensorMode():
         return sizes_of(
             build_without_storage(base, lora=lora, dtype=dtype, gradient_checkpointing=False, attention=ATTENTION)
         )
@@ -162,7 +198,7 @@ def _trace(
     """Of `rows` sequences of full length, all of whose tokens are trained: the most that a micro-batch can need."""
 
     def traced(layers: int | None) -> Trace:
-        with FakeTensorMode():
+        with _as_model_errors(base), FakeTensorMode():
             built = build_without_storage(
                 base, lora=lora, dtype=dtype, gradient_checkpointing=is_checkpointed, attention=ATTENTION, layers=layers
             )

@@ -57,9 +57,11 @@ class Cuts:
 
 
 def gradient_share(layout: Layout, sizes: Sizes) -> float:
-    """This rank's part of the gradients that have been formed, while the rest of the backward runs."""
+    """This rank's part of the gradients that have been formed, while the rest of the backward runs; of the mean one."""
+    dense, experts = sizes.whole.trained, sizes.whole.expert_trained
     is_summed_by_layer = layout.is_sharded and layout.zero_stage >= 2 and _is_grouped_by_layer(layout, sizes)
-    return 1 / layout.fsdp if is_summed_by_layer else 1 / layout.expert_parallel if sizes.num_experts else 1.0
+    cuts = Cuts.of(layout, sizes) if is_summed_by_layer else Cuts(1, layout.expert_parallel, layout.expert_parallel)
+    return (dense / cuts.dense + experts / cuts.experts) / max(1, dense + experts)
 
 
 def forecast_memory(
@@ -88,7 +90,8 @@ def forecast_memory(
     on_host = {**process, **copies}
     phases = {
         "load": Owners({**at_rest, "tensor that is read": sizes.largest_tensor_bytes}, process),
-        "step": Owners(max(step, optimizer, key=lambda one: sum(one.values())), on_host),
+        "step": Owners(step, on_host),
+        "update": Owners(optimizer, on_host),
         "save": Owners({**at_rest, **state}, on_host),
         "evaluate": Owners(
             {**at_rest, **state, "gathered weights": _gathered(sizes, layout), "temporary": trace.evaluation_peak},
@@ -152,7 +155,7 @@ def _placed(owners: Owners, layout: Layout, *, is_on_gpu: bool) -> Owners:
     if not is_on_gpu:
         return Owners({}, {name: size for name, size in {**host, **device}.items() if size})
     if layout.offload:
-        away = {"trained weights", "optimizer"} | ({"frozen weights"} if layout.zero_stage == 3 else set())
+        away = {"trained weights", "optimizer", "gradients"} | ({"frozen weights"} if layout.zero_stage == 3 else set())
         host |= {name: size for name, size in device.items() if name in away}
         device = {name: size for name, size in device.items() if name not in away}
     return Owners({n: s for n, s in device.items() if s}, {n: s for n, s in host.items() if s})

@@ -1,5 +1,6 @@
 """Settings near those of a run that fit, the fastest first."""
 
+import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -9,6 +10,8 @@ from surefoot.errors import SurefootError
 from surefoot.plan.forecast import Forecast
 
 MOST = 3
+SEARCH_S = 40.0
+"""After which no more settings are tried."""
 Changed = dict[str, Any]
 
 
@@ -20,9 +23,12 @@ def suggest(told: Forecast, ask: Callable[[RunConfig], Forecast]) -> list[tuple[
     """
     if told.fits:
         return []
+    give_up_s = time.monotonic() + SEARCH_S
     for candidates in (_same_ranks(told), _more_ranks(told)):
         fitting: list[tuple[Changed, Forecast]] = []
         for changed in candidates:
+            if time.monotonic() > give_up_s:
+                break
             try:
                 other = ask(told.run.model_copy(update=changed))
             except SurefootError:  # settings that exclude each other for this model
@@ -54,7 +60,7 @@ def _same_ranks(told: Forecast) -> Iterator[Changed]:
         changed = {name: value for name, value in zip(options, values, strict=True) if getattr(run, name) != value}
         if changed:
             # As many sequences in a step as before: the run learns the same.
-            is_fixed = run.global_batch_size is not None
+            is_fixed = run.global_batch_size is not None and run.gradient_accumulation_steps is None
             yield changed if is_fixed else {**changed, "global_batch_size": sequences, **_NO_ACCUMULATION}
 
 
@@ -73,18 +79,21 @@ def _more_ranks(told: Forecast) -> Iterator[Changed]:
     run = told.run
     sizes = [(n, run.nnodes) for n in (2, 4, 8) if n > run.nproc_per_node]
     sizes += [(max(8, run.nproc_per_node), n) for n in (2, 4, 8) if n > run.nnodes]
-    for nproc, nodes in sizes:
+    for nproc, nodes in ((n, m) for n, m in sizes if n * m <= told.sequences_per_step):
         for rows in dict.fromkeys((run.per_device_train_batch_size, 1)):
             yield {
                 "nproc_per_node": nproc, "nnodes": nodes, "zero_stage": 3, "gradient_checkpointing": True,
                 "per_device_train_batch_size": rows, "global_batch_size": told.sequences_per_step, **_NO_ACCUMULATION,
+                **({"rdzv_endpoint": run.rdzv_endpoint or "node0:29500"} if nodes > 1 else {}),
             }  # fmt: skip
 
 
 def ready_to_paste(changed: Changed) -> str:
     """Lines of run.yaml."""
-    return "\n".join(f"{name}: {_yaml(value)}" for name, value in changed.items() if value is not None)
+    return "\n".join(f"{name}: {_yaml(value)}" for name, value in changed.items())
 
 
 def _yaml(value: Any) -> str:
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -6,7 +6,7 @@ flash kernels save.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,14 +31,19 @@ ATTEND = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTEND_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
+Moment = tuple[int, int]
+"""Bytes of (all tensors but gradients, whole gradients) that are alive at once."""
+
+
 @dataclass(frozen=True)
 class Trace:
     """Of one rank's micro-batches of one step, without parameters and optimizer state. In bytes."""
 
-    peak: int
-    """Of all tensors but gradients, when they and this rank's part of the gradients are the most."""
-    gradients_at_peak: int
-    """Of whole gradients, then."""
+    moments: tuple[Moment, ...]
+    """Where most may be alive: before any decoder layer has gradients, when the last one has them, when all but the
+    first one have them, and when all have them. In between it is on a line, so one of these is the peak."""
+    gradient_share: float
+    """This rank's part of gradients."""
     saved_by_kind: dict[str, int] = field(default_factory=dict)
     """What a forward leaves for its backward, by kind of layer."""
     evaluation_peak: int = 0
@@ -46,15 +51,30 @@ class Trace:
     flops: int = 0
     """Of matrix products, forward and backward of one micro-batch."""
 
+    @property
+    def _most(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment[0] + self.gradient_share * moment[1])
+
+    @property
+    def peak(self) -> int:
+        """Of all tensors but gradients, when they and this rank's part of the gradients are the most."""
+        return self._most[0]
+
+    @property
+    def gradients_at_peak(self) -> int:
+        """Of whole gradients, then."""
+        return self._most[1]
+
     def with_layers(self, more: "Trace", here: int, there: int, wanted: int) -> "Trace":
         """Of a model of `wanted` equal layers, from this one of `here` layers and one of `there`."""
 
         def line(a: int, b: int) -> int:
             return a + (b - a) * (wanted - here) // (there - here)
 
+        both = zip(self.moments, more.moments, strict=True)
         return Trace(
-            peak=line(self.peak, more.peak),
-            gradients_at_peak=line(self.gradients_at_peak, more.gradients_at_peak),
+            moments=tuple((line(a[0], b[0]), line(a[1], b[1])) for a, b in both),
+            gradient_share=self.gradient_share,
             saved_by_kind={kind: line(self.saved_by_kind.get(kind, 0), size) for kind, size in
                            more.saved_by_kind.items()},
             evaluation_peak=line(self.evaluation_peak, more.evaluation_peak),
@@ -65,11 +85,16 @@ class Trace:
 class _Live(TorchDispatchMode):
     """Counts the bytes of tensors that are alive, but for those it was told of."""
 
-    def __init__(self, known: Sequence[Tensor], gradient_share: float = 1.0) -> None:
+    def __init__(
+        self, known: Sequence[Tensor], gradient_share: float = 1.0, layers: Mapping[Tensor, int] | None = None
+    ) -> None:
+        """`layers`: parameter -> the decoder layer it is of."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = self.flops = 0
-        self.gradients = self.gradients_at_peak = 0
-        self._share, self._most = gradient_share, 0.0
+        self.now = self.flops = self.gradients = 0
+        self._share, self._layers = gradient_share, layers or {}
+        self._with_gradients: set[int] = set()
+        self._most: dict[int, tuple[float, Moment]] = {}
+        """Layers that have gradients -> the most that was alive while they were so many."""
         self.kind = "other"
         self.by_kind: dict[str, int] = defaultdict(int)
         self._alive: dict[int, Any] = {}
@@ -87,9 +112,24 @@ class _Live(TorchDispatchMode):
             self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=output)
         return output
 
+    def begin_pass(self) -> None:
+        """Another micro-batch: its backward goes through all layers again."""
+        self._with_gradients.clear()
+
+    def moments(self) -> tuple[Moment, ...]:
+        """Of `Trace.moments`."""
+        count = max(self._most)
+        return tuple(self._most[min(progress, count)][1] for progress in (0, 1, max(count - 1, 0), count))
+
+    @property
+    def peak(self) -> int:
+        return max((moment[1] for moment in self._most.values()), key=lambda one: one[0])[0]
+
     def keep_gradient(self, parameter: Tensor) -> None:
         """Count the gradient that a parameter got as one, from now on."""
         assert parameter.grad is not None
+        if parameter in self._layers:
+            self._with_gradients.add(self._layers[parameter])
         storage = parameter.grad.untyped_storage()
         seen = self._alive.pop(storage._cdata, None)
         if seen is not None:
@@ -107,9 +147,9 @@ class _Live(TorchDispatchMode):
         self._alive[key] = (ref(storage, lambda _: self._died(key, size, kind)), kind)
         self.now += size
         self.by_kind[kind] += size
-        if self.now + self._share * self.gradients > self._most:
-            self._most = self.now + self._share * self.gradients
-            self.peak, self.gradients_at_peak = self.now, self.gradients
+        joint, progress = self.now + self._share * self.gradients, len(self._with_gradients)
+        if progress not in self._most or joint > self._most[progress][0]:
+            self._most[progress] = (joint, (self.now, self.gradients))
 
     def _died(self, key: int, size: int, kind: str) -> None:
         if self._alive.pop(key, None) is not None:
@@ -130,6 +170,10 @@ class _FlashAttention:
         self, _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, *,
         lengths: list[int], **_: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
+        width = value.shape[-1]
+        if width != query.shape[-1]:  # latent attention: values are narrower; these shapes want one width
+            value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
+            return self(_module, query, key, value, _mask, lengths=lengths)[0][..., :width], None
         if self.is_on_gpu:
             repeats = query.shape[1] // key.shape[1]
             if repeats > 1:
@@ -183,13 +227,15 @@ def trace_step(
     totals = Totals(batch.num_tokens, batch.num_trained, float(batch.num_trained))
     known = [*model.parameters(), *model.buffers(), batch.ids, batch.position_ids, batch.cu_seq_lens,
              batch.predict_at, batch.targets]  # fmt: skip
-    live = _Live(known, gradient_share)
+    layers = {one: number for number, layer in enumerate(model.get_decoder().layers) for one in layer.parameters()}
+    live = _Live(known, gradient_share, layers)
     saved: dict[str, int] = {}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks = [parameter.register_post_accumulate_grad_hook(live.keep_gradient) for parameter in parameters]
     is_mixed = built.autocast
     with _kinds(model, live), live:
         for _ in range(2 if twice else 1):
+            live.begin_pass()
             with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
                 parts = objective.loss(batch, totals)
             saved = dict(live.by_kind)
@@ -202,8 +248,8 @@ def trace_step(
     with torch.no_grad(), evaluating, torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
         objective.loss(batch, totals)
     return Trace(
-        peak=live.peak,
-        gradients_at_peak=live.gradients_at_peak,
+        moments=live.moments(),
+        gradient_share=gradient_share,
         saved_by_kind={kind: size for kind, size in sorted(saved.items()) if size},
         evaluation_peak=evaluating.peak,
         flops=live.flops // (2 if twice else 1),

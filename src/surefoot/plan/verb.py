@@ -1,5 +1,6 @@
 """`surefoot plan`: from a config and the name of a device to a forecast, its findings, and settings that fit."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,12 +48,16 @@ def plan(config: str, overrides: Sequence[str]) -> Plan:
     loaded = load_config(config, rest)
     base = resolve_model(loaded.run.model, loaded.where("model"), weights=False)
     device = _device(ours.get("device", loaded.run.device))
+    if ours.get("device") and loaded.run.device == "cpu":
+        raise ConfigError(
+            f"device={ours['device']} and device=cpu in {config}: leave the second out to plan for the first."
+        )
     is_here = ours.get("device", "auto") in OF_A_RUN
     host_bytes = int(_number(ours, "host_gib") * GIB) or (room_bytes() if is_here else 0)
     run = loaded.run.model_copy(update={"device": "cuda" if device.is_gpu else "cpu"})
 
     def ask(one: RunConfig) -> Forecast:
-        return forecast(one, base, device, host_free_bytes=host_bytes)
+        return forecast(one, base, device, host_free_bytes=host_bytes, where=loaded.where)
 
     told = ask(run)
     return Plan(told, findings_of(told, _as(loaded, run)), suggest(told, ask), _number(ours, "price"))
@@ -84,7 +89,7 @@ def _number(ours: dict[str, str], name: str) -> float:
         value = float(ours.get(name, "0"))
     except ValueError:
         value = -1.0
-    if value < 0:
+    if not (math.isfinite(value) and value >= 0):
         raise ConfigError(f"{name}={ours[name]} is no number (command line).")
     return value
 

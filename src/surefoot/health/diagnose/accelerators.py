@@ -4,7 +4,7 @@ NVML's utilisation is the share of time in which any kernel ran: one that only s
 reads 100 %. Power tells the two apart.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from statistics import median
 
 from surefoot.findings import CATALOGUE, Finding
@@ -82,11 +82,15 @@ def find_launch_bound(looks: Sequence[Look], cores: float | None, computing: flo
     )
 
 
-def find_gpu_errors(errors: Sequence[GpuError]) -> list[Finding]:
-    """What the driver said in the kernel's log; the first of each device."""
-    firsts: dict[str, GpuError] = {}
+def find_gpu_errors(errors: Sequence[GpuError], processes: Collection[int]) -> list[Finding]:
+    """What the driver said in the kernel's log; each number once for each device.
+
+    `processes`: of the ranks. What a program caused itself counts where one of them did.
+    """
+    firsts: dict[tuple[str, int], GpuError] = {}
     for error in errors:
-        firsts.setdefault(error.device, error)
+        if error.number not in OF_PROGRAMS or error.process in processes:
+            firsts.setdefault((error.device, error.number), error)
     return [
         Finding(
             "SF112",
@@ -96,7 +100,7 @@ def find_gpu_errors(errors: Sequence[GpuError]) -> list[Finding]:
             "Restart the program: it did this itself." if error.number in OF_PROGRAMS else CATALOGUE["SF112"].fix,
             confidence=0.9,
         )
-        for device, error in firsts.items()
+        for (device, _), error in firsts.items()
     ]
 
 

@@ -33,7 +33,7 @@ def find_death(
     if rank is not None:
         evidence, who = {"rank": rank, **evidence}, f"rank {rank}"
     where = _where(mine)
-    is_in_log = bool(mine) and mine[-1].process in killed
+    is_in_log = "SIGKILL" in how and bool(mine) and mine[-1].process in killed
     if for_memory or is_in_log:
         anonymous = [entry.values["anonymous_bytes"] for entry in mine if "anonymous_bytes" in entry.values]
         if anonymous:

@@ -25,21 +25,24 @@ class DeviceMemory:
         self._rank = rank
         self._steps: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=MOST_STEPS)
         self._seen = 0
+        self._peak = 0.0
 
     def add(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """What happened, in its order."""
-        if kind == "device memory":
+        if kind == "step":
+            self._peak = values["peak_memory_bytes"]
+        elif kind == "device memory":
             self._seen += 1
             if self._seen > WARMUP_STEPS:
                 self._steps.append((step, values))
 
     @property
     def room_bytes(self) -> float | None:
-        """What tensors may still take; None where there is no device."""
+        """What was left when tensors were the most; None where there is no device."""
         if not self._steps:
             return None
         newest = self._steps[-1][1]
-        return newest["free"] + newest["reserved"] - newest["allocated"]
+        return newest["free"] + newest["reserved"] - max(self._peak, newest["allocated"])
 
     def findings(self) -> list[Finding]:
         """What the steps so far show."""

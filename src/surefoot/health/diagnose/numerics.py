@@ -24,6 +24,7 @@ GRADIENT_TIMES = 3.0
 """Gradients so much larger than usual, when the loss jumped, are its cause."""
 RISE_STEPS, RISE_BLOCK, RISE_TIMES = 200, 10, 5.0
 """Over how many steps, in blocks of how many, gradients must grow, and how many times."""
+NOISE_TIMES = 3.0
 COLLAPSED = 0.9
 """Of the way from an even spread to every token choosing the same experts."""
 MOST_EVEN = 0.5
@@ -112,7 +113,7 @@ def _jump(steps: Sequence[_Step]) -> Finding | None:
 
 
 def _rises_with_the_rate(steps: Sequence[_Step]) -> Finding | None:
-    """Gradients that have grown ever since the learning rate rises, while the loss has stopped to fall."""
+    """Gradients that have grown ever since the learning rate rises, while the loss rises."""
     known = list(steps)
     if len(known) < 3 * RISE_BLOCK or not isfinite(known[0].learning_rate):
         return None
@@ -124,12 +125,14 @@ def _rises_with_the_rate(steps: Sequence[_Step]) -> Finding | None:
     if len(rising) < 3 or any(later <= earlier for earlier, later in pairwise(rising)):
         return None
     before, now = blocks[low][0].learning_rate, blocks[-1][-1].learning_rate
-    if norms[-1] < RISE_TIMES * norms[low] or losses[-1] < losses[low] or now <= before:
+    noise = max(_spread(blocks[low]), _spread(blocks[-1]))
+    is_worse = losses[-1] > losses[low] + NOISE_TIMES * noise
+    if norms[-1] < RISE_TIMES * norms[low] or not is_worse or not now > before:
         return None
     return Finding(
         "SF406",
         f"gradients are {norms[-1] / max(norms[low], 1e-30):.0f} times as large as in step {blocks[low][0].step}, "
-        f"while the learning rate has risen from {before:.1e} to {now:.1e} and the loss has stopped to fall",
+        f"while the learning rate has risen from {before:.1e} to {now:.1e} and the loss has risen",
         {
             "step": blocks[-1][-1].step,
             "grad_norm": " -> ".join(f"{norm:.3g}" for norm in rising),
@@ -139,6 +142,12 @@ def _rises_with_the_rate(steps: Sequence[_Step]) -> Finding | None:
         CATALOGUE["SF406"].fix,
         confidence=0.7,
     )
+
+
+def _spread(block: Sequence[_Step]) -> float:
+    """How far a loss lies from the middle of its block, as a rule."""
+    middle = median(one.loss for one in block)
+    return median(abs(one.loss - middle) for one in block)
 
 
 def _collapse(step: int, values: Mapping[str, float]) -> Finding | None:

@@ -27,6 +27,7 @@ THROTTLED_SHARE = 0.25
 """Of a window, from which on a loss is a finding."""
 SWAPPED_IN_PER_S = float(8 << 20)
 LEAST_SWAPPED_BYTES = 64 << 20
+FAULTS_PER_S = 256.0
 """From which on swap is a loss: what was put there and is never needed costs nothing."""
 MOST_OF = 0.8
 """Of a window's steps: what is slow only now and then is none of these."""
@@ -109,9 +110,12 @@ def find_slow(
     return found or list(_slowed(ranks, windows))
 
 
-def find_swapping(swapped_in_per_s: float | None, swapped_bytes: int) -> Finding | None:
-    """`swapped_in_per_s`: bytes the machine reads back from swap; `swapped_bytes`: of the ranks, that lie there."""
-    if swapped_in_per_s is None or swapped_in_per_s < SWAPPED_IN_PER_S or swapped_bytes < LEAST_SWAPPED_BYTES:
+def find_swapping(swapped_in_per_s: float, swapped_bytes: int, faults_per_s: float) -> Finding | None:
+    """`swapped_in_per_s`: bytes the machine reads back from swap; `swapped_bytes`: of the ranks, that lie there.
+
+    `faults_per_s`: pages that the ranks waited for: without them it is another program's memory that is read.
+    """
+    if swapped_in_per_s < SWAPPED_IN_PER_S or swapped_bytes < LEAST_SWAPPED_BYTES or faults_per_s < FAULTS_PER_S:
         return None
     return Finding(
         "SF309",

@@ -11,6 +11,8 @@ LEAST_STEPS = 20
 TIMES = 1.25
 """So much higher than the peak before must the new one be."""
 LEAST_BYTES = 256 << 20
+RECENT_STEPS = 50
+"""After which what is free no longer says anything about that step."""
 LARGE_TIMES = 1.5
 """So many times the usual tokens make a batch a large one."""
 
@@ -22,7 +24,7 @@ class Peaks:
         self._rank = rank
         self._tokens: deque[float] = deque(maxlen=200)
         self._batch = self._peak = 0.0
-        self._seen = 0
+        self._seen = self._rise_seen = 0
         self._rise: tuple[int, float, float, float] | None = None
         """(step, peak before, peak after, tokens of its batch) of the newest rise."""
 
@@ -33,14 +35,14 @@ class Peaks:
         elif kind == "step":
             peak = values["peak_memory_bytes"]
             if self._seen >= LEAST_STEPS and peak >= max(TIMES * self._peak, self._peak + LEAST_BYTES):
-                self._rise = (step, self._peak, peak, self._batch)
+                self._rise, self._rise_seen = (step, self._peak, peak, self._batch), self._seen
             else:
                 self._tokens.append(self._batch)
             self._seen, self._peak = self._seen + 1, max(self._peak, peak)
 
     def finding(self, room_bytes: float) -> Finding | None:
-        """The rise, where `room_bytes`, which may still be used here, are less than another one like it would take."""
-        if self._rise is None:
+        """The rise, where `room_bytes`, that were left at the peak, are less than another one like it would take."""
+        if self._rise is None or self._seen - self._rise_seen > RECENT_STEPS:
             return None
         step, before, after, tokens = self._rise
         if room_bytes >= after - before:
