@@ -137,7 +137,8 @@ def forecast(
     if each * run.max_length > MOST_TOKENS:
         raise ConfigError(
             f"per_device_train_batch_size={each} x max_length={run.max_length} are {each * run.max_length} tokens in "
-            f"one forward; plans are made for up to {MOST_TOKENS} ({where('max_length', 'per_device_train_batch_size')})."
+            f"one forward; plans are made for up to {MOST_TOKENS} "
+            f"({where('max_length', 'per_device_train_batch_size')})."
         )
     trace = _trace(
         base, lora, dtype, is_checkpointed=run.gradient_checkpointing, rows=each, length=run.max_length,
