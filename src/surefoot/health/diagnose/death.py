@@ -4,12 +4,10 @@ from collections.abc import Collection, Sequence
 from statistics import median
 
 from surefoot.findings import Finding
+from surefoot.health.diagnose.spike import LARGE_TIMES
 from surefoot.health.recorder import Entry, last_start, open_phases
 from surefoot.health.stacks import main_thread
 from surefoot.health.stacks import where as location
-
-LARGE_TIMES = 1.5
-"""So many times the usual tokens make a batch a large one."""
 
 
 def find_death(
