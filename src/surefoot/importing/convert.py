@@ -165,10 +165,6 @@ def _of_axolotl(name: str, value: Any) -> dict[str, Any] | None:
         return {"dataset": [_axolotl_source(one) for one in value]}
     if name == "lora_target_linear":
         return {"target_modules": "all"} if value else {}
-    if name == "sequence_len":
-        return {"max_length": value}
-    if name in ("saves_per_epoch", "evals_per_epoch"):
-        return None
     return None
 
 

@@ -1,7 +1,6 @@
 """How many elements of a model are frozen, trained, experts', of the largest layer: what sharding is reckoned with."""
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import nn
@@ -53,8 +52,6 @@ class Sizes:
     num_experts: int
     """Of the layer with the most; 0 for a dense model."""
     layers_are_equal: bool
-    kinds: dict[str, int]
-    """Kind of layer -> elements of its weights."""
 
 
 def sizes_of(built: BuiltModel) -> Sizes:
@@ -76,7 +73,6 @@ def sizes_of(built: BuiltModel) -> Sizes:
         num_layers=len(layers),
         num_experts=max((experts_of(module) for module in expert_modules), default=0),
         layers_are_equal=len({_shapes(layer) for layer in layers}) == 1,
-        kinds=_kinds(model, of_experts),
     )
 
 
@@ -93,17 +89,3 @@ def _count(module: nn.Module, of_experts: set[nn.Parameter]) -> Elements:
 
 def _shapes(layer: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
     return tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
-
-
-def _kinds(model: nn.Module, of_experts: set[nn.Parameter]) -> dict[str, int]:
-    kinds: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        kind = (
-            "experts" if parameter in of_experts
-            else "attention" if "attn" in name or "attention" in name
-            else "mlp" if ".layers." in f".{name}" and len(parameter.shape) > 1
-            else "embeddings and output" if len(parameter.shape) > 1
-            else "norms and biases"
-        )  # fmt: skip
-        kinds[kind] = kinds.get(kind, 0) + prod(parameter.shape)
-    return kinds

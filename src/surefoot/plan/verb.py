@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from surefoot.config import LoadedConfig, RunConfig, load_config
+from surefoot.config import RunConfig, load_config
 from surefoot.errors import ConfigError
 from surefoot.findings import Finding
 from surefoot.health.processes import room_bytes
@@ -50,7 +50,7 @@ def plan(config: str, overrides: Sequence[str]) -> Plan:
     device = _device(ours.get("device", loaded.run.device))
     if ours.get("device") and loaded.run.device == "cpu":
         raise ConfigError(
-            f"device={ours['device']} and device=cpu in {config}: leave the second out to plan for the first."
+            f"device={ours['device']} asks for another device than device=cpu ({loaded.where('device')}): leave that out."
         )
     is_here = ours.get("device", "auto") in OF_A_RUN
     host_bytes = int(_number(ours, "host_gib") * GIB) or (room_bytes() if is_here else 0)
@@ -60,11 +60,7 @@ def plan(config: str, overrides: Sequence[str]) -> Plan:
         return forecast(one, base, device, host_free_bytes=host_bytes, where=loaded.where)
 
     told = ask(run)
-    return Plan(told, findings_of(told, _as(loaded, run)), suggest(told, ask), _number(ours, "price"))
-
-
-def _as(loaded: LoadedConfig, run: RunConfig) -> LoadedConfig:
-    return LoadedConfig(run, loaded.places, loaded.renamed, loaded.notes)
+    return Plan(told, findings_of(told, loaded), suggest(told, ask), _number(ours, "price"))
 
 
 def _asked(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -90,7 +86,9 @@ def _number(ours: dict[str, str], name: str) -> float:
     except ValueError:
         value = -1.0
     if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{name}={ours[name]} is no number (command line).")
+        raise ConfigError(
+            f"{name}={ours[name]} is no number from 0 on (command line). Leave it out, or write {name}=2.5."
+        )
     return value
 
 

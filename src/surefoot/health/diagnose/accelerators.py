@@ -47,13 +47,8 @@ SLOWED_SHARE = 0.5
 
 def find_in_gpus(looks: Sequence[Look]) -> list[Finding]:
     """What the newest `WINDOW_S` show; nothing where there are too few looks."""
-    if not looks:
-        return []
-    newest = [look for look in looks if looks[-1][0] - look[0] <= WINDOW_S]
-    if len(newest) < LEAST_LOOKS or newest[-1][0] - newest[0][0] < WINDOW_S / 2:
-        return []
     gpus: dict[int, list[GpuSample]] = {}
-    for _, samples in newest:
+    for _, samples in _newest(looks):
         for sample in samples:
             gpus.setdefault(sample.index, []).append(sample)
     return [*_spinning(gpus), *_slowed(gpus)]
@@ -66,10 +61,7 @@ def find_launch_bound(looks: Sequence[Look], cores: float | None, computing: flo
     """
     if cores is None or computing is None or cores < ONE_CORE or computing < MOST_COMPUTING:
         return None
-    newest = [look for look in looks if looks[-1][0] - look[0] <= WINDOW_S]
-    if len(newest) < LEAST_LOOKS or newest[-1][0] - newest[0][0] < WINDOW_S / 2:
-        return None
-    use = [gpu.utilisation for _, gpus in newest for gpu in gpus if gpu.utilisation is not None]
+    use = [gpu.utilisation for _, gpus in _newest(looks) for gpu in gpus if gpu.utilisation is not None]
     if not use or median(use) > HALF_BUSY:
         return None
     return Finding(
@@ -102,6 +94,13 @@ def find_gpu_errors(errors: Sequence[GpuError], processes: Collection[int]) -> l
         )
         for (device, _), error in firsts.items()
     ]
+
+
+def _newest(looks: Sequence[Look]) -> list[Look]:
+    """The looks of the newest `WINDOW_S`; none where they are too few to say anything."""
+    newest = [look for look in looks if looks[-1][0] - look[0] <= WINDOW_S]
+    is_enough = len(newest) >= LEAST_LOOKS and newest[-1][0] - newest[0][0] >= WINDOW_S / 2
+    return newest if is_enough else []
 
 
 def in_words(look: Look) -> str:
