@@ -11,6 +11,7 @@ import yaml
 import surefoot
 from surefoot import cli
 from surefoot.config import load_config
+from surefoot.errors import ConfigError
 from surefoot.health.recorder import read_history
 from surefoot.plan import forecast as forecasting
 from surefoot.plan.devices import Device
@@ -205,3 +206,8 @@ def test_values_narrower_than_queries_are_planned(tmp_path: Path) -> None:
     run = tmp_path / "run.json"
     run.write_text(json.dumps({"model": str(tmp_path), "dataset": "rows.jsonl", "output_dir": "run"}))
     assert plan(str(run), ["device=h200", "max_length=64"]).forecast.fits
+
+
+def test_experts_that_are_whole_on_a_rank_are_not_offloaded() -> None:
+    with pytest.raises(ConfigError, match="each expert is whole on one"):
+        plan(str(PLANS / "mixtral-8x7b-full-ep.yaml"), ["device=h100", "offload=cpu"])

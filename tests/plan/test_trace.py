@@ -22,14 +22,14 @@ LORA = LoraSettings(4, 8, targets=("all",))
 
 def traced(
     folder: Path, lora: LoraSettings | None, *, is_checkpointed: bool = False, layers: int | None = None,
-    twice: bool = False, share: float = 1.0,
+    twice: bool = False, share: float = 1.0, lengths: list[int] = LENGTHS,
 ) -> Trace:  # fmt: skip
     with FakeTensorMode():
         built = build_without_storage(
             folder, lora=lora, dtype=torch.float32, gradient_checkpointing=is_checkpointed, attention=ATTENTION,
             layers=layers,
         )  # fmt: skip
-        batch = shaped_batch(LENGTHS, sum(LENGTHS) - 2)
+        batch = shaped_batch(lengths, sum(lengths) - len(lengths))
         return trace_step(built, batch, aux_loss_coef=0.0, is_on_gpu=False, twice=twice, gradient_share=share)
 
 
@@ -110,3 +110,13 @@ def test_gradients_that_accumulate_are_there_from_the_second_forward_on(model_fo
     once, twice = traced(folder, None), traced(folder, None, twice=True)
     assert twice.peak + twice.gradients_at_peak > once.peak + once.gradients_at_peak
     assert once.flops == twice.flops
+
+
+def test_with_few_tokens_the_peak_is_where_all_gradients_are(model_folder: Folders) -> None:
+    told = traced(model_folder("llama"), None, lengths=[3])
+    with FakeTensorMode():
+        model = build_without_storage(
+            model_folder("llama"), lora=None, dtype=torch.float32, gradient_checkpointing=False, attention=ATTENTION
+        ).model
+        weights = sum(parameter.numel() for parameter in model.parameters())
+    assert told.peak + told.gradients_at_peak >= 4 * weights

@@ -50,7 +50,7 @@ def plan(config: str, overrides: Sequence[str]) -> Plan:
     device = _device(ours.get("device", loaded.run.device))
     if ours.get("device") and loaded.run.device == "cpu":
         raise ConfigError(
-            f"device={ours['device']} asks for another device than device=cpu ({loaded.where('device')}): leave that out."
+            f"device={ours['device']} on the command line, and device=cpu ({loaded.where('device')}): leave one out."
         )
     is_here = ours.get("device", "auto") in OF_A_RUN
     host_bytes = int(_number(ours, "host_gib") * GIB) or (room_bytes() if is_here else 0)
