@@ -68,6 +68,8 @@ class StepEnded:
     """Load-balancing loss before its coefficient."""
     expert_load: tuple[float, ...] | None = None
     """Per MoE layer, the busiest expert's rows over the mean (1 is even)."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """What else the method has to say of it, by name; GRPO: reward, entropy, clip_ratio, policy_version, ..."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,18 @@ class CheckpointSaved:
     step: int
     path: Path
     save_time_s: float
+
+
+@dataclass(frozen=True)
+class CompletionsMade:
+    """What a step of GRPO is about to learn from."""
+
+    step: int
+    """The first that trains on them."""
+    policy_version: int
+    """Steps that the weights had seen when they were generated."""
+    samples: tuple[Mapping[str, Any], ...]
+    """place, prompt, completion, tokens, finish, reward, rewards, advantage, and failures where there are any."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +135,8 @@ Phase = Literal[
     "evaluate",
     "export",
     "forward and backward",
+    "rollout",
+    "reward",
 ]
 """What a rank is doing, as its program sees it. On CUDA the device may still work on what an earlier phase asked for;
 the end of `backward` waits for it. `forward and backward` is of trainers that do not tell them apart."""
@@ -226,6 +242,7 @@ Event = (
     | StepEnded
     | Evaluated
     | CheckpointSaved
+    | CompletionsMade
     | Noted
     | FindingMade
     | RunEnded

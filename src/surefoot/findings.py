@@ -487,6 +487,31 @@ CATALOGUE: dict[str, Page] = {
         "Change the settings that the finding names, there too.",
         ("modelscope/ms-swift#3592", "hiyouga/LLaMA-Factory#1998"),
     ),
+    "SF802": Page(
+        "warning",
+        "reward functions fail",
+        "A function raised, took longer than `reward_timeout_s`, returned NaN or another number of rewards than it was "
+        "given completions, or its process ended. It was asked again for each completion alone; those on which it "
+        "failed again are left out of the loss. metrics.jsonl counts them as `rewards_failed`, completions.jsonl "
+        "gives the reason of each.",
+        "Correct the function where the finding's trace points; let it return None for completions that it cannot "
+        "judge. Raise reward_timeout_s where it only is slow.",
+    ),
+    "SF803": Page(
+        "error",
+        "no completion has a reward",
+        "In one step every reward function failed on, or returned None for, every completion.",
+        "Correct the functions where the finding's trace points; compare the names of their arguments with the "
+        "columns of the data.",
+    ),
+    "SF804": Page(
+        "warning",
+        "rewards do not tell completions apart",
+        "For many steps all completions of each prompt had the same reward, so every advantage was 0.",
+        "All 0: the task is too hard for the model as it is. Warm up with SFT, or reward parts of an answer (its "
+        "format, for one). All at the top: the task is learned, or the reward is too easy. dynamic_sampling replaces "
+        "such groups; a higher temperature makes completions differ.",
+    ),
 }
 
 

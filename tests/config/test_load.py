@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from surefoot.config import DatasetItem, RunConfig, as_yaml, changed_fields, load_config
-from surefoot.config.schema import ALIASES, FREE_ON_RESUME
+from surefoot.config.names import ALIASES
+from surefoot.config.schema import FREE_ON_RESUME
 from surefoot.errors import ConfigError
 
 BASE = "model: some/model\ndataset: train.jsonl\noutput_dir: out\n"
@@ -194,7 +195,7 @@ def test_llamafactorys_names_are_looked_up_in_dataset_dir(tmp_path: Path) -> Non
         ("eval_dataset: {path: a, weight: 0}\n", r"eval_dataset\[0\].weight: must be greater than 0, found 0"),
         ("eval_dataset: {weight: 1}\n", r"eval_dataset\[0\].path is missing. A file, a folder"),
         ("eval_dataset: ''\n", r"eval_dataset\[0\].path is empty"),
-        ("eval_dataset: [3]\n", r"eval_dataset\[0\] must be a path or .*found 3"),
+        ("eval_dataset: [3]\n", r"eval_dataset\[0\] must be a text or .*found 3"),
         ("eval_dataset: []\n", r"eval_dataset=\[\]: List should have at least 1 item"),
         ("eval_dataset: a\neval_fraction: 0.1\n", r"both set the held-out data. Keep one \(run.yaml:4, run.yaml:5\)"),
         ("eval_fraction: 1\n", r"eval_fraction=1: must be less than 1"),

@@ -9,7 +9,6 @@ import yaml
 
 from surefoot import cli
 from surefoot.config import load_config
-from surefoot.errors import ConfigError
 from surefoot.importing.convert import Imported, convert
 from surefoot.importing.read import read
 
@@ -97,12 +96,13 @@ def test_the_script_that_hangs_at_its_start_has_three_contradictions(tmp_path: P
     assert values(made)["nproc_per_node"] == 8
     assert values(made)["deepspeed"] == "zero3_offload"
     assert values(made)["learning_rate"] == 1e-6
-    assert any(what.startswith("reward_funcs = ['accuracy', 'format']") for what in made.left_out)
+    assert [item["func"] for item in values(made)["reward_funcs"]] == ["math_verify", "regex"]
+    assert any(what.startswith("eval_steps = 1000") for what in made.left_out)
     assert made.unknown == []
     assert made.variables == {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", "MAX_PIXELS": "640000"}
     (tmp_path / "run.yaml").write_text(made.as_yaml())
-    with pytest.raises(ConfigError, match="method"):  # it must not be trained as something else
-        load_config(tmp_path / "run.yaml")
+    run = load_config(tmp_path / "run.yaml", ["deepspeed=null"]).run
+    assert (run.method, run.num_generations, run.temperature, run.max_completion_length) == ("grpo", 4, 1.1, 2048)
 
 
 def test_a_mixture_of_experts_with_zero_3_becomes_a_run(tmp_path: Path) -> None:

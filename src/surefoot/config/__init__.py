@@ -1,6 +1,15 @@
 """The config of a run: its schema and how it is read."""
 
 from surefoot.config.load import LoadedConfig, as_yaml, changed_fields, load_config
-from surefoot.config.schema import OF_ALL_RANKS, DatasetItem, RunConfig
+from surefoot.config.schema import OF_ALL_RANKS, DatasetItem, RewardItem, RunConfig
 
-__all__ = ["OF_ALL_RANKS", "DatasetItem", "LoadedConfig", "RunConfig", "as_yaml", "changed_fields", "load_config"]
+__all__ = [
+    "OF_ALL_RANKS",
+    "DatasetItem",
+    "LoadedConfig",
+    "RewardItem",
+    "RunConfig",
+    "as_yaml",
+    "changed_fields",
+    "load_config",
+]

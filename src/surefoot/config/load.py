@@ -11,19 +11,12 @@ from types import UnionType
 from typing import Any, get_args, get_origin
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from surefoot.config.deepspeed import CHANGES_TRAINING, read_deepspeed
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
-from surefoot.config.schema import (
-    ALIASES,
-    FLAG_ALIASES,
-    FREE_ON_RESUME,
-    NOT_HERE,
-    VALUE_ALIASES,
-    DatasetItem,
-    RunConfig,
-)
+from surefoot.config.names import ALIASES, FLAG_ALIASES, NOT_HERE, VALUE_ALIASES
+from surefoot.config.schema import FREE_ON_RESUME, DatasetItem, RewardItem, RunConfig
 from surefoot.errors import ConfigError
 
 NUMBER = re.compile(r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$")
@@ -36,6 +29,7 @@ RIVALS = {
 """Two ways to set one thing; an override of one takes the place of the other."""
 FILE_FIELDS = ("dataset_dir", "output_dir", "chat_template", "init_adapter")
 DATASET_FIELDS = ("dataset", "eval_dataset")
+ITEMS: dict[str, type[BaseModel]] = {**dict.fromkeys(DATASET_FIELDS, DatasetItem), "reward_funcs": RewardItem}
 ENDPOINT = re.compile(r"^[^\s:]+:(\d{1,5})$")
 MOST_PORT = 65535
 Refuse = Callable[..., None]
@@ -241,27 +235,28 @@ def _validate(settings: dict[str, _Setting]) -> RunConfig:
             refused.add(name)
             place = settings[name].place
             inside = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"][1:])
-            if name in DATASET_FIELDS and inside:
-                problems.append(f"{name}{inside}{_about_item(item)} ({place}).")
+            if name in ITEMS and inside:
+                problems.append(f"{name}{inside}{_about_item(item, ITEMS[name])} ({place}).")
                 continue
             about = RunConfig.model_fields[name].description
             problems.append(f"{name}={values[name]!r}: {_explain(item['msg'])} ({place}). {about}")
         raise ConfigError("\n".join(problems)) from error
 
 
-def _about_item(item: Any) -> str:
-    """What is wrong with a part of a dataset setting."""
+def _about_item(item: Any, kind: type[BaseModel]) -> str:
+    """What is wrong with a part of a setting that is a list of items."""
     key = str(item["loc"][-1])
+    fields = kind.model_fields
     if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, list(DatasetItem.model_fields), n=1, cutoff=0.5)
-        known = f"; did you mean '{near[0]}'?" if near else f". Known: {', '.join(DatasetItem.model_fields)}"
+        near = difflib.get_close_matches(key, list(fields), n=1, cutoff=0.5)
+        known = f"; did you mean '{near[0]}'?" if near else f". Known: {', '.join(fields)}"
         return f": there is no such key{known}"
     if item["type"] == "missing":
-        return f" is missing. {DatasetItem.model_fields[key].description}"
+        return f" is missing. {fields[key].description}"
     if item["type"] == "string_too_short":
-        return " is empty. Give a path, a folder, a pattern or a hub id"
+        return f" is empty. {fields[key].description}"
     if item["type"] == "model_type":
-        return f" must be a path or {{path, weight, split, ...}}, found {item['input']!r}"
+        return f" must be a text or {{{', '.join(fields)}}}, found {item['input']!r}"
     return f": {_explain(item['msg'])}, found {item['input']!r}"
 
 
@@ -278,6 +273,12 @@ def _normalise(name: str, setting: _Setting) -> Any:
         value = VALUE_ALIASES.get(name, {}).get(value, value) if isinstance(value, str) else value
     if name == "report_to":
         value = [] if value in ("none", None) else [value] if isinstance(value, str) else value
+    if name == "reward_funcs":
+        return _reward_items(setting)
+    if name == "reward_weights" and isinstance(value, list):
+        return [float(weight) if isinstance(weight, int) else weight for weight in value]
+    if name == "scale_rewards" and isinstance(value, bool):
+        return "group" if value else "none"
     if name in FILE_FIELDS and isinstance(value, str):
         return str(_absolute(value, setting.base))
     if name == "model" and isinstance(value, str) and not value.startswith("pypi:"):
@@ -312,6 +313,24 @@ def _dataset_items(setting: _Setting, dataset_dir: Any) -> Any:
     return None if value is None else full
 
 
+def _reward_items(setting: _Setting) -> Any:
+    """Reward functions in any of their forms as items; files of functions get absolute paths."""
+    value = setting.value
+    items = []
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, str):
+            item = {"func": item}
+        if isinstance(item, dict):
+            item = {
+                key: float(part) if key == "weight" and isinstance(part, int) else part for key, part in item.items()
+            }
+            file, colon, function = str(item.get("func", "")).rpartition(":")
+            if colon and file.endswith(".py"):
+                item["func"] = f"{_absolute(file, setting.base)}:{function}"
+        items.append(item)
+    return items
+
+
 def _dataset_path(path: str, base: Path) -> str:
     """Absolute, but for what can only be a hub id."""
     local = _absolute(path, base)
@@ -342,6 +361,7 @@ def _check_contradictions(loaded: LoadedConfig) -> None:
         raise ConfigError(f"{text} ({loaded.where(*fields)}).")
 
     _check_json(loaded.run, refuse)
+    _check_grpo(loaded.run, given, refuse)
     _check_ranks(loaded.run, refuse)
     _check_tuning(loaded.run, given, refuse)
     _check_course(loaded.run, given, refuse)
@@ -406,18 +426,80 @@ def _check_tuning(run: RunConfig, given: set[str], refuse: Refuse) -> None:
         )
 
 
+def _check_grpo(run: RunConfig, given: set[str], refuse: Refuse) -> None:
+    """What GRPO needs, and what means nothing without it."""
+    own = {name for name in given if (RunConfig.model_fields[name].description or "").startswith("GRPO:")}
+    if run.method != "grpo":
+        if own:
+            refuse(f"{', '.join(sorted(own))} is a setting of GRPO. Set method: grpo, or drop it", *sorted(own))
+        return
+    if not run.reward_funcs:
+        refuse("method=grpo without reward_funcs: nothing says which answers are better. Name some", "method")
+    if run.reward_weights is not None and len(run.reward_weights) != len(run.reward_funcs):
+        refuse(
+            f"reward_weights has {len(run.reward_weights)} numbers for {len(run.reward_funcs)} reward_funcs",
+            "reward_weights",
+            "reward_funcs",
+        )
+    if run.global_batch_size is not None and run.global_batch_size % run.num_generations:
+        refuse(
+            f"global_batch_size={run.global_batch_size} completions a step are no multiple of "
+            f"num_generations={run.num_generations}, so that a group would be cut",
+            "global_batch_size",
+            "num_generations",
+        )
+    if run.beta and run.tuning == "full":
+        refuse(
+            f"beta={run.beta} with tuning=full: the divergence is measured from the model without its adapter, and "
+            "there is none. Set tuning: lora, or beta: 0",
+            "beta",
+            "tuning",
+        )
+    targets = [run.target_modules] if isinstance(run.target_modules, str) else run.target_modules
+    if run.beta and "router" in targets:
+        refuse(
+            f"beta={run.beta} with router in target_modules: routers are trained in full, so the model without its "
+            "adapter is not the one that training began with. Leave router out, or set beta: 0",
+            "beta",
+            "target_modules",
+        )
+    if run.soft_overlong_length > run.max_completion_length:
+        refuse(
+            f"soft_overlong_length={run.soft_overlong_length} is more than "
+            f"max_completion_length={run.max_completion_length}",
+            "soft_overlong_length",
+            "max_completion_length",
+        )
+    unfit = {
+        "packing": run.packing,
+        "train_on": run.train_on != "assistant",
+        "eval_dataset": run.eval_dataset is not None,
+        "eval_fraction": run.eval_fraction > 0,
+        "router_aux_loss_coef": run.router_aux_loss_coef > 0,
+        "compile": run.compile,
+        "expert_parallel_size": run.expert_parallel_size == "auto",
+    }
+    for name in (name for name, is_asked in unfit.items() if is_asked):
+        refuse(f"{name}={getattr(run, name)} is not available with method: grpo. Drop it", name)
+
+
 def _check_json(run: RunConfig, refuse: Refuse) -> None:
     """All ranks get the config as JSON, and the run folder as YAML: what neither can hold would not be the same."""
-    try:
-        is_same = json.loads(json.dumps(run.chat_template_kwargs)) == run.chat_template_kwargs
-    except TypeError:
-        is_same = False
-    if not is_same:
-        refuse(
-            f"chat_template_kwargs={run.chat_template_kwargs} holds values that are no JSON, or keys that are no text. "
-            "Quote them: YAML reads 2024-01-01 as a date",
-            "chat_template_kwargs",
-        )
+    values = {
+        "chat_template_kwargs": run.chat_template_kwargs,
+        "reward_funcs": {i.func: i.args for i in run.reward_funcs},
+    }
+    for name, value in values.items():
+        try:
+            is_same = json.loads(json.dumps(value)) == value
+        except TypeError:
+            is_same = False
+        if not is_same:
+            refuse(
+                f"{name}={value} holds values that are no JSON, or keys that are no text. Quote them: YAML reads "
+                "2024-01-01 as a date",
+                name,
+            )
 
 
 def _check_course(run: RunConfig, given: set[str], refuse: Refuse) -> None:

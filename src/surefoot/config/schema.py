@@ -31,6 +31,21 @@ class DatasetItem(BaseModel):
     """Our column -> its name in the file: `{query: question, response: answer}`."""
 
 
+class RewardItem(BaseModel):
+    """One reward function."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    func: str = Field(min_length=1)
+    """`file.py:function`, or a built-in: exact_match, math_verify, regex, json_schema, length."""
+    weight: float = 1.0
+    """Its part of a completion's reward."""
+    args: dict[str, Any] = {}
+    """Further keyword arguments of its calls: `{pattern: "<answer>.*</answer>"}`."""
+
+
 class RunConfig(BaseModel):
     """Everything a run depends on. The same config gives the same run."""
 
@@ -44,8 +59,8 @@ class RunConfig(BaseModel):
     """Training data: a path, folder, pattern or hub id, or a list of such or of `{path, weight, split, ...}`."""
     output_dir: str
     """The run folder: checkpoints, metrics, the adapter or model, and the resolved config go there."""
-    method: Literal["sft"] = "sft"
-    """What to optimise. `sft`: the likelihood of the assistant's turns."""
+    method: Literal["sft", "grpo"] = "sft"
+    """What to optimise. `sft`: the likelihood of the assistant's turns. `grpo`: rewards of the model's own answers."""
     dataset_dir: str | None = None
     """LLaMA-Factory's: a folder with `dataset_info.json`, whose entries `dataset` then names (`a` or `a,b`)."""
     dataset_format: DatasetFormat = "auto"
@@ -98,6 +113,56 @@ class RunConfig(BaseModel):
     """Fill packs of `max_length` tokens with whole samples (best fit). Samples in a pack do not see each other."""
     shuffle: bool = True
     """Visit samples in an order drawn from (seed, epoch); false keeps the files' order."""
+
+    num_generations: int = Field(default=8, gt=1)
+    """GRPO: completions per prompt, compared with each other. `global_batch_size`, in completions, is a multiple."""
+    max_prompt_length: int | None = Field(default=None, gt=0)
+    """GRPO: longest prompt in tokens; `truncation` says what happens to longer ones. Default: `max_length`."""
+    max_completion_length: int = Field(default=256, gt=0)
+    """GRPO: most tokens of a completion, its end included."""
+    temperature: float = Field(default=1.0, gt=0)
+    """GRPO: logits are divided by it, in sampling and in training alike."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """GRPO: sample from the likeliest tokens that make up this share; 1 from all."""
+    top_k: int = Field(default=0, ge=0)
+    """GRPO: sample from so many of the likeliest tokens; 0 from all."""
+    stop: str | list[str] = []
+    """GRPO: texts that end a completion, besides the model's end-of-turn tokens."""
+    reward_funcs: list[RewardItem] = []
+    """GRPO: what is rewarded: `file.py:function`, `exact_match`, ..., or `{func, weight, args}`. Their sum counts."""
+    reward_weights: list[float] | None = None
+    """GRPO: a weight for each of `reward_funcs`, in their order, instead of theirs."""
+    reward_timeout_s: float = Field(default=60.0, gt=0)
+    """GRPO: seconds that a reward function may take for one group; then it is ended and its samples are masked."""
+    reward_num_proc: int = Field(default=1, gt=0)
+    """GRPO: worker processes a rank for reward functions."""
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo"] = "dapo"
+    """GRPO: how a token's ratio and advantage become a loss, and what it is averaged over. See docs/grpo.md."""
+    epsilon: float = Field(default=0.2, ge=0, lt=1)
+    """GRPO: ratios below 1 - epsilon are clipped."""
+    epsilon_high: float | None = Field(default=None, ge=0)
+    """GRPO: ratios above 1 + epsilon_high are clipped. Default: epsilon. For cispo the largest ratio itself: 5."""
+    beta: float = Field(default=0.0, ge=0)
+    """GRPO: weight of the KL divergence from the model without its adapter. 0 does not compute it."""
+    num_iterations: int = Field(default=1, gt=0)
+    """GRPO: optimizer steps on the same completions."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """GRPO: advantages are divided by the standard deviation of the rewards of the group, of the step, or not."""
+    importance_correction: Literal["truncate", "mask", "none"] = "truncate"
+    """GRPO: what corrects tokens to which sampling gave another probability than training does: their ratio up to
+    `importance_cap`, the same with 0 beyond it, or nothing."""
+    importance_cap: float = Field(default=2.0, gt=1)
+    """GRPO: the most that `importance_correction` weighs a token."""
+    mask_truncated_completions: bool = False
+    """GRPO: leave completions without an end out of the loss."""
+    soft_overlong_length: int = Field(default=0, ge=0)
+    """GRPO: over the last so many tokens before `max_completion_length` the reward falls by up to 1 (DAPO)."""
+    dynamic_sampling: bool = False
+    """GRPO: replace groups whose rewards are all equal, which teach nothing, by groups of the next prompts."""
+    dynamic_sampling_tries: int = Field(default=3, gt=0)
+    """GRPO: rounds of such replacements a step; then the step goes on with what there is."""
+    rollout_batch_size: int | None = Field(default=None, gt=0)
+    """GRPO: most completions a rank generates at a time; it bounds memory. Default: all of its step."""
 
     global_batch_size: int | None = Field(default=None, gt=0)
     """Sequences (packs, when packing) per step, over all ranks. Default: per-device batch x accumulation x ranks."""
@@ -200,6 +265,23 @@ class RunConfig(BaseModel):
         return self.per_device_train_batch_size * (self.gradient_accumulation_steps or 1)
 
     @property
+    def prompt_length(self) -> int:
+        """The longest prompt of GRPO in tokens."""
+        return self.max_prompt_length or self.max_length
+
+    @property
+    def stops(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    @property
+    def rewards(self) -> list[RewardItem]:
+        """`reward_funcs` with the weights that count."""
+        weights = self.reward_weights or [item.weight for item in self.reward_funcs]
+        pairs = zip(self.reward_funcs, weights, strict=True)
+        return [item.model_copy(update={"weight": weight}) for item, weight in pairs]
+
+    @property
     def template_variables(self) -> dict[str, Any]:
         """What the chat template is given besides the conversation."""
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
@@ -221,7 +303,8 @@ FREE_ON_RESUME = frozenset(
     "global_batch_size device gradient_checkpointing compile nproc_per_node nnodes rdzv_endpoint max_restarts "
     "preflight health on_stall stall_timeout_s phase_timeout_s webhook "
     "zero_stage offload dp_replicate_size expert_parallel_size save_steps save_total_limit resume_from_checkpoint "
-    "overwrite_output_dir logging_steps eval_steps report report_to".split()
+    "overwrite_output_dir logging_steps eval_steps report report_to "
+    "reward_timeout_s reward_num_proc rollout_batch_size".split()
 )
 """Fields that may differ when a run is resumed: they do not enter the numbers (batch size is compared as a product)."""
 
@@ -230,72 +313,3 @@ OF_ALL_RANKS = tuple(
     "offload dp_replicate_size expert_parallel_size save_steps eval_steps max_steps num_train_epochs".split()
 )
 """Of these, what the ranks of one run must agree on all the same."""
-
-ALIASES: dict[str, str] = {
-    **dict.fromkeys(
-        ["model_name_or_path", "model_id_or_path", "base_model", "model_name", "pretrained_model"], "model"
-    ),
-    **dict.fromkeys(
-        ["datasets", "train_dataset", "train_file", "dataset_path", "data_path", "dataset_name"], "dataset"
-    ),
-    **dict.fromkeys(["val_dataset", "eval_file", "validation_file"], "eval_dataset"),
-    **dict.fromkeys(["val_size", "val_set_size", "split_dataset_ratio"], "eval_fraction"),
-    **dict.fromkeys(["preprocessing_num_workers", "dataset_processes", "dataset_num_workers"], "dataset_num_proc"),
-    "truncation_strategy": "truncation",
-    **dict.fromkeys(["column", "column_mapping", "column_map"], "columns"),
-    **dict.fromkeys(["finetuning_type", "train_type", "tuner_type", "peft_type"], "tuning"),
-    **dict.fromkeys(["lora_r", "r", "peft_lora_r"], "lora_rank"),
-    "peft_lora_alpha": "lora_alpha",
-    **dict.fromkeys(["lora_target", "lora_target_modules", "peft_lora_target_modules"], "target_modules"),
-    **dict.fromkeys(["adapter_name_or_path", "lora_model_dir", "resume_from_adapter"], "init_adapter"),
-    **dict.fromkeys(["peft_lora_dropout"], "lora_dropout"),
-    **dict.fromkeys(["rslora", "peft_use_rslora"], "use_rslora"),
-    **dict.fromkeys(["cutoff_len", "sequence_len", "max_seq_length", "max_seq_len"], "max_length"),
-    **dict.fromkeys(["sample_packing", "neat_packing"], "packing"),
-    **dict.fromkeys(["micro_batch_size", "train_batch_size", "per_device_batch_size"], "per_device_train_batch_size"),
-    "grad_accum_steps": "gradient_accumulation_steps",
-    **dict.fromkeys(["ep_size", "expert_model_parallel_size"], "expert_parallel_size"),
-    **dict.fromkeys(["nproc", "num_processes", "num_gpus"], "nproc_per_node"),
-    **dict.fromkeys(["num_machines", "num_nodes"], "nnodes"),
-    "deepspeed_stage": "zero_stage",
-    **dict.fromkeys(["hsdp_replicate_size", "data_parallel_replicate_degree"], "dp_replicate_size"),
-    **dict.fromkeys(["lr", "max_lr"], "learning_rate"),
-    **dict.fromkeys(["lr_scheduler", "scheduler"], "lr_scheduler_type"),
-    **dict.fromkeys(["num_epochs", "epochs", "max_epochs"], "num_train_epochs"),
-    **dict.fromkeys(["gradient_clipping", "max_gradient_norm"], "max_grad_norm"),
-    **dict.fromkeys(["torch_dtype", "precision"], "dtype"),
-    **dict.fromkeys(["torch_compile"], "compile"),
-    **dict.fromkeys(["moe_aux_loss_coeff", "aux_loss_coef"], "router_aux_loss_coef"),
-    **dict.fromkeys(["logging_interval"], "logging_steps"),
-    **dict.fromkeys(["save_interval"], "save_steps"),
-    **dict.fromkeys(["overwrite_output"], "overwrite_output_dir"),
-}
-"""Names of TRL, ms-swift, LLaMA-Factory, Unsloth and axolotl for the same settings."""
-
-FLAG_ALIASES: dict[str, tuple[str, str]] = {
-    "bf16": ("dtype", "bfloat16"),
-    "fp32": ("dtype", "float32"),
-    "train_on_prompt": ("train_on", "all"),
-    "train_on_inputs": ("train_on", "all"),
-    "mask_history": ("train_on", "last_assistant"),
-}
-"""Peers' flags that are a value here. A flag that is false asks for nothing."""
-
-VALUE_ALIASES: dict[str, dict[str, str]] = {
-    "truncation": {"delete": "drop", "raise": "error"},
-    "dtype": {"bf16": "bfloat16", "fp32": "float32"},
-    "target_modules": {"all-linear": "all"},
-}
-"""Peers' names for the same values."""
-
-_NO_TENSOR_PARALLEL = (
-    "tensor parallelism of the trained model is not available. zero_stage: 3 cuts every weight over the ranks, and "
-    "expert_parallel_size the experts; both keep each matrix product on one GPU"
-)
-NOT_HERE: dict[str, str] = {
-    **dict.fromkeys(
-        ["tensor_parallel_size", "tensor_model_parallel_size", "tp_size", "tensor_parallel_degree"], _NO_TENSOR_PARALLEL
-    ),
-    "fp16": "float16 is not available: it needs a loss scale, and bfloat16 does not. Set bf16: true",
-}
-"""Peers' settings that have no counterpart, with what to use instead. False asks for nothing."""

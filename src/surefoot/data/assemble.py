@@ -22,13 +22,13 @@ def open_dataset(
     tokenizer: PreTrainedTokenizerBase,
     *,
     vocab_size: int | None,
-    keep_columns: bool = False,
     only_waits: bool = False,
     on_progress: OnProgress = lambda _: None,
 ) -> Dataset:
     """A dataset setting of a run, found and its formats told, but not prepared yet; `only_waits`: by another process.
 
-    With `eval_fraction`, `dataset` is the training side; `held_out_side` gives the other.
+    Rows are samples or, with GRPO, prompts. With `eval_fraction`, `dataset` is the training side; `held_out_side` gives
+    the other.
     Raises: DataError for what is missing or of no known format.
     """
     config = loaded.run
@@ -43,27 +43,29 @@ def open_dataset(
         for item in items
     ]
     where = loaded.where(setting)
-    source = RendererSource.of(
+    renderer = RendererSource.of(
         tokenizer,
         config.template_variables,
         parse_special_tokens=config.parse_special_tokens,
         today=date.fromisoformat(config.chat_template_date),
     )
+    prompts = config.method == "grpo"
     reading = Reading(
-        max_length=config.max_length,
+        max_length=config.prompt_length if prompts else config.max_length,
         truncation=config.truncation,
-        train_on=config.train_on,
+        train_on="all" if prompts else config.train_on,
         skip_bad_rows=config.on_bad_row == "skip",
         vocab_size=vocab_size,
         side="train" if config.eval_fraction and setting == "dataset" else "all",
         eval_fraction=config.eval_fraction,
     )
+    sources = find_sources(own, where)
     return Dataset(
-        find_sources(own, where),
-        source,
+        [replace(source, spec=replace(source.spec, prompts=prompts)) for source in sources],
+        renderer,
         reading,
         num_workers=num_workers(config.dataset_num_proc),
-        keep_columns=keep_columns,
+        keep_columns=prompts,
         only_waits=only_waits,
         on_progress=on_progress,
         where=where,

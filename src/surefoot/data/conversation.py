@@ -44,11 +44,12 @@ class Conversation:
     """A training sample before rendering.
 
     `kind`: `chat` goes through the chat template; `completion` is a prompt and its completion as bare text (two
-    messages); `text` is one bare text, all of it trained (one message).
+    messages); `text` is one bare text, all of it trained (one message). `prompt` is a chat that ends before the
+    assistant's turn, `text prompt` a bare text to go on from (one message).
     """
 
     messages: tuple[Message, ...]
-    kind: Literal["chat", "completion", "text"] = "chat"
+    kind: Literal["chat", "completion", "text", "prompt", "text prompt"] = "chat"
     tools: tuple[dict[str, Any], ...] = ()
     first_trained: int = 0
     """Assistant turns before this message are context: those in the prompt of a prompt/completion pair."""

@@ -6,7 +6,7 @@ Knows nothing of files, templates or tokens.
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from surefoot.data.conversation import BadRow, Conversation, Message, Role, check_tools, check_turns
 
@@ -25,6 +25,8 @@ WEIGHTS = ("loss", "loss_weight", "weight", "train", "training")
 """Names of a message's weight in the loss: ms-swift, LLaMA-Factory v1, OpenAI, axolotl."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 UNTRAINABLE_PARTS = ("image", "image_url", "video", "video_url", "audio", "input_audio", "audio_url")
+ANSWERS = frozenset(("response", "output", "completion"))
+"""Columns that a row with a prompt alone does not need."""
 UNTRAINABLE_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 
 
@@ -42,6 +44,8 @@ class FormatSpec:
     """Read no optional columns besides those in `columns`, as LLaMA-Factory does."""
     named_in: str = "`columns`"
     """Where `columns` stands, for messages."""
+    prompts: bool = False
+    """Rows end with a question: what a model answers in GRPO. An answer that a row has is kept beside it."""
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON, for the key of the cache and for worker processes."""
@@ -57,12 +61,15 @@ class Format:
     read: Callable[["Reader", Columns], Conversation]
 
 
-def detect(columns: Collection[str]) -> str:
-    """The name of the format whose columns these are.
+def detect(columns: Collection[str], *, prompts: bool = False) -> str:
+    """The name of the format whose columns these are; `prompts`: see `FormatSpec`.
 
     Raises: BadRow where none or several fit; it shows the candidates.
     """
-    candidates = [name for name, format in FORMATS.items() if format.required <= set(columns)]
+    formats = {name: _needed(format, prompts=prompts) for name, format in FORMATS.items()}
+    if prompts:
+        del formats["text"]  # a text has no question
+    candidates = [name for name, needed in formats.items() if needed <= set(columns)]
     if len(candidates) == 1:
         return candidates[0]
     found = ", ".join(sorted(columns)[:8]) + (f", ... ({len(columns)} columns)" if len(columns) > 8 else "")
@@ -71,13 +78,16 @@ def detect(columns: Collection[str]) -> str:
             f"the columns ({found}) fit several formats: {', '.join(candidates)}. "
             f"Say which one with `dataset_format: {candidates[0]}`"
         )
-    known = "; ".join(
-        f"{name} ({' + '.join(sorted(format.required, reverse=True))})" for name, format in FORMATS.items()
-    )
+    known = "; ".join(f"{name} ({' + '.join(sorted(needed, reverse=True))})" for name, needed in formats.items())
+    example = "{query: YOUR_COLUMN}" if prompts else "{query: YOUR_COLUMN, response: YOUR_COLUMN}"
     raise BadRow(
-        f"the columns ({found}) fit no known format: {known}. Name them with "
-        "`columns: {query: YOUR_COLUMN, response: YOUR_COLUMN}`, for example"
+        f"the columns ({found}) fit no known format: {known}. Name them with `columns: {example}`, for example"
     )
+
+
+def _needed(format: Format, *, prompts: bool) -> frozenset[str]:
+    """The columns a row must have."""
+    return format.required - ANSWERS if prompts else format.required
 
 
 def format_of(spec: FormatSpec, first_row: Columns) -> str:
@@ -85,7 +95,7 @@ def format_of(spec: FormatSpec, first_row: Columns) -> str:
 
     Raises: BadRow where it cannot be told.
     """
-    return detect(_mapped(first_row, spec).keys()) if spec.format == "auto" else spec.format
+    return detect(_mapped(first_row, spec).keys(), prompts=spec.prompts) if spec.format == "auto" else spec.format
 
 
 def _mapped(row: Columns, spec: FormatSpec) -> Columns:
@@ -139,14 +149,16 @@ class Reader:
             names = tuple(columns)
             found = self._seen.get(names) if len(names) < 64 else None
             if found is None:
-                found = self._seen[names] = detect(names)
+                found = self._seen[names] = detect(names, prompts=self.spec.prompts)
             if found != self.format:
                 raise BadRow(f"mixed formats: this row is {found}, the file began as {self.format}. Split the file")
         format = FORMATS[self.format]
-        missing = sorted(format.required - columns.keys())
+        missing = sorted(_needed(format, prompts=self.spec.prompts) - columns.keys())
         if missing:
             raise BadRow(f"column '{missing[0]}' of format {self.format} is missing; the row has {_shown(list(row))}")
         _refuse_untrainable(columns)
+        if self.spec.prompts:
+            return self._prompt(format, columns)
         conversation = format.read(self, columns)
         if conversation.kind == "chat":
             check_turns(conversation.messages)
@@ -158,6 +170,36 @@ class Reader:
         return Conversation(
             conversation.messages, conversation.kind, conversation.tools, conversation.first_trained, others
         )
+
+    def _prompt(self, format: Format, columns: Columns) -> Conversation:
+        """A row as a question: its last answer, if it has one, goes to the reward functions as `response`."""
+        if isinstance(columns.get("prompt"), str) and self.format == "prompt_completion":
+            messages: tuple[Message, ...] = (Message("user", text_of(columns["prompt"], "prompt")),)
+            tools: tuple[dict[str, Any], ...] = ()
+            kind: Literal["prompt", "text prompt"] = "text prompt"
+        else:
+            stand_ins: dict[str, Any] = dict.fromkeys(format.required & ANSWERS, "")
+            if self.format == "prompt_completion":
+                stand_ins["completion"] = []
+            read = format.read(self, {**stand_ins, **columns, **stand_ins})
+            messages, tools, kind = read.messages, read.tools, "prompt"
+        answers = []
+        while messages and messages[-1].role == "assistant":
+            answers.append(messages[-1].content)
+            messages = messages[:-1]
+        if kind == "prompt":
+            check_turns([*messages, Message("assistant", "")])
+            check_tools(messages, tools)
+        elif not messages[0].content:
+            raise BadRow("the prompt is empty")
+        used = (format.required | format.optional) - ANSWERS
+        others = {name: value for name, value in columns.items() if name not in used}
+        others["prompt"] = (
+            messages[0].content if kind == "text prompt" else [message.as_template_input() for message in messages]
+        )
+        if any(answers):
+            others.setdefault("response", answers[0])
+        return Conversation(messages, kind, tools, columns=others)
 
     def messages(self, value: Any, column: str) -> tuple[tuple[Message, ...], tuple[dict[str, Any], ...]]:
         """Messages of any dialect, and tools that stand among them. Turns of tool calls join the turn before."""
@@ -305,6 +347,8 @@ def _prompt_completion(reader: Reader, columns: Columns) -> Conversation:
         return Conversation(turns, "completion")
     if isinstance(prompt, list) and isinstance(completion, list):
         context, tools = reader.messages(prompt, "prompt")
+        if reader.spec.prompts:
+            return Conversation(context, tools=(*_tools(columns.get("tools")), *tools))
         answers, more = reader.messages(completion, "completion")
         tools = (*_tools(columns.get("tools")), *tools, *more)
         return Conversation((*context, *answers), tools=tools, first_trained=len(context))

@@ -30,12 +30,18 @@ class MicroBatch:
     targets: Tensor
     weights: Tensor | None
     places: tuple[str, ...]
+    continues: tuple[int, ...] | None = None
+    """For each of `lengths`, the number of the earlier one that it goes on from and sees, or -1; None: none does."""
     is_filler: bool = False
     """Stands in where other ranks have a batch and this one has none left: computed like any other, counted nowhere."""
 
     @property
     def num_tokens(self) -> int:
         return 0 if self.is_filler else self.ids.shape[1]
+
+    @property
+    def num_sequences(self) -> int:
+        return 0 if self.is_filler else len(self.lengths)
 
     @property
     def num_trained(self) -> int:

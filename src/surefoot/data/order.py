@@ -8,8 +8,8 @@ prepared, so training can start while the others are.
 Batches are formed globally, over the whole order; dealing them to ranks comes after.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil, floor
 from typing import Protocol
@@ -58,6 +58,8 @@ class StepBatch:
     """Samples per sequence: one each, or several when packing."""
     next: Position
     """Where the step after it begins."""
+    about: Mapping[str, float] = field(default_factory=dict)
+    """What the batch source measured of it, by name."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +84,17 @@ class GlobalOrder:
         self._windows_of = lru_cache(maxsize=2)(self._windows)
         self._sequences_of = lru_cache(maxsize=2)(self._sequences)
 
-    def step(self, position: Position) -> StepBatch:
-        """The sequences of the step that begins at `position`, whatever was read before.
+    def step(self, position: Position, count: int | None = None) -> StepBatch:
+        """The sequences of the step that begins at `position`, whatever was read before; `count`: another number.
 
         Waits for the shards of its window. Raises: DataError for what is wrong with them.
         """
         epoch, window, used = position.epoch, position.window, position.used
         rows: list[list[SampleKey]] = []
-        while len(rows) < self._per_step:
+        wanted = count or self._per_step
+        while len(rows) < wanted:
             sequences = self._sequences_of(epoch, window)
-            taken = sequences[used : used + self._per_step - len(rows)]
+            taken = sequences[used : used + wanted - len(rows)]
             rows += taken
             used += len(taken)
             if used < len(sequences):

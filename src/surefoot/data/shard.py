@@ -128,5 +128,9 @@ class Shard:
 
     def columns(self, sample: int) -> Mapping[str, Any]:
         """The columns kept beside a sample."""
-        kept: list[dict[str, Any]] = json.loads(self._metadata["columns"])
-        return kept[sample] if kept else {}
+        return self._columns[sample] if self._columns else {}
+
+    @cached_property
+    def _columns(self) -> Sequence[Mapping[str, Any]]:
+        kept: list[Mapping[str, Any]] = json.loads(self._metadata["columns"])
+        return kept

@@ -96,11 +96,13 @@ class ChatTemplate:
         Raises: BadRow where the template refuses the row or its turns cannot be told apart safely; DataError where the
         template itself cannot be used.
         """
-        if conversation.kind != "chat":
+        if conversation.kind not in ("chat", "prompt"):
             conversation = self._without_own_ends(conversation)
         hidden = _Hidden(conversation, self._control)
         if conversation.kind == "chat":
             text, spans = self._chat(hidden.conversation)
+        elif conversation.kind == "prompt":
+            text, spans = self._prompt(hidden.conversation), ()
         else:
             text, spans = self._plain(hidden.conversation)
         if not hidden.base:
@@ -108,6 +110,8 @@ class ChatTemplate:
         return self._restored(text, spans, conversation, hidden)
 
     def _plain(self, conversation: Conversation) -> tuple[str, tuple[Span, ...]]:
+        if conversation.kind == "text prompt":
+            return self.source.plain_start + conversation.messages[0].content, ()
         *context, last = (message.content for message in conversation.messages)
         prompt = self.source.plain_start + "".join(context)
         text = prompt + last + self.source.eos
@@ -120,6 +124,15 @@ class ChatTemplate:
         texts[-1] = texts[-1].removesuffix(self.source.eos)
         messages = [replace(message, content=text) for message, text in zip(conversation.messages, texts, strict=True)]
         return replace(conversation, messages=tuple(messages))
+
+    def _prompt(self, conversation: Conversation) -> str:
+        """A conversation up to where the assistant's next turn begins."""
+        messages, tools = conversation.messages, conversation.tools
+        text = self._template(messages, tools, add_generation_prompt=True)
+        if tools:
+            self._check_tools_shown(conversation, text)
+        self._check_asked(messages, text)
+        return text
 
     def _chat(self, conversation: Conversation) -> tuple[str, tuple[Span, ...]]:
         messages, tools = conversation.messages, conversation.tools
@@ -294,7 +307,7 @@ class ChatTemplate:
             spans,
             pieces,
             ends_twice=ends_twice,
-            answer_in_prompt=len(answer) >= 20 and any(answer in message.content for message in asked),
+            answer_in_prompt=bool(spans) and len(answer) >= 20 and any(answer in message.content for message in asked),
             has_lookalikes=pieces is not None,
             lost_reasoning=any(
                 thought not in text for message in _last_exchange(conversation) if (thought := _thought(message))
@@ -349,9 +362,13 @@ class ChatTemplate:
             end = found.end()
         pieces.append((hidden.restore(hidden_text[end:]), False))
         text = "".join(piece for piece, _ in pieces)
-        if conversation.kind == "chat" and text != self._template(conversation.messages, conversation.tools):
+        is_prompt = conversation.kind == "prompt"
+        if conversation.kind in ("chat", "prompt") and text != self._template(
+            conversation.messages, conversation.tools, add_generation_prompt=is_prompt
+        ):
             if self.source.parse_special_tokens:
-                return self._finished(*self._chat(conversation), conversation, None)
+                again = (self._prompt(conversation), ()) if is_prompt else self._chat(conversation)
+                return self._finished(*again, conversation, None)
             raise BadRow(
                 "a text of the row holds a special token that the chat template reads itself, so it cannot be kept as "
                 "text. Remove it, or set parse_special_tokens: true"

@@ -10,10 +10,11 @@ import yaml
 
 from surefoot.config import load_config
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
-from surefoot.config.schema import ALIASES, FLAG_ALIASES, NOT_HERE, RunConfig
+from surefoot.config.names import ALIASES, FLAG_ALIASES, NOT_HERE
+from surefoot.config.schema import RunConfig
 from surefoot.errors import ConfigError
 from surefoot.findings import CATALOGUE, Finding
-from surefoot.importing.peers import DEFAULTS, GRPO, LORA_ALPHA_TIMES, SAME_HERE, TRL_LORA, WITHOUT
+from surefoot.importing.peers import DEFAULTS, GRPO, LORA_ALPHA_TIMES, REWARDS, SAME_HERE, TRL_LORA, WITHOUT
 from surefoot.importing.read import Told
 
 LARGEST_CARD_GB = 141
@@ -65,14 +66,21 @@ def convert(told: Told) -> Imported:
     ours: dict[str, tuple[Any, str]] = {}
     left_out: dict[str, str] = {}
     unknown: list[str] = []
-    if told.method != "sft":
+    if told.method == "grpo":
+        ours["method"] = ("grpo", told.program)
+    elif told.method != "sft":
         left_out[f"method = {told.method}"] = (
-            "only sft is available; the line below keeps this from being trained as sft"
+            "only sft and grpo are available; the line below keeps this from being trained as sft"
         )
         ours["method"] = (told.method, "not available yet")
     for name, value in told.settings.items():
         said = f"{name} = {value}"
         origin = f"{name} of {told.places.get(name, told.program)}"
+        if name == "reward_funcs":
+            known, others = _rewards(told.program, value if isinstance(value, list) else [value])
+            ours |= {name: (known, origin)} if known else {}
+            left_out |= {f"{name} = {one}": "a function of yours: name it as file.py:function" for one in others}
+            continue
         mapped = _mapped(told, name, value)
         if mapped is not None:
             for ours_name, ours_value in mapped.items():
@@ -100,8 +108,13 @@ def convert(told: Told) -> Imported:
                 left_out[f"{name} = {ours.pop(name)[0]}"] = "nothing is adapted in full training"
     if not {"eval_dataset", "eval_fraction"} & ours.keys() and "eval_steps" in ours:
         left_out[f"eval_steps = {ours.pop('eval_steps')[0]}"] = "there is nothing to evaluate on"
+    if told.method == "grpo":
+        for name in ("eval_dataset", "eval_fraction", "eval_steps", "packing", "train_on"):
+            if name in ours:
+                left_out[f"{name} = {ours.pop(name)[0]}"] = "not available with method: grpo"
     ours.setdefault("output_dir", ("run", "nothing was said"))
-    _check(told, {name: value for name, (value, _) in ours.items() if name != "method" and value is not None})
+    refused = () if told.method == "grpo" else ("method",)
+    _check(told, {name: value for name, (value, _) in ours.items() if name not in refused and value is not None})
     order = [name for name in RunConfig.model_fields if name in ours] + [
         name for name in ours if name in DEEPSPEED_KEYS
     ]
@@ -112,7 +125,7 @@ def convert(told: Told) -> Imported:
 
 def _check(told: Told, values: dict[str, Any]) -> None:
     """Raises: ConfigError where these make no run; of a file without data nothing is known."""
-    if "dataset" not in values:
+    if "dataset" not in values or (told.method == "grpo" and "reward_funcs" not in values):
         return
     file = told.base / str(values.get("deepspeed", ""))
     beside = {"deepspeed": str(file)} if file.is_file() else {}
@@ -156,6 +169,12 @@ def _mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
     if name in ("packing", "sample_packing", "neat_packing") and not value:
         return {}
     return {ours: _number(value)}
+
+
+def _rewards(program: str, names: list[str]) -> tuple[list[Any], list[str]]:
+    """The reward functions of a program that come with Surefoot, as items; the names of the others."""
+    known = REWARDS.get(program, {})
+    return [known[name] for name in names if name in known], [name for name in names if name not in known]
 
 
 def _of_axolotl(name: str, value: Any) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """What other programs call things, what they do unless told otherwise, and what has no counterpart here.
 
-Names that only differ are in `config.schema.ALIASES`; here is what means something else, or nothing. Defaults are those
+Names that only differ are in `config.names.ALIASES`; here is what means something else, or nothing. Defaults are those
 of ms-swift 3, LLaMA-Factory 0.9, TRL 1 and axolotl 0.12, read 2026-11: what is not written in a file is a setting too.
 """
 
@@ -91,12 +91,22 @@ WITHOUT: dict[str, str] = {
 """Their setting -> why it is left out, where it may change the run."""
 
 GRPO = frozenset(
-    "rlhf_type reward_funcs reward_weights reward_model num_generations max_completion_length max_prompt_length "
-    "temperature top_p top_k repetition_penalty beta epsilon epsilon_high num_iterations loss_type scale_rewards "
-    "external_plugins use_vllm vllm_mode vllm_gpu_memory_utilization vllm_max_model_len vllm_tensor_parallel_size "
-    "vllm_server_host vllm_server_port vllm_max_num_seqs vllm_enforce_eager vllm_limit_mm_per_prompt "
-    "vllm_enable_prefix_caching num_infer_workers sleep_level offload_model offload_optimizer "
-    "gc_collect_after_offload move_model_batches async_generate tensor_parallel_size dynamic_sample overlong_filter "
-    "max_pixels stop_words ref_model kl_coef steps_per_generation generation_batch_size log_entropy".split()
+    "reward_model repetition_penalty external_plugins use_vllm vllm_mode vllm_gpu_memory_utilization "
+    "vllm_max_model_len vllm_tensor_parallel_size vllm_server_host vllm_server_port vllm_max_num_seqs "
+    "vllm_enforce_eager vllm_limit_mm_per_prompt vllm_enable_prefix_caching num_infer_workers sleep_level "
+    "offload_model offload_optimizer gc_collect_after_offload move_model_batches async_generate "
+    "tensor_parallel_size max_pixels ref_model log_entropy".split()
 )
 """Of reinforcement learning with rollouts."""
+
+REWARDS: dict[str, dict[str, Any]] = {
+    "ms-swift": {
+        "accuracy": {"func": "math_verify", "args": {"answer_column": "solution"}},
+        "format": {"func": "regex", "args": {"pattern": r"\A<think>.*?</think>\s*<answer>.*?</answer>\Z"}},
+    },
+    "trl": {
+        "accuracy_reward": {"func": "math_verify", "args": {"answer_column": "solution"}},
+        "think_format_reward": {"func": "regex", "args": {"pattern": r"\A<think>(?!.*<think>).*?</think>.*\Z"}},
+    },
+}
+"""Program -> its reward function -> the same here."""

@@ -6,6 +6,7 @@ another, no mask is ever built, and the cost follows the samples' lengths, not t
 Knows nothing of packing or of models: it gets `lengths` and `cu_seq_lens_q` through the model's keyword arguments.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -34,9 +35,10 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    continues: tuple[int, ...] | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sample.
+    """Causal attention within each sample; one that `continues` another sees all of that one too.
 
     Shapes: query [1, heads, T, D], key and value [1, kv_heads, T, D] -> [1, T, heads, D]; sum(lengths) == T.
     Raises: ModelError for variants whose numbers would be wrong here (soft-capping, attention sinks).
@@ -46,6 +48,8 @@ def packed_attention(
             raise ModelError(f"{type(module).__name__} uses {name}, which attention over packed samples does not have.")
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         query, key, value = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value))
+    if continues is not None:
+        return _shared_prefixes(query, key, value, lengths, continues, scaling, dropout, sliding_window), None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
         window = (sliding_window - 1, 0) if sliding_window else (-1, 0)
         query_THD, key_THD, value_THD = (t[0].transpose(0, 1).contiguous() for t in _same_heads(query, key, value))
@@ -84,6 +88,61 @@ def packed_attention(
         outputs.append(sample.transpose(1, 2))
         begin += length
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+
+
+def _shared_prefixes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    continues: tuple[int, ...],
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """Attention where a sample may go on from an earlier one, which is computed once for all that do.
+
+    The samples that go on from one are a batch of rows, padded to the longest; a sample's own positions count on from
+    the end of the one it continues. Shapes: as in `packed_attention`.
+    """
+    ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    spans = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
+    outputs: dict[int, Tensor] = {}
+    for owner in (-1, *dict.fromkeys(one for one in continues if one >= 0)):
+        for rows in _rows_of(owner, continues):
+            longest = max(lengths[row] for row in rows)
+            before = lengths[owner] if owner >= 0 else 0
+
+            def stacked(tensor: Tensor, rows: list[int] = rows, longest: int = longest) -> Tensor:
+                parts = [F.pad(tensor[:, :, spans[row]], (0, 0, 0, longest - lengths[row])) for row in rows]
+                return torch.cat(parts)
+
+            keys, values = stacked(key), stacked(value)
+            if owner >= 0:
+                prefix_key, prefix_value = (tensor[:, :, spans[owner]] for tensor in (key, value))
+                keys = torch.cat([prefix_key.expand(len(rows), -1, -1, -1), keys], dim=2)
+                values = torch.cat([prefix_value.expand(len(rows), -1, -1, -1), values], dim=2)
+            at = torch.arange(longest, device=query.device)[:, None] + before
+            distance = at - torch.arange(before + longest, device=query.device)
+            mask = distance >= 0 if not sliding_window else (distance >= 0) & (distance < sliding_window)
+            found = F.scaled_dot_product_attention(
+                stacked(query),
+                keys,
+                values,
+                attn_mask=mask,
+                dropout_p=dropout,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+            for row, one in zip(rows, found, strict=True):
+                outputs[row] = one[:, : lengths[row]].transpose(0, 1)
+    return torch.cat([outputs[row] for row in range(len(lengths))])[None]
+
+
+def _rows_of(owner: int, continues: tuple[int, ...]) -> list[list[int]]:
+    """The samples that go on from `owner`, in batches: all together, but each on its own where they go on from none."""
+    rows = [row for row, one in enumerate(continues) if one == owner]
+    return [[row] for row in rows] if owner < 0 else [rows]
 
 
 def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -48,20 +48,24 @@ def complete(
         for turns in conversations
     ]
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    own_ends = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(own_ends if isinstance(own_ends, list) else [own_ends])} - {None}
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=temperature > 0,
         temperature=temperature if temperature > 0 else None,
         pad_token_id=pad,
-        eos_token_id=sorted(ends),
+        eos_token_id=sorted(end_tokens(model, tokenizer)),
     )
     answers: list[str] = []
     with generating(model), torch.no_grad():
         for begin in range(0, len(prompts), batch_size):
             answers += _complete_batch(model, tokenizer, prompts[begin : begin + batch_size], settings, int(pad))
     return answers
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokens that end an answer: the tokenizer's, and those of the model's generation settings."""
+    own = model.generation_config.eos_token_id
+    return {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
 
 
 def _complete_batch(

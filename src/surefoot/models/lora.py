@@ -11,7 +11,8 @@ Source: Hu et al., https://arxiv.org/abs/2106.09685; rank-stabilised scaling: Ka
 import difflib
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -229,3 +230,16 @@ def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
     number = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
     bound = 1 / math.sqrt(shape[-1])  # kaiming_uniform_(a=sqrt 5) over fan_in
     return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(number))
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """The model as it is without its LoRA parameters; they stay where they are."""
+    scalings = {module: module.lora_scaling for module in model.modules() if hasattr(module, "lora_scaling")}
+    try:
+        for module in scalings:
+            module.lora_scaling = 0.0  # type: ignore[assignment]
+        yield
+    finally:
+        for module, scaling in scalings.items():
+            module.lora_scaling = scaling

@@ -1,4 +1,4 @@
-"""The batch source of SFT: a run's data, prepared before or beside training, dealt out as micro-batches."""
+"""The data of a run, prepared before or beside training; for SFT, dealt out as micro-batches."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -37,11 +37,12 @@ class RunData:
         self.held_out = held_out
         self._config = config
         self._is_checked = False
+        self._is_grpo = config.method == "grpo"
         self._rows_each = config.per_device_train_batch_size
         self._emit = emit
         self.order = GlobalOrder(
             train,
-            sequences_per_step=config.sequences_per_step,
+            sequences_per_step=config.sequences_per_step // (config.num_generations if self._is_grpo else 1),
             seed=config.seed,
             shuffle=config.shuffle,
             pack_length=config.max_length if config.packing else None,
@@ -80,7 +81,9 @@ class RunData:
             return self._config.max_steps
         if not self.train.preparation.is_complete or len(self.order.windows_from(Position())) > 1:
             return None
-        return self.order.steps_in(self._config.epochs)
+        if self._is_grpo and self._config.dynamic_sampling:
+            return None
+        return self.order.steps_in(self._config.epochs) * (self._config.num_iterations if self._is_grpo else 1)
 
     def finish(self) -> None:
         """Wait until everything is prepared, and check it. Raises: DataError."""

@@ -20,8 +20,8 @@ from surefoot.training.checkpoint import DamagedCheckpoint, find_newest, list_ch
 from surefoot.training.record import METRICS
 
 OWN_ENTRIES = (
-    "run.yaml environment.json metrics.jsonl summary.json findings.jsonl events evidence checkpoints adapter model "
-    "tensorboard"
+    "run.yaml environment.json metrics.jsonl completions.jsonl summary.json findings.jsonl events evidence checkpoints "
+    "adapter model tensorboard"
 ).split()
 """What a run writes into its folder."""
 

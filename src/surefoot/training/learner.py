@@ -13,9 +13,10 @@ from surefoot.parallel.layout import Layout
 from surefoot.parallel.ranks import Ranks
 from surefoot.parallel.shard import Sharding
 from surefoot.training.artifacts import load_adapter, lora_settings
+from surefoot.training.grpo import GrpoObjective
 from surefoot.training.optim import build_optimizer
 from surefoot.training.sft import SftObjective
-from surefoot.training.step import Learner
+from surefoot.training.step import Learner, Objective
 
 Context = Callable[[], AbstractContextManager[object]]
 
@@ -50,7 +51,11 @@ def build_learner(
     parameters = trainable_parameters(built.model)
     forward_context: Context = partial(torch.autocast, device.type, torch.bfloat16) if built.autocast else nullcontext
     with forward_context():
-        objective = SftObjective(built, config.router_aux_loss_coef, ranks)
+        objective: Objective = (
+            GrpoObjective(built, config, ranks)
+            if config.method == "grpo"
+            else SftObjective(built, config.router_aux_loss_coef, ranks)
+        )
     return Learner(
         model=built.model,
         parameters=parameters,

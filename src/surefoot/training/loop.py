@@ -1,6 +1,6 @@
 """The loop over steps: batch, step, events, evaluation, checkpoints, stop signals. Nothing else.
 
-SFT and later GRPO share it; what differs comes in through `Job`.
+SFT and GRPO share it; what differs comes in through `Job`.
 """
 
 import resource
@@ -8,18 +8,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from surefoot.config import RunConfig
 from surefoot.data.loader import MicroBatch
-from surefoot.data.order import Position, StepBatch
+from surefoot.data.order import StepBatch
 from surefoot.errors import DataError, StoppedOnFinding, SurefootError
 from surefoot.events import BatchDescribed, CheckpointSaved, Evaluated, Event, StepEnded
 from surefoot.parallel.ranks import Ranks
@@ -88,11 +88,14 @@ class Job:
     run_folder: Path
     total_steps: int | None
     """None where the data say how many and are not counted; then a share of the rows says how far the run is."""
-    batches: Callable[[Position], tuple[StepBatch, list[MicroBatch]]]
-    """Position in the data -> the step that begins there, and its micro-batches."""
-    eval_batches: Callable[[], Iterable[MicroBatch]] | None
+    batches: Callable[[TrainState], tuple[StepBatch, list[MicroBatch]]]
+    """The step after a state, and its micro-batches; emits its own phases."""
+    evaluate: Callable[[], tuple[float, int]] | None
+    """(mean loss, trained tokens) on held-out samples; None without any. Collective."""
     before_evaluation: Callable[[], None]
     """Waits for held-out samples that are still being prepared."""
+    pending: Callable[[TrainState], list[dict[str, Any]]]
+    """What a checkpoint keeps of the batch source besides its position. Collective."""
     learner: Learner
     phases: Phases
     emit: Callable[[Event], None]
@@ -135,7 +138,7 @@ def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Lite
                 if state.step == first:
                     job.emit(sample_memory(job.learner, state.step))
                 is_last = job.is_over(state)
-                if job.eval_batches and (is_last or (config.eval_steps and state.step % config.eval_steps == 0)):
+                if job.evaluate and (is_last or (config.eval_steps and state.step % config.eval_steps == 0)):
                     _evaluate(job, state)
             except DataError:  # in rows that preparing has come to only now; what was learned is kept
                 _save_if_new(job, state)
@@ -170,10 +173,11 @@ def _get_ready(job: Job, state: TrainState, stop: StopSignal) -> _Ready | None:
     batches: list[MicroBatch] = []
     error: SurefootError | None = None
     try:
+        rows, batches = job.batches(state)  # may be collective, so it comes before what one rank alone can fail at
         job.saver.raise_error()
-        with job.phases("wait for data"):
-            rows, batches = job.batches(state.position)
     except SurefootError as caught:
+        if caught.is_agreed:
+            raise
         error = caught
     said = [*counts_of(batches), stop.received is not None, error is not None]
     with job.phases("communicate"):
@@ -194,7 +198,7 @@ def _described(job: Job, step: int, batches: Sequence[MicroBatch]) -> BatchDescr
         step=step,
         tokens=sum(batch.num_tokens for batch in real),
         trained=sum(batch.num_trained for batch in real),
-        sequences=sum(len(batch.lengths) for batch in real),
+        sequences=sum(batch.num_sequences for batch in real),
         fillers=len(batches) - len(real),
     )
 
@@ -239,16 +243,26 @@ def _one_step(job: Job, state: TrainState, ready: _Ready) -> TrainState:
         epoch=rows.epoch,
         warmup_end=end if state.step + 1 == config.warmup_steps else state.warmup_end,
     )
-    job.emit(_step_ended(job, state, result, learning_rate, step_time_s))
+    measured = {**rows.about, **job.learner.objective.measured}
+    job.emit(_step_ended(job, state, result, measured, learning_rate, step_time_s))
     counts = job.learner.objective.expert_counts
     if counts is not None and job.expert_use is not None:
-        used = job.expert_use.add(state.step, counts, result.totals.tokens)
+        # SFT counts the rows of all tokens, GRPO those of the trained ones.
+        tokens = result.totals.trained if config.method == "grpo" else result.totals.tokens
+        used = job.expert_use.add(state.step, counts, tokens)
         if used is not None:
             job.emit(used)
     return state
 
 
-def _step_ended(job: Job, state: TrainState, result: StepResult, learning_rate: float, step_time_s: float) -> StepEnded:
+def _step_ended(
+    job: Job,
+    state: TrainState,
+    result: StepResult,
+    measured: Mapping[str, float],
+    learning_rate: float,
+    step_time_s: float,
+) -> StepEnded:
     counts = job.learner.objective.expert_counts
     load = None
     if counts is not None:
@@ -268,22 +282,22 @@ def _step_ended(job: Job, state: TrainState, result: StepResult, learning_rate: 
         peak_memory_bytes=peak_memory_bytes(job.learner.device),
         aux_loss=None if result.aux_loss is None else result.aux_loss / job.config.router_aux_loss_coef,
         expert_load=load,
+        measured=measured,
     )
 
 
 def _evaluate(job: Job, state: TrainState) -> None:
-    assert job.eval_batches is not None
-    learner = job.learner
+    assert job.evaluate is not None
     with job.phases("wait for data"):
         job.ranks.together(job.before_evaluation)
-    with job.phases("evaluate"), learner.forward_context():
-        loss, trained = learner.objective.evaluate(batch.to(learner.device) for batch in job.eval_batches())
+    with job.phases("evaluate"), job.learner.forward_context():
+        loss, trained = job.evaluate()
     job.emit(Evaluated(state.step, loss, trained))
 
 
 def _save(job: Job, state: TrainState) -> None:
     with job.phases("save"):
-        job.saver.save(job.learner.parameters, job.learner.optimizer, state)
+        job.saver.save(job.learner.parameters, job.learner.optimizer, replace(state, pending=job.pending(state)))
 
 
 def _save_if_new(job: Job, state: TrainState) -> None:
@@ -292,7 +306,7 @@ def _save_if_new(job: Job, state: TrainState) -> None:
         job.saver.wait()
         folder = checkpoint_folder(job.run_folder, state.step)
         if state.step and job.ranks.from_first(lambda: folder not in list_checkpoints(job.run_folder)):
-            job.saver.save(job.learner.parameters, job.learner.optimizer, state)
+            job.saver.save(job.learner.parameters, job.learner.optimizer, replace(state, pending=job.pending(state)))
             job.saver.wait()
     _tell_of_saves(job)
 

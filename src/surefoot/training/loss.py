@@ -19,7 +19,9 @@ CHUNK_TOKENS = 512
 
 def forward_arguments(batch: MicroBatch) -> dict[str, Any]:
     """What the decoder needs to see of a batch. The lengths travel to the attention function unread by the model."""
+    continues = {} if batch.continues is None else {"continues": batch.continues}
     return {
+        **continues,
         "input_ids": batch.ids,
         "position_ids": batch.position_ids,
         "attention_mask": None,
@@ -42,40 +44,47 @@ def probing(model: PreTrainedModel) -> Iterator[None]:
         model.train(training)
 
 
+def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
+    """The output layer, where logits are just what it makes of the decoder's states. Collective.
+
+    Some models scale or cap their logits on the way; for those the model's own forward is used, and the logits of all
+    trained tokens of a micro-batch exist at once.
+    """
+
+    def head_is_plain() -> bool:
+        """Seen on a few tokens."""
+        head = model.get_output_embeddings()
+        if type(head) is not nn.Linear:  # a subclass computes more than its weight and bias say (LoRA, for one)
+            return False
+        device = model.device
+        count = min(8, head.out_features)
+        ids = torch.arange(count, device=device)[None]
+        ends = torch.tensor([0, count], dtype=torch.int32, device=device)
+        seen: dict[str, Any] = {"lengths": [count], "cu_seq_lens_q": ends, "max_length_q": count, "use_cache": False}
+        with probing(model):
+            hidden = model.base_model(input_ids=ids, **seen).last_hidden_state
+            logits = model(input_ids=ids, **seen).logits
+            return torch.allclose(head(hidden).float(), logits.float(), rtol=1e-3, atol=1e-4)
+
+    is_plain = gathered(model, head_is_plain)()
+    put_to_rest(model)  # weights may be loaded before the next forward
+    return _head_of(model) if is_plain else None
+
+
+def _head_of(model: PreTrainedModel) -> nn.Linear:
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    return head
+
+
 class TokenLoss:
     """Weighted sum of the negative log-likelihoods of a batch's trained tokens under a causal LM."""
 
     def __init__(self, model: PreTrainedModel, *, head_is_plain: bool | None = None) -> None:
         """`head_is_plain`: whether logits are just the output layer of the decoder's states; asked where not told."""
         self._model = model
-        self._head: nn.Linear | None = None
         self._run = gathered(model, self._nll)
-        if head_is_plain is None:
-            head_is_plain = gathered(model, self._head_is_plain)()
-            put_to_rest(model)  # weights may be loaded before the next forward
-        if head_is_plain:
-            head = model.get_output_embeddings()
-            assert isinstance(head, nn.Linear)
-            self._head = head
-
-    def _head_is_plain(self) -> bool:
-        """Whether logits are just the output layer of the decoder's states, seen on a few tokens.
-
-        Some models scale or cap their logits on the way; for those the model's own forward is used, and the logits of
-        all trained tokens of a micro-batch exist at once.
-        """
-        head = self._model.get_output_embeddings()
-        if type(head) is not nn.Linear:  # a subclass computes more than its weight and bias say (LoRA, for one)
-            return False
-        device = self._model.device
-        count = min(8, head.out_features)
-        ids = torch.arange(count, device=device)[None]
-        ends = torch.tensor([0, count], dtype=torch.int32, device=device)
-        seen: dict[str, Any] = {"lengths": [count], "cu_seq_lens_q": ends, "max_length_q": count, "use_cache": False}
-        with probing(self._model):
-            hidden = self._model.base_model(input_ids=ids, **seen).last_hidden_state
-            logits = self._model(input_ids=ids, **seen).logits
-            return torch.allclose(head(hidden).float(), logits.float(), rtol=1e-3, atol=1e-4)
+        self._head = _plain_head(model) if head_is_plain is None else _head_of(model) if head_is_plain else None
 
     def __call__(self, batch: MicroBatch) -> Tensor:
         """Shapes: a scalar in float32, with its graph."""
@@ -96,6 +105,45 @@ class TokenLoss:
             for weight, members in groups
         ]
         return torch.stack(sums).sum()
+
+
+class TokenLogprobs:
+    """The log-probability of each trained token of a batch, and the entropy where it was predicted, in nats."""
+
+    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
+        """`temperature`: what logits are divided by."""
+        self._model = model
+        self._temperature = temperature
+        self._run = gathered(model, self._logprobs)
+        self._head = _plain_head(model)
+
+    def __call__(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Shapes: float32 [N] with its graph, float32 [N] without."""
+        return self._run(batch)
+
+    def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        if self._head is None:
+            logits = self._model(**forward_arguments(batch), logits_to_keep=batch.predict_at).logits[0]
+            return self._of_logits(logits, batch.targets)
+        head = self._head
+        hidden = self._model.base_model(**forward_arguments(batch)).last_hidden_state[0][batch.predict_at]
+
+        def of_part(part: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            return self._of_logits(head(part), targets)
+
+        if len(hidden) <= CHUNK_TOKENS:
+            return of_part(hidden, batch.targets)
+        parts = zip(hidden.split(CHUNK_TOKENS), batch.targets.split(CHUNK_TOKENS), strict=True)
+        found = [checkpoint(of_part, part, targets, use_reentrant=False) for part, targets in parts]
+        logprobs, entropies = zip(*found, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _of_logits(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Shapes: [n, V], [n] -> [n], [n]."""
+        scores = torch.log_softmax(logits.float() / self._temperature, dim=-1)
+        with torch.no_grad():
+            entropy = -(scores.exp() * scores).sum(-1)
+        return scores.gather(1, targets[:, None])[:, 0], entropy
 
 
 def _nll_sum(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:

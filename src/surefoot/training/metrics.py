@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from surefoot.errors import ConfigError
 from surefoot.events import (
     CheckpointSaved,
+    CompletionsMade,
     DataCounted,
     Evaluated,
     Event,
@@ -23,15 +24,16 @@ from surefoot.events import (
     StepEnded,
 )
 from surefoot.storage import write_text
-from surefoot.training.record import METRICS
+from surefoot.training.record import COMPLETIONS, METRICS
 
 LINE_EVERY_S = 5.0
 
 
 def as_metrics(event: StepEnded | Evaluated) -> dict[str, Any]:
     """The numbers of an event, without those the model does not have."""
-    left_out = ("total_steps", "is_last")
-    return {name: value for name, value in asdict(event).items() if value is not None and name not in left_out}
+    left_out = ("total_steps", "is_last", "measured")
+    own = {name: value for name, value in asdict(event).items() if value is not None and name not in left_out}
+    return own | (dict(event.measured) if isinstance(event, StepEnded) else {})
 
 
 class MetricsFile:
@@ -44,7 +46,7 @@ class MetricsFile:
 
     def observe(self, event: Event) -> None:
         if isinstance(event, RunStarted):
-            self._drop_lines_from(event.first_step)
+            drop_lines_from(self._path, event.first_step)
             self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed at the end of the run
         elif isinstance(event, Evaluated) or (isinstance(event, StepEnded) and is_logged(event, self._every)):
             assert self._file is not None
@@ -54,17 +56,34 @@ class MetricsFile:
             self._file.close()
             self._file = None
 
-    def _drop_lines_from(self, first_step: int) -> None:
-        if not self._path.is_file():
-            return
-        kept = []
-        for line in self._path.read_text("utf-8").splitlines(keepends=True):
-            try:
-                if json.loads(line)["step"] < first_step:
-                    kept.append(line)
-            except ValueError:  # the last line of a killed run may be cut short
-                break
-        write_text(self._path, "".join(kept))
+
+class CompletionsFile:
+    """Appends a line per completion to completions.jsonl; a resumed run first drops those beyond its checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            drop_lines_from(self._path, event.first_step)
+        elif isinstance(event, CompletionsMade):
+            about = {"step": event.step, "policy_version": event.policy_version}
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps({**about, **one}, ensure_ascii=False) + "\n" for one in event.samples)
+
+
+def drop_lines_from(path: Path, first_step: int) -> None:
+    """Keep of a file of lines with a `step` those before a step."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text("utf-8").split("\n"):  # not splitlines: texts may hold other line ends
+        try:
+            if json.loads(line)["step"] < first_step:
+                kept.append(line + "\n")
+        except ValueError:  # the last line of a killed run may be cut short
+            break
+    write_text(path, "".join(kept))
 
 
 def is_logged(event: StepEnded, every: int) -> bool:
@@ -128,7 +147,7 @@ class Screen:
         left_s = (time.perf_counter() - self._began) / done * (event.total_steps - event.step)
         parts = [
             f"step {event.step}/{event.total_steps}",
-            f"loss {event.loss:.4f}",
+            f"reward {event.measured['reward']:.3f}" if "reward" in event.measured else f"loss {event.loss:.4f}",
             f"grad {event.grad_norm:.2f}",
             f"lr {event.learning_rate:.1e}",
             f"{event.tokens_per_second:.0f} tok/s",
@@ -204,7 +223,10 @@ def _require(package: str, setting: str) -> Any:
 
 def build_observers(run_folder: Path, logging_steps: int, report_to: list[str], *, screen: bool) -> list[Observer]:
     """The observers a config asks for. Raises: ConfigError where a package is missing."""
-    observers: list[Observer] = [MetricsFile(run_folder / METRICS, logging_steps)]
+    observers: list[Observer] = [
+        MetricsFile(run_folder / METRICS, logging_steps),
+        CompletionsFile(run_folder / COMPLETIONS),
+    ]
     if screen:
         observers.append(Screen(logging_steps))
     for name in report_to:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
+COMPLETIONS = "completions.jsonl"
 Status = Literal["completed", "interrupted", "failed"]
 
 

@@ -23,11 +23,17 @@ def device_type(loaded: LoadedConfig) -> Literal["cpu", "cuda"]:
 def resolve(loaded: LoadedConfig, num_ranks: int) -> LoadedConfig:
     """The config with its device, computing type and global batch size written out, for a run of so many ranks.
 
-    Raises: ConfigError for a device that is not there.
+    Raises: ConfigError for a device that is not there, or groups of completions that a step would cut.
     """
     run = loaded.run
     device = device_type(loaded)
     dtype = run.dtype if run.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
     size = run.global_batch_size or run.sequences_per_step * num_ranks
+    if run.method == "grpo" and size % run.num_generations:
+        raise ConfigError(
+            f"a step has {size} completions (per_device_train_batch_size x gradient_accumulation_steps x ranks), which "
+            f"is no multiple of num_generations={run.num_generations}. Set global_batch_size "
+            f"({loaded.where('num_generations', 'per_device_train_batch_size')})."
+        )
     values = {"device": device, "dtype": dtype, "global_batch_size": size, "gradient_accumulation_steps": None}
     return replace(loaded, run=run.model_copy(update=values))

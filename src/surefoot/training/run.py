@@ -10,6 +10,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from surefoot.config import OF_ALL_RANKS, LoadedConfig, RunConfig, as_yaml, changed_fields
+from surefoot.data.loader import MicroBatch
+from surefoot.data.order import StepBatch
 from surefoot.doctor.collect import collect
 from surefoot.errors import CheckpointError, ConfigError, StoppedOnFinding, SurefootError
 from surefoot.events import Event, FindingMade, Noted, Observer, RunEnded, RunStarted
@@ -31,7 +33,9 @@ from surefoot.training.metrics import build_observers
 from surefoot.training.phases import Phases
 from surefoot.training.record import FindingLog, RunRecord, RunResult, Status, completed_earlier, read_result
 from surefoot.training.resolve import device_type, resolve
+from surefoot.training.rollouts import rollout_source, start_rewards
 from surefoot.training.saver import Saver
+from surefoot.training.sft import SftObjective
 
 Emit = Callable[[Event], None]
 
@@ -215,6 +219,9 @@ def _assemble(
         config, measured = choose_expert_parallel(config, base, data.batches, state.position, ranks, device)
         if measured:
             emit(Noted(describe_choice(config, measured)))
+        rewards = ranks.together(lambda: start_rewards(loaded)) if config.method == "grpo" else None
+        if rewards is not None:
+            undo.callback(rewards.end)
         learner = build_learner(config, base, ranks, device, sharding_of(config, ranks, device))
         learner = replace(learner, phase=phases)
         if resume.checkpoint is not None:
@@ -222,13 +229,29 @@ def _assemble(
             ranks.together(lambda: load_checkpoint(path, learner.parameters, learner.optimizer))
             emit(Noted(f"resuming after step {state.step} from {path}"))
 
+    if rewards is not None:
+        source = rollout_source(config, data, learner, opened.tokenizer, rewards, phases, emit)
+        source.restore(state.pending)
+        state = replace(state, pending=[])
+
+    def batches(state: TrainState) -> tuple[StepBatch, list[MicroBatch]]:
+        if rewards is not None:
+            return source.batches(state.position, state.step, state.epoch)
+        with phases("wait for data"):
+            return data.batches(state.position)
+
+    def evaluate() -> tuple[float, int]:
+        assert isinstance(learner.objective, SftObjective)
+        return learner.objective.evaluate(batch.to(device) for batch in data.eval_batches())
+
     job = Job(
         config=config,
         run_folder=folder,
         total_steps=data.total_steps(),
-        batches=data.batches,
-        eval_batches=data.eval_batches if data.held_out is not None else None,
+        batches=batches,
+        evaluate=evaluate if data.held_out is not None else None,
         before_evaluation=data.finish,
+        pending=lambda state: source.pending(state.step) if rewards is not None else [],
         learner=learner,
         phases=phases,
         emit=emit,

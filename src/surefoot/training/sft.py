@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the likelihood of the assistant's words, plus the load-balancing loss where asked for."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -45,7 +45,12 @@ class SftObjective:
         """Rows each expert got in the last step, int64 [layers, E]; None for a dense model."""
         return self._counts
 
-    def begin_step(self, batches: Sequence[MicroBatch]) -> None:
+    @property
+    def measured(self) -> Mapping[str, float]:
+        """Nothing besides the loss."""
+        return {}
+
+    def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """The load-balancing loss weighs each micro-batch by how the whole global batch was routed.
 
         With one micro-batch its own forward tells. With several, routing is counted first in a forward without graph:
@@ -59,6 +64,7 @@ class SftObjective:
                     self._run_decoder(batch)
                 self._add(layers, batch)
             self._complete_counts()
+        return batches
 
     def loss(self, batch: MicroBatch, totals: Totals) -> LossParts:
         """This micro-batch's share, normalised over the global batch."""
@@ -92,6 +98,10 @@ class SftObjective:
         assert self._counts is not None
         self._counts = sum_over_ranks(self._counts, self._ranks)
         self._counts_are_complete = True
+
+    def look(self, batches: Iterable[MicroBatch]) -> None:
+        """A forward of each batch without graph and dropout, for whoever watches the modules. Collective."""
+        self.evaluate(batches)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:

@@ -1,6 +1,6 @@
 """One optimizer step. Knows nothing of where batches come from, of files, or of what is logged."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -47,14 +47,18 @@ class LossParts:
 
 
 class Objective(Protocol):
-    """What is minimised: SFT here, GRPO later."""
+    """What is minimised: SFT or GRPO."""
 
     @property
     def expert_counts(self) -> Tensor | None:
         """Rows each expert got in the last step, int64 [layers, E]; None for a dense model."""
 
-    def begin_step(self, batches: Sequence[MicroBatch]) -> None:
-        """See this rank's part of the global batch before its first forward."""
+    @property
+    def measured(self) -> Mapping[str, float]:
+        """What else there is to say of the last step, by name; the same on all ranks."""
+
+    def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """See this rank's part of the global batch before its first forward; returns it with what was added to it."""
 
     def end_step(self) -> None:
         """All backwards are done. Collective."""
@@ -62,8 +66,8 @@ class Objective(Protocol):
     def loss(self, batch: MicroBatch, totals: Totals) -> LossParts:
         """A micro-batch's share of the loss, with its graph."""
 
-    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        """(mean loss, trained tokens) over held-out batches, without graph."""
+    def look(self, batches: Iterable[MicroBatch]) -> None:
+        """A forward of each batch without graph and dropout, for whoever watches the modules. Collective."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ def train_step(
     objective, parameters, optimizer = learner.objective, learner.parameters, learner.optimizer
     main, aux = [], []
     with learner.phase("forward"), learner.forward_context():
-        objective.begin_step(batches)
+        batches = objective.begin_step(batches)
     for number, batch in enumerate(batches, 1):
         learner.before_micro_batch(number == len(batches))
         with learner.phase("forward"), learner.forward_context():

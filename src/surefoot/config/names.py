@@ -1,0 +1,89 @@
+"""Names that peers give to our settings, and what of theirs has no counterpart."""
+
+ALIASES: dict[str, str] = {
+    **dict.fromkeys(
+        ["model_name_or_path", "model_id_or_path", "base_model", "model_name", "pretrained_model"], "model"
+    ),
+    **dict.fromkeys(
+        ["datasets", "train_dataset", "train_file", "dataset_path", "data_path", "dataset_name"], "dataset"
+    ),
+    **dict.fromkeys(["val_dataset", "eval_file", "validation_file"], "eval_dataset"),
+    **dict.fromkeys(["val_size", "val_set_size", "split_dataset_ratio"], "eval_fraction"),
+    **dict.fromkeys(["preprocessing_num_workers", "dataset_processes", "dataset_num_workers"], "dataset_num_proc"),
+    "truncation_strategy": "truncation",
+    **dict.fromkeys(["column", "column_mapping", "column_map"], "columns"),
+    **dict.fromkeys(["finetuning_type", "train_type", "tuner_type", "peft_type"], "tuning"),
+    **dict.fromkeys(["lora_r", "r", "peft_lora_r"], "lora_rank"),
+    "peft_lora_alpha": "lora_alpha",
+    **dict.fromkeys(["lora_target", "lora_target_modules", "peft_lora_target_modules"], "target_modules"),
+    **dict.fromkeys(["adapter_name_or_path", "lora_model_dir", "resume_from_adapter"], "init_adapter"),
+    **dict.fromkeys(["peft_lora_dropout"], "lora_dropout"),
+    **dict.fromkeys(["rslora", "peft_use_rslora"], "use_rslora"),
+    **dict.fromkeys(["cutoff_len", "sequence_len", "max_seq_length", "max_seq_len"], "max_length"),
+    **dict.fromkeys(["sample_packing", "neat_packing"], "packing"),
+    **dict.fromkeys(["micro_batch_size", "train_batch_size", "per_device_batch_size"], "per_device_train_batch_size"),
+    "grad_accum_steps": "gradient_accumulation_steps",
+    **dict.fromkeys(["ep_size", "expert_model_parallel_size"], "expert_parallel_size"),
+    **dict.fromkeys(["nproc", "num_processes", "num_gpus"], "nproc_per_node"),
+    **dict.fromkeys(["num_machines", "num_nodes"], "nnodes"),
+    "deepspeed_stage": "zero_stage",
+    **dict.fromkeys(["hsdp_replicate_size", "data_parallel_replicate_degree"], "dp_replicate_size"),
+    **dict.fromkeys(["lr", "max_lr"], "learning_rate"),
+    **dict.fromkeys(["lr_scheduler", "scheduler"], "lr_scheduler_type"),
+    **dict.fromkeys(["num_epochs", "epochs", "max_epochs"], "num_train_epochs"),
+    **dict.fromkeys(["gradient_clipping", "max_gradient_norm"], "max_grad_norm"),
+    **dict.fromkeys(["torch_dtype", "precision"], "dtype"),
+    **dict.fromkeys(["torch_compile"], "compile"),
+    **dict.fromkeys(["moe_aux_loss_coeff", "aux_loss_coef"], "router_aux_loss_coef"),
+    **dict.fromkeys(["logging_interval"], "logging_steps"),
+    **dict.fromkeys(["save_interval"], "save_steps"),
+    **dict.fromkeys(["overwrite_output"], "overwrite_output_dir"),
+    **dict.fromkeys(["rl", "rlhf_type"], "method"),
+    **dict.fromkeys(["num_return_sequences", "n_samples_per_prompt", "rollout_n"], "num_generations"),
+    **dict.fromkeys(["max_new_tokens", "max_response_length"], "max_completion_length"),
+    **dict.fromkeys(["kl_coef", "kl_loss_coef"], "beta"),
+    **dict.fromkeys(["epsilon_low", "clip_ratio_low"], "epsilon"),
+    "clip_ratio_high": "epsilon_high",
+    **dict.fromkeys(["stop_words", "stop_strings"], "stop"),
+    **dict.fromkeys(["reward_functions", "rewards"], "reward_funcs"),
+    **dict.fromkeys(["overlong_filter"], "mask_truncated_completions"),
+    "soft_cache_length": "soft_overlong_length",
+    "max_resample_times": "dynamic_sampling_tries",
+    "dynamic_sample": "dynamic_sampling",
+    **dict.fromkeys(["vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"], "importance_cap"),
+}
+"""Names of TRL, ms-swift, LLaMA-Factory, Unsloth and axolotl for the same settings."""
+
+FLAG_ALIASES: dict[str, tuple[str, str]] = {
+    "bf16": ("dtype", "bfloat16"),
+    "fp32": ("dtype", "float32"),
+    "train_on_prompt": ("train_on", "all"),
+    "train_on_inputs": ("train_on", "all"),
+    "mask_history": ("train_on", "last_assistant"),
+}
+"""Peers' flags that are a value here. A flag that is false asks for nothing."""
+
+VALUE_ALIASES: dict[str, dict[str, str]] = {
+    "truncation": {"delete": "drop", "raise": "error"},
+    "dtype": {"bf16": "bfloat16", "fp32": "float32"},
+    "target_modules": {"all-linear": "all"},
+}
+"""Peers' names for the same values."""
+
+_NO_TENSOR_PARALLEL = (
+    "tensor parallelism of the trained model is not available. zero_stage: 3 cuts every weight over the ranks, and "
+    "expert_parallel_size the experts; both keep each matrix product on one GPU"
+)
+NOT_HERE: dict[str, str] = {
+    **dict.fromkeys(
+        ["tensor_parallel_size", "tensor_model_parallel_size", "tp_size", "tensor_parallel_degree"], _NO_TENSOR_PARALLEL
+    ),
+    **dict.fromkeys(
+        ["steps_per_generation", "generation_batch_size"],
+        "each step here trains on the completions of its own prompts. Set global_batch_size (completions a step), and "
+        "num_iterations to use them several times",
+    ),
+    "importance_sampling_level": "set loss_type: gspo for ratios of whole sequences; the others take one a token",
+    "fp16": "float16 is not available: it needs a loss scale, and bfloat16 does not. Set bf16: true",
+}
+"""Peers' settings that have no counterpart, with what to use instead. False asks for nothing."""

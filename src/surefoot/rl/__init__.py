@@ -1,0 +1,1 @@
+"""Rollouts: completions of a model's own, rewarded and compared, ready to be trained on."""

@@ -1,0 +1,168 @@
+"""Micro-batches of completions to train on, from completions with advantages."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surefoot.data.loader import FILLER, MicroBatch
+
+
+@dataclass
+class Trajectory:
+    """A completion to be trained on. What training finds out of it is kept for further steps on it."""
+
+    prompt: list[int]
+    ids: list[int]
+    rollout_logprobs: list[float]
+    """What the engine gave each token."""
+    advantage: float
+    weight: float
+    """Of each token in the loss of the step; 0 where the completion is masked."""
+    place: str
+    policy_version: int = 0
+    old_logprobs: list[float] | None = None
+    """Under the weights of the first step on it; None while that has not come, or where there is one step alone."""
+    reference_logprobs: list[float] | None = None
+    """Under the model without its adapter, where they are wanted."""
+
+
+@dataclass(frozen=True)
+class PolicyBatch(MicroBatch):
+    """Completions of one forward. Shapes: N completion tokens, C completions; see `MicroBatch`.
+
+    `targets` are all tokens of the completions, in order. `weights` [N] are final: a step's sum to what its loss is.
+    """
+
+    advantages: Tensor = field(kw_only=True)
+    """float32 [N]."""
+    rollout_logprobs: Tensor = field(kw_only=True)
+    """float32 [N]."""
+    token_at: Tensor = field(kw_only=True)
+    """int64 [N]: where the tokens stand in `ids`."""
+    completion: Tensor = field(kw_only=True)
+    """int64 [N]: number of a token's completion in this batch."""
+    old_logprobs: Tensor | None = field(default=None, kw_only=True)
+    """float32 [N]."""
+    reference_logprobs: Tensor | None = field(default=None, kw_only=True)
+    """float32 [N]."""
+    trajectories: tuple[Trajectory, ...] = field(default=(), kw_only=True)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompts count for each of their completions, however often they are computed."""
+        return sum(len(one.prompt) + len(one.ids) for one in self.trajectories)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.trajectories)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(len(one.ids) for one in self.trajectories if one.weight)
+
+
+def collate_policy(trajectories: Sequence[Trajectory], *, share_prompts: bool) -> PolicyBatch:
+    """Lay completions end to end, each behind its prompt; `share_prompts`: one prompt for those that follow it."""
+    ids: list[int] = []
+    positions: list[Tensor] = []
+    lengths: list[int] = []
+    continues: list[int] = []
+    predict_at: list[Tensor] = []
+    token_at: list[Tensor] = []
+    places: list[str] = []
+    for prompt, group in groupby(trajectories, key=lambda one: one.prompt):
+        last_of_prompt = -1
+        for one in group:
+            if last_of_prompt < 0 or not share_prompts:
+                last_of_prompt = len(ids) + len(prompt) - 1
+                segment = prompt if share_prompts else prompt + one.ids
+                ids += segment
+                positions.append(torch.arange(len(segment)))
+                continues.append(-1)
+                lengths.append(len(segment))
+                places.append(one.place)
+                owner = len(lengths) - 1
+            begin = last_of_prompt + 1
+            if share_prompts:
+                begin = len(ids)
+                ids += one.ids
+                positions.append(torch.arange(len(prompt), len(prompt) + len(one.ids)))
+                continues.append(owner)
+                lengths.append(len(one.ids))
+                places.append(one.place)
+            # A completion's first token is predicted at the end of its prompt, each other one at the token before it.
+            token_at.append(torch.arange(begin, begin + len(one.ids)))
+            predict_at.append(torch.tensor([last_of_prompt, *range(begin, begin + len(one.ids) - 1)]))
+    counts = torch.tensor([len(one.ids) for one in trajectories])
+
+    def each_token(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
+
+    def joined(name: str) -> Tensor | None:
+        lists = [getattr(one, name) for one in trajectories]
+        return None if None in lists else torch.tensor([v for each in lists for v in each], dtype=torch.float32)
+
+    rollout = joined("rollout_logprobs")
+    assert rollout is not None
+    return PolicyBatch(
+        ids=torch.tensor(ids)[None],
+        position_ids=torch.cat(positions)[None],
+        lengths=lengths,
+        cu_seq_lens=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
+        predict_at=torch.cat(predict_at),
+        targets=torch.tensor([token for one in trajectories for token in one.ids]),
+        weights=each_token([one.weight for one in trajectories]),
+        places=tuple(places),
+        continues=tuple(continues) if share_prompts else None,
+        advantages=each_token([one.advantage for one in trajectories]),
+        rollout_logprobs=rollout,
+        token_at=torch.cat(token_at),
+        completion=torch.arange(len(trajectories)).repeat_interleave(counts),
+        old_logprobs=joined("old_logprobs"),
+        reference_logprobs=joined("reference_logprobs"),
+        trajectories=tuple(trajectories),
+    )
+
+
+def part_of(count: int, rank: int, num_ranks: int) -> range:
+    """The completions that a rank generates and trains on: neighbours, so that groups stay together."""
+    return range(count * rank // num_ranks, count * (rank + 1) // num_ranks)
+
+
+def policy_batches(
+    trajectories: Sequence[Trajectory],
+    rows_each: int,
+    *,
+    share_prompts: bool,
+    is_first_use: bool = True,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> Iterator[PolicyBatch]:
+    """This rank's part of a step in forwards of at most `rows_each` completions, as many on each rank.
+
+    `is_first_use`: no step has trained on them yet.
+    """
+    most = max(len(part_of(len(trajectories), other, num_ranks)) for other in range(num_ranks))
+    mine = [trajectories[index] for index in part_of(len(trajectories), rank, num_ranks)]
+    for begin in range(0, most, rows_each):
+        rows = mine[begin : begin + rows_each]
+        yield collate_policy(rows, share_prompts=share_prompts) if rows else _filler(is_first_use)
+
+
+def _filler(is_first_use: bool) -> PolicyBatch:
+    """Stands in beside other ranks' batches; like theirs, it gets no logprobs that stay but at the first use."""
+    one, first = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+    values: dict[str, Any] = {**vars(FILLER), "weights": one}
+    return PolicyBatch(
+        **values,
+        advantages=one,
+        rollout_logprobs=one,
+        token_at=first,
+        completion=first,
+        old_logprobs=None if is_first_use else one,
+        reference_logprobs=None if is_first_use else one,
+    )

@@ -1,0 +1,93 @@
+"""Reward functions that come with Surefoot. Each gets lists and returns a number a completion, or None for "not mine".
+
+They run in worker processes under a deadline, so a pattern that never ends masks its sample and no more.
+"""
+
+import importlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Completions = Sequence[Any]
+ANSWER_COLUMNS = ("solution", "answer", "response", "ground_truth", "target")
+
+
+def exact_match(completions: Completions, answer_column: str | None = None, **columns: Any) -> list[float]:
+    """1 where a completion is the row's answer, white space around either aside; else 0."""
+    answers = _answers(columns, answer_column)
+    pairs = zip(completions, answers, strict=True)
+    return [float(text_of(completion).strip() == str(answer).strip()) for completion, answer in pairs]
+
+
+def math_verify(completions: Completions, answer_column: str | None = None, **columns: Any) -> list[float | None]:
+    """1 where a completion's formula or number equals the row's answer (package math-verify), else 0.
+
+    None where the row's answer holds no formula.
+    """
+    package = importlib.import_module("math_verify")
+
+    def one(completion: str, answer: str) -> float | None:
+        gold = package.parse(answer, parsing_timeout=None) or package.parse(f"${answer}$", parsing_timeout=None)
+        if not gold:
+            return None
+        return float(package.verify(gold, package.parse(completion, parsing_timeout=None), timeout_seconds=None))
+
+    pairs = zip(completions, _answers(columns, answer_column), strict=True)
+    return [one(text_of(completion), str(answer)) for completion, answer in pairs]
+
+
+def regex(completions: Completions, pattern: str, **_: Any) -> list[float]:
+    """1 where `pattern` is found in a completion (`.` matches line ends too; anchor it with ^ and $), else 0."""
+    compiled = re.compile(pattern, re.DOTALL)
+    return [float(compiled.search(text_of(completion)) is not None) for completion in completions]
+
+
+def json_schema(completions: Completions, schema: Mapping[str, Any], **_: Any) -> list[float]:
+    """1 where a completion is JSON that fits `schema` (package jsonschema), else 0."""
+    validator = importlib.import_module("jsonschema").Draft202012Validator(schema)
+
+    def fits(text: str) -> bool:
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return False
+        return bool(validator.is_valid(value))
+
+    return [float(fits(text_of(completion))) for completion in completions]
+
+
+def length(
+    completions: Completions, completion_ids: Sequence[Sequence[int]], min: int = 1, max: int | None = None, **_: Any
+) -> list[float]:
+    """1 where a completion has from `min` to `max` tokens, its end included; else 0."""
+    del completions
+    return [float(min <= len(ids) and (max is None or len(ids) <= max)) for ids in completion_ids]
+
+
+BUILT_IN: Mapping[str, Callable[..., Sequence[float | None]]] = {
+    "exact_match": exact_match,
+    "math_verify": math_verify,
+    "regex": regex,
+    "json_schema": json_schema,
+    "length": length,
+}
+NEEDS: Mapping[str, tuple[str, str]] = {
+    "math_verify": ("math_verify", "math-verify"),
+    "json_schema": ("jsonschema", "jsonschema"),
+}
+"""Built-in -> (module, package) that it works with."""
+
+
+def text_of(completion: Any) -> str:
+    """The words of a completion, which is a text, or messages where the prompt was."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def _answers(columns: Mapping[str, Any], named: str | None) -> Sequence[Any]:
+    for name in (named,) if named else ANSWER_COLUMNS:
+        if name in columns:
+            answers: Sequence[Any] = columns[name]
+            return answers
+    wanted = named or ", ".join(ANSWER_COLUMNS)
+    raise KeyError(f"the rows have no column {wanted}; they have {', '.join(sorted(columns))}")

@@ -1,0 +1,57 @@
+"""What is wrong with rewards, as findings. Pure."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from surefoot.findings import CATALOGUE, Finding
+
+FLAT_STEPS = 10
+"""Steps in a row in which no group has spread."""
+
+
+def failing_rewards(step: int, completions: int, failures: Sequence[str]) -> Finding:
+    """Some completions have no reward, since a function failed on them."""
+    return Finding(
+        "SF802",
+        f"reward functions failed on {len(failures)} of {completions} completions of step {step}; these are left out "
+        f"of the loss. The first: {failures[0].splitlines()[0]}",
+        {"step": step, **_by_function(failures), "first": failures[0]},
+        CATALOGUE["SF802"].fix,
+    )
+
+
+def no_rewards(step: int, completions: int, failures: Sequence[str]) -> Finding:
+    """No completion of a step has a reward."""
+    why = f"The first: {failures[0].splitlines()[0]}" if failures else "Each function returned None for each of them"
+    return Finding(
+        "SF803",
+        f"none of the {completions} completions of step {step} has a reward, so there is nothing to learn from. {why}",
+        {"step": step, **_by_function(failures), "first": failures[0] if failures else "none failed"},
+        CATALOGUE["SF803"].fix,
+    )
+
+
+def _by_function(failures: Sequence[str]) -> dict[str, int]:
+    return {f"failed_{name}": count for name, count in Counter(f.partition(":")[0] for f in failures).items()}
+
+
+@dataclass
+class FlatRewards:
+    """Watches for rewards that are all equal within each group, step after step."""
+
+    steps: int = 0
+    has_told: bool = False
+
+    def add(self, step: int, is_flat: bool, rewards: Sequence[float]) -> list[Finding]:
+        """The finding, once, when it is due."""
+        self.steps = self.steps + 1 if is_flat else 0
+        if self.steps < FLAT_STEPS or self.has_told:
+            return []
+        self.has_told = True
+        evidence = {"step": step, "steps": self.steps, "lowest_reward": min(rewards), "highest_reward": max(rewards)}
+        cause = (
+            f"for {self.steps} steps up to step {step}, all completions of each prompt had the same reward "
+            f"(the last rewards lie from {min(rewards):g} to {max(rewards):g}), so nothing was learned from them"
+        )
+        return [Finding("SF804", cause, evidence, CATALOGUE["SF804"].fix)]

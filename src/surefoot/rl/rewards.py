@@ -1,0 +1,244 @@
+"""Calls reward functions in worker processes under a deadline. What fails masks its sample, with a reason."""
+
+import importlib.util
+import json
+import math
+import os
+import queue
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surefoot.config import RewardItem
+from surefoot.errors import ConfigError
+from surefoot.process_end import describe_end
+from surefoot.rl.builtin_rewards import BUILT_IN, NEEDS
+
+START_DEADLINE_S = 120.0
+"""For a worker to import the functions' files."""
+LONE_TRIES = 2
+"""Deadlines spent on finding which completions of a late group are to blame; the rest of it is masked with them."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The completions of one prompt, as reward functions see them."""
+
+    columns: Mapping[str, Any]
+    """Of the prompt's row."""
+    texts: Sequence[str]
+    ids: Sequence[Sequence[int]]
+
+    def arguments(self, chosen: Sequence[int]) -> dict[str, Any]:
+        """Keyword arguments as in TRL: a list each, a value a completion. Chats get their answers as messages."""
+        prompt = self.columns.get("prompt")
+        texts = [self.texts[index] for index in chosen]
+        is_chat = isinstance(prompt, list)
+        return {
+            **{name: [value] * len(chosen) for name, value in self.columns.items() if name != "prompt"},
+            "prompts": [prompt] * len(chosen),
+            "completions": [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts,
+            "completion_ids": [list(self.ids[index]) for index in chosen],
+        }
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What one function said of one completion."""
+
+    reward: float | None
+    """None: not a completion that it judges, or a failure."""
+    failure: str | None = None
+
+
+class _Late(Exception):
+    """A worker did not answer in time."""
+
+
+class _Failed(Exception):
+    """A worker said that a call failed, or ended."""
+
+
+class Rewards:
+    """The reward functions of a run, in worker processes of their own."""
+
+    def __init__(self, items: Sequence[RewardItem], *, num_workers: int, timeout_s: float, where: str) -> None:
+        """Raises: ConfigError for a function that is not there, or a package that is missing."""
+        self._items = items
+        self._timeout_s = timeout_s
+        self._where = where
+        for item in items:
+            _check(item, where)
+        self._workers: queue.Queue[_Worker] = queue.Queue()
+        self._all = [_Worker([item.func for item in items]) for _ in range(num_workers)]
+        for worker in self._all:
+            self._workers.put(worker)
+        try:
+            self._all[0].start()
+        except (_Late, _Failed) as error:
+            self.end()
+            raise ConfigError(f"reward_funcs cannot be loaded: {error} ({where}).") from error
+
+    @property
+    def names(self) -> list[str]:
+        """Short names of the functions, each once."""
+        names: list[str] = []
+        for item in self._items:
+            name = item.func.rpartition(":")[2]
+            names.append(name if name not in names else f"{name}_{len(names) + 1}")
+        return names
+
+    def score(self, groups: Sequence[Answers]) -> list[list[list[Scored]]]:
+        """[group][completion][function]. Never raises for what a function does."""
+        jobs = [(group, number) for group in groups for number in range(len(self._items))]
+        with ThreadPoolExecutor(len(self._all)) as pool:
+            done = list(pool.map(lambda job: self._group(*job), jobs))
+        each = len(self._items)
+        return [
+            [list(of_one) for of_one in zip(*done[begin : begin + each], strict=True)]
+            for begin in range(0, len(done), each)
+        ]
+
+    def end(self) -> None:
+        """End the workers."""
+        for worker in self._all:
+            worker.kill()
+
+    def _group(self, group: Answers, number: int) -> list[Scored]:
+        """What a function says of a group; where it fails, of each completion alone, so that the culprit is known."""
+        everyone = range(len(group.texts))
+        try:
+            return self._call(group, number, everyone)
+        except (_Late, _Failed) as error:
+            if len(everyone) == 1:
+                return [Scored(None, str(error))]
+        scored: list[Scored] = []
+        late = 0
+        for index in everyone:
+            if late == LONE_TRIES:
+                scored.append(Scored(None, f"not asked again: {late} of its group took over {self._timeout_s:g} s"))
+                continue
+            try:
+                scored += self._call(group, number, [index])
+            except (_Late, _Failed) as error:
+                late += isinstance(error, _Late)
+                scored.append(Scored(None, str(error)))
+        return scored
+
+    def _call(self, group: Answers, number: int, chosen: Sequence[int]) -> list[Scored]:
+        item = self._items[number]
+        job = {"function": number, "arguments": {**group.arguments(chosen), **item.args}}
+        worker = self._workers.get()
+        try:
+            answer = worker.ask(json.dumps(job, default=str), self._timeout_s)
+        finally:
+            self._workers.put(worker)
+        rewards = answer["rewards"]
+        if len(rewards) != len(chosen):
+            raise _Failed(f"{len(rewards)} rewards were returned for {len(chosen)} completions")
+        return [_scored(reward) for reward in rewards]
+
+
+def _scored(reward: float | None) -> Scored:
+    if reward is not None and not math.isfinite(reward):
+        return Scored(None, f"the reward is {reward}, which is no finite number")
+    return Scored(reward)
+
+
+def _check(item: RewardItem, where: str) -> None:
+    file, colon, function = item.func.rpartition(":")
+    if colon and file.endswith(".py"):
+        if not Path(file).is_file():
+            raise ConfigError(f"reward_funcs: {file} does not exist ({where}).")
+        if not function.isidentifier():
+            raise ConfigError(f"reward_funcs: '{item.func}' does not end with the name of a function ({where}).")
+        return
+    if item.func not in BUILT_IN:
+        raise ConfigError(
+            f"reward_funcs: '{item.func}' is neither a built-in ({', '.join(BUILT_IN)}) nor of the form "
+            f"file.py:function ({where})."
+        )
+    module, package = NEEDS.get(item.func, ("", ""))
+    if module and importlib.util.find_spec(module) is None:
+        raise ConfigError(f"reward_funcs: {item.func} needs the package {package}: pip install {package} ({where}).")
+
+
+class _Worker:
+    """One worker process; started when it is first asked, and again after it was ended."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unread = b""
+
+    def start(self) -> None:
+        """Raises: _Failed with what its functions' files raised."""
+        self._unread = b""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "surefoot.rl.reward_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._exchange(json.dumps(list(self._names)), START_DEADLINE_S)
+
+    def ask(self, line: str, timeout_s: float) -> dict[str, Any]:
+        """Raises: _Late, after ending the process; _Failed."""
+        if self._process is None:
+            self.start()
+        return self._exchange(line, timeout_s)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for stream in (self._process.stdin, self._process.stdout):
+                assert stream is not None
+                stream.close()
+            self._process = None
+
+    def _exchange(self, line: str, timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._write(line.encode() + b"\n", deadline)
+            answer: dict[str, Any] = json.loads(self._read_line(deadline))
+        except TimeoutError:
+            self.kill()
+            raise _Late(f"it took over {timeout_s:g} s, and was ended") from None
+        except (BrokenPipeError, EOFError):
+            assert self._process is not None
+            code = self._process.wait()
+            self.kill()
+            raise _Failed(f"its process {describe_end(code)}") from None
+        if "error" in answer:
+            raise _Failed(f"{answer['error']}\n{answer['trace']}".rstrip())
+        return answer
+
+    def _write(self, content: bytes, deadline: float) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        descriptor = self._process.stdin.fileno()
+        os.set_blocking(descriptor, False)
+        while content:
+            _, ready, _ = select.select([], [descriptor], [], max(deadline - time.monotonic(), 0))
+            if not ready:
+                raise TimeoutError
+            content = content[os.write(descriptor, content[:65536]) :]
+
+    def _read_line(self, deadline: float) -> bytes:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([descriptor], [], [], max(deadline - time.monotonic(), 0))
+            if not ready:
+                raise TimeoutError
+            piece = os.read(descriptor, 1 << 16)
+            if not piece:
+                raise EOFError
+            self._unread += piece
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line

@@ -1,0 +1,62 @@
+"""What travels between prompts, engines, rewards and training, as frozen records. Knows no engine."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a group of completions answers."""
+
+    ids: list[int]
+    place: str
+    """Of its row: `data.jsonl:203`."""
+    columns: Mapping[str, Any]
+    """What its reward functions are given: `prompt` as messages or text, and the row's own columns."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Log-probabilities are those of logits / temperature, before top_p and top_k."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: of all tokens."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that end a completion; they belong to it."""
+    stops: tuple[str, ...] = ()
+    """Texts that do."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to be generated."""
+
+    prompt: list[int]
+    seed: tuple[int, ...]
+    """Draws depend on this, the prompt and the weights alone: not on the rank, nor on what else is generated."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer. Shapes: ids and logprobs [n], n >= 1."""
+
+    ids: list[int]
+    logprobs: list[float]
+    """Of each token when it was drawn, in nats."""
+    finish: Literal["stop", "length"]
+    policy_version: int
+    """Optimizer steps that the weights had seen."""
+
+
+class Engine(Protocol):
+    """Generates completions under the policy's current weights."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> list[Completion]:
+        """A completion for each request, in order. Collective: all ranks call it, also with no request.
+
+        Raises: StoppedOnFinding (SF8xx) where one is late, missing or of another policy.
+        """

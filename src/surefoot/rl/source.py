@@ -1,0 +1,334 @@
+"""The batch source of GRPO: prompts in the order of the data, completions of them, rewards, advantages, micro-batches.
+
+Every decision is made on all ranks from the same records, so the ranks never disagree about what a step is.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from math import isnan, nan
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from surefoot.config import RunConfig
+from surefoot.data.dataset import Dataset
+from surefoot.data.loader import MicroBatch
+from surefoot.data.order import GlobalOrder, Position, SampleKey, StepBatch
+from surefoot.errors import DataError, StoppedOnFinding
+from surefoot.events import CompletionsMade, Event, FindingMade, Phase
+from surefoot.findings import Finding
+from surefoot.parallel.ranks import Ranks
+from surefoot.rl.advantage import Trained, advantages, has_spread, overlong_penalty, token_weights
+from surefoot.rl.batch import Trajectory, part_of, policy_batches
+from surefoot.rl.findings import FlatRewards, failing_rewards, no_rewards
+from surefoot.rl.rewards import Answers, Rewards
+from surefoot.rl.rollout import Completion, Engine, Prompt, Request, Sampling
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A completion with what was said of it."""
+
+    completion: Completion
+    text: str
+    rewards: list[float | None]
+    """Of each function."""
+    failures: list[str]
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether no function failed on it and one judged it."""
+        return not self.failures and any(reward is not None for reward in self.rewards)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The completions of one prompt."""
+
+    prompt: Prompt
+    answers: list[_Answer]
+    totals: list[float]
+    """The reward of each; NaN where it has none."""
+
+
+@dataclass
+class _Current:
+    """The completions that steps are trained on."""
+
+    trajectories: list[Trajectory]
+    about: Mapping[str, float]
+    epoch: float
+    next: Position
+
+
+class RolloutSource:
+    """Where the steps of a GRPO run come from."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        dataset: Dataset,
+        order: GlobalOrder,
+        engine: Engine,
+        rewards: Rewards,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        sampling: Sampling,
+        context: int | None,
+        share_prompts: bool,
+        ranks: Ranks,
+        phase: Callable[[Phase], AbstractContextManager[None]],
+        emit: Callable[[Event], None],
+    ) -> None:
+        """`context`: the most tokens the model can see. `share_prompts`: see `collate_policy`."""
+        self._config = config
+        self._dataset = dataset
+        self._order = order
+        self._engine = engine
+        self._rewards = rewards
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._context = context
+        self._share_prompts = share_prompts
+        self._ranks = ranks
+        self._phase = phase
+        self._emit = emit
+        self._current: _Current | None = None
+        self._flat = FlatRewards()
+        self._told_of: set[str] = set()
+        """Reward functions whose failures a finding has named."""
+
+    def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:
+        """What the step after `step` of them trains on. New completions every `num_iterations` steps. Collective.
+
+        `epoch`: the share of the data seen before it; prompts count as seen with the last step on them.
+
+        Raises: DataError for a prompt; StoppedOnFinding (SF801, SF803); on all ranks.
+        """
+        use = step % self._config.num_iterations
+        if use == 0 or self._current is None:
+            self._current = self._roll_out(position, step)
+        current = self._current
+        is_last_use = use == self._config.num_iterations - 1
+        mine = policy_batches(
+            current.trajectories,
+            self._config.per_device_train_batch_size,
+            share_prompts=self._share_prompts,
+            is_first_use=use == 0,
+            rank=self._ranks.rank,
+            num_ranks=self._ranks.size,
+        )
+        about = {**current.about, "staleness": float(step - current.about["policy_version"])}
+        if not is_last_use:
+            return StepBatch(epoch, [], position, about), list(mine)
+        return StepBatch(current.epoch, [], current.next, about), list(mine)
+
+    def pending(self, step: int) -> list[dict[str, Any]]:
+        """The completions that steps after `step` still train on, as JSON; none between two rollouts. Collective."""
+        if self._current is None or step % self._config.num_iterations == 0:
+            return []
+        all_of_them = self._current.trajectories
+        mine = part_of(len(all_of_them), self._ranks.rank, self._ranks.size)
+        gathered = self._ranks.gather([asdict(all_of_them[index]) for index in mine])
+        about = {"epoch": self._current.epoch, "next": asdict(self._current.next), "about": dict(self._current.about)}
+        return [about, *(one for part in gathered for one in part)]
+
+    def restore(self, pending: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with what `pending` gave."""
+        if pending:
+            first, *rest = pending
+            trajectories = [Trajectory(**one) for one in rest]
+            self._current = _Current(trajectories, first["about"], first["epoch"], Position(**first["next"]))
+
+    def end(self) -> None:
+        """The run is over."""
+        self._rewards.end()
+
+    def _roll_out(self, position: Position, step: int) -> _Current:
+        """The groups of a step; those without spread are replaced where that is asked for, in a few rounds."""
+        config = self._config
+        rows = self._rows(position, config.sequences_per_step // config.num_generations)
+        wanted = len(rows.rows)  # fewer at the end of an epoch
+        groups = self._groups(rows, step, 0)
+        kept = [group for group in groups if has_spread(group.totals)]
+        flat = [group for group in groups if not has_spread(group.totals)]
+        if config.dynamic_sampling:
+            for attempt in range(1, config.dynamic_sampling_tries + 1):
+                if len(kept) >= wanted:
+                    break
+                rows = self._rows(rows.next, wanted - len(kept))
+                for group in self._groups(rows, step, attempt):
+                    (kept if has_spread(group.totals) else flat).append(group)
+            groups = [*kept, *flat][:wanted]
+        trajectories = self._trajectories(groups, step)
+        about = self._find(groups, step)
+        if config.dynamic_sampling:
+            about["groups_replaced"] = float(len(kept) + len(flat) - wanted)
+        return _Current(trajectories, about, rows.epoch, rows.next)
+
+    def _rows(self, position: Position, count: int) -> StepBatch:
+        return self._ranks.together(lambda: self._order.step(position, count))
+
+    def _groups(self, rows: StepBatch, step: int, attempt: int) -> list[_Group]:
+        """Completions of some prompts with their rewards, the same on all ranks. Collective."""
+        config = self._config
+        with self._phase("wait for data"):
+            prompts = self._ranks.together(lambda: [self._prompt(row[0]) for row in rows.rows])
+        each = config.num_generations
+        mine = part_of(len(prompts) * each, self._ranks.rank, self._ranks.size)
+        requests = [
+            Request(prompts[index // each].ids, (config.seed, step, attempt, index // each, index % each))
+            for index in mine
+        ]
+        with self._phase("rollout"):
+            completions = self._engine.generate(requests, self._sampling, step)
+        texts = [self._text_of(completion) for completion in completions]
+        with self._phase("reward"):
+            answers = self._scored([prompts[index // each] for index in mine], completions, texts)
+        with self._phase("communicate"):
+            gathered = self._ranks.gather([asdict(answer) for answer in answers])
+        everyone = [
+            _Answer(**{**one, "completion": Completion(**one["completion"])}) for part in gathered for one in part
+        ]
+        groups = []
+        for number, prompt in enumerate(prompts):
+            of_one = everyone[number * each : (number + 1) * each]
+            groups.append(_Group(prompt, of_one, [self._total(answer) for answer in of_one]))
+        return groups
+
+    def _prompt(self, key: SampleKey) -> Prompt:
+        sample = self._dataset.sample(*key)
+        ids = [int(token) for token in sample.ids]
+        longest = len(ids) + self._sampling.max_tokens
+        if self._context is not None and longest > self._context:
+            raise DataError(
+                f"{sample.place}: a prompt of {len(ids)} tokens and max_completion_length={self._sampling.max_tokens} "
+                f"are {longest} tokens, more than the {self._context} that the model can see. Lower "
+                "max_completion_length, or max_prompt_length with truncation: drop."
+            )
+        return Prompt(ids, sample.place, self._dataset.columns(*key))
+
+    def _text_of(self, completion: Completion) -> str:
+        """What reward functions read: without special tokens, as in TRL."""
+        return str(self._tokenizer.decode(completion.ids, skip_special_tokens=True))
+
+    def _scored(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str]
+    ) -> list[_Answer]:
+        """Neighbours that answer one prompt are a group."""
+        groups: list[list[int]] = []
+        for index, prompt in enumerate(prompts):
+            if groups and prompts[groups[-1][-1]] is prompt:
+                groups[-1].append(index)
+            else:
+                groups.append([index])
+        asked = [
+            Answers(prompts[group[0]].columns, [texts[i] for i in group], [completions[i].ids for i in group])
+            for group in groups
+        ]
+        scored = [of_one for of_group in self._rewards.score(asked) for of_one in of_group]
+        return [
+            _Answer(
+                completion,
+                text,
+                [one.reward for one in of_one],
+                [
+                    f"{name}: {one.failure}"
+                    for name, one in zip(self._rewards.names, of_one, strict=True)
+                    if one.failure
+                ],
+            )
+            for completion, text, of_one in zip(completions, texts, scored, strict=True)
+        ]
+
+    def _total(self, answer: _Answer) -> float:
+        if not answer.is_scored:
+            return nan
+        pairs = zip(self._config.rewards, answer.rewards, strict=True)
+        total = sum(item.weight * reward for item, reward in pairs if reward is not None)
+        length = len(answer.completion.ids)
+        return total + overlong_penalty(length, self._config.max_completion_length, self._config.soft_overlong_length)
+
+    def _trajectories(self, groups: Sequence[_Group], step: int) -> list[Trajectory]:
+        """What is trained on, and what is told of it. Masked: without a reward, or cut where that is asked for."""
+        config = self._config
+        by_group = advantages([group.totals for group in groups], config.scale_rewards)
+        trajectories = []
+        lengths = []
+        for group, of_group in zip(groups, by_group, strict=True):
+            for answer, advantage in zip(group.answers, of_group, strict=True):
+                one = answer.completion
+                is_cut = config.mask_truncated_completions and one.finish == "length"
+                lengths.append(Trained(len(one.ids), isnan(advantage) or is_cut))
+                value = 0.0 if isnan(advantage) else advantage
+                trajectories.append(
+                    Trajectory(
+                        group.prompt.ids, one.ids, one.logprobs, value, 0.0, group.prompt.place, one.policy_version
+                    )
+                )
+        weights = token_weights(config.loss_type, lengths, config.max_completion_length)
+        self._emit(CompletionsMade(step + 1, step, tuple(self._samples(groups, by_group))))
+        return [replace(one, weight=weight) for one, weight in zip(trajectories, weights, strict=True)]
+
+    def _samples(self, groups: Sequence[_Group], by_group: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
+        """The lines of completions.jsonl."""
+        return [
+            {
+                "place": group.prompt.place,
+                "prompt": group.prompt.columns.get("prompt"),
+                "completion": answer.text,
+                "tokens": len(answer.completion.ids),
+                "finish": answer.completion.finish,
+                "reward": None if isnan(total) else total,
+                "rewards": dict(zip(self._rewards.names, answer.rewards, strict=True)),
+                "advantage": None if isnan(advantage) else advantage,
+                **({"failures": answer.failures} if answer.failures else {}),
+            }
+            for group, of_group in zip(groups, by_group, strict=True)
+            for answer, total, advantage in zip(group.answers, group.totals, of_group, strict=True)
+        ]
+
+    def _find(self, groups: Sequence[_Group], step: int) -> dict[str, float]:
+        """Metrics of a rollout, and findings. Raises: StoppedOnFinding where no completion has a reward."""
+        answers = [answer for group in groups for answer in group.answers]
+        failures = [failure for answer in answers for failure in answer.failures]
+        known = [total for group in groups for total in group.totals if not isnan(total)]
+        if not known:
+            stopped = StoppedOnFinding(no_rewards(step + 1, len(answers), failures))
+            stopped.is_agreed = True
+            raise stopped
+        flat = sum(not has_spread(group.totals) for group in groups)
+        failing = {failure.partition(":")[0] for failure in failures}
+        findings: list[Finding] = []
+        if failing - self._told_of:
+            findings.append(failing_rewards(step + 1, len(answers), failures))
+            self._told_of |= failing
+        findings += self._flat.add(step + 1, flat == len(groups), known)
+        for finding in findings:
+            self._emit(FindingMade(finding))
+        spreads = [_spread(group.totals) for group in groups]
+        about = {
+            "reward": sum(known) / len(known),
+            "reward_std": sum(spreads) / len(spreads),
+            "completion_length": sum(len(answer.completion.ids) for answer in answers) / len(answers),
+            "truncated_share": sum(answer.completion.finish == "length" for answer in answers) / len(answers),
+            "groups_without_spread": float(flat),
+            "rewards_failed": float(sum(bool(answer.failures) for answer in answers)),
+            "policy_version": float(step),
+        }
+        for number, name in enumerate(self._rewards.names):
+            of_one = [answer.rewards[number] for answer in answers]
+            judged = [reward for reward in of_one if reward is not None]
+            if judged:
+                about[f"reward/{name}"] = sum(judged) / len(judged)
+        return about
+
+
+def _spread(rewards: Sequence[float]) -> float:
+    """The standard deviation of a group, 0 where fewer than two are known."""
+    known = [reward for reward in rewards if not isnan(reward)]
+    if len(known) < 2:
+        return 0.0
+    mean = sum(known) / len(known)
+    return float((sum((reward - mean) ** 2 for reward in known) / (len(known) - 1)) ** 0.5)

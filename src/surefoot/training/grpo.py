@@ -1,0 +1,187 @@
+"""Group relative policy optimisation: the loss over completions with advantages, in the forms of six papers."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from surefoot.config import RunConfig
+from surefoot.data.loader import MicroBatch
+from surefoot.models.build import BuiltModel
+from surefoot.models.lora import adapter_off
+from surefoot.models.routing import LayerRouting, expert_counts
+from surefoot.parallel.ranks import ALONE, Ranks, sum_over_ranks
+from surefoot.parallel.shard import put_to_rest
+from surefoot.rl.batch import PolicyBatch
+from surefoot.training.loss import TokenLogprobs, probing
+from surefoot.training.step import LossParts, Totals
+
+CISPO_HIGH = 5.0
+"""The largest ratio of cispo where none is set (ScaleRL, arXiv:2510.13786)."""
+SUMS = ("entropy", "kl", "clip_ratio", "importance_ratio", "ratio")
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The settings of the loss, and the loss of tokens under them."""
+
+    loss_type: str
+    epsilon: float
+    epsilon_high: float
+    beta: float
+    importance_correction: str
+    importance_cap: float
+
+    @staticmethod
+    def of(config: RunConfig) -> "PolicyLoss":
+        """With `epsilon_high` as the loss type has it where it is not set."""
+        default = CISPO_HIGH if config.loss_type == "cispo" else config.epsilon
+        return PolicyLoss(
+            config.loss_type,
+            config.epsilon,
+            config.epsilon_high if config.epsilon_high is not None else default,
+            config.beta,
+            config.importance_correction,
+            config.importance_cap,
+        )
+
+    def __call__(self, logprobs: Tensor, batch: PolicyBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Shapes: logprobs [N] with graph -> losses [N], not weighted yet, and what is measured of each token, [N].
+
+        grpo, dapo, dr_grpo, bnpo: -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), r of each token (PPO,
+        arXiv:1707.06347, eq. 7; GRPO, arXiv:2402.03300, eq. 3). gspo: the same with r of the whole completion, the
+        geometric mean of its tokens' (arXiv:2507.18071, eq. 7). cispo: -min(r, epsilon_high) A log p, with no gradient
+        through r (arXiv:2506.13585, eq. 4).
+        Times p_old / p_rollout, up to `importance_cap` (truncate) or 0 beyond it (mask): the engine's numbers are not
+        the trainer's (arXiv:2510.18855). Plus beta times the divergence from the reference (arXiv:2402.03300, eq. 4),
+        times r, which makes its gradient unbiased (DeepSeek-V3.2, arXiv:2512.02556).
+        """
+        old = batch.old_logprobs if batch.old_logprobs is not None else logprobs.detach()
+        advantages = batch.advantages
+        log_ratio = logprobs - old
+        if self.loss_type == "gspo":
+            count = len(batch.trajectories) or 1
+            sums = log_ratio.new_zeros(count).index_add(0, batch.completion, log_ratio)
+            lengths = torch.bincount(batch.completion, minlength=count)
+            log_ratio = (sums / lengths)[batch.completion]
+        ratio = log_ratio.exp()
+        if self.loss_type == "cispo":
+            losses = -ratio.detach().clamp(max=self.epsilon_high) * advantages * logprobs
+            is_clipped = ratio > self.epsilon_high
+        else:
+            clipped = ratio.clamp(1 - self.epsilon, 1 + self.epsilon_high)
+            losses = -torch.min(ratio * advantages, clipped * advantages)
+            low, high = ratio < 1 - self.epsilon, ratio > 1 + self.epsilon_high
+            is_clipped = (low & (advantages < 0)) | (high & (advantages > 0))
+        importance = (old - batch.rollout_logprobs).exp()
+        if self.importance_correction != "none":
+            kept = importance.clamp(max=self.importance_cap)
+            if self.importance_correction == "mask":
+                kept = importance * (importance <= self.importance_cap)
+            losses = losses * kept
+        measured = {"clip_ratio": is_clipped.float(), "importance_ratio": importance, "ratio": ratio.detach()}
+        if self.beta and batch.reference_logprobs is not None:
+            distance = batch.reference_logprobs - logprobs
+            divergence = distance.exp() - distance - 1
+            losses = losses + self.beta * ratio * divergence
+            measured["kl"] = divergence.detach()
+        return losses, measured
+
+
+class GrpoObjective:
+    """`Objective` of GRPO."""
+
+    def __init__(self, built: BuiltModel, config: RunConfig, ranks: Ranks = ALONE) -> None:
+        self._model = built.model
+        self._routing = built.routing
+        self._ranks = ranks
+        self._loss = PolicyLoss.of(config)
+        self._keeps_old = config.num_iterations > 1
+        self._logprobs = TokenLogprobs(built.model, config.temperature)
+        self._counts: Tensor | None = None
+        self._sums: list[Tensor] = []
+        self._measured: dict[str, float] = {}
+
+    @property
+    def expert_counts(self) -> Tensor | None:
+        """Rows each expert got of the last step's trained tokens, int64 [layers, E]; None for a dense model."""
+        return self._counts
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """Means over the trained tokens of the last step: entropy, clip_ratio, importance_ratio, ratio, kl."""
+        return self._measured
+
+    def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Log-probabilities that stay for all steps on these completions, in forwards without graph.
+
+        They are kept with the completions: those of the weights as they are now (`num_iterations` over 1) and those of
+        the model without its adapter (`beta`).
+        """
+        self._counts, self._sums = None, []
+        ready: list[MicroBatch] = []
+        for batch in batches:
+            assert isinstance(batch, PolicyBatch)
+            if self._keeps_old:
+                batch = self._kept(batch, "old_logprobs", with_adapter=True)
+            if self._loss.beta:
+                batch = self._kept(batch, "reference_logprobs", with_adapter=False)
+            ready.append(batch)
+        return ready
+
+    def _kept(self, batch: PolicyBatch, name: str, *, with_adapter: bool) -> PolicyBatch:
+        """The batch with log-probabilities under a name, which are computed where they are not there yet."""
+        # All ranks take the forward or none does: those of a step have all been trained on before, or none has.
+        if getattr(batch, name) is not None:
+            return batch
+        with probing(self._model), nullcontext() if with_adapter else adapter_off(self._model):
+            found, _ = self._logprobs(batch)
+        if batch.is_filler:
+            return batch
+        values = iter(found.tolist())
+        for one in batch.trajectories:
+            setattr(one, name, [next(values) for _ in one.ids])
+        return replace(batch, **{name: found})  # type: ignore[arg-type]
+
+    def loss(self, batch: MicroBatch, totals: Totals) -> LossParts:
+        """This micro-batch's share: its tokens' weights say what part of the step each is."""
+        del totals
+        assert isinstance(batch, PolicyBatch)
+        assert batch.weights is not None
+        with self._routing.recording() as layers:
+            logprobs, entropy = self._logprobs(batch)
+        losses, measured = self._loss(logprobs, batch)
+        is_trained = batch.weights > 0
+        if layers:
+            # A prompt may be computed once or several times; the trained tokens are there once.
+            rows = batch.token_at[is_trained]
+            seen = [LayerRouting(layer.logits[rows], layer.index[rows]) for layer in layers]
+            counts = expert_counts(seen, layers[0].logits.shape[-1])
+            self._counts = counts if self._counts is None else self._counts + counts
+        if batch.is_filler:
+            return LossParts(logprobs.sum() * 0.0)
+        measured["entropy"] = entropy
+        nothing = torch.zeros_like(entropy)
+        sums = [measured.get(name, nothing)[is_trained].sum() for name in SUMS]
+        self._sums.append(torch.stack([*sums, is_trained.sum()]).double())
+        # A masked token may have an infinite ratio, which a weight of 0 would make NaN.
+        return LossParts((torch.where(is_trained, losses, nothing) * batch.weights).sum())
+
+    def end_step(self) -> None:
+        """Collective: one sum of a few numbers; another where there are experts."""
+        if self._counts is not None:
+            self._counts = sum_over_ranks(self._counts, self._ranks)
+        mine = torch.stack(self._sums).sum(0).tolist() if self._sums else [0.0] * (len(SUMS) + 1)
+        *sums, tokens = self._ranks.sum(mine)
+        self._measured = {name: value / max(tokens, 1) for name, value in zip(SUMS, sums, strict=True)}
+        if not self._loss.beta:
+            del self._measured["kl"]
+
+    def look(self, batches: Iterable[MicroBatch]) -> None:
+        """A forward of each batch without graph and dropout, for whoever watches the modules. Collective."""
+        with probing(self._model):
+            for batch in batches:
+                self._logprobs(batch)
+        put_to_rest(self._model)

@@ -1,0 +1,121 @@
+"""Generation with the trained model: draws, logprobs, ends, and independence of what else is generated."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from surefoot.models.build import build_model
+from surefoot.models.lora import LoraSettings
+from surefoot.rl.batch import Trajectory, collate_policy
+from surefoot.rl.engines.local import LocalEngine
+from surefoot.rl.rollout import Completion, Request, Sampling
+from surefoot.training.loss import TokenLogprobs
+
+PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
+KINDS = ["llama", "qwen2_moe"]
+
+
+@pytest.fixture(params=KINDS)
+def model(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) -> Any:
+    """As it is trained: with adapters, moved away from their start."""
+    lora = LoraSettings(rank=4, alpha=8.0, targets=("all",), dropout=0.0, rslora=False, seed=1)
+    built = build_model(model_folder(request.param), lora=lora, device=torch.device("cpu"), dtype=torch.float32)
+    torch.manual_seed(0)
+    for parameter in built.model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return built.model
+
+
+def requests(each: int = 3) -> list[Request]:
+    return [Request(prompt, (3, number, index)) for number, prompt in enumerate(PROMPTS) for index in range(each)]
+
+
+def test_logprobs_are_those_that_training_sees(model: Any, tokenizer: Any) -> None:
+    sampling = Sampling(12, temperature=0.8, top_p=0.9, top_k=40)
+    made = LocalEngine(model, tokenizer).generate(requests(), sampling, 4)
+    trajectories = [
+        Trajectory(request.prompt, one.ids, one.logprobs, 0.0, 1.0, "x:1")
+        for request, one in zip(requests(), made, strict=True)
+    ]
+    for share in (True, False):
+        batch = collate_policy(trajectories, share_prompts=share)
+        with torch.no_grad():
+            found, entropy = TokenLogprobs(model, 0.8)(batch)
+        torch.testing.assert_close(found, batch.rollout_logprobs, rtol=0, atol=2e-6)
+        assert bool((entropy > 0).all())
+    assert [one.policy_version for one in made] == [4] * 9
+    assert model.training
+
+
+def test_a_completion_depends_on_its_seed_alone(model: Any, tokenizer: Any) -> None:
+    engine, sampling = LocalEngine(model, tokenizer), Sampling(16, ends=frozenset(range(0, 512, 9)))
+    together = engine.generate(requests(), sampling, 0)
+    assert len({tuple(one.ids) for one in together}) == 9
+    assert len({len(one.ids) for one in together}) > 3  # rows leave the batch one after the other
+    alone = [engine.generate([request], sampling, 0)[0] for request in requests()]
+    assert [one.ids for one in alone] == [one.ids for one in together]
+    backwards = engine.generate(requests()[::-1], sampling, 0)[::-1]
+    assert [one.ids for one in backwards] == [one.ids for one in together]
+    in_waves = LocalEngine(model, tokenizer, batch_size=2).generate(requests(), sampling, 0)
+    assert [one.ids for one in in_waves] == [one.ids for one in together]
+
+
+def test_completions_end_where_they_should(model: Any, tokenizer: Any) -> None:
+    ends = frozenset(range(0, 512, 9))
+    for one in LocalEngine(model, tokenizer).generate(requests(), Sampling(16, ends=ends), 0):
+        assert len(one.ids) == len(one.logprobs)
+        assert not ends & set(one.ids[:-1])
+        assert one.finish == ("stop" if one.ids[-1] in ends else "length")
+        assert one.finish == "stop" or len(one.ids) == 16
+
+
+def test_a_text_ends_a_completion(model: Any, tokenizer: Any) -> None:
+    engine = LocalEngine(model, tokenizer)
+    whole = engine.generate(requests(), Sampling(30), 0)
+    stop = tokenizer.decode(whole[0].ids[4:6])
+    cut = engine.generate(requests(), Sampling(30, stops=(stop,)), 0)[0]
+    assert cut.finish == "stop"
+    assert cut.ids == whole[0].ids[: len(cut.ids)]
+    assert stop in tokenizer.decode(cut.ids)
+    assert stop not in tokenizer.decode(cut.ids[:-1])
+
+
+def test_tokens_are_drawn_as_the_distribution_says(model_folder: Callable[[str], Path], tokenizer: Any) -> None:
+    """4000 first tokens against the probabilities of transformers' own forward, with and without cutting."""
+    folder = model_folder("llama")
+    stock = AutoModelForCausalLM.from_pretrained(folder)
+    model = build_model(folder, lora=None, device=torch.device("cpu"), dtype=torch.float32).model
+    with torch.no_grad():
+        for one in (stock, model):
+            one.lm_head.weight.mul_(20)  # a distribution with some shape
+        logits = stock(torch.tensor([PROMPTS[0]])).logits[0, -1] / 1.5
+    probabilities = torch.softmax(logits, 0).numpy()
+    asked = [Request(PROMPTS[0], (8, index)) for index in range(4000)]
+    made = LocalEngine(model, tokenizer).generate(asked, Sampling(1, temperature=1.5), 0)
+    counts = np.bincount([one.ids[0] for one in made], minlength=512)
+    likely = probabilities * 4000 >= 20
+    assert likely.sum() > 5
+    statistic = ((counts - 4000 * probabilities) ** 2 / (4000 * probabilities))[likely].sum()
+    assert statistic < 2.5 * likely.sum()  # its mean is the number of tokens
+
+    best = set(np.argsort(-probabilities)[:3].tolist())
+    cut = LocalEngine(model, tokenizer).generate(asked[:300], Sampling(1, temperature=1.5, top_k=3), 0)
+    assert {one.ids[0] for one in cut} == best
+    nucleus = 1 + int(np.searchsorted(np.sort(probabilities)[::-1].cumsum(), 0.5))
+    cut = LocalEngine(model, tokenizer).generate(asked[:600], Sampling(1, temperature=1.5, top_p=0.5), 0)
+    assert len({one.ids[0] for one in cut}) <= nucleus
+    # Their logprobs are of the whole distribution, as training sees it.
+    assert [one.logprobs[0] for one in cut] == pytest.approx(
+        [np.log(probabilities[one.ids[0]]) for one in cut], abs=1e-5
+    )
+
+
+def test_no_request_gives_no_completion(model: Any, tokenizer: Any) -> None:
+    nothing: list[Completion] = LocalEngine(model, tokenizer).generate([], Sampling(4), 0)
+    assert nothing == []

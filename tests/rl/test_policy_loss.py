@@ -1,0 +1,109 @@
+"""The loss of tokens, worked out by hand, and its gradient against TRL's trainer."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from surefoot.rl.batch import PolicyBatch, Trajectory, collate_policy
+from surefoot.training.grpo import PolicyLoss
+
+PROMPT = [5, 6, 7]
+
+
+def trajectory(ids: list[int], advantage: float, **changes: Any) -> Trajectory:
+    defaults: dict[str, Any] = {"rollout_logprobs": [-1.0] * len(ids), "weight": 1.0, "place": "x:1"}
+    return Trajectory(prompt=PROMPT, ids=ids, advantage=advantage, **{**defaults, **changes})
+
+
+def batch_of(*trajectories: Trajectory) -> PolicyBatch:
+    return collate_policy(trajectories, share_prompts=True)
+
+
+def losses(
+    loss_type: str, logprobs: list[float], batch: PolicyBatch, **changes: Any
+) -> tuple[list[float], list[float]]:
+    """(losses, gradient of their sum)."""
+    options = {
+        "epsilon": 0.2,
+        "epsilon_high": 0.28,
+        "beta": 0.0,
+        "importance_correction": "none",
+        "importance_cap": 2.0,
+    }
+    at = torch.tensor(logprobs, requires_grad=True)
+    found, _ = PolicyLoss(loss_type, **{**options, **changes})(at, batch)
+    found.sum().backward()
+    assert at.grad is not None
+    return found.tolist(), at.grad.tolist()
+
+
+def test_the_first_step_on_completions_is_the_policy_gradient() -> None:
+    batch = batch_of(trajectory([1, 2], 2.0), trajectory([3], -1.0))
+    for loss_type in ("grpo", "dapo", "dr_grpo", "bnpo", "gspo"):
+        found, gradient = losses(loss_type, [-0.5, -0.7, -0.1], batch)
+        assert found == [-2.0, -2.0, 1.0]
+        assert gradient == pytest.approx([-2.0, -2.0, 1.0])
+    found, gradient = losses("cispo", [-0.5, -0.7, -0.1], batch, epsilon_high=5.0)
+    assert found == pytest.approx([1.0, 1.4, -0.1])
+    assert gradient == [-2.0, -2.0, 1.0]
+
+
+def test_ratios_of_tokens_are_clipped_on_the_side_that_the_advantage_says() -> None:
+    old = [math.log(0.5)] * 4
+    logprobs = [math.log(p) for p in (0.5 * 1.1, 0.5 * 1.5, 0.5 * 0.9, 0.5 * 0.5)]
+    better = batch_of(trajectory([1, 2, 3, 4], 1.0, old_logprobs=old))
+    found, gradient = losses("dapo", logprobs, better)
+    assert found == pytest.approx([-1.1, -1.28, -0.9, -0.5])
+    assert gradient == pytest.approx([-1.1, 0.0, -0.9, -0.5])
+    worse = batch_of(trajectory([1, 2, 3, 4], -1.0, old_logprobs=old))
+    found, gradient = losses("grpo", logprobs, worse)
+    assert found == pytest.approx([1.1, 1.5, 0.9, 0.8])
+    assert gradient == pytest.approx([1.1, 1.5, 0.9, 0.0])
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
+    old = [math.log(0.1), math.log(0.5)]
+    logprobs = [math.log(0.8), math.log(0.25)]  # ratios 8 and 0.5
+    found, gradient = losses("cispo", logprobs, batch_of(trajectory([1, 2], 2.0, old_logprobs=old)), epsilon_high=5.0)
+    assert gradient == pytest.approx([-5.0 * 2.0, -0.5 * 2.0])
+    assert found == pytest.approx([-10.0 * math.log(0.8), -1.0 * math.log(0.25)])
+
+
+def test_gspo_takes_the_geometric_mean_over_the_completion() -> None:
+    old = [math.log(0.5), math.log(0.5)]
+    logprobs = [math.log(0.5 * 1.44), math.log(0.5)]  # ratios 1.44 and 1: their geometric mean is 1.2
+    found, gradient = losses("gspo", logprobs, batch_of(trajectory([1, 2], 1.0, old_logprobs=old)))
+    assert found == pytest.approx([-1.2, -1.2])
+    assert gradient == pytest.approx([-1.2, -1.2])  # each of the two losses depends on both, by a half
+    found, gradient = losses("gspo", logprobs, batch_of(trajectory([1, 2], 1.0, old_logprobs=old)), epsilon_high=0.1)
+    assert found == pytest.approx([-1.1, -1.1])
+    assert gradient == [0.0, 0.0]
+
+
+def test_importance_is_truncated_or_masked() -> None:
+    rollout = [math.log(p) for p in (0.5, 0.25, 0.1)]
+    batch = batch_of(trajectory([1, 2, 3], 1.0, rollout_logprobs=rollout, old_logprobs=[math.log(0.5)] * 3))
+    at = [math.log(0.5)] * 3  # the trainer's probability over the engine's: 1, 2, 5
+    assert losses("dapo", at, batch)[0] == pytest.approx([-1, -1, -1])
+    assert losses("dapo", at, batch, importance_correction="truncate")[0] == pytest.approx([-1, -2, -2])
+    assert losses("dapo", at, batch, importance_correction="mask")[0] == pytest.approx([-1, -2, 0])
+
+
+def test_the_divergence_is_weighed_by_the_ratio() -> None:
+    old, reference = [math.log(0.5)], [math.log(0.3)]
+    batch = batch_of(trajectory([1], 0.0, old_logprobs=old, reference_logprobs=reference))
+    found, gradient = losses("dapo", [math.log(0.6)], batch, beta=1.0)
+    # r = 1.2 and reference / policy = 1/2: r (1/2 + log 2 - 1). Its gradient: r (1/2 + log 2 - 1) + r (1 - 1/2).
+    assert found == pytest.approx([1.2 * (math.log(2) - 0.5)])
+    assert gradient == pytest.approx([1.2 * math.log(2)])
+
+
+def test_the_divergence_from_the_reference_is_never_negative() -> None:
+    reference = [math.log(0.4), math.log(0.2)]
+    batch = batch_of(trajectory([1, 2], 0.0, reference_logprobs=reference))
+    found, gradient = losses("dapo", [math.log(0.4), math.log(0.4)], batch, beta=0.5)
+    # reference / policy = 1 and 1/2: the divergence is 0 and 1/2 + log 2 - 1; its gradient that plus 1 - 1/2.
+    assert found == pytest.approx([0.0, 0.5 * (math.log(2) - 0.5)])
+    assert gradient == pytest.approx([0.0, 0.5 * math.log(2)])

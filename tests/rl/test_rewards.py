@@ -1,0 +1,224 @@
+"""Reward functions in real worker processes: what they return, and every way in which they fail."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.config.schema import RewardItem
+from surefoot.errors import ConfigError
+from surefoot.rl.rewards import Answers, Rewards, Scored
+
+FUNCTIONS = """
+import os, time
+
+def count(completions, ids_wanted=None, **_):
+    return [float(len(one)) for one in completions]
+
+def by_column(completions, answer, **_):
+    return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+def of_chat(completions, prompts, **_):
+    assert prompts[0][0]["role"] == "user"
+    return [float(len(one[0]["content"])) for one in completions]
+
+def hangs_on_bad(completions, **_):
+    if "bad" in completions:
+        time.sleep(600)
+    return [1.0] * len(completions)
+
+def raises_on_bad(completions, **_):
+    return [1 / (one != "bad") for one in completions]
+
+def nan_on_bad(completions, **_):
+    return [float("nan") if one == "bad" else None if one == "other" else 1 for one in completions]
+
+def too_few(completions, **_):
+    return [1.0] * (len(completions) - 1)
+
+def dies_on_bad(completions, **_):
+    if "bad" in completions:
+        os.kill(os.getpid(), 9)
+    return [1.0] * len(completions)
+
+def talks(completions, **_):
+    print("not a line of the protocol", flush=True)
+    return [1.0] * len(completions)
+"""
+TEXTS = ["good", "bad", "other"]
+
+
+@pytest.fixture
+def rewards(tmp_path: Path) -> Iterator[Callable[..., Rewards]]:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    made: list[Rewards] = []
+
+    def start(*names: str | RewardItem, timeout_s: float = 20.0) -> Rewards:
+        items = [
+            name if isinstance(name, RewardItem) else RewardItem(func=f"{tmp_path}/mine.py:{name}") for name in names
+        ]
+        made.append(Rewards(items, num_workers=1, timeout_s=timeout_s, where="run.yaml:7"))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.end()
+
+
+def asked(texts: list[str] = TEXTS, **columns: Any) -> Answers:
+    return Answers({"prompt": "q", **columns}, texts, [[1] * len(text) for text in texts])
+
+
+def values(scored: list[list[Scored]]) -> list[list[float | None]]:
+    return [[one.reward for one in of_one] for of_one in scored]
+
+
+def test_functions_get_lists_and_the_columns_of_the_row(rewards: Callable[..., Rewards]) -> None:
+    ours = rewards("count", "by_column")
+    assert ours.names == ["count", "by_column"]
+    first, second = ours.score([asked(answer="bad"), asked(["x"], answer="x")])
+    assert values(first) == [[4.0, 0.0], [3.0, 1.0], [5.0, 0.0]]
+    assert values(second) == [[1.0, 1.0]]
+
+
+def test_a_chat_gets_messages(rewards: Callable[..., Rewards]) -> None:
+    chat = Answers({"prompt": [{"role": "user", "content": "q"}]}, ["four"], [[1]])
+    assert values(rewards("of_chat").score([chat])[0]) == [[4.0]]
+
+
+def test_what_a_function_prints_is_no_answer(rewards: Callable[..., Rewards]) -> None:
+    assert values(rewards("talks").score([asked(["x"])])[0]) == [[1.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("hangs_on_bad", "it took over 1 s, and was ended"),
+        ("raises_on_bad", "ZeroDivisionError: division by zero"),
+        ("nan_on_bad", "the reward is nan, which is no finite number"),
+        ("dies_on_bad", r"its process was killed by signal 9 \(SIGKILL\)"),
+    ],
+)
+def test_only_the_completion_on_which_a_function_fails_has_no_reward(
+    rewards: Callable[..., Rewards], name: str, reason: str
+) -> None:
+    (scored,) = rewards(name, timeout_s=1.0).score([asked()])
+    good, bad, other = (of_one[0] for of_one in scored)
+    assert good == Scored(1.0)
+    assert other == Scored(None if name == "nan_on_bad" else 1.0)  # None is "not mine", which is no failure
+    assert bad.reward is None
+    assert bad.failure is not None
+    assert re.match(reason, bad.failure)
+
+
+def test_a_failure_shows_where_it_is(rewards: Callable[..., Rewards]) -> None:
+    (scored,) = rewards("raises_on_bad").score([asked(["bad"])])
+    assert scored[0][0].failure is not None
+    assert "mine.py" in scored[0][0].failure
+    assert "in raises_on_bad" in scored[0][0].failure
+
+
+def test_a_wrong_count_is_no_reward_for_anyone(rewards: Callable[..., Rewards]) -> None:
+    (scored,) = rewards("too_few").score([asked()])
+    assert [of_one[0].reward for of_one in scored] == [None] * 3
+    assert {of_one[0].failure for of_one in scored} == {"0 rewards were returned for 1 completions"}
+
+
+def test_a_group_in_which_all_hang_is_given_up_after_a_few_deadlines(rewards: Callable[..., Rewards]) -> None:
+    ours = rewards("hangs_on_bad", timeout_s=0.5)
+    began = time.monotonic()
+    (scored,) = ours.score([asked(["bad"] * 6)])
+    assert time.monotonic() - began < 10
+    failures = [of_one[0].failure or "" for of_one in scored]
+    assert all("over 0.5 s" in failure for failure in failures)
+    assert sum("not asked again" in failure for failure in failures) == 4
+    assert values(ours.score([asked(["good"])])[0]) == [[1.0]]  # the worker is there again
+
+
+def test_workers_end_with_the_run_even_when_it_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    child = os.fork()
+    if child == 0:
+        ours = Rewards([RewardItem(func=f"{tmp_path}/mine.py:count")], num_workers=1, timeout_s=9.0, where="run.yaml:7")
+        process = ours._all[0]._process
+        assert process is not None
+        (tmp_path / "worker").write_text(str(process.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    worker = int((tmp_path / "worker").read_text())
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail("the worker outlived its run")
+
+
+@pytest.mark.parametrize(
+    ("func", "reason"),
+    [
+        ("exact", r"'exact' is neither a built-in \(exact_match, .*\) nor of the form file.py:function \(run.yaml:7\)"),
+        ("/nowhere/mine.py:f", r"/nowhere/mine.py does not exist \(run.yaml:7\)"),
+        ("{folder}/mine.py:not a name", "does not end with the name of a function"),
+        ("{folder}/mine.py:absent", r"cannot be loaded: AttributeError(.|\n)*no attribute 'absent'(.|\n)*run.yaml:7"),
+        ("{folder}/broken.py:f", r"cannot be loaded: SyntaxError(.|\n)*broken.py"),
+    ],
+)
+def test_a_function_that_is_not_there_is_refused_at_the_start(tmp_path: Path, func: str, reason: str) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    item = RewardItem(func=func.replace("{folder}", str(tmp_path)))
+    with pytest.raises(ConfigError, match=reason):
+        Rewards([item], num_workers=1, timeout_s=5.0, where="run.yaml:7")
+
+
+def item(func: str, **args: Any) -> RewardItem:
+    return RewardItem(func=func, args=args)
+
+
+@pytest.mark.parametrize(
+    ("reward", "texts", "columns", "expected"),
+    [
+        (item("exact_match"), [" 42\n", "42.", ""], {"answer": 42}, [1, 0, 0]),
+        (item("exact_match", answer_column="right"), ["a", "b"], {"answer": "a", "right": "b"}, [0, 1]),
+        (item("regex", pattern=r"\A<a>.*</a>\Z"), ["<a>x\ny</a>", "x<a></a>"], {}, [1, 0]),
+        (item("length", min=2, max=4), ["x", "xx", "xxxx", "xxxxx"], {}, [0, 1, 1, 0]),
+    ],
+)
+def test_built_in_rewards(
+    rewards: Callable[..., Rewards], reward: RewardItem, texts: list[str], columns: Any, expected: list[float]
+) -> None:
+    (scored,) = rewards(reward).score([asked(texts, **columns)])
+    assert [of_one[0].reward for of_one in scored] == expected
+
+
+def test_a_json_schema(rewards: Callable[..., Rewards]) -> None:
+    schema = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}
+    (scored,) = rewards(item("json_schema", schema=schema)).score([asked(['{"n": 3}', '{"n": "3"}', "{", "[1]"])])
+    assert [of_one[0].reward for of_one in scored] == [1, 0, 0, 0]
+
+
+def test_formulas_are_equal_whatever_their_form(rewards: Callable[..., Rewards]) -> None:
+    texts = [r"so it is $\frac{1}{2}$", "0.5", "the answer is 0.6"]
+    (scored,) = rewards(item("math_verify")).score([asked(texts, solution=r"$\frac{1}{2}$")])
+    assert [of_one[0].reward for of_one in scored] == [1, 1, 0]
+
+
+def test_an_endless_pattern_masks_its_sample_and_no_more(rewards: Callable[..., Rewards]) -> None:
+    (scored,) = rewards(item("regex", pattern=r"(x+x+)+y"), timeout_s=1.0).score([asked(["xxy", "x" * 60])])
+    assert scored[0][0] == Scored(1.0)
+    assert "over 1 s" in (scored[1][0].failure or "")
+
+
+def test_rows_without_the_answer_are_named(rewards: Callable[..., Rewards]) -> None:
+    (scored,) = rewards(item("exact_match")).score([asked(["x"])])
+    assert "the rows have no column solution, answer" in (scored[0][0].failure or "")

@@ -1,0 +1,224 @@
+"""Runs of GRPO from prompts to an adapter: what they write, how they go on, and what stops them."""
+
+import json
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surefoot
+from surefoot.config import load_config
+from surefoot.errors import ConfigError, DataError, StoppedOnFinding
+from surefoot.events import FindingMade
+from surefoot.training.run import train
+from tests.conftest import surefoot as command
+from tests.conftest import write_jsonl
+from tests.training.test_resume import SignalAfter, assert_same_run, train_with
+
+VOWELS = {"func": "regex", "args": {"pattern": "[aeiou]"}}
+
+
+def prompt_rows(count: int) -> list[dict[str, Any]]:
+    return [
+        {"prompt": [{"role": "user", "content": f"Count to {number}"}], "answer": str(number), "tag": [number]}
+        for number in range(count)
+    ]
+
+
+@pytest.fixture
+def grpo(model_folder: Callable[[str], Path], tmp_path: Path) -> dict[str, Any]:
+    """A small run whose rewards have spread."""
+    return {
+        "model": str(model_folder("llama")),
+        "method": "grpo",
+        "dataset": str(write_jsonl(tmp_path / "prompts.jsonl", prompt_rows(12))),
+        "output_dir": str(tmp_path / "run"),
+        "reward_funcs": [VOWELS],
+        "num_generations": 4,
+        "global_batch_size": 8,
+        "per_device_train_batch_size": 3,
+        "max_completion_length": 6,
+        "max_length": 64,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "lora_rank": 4,
+        "device": "cpu",
+        "report": False,
+    }
+
+
+def lines(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / name).read_text("utf-8").splitlines()]
+
+
+def reward_file(folder: Path, body: str) -> str:
+    (folder / "mine.py").write_text(f"import time\n\ndef mine(completions, **columns):\n{body}\n")
+    return f"{folder}/mine.py:mine"
+
+
+def test_a_run_writes_metrics_and_completions(grpo: dict[str, Any], tmp_path: Path) -> None:
+    result = surefoot.train(grpo, beta=0.1, screen=False)
+    assert result.status == "completed"
+    metrics, completions = lines(tmp_path / "run"), lines(tmp_path / "run", "completions.jsonl")
+    wanted = (
+        "reward reward_std completion_length entropy kl clip_ratio policy_version importance_ratio staleness".split()
+    )
+    assert all(name in line for line in metrics for name in (*wanted, "loss", "grad_norm", "tokens"))
+    assert [line["policy_version"] for line in metrics] == [0, 1, 2, 3]
+    assert metrics[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics[-1]["kl"] > 1e-5
+    assert all(line["importance_ratio"] == pytest.approx(1, abs=1e-5) for line in metrics)
+    assert len(completions) == 4 * 8
+    for step, line in enumerate(metrics, 1):
+        of_step = [one for one in completions if one["step"] == step]
+        assert line["reward"] == pytest.approx(sum(one["reward"] for one in of_step) / 8)
+        assert line["completion_length"] == pytest.approx(sum(one["tokens"] for one in of_step) / 8)
+        for one in of_step:
+            assert one["reward"] == float(re.search("[aeiou]", one["completion"]) is not None)
+        for group in (of_step[:4], of_step[4:]):
+            assert len({one["place"] for one in group}) == 1
+            assert sum(one["advantage"] for one in group) == pytest.approx(0, abs=1e-6)
+    assert (tmp_path / "run/adapter/adapter_model.safetensors").is_file()
+
+
+def test_rewards_get_the_columns_of_the_row(grpo: dict[str, Any], tmp_path: Path) -> None:
+    body = (
+        "    assert columns['prompts'][0] == [{'role': 'user', 'content': f\"Count to {columns['answer'][0]}\"}]\n"
+        "    assert columns['tag'][0] == [int(columns['answer'][0])]\n"
+        "    assert len(columns['completion_ids'][0]) <= 6\n"
+        "    return [float(len(one[0]['content'])) for one in completions]"
+    )
+    surefoot.train(grpo, reward_funcs=[reward_file(tmp_path, body)], max_steps=1, screen=False)
+    assert lines(tmp_path / "run")[0]["rewards_failed"] == 0
+
+
+def test_an_interrupted_run_ends_like_a_whole_one(grpo: dict[str, Any], tmp_path: Path) -> None:
+    """Also between the steps on one set of completions."""
+    settings = {**grpo, "num_iterations": 3, "beta": 0.1, "max_steps": 7, "save_steps": 2, "save_total_limit": None}
+    whole = {**settings, "output_dir": str(tmp_path / "whole")}
+    train_with(whole, None or SignalAfter(99, signal.SIGTERM))
+    for step in (2, 3, 5):
+        cut = {**settings, "output_dir": str(tmp_path / f"cut-{step}")}
+        assert train_with(cut, SignalAfter(step, signal.SIGTERM)).status == "interrupted"
+        assert train_with(cut, SignalAfter(99, signal.SIGTERM)).status == "completed"
+        assert_same_run(tmp_path / "whole", tmp_path / f"cut-{step}")
+        assert lines(tmp_path / "whole", "completions.jsonl") == lines(tmp_path / f"cut-{step}", "completions.jsonl")
+    assert [line["staleness"] for line in lines(tmp_path / "whole")] == [0, 1, 2, 0, 1, 2, 0]
+    assert len(lines(tmp_path / "whole", "completions.jsonl")) == 3 * 8
+
+
+def test_the_first_of_several_steps_on_completions_is_on_policy(grpo: dict[str, Any], tmp_path: Path) -> None:
+    surefoot.train(grpo, num_iterations=2, learning_rate=0.1, screen=False)
+    ratios = [line["ratio"] for line in lines(tmp_path / "run")]
+    assert ratios[::2] == pytest.approx([1, 1], abs=1e-5)
+    assert all(abs(ratio - 1) > 1e-3 for ratio in ratios[1::2])
+
+
+def test_a_run_that_is_done_counts_epochs_by_prompts(grpo: dict[str, Any], tmp_path: Path) -> None:
+    settings = {name: value for name, value in grpo.items() if name != "max_steps"}
+    surefoot.train(settings, num_iterations=2, num_train_epochs=1, screen=False)
+    metrics = lines(tmp_path / "run")
+    assert [round(6 * line["epoch"], 6) for line in metrics] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
+    places = [one["place"] for one in lines(tmp_path / "run", "completions.jsonl")]
+    assert len(set(places)) == 12
+    assert len(places) == 12 * 4
+
+
+def test_groups_without_spread_are_replaced_by_the_next_prompts(grpo: dict[str, Any], tmp_path: Path) -> None:
+    body = (
+        "    even = int(columns['answer'][0]) % 2 == 0\n"
+        "    return [0.0 if even else float(index) for index in range(len(completions))]"
+    )
+    settings = {**grpo, "reward_funcs": [reward_file(tmp_path, body)], "dynamic_sampling": True, "max_steps": 2}
+    surefoot.train(settings, screen=False)
+    completions = lines(tmp_path / "run", "completions.jsonl")
+    assert all(int(one["prompt"][0]["content"].split()[-1]) % 2 for one in completions)
+    metrics = lines(tmp_path / "run")
+    assert all(line["groups_without_spread"] == 0 for line in metrics)
+    assert sum(line["groups_replaced"] for line in metrics) > 0
+
+    body = "    return [1.0] * len(completions)"
+    settings = {**settings, "reward_funcs": [reward_file(tmp_path, body)], "output_dir": str(tmp_path / "flat")}
+    surefoot.train(settings, dynamic_sampling_tries=2, max_steps=1, screen=False)
+    (line,) = lines(tmp_path / "flat")
+    assert (line["groups_without_spread"], line["groups_replaced"], line["grad_norm"]) == (2, 4, 0)
+
+
+def test_a_reward_that_fails_on_some_is_a_finding_and_masks_them(grpo: dict[str, Any], tmp_path: Path) -> None:
+    body = (
+        "    if len(completions) > 1 or 'a' in completions[0][0]['content']:\n        raise ValueError('an a')\n"
+        "    return [float(len(completions[0][0]['content']))]"
+    )
+    found: list[Any] = []
+
+    class Listens:
+        def observe(self, event: Any) -> None:
+            found.extend([event.finding] if isinstance(event, FindingMade) else [])
+
+    loaded = load_config(None, (), {**grpo, "reward_funcs": [reward_file(tmp_path, body)]})
+    result = train(loaded, [Listens()], screen=False)
+    assert [finding.code for finding in found] == ["SF802"]
+    assert "mine: ValueError: an a" in found[0].cause
+    assert found[0].code in [one["code"] for one in result.as_dict()["findings"]]
+    for one in lines(tmp_path / "run", "completions.jsonl"):
+        assert ("failures" in one) == ("a" in one["completion"])
+        assert (one["reward"] is None) == (one["advantage"] is None) == ("a" in one["completion"])
+    assert sum(line["rewards_failed"] for line in lines(tmp_path / "run")) > 0
+
+
+def test_a_step_without_any_reward_stops_the_run(grpo: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**grpo, "reward_funcs": [reward_file(tmp_path, "    return [None] * len(completions)")]}
+    with pytest.raises(StoppedOnFinding) as stopped:
+        surefoot.train(settings, screen=False)
+    assert stopped.value.finding.code == "SF803"
+    assert "returned None" in stopped.value.finding.cause
+    assert len(lines(tmp_path / "run", "completions.jsonl")) == 8  # what was generated can be looked at
+
+
+def test_rewards_that_tell_nothing_apart_are_a_finding(grpo: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**grpo, "reward_funcs": [reward_file(tmp_path, "    return [0.5] * len(completions)")]}
+    result = surefoot.train(settings, max_steps=12, screen=False)
+    assert [finding["code"] for finding in result.as_dict()["findings"]] == ["SF804"]
+
+
+def test_a_completion_longer_than_the_context_is_refused_by_row(grpo: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"prompts.jsonl:\d+: a prompt of \d+ tokens and max_completion_length=250 are"):
+        surefoot.train(grpo, max_completion_length=250, screen=False)
+    with pytest.raises(DataError, match="rows are longer than max_length=8"):
+        surefoot.train(grpo, max_prompt_length=8, screen=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"reward_funcs": []}, "method=grpo without reward_funcs"),
+        ({"reward_weights": [1.0, 2.0]}, "reward_weights has 2 numbers for 1 reward_funcs"),
+        ({"global_batch_size": 10}, "are no multiple of num_generations=4"),
+        ({"global_batch_size": None}, "a step has 3 completions"),
+        ({"beta": 0.1, "tuning": "full"}, "there is none. Set tuning: lora"),
+        ({"beta": 0.1, "target_modules": ["attention", "router"]}, "routers are trained in full"),
+        ({"packing": True}, "packing=True is not available with method: grpo"),
+        ({"eval_fraction": 0.5}, "eval_fraction=0.5 is not available with method: grpo"),
+        ({"soft_overlong_length": 7}, "soft_overlong_length=7 is more than max_completion_length=6"),
+        ({"method": "sft"}, "is a setting of GRPO. Set method: grpo"),
+        ({"reward_funcs": [{"func": "regex", "pattern": "x"}]}, r"reward_funcs\[0\].pattern: there is no such key"),
+        ({"reward_funcs": ["vowels"]}, "'vowels' is neither a built-in"),
+    ],
+)
+def test_settings_that_make_no_run_are_refused(grpo: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        surefoot.train({**grpo, **changes}, screen=False)
+
+
+def test_bad_input_on_the_command_line_ends_with_status_2(grpo: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        f"model: {grpo['model']}\nmethod: grpo\ndataset: prompts.jsonl\noutput_dir: out\n"
+        f"num_generations: 4\nglobal_batch_size: 8\nreward_funcs: [absent.py:mine]\n"
+    )
+    done = command("train", str(tmp_path / "run.yaml"))
+    assert done.returncode == 2
+    assert f"reward_funcs: {tmp_path}/absent.py does not exist (run.yaml:7)." in done.stderr
+    assert "Traceback" not in done.stderr
