@@ -137,6 +137,7 @@ Phase = Literal[
     "forward and backward",
     "rollout",
     "reward",
+    "sync",
 ]
 """What a rank is doing, as its program sees it. On CUDA the device may still work on what an earlier phase asked for;
 the end of `backward` waits for it. `forward and backward` is of trainers that do not tell them apart."""

@@ -487,6 +487,15 @@ CATALOGUE: dict[str, Page] = {
         "Change the settings that the finding names, there too.",
         ("modelscope/ms-swift#3592", "hiyouga/LLaMA-Factory#1998"),
     ),
+    "SF801": Page(
+        "error",
+        "the rollout engine does not answer",
+        "A request to the server was not answered by its deadline (`rollout_timeout_s`), was refused, or the server's "
+        "process ended. The evidence holds the end of the server's log and what became of its process.",
+        "Read the end of its log. Out of memory: lower the engine's share (`vllm_args: "
+        '[--gpu-memory-utilization, "0.5"]`) or its --max-model-len. Only slow: raise rollout_timeout_s.',
+        ("modelscope/ms-swift#3592",),
+    ),
     "SF802": Page(
         "warning",
         "reward functions fail",
@@ -511,6 +520,23 @@ CATALOGUE: dict[str, Page] = {
         "All 0: the task is too hard for the model as it is. Warm up with SFT, or reward parts of an answer (its "
         "format, for one). All at the top: the task is learned, or the reward is too easy. dynamic_sampling replaces "
         "such groups; a higher temperature makes completions differ.",
+    ),
+    "SF805": Page(
+        "error",
+        "the rollout engine does not have the policy's adapter",
+        "After each step's adapter was sent, its file was read back and compared tensor by tensor, and one sequence was "
+        "scored by the server and by the trainer: tensors are missing or changed, or the logprobs disagree.",
+        "Compare the base model, its type and chat template on both sides. A server that merges adapters, or does not "
+        "adapt all modules of target_modules (experts, in some versions), gives other numbers: train the modules that "
+        "it can serve, or set rollout_engine: local.",
+        ("verl-project/verl#7495", "OpenRLHF/OpenRLHF#1349", "huggingface/trl#6688"),
+    ),
+    "SF806": Page(
+        "error",
+        "the rollout engine answered something else",
+        "A completion was of another model than the one asked for, had fewer tokens than its end says, or had no "
+        "logprob for each token.",
+        "Use the version of vLLM that the documentation names; look for a proxy between that changes requests.",
     ),
 }
 

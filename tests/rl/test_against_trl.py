@@ -76,7 +76,7 @@ def trainer(model_folder: Callable[[str], Path], tokenizer: Any, tmp_path_factor
         processing_class=tokenizer,
     )
     made.current_gradient_accumulation_steps = 1
-    made.model.eval()  # what it measures is then of an evaluation; the loss of one step without accumulation is the same
+    made.model.eval()  # as in an evaluation, where the loss is that of one step without accumulation
     made.accelerator.gradient_state._set_sync_gradients(True)
     return made
 

@@ -470,6 +470,8 @@ def _check_grpo(run: RunConfig, given: set[str], refuse: Refuse) -> None:
             "soft_overlong_length",
             "max_completion_length",
         )
+    if run.rollout_engine == "vllm":
+        _check_vllm(run, given, refuse)
     unfit = {
         "packing": run.packing,
         "train_on": run.train_on != "assistant",
@@ -481,6 +483,31 @@ def _check_grpo(run: RunConfig, given: set[str], refuse: Refuse) -> None:
     }
     for name in (name for name, is_asked in unfit.items() if is_asked):
         refuse(f"{name}={getattr(run, name)} is not available with method: grpo. Drop it", name)
+
+
+def _check_vllm(run: RunConfig, given: set[str], refuse: Refuse) -> None:
+    if run.tuning == "full":
+        refuse(
+            "rollout_engine=vllm with tuning=full: only adapters are sent to a server. Set tuning: lora, or "
+            "rollout_engine: local",
+            "rollout_engine",
+            "tuning",
+        )
+    if run.top_p < 1 or run.top_k:
+        refuse(
+            "rollout_engine=vllm with top_p or top_k: the server's logprobs are then those of what is left after "
+            "cutting, which training cannot compare with its own. Drop them, or set rollout_engine: local",
+            "rollout_engine",
+            "top_p",
+            "top_k",
+        )
+    started = given & {"vllm_command", "vllm_args", "vllm_devices"}
+    if run.vllm_server is not None and started:
+        refuse(
+            f"vllm_server is there already, so {', '.join(sorted(started))} would start nothing. Drop one of them",
+            "vllm_server",
+            *sorted(started),
+        )
 
 
 def _check_json(run: RunConfig, refuse: Refuse) -> None:

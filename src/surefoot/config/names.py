@@ -46,6 +46,7 @@ ALIASES: dict[str, str] = {
     "clip_ratio_high": "epsilon_high",
     **dict.fromkeys(["stop_words", "stop_strings"], "stop"),
     **dict.fromkeys(["reward_functions", "rewards"], "reward_funcs"),
+    **dict.fromkeys(["vllm_server_base_url", "vllm_base_url"], "vllm_server"),
     **dict.fromkeys(["overlong_filter"], "mask_truncated_completions"),
     "soft_cache_length": "soft_overlong_length",
     "max_resample_times": "dynamic_sampling_tries",
@@ -55,6 +56,7 @@ ALIASES: dict[str, str] = {
 """Names of TRL, ms-swift, LLaMA-Factory, Unsloth and axolotl for the same settings."""
 
 FLAG_ALIASES: dict[str, tuple[str, str]] = {
+    "use_vllm": ("rollout_engine", "vllm"),
     "bf16": ("dtype", "bfloat16"),
     "fp32": ("dtype", "float32"),
     "train_on_prompt": ("train_on", "all"),

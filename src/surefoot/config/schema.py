@@ -161,6 +161,20 @@ class RunConfig(BaseModel):
     """GRPO: replace groups whose rewards are all equal, which teach nothing, by groups of the next prompts."""
     dynamic_sampling_tries: int = Field(default=3, gt=0)
     """GRPO: rounds of such replacements a step; then the step goes on with what there is."""
+    rollout_engine: Literal["local", "vllm"] = "local"
+    """GRPO: what generates. `local`: the trained model itself. `vllm`: a server, to which adapters are sent."""
+    rollout_timeout_s: float = Field(default=1200.0, gt=0)
+    """GRPO: seconds in which the server must have answered a whole rollout; then the run stops and says why."""
+    vllm_server: str | None = None
+    """GRPO: the address of a server that is there already: `http://127.0.0.1:8000`. Default: the run starts one."""
+    vllm_command: str = "vllm"
+    """GRPO: the command that starts a server; that of another virtual environment: `/opt/vllm/bin/vllm`."""
+    vllm_args: list[str] = []
+    """GRPO: further arguments of a server that the run starts: `[--gpu-memory-utilization, "0.4"]`."""
+    vllm_devices: str | None = None
+    """GRPO: CUDA_VISIBLE_DEVICES of a server that the run starts: `"6,7"`. Default: those of the run."""
+    vllm_start_timeout_s: float = Field(default=900.0, gt=0)
+    """GRPO: seconds until a server must be ready."""
     rollout_batch_size: int | None = Field(default=None, gt=0)
     """GRPO: most completions a rank generates at a time; it bounds memory. Default: all of its step."""
 
@@ -304,7 +318,8 @@ FREE_ON_RESUME = frozenset(
     "preflight health on_stall stall_timeout_s phase_timeout_s webhook "
     "zero_stage offload dp_replicate_size expert_parallel_size save_steps save_total_limit resume_from_checkpoint "
     "overwrite_output_dir logging_steps eval_steps report report_to "
-    "reward_timeout_s reward_num_proc rollout_batch_size".split()
+    "reward_timeout_s reward_num_proc rollout_batch_size "
+    "rollout_timeout_s vllm_server vllm_command vllm_args vllm_devices vllm_start_timeout_s".split()
 )
 """Fields that may differ when a run is resumed: they do not enter the numbers (batch size is compared as a product)."""
 

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from surefoot import errors
-from surefoot.errors import ConfigError, SurefootError
+from surefoot.errors import ConfigError, StoppedOnFinding, SurefootError
+from surefoot.findings import Finding
 
 DEADLINE = timedelta(minutes=10)
 """How long a rank waits for the others in one collective of a step before it fails."""
@@ -93,14 +94,15 @@ class Ranks:
 
         `names_rank`: the text says which, where others did not fail alike.
         """
-        failures = self.gather(None if error is None else [type(error).__name__, str(error)])
+        finding = asdict(error.finding) if isinstance(error, StoppedOnFinding) else None
+        failures = self.gather(None if error is None else [type(error).__name__, str(error), finding])
         first = next((rank for rank, found in enumerate(failures) if found), None)
         if first is None:
             return
-        kind, text = failures[first]
+        kind, text, finding = failures[first]
         if names_rank and any(found != failures[first] for found in failures):  # not the fault of what all ranks read
             text = f"rank {first}: {text}"
-        agreed: SurefootError = getattr(errors, kind)(text)
+        agreed: SurefootError = StoppedOnFinding(Finding(**finding)) if finding else getattr(errors, kind)(text)
         agreed.is_agreed = True
         raise agreed from error
 

@@ -53,10 +53,16 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Generates completions under the policy's current weights."""
+    """Generates completions under the policy's weights."""
+
+    def publish(self, policy_version: int) -> None:
+        """Let further completions be of the weights as they are now. Collective.
+
+        Raises: StoppedOnFinding (SF801, SF805) on all ranks where the engine does not get them.
+        """
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> list[Completion]:
-        """A completion for each request, in order. Collective: all ranks call it, also with no request.
+        """A completion for each request, in order, of the published policy. Collective, also without a request.
 
-        Raises: StoppedOnFinding (SF8xx) where one is late, missing or of another policy.
+        Raises: StoppedOnFinding (SF801, SF806) on all ranks where one is late, missing, or not as asked for.
         """

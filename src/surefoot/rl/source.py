@@ -181,6 +181,8 @@ class RolloutSource:
             Request(prompts[index // each].ids, (config.seed, step, attempt, index // each, index % each))
             for index in mine
         ]
+        with self._phase("sync"):
+            self._engine.publish(step)
         with self._phase("rollout"):
             completions = self._engine.generate(requests, self._sampling, step)
         texts = [self._text_of(completion) for completion in completions]

@@ -21,7 +21,7 @@ from surefoot.training.record import METRICS
 
 OWN_ENTRIES = (
     "run.yaml environment.json metrics.jsonl completions.jsonl summary.json findings.jsonl events evidence checkpoints "
-    "adapter model tensorboard"
+    "adapter model engine tensorboard"
 ).split()
 """What a run writes into its folder."""
 
@@ -108,9 +108,9 @@ def _is_run_folder(folder: Path) -> bool:
 
 
 def delete_run(folder: Path) -> None:
-    """Delete what a run wrote into its folder, but for `events`: this start's are being written there."""
+    """Delete what a run wrote into its folder, but for what this start already writes there."""
     for name in OWN_ENTRIES:
-        if name == "events":
+        if name in ("events", "engine"):
             continue
         path = folder / name
         if path.is_dir():

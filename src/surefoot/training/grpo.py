@@ -14,7 +14,7 @@ from surefoot.models.lora import adapter_off
 from surefoot.models.routing import LayerRouting, expert_counts
 from surefoot.parallel.ranks import ALONE, Ranks, sum_over_ranks
 from surefoot.parallel.shard import put_to_rest
-from surefoot.rl.batch import PolicyBatch
+from surefoot.rl.batch import PolicyBatch, Trajectory, collate_policy
 from surefoot.training.loss import TokenLogprobs, probing
 from surefoot.training.step import LossParts, Totals
 
@@ -178,6 +178,14 @@ class GrpoObjective:
         self._measured = {name: value / max(tokens, 1) for name, value in zip(SUMS, sums, strict=True)}
         if not self._loss.beta:
             del self._measured["kl"]
+
+    def score(self, prompt: list[int], ids: list[int], device: torch.device) -> list[float]:
+        """The logprobs of tokens after a prompt, without dropout. Collective."""
+        one = Trajectory(prompt, ids, [0.0] * len(ids), 0.0, 1.0, "probe")
+        with probing(self._model):
+            found, _ = self._logprobs(collate_policy([one], share_prompts=False).to(device))
+        put_to_rest(self._model)
+        return [float(value) for value in found.tolist()]
 
     def look(self, batches: Iterable[MicroBatch]) -> None:
         """A forward of each batch without graph and dropout, for whoever watches the modules. Collective."""

@@ -33,7 +33,7 @@ from surefoot.training.metrics import build_observers
 from surefoot.training.phases import Phases
 from surefoot.training.record import FindingLog, RunRecord, RunResult, Status, completed_earlier, read_result
 from surefoot.training.resolve import device_type, resolve
-from surefoot.training.rollouts import rollout_source, start_rewards
+from surefoot.training.rollouts import open_server, rollout_source, start_rewards
 from surefoot.training.saver import Saver
 from surefoot.training.sft import SftObjective
 
@@ -220,8 +220,10 @@ def _assemble(
         if measured:
             emit(Noted(describe_choice(config, measured)))
         rewards = ranks.together(lambda: start_rewards(loaded)) if config.method == "grpo" else None
-        if rewards is not None:
-            undo.callback(rewards.end)
+        server = open_server(loaded, base, ranks) if config.rollout_engine == "vllm" else None
+        for part in (rewards, server):
+            if part is not None:
+                undo.callback(part.end)
         learner = build_learner(config, base, ranks, device, sharding_of(config, ranks, device))
         learner = replace(learner, phase=phases)
         if resume.checkpoint is not None:
@@ -230,7 +232,8 @@ def _assemble(
             emit(Noted(f"resuming after step {state.step} from {path}"))
 
     if rewards is not None:
-        source = rollout_source(config, data, learner, opened.tokenizer, rewards, phases, emit)
+        with phases("load"):
+            source = rollout_source(config, data, learner, opened.tokenizer, rewards, server, phases, emit)
         source.restore(state.pending)
         state = replace(state, pending=[])
 

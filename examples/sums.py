@@ -1,0 +1,69 @@
+"""GRPO from nothing but a small model: make sums, warm up with SFT on some, and let rewards do the rest.
+
+python examples/sums.py [FOLDER]      default: sums/
+"""
+
+import json
+import random
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import surefoot
+
+HERE = Path(__file__).parent
+MOST = 20
+WARMUP_ROWS = 192
+SHOWN_STEPS = 10
+
+
+def question(one: int, other: int) -> dict[str, str]:
+    return {"role": "user", "content": f"What is {one} + {other}? Answer with the number only."}
+
+
+def write(folder: Path) -> None:
+    """All sums up to 20 + 20 as prompts with their answers, and some of them as conversations."""
+    sums = [(one, other) for one in range(1, MOST + 1) for other in range(1, MOST + 1)]
+    random.Random(1).shuffle(sums)
+    rows: dict[str, list[dict[str, Any]]] = {
+        "warmup.jsonl": [
+            {"messages": [question(*pair), {"role": "assistant", "content": str(sum(pair))}]}
+            for pair in sums[:WARMUP_ROWS]
+        ],
+        "train.jsonl": [{"prompt": [question(*pair)], "answer": str(sum(pair))} for pair in sums],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in rows.items():
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+
+
+def main(folder: Path) -> None:
+    began = time.perf_counter()
+    for made in ("warmup", "run"):  # of an earlier start
+        shutil.rmtree(folder / made, ignore_errors=True)
+    write(folder)
+
+    print(f"1. warm up with SFT on {WARMUP_ROWS} of {MOST**2} sums", flush=True)
+    warm = surefoot.train(
+        HERE / "grpo-warmup.yaml", dataset=folder / "warmup.jsonl", output_dir=folder / "warmup", screen=False
+    )
+
+    print("2. GRPO", flush=True)
+    result = surefoot.train(
+        HERE / "grpo.yaml", dataset=folder / "train.jsonl", init_adapter=warm.artifact, output_dir=folder / "run"
+    )
+
+    lines = (result.run_folder / "metrics.jsonl").read_text("utf-8").splitlines()
+    rewards = [json.loads(line)["reward"] for line in lines]
+    print("\nmean reward of every ten steps: " + "  ".join(
+        f"{sum(part) / len(part):.2f}"
+        for part in (rewards[at : at + SHOWN_STEPS] for at in range(0, len(rewards), SHOWN_STEPS))
+    ))  # fmt: skip
+    print(f"adapter: {result.artifact}")
+    print(f"took {time.perf_counter() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "sums"))

@@ -1,0 +1,141 @@
+"""A vLLM server: a process of this run, or one at an address. Every request has a deadline; what goes wrong is told."""
+
+import ctypes
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from surefoot.errors import ConfigError
+from surefoot.process_end import PARENT_DEATH_SIGNAL, describe_end
+
+LOG_TAIL_BYTES = 3000
+POLL_S = 0.5
+END_S = 20.0
+"""For a server to end by itself before it is killed."""
+HEALTH_TIMEOUT_S = 5.0
+
+
+class ServerFailed(Exception):
+    """A request was not answered as it should; the text says why."""
+
+
+class Server:
+    """Where completions come from."""
+
+    def __init__(self, address: str, process: "subprocess.Popen[bytes] | None" = None, log: Path | None = None) -> None:
+        parts = urlsplit(address if "//" in address else f"//{address}")
+        self.address = address
+        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+        self._process = process
+        self._log = log
+
+    def post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The JSON it answers with; what is no JSON comes as `{"text": ...}`. Raises: ServerFailed."""
+        return self._ask("POST", path, json.dumps(body).encode(), timeout_s)
+
+    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> dict[str, Any]:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=max(timeout_s, 0.01))
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            text = response.read().decode("utf-8", "replace")
+        except TimeoutError:
+            raise ServerFailed(f"{method} {path} was not answered in {timeout_s:.0f} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerFailed(f"{method} {path}: {type(error).__name__}: {error}{self._end()}") from error
+        finally:
+            connection.close()
+        if response.status != http.client.OK:
+            raise ServerFailed(f"{method} {path} was answered with status {response.status}: {text[:1000]}")
+        try:
+            answer = json.loads(text or "{}")
+        except ValueError:
+            answer = None
+        return answer if isinstance(answer, dict) else {"text": text}
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Raises: ServerFailed where it ends, or does not answer in time."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            with suppress(ServerFailed):
+                self._ask("GET", "/health", None, HEALTH_TIMEOUT_S)
+                return
+            if self._process is not None and self._process.poll() is not None:
+                raise ServerFailed(f"the server {describe_end(self._process.returncode)} before it was ready")
+            time.sleep(POLL_S)
+        raise ServerFailed(f"the server at {self.address} was not ready in {timeout_s:.0f} s")
+
+    def evidence(self) -> dict[str, Any]:
+        """What can be seen of it from here."""
+        seen: dict[str, Any] = {"address": self.address}
+        if self._process is not None:
+            code = self._process.poll()
+            seen["server"] = f"process {self._process.pid} " + ("is running" if code is None else describe_end(code))
+        if self._log is not None and self._log.is_file():
+            with open(self._log, "rb") as file:
+                file.seek(max(0, self._log.stat().st_size - LOG_TAIL_BYTES))
+                seen["log"] = str(self._log)
+                seen["end_of_log"] = file.read().decode("utf-8", "replace")
+        return seen
+
+    def end(self) -> None:
+        """End a server of this run; others go on."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        for number, seconds in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+                break
+        with suppress(ProcessLookupError):  # workers of it that stayed
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _end(self) -> str:
+        if self._process is None or self._process.poll() is None:
+            return ""
+        return f"; the server {describe_end(self._process.returncode)}"
+
+
+def start_server(
+    command: str, model: Path, options: Sequence[str], environment: Mapping[str, str], log: Path, where: str
+) -> Server:
+    """Start `vllm serve` on a free port of this machine alone; it ends with this process, however that ends.
+
+    Raises: ConfigError where there is no such command.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = [command, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *options]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(log, "ab") as output:
+            process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**environment, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+    except OSError as error:
+        raise ConfigError(
+            f"vllm_command: {command} cannot be started: {error.strerror}. Give the path of the `vllm` command of its "
+            f"virtual environment, or the address of a server with vllm_server ({where})."
+        ) from error
+    return Server(f"http://127.0.0.1:{port}", process, log)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
