@@ -1,20 +1,28 @@
-# make demo | test | test-matrix | campaign | lint | check | bench: each builds what it needs; only Python 3.11+, git and make must be there.
+# make demo | test | test-matrix | test-vllm | campaign | lint | check | bench: each builds what it needs; only Python 3.11+, git and make must be there.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-matrix campaign lint check bench clean
+.PHONY: demo test test-matrix test-vllm campaign lint check bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/demo.py demo
 
 # Two files of tests at a time: many tests wait for processes. One thread each, or they would wait for each other.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not matrix and not campaign" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not matrix and not campaign and not vllm" -n 2 --dist loadfile
 
 test-matrix: $(VENV)/.dev
 	$(BIN)/python -m pytest -m matrix
+
+# With a real vLLM server, which has a virtual environment of its own: it wants another transformers.
+test-vllm: $(VENV)/.dev .venv-vllm/.done
+	SUREFOOT_VLLM=$(CURDIR)/.venv-vllm/bin/vllm $(BIN)/python -m pytest -m vllm
+
+.venv-vllm/.done: tests/rl/install-vllm
+	PYTHON=$(PYTHON) tests/rl/install-vllm .venv-vllm
+	touch $@
 
 campaign: $(VENV)/.dev
 	$(BIN)/python -m pytest -m campaign tests/health
@@ -26,7 +34,7 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 check: lint
-	$(BIN)/python -m pytest -m "not slow and not matrix and not campaign"
+	$(BIN)/python -m pytest -m "not slow and not matrix and not campaign and not vllm"
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/data_vs_trl.py

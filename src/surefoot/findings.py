@@ -524,8 +524,8 @@ CATALOGUE: dict[str, Page] = {
     "SF805": Page(
         "error",
         "the rollout engine does not have the policy's adapter",
-        "After each step's adapter was sent, its file was read back and compared tensor by tensor, and one sequence was "
-        "scored by the server and by the trainer: tensors are missing or changed, or the logprobs disagree.",
+        "With each sync the adapter's file is read back and compared tensor by tensor, and one sequence is scored by "
+        "the server and by the trainer: tensors are missing or changed, or the logprobs disagree.",
         "Compare the base model, its type and chat template on both sides. A server that merges adapters, or does not "
         "adapt all modules of target_modules (experts, in some versions), gives other numbers: train the modules that "
         "it can serve, or set rollout_engine: local.",

@@ -12,7 +12,6 @@ from surefoot.errors import StoppedOnFinding
 from surefoot.events import Event
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.models.generate import end_tokens
-from surefoot.models.sources import weight_files
 from surefoot.parallel.ranks import Ranks
 from surefoot.rl.engines.local import LocalEngine
 from surefoot.rl.engines.server import Server, ServerFailed, start_server
@@ -20,7 +19,7 @@ from surefoot.rl.engines.vllm import VllmEngine
 from surefoot.rl.rewards import Rewards
 from surefoot.rl.rollout import Engine, Sampling
 from surefoot.rl.source import RolloutSource
-from surefoot.training.artifacts import load, lora_settings
+from surefoot.training.artifacts import lora_settings
 from surefoot.training.batches import RunData
 from surefoot.training.grpo import GrpoObjective
 from surefoot.training.phases import Phases
@@ -61,9 +60,8 @@ def open_server(loaded: LoadedConfig, base: Path, ranks: Ranks) -> Server:
         folder = config.run_folder / ENGINE
         where = loaded.where("vllm_command", "rollout_engine")
         options = _options(config)
-        model = _servable(base, folder / "model")
         started.append(
-            start_server(config.vllm_command, model, options, _environment(config), folder / "vllm.log", where)
+            start_server(config.vllm_command, base, options, _environment(config), folder / "vllm.log", where)
         )
         return started[0].address
 
@@ -97,17 +95,6 @@ def _environment(config: RunConfig) -> dict[str, str]:
 
 def _is_of_launcher(name: str) -> bool:
     return name in OF_LAUNCHERS or name.startswith(OF_LAUNCHERS_BEGIN)
-
-
-def _servable(base: Path, folder: Path) -> Path:
-    """The base model as a folder that a server reads: its own, or a copy of one that lies in another format (GGUF)."""
-    if weight_files(base):
-        return base
-    if not (folder / "config.json").is_file():
-        model, tokenizer = load(str(base), None)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    return folder
 
 
 def rollout_source(

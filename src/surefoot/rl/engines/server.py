@@ -22,6 +22,7 @@ POLL_S = 0.5
 END_S = 20.0
 """For a server to end by itself before it is killed."""
 HEALTH_TIMEOUT_S = 5.0
+END_NOTICE_S = 1.0
 
 
 class ServerFailed(Exception):
@@ -66,7 +67,7 @@ class Server:
         """Raises: ServerFailed where it ends, or does not answer in time."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            with suppress(ServerFailed):
+            with suppress(ServerFailed):  # refused until it listens; asking also waits a moment for its end
                 self._ask("GET", "/health", None, HEALTH_TIMEOUT_S)
                 return
             if self._process is not None and self._process.poll() is not None:
@@ -101,7 +102,12 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _end(self) -> str:
-        if self._process is None or self._process.poll() is None:
+        """How it ended, if it did; a connection is reset a moment before its process is gone."""
+        if self._process is None:
+            return ""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_NOTICE_S)
+        if self._process.returncode is None:
             return ""
         return f"; the server {describe_end(self._process.returncode)}"
 

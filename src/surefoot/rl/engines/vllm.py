@@ -139,7 +139,7 @@ class VllmEngine:
         return digests
 
     def _send(self, target: Path, version: int, wanted: Mapping[str, str]) -> str:
-        """What rank 0 does: see that the file holds every tensor, and let the server load it. Returns its name there."""
+        """What rank 0 does: see that the file holds every tensor, and let the server load it. Returns its name."""
         shapes = {name: parameter.shape for name, parameter in trainable_parameters(self._model).items()}
         try:
             found = {name: _digest(value) for name, value in read_adapter(target, shapes, self._settings).items()}

@@ -1,0 +1,195 @@
+"""Completions from a server: what goes wrong with it ends in a finding. The server here only speaks like vLLM."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from surefoot.errors import ConfigError, StoppedOnFinding
+from surefoot.models.adapter import WEIGHTS
+from surefoot.models.build import build_model
+from surefoot.models.lora import LoraSettings
+from surefoot.rl.engines import vllm
+from surefoot.rl.engines.server import Server, ServerFailed, start_server
+from surefoot.rl.engines.vllm import VllmEngine
+from surefoot.rl.rollout import Request, Sampling
+
+SERVER = Path(__file__).with_name("engine_server.py")
+LORA = LoraSettings(rank=4, alpha=8.0, targets=("all",), seed=1)
+SAMPLING = Sampling(5)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    made: list[subprocess.Popen[bytes]] = []
+
+    def start(fault: str = "none", probe: list[float] | None = None) -> Server:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        environment = {**os.environ, "PROBE_LOGPROBS": json.dumps(probe)}
+        made.append(subprocess.Popen([sys.executable, str(SERVER), str(port), fault], env=environment))
+        server = Server(f"http://127.0.0.1:{port}", made[-1])
+        server.wait_until_ready(30)
+        return server
+
+    yield start
+    for process in made:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def engine(model_folder: Callable[[str], Path], tmp_path: Path) -> Callable[..., VllmEngine]:
+    built = build_model(model_folder("llama"), lora=LORA, device=torch.device("cpu"), dtype=torch.float32)
+
+    def make(server: Server, **changes: Any) -> VllmEngine:
+        options: dict[str, Any] = {
+            "timeout_s": 3.0,
+            "probe_prompt": [5, 6],
+            "temperature": 1.0,
+            "has_seeds": True,
+            **changes,
+        }
+        return VllmEngine(server, built.model, LORA, tmp_path / "adapters", lambda _, ids: [-1.0] * len(ids), **options)
+
+    return make
+
+
+def test_each_policy_has_an_adapter_of_its_own(
+    serve: Callable[..., Server], engine: Callable[..., VllmEngine], tmp_path: Path
+) -> None:
+    ours = engine(serve())
+    ours.publish(0)
+    ours.publish(0)  # it is there already
+    first = [path.name for path in (tmp_path / "adapters").iterdir()]
+    ours.publish(3)
+    assert first == ["policy-00000000"]
+    assert [path.name for path in (tmp_path / "adapters").iterdir()] == ["policy-00000003"]
+    made = ours.generate([Request([1, 2], (0, number)) for number in range(20)], SAMPLING, 3)
+    assert [(one.ids, one.policy_version, one.finish) for one in made] == [([7] * 5, 3, "length")] * 20
+
+
+def test_an_adapter_is_a_small_part_of_the_model(
+    serve: Callable[..., Server], engine: Callable[..., VllmEngine]
+) -> None:
+    ours = engine(serve())
+    ours.publish(0)
+    parameters = sum(p.numel() for p in ours._model.parameters() if p.requires_grad)
+    assert 4 * parameters < ours.bytes_sent < 4 * parameters + 10_000  # besides it, names and a config
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "cause"),
+    [
+        ("late", "SF801", r"POST /v1/completions was not answered in \d s"),
+        ("dies", "SF801", "the server ended with status 3"),
+        ("error", "SF801", "status 500: .*the engine is dead"),
+        ("fewer", "SF806", "ended for its length after 4 of 5 tokens"),
+        ("other_version", "SF806", "a completion is of policy-0, but policy-0-.* was asked for"),
+        ("no_logprobs", "SF806", "5 tokens and 4 logprobs"),
+        ("no_json", "SF806", "a page of a proxy"),
+    ],
+)
+def test_a_rollout_that_is_not_as_asked_for_is_a_finding(
+    serve: Callable[..., Server], engine: Callable[..., VllmEngine], fault: str, code: str, cause: str
+) -> None:
+    ours = engine(serve(fault))
+    ours.publish(0)
+    began = time.monotonic()
+    with pytest.raises(StoppedOnFinding, match=cause) as stopped:
+        ours.generate([Request([1, 2], (0, number)) for number in range(4)], SAMPLING, 0)
+    assert stopped.value.finding.code == code
+    assert stopped.value.finding.evidence["address"].startswith("http://127.0.0.1:")
+    assert time.monotonic() - began < 10
+
+
+def test_an_adapter_that_the_server_refuses_is_a_finding(
+    serve: Callable[..., Server], engine: Callable[..., VllmEngine]
+) -> None:
+    with pytest.raises(StoppedOnFinding, match=r"could not be loaded: .*status 400: .*no room") as stopped:
+        engine(serve("refuses_adapter")).publish(0)
+    assert stopped.value.finding.code == "SF801"
+
+
+def test_an_adapter_that_loses_a_tensor_is_a_finding(
+    serve: Callable[..., Server], engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = vllm.write_adapter
+
+    def loses_one(folder: Path, *arguments: Any) -> None:
+        write(folder, *arguments)
+        tensors = load_file(folder / WEIGHTS)
+        tensors.popitem()
+        save_file(tensors, folder / WEIGHTS)
+
+    monkeypatch.setattr(vllm, "write_adapter", loses_one)
+    with pytest.raises(StoppedOnFinding, match="adapter of version 0 is not whole") as stopped:
+        engine(serve()).publish(0)
+    assert stopped.value.finding.code == "SF805"
+
+
+def test_an_adapter_whose_values_changed_on_the_way_is_a_finding(
+    serve: Callable[..., Server], engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = vllm.write_adapter
+
+    def changes_one(folder: Path, *arguments: Any) -> None:
+        write(folder, *arguments)
+        tensors = load_file(folder / WEIGHTS)
+        tensors[sorted(tensors)[0]][0, 0] += 1e-3
+        save_file(tensors, folder / WEIGHTS)
+
+    monkeypatch.setattr(vllm, "write_adapter", changes_one)
+    with pytest.raises(StoppedOnFinding, match=r"1 of \d+ tensors of the adapter of version 0 are not what") as stopped:
+        engine(serve()).publish(0)
+    assert stopped.value.finding.code == "SF805"
+
+
+@pytest.mark.parametrize("logprob", [-1.05, float("nan")])
+def test_a_server_with_other_probabilities_is_a_finding(
+    serve: Callable[..., Server], engine: Callable[..., VllmEngine], logprob: float
+) -> None:
+    with pytest.raises(StoppedOnFinding, match="other probabilities than the trainer") as stopped:
+        engine(serve(probe=[logprob] * 24)).publish(0)
+    assert stopped.value.finding.code == "SF805"
+    engine(serve(probe=[-1.005] * 24)).publish(0)  # other kernels, other rounding
+
+
+def test_a_server_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> None:
+    script = tmp_path / "vllm"
+    script.write_text("#!/bin/sh\necho no such model >&2\nexit 7\n")
+    script.chmod(0o755)
+    server = start_server(str(script), tmp_path, [], dict(os.environ), tmp_path / "log", "run.yaml:9")
+    with pytest.raises(ServerFailed, match="the server ended with status 7 before it was ready"):
+        server.wait_until_ready(30)
+    assert "no such model" in server.evidence()["end_of_log"]
+    with pytest.raises(ConfigError, match=r"vllm_command: /nowhere/vllm cannot be started: .*run.yaml:9"):
+        start_server("/nowhere/vllm", tmp_path, [], {}, tmp_path / "log", "run.yaml:9")
+
+
+def test_a_server_and_its_workers_end_with_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "vllm"
+    script.write_text("#!/bin/sh\nsleep 600 &\necho $! > " + str(tmp_path / "worker") + "\nsleep 600\n")
+    script.chmod(0o755)
+    server = start_server(str(script), tmp_path, [], dict(os.environ), tmp_path / "log", "run.yaml:9")
+    deadline = time.monotonic() + 10
+    while not (tmp_path / "worker").exists() or not (tmp_path / "worker").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    worker = psutil.Process(int((tmp_path / "worker").read_text()))
+    server.end()
+    assert server._process is not None
+    assert server._process.poll() is not None
+    psutil.wait_procs([worker], timeout=10)
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
