@@ -54,6 +54,56 @@ def test_the_page_is_one_small_file(run_folder: Path) -> None:
     assert set(charts) == CHARTS
 
 
+@pytest.fixture(scope="module")
+def grpo_folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of GRPO, whose data try to break out of the page."""
+    root = tmp_path_factory.mktemp("report-grpo")
+    rows = [{"prompt": [{"role": "user", "content": f"{number} {EVIL}"}]} for number in range(8)]
+    return package.train(
+        {
+            "model": str(model_folder("llama")),
+            "method": "grpo",
+            "dataset": str(write_jsonl(root / "rows.jsonl", rows)),
+            "output_dir": str(root / "run"),
+            "reward_funcs": [{"func": "regex", "args": {"pattern": "[aeiou]"}}],
+            "num_generations": 4,
+            "global_batch_size": 8,
+            "max_completion_length": 6,
+            "beta": 0.1,
+            "max_steps": 5,
+            "device": "cpu",
+        },
+        screen=False,
+    ).run_folder
+
+
+def test_the_page_of_grpo_shows_rewards_and_completions(grpo_folder: Path) -> None:
+    text = write_report(grpo_folder).read_text()
+    written = re.search(r'id="charts">(.*?)</script>', text, re.S)
+    assert written is not None
+    assert {"reward", "length", "entropy", "importance", "kl"} <= set(json.loads(written[1]))
+    assert EVIL not in text
+    tables = re.findall(r"<summary>completions of step (\d)</summary><table>(.*?)</table>", text, re.S)
+    assert [step for step, _ in tables] == ["1", "3", "5"]
+    assert [rows.count("<tr>") for _, rows in tables] == [9, 9, 9]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser is installed (apt-get install chromium)")
+def test_a_browser_draws_the_charts_of_grpo(grpo_folder: Path) -> None:
+    assert CHROMIUM is not None
+    path = write_report(grpo_folder)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=10000"]
+    done = subprocess.run(
+        [CHROMIUM, *options, "--dump-dom", f"file://{path}"], capture_output=True, text=True, timeout=60
+    )
+    assert "CONSOLE" not in done.stderr, done.stderr
+    for name in ("reward", "length", "entropy"):
+        drawn = re.search(rf'id="{name}".*?</section>', done.stdout, re.S)
+        assert drawn is not None
+        assert "mark-line" in drawn[0], name
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no browser is installed (apt-get install chromium)")
 @pytest.mark.parametrize(("scheme", "width"), [("0", 1200), ("1", 390)], ids=["dark", "phone"])

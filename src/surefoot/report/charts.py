@@ -9,6 +9,7 @@ from surefoot.report.story import Row, Story
 HEIGHT = 220
 PHASE_ORDER = (
     "wait for data", "communicate", "forward", "forward and backward", "backward", "optimizer", "evaluate", "save",
+    "sync", "rollout", "reward",
 )  # fmt: skip
 
 
@@ -18,6 +19,11 @@ OWNER_ORDER = ("frozen parameters", "trained parameters", "gradients", "optimize
 def charts(story: Story) -> dict[str, tuple[str, dict[str, Any]]]:
     """Name -> (title, specification), of those that have something to show."""
     made = {
+        "reward": ("Reward: mean of a step, and spread within groups", _reward(story)),
+        "length": ("Tokens of a completion", _line(story.rollouts, "completion_length", "tokens")),
+        "entropy": ("Entropy of the policy", _line(story.rollouts, "entropy", "nats")),
+        "importance": ("Trainer's over the engine's probability", _line(story.rollouts, "importance_ratio", "ratio")),
+        "kl": ("Divergence from the reference", _line(story.rollouts, "kl", "nats")),
         "loss": ("Loss", _loss(story)),
         "rate": ("Learning rate", _line(story.steps, "learning_rate", "learning rate")),
         "speed": ("Tokens per second", _line(story.steps, "tokens_per_second", "tokens/s")),
@@ -52,6 +58,21 @@ def _line(rows: list[Row], name: str, title: str) -> Any:
             tooltip=["step:Q", f"{name}:Q"],
         )
     )
+
+
+def _reward(story: Story) -> Any:
+    if not story.rollouts:
+        return None
+    rows = [
+        {"step": row["step"], "reward": row["reward"], "low": row["reward"] - spread, "high": row["reward"] + spread}
+        for row in story.rollouts
+        for spread in [row.get("reward_std") or 0.0]
+    ]
+    x = alt.X("step:Q", title="step")
+    tooltip = ["step:Q", alt.Tooltip("reward:Q", format=".3f")]
+    line = alt.Chart(_data(rows)).mark_line(point=len(rows) < 2).encode(x=x, y="reward:Q", tooltip=tooltip)
+    band = alt.Chart(_data(rows)).mark_area(opacity=0.2).encode(x=x, y=alt.Y("low:Q", title="reward"), y2="high:Q")
+    return _sized(alt.layer(band, line))
 
 
 def _loss(story: Story) -> Any:

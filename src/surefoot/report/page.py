@@ -9,6 +9,8 @@ from surefoot.report.story import Row, Story, read_story
 from surefoot.storage import write_text
 
 REPORT = "report.html"
+PROMPT_SHOWN = 300
+"""Characters of a prompt in the table of completions."""
 
 STYLE = """
 :root { color-scheme: light dark; --line: #d5d5d5; --card: #fff; --page: #f5f5f4; --text: #1c1917; --soft: #57534e; }
@@ -30,6 +32,7 @@ dt { color: var(--soft); font-size: .85rem; } dd { margin: 0; font-weight: 600; 
 .info { border-left: 4px solid #2563eb; }
 table { border-collapse: collapse; width: 100%; font-size: .85rem; }
 td { padding: .15rem .5rem .15rem 0; vertical-align: top; overflow-wrap: anywhere; }
+th { text-align: left; font-weight: 600; padding: .15rem .5rem .15rem 0; }
 td:first-child { color: var(--soft); white-space: nowrap; }
 pre { overflow-x: auto; font-size: .8rem; }
 """
@@ -86,6 +89,7 @@ def page(story: Story) -> str:
 {_summary(story)}
 {_findings(story)}
 <div class="grid">{sections}</div>
+{_completions(story)}
 <section><details><summary>run.yaml</summary><pre>{escape(story.config)}</pre></details></section>
 </main>
 <script type="application/json" id="charts">{specs}</script>
@@ -101,7 +105,11 @@ def _summary(story: Story) -> str:
     shown: Row = {
         "status": story.told.status,
         "steps": story.steps[-1]["step"] if story.steps else 0,
-        "last loss": _number(story.steps[-1]["loss"], ".4f") if story.steps else "",
+        **(
+            {"first and last reward": " and ".join(f"{story.rollouts[end]['reward']:.3f}" for end in (0, -1))}
+            if story.rollouts
+            else {"last loss": _number(story.steps[-1]["loss"], ".4f") if story.steps else ""}
+        ),
         "tokens/s": _number(summary.get("tokens_per_second"), ".0f"),
         "peak memory": _number(_gib(summary.get("peak_memory_bytes")), ".2f", " GiB"),
         "ranks": len(story.told.ranks),
@@ -123,6 +131,30 @@ def _findings(story: Story) -> str:
             f"<details><summary>evidence</summary><table>{rows}</table></details></section>"
         )
     return "".join(cards)
+
+
+def _completions(story: Story) -> str:
+    """A table a step, of prompts, completions, rewards and advantages."""
+    tables = []
+    for step in sorted({row["step"] for row in story.completions}):
+        rows = "".join(
+            f"<tr><td>{escape(_number(row['reward'], '.3g') or 'failed')}</td>"
+            f"<td>{escape(_number(row['advantage'], '+.2f'))}</td><td>{row['tokens']}</td>"
+            f"<td>{escape(_words(row['prompt']))}</td><td>{escape(row['completion'])}</td></tr>"
+            for row in story.completions
+            if row["step"] == step
+        )
+        tables.append(
+            f"<details><summary>completions of step {step}</summary><table><tr><th>reward</th><th>advantage</th>"
+            f"<th>tokens</th><th>prompt</th><th>completion</th></tr>{rows}</table></details>"
+        )
+    return f"<section><h2>Completions</h2>{''.join(tables)}</section>" if tables else ""
+
+
+def _words(prompt: Any) -> str:
+    """The end of a prompt: its last message, or its text."""
+    text = prompt[-1].get("content", "") if isinstance(prompt, list) and prompt else prompt or ""
+    return str(text)[-PROMPT_SHOWN:]
 
 
 def _gib(value: Any) -> float | None:

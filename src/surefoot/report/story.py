@@ -12,7 +12,7 @@ from surefoot.health.accelerators import Look, read_looks
 from surefoot.health.diagnose.speed import RankTimes
 from surefoot.health.explain import Explanation, explain
 from surefoot.health.recorder import Entry, read_history, this_run
-from surefoot.training.record import METRICS
+from surefoot.training.record import COMPLETIONS, METRICS
 
 Row = dict[str, Any]
 MOST_POINTS = 600
@@ -20,6 +20,11 @@ MOST_POINTS = 600
 MOST_COLUMNS = 120
 """Of the heat map."""
 MOST_CELLS = 4000
+ROLLOUT_NAMES = (
+    "step", "reward", "reward_std", "completion_length", "entropy", "clip_ratio", "importance_ratio", "kl",
+)  # fmt: skip
+COMPLETIONS_SHOWN = 16
+"""Of each step that is shown: the first, one in the middle, and the last."""
 LONG_PHASES = ("load", "tokenise", "save", "evaluate", "export")
 """Shown one by one on the time line; the others make up the steps."""
 
@@ -36,6 +41,10 @@ class Story:
     """step, loss, learning_rate, grad_norm, tokens_per_second, step_time_s; of logged steps."""
     evaluations: list[Row]
     """step, eval_loss."""
+    rollouts: list[Row]
+    """step, and of GRPO reward, reward_std, completion_length, entropy, clip_ratio, importance_ratio, kl."""
+    completions: list[Row]
+    """The lines of completions.jsonl of a few steps."""
     expert_load: list[Row]
     """step, layer, load: the busiest expert's rows over the mean."""
     phases: list[Row]
@@ -71,6 +80,11 @@ def read_story(run_folder: Path) -> Story:
             [{"step": line["step"], "eval_loss": line["eval_loss"]} for line in lines if "eval_loss" in line],
             MOST_POINTS,
         ),
+        rollouts=_thinned(
+            [{name: line[name] for name in ROLLOUT_NAMES if name in line} for line in steps if "reward" in line],
+            MOST_POINTS,
+        ),
+        completions=_completions(run_folder / COMPLETIONS),
         expert_load=_expert_load(steps),
         phases=_phases(entries),
         memory=_memory(entries),
@@ -87,10 +101,20 @@ def read_story(run_folder: Path) -> Story:
     )
 
 
+def _completions(path: Path) -> list[Row]:
+    """Of a few steps, so that a reader sees how answers change."""
+    lines = _lines(path)
+    steps = sorted({line["step"] for line in lines})
+    shown = {steps[0], steps[len(steps) // 2], steps[-1]} if steps else set()
+    return [
+        line for step in sorted(shown) for line in [one for one in lines if one["step"] == step][:COMPLETIONS_SHOWN]
+    ]
+
+
 def _lines(path: Path) -> list[Row]:
     """The whole lines of a file of JSON lines; numbers that are not finite are None, as a browser needs it."""
     found = []
-    for line in path.read_text("utf-8").splitlines() if path.is_file() else ():
+    for line in path.read_text("utf-8").split("\n") if path.is_file() else ():  # texts may hold other line ends
         try:
             found.append(dict(json.loads(line, parse_constant=lambda _: None)))
         except ValueError:  # cut short by a kill

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 
 from surefoot.models.generate import generating
 from surefoot.parallel.ranks import ALONE, Ranks
-from surefoot.parallel.shard import gathered, put_to_rest
+from surefoot.parallel.shard import put_to_rest
 from surefoot.rl.rollout import Completion, Request, Sampling
 
 DROP_SHARE = 0.25
@@ -50,12 +50,6 @@ class LocalEngine:
         self._batch_size = batch_size
         self._forward_context = forward_context
 
-        def predict(**inputs: Any) -> Tensor:
-            logits: Tensor = model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
-            return logits
-
-        self._predict = gathered(model, predict)
-
     def publish(self, policy_version: int) -> None:
         """Nothing: the weights are the model's own."""
 
@@ -72,6 +66,15 @@ class LocalEngine:
                 completions += self._wave(wave, sampling, policy_version)
         put_to_rest(self._model)
         return completions
+
+    def _predict(self, **inputs: Any) -> Tensor:
+        """Logits of the next token: [R, V].
+
+        The model is called as it is: inside `gathered`, ranks would gather their weights anew for each token, and one
+        that is through with its completions would leave the others waiting.
+        """
+        logits: Tensor = self._model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
+        return logits
 
     def _wave(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> list[Completion]:
         rows = _Rows(requests or [Request([0], (0,))], sampling, self._tokenizer, is_real=bool(requests))
