@@ -11,8 +11,11 @@ import pytest
 
 import surefoot
 from surefoot.config import load_config
+from surefoot.data.report import as_text
 from surefoot.errors import ConfigError, DataError, StoppedOnFinding
 from surefoot.events import FindingMade
+from surefoot.plan.verb import plan
+from surefoot.training.batches import describe
 from surefoot.training.run import train
 from tests.conftest import surefoot as command
 from tests.conftest import write_jsonl
@@ -222,3 +225,15 @@ def test_bad_input_on_the_command_line_ends_with_status_2(grpo: dict[str, Any], 
     assert done.returncode == 2
     assert f"reward_funcs: {tmp_path}/absent.py does not exist (run.yaml:7)." in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_prompts_can_be_looked_at_but_not_planned(grpo: dict[str, Any]) -> None:
+    said = describe(load_config(None, (), grpo), show=1)
+    text = as_text(said, color=False)
+    assert "of prompts" in text
+    assert text.endswith("<|im_start|>user\nCount to 0<|im_end|>\n<|im_start|>assistant\n")
+    folder = Path(grpo["output_dir"])
+    folder.mkdir(parents=True)
+    (folder / "grpo.yaml").write_text(json.dumps(grpo))
+    with pytest.raises(ConfigError, match="method=grpo: rollouts are not planned yet"):
+        plan(str(folder / "grpo.yaml"), [])

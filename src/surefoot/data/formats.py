@@ -199,6 +199,10 @@ class Reader:
         )
         if any(answers):
             others.setdefault("response", answers[0])
+        for name in format.required & ANSWERS & columns.keys():
+            given = columns[name]
+            is_messages = isinstance(given, list) and given and isinstance(given[-1], dict)
+            others.setdefault("response", given[-1].get("content") if is_messages else given)
         return Conversation(messages, kind, tools, columns=others)
 
     def messages(self, value: Any, column: str) -> tuple[tuple[Message, ...], tuple[dict[str, Any], ...]]:

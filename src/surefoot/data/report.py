@@ -54,6 +54,8 @@ class DataReport:
     refusal: str | None
     """Why training would stop before its first step, if it would."""
     samples: list[ShownSample]
+    are_prompts: bool = False
+    """Of GRPO: nothing of them is trained, the model goes on from them."""
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON."""
@@ -108,6 +110,7 @@ def look(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataReport
         findings=data_findings(dataset, held_out),
         refusal=refusal,
         samples=list(islice(_shown(dataset), show)),
+        are_prompts=any(source.spec.prompts for source in dataset.sources),
     )
 
 
@@ -170,7 +173,8 @@ def as_text(report: DataReport, *, color: bool) -> str:
     if counts.cut_inside:
         lines.append(f"            {counts.cut_inside} of the truncated lost a part of a trained turn")
     share = f" ({report.trained_tokens / report.tokens:.1%})" if report.tokens else ""
-    lines.append(f"tokens      {report.tokens}, {report.trained_tokens} of them trained{share}")
+    trained = "of prompts" if report.are_prompts else f"{report.trained_tokens} of them trained{share}"
+    lines.append(f"tokens      {report.tokens}, {trained}")
     lines.append(f"duplicates  {report.duplicates}")
     if report.lengths:
         lines.append("lengths     " + ", ".join(f"{name} {value}" for name, value in report.lengths.items()))
@@ -187,5 +191,8 @@ def as_text(report: DataReport, *, color: bool) -> str:
         lines.append(f"`surefoot train` would stop: {report.refusal}")
     for sample in report.samples:
         shown = "".join(f"{begin}{text}{end}" if trained else text for text, trained in sample.trained_text)
-        lines.append(f"--- {sample.source}: {len(sample.input_ids)} tokens, trained {begin}like this{end}\n{shown}")
+        legend = f"trained {begin}like this{end}"
+        if report.are_prompts:
+            shown, legend = sample.text, "a prompt"
+        lines.append(f"--- {sample.source}: {len(sample.input_ids)} tokens, {legend}\n{shown}")
     return "\n".join(lines)
