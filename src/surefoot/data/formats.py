@@ -181,7 +181,7 @@ class Reader:
             stand_ins: dict[str, Any] = dict.fromkeys(format.required & ANSWERS, "")
             if self.format == "prompt_completion":
                 stand_ins["completion"] = []
-            read = format.read(self, {**stand_ins, **columns, **stand_ins})
+            read = format.read(self, {**columns, **stand_ins})
             messages, tools, kind = read.messages, read.tools, "prompt"
         answers = []
         while messages and messages[-1].role == "assistant":
