@@ -107,3 +107,18 @@ def test_the_divergence_from_the_reference_is_never_negative() -> None:
     # reference / policy = 1 and 1/2: the divergence is 0 and 1/2 + log 2 - 1; its gradient that plus 1 - 1/2.
     assert found == pytest.approx([0.0, 0.5 * (math.log(2) - 0.5)])
     assert gradient == pytest.approx([0.0, 0.5 * math.log(2)])
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "cispo"])
+def test_a_masked_token_that_has_become_impossible_touches_nothing(loss_type: str) -> None:
+    masked = trajectory([2], 0.0, weight=0.0, old_logprobs=[-101.0], reference_logprobs=[200.0])
+    batch = batch_of(trajectory([1], 1.0, old_logprobs=[-0.5], reference_logprobs=[-0.5]), masked)
+    found, gradient = losses(loss_type, [-0.5, -0.1], batch, beta=0.1, importance_correction="truncate")
+    assert all(math.isfinite(value) for value in (*found, *gradient))
+    assert gradient[0] < 0
+    assert gradient[1] == 0
+
+
+def test_an_infinite_importance_is_masked() -> None:
+    batch = batch_of(trajectory([1], 1.0, rollout_logprobs=[-1e4], old_logprobs=[-0.5]))
+    assert losses("dapo", [-0.5], batch, importance_correction="mask")[0] == [0.0]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from surefoot.config.schema import RewardItem
@@ -222,3 +223,101 @@ def test_an_endless_pattern_masks_its_sample_and_no_more(rewards: Callable[..., 
 def test_rows_without_the_answer_are_named(rewards: Callable[..., Rewards]) -> None:
     (scored,) = rewards(item("exact_match")).score([asked(["x"])])
     assert "the rows have no column solution, answer" in (scored[0][0].failure or "")
+
+
+def test_workers_live_from_call_to_call(tmp_path: Path) -> None:
+    """A worker ends with the thread that started it, so that must not be one of a single call."""
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    ours = Rewards([RewardItem(func=f"{tmp_path}/mine.py:count")], num_workers=3, timeout_s=20, where="run.yaml:7")
+    try:
+        ours.score([asked()] * 6)
+        processes = {worker._process.pid for worker in ours._all if worker._process is not None}
+        for _ in range(4):
+            assert all(values(one) == [[4.0], [3.0], [5.0]] for one in ours.score([asked()] * 6))
+        assert processes <= {worker._process.pid for worker in ours._all if worker._process is not None}
+    finally:
+        ours.end()
+
+
+ODD = """
+from __future__ import annotations
+import os, subprocess, sys
+from dataclasses import dataclass
+
+@dataclass
+class Rule:
+    text: str
+
+def scribbles(completions, **_):
+    for descriptor in range(3, 20):
+        try:
+            os.write(descriptor, b"neither JSON\\n")
+        except OSError:
+            pass
+    return [1.0] * len(completions)
+
+def reads(completions, **_):
+    return [float(not sys.stdin.read() and not subprocess.run(["cat"], capture_output=True).stdout)] * len(completions)
+
+def leaves_a_child(completions, **_):
+    child = subprocess.Popen(["sleep", "777"])
+    open(__file__ + ".child", "w").write(str(child.pid))
+    return [Rule("x").text == "x"] * len(completions)
+
+def text(completions, **_):
+    return "1" * len(completions)
+"""
+
+
+def odd(tmp_path: Path, name: str) -> RewardItem:
+    (tmp_path / "odd.py").write_text(ODD)
+    return RewardItem(func=f"{tmp_path}/odd.py:{name}")
+
+
+def test_a_function_that_writes_into_the_answers_is_named(rewards: Callable[..., Rewards], tmp_path: Path) -> None:
+    ours = rewards(odd(tmp_path, "scribbles"))
+    (scored,) = ours.score([asked()])
+    assert all("answered something else" in (of_one[0].failure or "") for of_one in scored)
+
+
+def test_a_function_that_reads_gets_nothing(rewards: Callable[..., Rewards], tmp_path: Path) -> None:
+    assert values(rewards(odd(tmp_path, "reads"), timeout_s=10.0).score([asked(["x"])])[0]) == [[1.0]]
+
+
+def test_a_text_is_no_list_of_rewards(rewards: Callable[..., Rewards], tmp_path: Path) -> None:
+    (scored,) = rewards(odd(tmp_path, "text")).score([asked(["x"])])
+    assert "it returned str, not a list of numbers" in (scored[0][0].failure or "")
+
+
+def test_what_a_function_started_ends_with_it(rewards: Callable[..., Rewards], tmp_path: Path) -> None:
+    ours = rewards(odd(tmp_path, "leaves_a_child"))
+    assert values(ours.score([asked(["x"])])[0]) == [[1.0]]
+    child = psutil.Process(int((tmp_path / "odd.py.child").read_text()))
+    ours.end()
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_large_texts_travel_in_time(rewards: Callable[..., Rewards]) -> None:
+    large = "é" * 3_000_000
+    began = time.monotonic()
+    assert values(rewards("count").score([asked([large] * 4)])[0]) == [[3e6]] * 4
+    assert time.monotonic() - began < 15  # it was minutes
+
+
+@pytest.mark.parametrize(
+    ("reward", "reason"),
+    [
+        (item("regex"), r"regex: it needs args: \{pattern: ...\} \(run.yaml:7\)"),
+        (item("regex", pattern="("), "is no regular expression"),
+        (item("length", most=3), "args has 'most', which it does not know"),
+    ],
+)
+def test_settings_of_built_ins_are_checked_at_the_start(reward: RewardItem, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        Rewards([reward], num_workers=1, timeout_s=5.0, where="run.yaml:7")
+
+
+def test_a_column_is_no_setting_of_a_built_in(rewards: Callable[..., Rewards]) -> None:
+    (scored,) = rewards(item("length", max=2)).score([asked(["x", "xxx"], max=[10], min="y")])
+    assert [of_one[0].reward for of_one in scored] == [1, 0]

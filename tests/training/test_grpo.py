@@ -16,6 +16,7 @@ from surefoot.errors import ConfigError, DataError, StoppedOnFinding
 from surefoot.events import FindingMade
 from surefoot.plan.verb import plan
 from surefoot.training.batches import describe
+from surefoot.training.checkpoint import list_checkpoints
 from surefoot.training.run import train
 from tests.conftest import surefoot as command
 from tests.conftest import write_jsonl
@@ -124,7 +125,7 @@ def test_a_run_that_is_done_counts_epochs_by_prompts(grpo: dict[str, Any], tmp_p
     settings = {name: value for name, value in grpo.items() if name != "max_steps"}
     surefoot.train(settings, num_iterations=2, num_train_epochs=1, screen=False)
     metrics = lines(tmp_path / "run")
-    assert [round(6 * line["epoch"], 6) for line in metrics] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
+    assert [line["epoch"] for line in metrics] == pytest.approx([step / 12 for step in range(1, 13)])
     places = [one["place"] for one in lines(tmp_path / "run", "completions.jsonl")]
     assert len(set(places)) == 12
     assert len(places) == 12 * 4
@@ -181,6 +182,42 @@ def test_a_step_without_any_reward_stops_the_run(grpo: dict[str, Any], tmp_path:
     assert len(lines(tmp_path / "run", "completions.jsonl")) == 8  # what was generated can be looked at
 
 
+def test_a_finding_keeps_what_was_learned(grpo: dict[str, Any], tmp_path: Path) -> None:
+    body = (
+        "    import pathlib\n"
+        "    calls = pathlib.Path(__file__).with_suffix('.calls')\n"
+        "    calls.write_text(calls.read_text() + 'x' if calls.exists() else 'x')\n"
+        "    return [None if len(calls.read_text()) > 4 else float(i) for i in range(len(completions))]"
+    )
+    with pytest.raises(StoppedOnFinding):
+        surefoot.train(grpo, reward_funcs=[reward_file(tmp_path, body)], screen=False)
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000002"]
+
+
+def test_a_stop_signal_does_not_wait_for_another_rollout(grpo: dict[str, Any], tmp_path: Path) -> None:
+    train_with({**grpo, "max_steps": 9}, SignalAfter(2, signal.SIGTERM))
+    assert {one["step"] for one in lines(tmp_path / "run", "completions.jsonl")} == {1, 2}
+
+
+def test_the_length_of_a_run_need_not_be_known(grpo: dict[str, Any], tmp_path: Path) -> None:
+    settings = {name: value for name, value in grpo.items() if name != "max_steps"}
+    surefoot.train(
+        settings, num_iterations=2, num_train_epochs=1, dynamic_sampling=True, warmup_ratio=0.3, screen=False
+    )
+    rates = [line["learning_rate"] for line in lines(tmp_path / "run")]
+    assert all(one > 0 for one in rates)
+    assert len(set(rates)) == len(rates)
+
+
+def test_a_step_that_trains_nothing_has_no_expert_load(
+    grpo: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = str(model_folder("qwen2_moe"))
+    surefoot.train(grpo, model=model, max_steps=2, mask_truncated_completions=True, temperature=0.01, screen=False)
+    text = (tmp_path / "run/metrics.jsonl").read_text()
+    assert "NaN" not in text
+
+
 def test_rewards_that_tell_nothing_apart_are_a_finding(grpo: dict[str, Any], tmp_path: Path) -> None:
     settings = {**grpo, "reward_funcs": [reward_file(tmp_path, "    return [0.5] * len(completions)")]}
     result = surefoot.train(settings, max_steps=12, screen=False)
@@ -190,7 +227,7 @@ def test_rewards_that_tell_nothing_apart_are_a_finding(grpo: dict[str, Any], tmp
 def test_a_completion_longer_than_the_context_is_refused_by_row(grpo: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"prompts.jsonl:\d+: a prompt of \d+ tokens and max_completion_length=250 are"):
         surefoot.train(grpo, max_completion_length=250, screen=False)
-    with pytest.raises(DataError, match="rows are longer than max_length=8"):
+    with pytest.raises(DataError, match="rows are longer than max_prompt_length=8"):
         surefoot.train(grpo, max_prompt_length=8, screen=False)
 
 
@@ -206,6 +243,14 @@ def test_a_completion_longer_than_the_context_is_refused_by_row(grpo: dict[str, 
         ({"packing": True}, "packing=True is not available with method: grpo"),
         ({"eval_fraction": 0.5}, "eval_fraction=0.5 is not available with method: grpo"),
         ({"soft_overlong_length": 7}, "soft_overlong_length=7 is more than max_completion_length=6"),
+        ({"stop": ""}, "stop holds an empty text"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"truncation": "right"}, "truncation=right would cut off the end of a prompt"),
+        ({"rollout_engine": "vllm", "vllm_server": "https://x:1"}, "is no address of the form"),
+        ({"rollout_engine": "vllm", "vllm_server": "http://127.0.0.1:99999"}, "is no address of the form"),
+        ({"rollout_engine": "vllm", "top_p": 0.9}, "rollout_engine=vllm with top_p or top_k"),
+        ({"rollout_engine": "vllm", "tuning": "full"}, "only adapters are sent to a server"),
+        ({"rollout_engine": "vllm", "target_modules": ["router"]}, "routers are trained in full"),
         ({"method": "sft"}, "is a setting of GRPO. Set method: grpo"),
         ({"reward_funcs": [{"func": "regex", "pattern": "x"}]}, r"reward_funcs\[0\].pattern: there is no such key"),
         ({"reward_funcs": ["vowels"]}, "'vowels' is neither a built-in"),

@@ -31,6 +31,7 @@ FILE_FIELDS = ("dataset_dir", "output_dir", "chat_template", "init_adapter")
 DATASET_FIELDS = ("dataset", "eval_dataset")
 ITEMS: dict[str, type[BaseModel]] = {**dict.fromkeys(DATASET_FIELDS, DatasetItem), "reward_funcs": RewardItem}
 ENDPOINT = re.compile(r"^[^\s:]+:(\d{1,5})$")
+VLLM_ADDRESS = re.compile(r"^http://[^\s/:]+:(\d{1,5})/?$")
 MOST_PORT = 65535
 Refuse = Callable[..., None]
 """(text, *fields): raises ConfigError with the places of the fields."""
@@ -472,6 +473,13 @@ def _check_grpo(run: RunConfig, given: set[str], refuse: Refuse) -> None:
         )
     if run.rollout_engine == "vllm":
         _check_vllm(run, given, refuse)
+    if "" in run.stops:
+        refuse("stop holds an empty text, which ends every completion at once", "stop")
+    if run.truncation == "right":
+        refuse(
+            "truncation=right would cut off the end of a prompt, where the model's turn begins. Set left or drop",
+            "truncation",
+        )
     unfit = {
         "packing": run.packing,
         "train_on": run.train_on != "assistant",
@@ -501,6 +509,16 @@ def _check_vllm(run: RunConfig, given: set[str], refuse: Refuse) -> None:
             "top_p",
             "top_k",
         )
+    address = VLLM_ADDRESS.match(run.vllm_server or "http://127.0.0.1:1")
+    if address is None or int(address[1]) > MOST_PORT:
+        refuse(f"vllm_server={run.vllm_server} is no address of the form http://127.0.0.1:8000", "vllm_server")
+    if "router" in ([run.target_modules] if isinstance(run.target_modules, str) else run.target_modules):
+        refuse(
+            "rollout_engine=vllm with router in target_modules: routers are trained in full, and only adapters are "
+            "sent to a server. Leave router out, or set rollout_engine: local",
+            "rollout_engine",
+            "target_modules",
+        )
     started = given & {"vllm_command", "vllm_args", "vllm_devices"}
     if run.vllm_server is not None and started:
         refuse(
@@ -512,9 +530,9 @@ def _check_vllm(run: RunConfig, given: set[str], refuse: Refuse) -> None:
 
 def _check_json(run: RunConfig, refuse: Refuse) -> None:
     """All ranks get the config as JSON, and the run folder as YAML: what neither can hold would not be the same."""
-    values = {
+    values: dict[str, Any] = {
         "chat_template_kwargs": run.chat_template_kwargs,
-        "reward_funcs": {i.func: i.args for i in run.reward_funcs},
+        "reward_funcs": [item.args for item in run.reward_funcs],
     }
     for name, value in values.items():
         try:

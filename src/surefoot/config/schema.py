@@ -120,7 +120,7 @@ class RunConfig(BaseModel):
     """GRPO: longest prompt in tokens; `truncation` says what happens to longer ones. Default: `max_length`."""
     max_completion_length: int = Field(default=256, gt=0)
     """GRPO: most tokens of a completion, its end included."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=0.01)
     """GRPO: logits are divided by it, in sampling and in training alike."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """GRPO: sample from the likeliest tokens that make up this share; 1 from all."""

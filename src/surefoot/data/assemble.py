@@ -53,6 +53,7 @@ def open_dataset(
     reading = Reading(
         max_length=config.prompt_length if prompts else config.max_length,
         truncation=config.truncation,
+        limit="max_prompt_length" if prompts and config.max_prompt_length else "max_length",
         train_on="all" if prompts else config.train_on,
         skip_bad_rows=config.on_bad_row == "skip",
         vocab_size=vocab_size,

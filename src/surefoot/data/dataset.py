@@ -37,6 +37,8 @@ class Reading:
 
     max_length: int
     truncation: Truncation
+    limit: str = "max_length"
+    """The setting that `max_length` comes from."""
     train_on: TrainOn = "assistant"
     skip_bad_rows: bool = False
     vocab_size: int | None = None
@@ -222,11 +224,14 @@ class Dataset:
                     worst = found[shard.lengths[found].argmax()]
                     longest = max(longest, (int(shard.lengths[worst]), self._place(ref, int(shard.lines[worst]))))
         if too_long:
+            of_prompts = any(source.spec.prompts for source in self.sources)
+            why = "Cutting them would train on answers without an end."
+            why, side = ("Cutting them would lose what is asked.", "left") if of_prompts else (why, "right")
             raise DataError(
-                f"{too_long} of {counts.read} rows are longer than max_length={self.reading.max_length}: the "
-                f"first is {first_long}, the longest {longest[1]} with {longest[0]} tokens. Cutting them would train "
-                f"on answers without an end. Set max_length: {longest[0]}, or truncation: drop (leave them out) or "
-                f"right (cut them) ({self._where})."
+                f"{too_long} of {counts.read} rows are longer than {self.reading.limit}={self.reading.max_length}: the "
+                f"first is {first_long}, the longest {longest[1]} with {longest[0]} tokens. {why} Set "
+                f"{self.reading.limit}: {longest[0]}, or truncation: drop (leave them out) or {side} (cut them) "
+                f"({self._where})."
             )
         if counts.read == 0:
             nothing = f"eval_fraction={self.reading.eval_fraction} holds out no sample. Raise it, or give eval_dataset"
@@ -361,7 +366,7 @@ class Dataset:
             first_long = int(np.flatnonzero(too_long & view)[0])
             raise DataError(
                 f"{self._place(ref, int(shard.lines[first_long]))}: {lengths[first_long]} tokens, longer than "
-                f"max_length={reading.max_length}. Raise it, or set truncation: drop or right ({self._where})."
+                f"{reading.limit}={reading.max_length}. Raise it, or set truncation: drop or right ({self._where})."
             )
         skip = view & ((trained == 0) | (too_long & (reading.truncation in ("error", "drop"))))
         take = view & ~skip
@@ -411,9 +416,9 @@ class Dataset:
 
 def _reason(length: int, reading: Reading, loses_trained: bool) -> str:
     if length > reading.max_length and reading.truncation in ("error", "drop"):
-        return f"{length} tokens, longer than max_length={reading.max_length}"
+        return f"{length} tokens, longer than {reading.limit}={reading.max_length}"
     if length > reading.max_length and loses_trained:
-        return f"{length} tokens: cut to max_length={reading.max_length}, nothing trained is left"
+        return f"{length} tokens: cut to {reading.limit}={reading.max_length}, nothing trained is left"
     return "no token of it is trained"
 
 

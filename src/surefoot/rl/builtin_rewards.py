@@ -79,6 +79,26 @@ NEEDS: Mapping[str, tuple[str, str]] = {
 """Built-in -> (module, package) that it works with."""
 
 
+SETTINGS = frozenset(("answer_column", "pattern", "schema", "min", "max"))
+"""Arguments of built-ins that come from `args` alone, whatever columns a row has."""
+
+
+def settings_problem(name: str, args: Mapping[str, Any]) -> str | None:
+    """What is wrong with the `args` of a built-in."""
+    needed = {"regex": "pattern", "json_schema": "schema"}.get(name)
+    if needed is not None and needed not in args:
+        return f"it needs args: {{{needed}: ...}}"
+    unknown = sorted(set(args) - SETTINGS)
+    if unknown:
+        return f"args has '{unknown[0]}', which it does not know"
+    if name == "regex":
+        try:
+            re.compile(args["pattern"])
+        except (re.error, TypeError) as error:
+            return f"the pattern {args['pattern']!r} is no regular expression: {error}"
+    return None
+
+
 def text_of(completion: Any) -> str:
     """The words of a completion, which is a text, or messages where the prompt was."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])

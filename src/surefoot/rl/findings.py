@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from surefoot.findings import CATALOGUE, Finding
 
-FLAT_STEPS = 10
-"""Steps in a row in which no group has spread."""
+FLAT_ROLLOUTS = 10
+"""In a row, in which no group has spread."""
 
 
-def failing_rewards(step: int, completions: int, failures: Sequence[str]) -> Finding:
+def failing_rewards(step: int, failed: int, completions: int, failures: Sequence[str]) -> Finding:
     """Some completions have no reward, since a function failed on them."""
     return Finding(
         "SF802",
-        f"reward functions failed on {len(failures)} of {completions} completions of step {step}; these are left out "
+        f"reward functions failed on {failed} of {completions} completions of step {step}; these are left out "
         f"of the loss. The first: {failures[0].splitlines()[0]}",
         {"step": step, **_by_function(failures), "first": failures[0]},
         CATALOGUE["SF802"].fix,
@@ -40,18 +40,23 @@ def _by_function(failures: Sequence[str]) -> dict[str, int]:
 class FlatRewards:
     """Watches for rewards that are all equal within each group, step after step."""
 
-    steps: int = 0
+    rollouts: int = 0
     has_told: bool = False
 
     def add(self, step: int, is_flat: bool, rewards: Sequence[float]) -> list[Finding]:
         """The finding, once, when it is due."""
-        self.steps = self.steps + 1 if is_flat else 0
-        if self.steps < FLAT_STEPS or self.has_told:
+        self.rollouts = self.rollouts + 1 if is_flat else 0
+        if self.rollouts < FLAT_ROLLOUTS or self.has_told:
             return []
         self.has_told = True
-        evidence = {"step": step, "steps": self.steps, "lowest_reward": min(rewards), "highest_reward": max(rewards)}
+        evidence = {
+            "step": step,
+            "rollouts": self.rollouts,
+            "lowest_reward": min(rewards),
+            "highest_reward": max(rewards),
+        }
         cause = (
-            f"for {self.steps} steps up to step {step}, all completions of each prompt had the same reward "
-            f"(the last rewards lie from {min(rewards):g} to {max(rewards):g}), so nothing was learned from them"
+            f"in the last {self.rollouts} rollouts, up to step {step}, all completions of each prompt had the same "
+            f"reward (the last rewards lie from {min(rewards):g} to {max(rewards):g}), so nothing was learned from them"
         )
         return [Finding("SF804", cause, evidence, CATALOGUE["SF804"].fix)]

@@ -10,13 +10,17 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TextIO
 
 from surefoot.process_end import end_with_parent
 from surefoot.rl.builtin_rewards import BUILT_IN
 
 Function = Callable[..., Any]
+MOST_CHARACTERS = 2000
+"""Of an error's text, and of its trace."""
 
 
 def load(name: str) -> Function:
@@ -24,37 +28,49 @@ def load(name: str) -> Function:
     if name in BUILT_IN:
         return BUILT_IN[name]
     file, _, function = name.rpartition(":")
-    path = Path(file)
+    found: Function = getattr(_module(Path(file)), function)
+    return found
+
+
+@cache
+def _module(path: Path) -> ModuleType:
+    """A file, imported once as a module that others can find under its name."""
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(f"surefoot_reward_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
+        raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    found: Function = getattr(module, function)
-    return found
+    return module
 
 
 def main() -> None:
     """Answer calls until there are no more."""
     end_with_parent()
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+    with os.fdopen(os.dup(0), encoding="utf-8") as jobs, os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        # A function that reads gets the end of a file, and what it prints is no answer.
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)
         functions: list[Function] = []
-        about = json.loads(sys.stdin.readline() or "[]")
+        about = json.loads(jobs.readline() or "[]")
         try:
             functions = [load(name) for name in about]
         except BaseException as error:  # noqa: BLE001 - a file that somebody else wrote
             _answer(answers, _failure(error))
             return
         _answer(answers, {"ready": True})
-        for line in sys.stdin:
-            _answer(answers, _call(functions, json.loads(line)))
+        for line in jobs:
+            job = json.loads(line)
+            _answer(answers, {"number": job["number"], **_call(functions, job)})
 
 
 def _call(functions: list[Function], job: Mapping[str, Any]) -> dict[str, Any]:
     try:
         rewards = functions[job["function"]](**job["arguments"])
+        if rewards is None or isinstance(rewards, str | bytes | Mapping):
+            raise TypeError(f"it returned {type(rewards).__name__}, not a list of numbers")
         return {"rewards": [None if value is None else _number(value) for value in rewards]}
     except Exception as error:  # noqa: BLE001 - a function that somebody else wrote
         return _failure(error)
@@ -66,7 +82,10 @@ def _number(value: Any) -> float:
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    return {"error": f"{type(error).__name__}: {error}", "trace": "".join(traceback.format_exception(error))[-4000:]}
+    return {
+        "error": f"{type(error).__name__}: {error}"[:MOST_CHARACTERS],
+        "trace": "".join(traceback.format_exception(error))[-MOST_CHARACTERS:],
+    }
 
 
 def _answer(answers: TextIO, answer: Mapping[str, Any]) -> None:

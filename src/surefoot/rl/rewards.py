@@ -6,11 +6,13 @@ import math
 import os
 import queue
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 from surefoot.config import RewardItem
 from surefoot.errors import ConfigError
 from surefoot.process_end import describe_end
-from surefoot.rl.builtin_rewards import BUILT_IN, NEEDS
+from surefoot.rl.builtin_rewards import BUILT_IN, NEEDS, SETTINGS, settings_problem
 
 START_DEADLINE_S = 120.0
 """For a worker to import the functions' files."""
@@ -79,11 +81,16 @@ class Rewards:
         self._all = [_Worker([item.func for item in items]) for _ in range(num_workers)]
         for worker in self._all:
             self._workers.put(worker)
+        # For as long as the workers: each ends with the thread that started it.
+        self._threads = ThreadPoolExecutor(num_workers, "rewards")
         try:
-            self._all[0].start()
+            self._threads.submit(self._all[0].start).result()
         except (_Late, _Failed) as error:
             self.end()
             raise ConfigError(f"reward_funcs cannot be loaded: {error} ({where}).") from error
+        except BaseException:
+            self.end()
+            raise
 
     @property
     def names(self) -> list[str]:
@@ -97,8 +104,7 @@ class Rewards:
     def score(self, groups: Sequence[Answers]) -> list[list[list[Scored]]]:
         """[group][completion][function]. Never raises for what a function does."""
         jobs = [(group, number) for group in groups for number in range(len(self._items))]
-        with ThreadPoolExecutor(len(self._all)) as pool:
-            done = list(pool.map(lambda job: self._group(*job), jobs))
+        done = list(self._threads.map(lambda job: self._group(*job), jobs))
         each = len(self._items)
         return [
             [list(of_one) for of_one in zip(*done[begin : begin + each], strict=True)]
@@ -109,6 +115,7 @@ class Rewards:
         """End the workers."""
         for worker in self._all:
             worker.kill()
+        self._threads.shutdown(cancel_futures=True)
 
     def _group(self, group: Answers, number: int) -> list[Scored]:
         """What a function says of a group; where it fails, of each completion alone, so that the culprit is known."""
@@ -133,13 +140,14 @@ class Rewards:
 
     def _call(self, group: Answers, number: int, chosen: Sequence[int]) -> list[Scored]:
         item = self._items[number]
-        job = {"function": number, "arguments": {**group.arguments(chosen), **item.args}}
+        arguments = group.arguments(chosen)
+        if item.func in BUILT_IN:  # a column of the same name is no setting of theirs
+            arguments = {name: value for name, value in arguments.items() if name not in SETTINGS}
         worker = self._workers.get()
         try:
-            answer = worker.ask(json.dumps(job, default=str), self._timeout_s)
+            rewards = worker.ask(number, {**arguments, **item.args}, self._timeout_s)
         finally:
             self._workers.put(worker)
-        rewards = answer["rewards"]
         if len(rewards) != len(chosen):
             raise _Failed(f"{len(rewards)} rewards were returned for {len(chosen)} completions")
         return [_scored(reward) for reward in rewards]
@@ -164,6 +172,9 @@ def _check(item: RewardItem, where: str) -> None:
             f"reward_funcs: '{item.func}' is neither a built-in ({', '.join(BUILT_IN)}) nor of the form "
             f"file.py:function ({where})."
         )
+    problem = settings_problem(item.func, item.args)
+    if problem:
+        raise ConfigError(f"reward_funcs: {item.func}: {problem} ({where}).")
     module, package = NEEDS.get(item.func, ("", ""))
     if module and importlib.util.find_spec(module) is None:
         raise ConfigError(f"reward_funcs: {item.func} needs the package {package}: pip install {package} ({where}).")
@@ -175,36 +186,50 @@ class _Worker:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._process: subprocess.Popen[bytes] | None = None
-        self._unread = b""
+        self._unread = bytearray()
+        self._asked = 0
 
     def start(self) -> None:
         """Raises: _Failed with what its functions' files raised."""
-        self._unread = b""
+        self._unread.clear()
+        self._asked = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "surefoot.rl.reward_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "surefoot.rl.reward_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # so that what functions start can be ended with it
         )
-        self._exchange(json.dumps(list(self._names)), START_DEADLINE_S)
+        self._exchange(list(self._names), START_DEADLINE_S)
 
-    def ask(self, line: str, timeout_s: float) -> dict[str, Any]:
-        """Raises: _Late, after ending the process; _Failed."""
+    def ask(self, function: int, arguments: Mapping[str, Any], timeout_s: float) -> list[float | None]:
+        """What a function returns for each completion. Raises: _Late, after ending the process; _Failed."""
         if self._process is None:
             self.start()
-        return self._exchange(line, timeout_s)
+        self._asked += 1
+        job = {"number": self._asked, "function": function, "arguments": arguments}
+        answer = self._exchange(job, timeout_s)
+        rewards = answer.get("rewards")
+        if answer.get("number") != self._asked or not isinstance(rewards, list):
+            self.kill()
+            raise _Failed("its process answered something else: does the function fork, or write to open files?")
+        return rewards
 
     def kill(self) -> None:
         if self._process is not None:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             for stream in (self._process.stdin, self._process.stdout):
                 assert stream is not None
-                stream.close()
+                with suppress(BrokenPipeError):
+                    stream.close()
             self._process = None
 
-    def _exchange(self, line: str, timeout_s: float) -> dict[str, Any]:
+    def _exchange(self, said: Any, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
         try:
-            self._write(line.encode() + b"\n", deadline)
-            answer: dict[str, Any] = json.loads(self._read_line(deadline))
+            self._write(json.dumps(said, default=str, ensure_ascii=False).encode("utf-8", "replace") + b"\n", deadline)
+            answer = json.loads(self._read_line(deadline))
         except TimeoutError:
             self.kill()
             raise _Late(f"it took over {timeout_s:g} s, and was ended") from None
@@ -213,6 +238,11 @@ class _Worker:
             code = self._process.wait()
             self.kill()
             raise _Failed(f"its process {describe_end(code)}") from None
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            self.kill()
+            raise _Failed("its process answered something else: does the function fork, or write to open files?")
         if "error" in answer:
             raise _Failed(f"{answer['error']}\n{answer['trace']}".rstrip())
         return answer
@@ -222,17 +252,20 @@ class _Worker:
         assert self._process.stdin is not None
         descriptor = self._process.stdin.fileno()
         os.set_blocking(descriptor, False)
-        while content:
+        left = memoryview(content)
+        while left:
             _, ready, _ = select.select([], [descriptor], [], max(deadline - time.monotonic(), 0))
             if not ready:
                 raise TimeoutError
-            content = content[os.write(descriptor, content[:65536]) :]
+            left = left[os.write(descriptor, left[:65536]) :]
 
     def _read_line(self, deadline: float) -> bytes:
         assert self._process is not None
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
-        while b"\n" not in self._unread:
+        seen = 0
+        while (end := self._unread.find(b"\n", seen)) < 0:
+            seen = len(self._unread)
             ready, _, _ = select.select([descriptor], [], [], max(deadline - time.monotonic(), 0))
             if not ready:
                 raise TimeoutError
@@ -240,5 +273,6 @@ class _Worker:
             if not piece:
                 raise EOFError
             self._unread += piece
-        line, _, self._unread = self._unread.partition(b"\n")
+        line = bytes(self._unread[:end])
+        del self._unread[: end + 1]
         return line

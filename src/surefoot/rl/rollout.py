@@ -66,3 +66,6 @@ class Engine(Protocol):
 
         Raises: StoppedOnFinding (SF801, SF806) on all ranks where one is late, missing, or not as asked for.
         """
+
+    def end(self) -> None:
+        """The run is over, well or not."""

@@ -58,7 +58,10 @@ class _Current:
 
     trajectories: list[Trajectory]
     about: Mapping[str, float]
+    began: float
+    """Share of the data seen before them."""
     epoch: float
+    """And when all steps on them are done."""
     next: Position
 
 
@@ -102,15 +105,15 @@ class RolloutSource:
     def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:
         """What the step after `step` of them trains on. New completions every `num_iterations` steps. Collective.
 
-        `epoch`: the share of the data seen before it; prompts count as seen with the last step on them.
+        `epoch`: the share of the data seen before it. Each step on the same completions counts as a part of them.
 
         Raises: DataError for a prompt; StoppedOnFinding (SF801, SF803); on all ranks.
         """
         use = step % self._config.num_iterations
         if use == 0 or self._current is None:
-            self._current = self._roll_out(position, step)
+            self._current = self._roll_out(position, step, epoch)
         current = self._current
-        is_last_use = use == self._config.num_iterations - 1
+        uses = self._config.num_iterations
         mine = policy_batches(
             current.trajectories,
             self._config.per_device_train_batch_size,
@@ -120,9 +123,10 @@ class RolloutSource:
             num_ranks=self._ranks.size,
         )
         about = {**current.about, "staleness": float(step - current.about["policy_version"])}
-        if not is_last_use:
-            return StepBatch(epoch, [], position, about), list(mine)
-        return StepBatch(current.epoch, [], current.next, about), list(mine)
+        if use == uses - 1:
+            return StepBatch(current.epoch, [], current.next, about), list(mine)
+        seen = current.began + (current.epoch - current.began) * (use + 1) / uses
+        return StepBatch(seen, [], position, about), list(mine)
 
     def pending(self, step: int) -> list[dict[str, Any]]:
         """The completions that steps after `step` still train on, as JSON; none between two rollouts. Collective."""
@@ -131,7 +135,13 @@ class RolloutSource:
         all_of_them = self._current.trajectories
         mine = part_of(len(all_of_them), self._ranks.rank, self._ranks.size)
         gathered = self._ranks.gather([asdict(all_of_them[index]) for index in mine])
-        about = {"epoch": self._current.epoch, "next": asdict(self._current.next), "about": dict(self._current.about)}
+        current = self._current
+        about = {
+            "began": current.began,
+            "epoch": current.epoch,
+            "next": asdict(current.next),
+            "about": dict(current.about),
+        }
         return [about, *(one for part in gathered for one in part)]
 
     def restore(self, pending: Sequence[Mapping[str, Any]]) -> None:
@@ -139,13 +149,16 @@ class RolloutSource:
         if pending:
             first, *rest = pending
             trajectories = [Trajectory(**one) for one in rest]
-            self._current = _Current(trajectories, first["about"], first["epoch"], Position(**first["next"]))
+            self._current = _Current(
+                trajectories, first["about"], first["began"], first["epoch"], Position(**first["next"])
+            )
 
     def end(self) -> None:
-        """The run is over."""
+        """The run is over, well or not."""
+        self._engine.end()
         self._rewards.end()
 
-    def _roll_out(self, position: Position, step: int) -> _Current:
+    def _roll_out(self, position: Position, step: int, began: float) -> _Current:
         """The groups of a step; those without spread are replaced where that is asked for, in a few rounds."""
         config = self._config
         rows = self._rows(position, config.sequences_per_step // config.num_generations)
@@ -165,7 +178,7 @@ class RolloutSource:
         about = self._find(groups, step)
         if config.dynamic_sampling:
             about["groups_replaced"] = float(len(kept) + len(flat) - wanted)
-        return _Current(trajectories, about, rows.epoch, rows.next)
+        return _Current(trajectories, about, began, rows.epoch, rows.next)
 
     def _rows(self, position: Position, count: int) -> StepBatch:
         return self._ranks.together(lambda: self._order.step(position, count))
@@ -304,7 +317,8 @@ class RolloutSource:
         failing = {failure.partition(":")[0] for failure in failures}
         findings: list[Finding] = []
         if failing - self._told_of:
-            findings.append(failing_rewards(step + 1, len(answers), failures))
+            failed = sum(bool(answer.failures) for answer in answers)
+            findings.append(failing_rewards(step + 1, failed, len(answers), failures))
             self._told_of |= failing
         findings += self._flat.add(step + 1, flat == len(groups), known)
         for finding in findings:

@@ -58,7 +58,13 @@ class PolicyLoss:
         the trainer's (arXiv:2510.18855). Plus beta times the divergence from the reference (arXiv:2402.03300, eq. 4),
         times r, which makes its gradient unbiased (DeepSeek-V3.2, arXiv:2512.02556).
         """
+        assert batch.weights is not None
+        # A masked token may be one that the policy finds impossible by now: its ratio must not reach a gradient.
+        is_trained = batch.weights > 0
+        nothing = torch.zeros_like(batch.advantages)
+        logprobs = torch.where(is_trained, logprobs, nothing)
         old = batch.old_logprobs if batch.old_logprobs is not None else logprobs.detach()
+        old = torch.where(is_trained, old, nothing)
         advantages = batch.advantages
         log_ratio = logprobs - old
         if self.loss_type == "gspo":
@@ -75,15 +81,15 @@ class PolicyLoss:
             losses = -torch.min(ratio * advantages, clipped * advantages)
             low, high = ratio < 1 - self.epsilon, ratio > 1 + self.epsilon_high
             is_clipped = (low & (advantages < 0)) | (high & (advantages > 0))
-        importance = (old - batch.rollout_logprobs).exp()
+        importance = (old - torch.where(is_trained, batch.rollout_logprobs, nothing)).exp()
         if self.importance_correction != "none":
             kept = importance.clamp(max=self.importance_cap)
             if self.importance_correction == "mask":
-                kept = importance * (importance <= self.importance_cap)
+                kept = torch.where(importance <= self.importance_cap, importance, nothing)
             losses = losses * kept
         measured = {"clip_ratio": is_clipped.float(), "importance_ratio": importance, "ratio": ratio.detach()}
         if self.beta and batch.reference_logprobs is not None:
-            distance = batch.reference_logprobs - logprobs
+            distance = torch.where(is_trained, batch.reference_logprobs, nothing) - logprobs
             divergence = distance.exp() - distance - 1
             losses = losses + self.beta * ratio * divergence
             measured["kl"] = divergence.detach()
@@ -166,8 +172,7 @@ class GrpoObjective:
         nothing = torch.zeros_like(entropy)
         sums = [measured.get(name, nothing)[is_trained].sum() for name in SUMS]
         self._sums.append(torch.stack([*sums, is_trained.sum()]).double())
-        # A masked token may have an infinite ratio, which a weight of 0 would make NaN.
-        return LossParts((torch.where(is_trained, losses, nothing) * batch.weights).sum())
+        return LossParts((losses * batch.weights).sum())
 
     def end_step(self) -> None:
         """Collective: one sum of a few numbers; another where there are experts."""

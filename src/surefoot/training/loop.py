@@ -128,7 +128,7 @@ def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Lite
         while not job.is_over(state):
             job.phases.step = state.step + 1
             try:
-                ready = _get_ready(job, state, stop)
+                ready = None if _is_told_to_stop(job, stop) else _get_ready_or_save(job, state, stop)
                 if ready is None:
                     break
                 state = _one_step(job, state, ready)
@@ -161,6 +161,20 @@ class _Ready:
     """This rank's."""
     totals: Totals
     began: float
+
+
+def _is_told_to_stop(job: Job, stop: StopSignal) -> bool:
+    """Asked before rollouts, which take long; elsewhere it is part of what ranks agree on anyway. Collective."""
+    return job.config.method == "grpo" and bool(job.ranks.sum([stop.received is not None])[0])
+
+
+def _get_ready_or_save(job: Job, state: TrainState, stop: StopSignal) -> "_Ready | None":
+    """`_get_ready`; where rollouts end in a finding, what was learned is kept. Collective."""
+    try:
+        return _get_ready(job, state, stop)
+    except StoppedOnFinding:
+        _save_if_new(job, state)
+        raise
 
 
 def _get_ready(job: Job, state: TrainState, stop: StopSignal) -> _Ready | None:
@@ -265,7 +279,7 @@ def _step_ended(
 ) -> StepEnded:
     counts = job.learner.objective.expert_counts
     load = None
-    if counts is not None:
+    if counts is not None and counts.any():  # a step of GRPO may train no token
         load = tuple([round(value, 3) for value in (counts.amax(1) / counts.float().mean(1)).tolist()])
     return StepEnded(
         step=state.step,

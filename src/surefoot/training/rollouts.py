@@ -30,6 +30,8 @@ ENGINE = "engine"
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Of adapters, as --max-lora-rank takes them."""
 PROBE_TEXT = "One, two, three, four, five"
+LEAST_CONTEXT = 128
+"""Of a server, in tokens: what the probe may need."""
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 OF_LAUNCHERS_BEGIN = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
 """Variables of our ranks, by which a server would take itself for one of them."""
@@ -74,7 +76,7 @@ def _options(config: RunConfig) -> list[str]:
     rank = next((one for one in VLLM_RANKS if one >= config.lora_rank), config.lora_rank)
     options = {
         "--dtype": config.dtype,
-        "--max-model-len": config.prompt_length + config.max_completion_length,
+        "--max-model-len": max(config.prompt_length + config.max_completion_length, LEAST_CONTEXT),
         "--max-lora-rank": rank,
         "--max-loras": 2,  # the newest adapter comes before the one before it goes
         "--logprobs-mode": "processed_logprobs",  # those of logits / temperature, as in training
@@ -108,8 +110,9 @@ def rollout_source(
     emit: Callable[[Event], None],
 ) -> RolloutSource:
     """The batch source of a learner. Collective. Raises: StoppedOnFinding (SF801) where a server does not get ready."""
+    engine: Engine
     if server is None:
-        engine: Engine = LocalEngine(
+        engine = LocalEngine(
             learner.model,
             tokenizer,
             ranks=learner.ranks,

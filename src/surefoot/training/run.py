@@ -220,10 +220,11 @@ def _assemble(
         if measured:
             emit(Noted(describe_choice(config, measured)))
         rewards = ranks.together(lambda: start_rewards(loaded)) if config.method == "grpo" else None
+        if rewards is not None:
+            undo.callback(rewards.end)
         server = open_server(loaded, base, ranks) if config.rollout_engine == "vllm" else None
-        for part in (rewards, server):
-            if part is not None:
-                undo.callback(part.end)
+        if server is not None:
+            undo.callback(server.end)
         learner = build_learner(config, base, ranks, device, sharding_of(config, ranks, device))
         learner = replace(learner, phase=phases)
         if resume.checkpoint is not None:
@@ -234,6 +235,7 @@ def _assemble(
     if rewards is not None:
         with phases("load"):
             source = rollout_source(config, data, learner, opened.tokenizer, rewards, server, phases, emit)
+        undo.callback(source.end)
         source.restore(state.pending)
         state = replace(state, pending=[])
 

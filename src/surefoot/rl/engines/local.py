@@ -53,6 +53,9 @@ class LocalEngine:
     def publish(self, policy_version: int) -> None:
         """Nothing: the weights are the model's own."""
 
+    def end(self) -> None:
+        """Nothing: the model is its owner's."""
+
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> list[Completion]:
         """A completion for each request, in order. Collective, also without a request: a forward may gather weights."""

@@ -1,14 +1,18 @@
 """Completions from a vLLM server, to which adapters alone are sent: the base model is never gathered, nor touched.
 
-A new policy is a new adapter under a name of its own, since the server's cache of prompts goes by the name. After each
-sync a sequence is scored by both sides: an adapter that did not arrive, or only in part, gives other numbers.
+A new policy is a new adapter under a name of its own, since the server's cache of prompts goes by the name. At each
+sync the file is compared with what was trained, and a sequence is scored by both sides, which shows another base model,
+another precision or an adapter without effect. One step changes a policy less than kernels differ: a server that went
+on with the last adapter under a new name would show in `importance_ratio` only, after some steps.
 """
 
 import hashlib
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ from surefoot.rl.rollout import Completion, Request, Sampling
 MOST_AT_ONCE = 256
 """Requests under way at a time; the server batches them as it can."""
 SYNC_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 5.0
 PROBE_TOKENS = 24
 PROBE_TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
 """Mean difference of logprobs, in nats, that other kernels of this precision may make."""
@@ -78,6 +83,8 @@ class VllmEngine:
         self._has_seeds = has_seeds
         self._ranks = ranks
         self._sent: Sent | None = None
+        self._start = secrets.token_hex(4)
+        """Part of the names of this start's adapters: a server may know others of the same versions."""
         self.bytes_sent = 0
         """Of the adapter files of all syncs."""
 
@@ -110,6 +117,12 @@ class VllmEngine:
                 )
 
         return self._ranks.together(ask, names_rank=False)
+
+    def end(self) -> None:
+        """The run is over: a server that goes on does not keep its adapter."""
+        if self._sent is not None and self._ranks.is_first:
+            with suppress(ServerFailed):  # the run may be over because the server is gone
+                self._server.post("/v1/unload_lora_adapter", {"lora_name": self._sent.name}, END_TIMEOUT_S)
 
     def _write(self, target: Path) -> dict[str, str]:
         """Rank 0 writes what the ranks gather, a tensor at a time; returns a digest of each. Collective."""
@@ -156,7 +169,7 @@ class VllmEngine:
             )
         checksum = hashlib.sha256("".join(wanted[name] for name in sorted(wanted)).encode()).hexdigest()[:12]
         self.bytes_sent += sum(path.stat().st_size for path in target.iterdir())
-        name = f"policy-{version}-{checksum}"
+        name = f"policy-{version}-{checksum}-{self._start}"
         try:
             self._server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(target)}, SYNC_TIMEOUT_S)
         except ServerFailed as error:
