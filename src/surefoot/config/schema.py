@@ -127,7 +127,7 @@ class RunConfig(BaseModel):
     top_k: int = Field(default=0, ge=0)
     """GRPO: sample from so many of the likeliest tokens; 0 from all."""
     stop: str | list[str] = []
-    """GRPO: texts that end a completion, besides the model's end-of-turn tokens."""
+    """GRPO: texts that end a completion, besides end-of-turn tokens; `local` looks at the last 32 tokens."""
     reward_funcs: list[RewardItem] = []
     """GRPO: what is rewarded: `file.py:function`, `exact_match`, ..., or `{func, weight, args}`. Their sum counts."""
     reward_weights: list[float] | None = None
