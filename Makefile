@@ -39,6 +39,7 @@ check: lint
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/data_vs_trl.py
 	$(BIN)/python benchmarks/sft_vs_trl.py
+	$(BIN)/python benchmarks/grpo_vs_trl.py
 
 $(VENV)/.run: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)

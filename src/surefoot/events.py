@@ -138,6 +138,7 @@ Phase = Literal[
     "rollout",
     "reward",
     "sync",
+    "wait for completions",
 ]
 """What a rank is doing, as its program sees it. On CUDA the device may still work on what an earlier phase asked for;
 the end of `backward` waits for it. `forward and backward` is of trainers that do not tell them apart."""

@@ -282,3 +282,15 @@ def test_prompts_can_be_looked_at_but_not_planned(grpo: dict[str, Any]) -> None:
     (folder / "grpo.yaml").write_text(json.dumps(grpo))
     with pytest.raises(ConfigError, match="method=grpo: rollouts are not planned yet"):
         plan(str(folder / "grpo.yaml"), [])
+
+
+@pytest.mark.slow
+def test_a_slow_reward_is_no_stall(grpo: dict[str, Any], tmp_path: Path) -> None:
+    """It has a deadline of its own; the supervisor, which takes 12 s of doing nothing for a stall, leaves it alone."""
+    body = "    time.sleep(20)\n    return [float(i) for i in range(len(completions))]"
+    (tmp_path / "run.yaml").write_text(
+        json.dumps({**grpo, "reward_funcs": [reward_file(tmp_path, body)], "global_batch_size": 4, "max_steps": 1})
+    )
+    done = command("train", str(tmp_path / "run.yaml"), env={"SUREFOOT_SUPERVISED": ""})
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "run/findings.jsonl").exists() or not lines(tmp_path / "run", "findings.jsonl")

@@ -47,6 +47,8 @@ IDLE_S = 12.0
 """How long a rank may do nothing at all in a phase that says little."""
 STARTING_IDLE_S = 30.0
 """The same before the first step, where it may wait for a download."""
+BOUNDED_PHASES = frozenset({"reward", "sync", "wait for completions"})
+"""Waits for programs of others, at which the run itself looks at the clock: it ends them, and says why."""
 QUIET_PHASES = LONG_PHASES | {""}
 """Phases in which a rank may be silent for long; a process between phases is loading Python or torch."""
 WHOLE_STEP = "forward and backward"
@@ -185,6 +187,8 @@ class Supervisor:
         if given_s is not None:
             return quiet_s > given_s
         if any(rank.is_served for rank in going if rank.phase == "wait for data"):
+            return quiet_s > LONGEST_S
+        if any(rank.phase in BOUNDED_PHASES for rank in going):
             return quiet_s > LONGEST_S
         quiet = [rank for rank in going if rank.phase in QUIET_PHASES]
         if quiet:  # the others wait for these, if at all

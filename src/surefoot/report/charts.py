@@ -9,7 +9,7 @@ from surefoot.report.story import Row, Story
 HEIGHT = 220
 PHASE_ORDER = (
     "wait for data", "communicate", "forward", "forward and backward", "backward", "optimizer", "evaluate", "save",
-    "sync", "rollout", "reward",
+    "sync", "rollout", "wait for completions", "reward",
 )  # fmt: skip
 
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from surefoot.events import Phase
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -54,6 +56,10 @@ class Completion:
 
 class Engine(Protocol):
     """Generates completions under the policy's weights."""
+
+    @property
+    def phase(self) -> Phase:
+        """What a rank is doing while it generates."""
 
     def publish(self, policy_version: int) -> None:
         """Let further completions be of the weights as they are now. Collective.

@@ -196,7 +196,7 @@ class RolloutSource:
         ]
         with self._phase("sync"):
             self._engine.publish(step)
-        with self._phase("rollout"):
+        with self._phase(self._engine.phase):
             completions = self._engine.generate(requests, self._sampling, step)
         texts = [self._text_of(completion) for completion in completions]
         with self._phase("reward"):

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
+from surefoot.events import Phase
 from surefoot.models.generate import generating
 from surefoot.parallel.ranks import ALONE, Ranks
 from surefoot.parallel.shard import put_to_rest
@@ -28,6 +29,8 @@ STOP_TAIL = 32
 
 class LocalEngine:
     """`Engine` on the model that is trained."""
+
+    phase: Phase = "rollout"
 
     def __init__(
         self,

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError, StoppedOnFinding
+from surefoot.events import Phase
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.models.adapter import read_adapter, write_adapter
 from surefoot.models.build import trainable_parameters
@@ -54,6 +55,8 @@ class Sent:
 
 class VllmEngine:
     """`Engine` that asks a server. Ranks ask for their own completions; rank 0 sends adapters."""
+
+    phase: Phase = "wait for completions"
 
     def __init__(
         self,
