@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -321,3 +322,17 @@ def test_settings_of_built_ins_are_checked_at_the_start(reward: RewardItem, reas
 def test_a_column_is_no_setting_of_a_built_in(rewards: Callable[..., Rewards]) -> None:
     (scored,) = rewards(item("length", max=2)).score([asked(["x", "xxx"], max=[10], min="y")])
     assert [of_one[0].reward for of_one in scored] == [1, 0]
+
+
+def test_a_process_with_many_open_files_has_rewards_too(rewards: Callable[..., Rewards]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip(f"no more than {hard} files may be open")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert values(rewards("count").score([asked(["x"])])[0]) == [[1.0]]
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

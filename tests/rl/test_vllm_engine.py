@@ -55,7 +55,7 @@ def engine(model_folder: Callable[[str], Path], tmp_path: Path) -> Callable[...,
 
     def make(server: Server, **changes: Any) -> VllmEngine:
         options: dict[str, Any] = {
-            "timeout_s": 3.0,
+            "timeout_s": 60.0,
             "probe_prompt": [5, 6],
             "temperature": 1.0,
             "has_seeds": True,
@@ -106,12 +106,14 @@ def test_a_rollout_that_is_not_as_asked_for_is_a_finding(
 ) -> None:
     ours = engine(serve(fault))
     ours.publish(0)
+    if fault == "late":
+        ours._timeout_s = 3.0
     began = time.monotonic()
     with pytest.raises(StoppedOnFinding, match=cause) as stopped:
         ours.generate([Request([1, 2], (0, number)) for number in range(4)], SAMPLING, 0)
     assert stopped.value.finding.code == code
     assert stopped.value.finding.evidence["address"].startswith("http://127.0.0.1:")
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
 
 
 def test_an_adapter_that_the_server_refuses_is_a_finding(

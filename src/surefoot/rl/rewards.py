@@ -229,7 +229,7 @@ class _Worker:
         deadline = time.monotonic() + timeout_s
         try:
             self._write(json.dumps(said, default=str, ensure_ascii=False).encode("utf-8", "replace") + b"\n", deadline)
-            answer = json.loads(self._read_line(deadline))
+            line = self._read_line(deadline)
         except TimeoutError:
             self.kill()
             raise _Late(f"it took over {timeout_s:g} s, and was ended") from None
@@ -238,6 +238,8 @@ class _Worker:
             code = self._process.wait()
             self.kill()
             raise _Failed(f"its process {describe_end(code)}") from None
+        try:
+            answer = json.loads(line)
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
@@ -254,9 +256,7 @@ class _Worker:
         os.set_blocking(descriptor, False)
         left = memoryview(content)
         while left:
-            _, ready, _ = select.select([], [descriptor], [], max(deadline - time.monotonic(), 0))
-            if not ready:
-                raise TimeoutError
+            _wait_for(descriptor, select.POLLOUT, deadline)
             left = left[os.write(descriptor, left[:65536]) :]
 
     def _read_line(self, deadline: float) -> bytes:
@@ -266,9 +266,7 @@ class _Worker:
         seen = 0
         while (end := self._unread.find(b"\n", seen)) < 0:
             seen = len(self._unread)
-            ready, _, _ = select.select([descriptor], [], [], max(deadline - time.monotonic(), 0))
-            if not ready:
-                raise TimeoutError
+            _wait_for(descriptor, select.POLLIN, deadline)
             piece = os.read(descriptor, 1 << 16)
             if not piece:
                 raise EOFError
@@ -276,3 +274,11 @@ class _Worker:
         line = bytes(self._unread[:end])
         del self._unread[: end + 1]
         return line
+
+
+def _wait_for(descriptor: int, what: int, deadline: float) -> None:
+    """Not by select, which takes no descriptor over 1023: a rank has more. Raises: TimeoutError."""
+    poll = select.poll()
+    poll.register(descriptor, what)
+    if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+        raise TimeoutError
