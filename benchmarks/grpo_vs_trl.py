@@ -16,18 +16,18 @@ import platform
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from sft_vs_trl import run
+
 import surefoot
 
 HERE = Path(__file__).parent
 BESIDE = HERE.parent.parent / "shared"
-RUN_TIMEOUT_S = 3600
 MOST_TOKENS = 16
 LAST_STEPS = 5
 WARMUP_STEPS = 1
@@ -38,16 +38,6 @@ def first_number(completions, answer, **_):
     found = [re.findall(r"-?\\d+", completion[0]["content"])[:1] for completion in completions]
     return [float(one == [right]) for one, right in zip(found, answer)]
 """
-
-
-def run(*command: str) -> str:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, env=environment, timeout=RUN_TIMEOUT_S
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    return done.stdout
 
 
 def question(one: int, other: int) -> list[dict[str, str]]:

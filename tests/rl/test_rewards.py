@@ -265,6 +265,10 @@ def leaves_a_child(completions, **_):
     open(__file__ + ".child", "w").write(str(child.pid))
     return [Rule("x").text == "x"] * len(completions)
 
+def closes(completions, **_):
+    os.closerange(3, 20)
+    return [1.0] * len(completions)
+
 def text(completions, **_):
     return "1" * len(completions)
 """
@@ -279,6 +283,14 @@ def test_a_function_that_writes_into_the_answers_is_named(rewards: Callable[...,
     ours = rewards(odd(tmp_path, "scribbles"))
     (scored,) = ours.score([asked()])
     assert all("answered something else" in (of_one[0].failure or "") for of_one in scored)
+
+
+def test_a_function_that_closes_the_answers_is_named(rewards: Callable[..., Rewards], tmp_path: Path) -> None:
+    began = time.monotonic()
+    (scored,) = rewards(odd(tmp_path, "closes"), timeout_s=30.0).score([asked(["x"])])
+    assert scored[0][0].reward is None
+    assert scored[0][0].failure is not None
+    assert time.monotonic() - began < 20
 
 
 def test_a_function_that_reads_gets_nothing(rewards: Callable[..., Rewards], tmp_path: Path) -> None:

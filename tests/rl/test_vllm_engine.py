@@ -124,36 +124,38 @@ def test_an_adapter_that_the_server_refuses_is_a_finding(
     assert stopped.value.finding.code == "SF801"
 
 
-def test_an_adapter_that_loses_a_tensor_is_a_finding(
-    serve: Callable[..., Server], engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
+def loses_one(tensors: dict[str, torch.Tensor]) -> None:
+    tensors.popitem()
+
+
+def changes_one(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[sorted(tensors)[0]][0, 0] += 1e-3
+
+
+@pytest.mark.parametrize(
+    ("break_it", "cause"),
+    [
+        (loses_one, "adapter of version 0 is not whole"),
+        (changes_one, r"1 of \d+ tensors of the adapter of version 0 are not what"),
+    ],
+)
+def test_an_adapter_that_is_not_what_was_trained_is_a_finding(
+    serve: Callable[..., Server],
+    engine: Callable[..., VllmEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    break_it: Callable[[dict[str, torch.Tensor]], None],
+    cause: str,
 ) -> None:
     write = vllm.write_adapter
 
-    def loses_one(folder: Path, *arguments: Any) -> None:
+    def write_and_break(folder: Path, *arguments: Any) -> None:
         write(folder, *arguments)
         tensors = load_file(folder / WEIGHTS)
-        tensors.popitem()
+        break_it(tensors)
         save_file(tensors, folder / WEIGHTS)
 
-    monkeypatch.setattr(vllm, "write_adapter", loses_one)
-    with pytest.raises(StoppedOnFinding, match="adapter of version 0 is not whole") as stopped:
-        engine(serve()).publish(0)
-    assert stopped.value.finding.code == "SF805"
-
-
-def test_an_adapter_whose_values_changed_on_the_way_is_a_finding(
-    serve: Callable[..., Server], engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = vllm.write_adapter
-
-    def changes_one(folder: Path, *arguments: Any) -> None:
-        write(folder, *arguments)
-        tensors = load_file(folder / WEIGHTS)
-        tensors[sorted(tensors)[0]][0, 0] += 1e-3
-        save_file(tensors, folder / WEIGHTS)
-
-    monkeypatch.setattr(vllm, "write_adapter", changes_one)
-    with pytest.raises(StoppedOnFinding, match=r"1 of \d+ tensors of the adapter of version 0 are not what") as stopped:
+    monkeypatch.setattr(vllm, "write_adapter", write_and_break)
+    with pytest.raises(StoppedOnFinding, match=cause) as stopped:
         engine(serve()).publish(0)
     assert stopped.value.finding.code == "SF805"
 

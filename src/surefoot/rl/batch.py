@@ -23,7 +23,6 @@ class Trajectory:
     weight: float
     """Of each token in the loss of the step; 0 where the completion is masked."""
     place: str
-    policy_version: int = 0
     old_logprobs: list[float] | None = None
     """Under the weights of the first step on it; None while that has not come, or where there is one step alone."""
     reference_logprobs: list[float] | None = None
@@ -155,14 +154,14 @@ def policy_batches(
 
 def _filler(is_first_use: bool) -> PolicyBatch:
     """Stands in beside other ranks' batches; like theirs, it gets no logprobs that stay but at the first use."""
-    one, first = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
-    values: dict[str, Any] = {**vars(FILLER), "weights": one}
+    nothing, first = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+    values: dict[str, Any] = {**vars(FILLER), "weights": nothing}
     return PolicyBatch(
         **values,
-        advantages=one,
-        rollout_logprobs=one,
+        advantages=nothing,
+        rollout_logprobs=nothing,
         token_at=first,
         completion=first,
-        old_logprobs=None if is_first_use else one,
-        reference_logprobs=None if is_first_use else one,
+        old_logprobs=None if is_first_use else nothing,
+        reference_logprobs=None if is_first_use else nothing,
     )

@@ -24,6 +24,8 @@ from surefoot.rl.builtin_rewards import BUILT_IN, NEEDS, SETTINGS, settings_prob
 
 START_DEADLINE_S = 120.0
 """For a worker to import the functions' files."""
+END_NOTICE_S = 2.0
+"""For a process that closed its files to be gone."""
 LONE_TRIES = 2
 """Deadlines spent on finding which completions of a late group are to blame; the rest of it is masked with them."""
 
@@ -234,10 +236,7 @@ class _Worker:
             self.kill()
             raise _Late(f"it took over {timeout_s:g} s, and was ended") from None
         except (BrokenPipeError, EOFError):
-            assert self._process is not None
-            code = self._process.wait()
-            self.kill()
-            raise _Failed(f"its process {describe_end(code)}") from None
+            raise _Failed(f"its process {self._end()}") from None
         try:
             answer = json.loads(line)
         except ValueError:
@@ -248,6 +247,16 @@ class _Worker:
         if "error" in answer:
             raise _Failed(f"{answer['error']}\n{answer['trace']}".rstrip())
         return answer
+
+    def _end(self) -> str:
+        """How a process ended that answers no more; one that only closed its files is ended."""
+        process = self._process
+        assert process is not None
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_NOTICE_S)
+        is_there = process.returncode is None
+        self.kill()
+        return "closed the file that answers go to, and was ended" if is_there else describe_end(process.returncode)
 
     def _write(self, content: bytes, deadline: float) -> None:
         assert self._process is not None

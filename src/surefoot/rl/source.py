@@ -154,9 +154,8 @@ class RolloutSource:
             )
 
     def end(self) -> None:
-        """The run is over, well or not."""
+        """The run is over, well or not; rewards and a server are ended by whoever started them."""
         self._engine.end()
-        self._rewards.end()
 
     def _roll_out(self, position: Position, step: int, began: float) -> _Current:
         """The groups of a step; those without spread are replaced where that is asked for, in a few rounds."""
@@ -277,11 +276,7 @@ class RolloutSource:
                 is_cut = config.mask_truncated_completions and one.finish == "length"
                 lengths.append(Trained(len(one.ids), isnan(advantage) or is_cut))
                 value = 0.0 if isnan(advantage) else advantage
-                trajectories.append(
-                    Trajectory(
-                        group.prompt.ids, one.ids, one.logprobs, value, 0.0, group.prompt.place, one.policy_version
-                    )
-                )
+                trajectories.append(Trajectory(group.prompt.ids, one.ids, one.logprobs, value, 0.0, group.prompt.place))
         weights = token_weights(config.loss_type, lengths, config.max_completion_length)
         self._emit(CompletionsMade(step + 1, step, tuple(self._samples(groups, by_group))))
         return [replace(one, weight=weight) for one, weight in zip(trajectories, weights, strict=True)]

@@ -94,24 +94,19 @@ class LocalEngine:
         logits = self._predict(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
         numbers = {prompt: number for number, prompt in enumerate(prompts)}
         of_row = torch.tensor([numbers[tuple(request.prompt)] for request in rows.requests], device=device)
-        state = _select((logits, mask, positions[:, -1:]), cache, of_row)
+        logits, mask, positions = _select((logits, mask, positions[:, -1:]), cache, of_row)
         while True:
-            logits, mask, positions = state
             drawn = rows.draw(logits)
             if not self._in_step.sum([rows.num_going])[0]:
                 return rows.completions(policy_version)
             kept = rows.drop_complete()
             if kept is not None:
-                index = torch.tensor(kept, device=device)
-                mask, positions = mask[index], positions[index]
-                drawn = drawn[index]
-                cache.batch_select_indices(index)
+                drawn, mask, positions = _select((drawn, mask, positions), cache, torch.tensor(kept, device=device))
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             positions = positions + 1
             logits = self._predict(
                 input_ids=drawn[:, None], attention_mask=mask, position_ids=positions, past_key_values=cache
             )
-            state = logits, mask, positions
 
 
 def _select(state: tuple[Tensor, ...], cache: Any, index: Tensor) -> tuple[Tensor, ...]:

@@ -72,9 +72,10 @@ class VllmEngine:
         has_seeds: bool = True,
         ranks: Ranks = ALONE,
     ) -> None:
-        """`has_seeds`: each request has a seed of its own; vLLM's CPU build (0.32) ends when it gets several.
+        """`folder`: where adapters are written, which the server can read. `timeout_s`: for a whole rollout.
 
-        `folder`: where adapters are written, which the server can read. `timeout_s`: for a whole rollout."""
+        `has_seeds`: each request has a seed of its own; vLLM's CPU build (0.32) ends when it gets several.
+        """
         self._server = server
         self._model = model
         self._settings = settings

@@ -1,0 +1,240 @@
+"""Settings of a run that exclude each other, or that mean nothing without others. Knows nothing of files or lines."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+from surefoot.config.schema import RunConfig
+
+ENDPOINT = re.compile(r"^[^\s:]+:(\d{1,5})$")
+VLLM_ADDRESS = re.compile(r"^http://[^\s/:]+:(\d{1,5})/?$")
+MOST_PORT = 65535
+
+Refuse = Callable[..., None]
+"""(text, *fields): raises ConfigError with the places of the fields."""
+
+
+def check(run: RunConfig, given: set[str], refuse: Refuse) -> None:
+    """`given`: the fields that were asked for. Calls `refuse`, which raises, for the first contradiction."""
+    _check_json(run, refuse)
+    _check_grpo(run, given, refuse)
+    _check_ranks(run, refuse)
+    _check_tuning(run, given, refuse)
+    _check_course(run, given, refuse)
+
+
+def _check_ranks(run: RunConfig, refuse: Refuse) -> None:
+    """What is dealt to ranks, and where they meet."""
+    if run.global_batch_size is not None and run.gradient_accumulation_steps is not None:
+        ranks = run.nproc_per_node * run.nnodes
+        product = run.per_device_train_batch_size * run.gradient_accumulation_steps * ranks
+        if product != run.global_batch_size:
+            refuse(
+                f"global_batch_size={run.global_batch_size} but per_device_train_batch_size="
+                f"{run.per_device_train_batch_size} x gradient_accumulation_steps={run.gradient_accumulation_steps} x "
+                f"{ranks} ranks = {product}. Both name the sequences of one step; keep global_batch_size "
+                "and drop the other",
+                "global_batch_size",
+                "gradient_accumulation_steps",
+            )
+    if run.nnodes > 1 and not run.rdzv_endpoint:
+        refuse(
+            f"nnodes={run.nnodes} without rdzv_endpoint: the machines have no place to meet. Give host:port of the "
+            "first one, for example rdzv_endpoint: node0:29500",
+            "nnodes",
+        )
+    if run.rdzv_endpoint is not None:
+        port = ENDPOINT.match(run.rdzv_endpoint)
+        if port is None or not 0 < int(port[1]) <= MOST_PORT:
+            refuse(
+                f"rdzv_endpoint={run.rdzv_endpoint} is not host:port with a port from 1 to {MOST_PORT}. An example is "
+                "node0:29500; an IPv6 address needs a name",
+                "rdzv_endpoint",
+            )
+    if run.webhook is not None and run.webhook.removeprefix("$") not in os.environ:
+        refuse(
+            f"webhook={run.webhook}, but the environment has no {run.webhook.removeprefix('$')}. Export it, or leave "
+            "webhook out",
+            "webhook",
+        )
+
+
+def _check_tuning(run: RunConfig, given: set[str], refuse: Refuse) -> None:
+    """What is trained."""
+    if run.tuning == "full":
+        lora = sorted(
+            given & {"lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "init_adapter"}
+        )
+        if lora:
+            refuse(
+                f"tuning=full trains every weight, yet {', '.join(lora)} asks for LoRA. Drop them or set tuning: lora",
+                *lora,
+            )
+    targets = [run.target_modules] if isinstance(run.target_modules, str) else run.target_modules
+    if not targets:
+        refuse("target_modules is empty, so LoRA would train nothing. Name a group such as attention", "target_modules")
+    if run.lora_dropout and any("experts" in target for target in targets):
+        refuse(
+            f"lora_dropout={run.lora_dropout} with target_modules={targets}: dropout cannot be applied inside the "
+            "grouped expert product, and PEFT refuses it too. Set lora_dropout: 0 or leave experts out",
+            "lora_dropout",
+            "target_modules",
+        )
+
+
+def _check_grpo(run: RunConfig, given: set[str], refuse: Refuse) -> None:
+    """What GRPO needs, and what means nothing without it."""
+    own = {name for name in given if (RunConfig.model_fields[name].description or "").startswith("GRPO:")}
+    if run.method != "grpo":
+        if own:
+            refuse(f"{', '.join(sorted(own))} is a setting of GRPO. Set method: grpo, or drop it", *sorted(own))
+        return
+    if not run.reward_funcs:
+        refuse("method=grpo without reward_funcs: nothing says which answers are better. Name some", "method")
+    if run.reward_weights is not None and len(run.reward_weights) != len(run.reward_funcs):
+        refuse(
+            f"reward_weights has {len(run.reward_weights)} numbers for {len(run.reward_funcs)} reward_funcs",
+            "reward_weights",
+            "reward_funcs",
+        )
+    if run.global_batch_size is not None and run.global_batch_size % run.num_generations:
+        refuse(
+            f"global_batch_size={run.global_batch_size} completions a step are no multiple of "
+            f"num_generations={run.num_generations}, so that a group would be cut",
+            "global_batch_size",
+            "num_generations",
+        )
+    if run.beta and run.tuning == "full":
+        refuse(
+            f"beta={run.beta} with tuning=full: the divergence is measured from the model without its adapter, and "
+            "there is none. Set tuning: lora, or beta: 0",
+            "beta",
+            "tuning",
+        )
+    targets = [run.target_modules] if isinstance(run.target_modules, str) else run.target_modules
+    if run.beta and "router" in targets:
+        refuse(
+            f"beta={run.beta} with router in target_modules: routers are trained in full, so the model without its "
+            "adapter is not the one that training began with. Leave router out, or set beta: 0",
+            "beta",
+            "target_modules",
+        )
+    if run.soft_overlong_length > run.max_completion_length:
+        refuse(
+            f"soft_overlong_length={run.soft_overlong_length} is more than "
+            f"max_completion_length={run.max_completion_length}",
+            "soft_overlong_length",
+            "max_completion_length",
+        )
+    if run.rollout_engine == "vllm":
+        _check_vllm(run, given, refuse)
+    if "" in run.stops:
+        refuse("stop holds an empty text, which ends every completion at once", "stop")
+    if run.truncation == "right":
+        refuse(
+            "truncation=right would cut off the end of a prompt, where the model's turn begins. Set left or drop",
+            "truncation",
+        )
+    unfit = {
+        "packing": run.packing,
+        "train_on": run.train_on != "assistant",
+        "eval_dataset": run.eval_dataset is not None,
+        "eval_fraction": run.eval_fraction > 0,
+        "router_aux_loss_coef": run.router_aux_loss_coef > 0,
+        "compile": run.compile,
+        "expert_parallel_size": run.expert_parallel_size == "auto",
+    }
+    for name in (name for name, is_asked in unfit.items() if is_asked):
+        refuse(f"{name}={getattr(run, name)} is not available with method: grpo. Drop it", name)
+
+
+def _check_vllm(run: RunConfig, given: set[str], refuse: Refuse) -> None:
+    if run.tuning == "full":
+        refuse(
+            "rollout_engine=vllm with tuning=full: only adapters are sent to a server. Set tuning: lora, or "
+            "rollout_engine: local",
+            "rollout_engine",
+            "tuning",
+        )
+    if run.top_p < 1 or run.top_k:
+        refuse(
+            "rollout_engine=vllm with top_p or top_k: the server's logprobs are then those of what is left after "
+            "cutting, which training cannot compare with its own. Drop them, or set rollout_engine: local",
+            "rollout_engine",
+            "top_p",
+            "top_k",
+        )
+    address = VLLM_ADDRESS.match(run.vllm_server or "http://127.0.0.1:1")
+    if address is None or int(address[1]) > MOST_PORT:
+        refuse(f"vllm_server={run.vllm_server} is no address of the form http://127.0.0.1:8000", "vllm_server")
+    if "router" in ([run.target_modules] if isinstance(run.target_modules, str) else run.target_modules):
+        refuse(
+            "rollout_engine=vllm with router in target_modules: routers are trained in full, and only adapters are "
+            "sent to a server. Leave router out, or set rollout_engine: local",
+            "rollout_engine",
+            "target_modules",
+        )
+    started = given & {"vllm_command", "vllm_args", "vllm_devices"}
+    if run.vllm_server is not None and started:
+        refuse(
+            f"vllm_server is there already, so {', '.join(sorted(started))} would start nothing. Drop one of them",
+            "vllm_server",
+            *sorted(started),
+        )
+
+
+def _check_json(run: RunConfig, refuse: Refuse) -> None:
+    """All ranks get the config as JSON, and the run folder as YAML: what neither can hold would not be the same."""
+    values: dict[str, Any] = {
+        "chat_template_kwargs": run.chat_template_kwargs,
+        "reward_funcs": [item.args for item in run.reward_funcs],
+    }
+    for name, value in values.items():
+        try:
+            is_same = json.loads(json.dumps(value)) == value
+        except TypeError:
+            is_same = False
+        if not is_same:
+            refuse(
+                f"{name}={value} holds values that are no JSON, or keys that are no text. Quote them: YAML reads "
+                "2024-01-01 as a date",
+                name,
+            )
+
+
+def _check_course(run: RunConfig, given: set[str], refuse: Refuse) -> None:
+    """How long the run is, what it evaluates and goes on from."""
+    if run.compile and run.gradient_checkpointing:
+        refuse(
+            "compile and gradient_checkpointing exclude each other: routing of the first forward cannot be carried "
+            "into a compiled recomputation. Keep one",
+            "compile",
+            "gradient_checkpointing",
+        )
+    if run.warmup_steps is not None and run.warmup_ratio:
+        refuse("warmup_steps and warmup_ratio both set the warm-up. Keep one", "warmup_steps", "warmup_ratio")
+    if run.max_steps is not None and run.num_train_epochs is not None:
+        refuse(
+            "max_steps and num_train_epochs both set the length of the run. Keep one", "max_steps", "num_train_epochs"
+        )
+    if run.eval_steps is not None and run.eval_dataset is None and not run.eval_fraction:
+        refuse(
+            f"eval_steps={run.eval_steps} without eval_dataset or eval_fraction: there is nothing to evaluate",
+            "eval_steps",
+        )
+    if run.eval_dataset is not None and run.eval_fraction:
+        refuse("eval_dataset and eval_fraction both set the held-out data. Keep one", "eval_dataset", "eval_fraction")
+    if run.enable_thinking is not None and "enable_thinking" in run.chat_template_kwargs:
+        refuse(
+            "enable_thinking is set twice, also in chat_template_kwargs. Keep one",
+            "enable_thinking",
+            "chat_template_kwargs",
+        )
+    if run.overwrite_output_dir and isinstance(run.resume_from_checkpoint, str) and "resume_from_checkpoint" in given:
+        refuse(
+            "overwrite_output_dir deletes the run that resume_from_checkpoint would go on from. Keep one",
+            "overwrite_output_dir",
+            "resume_from_checkpoint",
+        )
