@@ -69,7 +69,8 @@ def llamafactory(folder: Path) -> Path:
         "nulls": {"file_name": "talk.jsonl", "formatting": "sharegpt", "columns": None, "tags": None},
         "corpus": {"file_name": "talk.jsonl", "columns": {"prompt": "body"}},
         "typo": {"file_name": "talk.jsonl", "columns": {"promt": "a"}},
-        "pictures": {"file_name": "talk.jsonl", "formatting": "sharegpt", "columns": {"images": "images"}},
+        "pictures": {"file_name": "talk.jsonl", "formatting": "sharegpt", "columns": {"images": "photos"}},
+        "films": {"file_name": "talk.jsonl", "formatting": "sharegpt", "columns": {"videos": "videos"}},
         "many": {"file_name": "talk.jsonl", "num_samples": "many"},
         "hub": {"hf_hub_url": "someone/something"},
         "ranked": {"file_name": "alpaca.jsonl", "ranking": True},
@@ -95,6 +96,7 @@ def test_entries_of_dataset_info_json(tmp_path: Path) -> None:
     assert find(info, name="nulls").spec.format == "sharegpt"
     assert find(info, name="corpus").spec.columns == {"text": "body"}, "its form for pre-training"
     assert talk.files == (tmp_path / "talk.jsonl",)
+    assert find(info, name="pictures").spec.columns == {"images": "photos"}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_entries_of_dataset_info_json(tmp_path: Path) -> None:
         ("ranked", r"ranking dataset"),
         ("scripted", r"uses script_url, which is not supported"),
         ("typo", r"columns names 'promt', which is not known. Known: prompt, query"),
-        ("pictures", r"has images; this version trains on answers in text only"),
+        ("films", r"has videos; this version trains on answers to texts and images"),
         ("many", r"num_samples is 'many'; it must be a number"),
         ("odd", r"formatting 'dolly' is not known. Known: alpaca, sharegpt, openai"),
     ],

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCa
 import surefoot
 from surefoot.models import weights
 from surefoot.models.build import meta_model
-from surefoot.models.export import _layer_of, in_layers, read_buffers, write_model
+from surefoot.models.export import _layer_of, in_layers, read_untrained, write_model
 from surefoot.training.pieces import Pieces
 
 
@@ -109,7 +109,7 @@ def test_what_a_model_keeps_in_float32_stays_so_and_buffers_are_exported(tmp_pat
     model.generation_config.do_sample = True
     base = tmp_path / "base"
     model.save_pretrained(base)
-    buffers = read_buffers(base)
+    buffers = read_untrained(base, dict(model.named_parameters()))
     assert buffers.keys() == {bias}
     tensors = {**{name: p.detach().float() for name, p in model.named_parameters()}, **buffers}
     names = in_layers(tensors)

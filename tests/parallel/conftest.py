@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from tests.conftest import counting_rows, make_model, write_jsonl
+from tests.vision.conftest import KINDS, make_processor, make_vision_model, picture_rows, vision_tokenizer
 
 WORKER = Path(__file__).with_name("worker.py")
 Jobs = Mapping[str, dict[str, Any]]
@@ -22,13 +23,19 @@ Jobs = Mapping[str, dict[str, Any]]
 def parallel_model(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast
 ) -> Callable[[str], Path]:
-    """kind -> a folder. `llama`, `mixtral` and `qwen2_moe` (8 experts); `few` has 6; `one_expert` routes all to one."""
+    """kind -> a folder. `llama`, `mixtral` and `qwen2_moe` (8 experts); `few` has 6; `one_expert` routes all to one;
+    and those that read images.
+    """
     root = tmp_path_factory.mktemp("parallel_models")
 
     def folder(kind: str) -> Path:
         path = root / kind
         if not path.exists():
-            if kind == "few":
+            own = vision_tokenizer() if kind in KINDS else tokenizer
+            if kind in KINDS:
+                model = make_vision_model(kind, own)
+                make_processor().save_pretrained(path)
+            elif kind == "few":
                 model = make_model("qwen2_moe", num_experts=6)
             elif kind == "one_expert":
                 model = make_model("mixtral", num_experts=8, top_k=1)
@@ -38,10 +45,17 @@ def parallel_model(
             else:
                 model = make_model(kind, num_experts=8)
             model.save_pretrained(path)
-            tokenizer.save_pretrained(path)
+            own.save_pretrained(path)
         return path
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def picture_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Few rows with pictures among rows of text, so that often only some ranks have one."""
+    folder = tmp_path_factory.mktemp("picture_data")
+    return write_jsonl(folder / "train.jsonl", [*picture_rows(folder), *counting_rows(28)])
 
 
 @pytest.fixture(scope="session")

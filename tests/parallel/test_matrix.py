@@ -13,6 +13,7 @@ from torch import Tensor
 
 from surefoot.training.pieces import Pieces
 from tests.parallel.conftest import settings_of
+from tests.vision.conftest import KINDS
 
 TOLERANCE = 1e-4
 CANCELLED = 1e-6
@@ -66,6 +67,8 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     "qwen2_moe-grpo": {"model": "qwen2_moe", **GRPO, "beta": 0.1, "num_iterations": 2},
     "llama-full-grpo": {"model": "llama", "tuning": "full", **GRPO},
+    "qwen2_5_vl-lora": {"model": "qwen2_5_vl", "target_modules": ["all", "vision"], "max_length": 256},
+    "qwen3_vl_moe-full": {"model": "qwen3_vl_moe", "tuning": "full", "freeze_vision_tower": False, "max_length": 256},
     "one_expert-lora": {"model": "one_expert", "global_batch_size": 1},
     "one_expert-full": {"model": "one_expert", "tuning": "full", "router_aux_loss_coef": 0.01, "global_batch_size": 3},
 }
@@ -83,7 +86,7 @@ SLOW_RESUMES = [
 
 def _is_possible(topology: str, job: str) -> bool:
     ranks = TOPOLOGIES[topology][1].get("expert_parallel_size", 1)
-    return ranks == 1 or not (job.startswith("llama") or (job.startswith("few") and ranks == 4))
+    return ranks == 1 or not (job.startswith(("llama", "qwen2_5_vl")) or (job.startswith("few") and ranks == 4))
 
 
 @dataclass(frozen=True)
@@ -148,10 +151,17 @@ def outcome_of(folder: Path) -> Outcome:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, parallel_model: Any, parallel_data: Path, run_on: Any) -> Runs:
+def runs(
+    tmp_path_factory: pytest.TempPathFactory,
+    parallel_model: Any,
+    parallel_data: Path,
+    picture_data: Path,
+    run_on: Any,
+) -> Runs:
     def settings(topology: str, job: str, output: Path) -> dict[str, Any]:
         changes = {**JOBS[job], **TOPOLOGIES[topology][1], "save_steps": 5}
-        return settings_of(parallel_model(changes.pop("model")), parallel_data, output, **changes)
+        kind = changes.pop("model")
+        return settings_of(parallel_model(kind), picture_data if kind in KINDS else parallel_data, output, **changes)
 
     return Runs(tmp_path_factory.mktemp("matrix"), settings, run_on)
 

@@ -72,6 +72,13 @@ def _check_tuning(run: RunConfig, given: set[str], refuse: Refuse) -> None:
                 f"tuning=full trains every weight, yet {', '.join(lora)} asks for LoRA. Drop them or set tuning: lora",
                 *lora,
             )
+    elif "freeze_vision_tower" in given:
+        refuse(
+            "freeze_vision_tower is of full fine-tuning: LoRA changes no weight of the model. Name vision in "
+            "target_modules to adapt the tower, or set tuning: full",
+            "freeze_vision_tower",
+            "tuning",
+        )
     targets = [run.target_modules] if isinstance(run.target_modules, str) else run.target_modules
     if not targets:
         refuse("target_modules is empty, so LoRA would train nothing. Name a group such as attention", "target_modules")

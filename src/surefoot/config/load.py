@@ -26,7 +26,7 @@ RIVALS = {
     "warmup_ratio": "warmup_steps",
 }
 """Two ways to set one thing; an override of one takes the place of the other."""
-FILE_FIELDS = ("dataset_dir", "output_dir", "chat_template", "init_adapter")
+FILE_FIELDS = ("dataset_dir", "output_dir", "chat_template", "init_adapter", "image_dir")
 DATASET_FIELDS = ("dataset", "eval_dataset")
 ITEMS: dict[str, type[BaseModel]] = {**dict.fromkeys(DATASET_FIELDS, DatasetItem), "reward_funcs": RewardItem}
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")

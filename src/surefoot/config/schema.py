@@ -83,6 +83,14 @@ class RunConfig(BaseModel):
     """The day shown by templates that write today's date (Llama 3), so that a run is the same tomorrow."""
     enable_thinking: bool | None = None
     """Qwen3's switch, handed to the chat template; false trains answers after an empty thought."""
+    min_pixels: int | None = Field(default=None, gt=0)
+    """Images with fewer pixels are enlarged. Default: what the model's image processor says."""
+    max_pixels: int | None = Field(default=None, gt=0)
+    """Images with more pixels are scaled down, which bounds their tokens. Default: as with `min_pixels`."""
+    image_dir: str | None = None
+    """Where relative paths of images begin. Default: the folder of their data file, or else where the run starts."""
+    allow_image_urls: bool = False
+    """Fetch images that rows name by an http(s) address, once, into the cache; else such rows are refused."""
     parse_special_tokens: bool = False
     """Let texts in the data that look like special tokens (`<|im_end|>`) become special tokens."""
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
@@ -99,7 +107,10 @@ class RunConfig(BaseModel):
     use_rslora: bool = False
     """Rank-stabilised scaling."""
     target_modules: str | list[str] = "all"
-    """What LoRA adapts: groups (attention, mlp, experts, router, all) or names. `router` trains the routers in full."""
+    """What LoRA adapts: groups (attention, mlp, experts, router, all, vision) or names. `router` trains the routers in
+    full. `vision` is the vision tower with what merges its patches; it is not in `all`."""
+    freeze_vision_tower: bool = True
+    """Full fine-tuning leaves the vision tower, with what merges its patches, as it is."""
     init_adapter: str | None = None
     """A PEFT adapter folder to start from instead of fresh LoRA values. Rank, alpha and targets must agree with it."""
     router_aux_loss_coef: float = Field(default=0.0, ge=0)

@@ -3,17 +3,23 @@
 import os
 from dataclasses import replace
 from datetime import date
+from pathlib import Path
 from typing import Literal
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from surefoot.config import DatasetItem, LoadedConfig
 from surefoot.data.dataset import Dataset, Reading
+from surefoot.data.images import ImageSettings
+from surefoot.data.pixels import PixelReader, load_processor
 from surefoot.data.preparation import OnProgress
 from surefoot.data.render import RendererSource
 from surefoot.data.sources import find_sources
+from surefoot.errors import ConfigError, DataError
 
 MAX_WORKERS = 16
+SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Types of models whose images are placed as `images.positions` does."""
 
 
 def open_dataset(
@@ -22,12 +28,14 @@ def open_dataset(
     tokenizer: PreTrainedTokenizerBase,
     *,
     vocab_size: int | None,
+    images: ImageSettings | None = None,
     only_waits: bool = False,
     on_progress: OnProgress = lambda _: None,
 ) -> Dataset:
     """A dataset setting of a run, found and its formats told, but not prepared yet; `only_waits`: by another process.
 
-    Rows are samples or, with GRPO, prompts. With `eval_fraction`, `dataset` is the training side; `held_out_side` gives
+    Rows are samples or, with GRPO, prompts; `images`: how the model sees, if it does.
+    With `eval_fraction`, `dataset` is the training side; `held_out_side` gives
     the other.
     Raises: DataError for what is missing or of no known format.
     """
@@ -48,6 +56,7 @@ def open_dataset(
         config.template_variables,
         parse_special_tokens=config.parse_special_tokens,
         today=date.fromisoformat(config.chat_template_date),
+        images=images,
     )
     prompts = config.method == "grpo"
     reading = Reading(
@@ -71,6 +80,49 @@ def open_dataset(
         on_progress=on_progress,
         where=where,
     )
+
+
+def open_images(
+    loaded: LoadedConfig, base: Path, model: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> PixelReader | None:
+    """What reads images for a model; None for one without a vision tower, or without an image processor.
+
+    `model`: the configuration of the folder `base`.
+    Raises: ConfigError for impossible limits; DataError for a processor that cannot be read or does not fit.
+    """
+    config = loaded.run
+    token_id = getattr(model, "image_token_id", None)
+    processor = load_processor(base) if model.model_type in SEEING else None
+    if processor is None or token_id is None:
+        return None
+    least = config.min_pixels or processor.size["shortest_edge"]
+    most = config.max_pixels or processor.size["longest_edge"]
+    cell = processor.patch_size * processor.merge_size
+    if least > most or most < cell**2:
+        raise ConfigError(
+            f"min_pixels={least}, max_pixels={most}: an image has at least {cell}x{cell} pixels, one cell of "
+            f"{model.model_type}, and its least number cannot be above its largest "
+            f"({loaded.where('max_pixels', 'min_pixels')})."
+        )
+    vision = model.vision_config
+    theirs = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
+    ours = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+    if theirs != ours:
+        raise DataError(
+            f"{base}: its image processor cuts patches of (side, merged, frames) {theirs}, its vision tower reads "
+            f"{ours}. The files are of two models."
+        )
+    settings = ImageSettings(
+        token=str(tokenizer.convert_ids_to_tokens(token_id)),
+        token_id=token_id,
+        patch_size=processor.patch_size,
+        merge_size=processor.merge_size,
+        min_pixels=least,
+        max_pixels=most,
+        folder=config.image_dir,
+        allow_urls=config.allow_image_urls,
+    )
+    return PixelReader(processor, settings)
 
 
 def held_out_side(dataset: Dataset) -> Dataset:

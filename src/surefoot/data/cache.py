@@ -33,27 +33,37 @@ from surefoot.data.shard import Shard
 from surefoot.errors import DataError
 from surefoot.storage import cache_folder, storage_error, write_json
 
-VERSION = 3
+VERSION = 4
 """Part of every key: raised when the same input gives other shards."""
 SETTLED_NS = 2_000_000_000
 """A file changed less than this ago may change again without its time of change telling."""
 
 
 class CachedFile:
-    """One file of a dataset, under one recipe, in the cache.
+    """One file of a dataset, under one recipe, in the cache. `has_images`: its rows may have images.
 
     Raises: DataError for a file that is missing, empty or broken as a whole.
     """
 
     def __init__(
-        self, path: Path, name: str, spec: FormatSpec, renderer_key: str, *, keep_columns: bool = False
+        self,
+        path: Path,
+        name: str,
+        spec: FormatSpec,
+        renderer_key: str,
+        *,
+        keep_columns: bool = False,
+        has_images: bool = False,
     ) -> None:
         stamp = stamp_of(path)
         scanned = scan_file(path, stamp)
         self.chunks = scanned.chunks
         self.format = detect_format(path, name, spec, scanned.chunks)
         limits = [CHUNK_ROWS, CHUNK_BYTES, MAX_ROW_BYTES]
+        # Where rows may name images by a path from their file's folder, equal files in two folders are two datasets.
+        place = str(path.parent.resolve()) if has_images else None
         key = [VERSION, limits, scanned.sha256, path.suffixes, spec.as_dict(), self.format, renderer_key, keep_columns]
+        key.append(place)
         self.key = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
         folder = cache_folder() / "data" / self.key
         self.recipe = FileRecipe(path, name, spec, folder, self.format, stamp, keep_columns)

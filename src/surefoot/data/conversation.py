@@ -9,6 +9,11 @@ from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 
+IMAGE = "\U000ffffb"
+"""Stands in a message's content where an image does."""
+ImageSource = str | bytes
+"""What a row says of an image: a path, an address, base64 text, or its bytes."""
+
 
 class BadRow(Exception):
     """A row that cannot be trained on; the text says why, the caller knows where."""
@@ -28,15 +33,29 @@ class Message:
     """Weight in the loss that the row itself asks for; None leaves it to `train_on`."""
     others: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the message (`name`, `tool_call_id`, ...), handed to the template as they are."""
+    images: tuple[ImageSource | None, ...] = ()
+    """One for each IMAGE in the content; None while the row's columns still have to say which."""
 
     def as_template_input(self) -> dict[str, Any]:
         """The message as chat templates read it. A key without a value is left out: templates ask for its presence."""
-        message: dict[str, Any] = {**self.others, "role": self.role, "content": self.content}
+        content: Any = self.content
+        if IMAGE in self.content:
+            content = [part for piece in self.pieces for part in (_IMAGE_PART, {"type": "text", "text": piece})][1:]
+            content = [part for part in content if part.get("text") != ""]
+        message: dict[str, Any] = {**self.others, "role": self.role, "content": content}
         if self.tool_calls:
             message["tool_calls"] = list(self.tool_calls)
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
         return message
+
+    @property
+    def pieces(self) -> list[str]:
+        """The texts before, between and after the images."""
+        return self.content.split(IMAGE)
+
+
+_IMAGE_PART = {"type": "image"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +74,11 @@ class Conversation:
     """Assistant turns before this message are context: those in the prompt of a prompt/completion pair."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Columns that are not part of the conversation, for reward functions."""
+
+    @property
+    def images(self) -> list[ImageSource]:
+        """The images of all messages, in order."""
+        return [source for message in self.messages for source in message.images if source is not None]
 
 
 FOLLOWERS: Mapping[str, tuple[str, ...]] = {

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from surefoot.data.cache import CachedFile, renderer_key
 from surefoot.data.containers import can_be_entered
+from surefoot.data.images import Image
 from surefoot.data.preparation import OnProgress, Preparation, Progress
 from surefoot.data.render import RendererSource
 from surefoot.data.shard import Shard
@@ -56,6 +57,7 @@ class Sample:
     ids: NDArray[np.int32]
     weights: NDArray[np.float32]
     place: str
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,9 @@ class Dataset:
         for number, part in enumerate(sources):
             for path, name in zip(part.files, part.names, strict=True):
                 try:
-                    self._files.append(CachedFile(path, name, part.spec, key, keep_columns=keep_columns))
+                    has_images = source.images is not None
+                    file = CachedFile(path, name, part.spec, key, keep_columns=keep_columns, has_images=has_images)
+                    self._files.append(file)
                 except DataError as error:
                     raise DataError(f"{error} ({where})") from error
                 self._file_sources.append(number)
@@ -286,7 +290,8 @@ class Dataset:
             elif self.reading.train_on == "assistant" or index == span_end - 1:
                 weights[span] = 1
         ids = np.array(shard.ids[begin + first : begin + last])
-        return Sample(ids, weights[first:last], self._place(self.chunks[chunk], int(shard.lines[sample])))
+        place = self._place(self.chunks[chunk], int(shard.lines[sample]))
+        return Sample(ids, weights[first:last], place, shard.images(sample))
 
     def __iter__(self) -> Iterator[Sample]:
         """All samples, in the files' order."""
@@ -368,10 +373,11 @@ class Dataset:
                 f"{self._place(ref, int(shard.lines[first_long]))}: {lengths[first_long]} tokens, longer than "
                 f"{reading.limit}={reading.max_length}. Raise it, or set truncation: drop or right ({self._where})."
             )
-        skip = view & ((trained == 0) | (too_long & (reading.truncation in ("error", "drop"))))
+        has_images = shard.image_counts > 0  # what an image's tokens mean is lost when some are cut off
+        skip = view & ((trained == 0) | (too_long & (has_images | (reading.truncation in ("error", "drop")))))
         take = view & ~skip
         reasons = [
-            (int(shard.lines[i]), _reason(int(lengths[i]), reading, bool(loses_trained[i])))
+            (int(shard.lines[i]), _reason(int(lengths[i]), reading, bool(loses_trained[i]), bool(has_images[i])))
             for i in np.flatnonzero(skip)
         ]
         begin, end = self._overlap(ref, self._totals[ref.source])
@@ -414,7 +420,9 @@ class Dataset:
         return trained, np.bincount(owner[weighs & outside], minlength=len(shard)) > 0
 
 
-def _reason(length: int, reading: Reading, loses_trained: bool) -> str:
+def _reason(length: int, reading: Reading, loses_trained: bool, has_images: bool) -> str:
+    if length > reading.max_length and has_images:
+        return f"{length} tokens with images, which are never cut, longer than {reading.limit}={reading.max_length}"
     if length > reading.max_length and reading.truncation in ("error", "drop"):
         return f"{length} tokens, longer than {reading.limit}={reading.max_length}"
     if length > reading.max_length and loses_trained:

@@ -5,10 +5,20 @@ Knows nothing of files, templates or tokens.
 
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from surefoot.data.conversation import BadRow, Conversation, Message, Role, check_tools, check_turns
+from surefoot.data.conversation import (
+    IMAGE,
+    BadRow,
+    Conversation,
+    ImageSource,
+    Message,
+    Role,
+    check_tools,
+    check_turns,
+)
+from surefoot.data.image_places import IMAGE_COLUMNS, IMAGE_PARTS, of_columns, place, source_of
 
 Columns = Mapping[str, Any]
 
@@ -24,10 +34,10 @@ ROLES: Mapping[str, str] = {
 WEIGHTS = ("loss", "loss_weight", "weight", "train", "training")
 """Names of a message's weight in the loss: ms-swift, LLaMA-Factory v1, OpenAI, axolotl."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
-UNTRAINABLE_PARTS = ("image", "image_url", "video", "video_url", "audio", "input_audio", "audio_url")
+UNTRAINABLE_PARTS = ("video", "video_url", "audio", "input_audio", "audio_url")
 ANSWERS = frozenset(("response", "output", "completion"))
 """Columns that a row with a prompt alone does not need."""
-UNTRAINABLE_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+UNTRAINABLE_COLUMNS = ("video", "videos", "audio", "audios")
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ def _mapped(row: Columns, spec: FormatSpec) -> Columns:
     mapped = {name: value for name, value in row.items() if name not in theirs}
     if spec.only_mapped:
         format = FORMATS[spec.format]
-        mapped = {name: value for name, value in mapped.items() if name not in format.optional}
+        mapped = {name: value for name, value in mapped.items() if name not in format.optional or name in IMAGE_COLUMNS}
     return mapped | {ours: row[theirs] for ours, theirs in spec.columns.items() if theirs in row}
 
 
@@ -159,7 +169,7 @@ class Reader:
         _refuse_untrainable(columns)
         if self.spec.prompts:
             return self._prompt(format, columns)
-        conversation = format.read(self, columns)
+        conversation = self._with_images(format.read(self, columns), columns)
         if conversation.kind == "chat":
             check_turns(conversation.messages)
             check_tools(conversation.messages, conversation.tools)
@@ -171,17 +181,25 @@ class Reader:
             conversation.messages, conversation.kind, conversation.tools, conversation.first_trained, others
         )
 
+    def _with_images(self, conversation: Conversation, columns: Columns) -> Conversation:
+        """The conversation with the images of the row's columns where they stand."""
+        sources = of_columns({name: _listed(columns[name], name) for name in IMAGE_COLUMNS if name in columns})
+        if sources and conversation.kind in ("completion", "text", "text prompt"):
+            raise BadRow("the row has images, but bare texts instead of messages, in which they could stand")
+        return replace(conversation, messages=place(conversation.messages, sources))
+
     def _prompt(self, format: Format, columns: Columns) -> Conversation:
         """A row as a question: its last answer, if it has one, goes to the reward functions as `response`."""
         if isinstance(columns.get("prompt"), str) and self.format == "prompt_completion":
-            messages: tuple[Message, ...] = (Message("user", text_of(columns["prompt"], "prompt")),)
+            asked = Message("user", text_of(columns["prompt"], "prompt"))
+            messages = self._with_images(Conversation((asked,), "text prompt"), columns).messages
             tools: tuple[dict[str, Any], ...] = ()
             kind: Literal["prompt", "text prompt"] = "text prompt"
         else:
             stand_ins: dict[str, Any] = dict.fromkeys(format.required & ANSWERS, "")
             if self.format == "prompt_completion":
                 stand_ins["completion"] = []
-            read = format.read(self, {**columns, **stand_ins})
+            read = self._with_images(format.read(self, {**columns, **stand_ins}), columns)
             messages, tools, kind = read.messages, read.tools, "prompt"
         answers = []
         while messages and messages[-1].role == "assistant":
@@ -197,6 +215,9 @@ class Reader:
         others["prompt"] = (
             messages[0].content if kind == "text prompt" else [message.as_template_input() for message in messages]
         )
+        images = Conversation(messages).images
+        if images:
+            others["images"] = [source if isinstance(source, str) else "bytes in the row" for source in images]
         if any(answers):
             others.setdefault("response", answers[0])
         for name in format.required & ANSWERS & columns.keys():
@@ -227,6 +248,7 @@ class Reader:
                     before.reasoning,
                     before.weight if message.weight is None else message.weight,
                     before.others,
+                    before.images + message.images,
                 )
             else:
                 messages.append(message)
@@ -268,7 +290,15 @@ class Reader:
             raise BadRow(f"{name} ({role}) has tool calls; only the assistant can call tools")
         check_texts(others, name)
         ours: Role = "assistant" if role == "calls" else role  # type: ignore[assignment]
-        message = Message(ours, text_of(content, name), calls, reasoning, weight, others)
+        message = Message(
+            ours,
+            content if parts.images else text_of(content, name),  # its parts were looked at one by one
+            calls,
+            reasoning,
+            weight,
+            others,
+            parts.images,
+        )
         return role, message, parts.tools
 
     def conversation(self, columns: Columns, name: str) -> Conversation:
@@ -304,6 +334,7 @@ class _Parts:
     reasoning: str | None = None
     calls: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
+    images: tuple[ImageSource | None, ...] = ()
 
     @staticmethod
     def read(parts: list[Any], name: str) -> "_Parts":
@@ -311,14 +342,19 @@ class _Parts:
         thoughts: list[str] = []
         calls: tuple[dict[str, Any], ...] = ()
         tools: tuple[dict[str, Any], ...] = ()
+        images: list[ImageSource | None] = []
         for index, part in enumerate(parts):
             where = f"{name}, part {index}"
             if isinstance(part, str):
-                texts.append(part)
+                texts.append(text_of(part, where))
                 continue
             kind = part.get("type", "text") if isinstance(part, dict) else None
             if kind in UNTRAINABLE_PARTS:
-                raise BadRow(f"{where} is of type {kind}; this version trains on text only")
+                raise BadRow(f"{where} is of type {kind}; this version trains on text and images")
+            if kind in IMAGE_PARTS:
+                texts.append(IMAGE)
+                images.append(source_of(part, where))
+                continue
             value = part.get("value", part.get("text")) if isinstance(part, dict) else None
             if kind in ("text", "input_text", "output_text", "tool_result", "observation"):
                 texts.append(text_of(value, where))
@@ -329,15 +365,17 @@ class _Parts:
             elif kind == "tools":
                 tools += _tools(value)
             else:
-                raise BadRow(f"{where} is {_shown(part)}; known part types: text, reasoning, tool_call, tools")
-        return _Parts("".join(texts), "".join(thoughts) if thoughts else None, calls, tools)
+                raise BadRow(
+                    f"{where} is {_shown(part)}; known part types: text, image, image_url, reasoning, tool_call, tools"
+                )
+        return _Parts("".join(texts), "".join(thoughts) if thoughts else None, calls, tools, tuple(images))
 
 
 def _refuse_untrainable(columns: Columns) -> None:
     """Rows that would train as text although they are not meant so."""
     for name in UNTRAINABLE_COLUMNS:
         if columns.get(name):
-            raise BadRow(f"the row has {name} ({_shown(columns[name])}); this version trains on text only")
+            raise BadRow(f"the row has {name} ({_shown(columns[name])}); this version trains on text and images")
     if columns.get("label") is False and "completion" in columns:
         raise BadRow("label is false: a bad answer of preference data (KTO), not one to learn")
 
@@ -386,7 +424,7 @@ def _plain_text(_: Reader, columns: Columns) -> Conversation:
 
 
 def _format(required: str, optional: str, read: Callable[[Reader, Columns], Conversation]) -> Format:
-    return Format(frozenset(required.split()), frozenset(optional.split()), read)
+    return Format(frozenset(required.split()), frozenset((*optional.split(), *IMAGE_COLUMNS)), read)
 
 
 FORMATS: Mapping[str, Format] = {
@@ -404,6 +442,8 @@ def text_of(value: Any, name: str) -> str:
     """A text that a tokenizer can take. JSON can hold half of a surrogate pair, and NUL is a sign of binary data."""
     if not isinstance(value, str):
         raise BadRow(f"{name} is {_shown(value)}; it must be a text")
+    if IMAGE in value:
+        raise BadRow(f"{name} holds the character U+{ord(IMAGE):X}, which stands for images here")
     if "\0" in value:
         raise BadRow(f"{name} holds a NUL character at position {value.index(chr(0)) + 1}: binary data, not text")
     try:
@@ -411,6 +451,11 @@ def text_of(value: Any, name: str) -> str:
     except UnicodeEncodeError as error:
         raise BadRow(f"{name} is no valid text at character {error.start + 1}: {error.reason}") from error
     return value
+
+
+def _listed(value: Any, name: str) -> Any:
+    """Images are one or a list, which may be stored as JSON text."""
+    return _parsed(value, name) if isinstance(value, str) and value[:1] + value[-1:] == "[]" else value
 
 
 def _parsed(value: Any, name: str) -> Any:

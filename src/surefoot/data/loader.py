@@ -11,13 +11,15 @@ from torch import Tensor
 
 from surefoot.data.dataset import Dataset, Sample
 from surefoot.data.order import SampleKey
+from surefoot.data.pixels import PixelReader, Vision
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Rows of one forward, laid end to end without padding.
 
-    Shapes: T tokens, N trained. ids and position_ids int64 [1, T]; predict_at int64 [N], the positions whose next token
+    Shapes: T tokens, N trained. ids int64 [1, T]; position_ids int64 [1, T], or [3, 1, T] where the model reads images:
+    time, row and column; predict_at int64 [N], the positions whose next token
     is trained; targets int64 [N], those next tokens; weights float32 [N], theirs in the loss, or None where all are 1;
     cu_seq_lens int32 [samples + 1].
     """
@@ -32,6 +34,8 @@ class MicroBatch:
     places: tuple[str, ...]
     continues: tuple[int, ...] | None = None
     """For each of `lengths`, the number of the earlier one that it goes on from and sees, or -1; None: none does."""
+    vision: Vision | None = None
+    """What the images show; None for a model that reads text only."""
     is_filler: bool = False
     """Stands in where other ranks have a batch and this one has none left: computed like any other, counted nowhere."""
 
@@ -57,28 +61,35 @@ class MicroBatch:
     def to(self, device: torch.device) -> "MicroBatch":
         """The same batch with its tensors on `device`, copied without waiting where possible."""
         moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor | Vision)
         }
         return replace(self, **moved)
 
 
-def collate(samples: Sequence[Sample]) -> MicroBatch:
-    """Lay samples end to end; positions restart with each."""
+def collate(samples: Sequence[Sample], reader: PixelReader | None = None) -> MicroBatch:
+    """Lay samples end to end; positions restart with each. Raises: DataError for an image, with its row's place."""
     lengths = [len(sample.ids) for sample in samples]
     ids = torch.from_numpy(np.concatenate([sample.ids for sample in samples]).astype(np.int64))
     # Token i is predicted at position i - 1 of its own sample; its first token is predicted nowhere.
     learned = np.concatenate([np.append(sample.weights[1:], np.float32(0)) for sample in samples])
     predict_at = torch.from_numpy(np.flatnonzero(learned))
     weights = torch.from_numpy(learned)[predict_at]
+    places = [
+        torch.arange(len(sample.ids)) if reader is None else reader.places(sample.ids, sample.images)
+        for sample in samples
+    ]
     return MicroBatch(
         ids=ids[None],
-        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+        position_ids=torch.cat(places, dim=-1).unsqueeze(-2),
         lengths=lengths,
         cu_seq_lens=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
         predict_at=predict_at,
         targets=ids[predict_at + 1],
         weights=None if bool((weights == 1).all()) else weights,
         places=tuple(sample.place for sample in samples),
+        vision=reader.read([(sample.place, sample.images) for sample in samples]) if reader is not None else None,
     )
 
 
@@ -93,10 +104,23 @@ FILLER = MicroBatch(
     places=(),
     is_filler=True,
 )
+"""Of a model that reads text only; see `filler`."""
+
+
+def filler(reader: PixelReader | None) -> MicroBatch:
+    """What a rank computes where only others have rows left."""
+    if reader is None:
+        return FILLER
+    return replace(FILLER, position_ids=FILLER.position_ids.expand(3, 1, -1), vision=reader.read([]))
 
 
 def micro_batches(
-    rows: Sequence[Sequence[SampleKey]], dataset: Dataset, rows_each: int, rank: int = 0, num_ranks: int = 1
+    rows: Sequence[Sequence[SampleKey]],
+    dataset: Dataset,
+    rows_each: int,
+    rank: int = 0,
+    num_ranks: int = 1,
+    reader: PixelReader | None = None,
 ) -> Iterator[MicroBatch]:
     """This rank's part of a step's sequences, in forwards of at most `rows_each` sequences.
 
@@ -106,12 +130,14 @@ def micro_batches(
     mine = rows[rank::num_ranks]
     for begin in range(0, most, rows_each):
         samples = [dataset.sample(*key) for row in mine[begin : begin + rows_each] for key in row]
-        yield collate(samples) if samples else FILLER
+        yield collate(samples, reader) if samples else filler(reader)
 
 
-def all_batches(dataset: Dataset, rows_each: int, rank: int = 0, num_ranks: int = 1) -> Iterator[MicroBatch]:
+def all_batches(
+    dataset: Dataset, rows_each: int, rank: int = 0, num_ranks: int = 1, reader: PixelReader | None = None
+) -> Iterator[MicroBatch]:
     """This rank's part of the whole dataset in the files' order, a sample a sequence; as many batches on each rank."""
     samples = iter(dataset)
     while batch := list(islice(samples, rows_each * num_ranks)):
         mine = batch[rank::num_ranks]
-        yield collate(mine) if mine else FILLER
+        yield collate(mine, reader) if mine else filler(reader)

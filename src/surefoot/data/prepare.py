@@ -21,6 +21,7 @@ from typing import Any
 from surefoot.data.containers import Chunk, ChunkReader
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.formats import FormatSpec, Reader, format_of
+from surefoot.data.images import ImageSettings
 from surefoot.data.render import Renderer, RendererSource
 from surefoot.data.rows import Row
 from surefoot.data.shard import ShardWriter
@@ -130,7 +131,7 @@ class Preparer:
                 if row.problem is not None:
                     raise BadRow(row.problem)
                 conversation = reader.read(row.columns)
-                text = self._renderer.render(conversation)
+                text = self._renderer.render(conversation, recipe.path.parent)
             except BadRow as error:
                 writer.refuse(number, row.line, str(error))
                 continue
@@ -160,7 +161,8 @@ def source_as_dict(source: RendererSource) -> dict[str, Any]:
 
 def source_from_dict(values: Mapping[str, Any]) -> RendererSource:
     template = {**values["template"], "controls": tuple(values["template"]["controls"])}
-    return RendererSource(TemplateSource(**template), values["tokenizer_sha256"], values["bos_id"])
+    images = ImageSettings(**values["images"]) if values["images"] is not None else None
+    return RendererSource(TemplateSource(**template), values["tokenizer_sha256"], values["bos_id"], images)
 
 
 def main() -> None:

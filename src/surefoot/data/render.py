@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
 from hashlib import blake2b
@@ -17,6 +17,7 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from surefoot.data.conversation import BadRow, Conversation
+from surefoot.data.images import Image, ImageSettings, find_image
 from surefoot.data.template import ChatTemplate, Span, TemplateSource, Text
 from surefoot.errors import DataError
 from surefoot.storage import cache_folder, write_bytes
@@ -39,12 +40,15 @@ class Rendered:
     flags: int
     bounds: Sequence[tuple[int, int]] | None = None
     """Characters of each token, where asked for."""
+    images: tuple[Image, ...] = ()
 
     @property
     def digest(self) -> int:
-        """64 bits over ids and spans: two samples with the same one train the same."""
+        """64 bits over ids, spans and images: two samples with the same one train the same."""
         hashed = blake2b(self.ids.tobytes(), digest_size=8)
         hashed.update(repr(self.spans).encode())
+        for image in self.images:
+            hashed.update(image.sha256.encode())
         return int.from_bytes(hashed.digest(), "little")
 
 
@@ -55,6 +59,8 @@ class RendererSource:
     template: TemplateSource
     tokenizer_sha256: str
     bos_id: int | None
+    images: ImageSettings | None = None
+    """None for a model that reads text only."""
 
     @property
     def tokenizer_file(self) -> Path:
@@ -68,6 +74,7 @@ class RendererSource:
         *,
         parse_special_tokens: bool,
         today: date = date(2024, 7, 26),
+        images: ImageSettings | None = None,
     ) -> "RendererSource":
         """Raises: DataError for a tokenizer that cannot be used for training."""
         if not tokenizer.is_fast:
@@ -100,7 +107,7 @@ class RendererSource:
             kwargs=kwargs,
             parse_special_tokens=parse_special_tokens,
         )
-        source = RendererSource(template, hashlib.sha256(content).hexdigest(), tokenizer.bos_token_id)
+        source = RendererSource(template, hashlib.sha256(content).hexdigest(), tokenizer.bos_token_id, images)
         if not source.tokenizer_file.is_file():
             write_bytes(source.tokenizer_file, content)
         return source
@@ -140,9 +147,19 @@ class Renderer:
         whole = self._tokenizer.encode("".join(piece for piece, _ in pieces), add_special_tokens=False)
         return [token for piece, is_one in pieces for token in self._piece(piece, is_one)[0]] == whole.ids
 
-    def render(self, conversation: Conversation) -> Text:
-        """The text of a conversation and its trained spans. Raises: BadRow, DataError."""
-        return self.template.render(conversation)
+    def render(self, conversation: Conversation, folder: Path = Path()) -> Text:
+        """The text of a conversation and its trained spans, with its images found; `folder`: of the row's file.
+
+        Raises: BadRow, DataError, StorageError.
+        """
+        sources = conversation.images
+        settings = self._source.images
+        if sources and settings is None:
+            raise BadRow(f"the row has {len(sources)} images, and this model reads text only")
+        text = self.template.render(conversation)
+        if not sources or settings is None:
+            return text
+        return replace(text, images=tuple(find_image(source, folder, settings) for source in sources))
 
     def tokenize(self, texts: Sequence[Text], *, with_bounds: bool = False) -> Iterator[Rendered | BadRow]:
         """Token ids and spans, in order; a text that cannot be tokenised safely gives the reason instead.
@@ -165,7 +182,35 @@ class Renderer:
                     "tokens, so it cannot be kept as text. Remove it, or set parse_special_tokens: true"
                 )
                 continue
-            yield Rendered(np.asarray(ids, dtype=np.int32), spans, self._flags(text, ids), bounds)
+            rendered = Rendered(np.asarray(ids, dtype=np.int32), spans, self._flags(text, ids), bounds, text.images)
+            try:
+                yield self._with_cells(rendered)
+            except BadRow as error:
+                yield error
+
+    def _with_cells(self, sample: Rendered) -> Rendered:
+        """A sample in which each image is as many tokens as it has cells. Raises: BadRow."""
+        settings = self._source.images
+        if settings is None:
+            return sample
+        places = np.flatnonzero(sample.ids == settings.token_id)
+        if len(places) != len(sample.images):
+            raise BadRow(
+                f"the chat template shows {len(places)} images ({settings.token}) of the row's {len(sample.images)}. "
+                "Give another one with chat_template"
+            )
+        counts = np.ones(len(sample.ids), np.int64)
+        counts[places] = [image.num_tokens for image in sample.images]
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        bounds = sample.bounds
+        return replace(
+            sample,
+            ids=np.repeat(sample.ids, counts),
+            spans=tuple(Span(int(starts[span.begin]), int(starts[span.end]), span.weight) for span in sample.spans),
+            bounds=None
+            if bounds is None
+            else [one for one, n in zip(bounds, counts.tolist(), strict=True) for _ in range(n)],
+        )
 
     @cached_property
     def _control_ids(self) -> frozenset[int]:

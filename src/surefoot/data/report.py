@@ -138,7 +138,8 @@ def _shown(dataset: Dataset) -> Iterator[ShownSample]:
         rows = chunks.rows(file.recipe.path, file.chunks[ref.index])
         shard = dataset.shard(number)
         for index in dataset.usable(number).samples.tolist():
-            text = renderer.render(reader.read(rows[int(shard.rows[index])].columns))
+            conversation = reader.read(rows[int(shard.rows[index])].columns)
+            text = renderer.render(conversation, file.recipe.path.parent)
             (rendered,) = renderer.tokenize([text], with_bounds=True)
             assert not isinstance(rendered, BadRow)
             assert rendered.bounds is not None

@@ -6,7 +6,7 @@ A shard is a safetensors file. Its samples are stored uncut, with all spans, so 
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
+from surefoot.data.images import Image
 from surefoot.data.render import Rendered
 from surefoot.storage import write_bytes
 
@@ -33,6 +34,7 @@ class ShardWriter:
     flags: list[int] = field(default_factory=list)
     problems: list[tuple[int, int, str]] = field(default_factory=list)
     columns: list[Mapping[str, Any]] = field(default_factory=list)
+    images: list[list[dict[str, Any]]] = field(default_factory=list)
 
     def add(self, row: int, line: int, sample: Rendered, columns: Mapping[str, Any]) -> None:
         """A sample, the number of its row in the chunk, the line it begins on, and columns kept beside it."""
@@ -45,6 +47,7 @@ class ShardWriter:
         self.digests.append(sample.digest)
         self.flags.append(sample.flags)
         self.columns.append(columns)
+        self.images.append([asdict(image) for image in sample.images])
 
     def refuse(self, row: int, line: int, reason: str) -> None:
         """A row that is no sample."""
@@ -63,10 +66,12 @@ class ShardWriter:
             "lines": np.array(self.lines, np.int64),
             "digests": np.array(self.digests, np.uint64),
             "flags": np.array(self.flags, np.uint8),
+            "image_counts": np.array([len(images) for images in self.images], np.int32),
         }
         metadata = {
             "problems": json.dumps(self.problems, ensure_ascii=False),
             "columns": json.dumps(self.columns if any(self.columns) else [], ensure_ascii=False, default=str),
+            "images": json.dumps(self.images if any(self.images) else [], ensure_ascii=False),
             "max_id": str(int(tensors["ids"].max(initial=-1))),
         }
         write_bytes(path, save(tensors, metadata))
@@ -93,6 +98,8 @@ class Shard:
     """[S]: equal for samples that train the same."""
     flags: NDArray[np.uint8]
     """[S]: what is odd, see `render`."""
+    image_counts: NDArray[np.int32]
+    """[S]: images of each sample."""
 
     def __init__(self, path: Path) -> None:
         with open(path, "rb") as file:
@@ -133,4 +140,13 @@ class Shard:
     @cached_property
     def _columns(self) -> Sequence[Mapping[str, Any]]:
         kept: list[Mapping[str, Any]] = json.loads(self._metadata["columns"])
+        return kept
+
+    def images(self, sample: int) -> tuple[Image, ...]:
+        """The images of a sample, in order."""
+        return tuple(Image(**image) for image in self._images[sample]) if self._images else ()
+
+    @cached_property
+    def _images(self) -> Sequence[Sequence[Mapping[str, Any]]]:
+        kept: list[list[Mapping[str, Any]]] = json.loads(self._metadata["images"])
         return kept

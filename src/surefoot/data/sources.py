@@ -252,7 +252,7 @@ INFO_COLUMNS: dict[str, dict[str, str]] = {
 }
 """LLaMA-Factory's names for columns -> ours, by its `formatting`."""
 INFO_TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag", "observation_tag", "function_tag", "system_tag")
-UNTRAINABLE_INFO = ("images", "videos", "audios", "chosen", "rejected", "kto_tag")
+UNTRAINABLE_INFO = ("videos", "audios", "chosen", "rejected", "kto_tag")
 
 
 def _info_spec(entry: Mapping[str, Any], at: str, where: str) -> FormatSpec:
@@ -261,7 +261,7 @@ def _info_spec(entry: Mapping[str, Any], at: str, where: str) -> FormatSpec:
     if formatting not in INFO_COLUMNS:
         known_formats = ", ".join(INFO_COLUMNS)
         raise DataError(f"{at}: formatting '{formatting}' is not known. Known: {known_formats} ({where}).")
-    known = {**INFO_COLUMNS[formatting], "system": "system", "tools": "tools"}
+    known = {**INFO_COLUMNS[formatting], "system": "system", "tools": "tools", "images": "images"}
     for name, value, names in (("columns", columns, (*known, *UNTRAINABLE_INFO)), ("tags", tags, INFO_TAGS)):
         if value is not None and not isinstance(value, dict):
             raise DataError(f"{at}: {name} is {value!r}; it must be an object ({where}).")
@@ -271,7 +271,9 @@ def _info_spec(entry: Mapping[str, Any], at: str, where: str) -> FormatSpec:
     used = {str(name): str(column) for name, column in (columns or {}).items() if column}
     untrainable = sorted(used.keys() & set(UNTRAINABLE_INFO))
     if untrainable:
-        raise DataError(f"{at} has {', '.join(untrainable)}; this version trains on answers in text only ({where}).")
+        raise DataError(
+            f"{at} has {', '.join(untrainable)}; this version trains on answers to texts and images ({where})."
+        )
     tags = {str(tag): str(value) for tag, value in (tags or {}).items()}
     if formatting == "openai":
         tags = {"role_tag": "role", "content_tag": "content", **tags}

@@ -23,6 +23,7 @@ from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from surefoot.data.conversation import BadRow, Conversation, Message
+from surefoot.data.images import Image
 from surefoot.errors import DataError
 
 RENDER_DEADLINE_S = 10.0
@@ -80,6 +81,8 @@ class Text:
     """Some text looks like a special token."""
     lost_reasoning: bool = False
     """The template does not show the last turn's reasoning."""
+    images: tuple[Image, ...] = ()
+    """In order; each is one token of the text yet."""
 
 
 class ChatTemplate:
@@ -258,14 +261,14 @@ class ChatTemplate:
     def _check_asked(self, messages: Sequence[Message], text: str) -> None:
         """The words of the system, the user and the tools must be in the text, as they are or as JSON."""
         for number, message in enumerate(messages, 1):
-            words = message.content.strip()
-            if message.role == "assistant" or words in text:
-                continue
-            if not any(json.dumps(words, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True)):
-                raise BadRow(
-                    f"the chat template does not show the words of message {number} ({message.role}: {words[:40]!r}). "
-                    "Give another one with chat_template"
-                )
+            for words in map(str.strip, message.pieces):
+                if message.role == "assistant" or words in text:
+                    continue
+                if not any(json.dumps(words, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True)):
+                    raise BadRow(
+                        f"the chat template does not show the words of message {number} ({message.role}: "
+                        f"{words[:40]!r}). Give another one with chat_template"
+                    )
 
     def _check_words(self, message: Message, span: str, index: int) -> None:
         """The trained span must hold the answer and the tool calls. Only a thought before the answer may be missing."""
@@ -410,6 +413,7 @@ class _Hidden:
                     self._hide(message.reasoning),
                     message.weight,
                     self._hide(message.others),
+                    message.images,
                 )
                 for message in conversation.messages
             ),

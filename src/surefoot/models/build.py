@@ -9,7 +9,7 @@ Knows nothing of data, loss or optimisers.
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,10 @@ from typing import Any, Protocol
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import Transpose
 from transformers.distributed import DistributedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -28,7 +29,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from surefoot.errors import ModelError
-from surefoot.models import attention, experts
+from surefoot.models import attention, experts, vision
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
 from surefoot.models.placement import put
 from surefoot.models.routing import RoutingRecorder, keep_routing_on_recompute
@@ -158,11 +159,13 @@ def build_model(
     compile_layers: bool = False,
     experts_implementation: str = experts.IMPLEMENTATION,
     sharding: Sharding | None = None,
+    freeze_vision: bool = True,
 ) -> BuiltModel:
     """Load a causal LM for training, whole or as this rank's part of it.
 
     With LoRA the base is stored in `dtype` and frozen, LoRA (and routers, if targeted) in float32. Without, everything
-    is trained and stored in float32, and computed in `dtype` through autocast.
+    (but a vision tower, with `freeze_vision`) is trained, and all is stored in float32, and computed in `dtype` through
+    autocast.
     Raises: ModelError for a folder whose weights do not fill the model exactly, or targets that match nothing.
     """
     config = load_config(folder)
@@ -170,8 +173,15 @@ def build_model(
     _check_samples_stay_apart(stock, config)
     found: list[LoraTargets] = []
     cls = _with_lora(stock, lora, found) if lora is not None else stock
+
+    def mark(model: PreTrainedModel) -> None:
+        if lora is not None:
+            _mark_trainable(model, found[-1])
+        elif freeze_vision:
+            _freeze_vision(model)
+
     if sharding is not None:
-        cls = _sharded(cls, sharding, found)
+        cls = _sharded(cls, sharding, mark)
     stored = dtype if lora is not None else torch.float32
     # FSDP wants what it offloads to be on the CPU from the start; the rest goes to the device afterwards.
     is_offloaded = sharding is not None and sharding.is_offloaded
@@ -180,13 +190,13 @@ def build_model(
     if is_offloaded:
         _move_whole_tensors(model, device)
     targets = found[-1] if lora is not None else None
-    if lora is not None and targets is not None:
-        if sharding is not None and targets.routers and stored != torch.float32:
-            raise ModelError(
-                f"target_modules: routers are trained in float32, but the model is stored in {stored} and sharded over "
-                "several ranks, which must agree in type. Leave `router` out, or set dtype: float32."
-            )
-        _mark_trainable(model, targets)
+    if targets is not None and targets.routers and sharding is not None and stored != torch.float32:
+        raise ModelError(
+            f"target_modules: routers are trained in float32, but the model is stored in {stored} and sharded over "
+            "several ranks, which must agree in type. Leave `router` out, or set dtype: float32."
+        )
+    mark(model)
+    if lora is not None:
         _set_initial_values(model, lora)
     _align(model)
     built = _ready_to_train(model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
@@ -258,7 +268,7 @@ def _load(
             str(folder),
             config=config,
             dtype=dtype,
-            attn_implementation=attention.IMPLEMENTATION,
+            attn_implementation=vision.attention_of(config, attention.IMPLEMENTATION),
             output_loading_info=True,
             local_files_only=True,
             **options,
@@ -306,15 +316,19 @@ def _as_model_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _sharded(cls: type[PreTrainedModel], sharding: Sharding, found: list[LoraTargets]) -> type[PreTrainedModel]:
-    """A subclass that transformers' loader lays out over the ranks as `sharding` says, then fills part by part."""
+def _sharded(
+    cls: type[PreTrainedModel], sharding: Sharding, mark: Callable[[PreTrainedModel], None]
+) -> type[PreTrainedModel]:
+    """A subclass that transformers' loader lays out over the ranks as `sharding` says, then fills part by part.
+
+    `mark` says which parameters are trained, which decides how they are laid out.
+    """
 
     def prepare(_cls: Any, distributed_config: Any, device_map: Any = None) -> Any:
         return distributed_config, device_map, sharding.meshes
 
     def distribute(_cls: Any, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
-        if found:
-            _mark_trainable(model, found[-1])
+        mark(model)
         sharding.apply(model)
         model._is_distributed_loading_by_transformers = True
         model._is_fsdp_managed_module = True
@@ -334,10 +348,34 @@ def _streaming(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     def load(model: PreTrainedModel, state_dict: Any, files: list[str] | None, *rest: Any) -> Any:
         if files and all(file.endswith(".safetensors") for file in files):
             state_dict = _slices(files)
-        with _one_tensor_at_a_time():
+        with _one_tensor_at_a_time(), _layout_told_by_a_part():
             return cls._load_pretrained_model(model, state_dict, files, *rest)
 
     return type(cls.__name__, (cls,), {"_load_pretrained_model": staticmethod(load), "__module__": cls.__module__})
+
+
+@contextmanager
+def _layout_told_by_a_part() -> Iterator[None]:
+    """Stacks of experts are stored in two layouts, which transformers tells apart by the shape of the whole.
+
+    What is read of a stack that is shared out is some of its experts, which then has neither shape; up to 5.23 it was
+    turned over although it lay right. The two dimensions in question are those of one expert.
+    """
+    original = Transpose.convert
+
+    def convert(self: Transpose, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Tensor]:
+        (found,) = input_dict.values()
+        value = found[0] if isinstance(found, list) else found
+        if self.check_dims and value.shape[1:] == kwargs["model"].get_parameter(kwargs["full_layer_name"]).shape[1:]:
+            return {self.get_target_pattern(input_dict, kwargs["source_patterns"], kwargs["target_patterns"]): value}
+        turned: dict[str, Tensor] = original(self, input_dict, **kwargs)
+        return turned
+
+    Transpose.convert = convert
+    try:
+        yield
+    finally:
+        Transpose.convert = original
 
 
 def _slices(files: list[str]) -> dict[str, Any]:
@@ -359,6 +397,12 @@ def _mark_trainable(model: PreTrainedModel, targets: LoraTargets) -> None:
             setattr(model.get_submodule(owner), leaf, nn.Parameter(parameter.data.float()))
         else:
             parameter.requires_grad_(is_lora(name) or name in trained_routers)
+
+
+def _freeze_vision(model: PreTrainedModel) -> None:
+    names = vision.vision_names(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in names)
 
 
 def _set_initial_values(model: PreTrainedModel, lora: LoraSettings) -> None:

@@ -9,7 +9,7 @@ names per expert and fused names both work.
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import groupby, islice
 from pathlib import Path
 
@@ -32,10 +32,13 @@ from surefoot.errors import ModelError
 from surefoot.models.adapter import read_contents
 from surefoot.models.build import meta_model
 from surefoot.models.sources import weight_files
+from surefoot.models.vision import vision_names
 from surefoot.models.weights import INDEX, split_into_files, tensor_file
 from surefoot.storage import new_folder
 
 LAYER = re.compile(r"^.*\.layers\.\d+(?=\.)")
+PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
+"""Of models that read images, besides what their tokenizer saves."""
 EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -90,6 +93,9 @@ def write_model(
 def _write_config(folder: Path, base: Path, model: PreTrainedModel) -> None:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
+    for name in PROCESSOR_FILES:
+        if (base / name).is_file():
+            shutil.copy2(base / name, folder)
     if (base / "generation_config.json").is_file():
         shutil.copy2(base / "generation_config.json", folder)
     elif model.generation_config is not None:
@@ -106,9 +112,10 @@ def stored_buffers(model: PreTrainedModel) -> list[str]:
     return sorted({name for name, _ in model.named_buffers()} & model.state_dict().keys())
 
 
-def read_buffers(base: Path) -> dict[str, Tensor]:
-    """The stored buffers of a base model, which no training changes, by our names."""
-    wanted = set(stored_buffers(meta_model(base)))
+def read_untrained(base: Path, trained: Container[str]) -> dict[str, Tensor]:
+    """What full fine-tuning leaves as it is in a base model, by our names: stored buffers, a frozen vision tower."""
+    model = meta_model(base)
+    wanted = {*stored_buffers(model), *(name for name in vision_names(model) if name not in trained)}
     if not wanted:
         return {}
     place = _places(base)

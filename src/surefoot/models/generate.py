@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.errors import InputError, ModelError
+from surefoot.models.vision import attention
 
 Turns = Sequence[dict[str, str]]
 
@@ -14,13 +15,12 @@ Turns = Sequence[dict[str, str]]
 @contextmanager
 def generating(model: PreTrainedModel) -> Iterator[None]:
     """The model in evaluation mode with ordinary cached attention, put back afterwards."""
-    before, training = model.config._attn_implementation, model.training
-    model.set_attn_implementation("sdpa")
+    training = model.training
     model.eval()
     try:
-        yield
+        with attention(model, "sdpa"):
+            yield
     finally:
-        model.set_attn_implementation(before)
         model.train(training)
 
 

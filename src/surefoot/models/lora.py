@@ -25,8 +25,9 @@ from transformers import PreTrainedModel
 from surefoot.errors import ModelError
 from surefoot.models.experts import PROJECTIONS, is_fused_experts
 from surefoot.models.routing import router_names
+from surefoot.models.vision import vision_tower
 
-GROUPS = ("attention", "mlp", "experts", "router", "all")
+GROUPS = ("attention", "mlp", "experts", "router", "all", "vision")
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,10 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
-    """Resolve groups (attention, mlp, experts, router, all) and names to modules and parameters of `model`.
+    """Resolve groups (attention, mlp, experts, router, all, vision) and names to modules and parameters of `model`.
 
-    A name matches a linear module or an expert parameter whose full name equals it or ends with `.name`.
+    A name matches a linear module or an expert parameter whose full name equals it or ends with `.name`. Modules of a
+    vision tower are meant by their full names alone: some are called like those of the decoder.
     Raises: ModelError for a target that matches nothing, with the nearest names.
     """
     groups = _groups_of(model)
@@ -131,7 +133,12 @@ def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
         if target in groups:
             found = set(groups[target])
         else:
-            found = {n for n in linears | expert_parameters if n == target or n.endswith(f".{target}")}
+            in_tower = set(groups["vision"])
+            found = {
+                n
+                for n in linears | expert_parameters
+                if n == target or (n.endswith(f".{target}") and n not in in_tower)
+            }
             if (
                 "experts" not in target
             ):  # `down_proj` means the linear layers; expert stacks are named `experts.down_proj`
@@ -157,7 +164,15 @@ def _groups_of(model: PreTrainedModel) -> dict[str, list[str]]:
     routers = router_names(model)
     experts = [name for name, module in model.named_modules() if is_fused_experts(module)]
     attention, mlp = [], []
+    tower = vision_tower(model)
+    in_tower = (
+        [f"{tower[0]}.{name}" for name, module in tower[1].named_modules() if isinstance(module, nn.Linear)]
+        if tower is not None
+        else []
+    )
     for name, module in model.named_modules():
+        if name in in_tower:
+            continue
         if isinstance(module, nn.Linear) and ".layers." in f".{name}" and name not in routers:
             parents = name.split(".")[:-1]
             if any("attn" in part or "attention" in part for part in parents):
@@ -171,6 +186,7 @@ def _groups_of(model: PreTrainedModel) -> dict[str, list[str]]:
         "experts": expert_parameters,
         "router": routers,
         "all": attention + mlp + expert_parameters,
+        "vision": in_tower,
     }
 
 

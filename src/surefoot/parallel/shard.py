@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from surefoot.models.experts import experts_of, is_fused_experts
+from surefoot.models.vision import vision_tower
 from surefoot.parallel import gloo
 from surefoot.parallel.layout import Layout, Meshes
 
@@ -44,9 +45,11 @@ class Sharding:
         ignored = ignored | self._shard_experts(model, ignored)
         layers = model.get_decoder().layers
         # One group for all LoRA parameters: they are few, and each group costs two collectives a step.
-        if layout.zero_stage == 3 or all(parameter.requires_grad for parameter in layers[0].parameters()):
-            for layer in layers:
-                self._fully_shard(layer, self.meshes.dense, ignored, free=layout.zero_stage == 3)
+        tower = vision_tower(model)
+        for blocks in (layers, getattr(tower[1], "blocks", ()) if tower is not None else ()):
+            if layout.zero_stage == 3 or all(p.requires_grad for block in blocks for p in block.parameters()):
+                for block in blocks:
+                    self._fully_shard(block, self.meshes.dense, ignored, free=layout.zero_stage == 3)
         self._fully_shard(model, self.meshes.dense, ignored, free=False)
 
     def _shard_experts(self, model: PreTrainedModel, ignored: set[nn.Parameter]) -> set[nn.Parameter]:

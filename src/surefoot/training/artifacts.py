@@ -12,10 +12,11 @@ from surefoot.config import RunConfig
 from surefoot.errors import ModelError
 from surefoot.models.adapter import CONFIG, load_adapter_files, read_adapter, settings_of, write_adapter
 from surefoot.models.build import build_model, load_tokenizer, meta_model, trainable_parameters
-from surefoot.models.export import in_layers, merge_adapter, read_buffers, stored_buffers, write_model
+from surefoot.models.export import in_layers, merge_adapter, read_untrained, stored_buffers, write_model
 from surefoot.models.lora import LoraSettings, adaptable_names
 from surefoot.models.placement import put, whole
 from surefoot.models.sources import resolve_model
+from surefoot.models.vision import attention_of
 from surefoot.parallel.ranks import ALONE, Ranks
 from surefoot.storage import new_folder
 from surefoot.training.checkpoint import DamagedCheckpoint, checkpoint_folder, list_checkpoints, verify
@@ -52,7 +53,8 @@ def write_artifact(
     one parameter of an adapter, or one layer of a model. Collective. Raises: StorageError.
     """
     buffers = [] if settings is not None else stored_buffers(model)
-    tensors: dict[str, Tensor] = {**trainable_parameters(model), **{name: model.get_buffer(name) for name in buffers}}
+    parameters = trainable_parameters(model) if settings is not None else dict(model.named_parameters())
+    tensors: dict[str, Tensor] = {**parameters, **{name: model.get_buffer(name) for name in buffers}}
     names = list(tensors) if settings is not None else in_layers(tensors)
     shapes = {name: tensors[name].shape for name in names}
     values = ((name, whole(tensors[name])) for name in names)
@@ -105,11 +107,11 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
     tokenizer = load_tokenizer(base, config.chat_template)
     saved = Pieces(checkpoint / "model")
     if settings is None:
-        buffers = read_buffers(base)
-        shapes = {**saved.shapes, **{name: value.shape for name, value in buffers.items()}}
+        untrained = read_untrained(base, saved.shapes)
+        shapes = {**saved.shapes, **{name: value.shape for name, value in untrained.items()}}
         names = in_layers(shapes)
         with new_folder(target) as folder:
-            values = ((name, buffers[name] if name in buffers else saved.read(name)) for name in names)
+            values = ((name, untrained[name] if name in untrained else saved.read(name)) for name in names)
             write_model(folder, base, {name: shapes[name] for name in names}, values)
             tokenizer.save_pretrained(folder)
         return target
@@ -183,7 +185,8 @@ def load(source: str, adapter: Path | None) -> tuple[PreTrainedModel, PreTrained
     model = build_model(base, lora=settings, device=device, dtype=dtype).model
     if adapter is not None and settings is not None:
         load_adapter(adapter, model, settings)
-    model.set_attn_implementation("sdpa")  # ours needs the lengths of packed samples, which callers do not have
+    # Ours needs the lengths of packed samples, which callers do not have.
+    model.set_attn_implementation(attention_of(model.config, "sdpa"))
     model.eval()
     tokens_from = adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else base
     return model, load_tokenizer(tokens_from)

@@ -9,11 +9,12 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from surefoot.config import LoadedConfig
-from surefoot.data.assemble import held_out_side, open_dataset
+from surefoot.data.assemble import held_out_side, open_dataset, open_images
 from surefoot.data.dataset import Dataset, progress_line
 from surefoot.data.findings import data_findings
 from surefoot.data.loader import MicroBatch, all_batches, micro_batches
 from surefoot.data.order import GlobalOrder, Position, StepBatch
+from surefoot.data.pixels import PixelReader
 from surefoot.data.preparation import Progress
 from surefoot.data.report import DataReport, look
 from surefoot.events import DataCounted, Event, FindingMade, Noted, Preparing
@@ -29,9 +30,17 @@ class RunData:
     """The data of a run and the order in which it is seen."""
 
     def __init__(
-        self, loaded: LoadedConfig, train: Dataset, held_out: Dataset | None, emit: Emit, ranks: Ranks
+        self,
+        loaded: LoadedConfig,
+        train: Dataset,
+        held_out: Dataset | None,
+        reader: PixelReader | None,
+        emit: Emit,
+        ranks: Ranks,
     ) -> None:
+        """`reader`: of images, where the model sees."""
         config = loaded.run
+        self.reader = reader
         self._ranks = ranks
         self.train = train
         self.held_out = held_out
@@ -111,13 +120,13 @@ class RunData:
             if self.train.preparation.is_complete:
                 self._check()
         step = self.order.step(position)
-        mine = micro_batches(step.rows, self.train, self._rows_each, self._ranks.rank, self._ranks.size)
+        mine = micro_batches(step.rows, self.train, self._rows_each, self._ranks.rank, self._ranks.size, self.reader)
         return step, list(mine)
 
     def eval_batches(self) -> Iterator[MicroBatch]:
         """This rank's part of the held-out samples."""
         assert self.held_out is not None
-        return all_batches(self.held_out, self._rows_each, self._ranks.rank, self._ranks.size)
+        return all_batches(self.held_out, self._rows_each, self._ranks.rank, self._ranks.size, self.reader)
 
     def _find(self) -> None:
         for finding in data_findings(self.train.lenient(), self.held_out):
@@ -151,7 +160,10 @@ def open_data(
     loaded: LoadedConfig, base: Path, tokenizer: PreTrainedTokenizerBase, emit: Emit, ranks: Ranks = ALONE
 ) -> RunData:
     """The data a config names, found and its formats told. Raises: DataError."""
-    vocab_size = int(load_config(base).get_text_config().vocab_size)
+    model = load_config(base)
+    vocab_size = int(model.get_text_config().vocab_size)
+    reader = open_images(loaded, base, model, tokenizer)
+    images = reader.settings if reader is not None else None
 
     def report(progress: Progress | None) -> None:
         if threading.current_thread() is threading.main_thread():  # beside training, its own lines are enough
@@ -159,7 +171,15 @@ def open_data(
 
     def opened(setting: Literal["dataset", "eval_dataset"]) -> Dataset:
         waits = ranks.local_rank > 0
-        return open_dataset(loaded, setting, tokenizer, vocab_size=vocab_size, only_waits=waits, on_progress=report)
+        return open_dataset(
+            loaded,
+            setting,
+            tokenizer,
+            vocab_size=vocab_size,
+            images=images,
+            only_waits=waits,
+            on_progress=report,
+        )
 
     train = opened("dataset")
     held_out = None
@@ -167,4 +187,4 @@ def open_data(
         held_out = opened("eval_dataset")
     elif loaded.run.eval_fraction:
         held_out = held_out_side(train)
-    return RunData(loaded, train, held_out, emit, ranks)
+    return RunData(loaded, train, held_out, reader, emit, ranks)

@@ -43,6 +43,7 @@ def build_learner(
         gradient_checkpointing=config.gradient_checkpointing,
         compile_layers=config.compile,
         sharding=sharding,
+        freeze_vision=config.freeze_vision_tower,
     )
     if device.type == "cpu":
         keep_freed_memory()

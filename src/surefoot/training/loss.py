@@ -11,10 +11,19 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from surefoot.data.loader import MicroBatch
+from surefoot.models.vision import see
 from surefoot.parallel.shard import gathered, put_to_rest
 
 CHUNK_TOKENS = 512
 """Trained tokens whose logits exist at the same time."""
+
+
+def seeing_arguments(batch: MicroBatch, model: PreTrainedModel) -> dict[str, Any]:
+    """`forward_arguments` with what the vision tower makes of the images."""
+    arguments, vision = forward_arguments(batch), batch.vision
+    if vision is None:
+        return arguments
+    return {**arguments, **see(model, batch.ids, vision.pixels, vision.grid, is_blank=vision.is_blank)}
 
 
 def forward_arguments(batch: MicroBatch) -> dict[str, Any]:
@@ -91,11 +100,12 @@ class TokenLoss:
         return self._run(batch)
 
     def _nll(self, batch: MicroBatch) -> Tensor:
+        arguments = seeing_arguments(batch, self._model)
         if self._head is None:
-            logits = self._model(**forward_arguments(batch), logits_to_keep=batch.predict_at).logits[0]
+            logits = self._model(**arguments, logits_to_keep=batch.predict_at).logits[0]
             losses = F.cross_entropy(logits.float(), batch.targets, reduction="none")
             return losses.sum() if batch.weights is None else losses @ batch.weights
-        hidden = self._model.base_model(**forward_arguments(batch)).last_hidden_state[0]
+        hidden = self._model.base_model(**arguments).last_hidden_state[0]
         if batch.weights is None:
             return _nll_sum(hidden[batch.predict_at], self._head, batch.targets)
         # Few distinct weights exist, one a turn; each group takes the same path as unweighted tokens.
@@ -122,11 +132,12 @@ class TokenLogprobs:
         return self._run(batch)
 
     def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        arguments = seeing_arguments(batch, self._model)
         if self._head is None:
-            logits = self._model(**forward_arguments(batch), logits_to_keep=batch.predict_at).logits[0]
+            logits = self._model(**arguments, logits_to_keep=batch.predict_at).logits[0]
             return self._of_logits(logits, batch.targets)
         head = self._head
-        hidden = self._model.base_model(**forward_arguments(batch)).last_hidden_state[0][batch.predict_at]
+        hidden = self._model.base_model(**arguments).last_hidden_state[0][batch.predict_at]
 
         def of_part(part: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             return self._of_logits(head(part), targets)

@@ -11,7 +11,7 @@ from surefoot.models.build import BuiltModel
 from surefoot.models.routing import LayerRouting, expert_counts, load_balancing_loss
 from surefoot.parallel.ranks import ALONE, Ranks, sum_over_ranks
 from surefoot.parallel.shard import gathered, put_to_rest
-from surefoot.training.loss import TokenLoss, forward_arguments
+from surefoot.training.loss import TokenLoss, seeing_arguments
 from surefoot.training.step import LossParts, Totals
 
 
@@ -26,7 +26,7 @@ class SftObjective:
         self._ranks = ranks
 
         def run_decoder(batch: MicroBatch) -> None:
-            built.model.base_model(**forward_arguments(batch))
+            built.model.base_model(**seeing_arguments(batch, built.model))
 
         self._run_decoder = gathered(built.model, run_decoder)
         self._routing = built.routing

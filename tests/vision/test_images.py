@@ -1,0 +1,222 @@
+"""Images as data: what users write, what transformers' processors make of it, and what is refused."""
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image as Pillow
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+
+from surefoot.data.conversation import BadRow
+from surefoot.data.formats import FormatSpec, Reader, format_of
+from surefoot.data.images import Image, ImageSettings, find_image, open_image, positions
+from surefoot.data.pixels import PixelReader
+from surefoot.data.render import Renderer, RendererSource
+from surefoot.errors import DataError
+from tests.vision.conftest import draw, make_processor, vision_tokenizer
+
+SETTINGS = ImageSettings("<|image_pad|>", 5, 14, 2, 28 * 28, 16 * 28 * 28)
+
+
+@pytest.mark.parametrize("size", [(84, 56), (640, 480), (13, 300), (1, 40), (2000, 30), (28, 28), (29, 57), (5, 5)])
+def test_an_image_gets_the_cells_and_pixels_of_transformers_own_processor(
+    size: tuple[int, int], tmp_path: Path
+) -> None:
+    pixels = np.random.default_rng(3).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    path = tmp_path / "noise.png"
+    Pillow.fromarray(pixels).save(path)
+    theirs = make_processor()(images=Pillow.open(path), return_tensors="pt")
+    image = find_image(str(path), tmp_path, SETTINGS)
+    ours = PixelReader(make_processor(), SETTINGS).read([("here", [image])])
+    assert ours.grid.tolist() == theirs["image_grid_thw"].tolist()
+    assert image.num_tokens * 4 == len(theirs["pixel_values"])
+    torch.testing.assert_close(ours.pixels, theirs["pixel_values"], rtol=0, atol=0)
+
+
+def test_an_image_that_was_scaled_is_scaled_no_further(tmp_path: Path) -> None:
+    # Who is given the scaled pixels, such as an engine, must see just these.
+    image = find_image(str(draw(tmp_path / "wide.png", "red", size=(700, 130))), tmp_path, SETTINGS)
+    with open_image(image, SETTINGS.cell) as picture:
+        assert SETTINGS.cells(*picture.size) == (image.rows, image.columns)
+        assert (picture.height, picture.width) == (image.rows * 28, image.columns * 28)
+
+
+def test_positions_are_those_of_transformers(vision_folder: Callable[[str], Path]) -> None:
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(vision_folder("qwen2_5_vl"))
+    token = model.config.image_token_id
+    images = [Image("", "", 2, 3), Image("", "", 4, 1), Image("", "", 1, 1)]
+    ids = [7, 8, *[token] * 6, 9, *[token] * 4, 10, *[token], 11, 12]
+    theirs, _ = model.model.get_rope_index(
+        torch.tensor([ids]),
+        mm_token_type_ids=torch.tensor([[int(one == token) for one in ids]]),
+        image_grid_thw=torch.tensor([[1, 4, 6], [1, 8, 2], [1, 2, 2]]),
+    )
+    ours = positions(np.array(ids, np.int32), images, token)
+    assert ours.tolist() == theirs[:, 0].tolist()
+    assert positions(np.array([7, 8, 9], np.int32), [], token).tolist() == [[0, 1, 2]] * 3
+
+
+def rendered(row: dict[str, Any], folder: Path, settings: ImageSettings | None = SETTINGS) -> Any:
+    tokenizer = vision_tokenizer()
+    if settings is not None:
+        settings = ImageSettings(**{**vars(settings), "token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>")})
+    source = RendererSource.of(tokenizer, {}, parse_special_tokens=False, images=settings)
+    spec = FormatSpec()
+    renderer = Renderer(source)
+    text = renderer.render(Reader(spec, format_of(spec, row)).read(row), folder)
+    (found,) = renderer.tokenize([text])
+    if isinstance(found, BadRow):
+        raise found
+    return found
+
+
+def talk(question: Any, answer: str = "red") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def as_base64(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode()
+
+
+def forms(one: Path, two: Path) -> dict[str, dict[str, Any]]:
+    """Two images, then a question, as users write it."""
+    data = [f"data:image/png;base64,{as_base64(path)}" for path in (one, two)]
+    urls = [{"type": "image_url", "image_url": {"url": url}} for url in data]
+    text = {"type": "text", "text": "Which?"}
+    empty = {"type": "image"}
+    return {
+        "OpenAI, base64": {"messages": talk([*urls, text])},
+        "OpenAI, paths": {
+            "messages": talk([{"type": "image_url", "image_url": name.name} for name in (one, two)] + [text])
+        },
+        "transformers": {
+            "messages": talk([{"type": "image", "path": str(one)}, {"type": "image", "image": two.name}, text])
+        },
+        "base64 parts": {
+            "messages": talk([{"type": "image", "base64": as_base64(path)} for path in (one, two)] + [text])
+        },
+        "TRL, empty parts": {"messages": talk([empty, empty, text]), "images": [one.name, str(two)]},
+        "TRL, prompt and completion": {
+            "prompt": [{"role": "user", "content": "Which?"}],
+            "completion": [{"role": "assistant", "content": "red"}],
+            "images": [one.name, two.name],
+        },
+        "ms-swift": {"messages": talk("<image><image>Which?"), "images": [{"path": one.name}, {"path": two.name}]},
+        "bytes of a hub dataset": {
+            "messages": talk("<image><image>Which?"),
+            "images": [{"bytes": path.read_bytes(), "path": None} for path in (one, two)],
+        },
+        "LLaMA-Factory, sharegpt": {
+            "conversations": [{"from": "human", "value": "<image><image>Which?"}, {"from": "gpt", "value": "red"}],
+            "images": [one.name, two.name],
+        },
+        "LLaMA-Factory, alpaca": {
+            "instruction": "<image><image>Which?", "output": "red", "images": json.dumps([one.name, two.name])
+        },
+        "query and response": {"query": "<image><image>Which?", "response": "red", "images": [one.name, two.name]},
+        "no places": {"query": "Which?", "response": "red", "images": [one.name, two.name]},
+        "mixed": {
+            "messages": talk([{"type": "image", "image": one.name}, {"type": "text", "text": "<image>Which?"}]),
+            "images": [two.name],
+        },
+    }  # fmt: skip
+
+
+NAMES = tuple(forms(Path(__file__), Path(__file__)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_form_gives_the_same_sample(name: str, tmp_path: Path) -> None:
+    one, two = draw(tmp_path / "1.png", "red"), draw(tmp_path / "2.png", "blue", size=(56, 112))
+    expected = rendered(forms(one, two)["ms-swift"], tmp_path)
+    found = rendered(forms(one, two)[name], tmp_path)
+    assert found.ids.tolist() == expected.ids.tolist()
+    assert found.spans == expected.spans
+    assert [image.sha256 for image in found.images] == [image.sha256 for image in expected.images]
+    assert [(image.rows, image.columns) for image in found.images] == [(2, 3), (4, 2)]
+    token = vision_tokenizer().convert_tokens_to_ids("<|image_pad|>")
+    assert (found.ids == token).sum() == 2 * 3 + 4 * 2
+    assert vision_tokenizer().decode(found.ids[slice(*vars(found.spans[0]).values()).start :]).startswith("red")
+
+
+def test_a_rendered_text_is_the_templates_own(tmp_path: Path) -> None:
+    tokenizer = vision_tokenizer()
+    path = draw(tmp_path / "1.png", "red")
+    asked = [
+        {"type": "text", "text": "Look: "},
+        {"type": "image", "image": str(path)},
+        {"type": "text", "text": " which?"},
+    ]
+    theirs = tokenizer.apply_chat_template(talk(asked), tokenize=False)
+    row = rendered({"messages": talk(asked)}, tmp_path)
+    assert tokenizer.decode(row.ids) == theirs.replace("<|image_pad|>", "<|image_pad|>" * 6)
+
+
+def refused(rows: Path) -> dict[str, tuple[dict[str, Any], str]]:
+    good = str(rows / "1.png")
+
+    def asking(*images: object, question: str = "<image>?") -> dict[str, Any]:
+        return {"query": question, "response": "a", "images": list(images)}
+
+    return {
+        "missing": (asking("no.png"), r"image no\.png is missing; looked for "),
+        "broken": (asking("broken.png"), r"broken\.png is broken: "),
+        "cut short": (asking("short.png"), r"short\.png is broken: "),
+        "no image": (asking("notes.txt"), r"notes\.txt is broken: "),
+        "address": (
+            {"messages": talk([{"type": "image_url", "image_url": {"url": "https://x.org/1.png"}}])},
+            "https://x.org/1.png is an address, which is not fetched",
+        ),
+        "too few": (asking(good, question="<image><image>?"), "1 images in the row's columns for 2 places"),
+        "too many": (asking(good, good), "2 images in the row's columns for 1 places"),
+        "none": ({"messages": talk([{"type": "image"}])}, "0 images in the row's columns for 1 places"),
+        "empty": (asking(), "0 images in the row's columns for 1 places"),
+        "in an answer": ({"messages": talk("?", "<image>"), "images": [good]}, "the assistant's turn holds an image"),
+        "a number": (asking(3, question="?"), r"images\[0\] is 3; an image is a path"),
+        "no base64": (asking("data:image/png;base64,###", question="?"), "is no base64 text"),
+        "bare text": ({"prompt": "?", "completion": "a", "images": [good]}, "bare texts instead of messages"),
+        "twice": ({**asking(good), "image": good}, "images in both of `images` and `image`"),
+        "video": ({"query": "?", "response": "a", "videos": ["a.mp4"]}, "this version trains on text and images"),
+        "narrow": (asking("narrow.png", question="?"), "more than 200 times as long as wide"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", tuple(refused(Path())))
+def test_what_cannot_be_seen_is_refused(name: str, tmp_path: Path) -> None:
+    good = draw(tmp_path / "1.png", "red")
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 40)
+    (tmp_path / "short.png").write_bytes(good.read_bytes()[:-60])
+    (tmp_path / "notes.txt").write_text("nothing to see")
+    Pillow.new("L", (2, 500)).save(tmp_path / "narrow.png")
+    row, reason = refused(tmp_path)[name]
+    with pytest.raises(BadRow, match=reason):
+        rendered(row, tmp_path)
+
+
+def test_a_model_that_reads_text_only_refuses_images(tmp_path: Path) -> None:
+    draw(tmp_path / "1.png", "red")
+    with pytest.raises(BadRow, match="the row has 1 images, and this model reads text only"):
+        rendered({"query": "?", "response": "a", "images": ["1.png"]}, tmp_path, None)
+
+
+def test_text_about_images_stays_text(tmp_path: Path) -> None:
+    row = rendered({"query": "What does <image> mean in XML, and <|image_pad|>?", "response": "a tag"}, tmp_path)
+    token = vision_tokenizer().convert_tokens_to_ids("<|image_pad|>")
+    assert "<image>" in vision_tokenizer().decode(row.ids)
+    assert not (row.ids == token).any()
+
+
+def test_an_image_that_changed_after_it_was_prepared_is_refused(tmp_path: Path) -> None:
+    path = draw(tmp_path / "1.png", "red")
+    image = find_image("1.png", tmp_path, SETTINGS)
+    draw(path, "blue")
+    with pytest.raises(DataError, match=r"data:7: image .*1\.png was changed since its row was prepared"):
+        PixelReader(make_processor(), SETTINGS).read([("data:7", [image])])
+    path.unlink()
+    with pytest.raises(DataError, match=r"data:7: image .*1\.png cannot be read: No such file"):
+        PixelReader(make_processor(), SETTINGS).read([("data:7", [image])])

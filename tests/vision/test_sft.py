@@ -1,0 +1,247 @@
+"""SFT on images: what is computed equals what transformers computes, and runs do what their settings say."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from surefoot import load, train
+from surefoot.config import load_config
+from surefoot.data.dataset import Sample
+from surefoot.data.loader import collate
+from surefoot.data.pixels import PixelReader
+from surefoot.errors import ConfigError, DataError
+from surefoot.models.build import BuiltModel, build_model, load_tokenizer, trainable_parameters
+from surefoot.models.lora import LoraSettings
+from surefoot.models.vision import vision_names
+from surefoot.training.batches import RunData, open_data
+from surefoot.training.loss import TokenLoss
+from tests.conftest import write_jsonl
+from tests.vision.conftest import COLOURS, KINDS, draw, picture_rows
+
+Make = Callable[[str], Path]
+TRAINED = {"targets": ("attention", "mlp"), "rank": 4, "alpha": 8.0}
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "data" / "pictures.jsonl", picture_rows(tmp_path / "data"))
+
+
+@pytest.fixture
+def vision(vision_folder: Make, pictures: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    def settings(kind: str = "qwen2_5_vl", **more: Any) -> dict[str, Any]:
+        return {
+            "model": str(vision_folder(kind)),
+            "dataset": str(pictures),
+            "output_dir": str(tmp_path / "run"),
+            "max_length": 256,
+            "max_steps": 4,
+            "learning_rate": 1e-2,
+            "lora_rank": 4,
+            "device": "cpu",
+            "report": False,
+            **more,
+        }
+
+    return settings
+
+
+def opened(settings: dict[str, Any]) -> tuple[RunData, list[Sample], PixelReader]:
+    base = Path(settings["model"])
+    data = open_data(load_config(None, (), settings), base, load_tokenizer(base), lambda _: None)
+    data.train.prepare()
+    assert data.reader is not None
+    return data, list(data.train), data.reader
+
+
+def built(base: Path, **lora: Any) -> BuiltModel:
+    model = build_model(base, lora=LoraSettings(**{**TRAINED, **lora}), device=torch.device("cpu"), dtype=torch.float32)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():  # B is zero at first, and would hide what A does
+        for parameter in trainable_parameters(model.model).values():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    model.model.eval()
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_loss_equal_those_of_transformers(kind: str, vision_folder: Make, vision: Any) -> None:
+    base = vision_folder(kind)
+    _, samples, reader = opened(vision(kind))
+    theirs = AutoModelForImageTextToText.from_pretrained(base)
+    processor = Qwen2VLImageProcessorPil.from_pretrained(base)
+    ours = build_model(base, lora=None, device=torch.device("cpu"), dtype=torch.float32).model.eval()
+    token_loss = TokenLoss(ours)
+    token = theirs.config.image_token_id
+    seen = set()
+    for sample in samples:
+        ids = torch.from_numpy(sample.ids.astype("int64"))[None]
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if sample.images:
+            found = processor(images=[Image.open(image.path) for image in sample.images], return_tensors="pt")
+            inputs |= {**found, "mm_token_type_ids": (ids == token).int()}
+        labels = torch.where(torch.from_numpy(sample.weights) > 0, ids[0], -100)[None]
+        with torch.no_grad():
+            expected = theirs(**inputs, labels=labels)
+            batch = collate([sample], reader)
+            loss = token_loss(batch) / batch.num_trained
+        torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=1e-5)
+        seen.add(len(sample.images))
+    assert seen == {0, 1, 2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pack_equals_its_samples_one_by_one(kind: str, vision_folder: Make, vision: Any) -> None:
+    _, samples, reader = opened(vision(kind))
+    model = built(vision_folder(kind), targets=("attention", "vision"))
+    token_loss = TokenLoss(model.model)
+    parameters = trainable_parameters(model.model)
+    assert any("visual" in name for name in parameters)
+    token_loss(collate(samples[:5], reader)).backward()
+    packed = {name: parameter.grad.clone() for name, parameter in parameters.items() if parameter.grad is not None}
+    assert packed.keys() == parameters.keys()
+    model.model.zero_grad()
+    for sample in samples[:5]:
+        token_loss(collate([sample], reader)).backward()
+    for name, parameter in parameters.items():
+        assert parameter.grad is not None
+        torch.testing.assert_close(
+            parameter.grad, packed[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    assert max(float(gradient.abs().max()) for gradient in packed.values()) > 1e-3
+
+
+def test_a_row_of_text_is_what_the_text_model_makes_of_it(vision_folder: Make, vision: Any) -> None:
+    _, samples, reader = opened(vision())
+    text = next(sample for sample in samples if not sample.images)
+    model = built(vision_folder("qwen2_5_vl"))
+    token_loss = TokenLoss(model.model)
+    with torch.no_grad():
+        torch.testing.assert_close(token_loss(collate([text], reader)), token_loss(collate([text])))
+
+
+def answer(model: Any, base: Path, picture: Path) -> str:
+    """What transformers' own generation says of a picture."""
+    tokenizer, processor = AutoTokenizer.from_pretrained(base), Qwen2VLImageProcessorPil.from_pretrained(base)
+    found = processor(images=Image.open(picture), return_tensors="pt")
+    ask = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What colour?"}]}]
+    text = tokenizer.apply_chat_template(ask, tokenize=False, add_generation_prompt=True)
+    cells = int(found["image_grid_thw"].prod()) // 4
+    ids = tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * cells), return_tensors="pt")["input_ids"]
+    kinds = (ids == model.config.image_token_id).int()
+    out = model.generate(input_ids=ids, mm_token_type_ids=kinds, **found, max_new_tokens=8, do_sample=False)
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def test_a_model_learns_what_pictures_show(vision: Any, tmp_path: Path) -> None:
+    rows = []
+    for number in range(24):
+        colour = list(COLOURS)[number % 3]
+        size = (56 + 28 * (number % 4), 56 + 28 * (number % 5 % 3))
+        picture = draw(tmp_path / "data" / f"{number}.png", colour, 1 + number % 3, size=size)
+        rows.append({"query": "What colour?", "response": colour, "images": [picture.name]})
+    path = write_jsonl(tmp_path / "data" / "colours.jsonl", rows)
+    given = vision(dataset=str(path), tuning="full", max_steps=150, learning_rate=1e-2)
+    del given["lora_rank"]
+    train(given, screen=False, per_device_train_batch_size=24)
+    base = tmp_path / "run" / "model"
+    model = AutoModelForImageTextToText.from_pretrained(base)
+    found = [answer(model, base, tmp_path / "data" / f"{number}.png") for number in range(24)]
+    assert found == list(COLOURS) * 8
+
+
+def test_an_adapter_says_to_peft_what_it_says_here(vision: Any, vision_folder: Make, tmp_path: Path) -> None:
+    for targets, in_tower in ((["attention"], False), (["attention", "vision"], True)):
+        result = train(vision(target_modules=targets, overwrite_output_dir=True), screen=False)
+        assert result.artifact is not None
+        tensors = load_file(result.artifact / "adapter_model.safetensors")
+        assert any("visual" in name for name in tensors) is in_tower
+        tuned = PeftModel.from_pretrained(
+            AutoModelForImageTextToText.from_pretrained(vision_folder("qwen2_5_vl")), result.artifact
+        )
+        ours, _ = load(vision_folder("qwen2_5_vl"), result.artifact)
+        inputs = {
+            **Qwen2VLImageProcessorPil.from_pretrained(vision_folder("qwen2_5_vl"))(
+                images=Image.open(tmp_path / "data" / "0.png"), return_tensors="pt"
+            )
+        }
+        cells = int(inputs["image_grid_thw"].prod()) // 4
+        ids = torch.tensor([[7, 8, *[tuned.config.image_token_id] * cells, 9, 10]])
+        inputs |= {"input_ids": ids, "mm_token_type_ids": (ids == tuned.config.image_token_id).int()}
+        with torch.no_grad():
+            torch.testing.assert_close(ours(**inputs).logits, tuned(**inputs).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_fine_tuning_keeps_the_tower_unless_told(
+    kind: str, vision: Any, vision_folder: Make, tmp_path: Path
+) -> None:
+    base = AutoModelForImageTextToText.from_pretrained(vision_folder(kind)).state_dict()
+    tower = vision_names(AutoModelForImageTextToText.from_pretrained(vision_folder(kind)))
+    for freezes in (True, False):
+        target = tmp_path / f"run-{freezes}"
+        given = vision(kind, tuning="full", output_dir=str(target), freeze_vision_tower=freezes, weight_decay=0.1)
+        del given["lora_rank"]
+        train(given, screen=False)
+        tuned = AutoModelForImageTextToText.from_pretrained(target / "model").state_dict()
+        changed = {name for name, value in tuned.items() if not torch.equal(value, base[name])}
+        assert tuned.keys() == base.keys()
+        assert bool(changed & tower) is not freezes
+        assert changed - tower
+    assert (tmp_path / "run-True" / "model" / "preprocessor_config.json").is_file()
+
+
+def test_images_are_never_cut(vision: Any, tmp_path: Path) -> None:
+    draw(tmp_path / "data" / "large.png", "red", size=(600, 600))
+    rows = [*picture_rows(tmp_path / "data"), {"query": "<image>?", "response": "red", "images": ["large.png"]}]
+    rows = [rows[-1] | {"images": ["0.png"]}, rows[-1]]
+    path = write_jsonl(tmp_path / "data" / "long.jsonl", rows)
+    data, samples, _ = opened(vision(dataset=str(path), max_length=40, max_pixels=30 * 784, truncation="right"))
+    assert len(samples) == 1
+    ((place, reason),) = data.train.skipped()
+    assert place == "long.jsonl:2"
+    assert reason.endswith(" tokens with images, which are never cut, longer than max_length=40")
+    with pytest.raises(DataError, match=r"1 of 2 rows are longer than max_length=40: the first is long.jsonl:2"):
+        opened(vision(dataset=str(path), max_length=40, max_pixels=30 * 784))
+
+
+def test_bad_images_stop_the_run_with_their_row(vision: Any, tmp_path: Path) -> None:
+    rows = picture_rows(tmp_path / "data")
+    (tmp_path / "data" / "4.png").write_bytes(b"\x89PNG nothing")
+    path = write_jsonl(tmp_path / "data" / "bad.jsonl", rows)
+    with pytest.raises(DataError, match=r"bad\.jsonl:5: image .*/4\.png is broken: .*on_bad_row: skip"):
+        train(vision(dataset=str(path)), screen=False)
+    (tmp_path / "data" / "4.png").unlink()
+    path = write_jsonl(tmp_path / "data" / "worse.jsonl", rows)
+    train(vision(dataset=str(path), on_bad_row="skip", overwrite_output_dir=True), screen=False)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["examples"]["skipped"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"min_pixels": 5000, "max_pixels": 2000}, "min_pixels=5000, max_pixels=2000"),
+        ({"max_pixels": 300}, "an image has at least 28x28 pixels"),
+        ({"freeze_vision_tower": False}, "freeze_vision_tower is of full fine-tuning"),
+    ],
+)
+def test_impossible_settings_are_refused(given: dict[str, Any], message: str, vision: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(vision(**given), screen=False)
+
+
+def test_max_pixels_bounds_the_tokens(vision: Any, tmp_path: Path) -> None:
+    draw(tmp_path / "data" / "large.png", "red", size=(600, 600))
+    path = write_jsonl(tmp_path / "data" / "one.jsonl", [{"query": "?", "response": "red", "images": ["large.png"]}])
+    for most, cells in ((17 * 784, 16), (5 * 784, 4), (401 * 784, 400)):
+        _, (sample,), _ = opened(vision(dataset=str(path), max_pixels=most, max_length=1000))
+        assert sample.images[0].num_tokens == cells
