@@ -69,6 +69,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "llama-full-grpo": {"model": "llama", "tuning": "full", **GRPO},
     "qwen2_5_vl-lora": {"model": "qwen2_5_vl", "target_modules": ["all", "vision"], "max_length": 256},
     "qwen3_vl_moe-full": {"model": "qwen3_vl_moe", "tuning": "full", "freeze_vision_tower": False, "max_length": 256},
+    "qwen2_5_vl-grpo": {"model": "qwen2_5_vl", **GRPO, "target_modules": ["all", "vision"], "max_length": 256},
     "one_expert-lora": {"model": "one_expert", "global_batch_size": 1},
     "one_expert-full": {"model": "one_expert", "tuning": "full", "router_aux_loss_coef": 0.01, "global_batch_size": 3},
 }

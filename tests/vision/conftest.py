@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.conftest import SIZES, make_tokenizer
+from tests.conftest import SIZES, make_tokenizer, write_jsonl
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 CONTROLS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -110,3 +110,27 @@ def picture_rows(folder: Path, count: int = 12) -> list[dict[str, Any]]:
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": colour}]
         rows.append({"messages": messages, "images": images})
     return rows
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "data" / "pictures.jsonl", picture_rows(tmp_path / "data"))
+
+
+@pytest.fixture
+def vision(vision_folder: Callable[[str], Path], pictures: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    def settings(kind: str = "qwen2_5_vl", **more: Any) -> dict[str, Any]:
+        return {
+            "model": str(vision_folder(kind)),
+            "dataset": str(pictures),
+            "output_dir": str(tmp_path / "run"),
+            "max_length": 256,
+            "max_steps": 4,
+            "learning_rate": 1e-2,
+            "lora_rank": 4,
+            "device": "cpu",
+            "report": False,
+            **more,
+        }
+
+    return settings

@@ -200,7 +200,7 @@ def test_what_cannot_be_seen_is_refused(name: str, tmp_path: Path) -> None:
 
 def test_a_model_that_reads_text_only_refuses_images(tmp_path: Path) -> None:
     draw(tmp_path / "1.png", "red")
-    with pytest.raises(BadRow, match="the row has 1 images, and this model reads text only"):
+    with pytest.raises(BadRow, match="the row has an image, and this model reads text only"):
         rendered({"query": "?", "response": "a", "images": ["1.png"]}, tmp_path, None)
 
 

@@ -31,30 +31,6 @@ Make = Callable[[str], Path]
 TRAINED = {"targets": ("attention", "mlp"), "rank": 4, "alpha": 8.0}
 
 
-@pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    return write_jsonl(tmp_path / "data" / "pictures.jsonl", picture_rows(tmp_path / "data"))
-
-
-@pytest.fixture
-def vision(vision_folder: Make, pictures: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    def settings(kind: str = "qwen2_5_vl", **more: Any) -> dict[str, Any]:
-        return {
-            "model": str(vision_folder(kind)),
-            "dataset": str(pictures),
-            "output_dir": str(tmp_path / "run"),
-            "max_length": 256,
-            "max_steps": 4,
-            "learning_rate": 1e-2,
-            "lora_rank": 4,
-            "device": "cpu",
-            "report": False,
-            **more,
-        }
-
-    return settings
-
-
 def opened(settings: dict[str, Any]) -> tuple[RunData, list[Sample], PixelReader]:
     base = Path(settings["model"])
     data = open_data(load_config(None, (), settings), base, load_tokenizer(base), lambda _: None)

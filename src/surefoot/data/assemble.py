@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from surefoot.config import DatasetItem, LoadedConfig
 from surefoot.data.dataset import Dataset, Reading
 from surefoot.data.images import ImageSettings
-from surefoot.data.pixels import PixelReader, load_processor
+from surefoot.data.pixels import PROCESSOR, PixelReader, load_processor
 from surefoot.data.preparation import OnProgress
 from surefoot.data.render import RendererSource
 from surefoot.data.sources import find_sources
@@ -20,6 +20,7 @@ from surefoot.errors import ConfigError, DataError
 MAX_WORKERS = 16
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Types of models whose images are placed as `images.positions` does."""
+TEXT_ONLY = "this model reads text only"
 
 
 def open_dataset(
@@ -28,15 +29,15 @@ def open_dataset(
     tokenizer: PreTrainedTokenizerBase,
     *,
     vocab_size: int | None,
-    images: ImageSettings | None = None,
+    reader: PixelReader | None = None,
+    why_blind: str = TEXT_ONLY,
     only_waits: bool = False,
     on_progress: OnProgress = lambda _: None,
 ) -> Dataset:
     """A dataset setting of a run, found and its formats told, but not prepared yet; `only_waits`: by another process.
 
-    Rows are samples or, with GRPO, prompts; `images`: how the model sees, if it does.
-    With `eval_fraction`, `dataset` is the training side; `held_out_side` gives
-    the other.
+    Rows are samples or, with GRPO, prompts. `reader`: of images, or `why_blind`: why there is none. With
+    `eval_fraction`, `dataset` is the training side; `held_out_side` gives the other.
     Raises: DataError for what is missing or of no known format.
     """
     config = loaded.run
@@ -56,7 +57,8 @@ def open_dataset(
         config.template_variables,
         parse_special_tokens=config.parse_special_tokens,
         today=date.fromisoformat(config.chat_template_date),
-        images=images,
+        images=reader.settings if reader is not None else None,
+        why_blind=why_blind,
     )
     prompts = config.method == "grpo"
     reading = Reading(
@@ -84,17 +86,20 @@ def open_dataset(
 
 def open_images(
     loaded: LoadedConfig, base: Path, model: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> PixelReader | None:
-    """What reads images for a model; None for one without a vision tower, or without an image processor.
+) -> tuple[PixelReader | None, str]:
+    """What reads images for a model, or why there is none. `model`: the configuration of the folder `base`.
 
-    `model`: the configuration of the folder `base`.
     Raises: ConfigError for impossible limits; DataError for a processor that cannot be read or does not fit.
     """
     config = loaded.run
-    token_id = getattr(model, "image_token_id", None)
-    processor = load_processor(base) if model.model_type in SEEING else None
-    if processor is None or token_id is None:
-        return None
+    if model.model_type not in SEEING:
+        return None, TEXT_ONLY
+    if config.rollout_engine == "vllm" and config.method == "grpo":
+        return None, "rollout_engine=vllm is given text only in this version; set rollout_engine: local"
+    processor = load_processor(base)
+    if processor is None:
+        return None, f"the model's folder has no {PROCESSOR}, which says how to cut them"
+    token_id = int(model.image_token_id)
     least = config.min_pixels or processor.size["shortest_edge"]
     most = config.max_pixels or processor.size["longest_edge"]
     cell = processor.patch_size * processor.merge_size
@@ -122,7 +127,7 @@ def open_images(
         folder=config.image_dir,
         allow_urls=config.allow_image_urls,
     )
-    return PixelReader(processor, settings)
+    return PixelReader(processor, settings), ""
 
 
 def held_out_side(dataset: Dataset) -> Dataset:

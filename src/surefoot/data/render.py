@@ -60,7 +60,9 @@ class RendererSource:
     tokenizer_sha256: str
     bos_id: int | None
     images: ImageSettings | None = None
-    """None for a model that reads text only."""
+    """None where images cannot be read."""
+    why_blind: str = "this model reads text only"
+    """Why they cannot."""
 
     @property
     def tokenizer_file(self) -> Path:
@@ -75,6 +77,7 @@ class RendererSource:
         parse_special_tokens: bool,
         today: date = date(2024, 7, 26),
         images: ImageSettings | None = None,
+        why_blind: str = "this model reads text only",
     ) -> "RendererSource":
         """Raises: DataError for a tokenizer that cannot be used for training."""
         if not tokenizer.is_fast:
@@ -107,7 +110,9 @@ class RendererSource:
             kwargs=kwargs,
             parse_special_tokens=parse_special_tokens,
         )
-        source = RendererSource(template, hashlib.sha256(content).hexdigest(), tokenizer.bos_token_id, images)
+        source = RendererSource(
+            template, hashlib.sha256(content).hexdigest(), tokenizer.bos_token_id, images, why_blind
+        )
         if not source.tokenizer_file.is_file():
             write_bytes(source.tokenizer_file, content)
         return source
@@ -155,7 +160,8 @@ class Renderer:
         sources = conversation.images
         settings = self._source.images
         if sources and settings is None:
-            raise BadRow(f"the row has {len(sources)} images, and this model reads text only")
+            count = "an image" if len(sources) == 1 else f"{len(sources)} images"
+            raise BadRow(f"the row has {count}, and {self._source.why_blind}")
         text = self.template.render(conversation)
         if not sources or settings is None:
             return text

@@ -1,14 +1,17 @@
 """Micro-batches of completions to train on, from completions with advantages."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.data.loader import FILLER, MicroBatch
+from surefoot.data.images import Image
+from surefoot.data.loader import MicroBatch, filler
+from surefoot.data.pixels import PixelReader
 
 
 @dataclass
@@ -23,6 +26,7 @@ class Trajectory:
     weight: float
     """Of each token in the loss of the step; 0 where the completion is masked."""
     place: str
+    images: tuple[Image, ...] = ()
     old_logprobs: list[float] | None = None
     """Under the weights of the first step on it; None while that has not come, or where there is one step alone."""
     reference_logprobs: list[float] | None = None
@@ -64,8 +68,18 @@ class PolicyBatch(MicroBatch):
         return sum(len(one.ids) for one in self.trajectories if one.weight)
 
 
-def collate_policy(trajectories: Sequence[Trajectory], *, share_prompts: bool) -> PolicyBatch:
-    """Lay completions end to end, each behind its prompt; `share_prompts`: one prompt for those that follow it."""
+def trajectory_of(values: Mapping[str, Any]) -> Trajectory:
+    """A trajectory that was written as JSON."""
+    return Trajectory(**{**values, "images": tuple(Image(**image) for image in values["images"])})
+
+
+def collate_policy(
+    trajectories: Sequence[Trajectory], *, share_prompts: bool, reader: PixelReader | None = None
+) -> PolicyBatch:
+    """Lay completions end to end, each behind its prompt; `share_prompts`: one prompt for those that follow it.
+
+    `reader`: of the images of a model that sees. Raises: DataError for one that cannot be read.
+    """
     ids: list[int] = []
     positions: list[Tensor] = []
     lengths: list[int] = []
@@ -73,14 +87,21 @@ def collate_policy(trajectories: Sequence[Trajectory], *, share_prompts: bool) -
     predict_at: list[Tensor] = []
     token_at: list[Tensor] = []
     places: list[str] = []
-    for prompt, group in groupby(trajectories, key=lambda one: one.prompt):
+    seen: list[tuple[str, Sequence[Image]]] = []
+    for (prompt, images), group in groupby(trajectories, key=lambda one: (one.prompt, one.images)):
         last_of_prompt = -1
+        of_prompt = torch.arange(len(prompt))
+        if reader is not None:
+            of_prompt = reader.places(np.array(prompt, np.int32), images)
+        next_position = int(of_prompt.max()) + 1
         for one in group:
+            of_completion = torch.arange(next_position, next_position + len(one.ids)).expand(*of_prompt.shape[:-1], -1)
             if last_of_prompt < 0 or not share_prompts:
                 last_of_prompt = len(ids) + len(prompt) - 1
                 segment = prompt if share_prompts else prompt + one.ids
                 ids += segment
-                positions.append(torch.arange(len(segment)))
+                positions += [of_prompt] if share_prompts else [of_prompt, of_completion]
+                seen.append((one.place, images))
                 continues.append(-1)
                 lengths.append(len(segment))
                 places.append(one.place)
@@ -89,7 +110,7 @@ def collate_policy(trajectories: Sequence[Trajectory], *, share_prompts: bool) -
             if share_prompts:
                 begin = len(ids)
                 ids += one.ids
-                positions.append(torch.arange(len(prompt), len(prompt) + len(one.ids)))
+                positions.append(of_completion)
                 continues.append(owner)
                 lengths.append(len(one.ids))
                 places.append(one.place)
@@ -109,13 +130,14 @@ def collate_policy(trajectories: Sequence[Trajectory], *, share_prompts: bool) -
     assert rollout is not None
     return PolicyBatch(
         ids=torch.tensor(ids)[None],
-        position_ids=torch.cat(positions)[None],
+        position_ids=torch.cat(positions, dim=-1).unsqueeze(-2),
         lengths=lengths,
         cu_seq_lens=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
         predict_at=torch.cat(predict_at),
         targets=torch.tensor([token for one in trajectories for token in one.ids]),
         weights=each_token([one.weight for one in trajectories]),
         places=tuple(places),
+        vision=reader.read(seen) if reader is not None else None,
         continues=tuple(continues) if share_prompts else None,
         advantages=each_token([one.advantage for one in trajectories]),
         rollout_logprobs=rollout,
@@ -140,6 +162,7 @@ def policy_batches(
     is_first_use: bool = True,
     rank: int = 0,
     num_ranks: int = 1,
+    reader: PixelReader | None = None,
 ) -> Iterator[PolicyBatch]:
     """This rank's part of a step in forwards of at most `rows_each` completions, as many on each rank.
 
@@ -149,13 +172,16 @@ def policy_batches(
     mine = [trajectories[index] for index in part_of(len(trajectories), rank, num_ranks)]
     for begin in range(0, most, rows_each):
         rows = mine[begin : begin + rows_each]
-        yield collate_policy(rows, share_prompts=share_prompts) if rows else _filler(is_first_use)
+        if rows:
+            yield collate_policy(rows, share_prompts=share_prompts, reader=reader)
+        else:
+            yield _filler(is_first_use, reader)
 
 
-def _filler(is_first_use: bool) -> PolicyBatch:
+def _filler(is_first_use: bool, reader: PixelReader | None) -> PolicyBatch:
     """Stands in beside other ranks' batches; like theirs, it gets no logprobs that stay but at the first use."""
     nothing, first = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
-    values: dict[str, Any] = {**vars(FILLER), "weights": nothing}
+    values: dict[str, Any] = {**vars(filler(reader)), "weights": nothing}
     return PolicyBatch(
         **values,
         advantages=nothing,

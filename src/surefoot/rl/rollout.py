@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from surefoot.data.images import Image
 from surefoot.events import Phase
 
 
@@ -16,6 +17,7 @@ class Prompt:
     """Of its row: `data.jsonl:203`."""
     columns: Mapping[str, Any]
     """What its reward functions are given: `prompt` as messages or text, and the row's own columns."""
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Sampling:
     """Tokens that end a completion; they belong to it."""
     stops: tuple[str, ...] = ()
     """Texts that do."""
+    banned: frozenset[int] = frozenset()
+    """Tokens that are never drawn: those that stand for images, which no answer can hold."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,10 @@ class Request:
     prompt: list[int]
     seed: tuple[int, ...]
     """Draws depend on this, the prompt and the weights alone: not on the rank, nor on what else is generated."""
+    images: tuple[Image, ...] = ()
+    """Those that the prompt's image tokens stand for, in order."""
+    place: str = ""
+    """Of the prompt's row, for errors."""
 
 
 @dataclass(frozen=True)

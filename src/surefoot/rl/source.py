@@ -15,12 +15,13 @@ from surefoot.config import RunConfig
 from surefoot.data.dataset import Dataset
 from surefoot.data.loader import MicroBatch
 from surefoot.data.order import GlobalOrder, Position, SampleKey, StepBatch
+from surefoot.data.pixels import PixelReader
 from surefoot.errors import DataError, StoppedOnFinding
 from surefoot.events import CompletionsMade, Event, FindingMade, Phase
 from surefoot.findings import Finding
 from surefoot.parallel.ranks import Ranks
 from surefoot.rl.advantage import Trained, advantages, has_spread, overlong_penalty, token_weights
-from surefoot.rl.batch import Trajectory, part_of, policy_batches
+from surefoot.rl.batch import Trajectory, part_of, policy_batches, trajectory_of
 from surefoot.rl.findings import FlatRewards, failing_rewards, no_rewards
 from surefoot.rl.rewards import Answers, Rewards
 from surefoot.rl.rollout import Completion, Engine, Prompt, Request, Sampling
@@ -80,11 +81,12 @@ class RolloutSource:
         sampling: Sampling,
         context: int | None,
         share_prompts: bool,
+        reader: PixelReader | None = None,
         ranks: Ranks,
         phase: Callable[[Phase], AbstractContextManager[None]],
         emit: Callable[[Event], None],
     ) -> None:
-        """`context`: the most tokens the model can see. `share_prompts`: see `collate_policy`."""
+        """`context`: the most tokens the model can see. `share_prompts`, `reader`: see `collate_policy`."""
         self._config = config
         self._dataset = dataset
         self._order = order
@@ -94,6 +96,7 @@ class RolloutSource:
         self._sampling = sampling
         self._context = context
         self._share_prompts = share_prompts
+        self._reader = reader
         self._ranks = ranks
         self._phase = phase
         self._emit = emit
@@ -114,19 +117,25 @@ class RolloutSource:
             self._current = self._roll_out(position, step, epoch)
         current = self._current
         uses = self._config.num_iterations
-        mine = policy_batches(
-            current.trajectories,
-            self._config.per_device_train_batch_size,
-            share_prompts=self._share_prompts,
-            is_first_use=use == 0,
-            rank=self._ranks.rank,
-            num_ranks=self._ranks.size,
+        # Each rank opens the images of its own part: what one of them finds wrong, all hear of.
+        mine = self._ranks.together(
+            lambda: list[MicroBatch](
+                policy_batches(
+                    current.trajectories,
+                    self._config.per_device_train_batch_size,
+                    share_prompts=self._share_prompts,
+                    is_first_use=use == 0,
+                    rank=self._ranks.rank,
+                    num_ranks=self._ranks.size,
+                    reader=self._reader,
+                )
+            )
         )
         about = {**current.about, "staleness": float(step - current.about["policy_version"])}
         if use == uses - 1:
-            return StepBatch(current.epoch, [], current.next, about), list(mine)
+            return StepBatch(current.epoch, [], current.next, about), mine
         seen = current.began + (current.epoch - current.began) * (use + 1) / uses
-        return StepBatch(seen, [], position, about), list(mine)
+        return StepBatch(seen, [], position, about), mine
 
     def pending(self, step: int) -> list[dict[str, Any]]:
         """The completions that steps after `step` still train on, as JSON; none between two rollouts. Collective."""
@@ -148,7 +157,7 @@ class RolloutSource:
         """Go on with what `pending` gave."""
         if pending:
             first, *rest = pending
-            trajectories = [Trajectory(**one) for one in rest]
+            trajectories = [trajectory_of(one) for one in rest]
             self._current = _Current(
                 trajectories, first["about"], first["began"], first["epoch"], Position(**first["next"])
             )
@@ -190,8 +199,9 @@ class RolloutSource:
         each = config.num_generations
         mine = part_of(len(prompts) * each, self._ranks.rank, self._ranks.size)
         requests = [
-            Request(prompts[index // each].ids, (config.seed, step, attempt, index // each, index % each))
+            Request(prompt.ids, (config.seed, step, attempt, index // each, index % each), prompt.images, prompt.place)
             for index in mine
+            for prompt in [prompts[index // each]]
         ]
         with self._phase("sync"):
             self._engine.publish(step)
@@ -221,7 +231,7 @@ class RolloutSource:
                 f"are {longest} tokens, more than the {self._context} that the model can see. Lower "
                 "max_completion_length, or max_prompt_length with truncation: drop."
             )
-        return Prompt(ids, sample.place, self._dataset.columns(*key))
+        return Prompt(ids, sample.place, self._dataset.columns(*key), sample.images)
 
     def _text_of(self, completion: Completion) -> str:
         """What reward functions read: without special tokens, as in TRL."""
@@ -276,7 +286,10 @@ class RolloutSource:
                 is_cut = config.mask_truncated_completions and one.finish == "length"
                 lengths.append(Trained(len(one.ids), isnan(advantage) or is_cut))
                 value = 0.0 if isnan(advantage) else advantage
-                trajectories.append(Trajectory(group.prompt.ids, one.ids, one.logprobs, value, 0.0, group.prompt.place))
+                prompt = group.prompt
+                trajectories.append(
+                    Trajectory(prompt.ids, one.ids, one.logprobs, value, 0.0, prompt.place, prompt.images)
+                )
         weights = token_weights(config.loss_type, lengths, config.max_completion_length)
         self._emit(CompletionsMade(step + 1, step, tuple(self._samples(groups, by_group))))
         return [replace(one, weight=weight) for one, weight in zip(trajectories, weights, strict=True)]

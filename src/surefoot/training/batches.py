@@ -120,8 +120,15 @@ class RunData:
             if self.train.preparation.is_complete:
                 self._check()
         step = self.order.step(position)
-        mine = micro_batches(step.rows, self.train, self._rows_each, self._ranks.rank, self._ranks.size, self.reader)
-        return step, list(mine)
+        return step, self._read(
+            lambda: list(
+                micro_batches(step.rows, self.train, self._rows_each, self._ranks.rank, self._ranks.size, self.reader)
+            )
+        )
+
+    def _read(self, mine: Callable[[], list[MicroBatch]]) -> list[MicroBatch]:
+        """This rank's batches. Where images are opened, one rank may find what the others do not: all hear of it."""
+        return mine() if self.reader is None else self._ranks.together(mine)
 
     def eval_batches(self) -> Iterator[MicroBatch]:
         """This rank's part of the held-out samples."""
@@ -162,8 +169,7 @@ def open_data(
     """The data a config names, found and its formats told. Raises: DataError."""
     model = load_config(base)
     vocab_size = int(model.get_text_config().vocab_size)
-    reader = open_images(loaded, base, model, tokenizer)
-    images = reader.settings if reader is not None else None
+    reader, why_blind = open_images(loaded, base, model, tokenizer)
 
     def report(progress: Progress | None) -> None:
         if threading.current_thread() is threading.main_thread():  # beside training, its own lines are enough
@@ -176,7 +182,8 @@ def open_data(
             setting,
             tokenizer,
             vocab_size=vocab_size,
-            images=images,
+            reader=reader,
+            why_blind=why_blind,
             only_waits=waits,
             on_progress=report,
         )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.config import LoadedConfig, RunConfig
 from surefoot.errors import StoppedOnFinding
@@ -119,6 +119,7 @@ def rollout_source(
             in_step=config.zero_stage == 3 or config.expert_parallel_size != 1,
             batch_size=config.rollout_batch_size,
             forward_context=learner.forward_context,
+            reader=data.reader,
         )
     else:
         engine = _vllm(config, learner, tokenizer, server)
@@ -129,6 +130,7 @@ def rollout_source(
         top_k=config.top_k,
         ends=frozenset(end_tokens(learner.model, tokenizer)),
         stops=tuple(config.stops),
+        banned=_image_tokens(learner.model) if data.reader is not None else frozenset(),
     )
     return RolloutSource(
         config,
@@ -141,10 +143,17 @@ def rollout_source(
         context=getattr(learner.model.config.get_text_config(), "max_position_embeddings", None),
         # On CUDA attention over packed samples is one kernel, which does not know of shared prompts.
         share_prompts=learner.device == torch.device("cpu"),
+        reader=data.reader,
         ranks=learner.ranks,
         phase=phases,
         emit=emit,
     )
+
+
+def _image_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """Tokens that stand for what is seen: of images and of videos."""
+    ids = (getattr(model.config, name, None) for name in ("image_token_id", "video_token_id"))
+    return frozenset(token for token in ids if token is not None)
 
 
 def _vllm(config: RunConfig, learner: Learner, tokenizer: PreTrainedTokenizerBase, server: Server) -> VllmEngine:

@@ -12,13 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    SuppressTokensLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from surefoot.data.pixels import PixelReader, Vision
 from surefoot.events import Phase
 from surefoot.models.generate import generating
+from surefoot.models.vision import see
 from surefoot.parallel.ranks import ALONE, Ranks
-from surefoot.parallel.shard import put_to_rest
+from surefoot.parallel.shard import gathered, put_to_rest
 from surefoot.rl.rollout import Completion, Request, Sampling
 
 DROP_SHARE = 0.25
@@ -41,10 +48,11 @@ class LocalEngine:
         in_step: bool = False,
         batch_size: int | None = None,
         forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
+        reader: PixelReader | None = None,
     ) -> None:
         """`in_step`: each forward of a rank needs the others (ZeRO 3, expert parallelism), so all take as many.
 
-        `batch_size`: the most completions that are generated at a time.
+        `batch_size`: the most completions that are generated at a time. `reader`: of images, where the model sees.
         """
         self._model = model
         self._tokenizer = tokenizer
@@ -52,6 +60,8 @@ class LocalEngine:
         self._in_step = ranks if in_step else ALONE
         self._batch_size = batch_size
         self._forward_context = forward_context
+        self._reader = reader
+        self._run_seeing = gathered(model, self._see_prompts)
 
     def publish(self, policy_version: int) -> None:
         """Nothing: the weights are the model's own."""
@@ -82,19 +92,55 @@ class LocalEngine:
         logits: Tensor = self._model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
         return logits
 
+    def _read_prompts(self, prompts: Sequence[Request], cache: DynamicCache) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [R, V] behind each prompt, mask [R, n], and the last token's position.
+
+        That is [R, 1], or [R, 3, 1] where the model sees. Prompts are padded on the left.
+        Raises: DataError for an image that cannot be read, on all ranks.
+        """
+        width = max(len(request.prompt) for request in prompts)
+        device = self._model.device
+        before = [width - len(request.prompt) for request in prompts]
+        ids = torch.tensor(
+            [[0] * n + request.prompt for n, request in zip(before, prompts, strict=True)], device=device
+        )
+        mask = torch.tensor([[0] * n + [1] * (width - n) for n in before], device=device)
+        if self._reader is None:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+            return self._predict(**inputs), mask, positions[:, -1:]
+        reader = self._reader
+        placed = [reader.places(np.array(request.prompt, np.int32), request.images) for request in prompts]
+        positions = torch.stack([F.pad(one, (n, 0)) for n, one in zip(before, placed, strict=True)]).to(device)
+        vision = self._ranks.together(lambda: reader.read([(one.place, one.images) for one in prompts])).to(device)
+        return (
+            self._run_seeing(ids, vision, mask, positions, cache),
+            mask,
+            positions.amax((1, 2))[:, None, None].expand(-1, 3, 1),
+        )
+
+    def _see_prompts(self, ids: Tensor, vision: Vision, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        """Logits behind prompts with images. The vision tower may lie on all ranks, so all of them run it."""
+        seen = see(self._model, ids, vision.pixels, vision.grid, is_blank=vision.is_blank)
+        hidden = self._model.base_model(
+            **seen,
+            attention_mask=mask,
+            position_ids=positions.transpose(0, 1),
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        logits: Tensor = self._model.get_output_embeddings()(hidden[:, -1])
+        return logits
+
     def _wave(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> list[Completion]:
         rows = _Rows(requests or [Request([0], (0,))], sampling, self._tokenizer, is_real=bool(requests))
-        prompts = list(dict.fromkeys(tuple(request.prompt) for request in rows.requests))
-        width = max(map(len, prompts))
+        prompts = list({(tuple(request.prompt), request.images): request for request in rows.requests}.values())
         device = self._model.device
-        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
         cache = DynamicCache(config=self._model.config)
-        logits = self._predict(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-        numbers = {prompt: number for number, prompt in enumerate(prompts)}
-        of_row = torch.tensor([numbers[tuple(request.prompt)] for request in rows.requests], device=device)
-        logits, mask, positions = _select((logits, mask, positions[:, -1:]), cache, of_row)
+        logits, mask, positions = self._read_prompts(prompts, cache)
+        numbers = {(tuple(one.prompt), one.images): number for number, one in enumerate(prompts)}
+        of_row = torch.tensor([numbers[tuple(one.prompt), one.images] for one in rows.requests], device=device)
+        logits, mask, positions = _select((logits, mask, positions), cache, of_row)
         while True:
             drawn = rows.draw(logits)
             if not self._in_step.sum([rows.num_going])[0]:
@@ -105,7 +151,10 @@ class LocalEngine:
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             positions = positions + 1
             logits = self._predict(
-                input_ids=drawn[:, None], attention_mask=mask, position_ids=positions, past_key_values=cache
+                input_ids=drawn[:, None],
+                attention_mask=mask,
+                position_ids=positions if positions.dim() == 2 else positions.transpose(0, 1),
+                past_key_values=cache,
             )
 
 
@@ -137,6 +186,8 @@ class _Rows:
             self._filters.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
             self._filters.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.banned:
+            self._filters.insert(0, SuppressTokensLogitsProcessor(sorted(sampling.banned)))
 
     def _is_going(self, row: int) -> bool:
         return not self._has_stopped[row] and len(self._ids[row]) < self._sampling.max_tokens

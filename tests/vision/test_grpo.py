@@ -1,0 +1,137 @@
+"""GRPO on images: what is generated, what training makes of it, and how runs go on."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+import surefoot
+from surefoot.errors import DataError
+from surefoot.models.build import trainable_parameters
+from surefoot.rl.batch import Trajectory, collate_policy
+from surefoot.rl.engines.local import LocalEngine
+from surefoot.rl.rollout import Request, Sampling
+from surefoot.training.loss import TokenLogprobs
+from tests.conftest import write_jsonl
+from tests.training.test_resume import SignalAfter, assert_same_run, train_with
+from tests.vision.conftest import KINDS, picture_rows
+from tests.vision.test_sft import Make, built, opened
+
+
+def asked(settings: dict[str, Any], each: int = 2) -> tuple[list[Request], Any]:
+    """Requests for the first rows, as prompts: with one image, two and none."""
+    data, samples, reader = opened({**settings, "method": "grpo", "reward_funcs": ["length"]})
+    assert data.train.counts().trained == len(samples)
+    requests = [
+        Request([int(token) for token in sample.ids], (3, number, index), sample.images, sample.place)
+        for number, sample in enumerate(samples[:4])
+        for index in range(each)
+    ]
+    assert [len(request.images) for request in requests[::each]] == [1, 2, 0, 1]
+    return requests, reader
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_are_those_that_training_sees(kind: str, vision: Any, vision_folder: Make) -> None:
+    requests, reader = asked(vision(kind))
+    model = built(vision_folder(kind), targets=("attention", "vision")).model
+    images = frozenset({model.config.image_token_id, model.config.video_token_id})
+    tokenizer = AutoTokenizer.from_pretrained(vision_folder(kind))
+    made = LocalEngine(model, tokenizer, reader=reader).generate(requests, Sampling(10, banned=images), 0)
+    assert not any(images & set(one.ids) for one in made)
+    trajectories = [
+        Trajectory(request.prompt, one.ids, one.logprobs, 0.5, 1.0, request.place, request.images)
+        for request, one in zip(requests, made, strict=True)
+    ]
+    for share in (True, False):
+        batch = collate_policy(trajectories, share_prompts=share, reader=reader)
+        found, _ = TokenLogprobs(model, 1.0)(batch)
+        torch.testing.assert_close(found.detach(), batch.rollout_logprobs, rtol=0, atol=5e-6)
+        found.sum().backward()
+        gradients = {name: p.grad.clone() for name, p in trainable_parameters(model).items() if p.grad is not None}
+        model.zero_grad()
+        if share:
+            shared = gradients
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, shared[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_likeliest_tokens_are_those_of_transformers(kind: str, vision: Any, vision_folder: Make) -> None:
+    requests, reader = asked(vision(kind), each=1)
+    base = vision_folder(kind)
+    model = surefoot.load(base)[0]
+    tokenizer, processor = AutoTokenizer.from_pretrained(base), Qwen2VLImageProcessorPil.from_pretrained(base)
+    made = LocalEngine(model, tokenizer, reader=reader).generate(requests, Sampling(8, top_k=1), 0)
+    theirs = AutoModelForImageTextToText.from_pretrained(base)
+    for request, one in zip(requests, made, strict=True):
+        ids = torch.tensor([request.prompt])
+        inputs: dict[str, Any] = {"input_ids": ids}
+        if request.images:
+            found = processor(images=[Image.open(image.path) for image in request.images], return_tensors="pt")
+            inputs |= {**found, "mm_token_type_ids": (ids == theirs.config.image_token_id).int()}
+        theirs.model.rope_deltas = None  # left there by the row before
+        expected = theirs.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert one.ids == expected[0, ids.shape[1] :].tolist()
+
+
+@pytest.fixture
+def grpo(vision: Any) -> Callable[..., dict[str, Any]]:
+    def settings(**more: Any) -> dict[str, Any]:
+        return vision(
+            method="grpo",
+            reward_funcs=[{"func": "regex", "args": {"pattern": "[aeiou]"}}],
+            num_generations=4,
+            global_batch_size=8,
+            per_device_train_batch_size=3,
+            max_completion_length=6,
+            **more,
+        )
+
+    return settings
+
+
+def test_an_interrupted_run_ends_like_a_whole_one(grpo: Any, tmp_path: Path) -> None:
+    settings = grpo(num_iterations=3, beta=0.1, save_steps=2, save_total_limit=None) | {"max_steps": 7}
+    whole = {**settings, "output_dir": str(tmp_path / "whole")}
+    train_with(whole, SignalAfter(99, signal.SIGTERM))
+    for step in (2, 3):
+        cut = {**settings, "output_dir": str(tmp_path / f"cut-{step}")}
+        assert train_with(cut, SignalAfter(step, signal.SIGTERM)).status == "interrupted"
+        assert train_with(cut, SignalAfter(99, signal.SIGTERM)).status == "completed"
+        assert_same_run(tmp_path / "whole", tmp_path / f"cut-{step}")
+
+
+def test_rewards_are_told_of_the_images(grpo: Any, tmp_path: Path) -> None:
+    body = "    return [float(len(images)) for images in columns['images']]"
+    (tmp_path / "mine.py").write_text(f"def mine(completions, **columns):\n{body}\n")
+    rows = [row for row in picture_rows(tmp_path / "data") if row["images"]]
+    path = write_jsonl(tmp_path / "data" / "seen.jsonl", rows)
+    given = grpo(dataset=str(path)) | {"reward_funcs": [f"{tmp_path}/mine.py:mine"], "max_steps": 2}
+    surefoot.train(given, screen=False)
+    made = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    for one in made:
+        parts = one["prompt"][0]["content"]
+        assert one["reward"] == sum(part["type"] == "image" for part in parts) > 0
+
+
+def test_an_image_that_goes_during_a_run_ends_it_with_its_row(grpo: Any, tmp_path: Path) -> None:
+    surefoot.train(grpo() | {"max_steps": 1}, screen=False)  # prepared now
+    for path in (tmp_path / "data").glob("*.png"):
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match=r"pictures\.jsonl:\d+: image .*\.png was changed since its row was prepared"):
+        surefoot.train(grpo(overwrite_output_dir=True), screen=False)
+
+
+def test_a_server_is_not_given_images(grpo: Any) -> None:
+    with pytest.raises(
+        DataError, match=r"pictures\.jsonl:1: the row has an image, and rollout_engine=vllm is given text only"
+    ):
+        surefoot.train(grpo(rollout_engine="vllm", vllm_server="http://127.0.0.1:9"), screen=False)
