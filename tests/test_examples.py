@@ -94,3 +94,11 @@ def test_an_example_trains_the_real_model(orders: dict[str, Any], tmp_path: Path
     row = json.loads(dev.read_text().splitlines()[0])["messages"]
     answer = surefoot.complete(model, tokenizer, [row[:-1]], max_new_tokens=40)[0]
     assert json.loads(answer).keys() == {"item", "n", "size", "extra"}
+
+
+@pytest.mark.slow
+def test_rewards_teach_a_small_model_to_count_what_it_sees(tmp_path: Path) -> None:
+    runpy.run_path(str(ROOT / "examples" / "pictures.py"))["main"](tmp_path / "pictures")
+    lines = (tmp_path / "pictures/run/metrics.jsonl").read_text("utf-8").splitlines()
+    rewards = [json.loads(line)["reward"] for line in lines]
+    assert sum(rewards[-20:]) / 20 > sum(rewards[:10]) / 10 + 0.25

@@ -1,0 +1,55 @@
+"""Two ranks of which one finds what the other does not: both end, with the row."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import counting_rows, write_jsonl
+from tests.vision.conftest import draw
+
+pytestmark = pytest.mark.slow
+GRPO = {
+    "method": "grpo",
+    "reward_funcs": [{"func": "regex", "args": {"pattern": "[aeiou]"}}],
+    "num_generations": 2,
+    "max_completion_length": 6,
+}
+
+
+def started(settings: dict[str, Any], folder: Path) -> "subprocess.CompletedProcess[str]":
+    config = folder / "run.json"
+    config.write_text(json.dumps(settings))
+    return subprocess.run(
+        [sys.executable, "-m", "surefoot", "train", str(config)], capture_output=True, text=True, timeout=150
+    )
+
+
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_an_image_that_one_rank_cannot_read_ends_both(
+    method: str, zero_stage: int, vision: Any, tmp_path: Path
+) -> None:
+    draw(tmp_path / "data" / "only.png", "red")
+    rows = [*counting_rows(9), {**counting_rows(1)[0], "images": ["only.png"]}]
+    path = write_jsonl(tmp_path / "data" / "mixed.jsonl", rows)
+    more = GRPO if method == "grpo" else {}
+    settings = vision(
+        dataset=str(path),
+        nproc_per_node=2,
+        zero_stage=zero_stage,
+        global_batch_size=4,
+        target_modules=["all", "vision"],
+        shuffle=False,
+        **more,
+    )
+    assert started({**settings, "max_steps": 6}, tmp_path).returncode == 0  # and one rank sees a picture, one text
+    (tmp_path / "data" / "only.png").write_bytes(b"not what was prepared")
+    failed = started({**settings, "overwrite_output_dir": True, "max_steps": 6}, tmp_path)
+    assert failed.returncode == 2, failed.stderr
+    assert "mixed.jsonl:10: image " in failed.stderr
+    assert "was changed since its row was prepared" in failed.stderr
+    assert "Traceback" not in failed.stderr
