@@ -61,7 +61,8 @@ def write_model(folder: Path) -> None:
         "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-        "initializer_range": 0.06, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+        "initializer_range": 0.06,
+        "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
     }  # fmt: skip
     vision = {
         "depth": 3, "hidden_size": 48, "intermediate_size": 96, "num_heads": 3, "patch_size": 14,

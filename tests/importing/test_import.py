@@ -99,7 +99,8 @@ def test_the_script_that_hangs_at_its_start_has_three_contradictions(tmp_path: P
     assert [item["func"] for item in values(made)["reward_funcs"]] == ["math_verify", "regex"]
     assert any(what.startswith("eval_steps = 1000") for what in made.left_out)
     assert made.unknown == []
-    assert made.variables == {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", "MAX_PIXELS": "640000"}
+    assert made.variables == {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+    assert made.settings["max_pixels"] == (640000, "MAX_PIXELS")
     (tmp_path / "run.yaml").write_text(made.as_yaml())
     run = load_config(tmp_path / "run.yaml", ["deepspeed=null"]).run
     assert (run.method, run.num_generations, run.temperature, run.max_completion_length) == ("grpo", 4, 1.1, 2048)

@@ -207,7 +207,7 @@ def test_bad_images_stop_the_run_with_their_row(vision: Any, tmp_path: Path) -> 
     [
         ({"min_pixels": 5000, "max_pixels": 2000}, "min_pixels=5000, max_pixels=2000"),
         ({"max_pixels": 300}, "an image has at least 28x28 pixels"),
-        ({"freeze_vision_tower": False}, "freeze_vision_tower is of full fine-tuning"),
+        ({"freeze_vision_tower": False}, "freeze_vision_tower=false is of full fine-tuning"),
     ],
 )
 def test_impossible_settings_are_refused(given: dict[str, Any], message: str, vision: Any) -> None:

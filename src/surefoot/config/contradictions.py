@@ -72,9 +72,9 @@ def _check_tuning(run: RunConfig, given: set[str], refuse: Refuse) -> None:
                 f"tuning=full trains every weight, yet {', '.join(lora)} asks for LoRA. Drop them or set tuning: lora",
                 *lora,
             )
-    elif "freeze_vision_tower" in given:
+    elif not run.freeze_vision_tower:
         refuse(
-            "freeze_vision_tower is of full fine-tuning: LoRA changes no weight of the model. Name vision in "
+            "freeze_vision_tower=false is of full fine-tuning: LoRA changes no weight of the model. Name vision in "
             "target_modules to adapt the tower, or set tuning: full",
             "freeze_vision_tower",
             "tuning",

@@ -19,7 +19,12 @@ from surefoot.importing.read import Told
 
 LARGEST_CARD_GB = 141
 BILLIONS = re.compile(r"(\d+(?:\.\d+)?)\s*[bB](?![a-zA-Z0-9])")
-VARIABLES = {"NPROC_PER_NODE": "nproc_per_node", "NNODES": "nnodes"}
+VARIABLES = {
+    "NPROC_PER_NODE": "nproc_per_node",
+    "NNODES": "nnodes",
+    "MAX_PIXELS": "max_pixels",
+    "MIN_PIXELS": "min_pixels",
+}
 SAMPLED = re.compile(r"^(.*)#(\d+)$")
 
 
@@ -98,7 +103,7 @@ def convert(told: Told) -> Imported:
         if variable in told.environment:
             count = told.environment[variable]
             if not count.isdigit():
-                raise ConfigError(f"{variable}={count} is no number of processes or machines.")
+                raise ConfigError(f"{variable}={count} is no whole number.")
             ours.setdefault(name, (int(count), variable))
     for name, value in _defaults(told, ours).items():
         ours.setdefault(name, (value, f"default of {told.program}"))

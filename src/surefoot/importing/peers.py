@@ -72,11 +72,9 @@ WITHOUT: dict[str, str] = {
     "lora_bias": "biases are not trained beside LoRA",
     "modules_to_save": "only LoRA and, as `router`, routers are trained",
     "additional_target": "only LoRA and, as `router`, routers are trained",
-    "freeze_vit": "vision towers are frozen always",
     "freeze_llm": "the language model is what LoRA adapts",
-    "freeze_aligner": "vision towers and what joins them are frozen always",
-    "freeze_vision_tower": "vision towers are frozen always",
-    "freeze_multi_modal_projector": "vision towers and what joins them are frozen always",
+    "freeze_aligner": "what joins tower and decoder is part of the tower: freeze_vision_tower is of both",
+    "freeze_multi_modal_projector": "what joins tower and decoder is part of the tower: freeze_vision_tower is of both",
     "rope_scaling": "the rotary embedding is the one of the model's config.json",
     "system": "no system message is added: write it into the data",
     "ray_scope": "there is no ray here",
@@ -95,7 +93,7 @@ GRPO = frozenset(
     "vllm_max_model_len vllm_tensor_parallel_size vllm_server_host vllm_server_port vllm_max_num_seqs "
     "vllm_enforce_eager vllm_limit_mm_per_prompt vllm_enable_prefix_caching num_infer_workers sleep_level "
     "offload_model offload_optimizer gc_collect_after_offload move_model_batches async_generate "
-    "tensor_parallel_size max_pixels ref_model log_entropy".split()
+    "tensor_parallel_size ref_model log_entropy".split()
 )
 """Of reinforcement learning with rollouts."""
 
