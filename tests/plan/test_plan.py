@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 import surefoot
 from surefoot import cli
@@ -106,6 +108,49 @@ def test_a_card_that_is_too_small_gets_settings_that_fit(settings: dict[str, Any
 )
 def test_the_seeds_own_cases(name: str, more: list[str], fits: bool) -> None:
     assert plan(str(PLANS / f"{name}.yaml"), more).forecast.fits is fits
+
+
+def test_the_run_that_hung_at_its_start_fits_without_ever_gathering_the_model() -> None:
+    told = plan(str(PLANS.parent / "qwen2.5-vl-72b-grpo.yaml"), ["device=a100"]).forecast
+    assert told.sizes.whole.total - told.sizes.whole.all_trained == pytest.approx(73.4e9, rel=0.002)
+    assert told.fits
+    assert told.device_peak == ("rollout", pytest.approx(32 * GIB, rel=0.05))
+    assert max(owners.device.get("gathered weights", 0) for owners in told.phases.values()) < 10 * GIB
+    whole = plan(str(PLANS.parent / "qwen2.5-vl-72b-grpo.yaml"), ["device=a100", "zero_stage=2"])
+    assert not whole.forecast.fits
+    assert any(changed.get("zero_stage") == 3 for changed, _ in whole.changes)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2_moe"])
+def test_keys_and_values_are_those_of_a_real_cache(
+    settings: dict[str, Any], model_folder: Callable[[str], Path], kind: str
+) -> None:
+    grpo = {"method": "grpo", "reward_funcs": ["length"], "num_generations": 4, "max_completion_length": 7,
+            "global_batch_size": 8, "max_length": 30}  # fmt: skip
+    owners = told(settings, model=str(model_folder(kind)), **grpo).phases["rollout"].host
+    model = AutoModelForCausalLM.from_pretrained(model_folder(kind))
+    with torch.no_grad():
+        cache = model(input_ids=torch.ones(8, 37, dtype=torch.int64), use_cache=True).past_key_values
+    assert owners["keys and values"] == sum(
+        part.numel() * part.element_size() for layer in cache.layers for part in (layer.keys, layer.values)
+    )
+    fewer = told(settings, model=str(model_folder(kind)), **grpo, rollout_batch_size=2).phases["rollout"].host
+    assert fewer["keys and values"] == owners["keys and values"] / 4
+    assert fewer["drawing tokens"] == owners["drawing tokens"] / 4
+    server = told(settings, model=str(model_folder(kind)), **grpo, rollout_engine="vllm")
+    assert "rollout" not in server.phases
+
+
+def test_the_page_of_a_plan_of_grpo(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(PLANS.parent / "qwen2.5-vl-72b-grpo.yaml")
+    assert cli.main(["plan", path, "device=a100"]) == 0
+    said = capsys.readouterr().out
+    assert "rollouts and rewards are not in it" in said
+    assert "each further token of a rollout gathers 137.5 GiB of weights" in said
+    assert cli.main(["plan", path, "device=a100", "rollout_engine=vllm"]) == 0
+    said = capsys.readouterr().out
+    assert "a sync sends the adapter alone, 0.78 GiB: 0.57% of a merged model" in said
+    assert "gathers" not in said
 
 
 def test_parameters_are_those_that_the_models_are_known_by() -> None:

@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from surefoot.config import DatasetItem, RunConfig
 from surefoot.data.loader import MicroBatch
 from surefoot.models.build import build_model, build_without_storage
 from surefoot.models.lora import LoraSettings
-from surefoot.plan.trace import ATTENTION, Trace, _Live, shaped_batch, trace_step
+from surefoot.plan.trace import ATTENTION, Trace, _Live, likelihood, policy_loss, shaped_batch, trace_step
+from surefoot.rl.batch import Trajectory, collate_policy
+from surefoot.training.grpo import GrpoObjective, PolicyLoss
 from surefoot.training.sft import SftObjective
 from surefoot.training.step import Totals
 
@@ -30,7 +33,8 @@ def traced(
             layers=layers,
         )  # fmt: skip
         batch = shaped_batch(lengths, sum(lengths) - len(lengths))
-        return trace_step(built, batch, aux_loss_coef=0.0, is_on_gpu=False, twice=twice, gradient_share=share)
+        forward = likelihood(built, batch, 0.0)
+        return trace_step(built, batch, forward, is_on_gpu=False, twice=twice, gradient_share=share)
 
 
 def batch() -> MicroBatch:
@@ -70,6 +74,37 @@ def test_the_peak_is_that_of_real_tensors(
     with live:
         objective.loss(real, totals).total.backward()
     assert told.moments == tuple(pytest.approx(moment, rel=0.02, abs=4096) for moment in live.moments())
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo", "cispo"])
+@pytest.mark.parametrize("is_kept", [False, True], ids=["first", "kept"])
+def test_the_peak_of_grpo_is_that_of_real_tensors(loss_type: str, is_kept: bool, model_folder: Folders) -> None:
+    """`kept`: with log-probabilities of an earlier step and of the reference."""
+    folder, prompt, answer, count = model_folder("llama"), 20, 60, 3
+    more = {"beta": 0.1, "num_iterations": 2} if is_kept else {}
+    config = RunConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o", loss_type=loss_type, **more)  # type: ignore[arg-type]
+    with FakeTensorMode():
+        built = build_without_storage(
+            folder, lora=LORA, dtype=torch.float32, gradient_checkpointing=False, attention=ATTENTION
+        )
+        shaped = shaped_batch([prompt + answer] * count, answer * count)
+        forward = policy_loss(built, shaped, PolicyLoss.of(config), keeps_old=is_kept)
+        told = trace_step(built, shaped, forward, is_on_gpu=False, twice=False)
+    real = build_model(folder, lora=LORA, device=torch.device("cpu"), dtype=torch.float32)
+    kept = [-1.0] * answer if is_kept else None
+    one = Trajectory([5] * prompt, [6] * answer, [-1.0] * answer, 0.5, 1.0, "x:1", (), kept, kept)
+    policy = collate_policy([one] * count, share_prompts=False)
+    objective = GrpoObjective(real, config)
+    (policy,) = objective.begin_step([policy])
+    layers = {one: n for n, layer in enumerate(real.model.get_decoder().layers) for one in layer.parameters()}
+    tensors = [value for value in vars(policy).values() if isinstance(value, torch.Tensor)]
+    live = _Live([*real.model.parameters(), *real.model.buffers(), *tensors], layers=layers)
+    for parameter in real.model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(live.keep_gradient)
+    with live:
+        objective.loss(policy, Totals(1, 1, 1.0)).total.backward()
+    assert told.peak == pytest.approx(live.peak, rel=0.03)
 
 
 @pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])

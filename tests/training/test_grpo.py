@@ -14,7 +14,6 @@ from surefoot.config import load_config
 from surefoot.data.report import as_text
 from surefoot.errors import ConfigError, DataError, StoppedOnFinding
 from surefoot.events import FindingMade
-from surefoot.plan.verb import plan
 from surefoot.training.batches import describe
 from surefoot.training.checkpoint import list_checkpoints
 from surefoot.training.run import train
@@ -272,16 +271,11 @@ def test_bad_input_on_the_command_line_ends_with_status_2(grpo: dict[str, Any], 
     assert "Traceback" not in done.stderr
 
 
-def test_prompts_can_be_looked_at_but_not_planned(grpo: dict[str, Any]) -> None:
+def test_prompts_can_be_looked_at(grpo: dict[str, Any]) -> None:
     said = describe(load_config(None, (), grpo), show=1)
     text = as_text(said, color=False)
     assert "of prompts" in text
     assert text.endswith("<|im_start|>user\nCount to 0<|im_end|>\n<|im_start|>assistant\n")
-    folder = Path(grpo["output_dir"])
-    folder.mkdir(parents=True)
-    (folder / "grpo.yaml").write_text(json.dumps(grpo))
-    with pytest.raises(ConfigError, match="method=grpo: rollouts are not planned yet"):
-        plan(str(folder / "grpo.yaml"), [])
 
 
 @pytest.mark.slow

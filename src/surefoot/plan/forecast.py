@@ -17,10 +17,11 @@ from surefoot.models.build import build_without_storage
 from surefoot.models.lora import LoraSettings
 from surefoot.parallel.layout import Layout
 from surefoot.plan.devices import GB, GIB, Device
-from surefoot.plan.memory import Cuts, Owners, cut, forecast_memory, gradient_share
+from surefoot.plan.memory import Cuts, Owners, Rollout, cut, forecast_memory, gradient_share
 from surefoot.plan.sizes import FP32_BYTES, Elements, Sizes, sizes_of
-from surefoot.plan.trace import ATTENTION, Trace, shaped_batch, trace_step
+from surefoot.plan.trace import ATTENTION, Trace, likelihood, policy_loss, shaped_batch, trace_step
 from surefoot.training.artifacts import lora_settings
+from surefoot.training.grpo import PolicyLoss
 
 FEW, MORE = 2, 4
 """Layers that are run; the rest of equal ones is on the line through both."""
@@ -54,8 +55,8 @@ class Forecast:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of sequences of full length."""
-        return self.sequences_per_step * self.run.max_length
+        """Of sequences of full length; with GRPO of completions and their prompts."""
+        return self.sequences_per_step * sequence_length(self.run)
 
     @property
     def seconds_per_token(self) -> float:
@@ -86,6 +87,15 @@ class Forecast:
         on_device = not self.device.is_gpu or self.device_peak[1] <= self.device_room_bytes
         return on_device and (not self.host_free_bytes or self.host_peak[1] <= self.host_free_bytes)
 
+    @property
+    def gathered_bytes_per_token(self) -> int:
+        """That a rank receives for each further token of a rollout: with ZeRO 3 all weights, at each forward."""
+        is_local = self.run.method == "grpo" and self.run.rollout_engine == "local"
+        if not is_local or self.run.zero_stage < 3 or self.ranks_here * self.run.nnodes == 1:
+            return 0
+        whole = self.sizes.whole
+        return (whole.frozen + whole.expert_frozen) * self.sizes.frozen_bytes_each + whole.all_trained * FP32_BYTES
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "fits": self.fits,
@@ -104,6 +114,7 @@ class Forecast:
             "step_s": self.step_s,
             "tokens_per_step": self.tokens_per_step,
             "communication_bytes_per_step": self.communication_bytes,
+            "gathered_bytes_per_token": self.gathered_bytes_per_token,
         }
 
 
@@ -134,20 +145,29 @@ def forecast(
     sequences = -(-all_sequences // ranks)
     each = min(run.per_device_train_batch_size, sequences)
     steps = -(-sequences // each)
-    if each * run.max_length > MOST_TOKENS:
+    length = sequence_length(run)
+    if each * length > MOST_TOKENS:
         raise ConfigError(
-            f"per_device_train_batch_size={each} x max_length={run.max_length} are {each * run.max_length} tokens in "
-            f"one forward; plans are made for up to {MOST_TOKENS} "
-            f"({where('max_length', 'per_device_train_batch_size')})."
+            f"per_device_train_batch_size={each} sequences of {length} tokens are {each * length} tokens in one "
+            f"forward; plans are made for up to {MOST_TOKENS} ({where('per_device_train_batch_size', 'max_length')})."
         )
     trace = _trace(
-        base, lora, dtype, is_checkpointed=run.gradient_checkpointing, rows=each, length=run.max_length,
-        coefficient=run.router_aux_loss_coef, is_on_gpu=device.is_gpu, twice=steps > 1,
-        share=gradient_share(layout, sizes),
+        base, lora, dtype, as_trained=_Trained.of(run), is_checkpointed=run.gradient_checkpointing, rows=each,
+        length=length, is_on_gpu=device.is_gpu, twice=steps > 1, share=gradient_share(layout, sizes),
     )  # fmt: skip
     process = GPU_PROCESS_BYTES if device.is_gpu else int(_process_bytes())
+    rollout = None
+    if run.method == "grpo" and run.rollout_engine == "local":
+        at_a_time = min(run.rollout_batch_size or sequences, sequences)
+        rollout = Rollout(at_a_time, length, dtype.itemsize)
     phases = forecast_memory(
-        sizes, layout, trace, process_bytes=process, saves=bool(run.save_steps), is_on_gpu=device.is_gpu
+        sizes,
+        layout,
+        trace,
+        process_bytes=process,
+        saves=bool(run.save_steps),
+        is_on_gpu=device.is_gpu,
+        rollout=rollout,
     )
     sent = _sent_bytes(sizes, layout, steps)
     rate = device.flops_per_s if device.is_gpu else device.flops_per_s / run.nproc_per_node
@@ -161,6 +181,29 @@ def forecast(
         sequences_per_step=all_sequences,
         communication_bytes=sent,
     )
+
+
+def sequence_length(run: RunConfig) -> int:
+    """The most tokens of a sequence that is trained on."""
+    return run.prompt_length + run.max_completion_length if run.method == "grpo" else run.max_length
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What of a run's settings says what a forward holds."""
+
+    tokens_each: int
+    """In the loss, of a sequence of full length."""
+    aux_loss_coef: float
+    policy: PolicyLoss | None
+    """None for SFT."""
+    keeps_old: bool
+
+    @staticmethod
+    def of(run: RunConfig) -> "_Trained":
+        if run.method == "sft":
+            return _Trained(run.max_length - 1, run.router_aux_loss_coef, None, keeps_old=False)
+        return _Trained(run.max_completion_length, 0.0, PolicyLoss.of(run), keeps_old=run.num_iterations > 1)
 
 
 @lru_cache(maxsize=1)
@@ -193,20 +236,27 @@ def _sizes(base: Path, lora: LoraSettings | None, dtype: torch.dtype) -> Sizes:
 
 @lru_cache(maxsize=64)
 def _trace(
-    base: Path, lora: LoraSettings | None, dtype: torch.dtype, *, is_checkpointed: bool, rows: int, length: int,
-    coefficient: float, is_on_gpu: bool, twice: bool, share: float,
+    base: Path, lora: LoraSettings | None, dtype: torch.dtype, *, as_trained: _Trained, is_checkpointed: bool,
+    rows: int, length: int, is_on_gpu: bool, twice: bool, share: float,
 ) -> Trace:  # fmt: skip
-    """Of `rows` sequences of full length, all of whose tokens are trained: the most that a micro-batch can need."""
+    """Of `rows` sequences of full length, all of whose tokens are trained: the most that a micro-batch can need.
+
+    With GRPO those of the longest completions are; each has its prompt before it, as on a GPU.
+    """
+    policy = as_trained.policy
 
     def traced(layers: int | None) -> Trace:
         with _as_model_errors(base), FakeTensorMode():
             built = build_without_storage(
                 base, lora=lora, dtype=dtype, gradient_checkpointing=is_checkpointed, attention=ATTENTION, layers=layers
             )
-            batch = shaped_batch([length] * rows, rows * (length - 1))
-            return trace_step(
-                built, batch, aux_loss_coef=coefficient, is_on_gpu=is_on_gpu, twice=twice, gradient_share=share
+            batch = shaped_batch([length] * rows, rows * as_trained.tokens_each)
+            forward = (
+                likelihood(built, batch, as_trained.aux_loss_coef)
+                if policy is None
+                else policy_loss(built, batch, policy, keeps_old=as_trained.keeps_old)
             )
+            return trace_step(built, batch, forward, is_on_gpu=is_on_gpu, twice=twice, gradient_share=share)
 
     sizes = _sizes(base, lora, dtype)
     if not sizes.layers_are_equal or sizes.num_layers <= MORE:

@@ -5,6 +5,7 @@ load        at rest without optimizer state, and the tensor that is being read, 
 step        forward and backward, when activations and gradients together are the most; optimizer state is there
             from the second step on
 save        at rest, and the copy in host memory that is written while training goes on
+rollout     with GRPO and the built-in engine: at rest, the keys and values of all tokens, and what one is drawn from
 """
 
 from collections.abc import Mapping
@@ -22,6 +23,21 @@ IN_FLIGHT, IN_FLIGHT_GLOO = 2, 3
 """Copies of a group's gradients: as they were formed, as they are sent; gloo adds what comes."""
 GATHERED_LAYERS = 2
 """FSDP gathers the next layer while one computes."""
+
+
+DRAWING_BYTES = 36
+"""Of each token of the vocabulary: logits, and what `rl.engines.local` makes of them in float32 and float64."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What one rank generates at a time."""
+
+    completions: int
+    tokens: int
+    """Of a prompt and its completion, at most."""
+    element_bytes: int
+    """Of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +81,14 @@ def gradient_share(layout: Layout, sizes: Sizes) -> float:
 
 
 def forecast_memory(
-    sizes: Sizes, layout: Layout, trace: Trace, *, process_bytes: int, saves: bool, is_on_gpu: bool
+    sizes: Sizes,
+    layout: Layout,
+    trace: Trace,
+    *,
+    process_bytes: int,
+    saves: bool,
+    is_on_gpu: bool,
+    rollout: Rollout | None = None,
 ) -> dict[str, Owners]:
     """By phase. `process_bytes`: of a process that has loaded Python and torch. `saves`: whether checkpoints are."""
     cuts = Cuts.of(layout, sizes)
@@ -98,6 +121,14 @@ def forecast_memory(
             on_host,
         ),
     }
+    if rollout is not None:
+        drawing = {
+            "keys and values": rollout.completions * rollout.tokens * sizes.cache_elements * rollout.element_bytes,
+            "drawing tokens": rollout.completions * sizes.vocabulary * DRAWING_BYTES,
+        }
+        phases["rollout"] = Owners(
+            {**at_rest, **state, "gathered weights": _gathered(sizes, layout), **drawing}, on_host
+        )
     return {name: _placed(owners, layout, is_on_gpu=is_on_gpu) for name, owners in phases.items()}
 
 

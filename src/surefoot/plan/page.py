@@ -4,6 +4,7 @@ from surefoot.config import LoadedConfig
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.plan.devices import GIB
 from surefoot.plan.forecast import Forecast
+from surefoot.plan.sizes import FP32_BYTES
 from surefoot.plan.suggest import Changed, ready_to_paste
 
 LEAST_SHOWN_BYTES = 1 << 20
@@ -24,6 +25,19 @@ def as_text(told: Forecast, findings: list[Finding], changes: list[tuple[Changed
         f"a step: {told.tokens_per_step} tokens, about {_duration(told.step_s)}, "
         f"{told.tokens_per_step / told.step_s:.0f} tokens/s{_cost(told, price)}",
     ]
+    if run.method == "grpo":
+        lines[-1] += "; rollouts and rewards are not in it"
+        if run.rollout_engine == "vllm":
+            sent = whole.all_trained * FP32_BYTES
+            merged = (whole.total - whole.all_trained) * told.sizes.frozen_bytes_each
+            lines.append(f"a sync sends the adapter alone, {sent / GIB:.2f} GiB: {sent / merged:.2%} of a merged model")
+            lines.append("the vLLM server's memory is not in the table: its --gpu-memory-utilization sets it")
+    if told.gathered_bytes_per_token:
+        seconds = told.gathered_bytes_per_token / told.device.link_bytes_per_s
+        lines.append(
+            f"each further token of a rollout gathers {told.gathered_bytes_per_token / GIB:.1f} GiB of weights, about "
+            f"{_duration(seconds)}, for all completions of a rank together"
+        )
     if told.communication_bytes:
         lines.append(f"each rank sends about {told.communication_bytes / GIB:.2f} GiB in a step")
     lines += ["", *(finding.as_text() for finding in findings)] if findings else []

@@ -52,6 +52,9 @@ class Sizes:
     num_experts: int
     """Of the layer with the most; 0 for a dense model."""
     layers_are_equal: bool
+    vocabulary: int
+    cache_elements: int
+    """Keys and values of one token, in all layers."""
 
 
 def sizes_of(built: BuiltModel) -> Sizes:
@@ -62,6 +65,9 @@ def sizes_of(built: BuiltModel) -> Sizes:
     layers = list(model.get_decoder().layers)
     counted = [_count(layer, of_experts) for layer in layers]
     whole = _count(model, of_experts)
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None)
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     inside = sum(counted, Elements())
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     return Sizes(
@@ -73,6 +79,8 @@ def sizes_of(built: BuiltModel) -> Sizes:
         num_layers=len(layers),
         num_experts=max((experts_of(module) for module in expert_modules), default=0),
         layers_are_equal=len({_shapes(layer) for layer in layers}) == 1,
+        vocabulary=int(text.vocab_size),
+        cache_elements=2 * len(layers) * int(heads or text.num_attention_heads) * int(width),
     )
 
 

@@ -6,9 +6,9 @@ flash kernels save.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
 
@@ -23,6 +23,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from surefoot.data.loader import MicroBatch
 from surefoot.models.build import BuiltModel
 from surefoot.models.experts import is_fused_experts
+from surefoot.rl.batch import PolicyBatch
+from surefoot.training.grpo import PolicyLoss
+from surefoot.training.loss import TokenLogprobs
 from surefoot.training.sft import SftObjective
 from surefoot.training.step import Totals
 
@@ -208,23 +211,47 @@ def shaped_batch(lengths: Sequence[int], trained: int) -> MicroBatch:
     )
 
 
+def likelihood(built: BuiltModel, batch: MicroBatch, aux_loss_coef: float) -> Callable[[], Tensor]:
+    """The loss of SFT, as a function that runs forward."""
+    objective = SftObjective(built, aux_loss_coef, head_is_plain=head_is_plain(built.model))
+    totals = Totals(batch.num_tokens, batch.num_trained, float(batch.num_trained))
+    return lambda: objective.loss(batch, totals).total
+
+
+def policy_loss(built: BuiltModel, batch: MicroBatch, loss: PolicyLoss, *, keeps_old: bool) -> Callable[[], Tensor]:
+    """The loss of GRPO, as a function that runs forward. `keeps_old`: several steps are taken on a completion."""
+    logprobs = TokenLogprobs(built.model, 1.0, head_is_plain=head_is_plain(built.model))
+    tokens = torch.zeros(len(batch.targets))
+    policy = PolicyBatch(
+        **{**vars(batch), "weights": tokens + 1},
+        advantages=tokens,
+        rollout_logprobs=tokens,
+        token_at=batch.predict_at,
+        completion=batch.predict_at,
+        old_logprobs=tokens if keeps_old else None,
+        reference_logprobs=tokens if loss.beta else None,
+    )
+    # gspo counts the tokens of completions, whose values are not here; it holds as many numbers a token as the others.
+    shaped = replace(loss, loss_type="grpo") if loss.loss_type == "gspo" else loss
+    return lambda: shaped(logprobs(policy)[0], policy)[0].sum()
+
+
 def trace_step(
     built: BuiltModel,
     batch: MicroBatch,
+    forward: Callable[[], Tensor],
     *,
-    aux_loss_coef: float,
     is_on_gpu: bool,
     twice: bool,
     gradient_share: float = 1.0,
 ) -> Trace:
     """Run a model of `build_without_storage` over one micro-batch, or two where gradients are accumulated.
 
-    In the FakeTensorMode in which the model was made. `gradient_share`: this rank's part of the gradients.
+    In the FakeTensorMode in which the model was made. `forward` gives the loss of `batch`; `gradient_share`: this
+    rank's part of the gradients.
     """
     _attention.is_on_gpu = is_on_gpu
     model = built.model
-    objective = SftObjective(built, aux_loss_coef, head_is_plain=_head_is_plain(model))
-    totals = Totals(batch.num_tokens, batch.num_trained, float(batch.num_trained))
     known = [*model.parameters(), *model.buffers(), batch.ids, batch.position_ids, batch.cu_seq_lens,
              batch.predict_at, batch.targets]  # fmt: skip
     layers = {one: number for number, layer in enumerate(model.get_decoder().layers) for one in layer.parameters()}
@@ -237,16 +264,16 @@ def trace_step(
         for _ in range(2 if twice else 1):
             live.begin_pass()
             with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
-                parts = objective.loss(batch, totals)
+                loss = forward()
             saved = dict(live.by_kind)
-            parts.total.backward()
-            del parts
+            loss.backward()
+            del loss
     for hook in hooks:
         hook.remove()
     model.zero_grad(set_to_none=True)
     evaluating = _Live(known)
     with torch.no_grad(), evaluating, torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
-        objective.loss(batch, totals)
+        forward()
     return Trace(
         moments=live.moments(),
         gradient_share=gradient_share,
@@ -297,7 +324,7 @@ def kind_of(name: str, module: nn.Module) -> str | None:
     return "embeddings" if isinstance(module, nn.Embedding) else None
 
 
-def _head_is_plain(model: Any) -> bool:
+def head_is_plain(model: Any) -> bool:
     """Whether logits are the output layer's alone, by the config: values to see it with are not here."""
     text = model.config.get_text_config()
     is_scaled = any(getattr(text, name, None) not in (None, 1, 1.0) for name in ("logit_scale", "logits_scaling"))

@@ -46,11 +46,6 @@ def plan(config: str, overrides: Sequence[str]) -> Plan:
     """Raises: ConfigError, ModelError for what cannot be planned, with the field that is to blame."""
     ours, rest = _asked(overrides)
     loaded = load_config(config, rest)
-    if loaded.run.method != "sft":
-        raise ConfigError(
-            f"method={loaded.run.method}: rollouts are not planned yet. For the memory of its training steps, plan the "
-            f"same settings with method: sft ({loaded.where('method')})."
-        )
     base = resolve_model(loaded.run.model, loaded.where("model"), weights=False)
     device = _device(ours.get("device", loaded.run.device))
     if ours.get("device") and loaded.run.device == "cpu":

@@ -80,6 +80,13 @@ def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
     return _head_of(model) if is_plain else None
 
 
+def _output_layer(model: PreTrainedModel, head_is_plain: bool | None) -> nn.Linear | None:
+    """See `_plain_head`; where it is told, nothing is asked of the model."""
+    if head_is_plain is None:
+        return _plain_head(model)
+    return _head_of(model) if head_is_plain else None
+
+
 def _head_of(model: PreTrainedModel) -> nn.Linear:
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear)
@@ -93,7 +100,7 @@ class TokenLoss:
         """`head_is_plain`: whether logits are just the output layer of the decoder's states; asked where not told."""
         self._model = model
         self._run = gathered(model, self._nll)
-        self._head = _plain_head(model) if head_is_plain is None else _head_of(model) if head_is_plain else None
+        self._head = _output_layer(model, head_is_plain)
 
     def __call__(self, batch: MicroBatch) -> Tensor:
         """Shapes: a scalar in float32, with its graph."""
@@ -120,12 +127,12 @@ class TokenLoss:
 class TokenLogprobs:
     """The log-probability of each trained token of a batch, and the entropy where it was predicted, in nats."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
-        """`temperature`: what logits are divided by."""
+    def __init__(self, model: PreTrainedModel, temperature: float, *, head_is_plain: bool | None = None) -> None:
+        """`temperature`: what logits are divided by. `head_is_plain`: see `TokenLoss`."""
         self._model = model
         self._temperature = temperature
         self._run = gathered(model, self._logprobs)
-        self._head = _plain_head(model)
+        self._head = _output_layer(model, head_is_plain)
 
     def __call__(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Shapes: float32 [N] with its graph, float32 [N] without."""
