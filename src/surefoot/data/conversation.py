@@ -103,14 +103,14 @@ def check_turns(messages: Sequence[Message]) -> None:
     if not roles:
         raise BadRow("the conversation is empty")
     if "assistant" not in roles:
-        raise BadRow(f"no assistant turn, so there is nothing to train on (roles: {_shown(roles)})")
+        raise BadRow(f"no assistant turn, so there is nothing to train on (roles: {_listed(roles)})")
     state = ""
     for position, message in enumerate(messages, 1):
         if message.role not in FOLLOWERS[state]:
             after = f"after {'tool calls' if state == 'calls' else state}" if state else "at the start"
             raise BadRow(
                 f"roles out of order at message {position} of {len(roles)}: {message.role} {after}, where "
-                f"{' or '.join(FOLLOWERS[state])} must stand (roles: {_shown(roles)})"
+                f"{' or '.join(FOLLOWERS[state])} must stand (roles: {_listed(roles)})"
             )
         in_words = message.role == "assistant" and "<tool_call>" in message.content  # Hermes writes calls as text
         state = "calls" if message.tool_calls else "calls in words" if in_words else message.role
@@ -132,5 +132,11 @@ def check_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) ->
                 raise BadRow(f"a tool call of '{name}', but the row {known}; the model could not know the tool")
 
 
-def _shown(roles: Sequence[str]) -> str:
+def _listed(roles: Sequence[str]) -> str:
     return ", ".join(roles[:8]) + (", ..." if len(roles) > 8 else "")
+
+
+def shown(value: Any) -> str:
+    """A value of a row as errors quote it."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

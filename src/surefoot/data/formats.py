@@ -17,6 +17,7 @@ from surefoot.data.conversation import (
     Role,
     check_tools,
     check_turns,
+    shown,
 )
 from surefoot.data.image_places import IMAGE_COLUMNS, IMAGE_PARTS, of_columns, place, source_of
 
@@ -115,7 +116,7 @@ def _mapped(row: Columns, spec: FormatSpec) -> Columns:
     required = FORMATS[spec.format].required if spec.format != "auto" else frozenset(spec.columns)
     absent = [theirs for ours, theirs in spec.columns.items() if theirs not in row and ours in required]
     if absent:
-        raise BadRow(f"column '{absent[0]}', named in {spec.named_in}, is missing; the row has {_shown(list(row))}")
+        raise BadRow(f"column '{absent[0]}', named in {spec.named_in}, is missing; the row has {shown(list(row))}")
     theirs = set(spec.columns.values())
     mapped = {name: value for name, value in row.items() if name not in theirs}
     if spec.only_mapped:
@@ -165,7 +166,7 @@ class Reader:
         format = FORMATS[self.format]
         missing = sorted(_needed(format, prompts=self.spec.prompts) - columns.keys())
         if missing:
-            raise BadRow(f"column '{missing[0]}' of format {self.format} is missing; the row has {_shown(list(row))}")
+            raise BadRow(f"column '{missing[0]}' of format {self.format} is missing; the row has {shown(list(row))}")
         _refuse_untrainable(columns)
         if self.spec.prompts:
             return self._prompt(format, columns)
@@ -230,7 +231,7 @@ class Reader:
         """Messages of any dialect, and tools that stand among them. Turns of tool calls join the turn before."""
         value = _parsed(value, column)
         if not isinstance(value, list) or not value:
-            raise BadRow(f"'{column}' must be a non-empty list of messages, found {_shown(value)}")
+            raise BadRow(f"'{column}' must be a non-empty list of messages, found {shown(value)}")
         messages: list[Message] = []
         tools: tuple[dict[str, Any], ...] = ()
         for index, item in enumerate(value):
@@ -256,13 +257,13 @@ class Reader:
 
     def _message(self, item: Any, name: str) -> tuple[str, Message, tuple[dict[str, Any], ...]]:
         if not isinstance(item, dict):
-            raise BadRow(f"{name} must be an object with a role and content, found {_shown(item)}")
+            raise BadRow(f"{name} must be an object with a role and content, found {shown(item)}")
         role_key = next((key for key in self._role_keys if key in item), "role")
         content_key = next((key for key in self._content_keys if key in item), "content")
         raw_role = item.get(role_key)
         role = self._roles.get(raw_role) if isinstance(raw_role, str) else None
         if role is None:
-            raise BadRow(f"{name} has role {_shown(raw_role)}. Known roles: {', '.join(sorted(self._roles))}")
+            raise BadRow(f"{name} has role {shown(raw_role)}. Known roles: {', '.join(sorted(self._roles))}")
         others = {key: value for key, value in item.items() if key not in (role_key, content_key) and value is not None}
         weight = _weight(others, name)
         if weight and role not in ("assistant", "calls"):
@@ -285,7 +286,7 @@ class Reader:
         if content is None and (calls or reasoning is not None):
             content = ""
         if not isinstance(content, str):
-            raise BadRow(f"{name} ({raw_role}) has content {_shown(content)}; it must be a text")
+            raise BadRow(f"{name} ({raw_role}) has content {shown(content)}; it must be a text")
         if calls and role not in ("assistant", "calls"):
             raise BadRow(f"{name} ({role}) has tool calls; only the assistant can call tools")
         check_texts(others, name)
@@ -318,7 +319,7 @@ class Reader:
         """The `history` column: earlier [question, answer] pairs."""
         value = _parsed(columns.get("history") or [], "history")
         if not isinstance(value, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
-            raise BadRow(f"'history' must be a list of [question, answer] pairs, found {_shown(value)}")
+            raise BadRow(f"'history' must be a list of [question, answer] pairs, found {shown(value)}")
         return tuple(
             Message("assistant" if side else "user", text_of(pair[side], f"history[{index}]"))
             for index, pair in enumerate(value)
@@ -366,7 +367,7 @@ class _Parts:
                 tools += _tools(value)
             else:
                 raise BadRow(
-                    f"{where} is {_shown(part)}; known part types: text, image, image_url, reasoning, tool_call, tools"
+                    f"{where} is {shown(part)}; known part types: text, image, image_url, reasoning, tool_call, tools"
                 )
         return _Parts("".join(texts), "".join(thoughts) if thoughts else None, calls, tools, tuple(images))
 
@@ -375,7 +376,7 @@ def _refuse_untrainable(columns: Columns) -> None:
     """Rows that would train as text although they are not meant so."""
     for name in UNTRAINABLE_COLUMNS:
         if columns.get(name):
-            raise BadRow(f"the row has {name} ({_shown(columns[name])}); this version trains on text and images")
+            raise BadRow(f"the row has {name} ({shown(columns[name])}); this version trains on text and images")
     if columns.get("label") is False and "completion" in columns:
         raise BadRow("label is false: a bad answer of preference data (KTO), not one to learn")
 
@@ -395,7 +396,7 @@ def _prompt_completion(reader: Reader, columns: Columns) -> Conversation:
         tools = (*_tools(columns.get("tools")), *tools, *more)
         return Conversation((*context, *answers), tools=tools, first_trained=len(context))
     raise BadRow(
-        f"prompt is {_shown(prompt)} and completion {_shown(completion)}; both must be texts or both lists of messages"
+        f"prompt is {shown(prompt)} and completion {shown(completion)}; both must be texts or both lists of messages"
     )
 
 
@@ -441,7 +442,7 @@ FORMATS: Mapping[str, Format] = {
 def text_of(value: Any, name: str) -> str:
     """A text that a tokenizer can take. JSON can hold half of a surrogate pair, and NUL is a sign of binary data."""
     if not isinstance(value, str):
-        raise BadRow(f"{name} is {_shown(value)}; it must be a text")
+        raise BadRow(f"{name} is {shown(value)}; it must be a text")
     if IMAGE in value:
         raise BadRow(f"{name} holds the character U+{ord(IMAGE):X}, which stands for images here")
     if "\0" in value:
@@ -465,7 +466,7 @@ def _parsed(value: Any, name: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise BadRow(f"{name} should be JSON, but is not: {error}; it begins {_shown(value)}") from error
+        raise BadRow(f"{name} should be JSON, but is not: {error}; it begins {shown(value)}") from error
 
 
 def _weight(others: dict[str, Any], name: str) -> float | None:
@@ -474,7 +475,7 @@ def _weight(others: dict[str, Any], name: str) -> float | None:
             value = others.pop(key)
             if isinstance(value, bool | int | float) and 0 <= value < float("inf"):
                 return float(value)
-            raise BadRow(f"{name} has {key}={_shown(value)}; a weight in the loss is true, false or a number from 0 up")
+            raise BadRow(f"{name} has {key}={shown(value)}; a weight in the loss is true, false or a number from 0 up")
     return None
 
 
@@ -494,7 +495,7 @@ def _tool_call(call: Any, name: str) -> dict[str, Any]:
     """A call in OpenAI's form (`function: {name, arguments}`) or bare (`{name, arguments}`), arguments as an object."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise BadRow(f"{name} has a tool call without a function name: {_shown(call)}")
+        raise BadRow(f"{name} has a tool call without a function name: {shown(call)}")
     text_of(function["name"], f"{name}, the name of a called function")
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
@@ -502,11 +503,11 @@ def _tool_call(call: Any, name: str) -> dict[str, Any]:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError) as error:
             raise BadRow(
-                f"{name} calls {function['name']} with malformed arguments ({error}): {_shown(arguments)}"
+                f"{name} calls {function['name']} with malformed arguments ({error}): {shown(arguments)}"
             ) from error
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
-        raise BadRow(f"{name} calls {function['name']} with arguments {_shown(arguments)}; they must be an object")
+        raise BadRow(f"{name} calls {function['name']} with arguments {shown(arguments)}; they must be an object")
     check_texts(arguments, name)
     outer = {key: text_of(value, f"{name}, id") for key, value in call.items() if key == "id" and value is not None}
     return {**outer, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
@@ -525,7 +526,7 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
         tool = _parsed(tool, "tools")
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRow(f"tools holds {_shown(tool)}, which is no function with a name")
+            raise BadRow(f"tools holds {shown(tool)}, which is no function with a name")
         check_texts(tool, "tools")
         wrapped.append(tool if "function" in tool else {"type": "function", "function": tool})
     return tuple(wrapped)
@@ -542,8 +543,3 @@ def check_texts(value: Any, name: str) -> None:
     elif isinstance(value, list | tuple):
         for item in value:
             check_texts(item, name)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from surefoot.data.conversation import IMAGE, BadRow, ImageSource, Message
+from surefoot.data.conversation import IMAGE, BadRow, ImageSource, Message, shown
 
 IMAGE_COLUMNS = ("images", "image")
 IMAGE_PARTS = ("image", "image_url", "input_image")
@@ -34,7 +34,7 @@ def source_of(value: Any, name: str) -> ImageSource | None:
                 return f"base64:{source}" if key == "base64" and isinstance(source, str) else source
         if set(value) <= {"type", "detail", *SOURCES}:
             return None
-    raise BadRow(f"{name} is {_shown(value)}; an image is a path, an address, or base64 after `data:image/...;base64,`")
+    raise BadRow(f"{name} is {shown(value)}; an image is a path, an address, or base64 after `data:image/...;base64,`")
 
 
 def of_columns(columns: Mapping[str, Any]) -> list[ImageSource] | None:
@@ -48,7 +48,7 @@ def of_columns(columns: Mapping[str, Any]) -> list[ImageSource] | None:
         sources = [source_of(item, f"{column}[{index}]") for index, item in enumerate(given)]
         missing = next((index for index, source in enumerate(sources) if source is None), None)
         if missing is not None:
-            raise BadRow(f"{column}[{missing}] names no path, address or bytes: {_shown(given[missing])}")
+            raise BadRow(f"{column}[{missing}] names no path, address or bytes: {shown(given[missing])}")
         if sources and found:
             raise BadRow(f"the row has images in both of {' and '.join(f'`{name}`' for name in IMAGE_COLUMNS)}")
         found = [source for source in sources if source is not None] or found or []
@@ -95,8 +95,3 @@ def _with_places(message: Message) -> Message:
     own = iter(message.images)
     images = tuple(next(own) if found.group() == IMAGE else None for found in PLACE.finditer(message.content))
     return replace(message, content=message.content.replace(PLACEHOLDER, IMAGE), images=images)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
