@@ -119,3 +119,19 @@ def test_tokens_are_drawn_as_the_distribution_says(model_folder: Callable[[str],
 def test_no_request_gives_no_completion(model: Any, tokenizer: Any) -> None:
     nothing: list[Completion] = LocalEngine(model, tokenizer).generate([], Sampling(4), 0)
     assert nothing == []
+
+
+def test_banned_tokens_are_never_drawn(model: Any, tokenizer: Any) -> None:
+    banned = frozenset(range(0, 512, 2))
+    sampling = Sampling(12, temperature=2.0, banned=banned)
+    made = LocalEngine(model, tokenizer).generate(requests(), sampling, 0)
+    assert not any(banned & set(one.ids) for one in made)
+    # Their logprobs are those of the model, which knows of no ban.
+    trajectories = [
+        Trajectory(request.prompt, one.ids, one.logprobs, 0.0, 1.0, "x:1")
+        for request, one in zip(requests(), made, strict=True)
+    ]
+    batch = collate_policy(trajectories, share_prompts=True)
+    with torch.no_grad():
+        found, _ = TokenLogprobs(model, 2.0)(batch)
+    torch.testing.assert_close(found, batch.rollout_logprobs, rtol=0, atol=2e-6)

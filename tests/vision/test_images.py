@@ -2,8 +2,11 @@
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -64,7 +67,7 @@ def test_positions_are_those_of_transformers(vision_folder: Callable[[str], Path
 def rendered(row: dict[str, Any], folder: Path, settings: ImageSettings | None = SETTINGS) -> Any:
     tokenizer = vision_tokenizer()
     if settings is not None:
-        settings = ImageSettings(**{**vars(settings), "token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>")})
+        settings = replace(settings, token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"))
     source = RendererSource.of(tokenizer, {}, parse_special_tokens=False, images=settings)
     spec = FormatSpec()
     renderer = Renderer(source)
@@ -141,7 +144,7 @@ def test_every_form_gives_the_same_sample(name: str, tmp_path: Path) -> None:
     assert [(image.rows, image.columns) for image in found.images] == [(2, 3), (4, 2)]
     token = vision_tokenizer().convert_tokens_to_ids("<|image_pad|>")
     assert (found.ids == token).sum() == 2 * 3 + 4 * 2
-    assert vision_tokenizer().decode(found.ids[slice(*vars(found.spans[0]).values()).start :]).startswith("red")
+    assert vision_tokenizer().decode(found.ids[found.spans[0].begin :]).startswith("red")
 
 
 def test_a_rendered_text_is_the_templates_own(tmp_path: Path) -> None:
@@ -220,3 +223,64 @@ def test_an_image_that_changed_after_it_was_prepared_is_refused(tmp_path: Path) 
     path.unlink()
     with pytest.raises(DataError, match=r"data:7: image .*1\.png cannot be read: No such file"):
         PixelReader(make_processor(), SETTINGS).read([("data:7", [image])])
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
+    """(address, what was asked for) of a server of pictures."""
+    asked: list[str] = []
+
+    class Pictures(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            found = tmp_path / self.path.strip("/")
+            self.send_response(200 if found.is_file() else 404)
+            self.end_headers()
+            if found.is_file():
+                self.wfile.write(found.read_bytes())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as pictures:
+        Thread(target=pictures.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{pictures.server_port}", asked
+        pictures.shutdown()
+
+
+def test_addresses_are_fetched_once_where_that_is_allowed(server: tuple[str, list[str]], tmp_path: Path) -> None:
+    address, asked = server
+    allowed = replace(SETTINGS, allow_urls=True)
+    local = find_image(str(draw(tmp_path / "1.png", "red")), tmp_path, SETTINGS)
+    first, again = (find_image(f"{address}/1.png", tmp_path, allowed) for _ in range(2))
+    assert first == again
+    assert first.sha256 == local.sha256
+    assert asked == ["/1.png"]
+    with pytest.raises(BadRow, match="no.png could not be fetched: .*404"):
+        find_image(f"{address}/no.png", tmp_path, allowed)
+    (tmp_path / "page.html").write_text("<html>")
+    with pytest.raises(BadRow, match="is broken"):
+        find_image(f"{address}/page.html", tmp_path, allowed)
+
+
+def test_pictures_are_upright_and_in_colour(tmp_path: Path) -> None:
+    upright = Pillow.fromarray(np.random.default_rng(1).integers(0, 255, (56, 84, 3), dtype=np.uint8))
+    upright.save(tmp_path / "upright.png")
+    exif = upright.getexif()
+    exif[0x0112] = 8  # the camera was turned
+    upright.transpose(Pillow.Transpose.ROTATE_270).save(tmp_path / "turned.png", exif=exif)
+    reader = PixelReader(make_processor(), SETTINGS)
+    one, other = (find_image(name, tmp_path, SETTINGS) for name in ("upright.png", "turned.png"))
+    torch.testing.assert_close(reader.read([("", [other])]).pixels, reader.read([("", [one])]).pixels, rtol=0, atol=0)
+    for mode in ("P", "L", "RGBA", "CMYK", "1", "I;16"):
+        name = tmp_path / f"{mode.replace(';', '')}.tiff"
+        Pillow.new(mode, (60, 60)).save(name)
+        assert reader.read([("", [find_image(str(name), tmp_path, SETTINGS)])]).grid.tolist() == [[1, 4, 4]]
+
+
+def test_rows_that_differ_in_their_image_alone_are_two_samples(tmp_path: Path) -> None:
+    draw(tmp_path / "1.png", "red")
+    draw(tmp_path / "2.png", "blue")
+    one, two, again = (rendered({"query": "?", "response": "a", "images": [f"{n}.png"]}, tmp_path) for n in (1, 2, 1))
+    assert one.ids.tolist() == two.ids.tolist()
+    assert one.digest != two.digest
+    assert one.digest == again.digest

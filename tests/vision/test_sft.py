@@ -13,18 +13,18 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from surefoot import load, train
+from surefoot import export, load, train
 from surefoot.config import load_config
 from surefoot.data.dataset import Sample
 from surefoot.data.loader import collate
 from surefoot.data.pixels import PixelReader
-from surefoot.errors import ConfigError, DataError
+from surefoot.errors import ConfigError, DataError, ModelError
 from surefoot.models.build import BuiltModel, build_model, load_tokenizer, trainable_parameters
-from surefoot.models.lora import LoraSettings
+from surefoot.models.lora import LoraSettings, find_targets
 from surefoot.models.vision import vision_names
 from surefoot.training.batches import RunData, open_data
 from surefoot.training.loss import TokenLoss
-from tests.conftest import write_jsonl
+from tests.conftest import make_model, write_jsonl
 from tests.vision.conftest import COLOURS, KINDS, draw, picture_rows
 
 Make = Callable[[str], Path]
@@ -174,6 +174,45 @@ def test_full_fine_tuning_keeps_the_tower_unless_told(
         assert bool(changed & tower) is not freezes
         assert changed - tower
     assert (tmp_path / "run-True" / "model" / "preprocessor_config.json").is_file()
+
+
+def test_a_checkpoint_of_full_fine_tuning_is_exported_with_the_tower_it_left_alone(vision: Any, tmp_path: Path) -> None:
+    given = vision(tuning="full", save_steps=2)
+    del given["lora_rank"]
+    train(given, screen=False)
+    export(tmp_path / "run", tmp_path / "out", step=4)
+    made, whole = (
+        AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+        for folder in (tmp_path / "out", tmp_path / "run" / "model")
+    )
+    assert made.keys() == whole.keys()
+    assert all(torch.equal(value, whole[name]) for name, value in made.items())
+
+
+def test_names_that_tower_and_decoder_share_mean_the_decoder(vision_folder: Make) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(vision_folder("qwen2_5_vl"))
+    assert any(name.endswith(".down_proj.weight") for name in vision_names(model))
+    for targets in (["down_proj"], ["mlp"], ["all"], ["mlp.down_proj"]):
+        assert not any("visual" in name for name in find_targets(model, targets).linears)
+    by_name = find_targets(model, ["model.visual.blocks.0.mlp.down_proj"])
+    assert by_name.linears == ["model.visual.blocks.0.mlp.down_proj"]
+    tower = find_targets(model, ["vision"]).linears
+    assert {name.split(".")[2] for name in tower} == {"blocks", "merger"}
+    with pytest.raises(ModelError, match="the group 'vision' is empty in LlamaForCausalLM"):
+        find_targets(make_model("llama"), ["vision"])
+
+
+def test_equal_files_in_two_folders_have_their_own_images(vision: Any, tmp_path: Path) -> None:
+    for name, colour in (("one", "red"), ("two", "blue")):
+        draw(tmp_path / name / "it.png", colour)
+        write_jsonl(tmp_path / name / "rows.jsonl", [{"query": "?", "response": "x", "images": ["it.png"]}])
+    paths = []
+    for name in ("one", "two"):
+        _, (sample,), _ = opened(vision(dataset=str(tmp_path / name / "rows.jsonl")))
+        paths.append(sample.images[0].path)
+    assert paths == [str(tmp_path / name / "it.png") for name in ("one", "two")]
+    _, (sample,), _ = opened(vision(dataset=str(tmp_path / "one" / "rows.jsonl"), image_dir=str(tmp_path / "two")))
+    assert sample.images[0].path == paths[1]
 
 
 def test_images_are_never_cut(vision: Any, tmp_path: Path) -> None:
