@@ -135,6 +135,8 @@ def main(folder: Path) -> None:
         dataset=folder / "train.jsonl",
         output_dir=folder / "run",
     )
+    if result.status != "completed":
+        sys.exit(f"{result.status} after {result.steps} steps; start again, or go on with surefoot train")
 
     lines = (result.run_folder / "metrics.jsonl").read_text("utf-8").splitlines()
     rewards = [json.loads(line)["reward"] for line in lines]

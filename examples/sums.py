@@ -54,6 +54,8 @@ def main(folder: Path) -> None:
     result = surefoot.train(
         HERE / "grpo.yaml", dataset=folder / "train.jsonl", init_adapter=warm.artifact, output_dir=folder / "run"
     )
+    if result.status != "completed":
+        sys.exit(f"{result.status} after {result.steps} steps; start again, or go on with surefoot train")
 
     lines = (result.run_folder / "metrics.jsonl").read_text("utf-8").splitlines()
     rewards = [json.loads(line)["reward"] for line in lines]

@@ -221,3 +221,16 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["import"]) == 2
     assert cli.main(["import", "--json", "--", "trl", "sft", "--model_name_or_path", "m", "--dataset_name", "d"]) == 0
     assert json.loads(capsys.readouterr().out)["settings"]["tuning"] == "full"
+
+
+def test_towers_of_other_programs_are_adapted_or_trained(tmp_path: Path) -> None:
+    command = "swift sft --model m --dataset a.jsonl --train_type {tuning} --freeze_vit {frozen}\n"
+    for tuning, frozen, targets, freezes in (
+        ("lora", "false", ["all", "vision"], None),
+        ("lora", "true", "all", None),
+        ("full", "false", None, False),
+        ("full", "true", None, True),
+    ):
+        found = values(imported(tmp_path / "train.sh", command.format(tuning=tuning, frozen=frozen)))
+        assert found.get("target_modules") == targets
+        assert found.get("freeze_vision_tower") == freezes

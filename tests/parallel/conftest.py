@@ -34,7 +34,7 @@ def parallel_model(
             own = vision_tokenizer() if kind in KINDS else tokenizer
             if kind in KINDS:
                 model = make_vision_model(kind, own)
-                make_processor().save_pretrained(path)
+                make_processor(kind).save_pretrained(path)
             elif kind == "few":
                 model = make_model("qwen2_moe", num_experts=6)
             elif kind == "one_expert":

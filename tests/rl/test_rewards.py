@@ -171,7 +171,8 @@ def test_workers_end_with_the_run_even_when_it_is_killed(tmp_path: Path) -> None
         ("exact", r"'exact' is neither a built-in \(exact_match, .*\) nor of the form file.py:function \(run.yaml:7\)"),
         ("/nowhere/mine.py:f", r"/nowhere/mine.py does not exist \(run.yaml:7\)"),
         ("{folder}/mine.py:not a name", "does not end with the name of a function"),
-        ("{folder}/mine.py:absent", r"cannot be loaded: AttributeError(.|\n)*no attribute 'absent'(.|\n)*run.yaml:7"),
+        ("{folder}/mine.py:absent", r"mine.py has no function absent; it has .*\(run.yaml:7\)"),
+        ("{folder}/mine.py:cuont", r"; did you mean count\? \(run.yaml:7\)"),
         ("{folder}/broken.py:f", r"cannot be loaded: SyntaxError(.|\n)*broken.py"),
     ],
 )

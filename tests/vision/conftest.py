@@ -50,23 +50,35 @@ def make_vision_model(kind: str, tokenizer: PreTrainedTokenizerFast) -> PreTrain
         "vision_end_token_id": tokenizer.convert_tokens_to_ids("<|vision_end|>"),
     }
     text: dict[str, Any] = {**SIZES, "vocab_size": len(tokenizer), "max_position_embeddings": 1024}
-    tower: dict[str, Any] = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 14}
+    tower: dict[str, Any] = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     if kind == "qwen2_5_vl":
         text["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1]}
-        tower |= {"out_hidden_size": 32, "window_size": 56, "fullatt_block_indexes": [2], "spatial_merge_size": 2}
+        tower |= {
+            "patch_size": 14,
+            "out_hidden_size": 32,
+            "window_size": 56,
+            "fullatt_block_indexes": [2],
+            "spatial_merge_size": 2,
+        }
         config: Any = Qwen2_5_VLConfig(text_config=text, vision_config=tower, **ids)
         return Qwen2_5_VLForConditionalGeneration(config)
     text |= {"head_dim": 8, "rope_parameters": {**rope, "mrope_section": [2, 1, 1], "mrope_interleaved": True}}
-    tower |= {"out_hidden_size": 32, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
+    tower |= {
+        "patch_size": 16,
+        "out_hidden_size": 32,
+        "deepstack_visual_indexes": [0, 1],
+        "num_position_embeddings": 64,
+    }
     if kind == "qwen3_vl":
         return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=tower, **ids))
     text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     return Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(text_config=text, vision_config=tower, **ids))
 
 
-def make_processor() -> Qwen2VLImageProcessorPil:
-    return Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=16 * 28 * 28)
+def make_processor(kind: str = "qwen2_5_vl") -> Qwen2VLImageProcessorPil:
+    side = 16 if kind.startswith("qwen3") else 14
+    return Qwen2VLImageProcessorPil(patch_size=side, min_pixels=(2 * side) ** 2, max_pixels=16 * (2 * side) ** 2)
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +92,7 @@ def vision_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
             tokenizer = vision_tokenizer()
             make_vision_model(kind, tokenizer).save_pretrained(path)
             tokenizer.save_pretrained(path)
-            make_processor().save_pretrained(path)
+            make_processor(kind).save_pretrained(path)
         return path
 
     return folder
@@ -104,7 +116,7 @@ def picture_rows(folder: Path, count: int = 12) -> list[dict[str, Any]]:
     names = list(COLOURS)
     for i in range(count):
         colour = names[i % 3]
-        draw(folder / f"{i}.png", colour, 1 + i % 3, size=(84 + 28 * (i % 2), 56 + 28 * (i % 3)))
+        draw(folder / f"{i}.png", colour, 1 + i % 3, size=(80 + 31 * (i % 2), 50 + 27 * (i % 3)))
         question = {0: "<image>What colour?", 1: "<image><image>What colour is the first?", 2: "Name a colour."}[i % 3]
         images = {0: [f"{i}.png"], 1: [f"{i}.png", f"{i - 1}.png"], 2: []}[i % 3]
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": colour}]

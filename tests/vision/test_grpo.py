@@ -123,11 +123,17 @@ def test_rewards_are_told_of_the_images(grpo: Any, tmp_path: Path) -> None:
 
 
 def test_an_image_that_goes_during_a_run_ends_it_with_its_row(grpo: Any, tmp_path: Path) -> None:
-    surefoot.train(grpo() | {"max_steps": 1}, screen=False)  # prepared now
-    for path in (tmp_path / "data").glob("*.png"):
-        path.write_bytes(b"")
-    with pytest.raises(DataError, match=r"pictures\.jsonl:\d+: image .*\.png was changed since its row was prepared"):
-        surefoot.train(grpo(overwrite_output_dir=True), screen=False)
+    body = (
+        f"    for path in pathlib.Path('{tmp_path}/data').glob('*.png'):\n"
+        "        path.write_bytes(b'')\n"
+        "    return [float(i) for i in range(len(completions))]"
+    )
+    (tmp_path / "mine.py").write_text(f"import pathlib\n\ndef mine(completions, **columns):\n{body}\n")
+    rows = [row for row in picture_rows(tmp_path / "data") if row["images"]]
+    path = write_jsonl(tmp_path / "data" / "seen.jsonl", rows)
+    given = grpo(dataset=str(path)) | {"reward_funcs": [f"{tmp_path}/mine.py:mine"], "max_steps": 20}
+    with pytest.raises(DataError, match=r"seen\.jsonl:\d+: image .*\.png was changed since its row was prepared"):
+        surefoot.train(given, screen=False)
 
 
 def test_a_server_is_not_given_images(grpo: Any) -> None:

@@ -52,7 +52,7 @@ def test_an_image_that_was_scaled_is_scaled_no_further(tmp_path: Path) -> None:
 def test_positions_are_those_of_transformers(vision_folder: Callable[[str], Path]) -> None:
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(vision_folder("qwen2_5_vl"))
     token = model.config.image_token_id
-    images = [Image("", "", 2, 3), Image("", "", 4, 1), Image("", "", 1, 1)]
+    images = [Image("", "", (0, 0), 2, 3), Image("", "", (0, 0), 4, 1), Image("", "", (0, 0), 1, 1)]
     ids = [7, 8, *[token] * 6, 9, *[token] * 4, 10, *[token], 11, 12]
     theirs, _ = model.model.get_rope_index(
         torch.tensor([ids]),
@@ -104,6 +104,15 @@ def forms(one: Path, two: Path) -> dict[str, dict[str, Any]]:
             "messages": talk([{"type": "image", "base64": as_base64(path)} for path in (one, two)] + [text])
         },
         "TRL, empty parts": {"messages": talk([empty, empty, text]), "images": [one.name, str(two)]},
+        "Parquet, parts filled up with nulls": {
+            "messages": talk(
+                [
+                    *[{"index": i, "text": None, "type": "image"} for i in (0, 1)],
+                    {"index": None, "text": "Which?", "type": "text"},
+                ]
+            ),
+            "images": [{"bytes": None, "path": one.name}, {"bytes": None, "path": two.name}],
+        },
         "TRL, prompt and completion": {
             "prompt": [{"role": "user", "content": "Which?"}],
             "completion": [{"role": "assistant", "content": "red"}],
@@ -175,15 +184,17 @@ def refused(rows: Path) -> dict[str, tuple[dict[str, Any], str]]:
             {"messages": talk([{"type": "image_url", "image_url": {"url": "https://x.org/1.png"}}])},
             "https://x.org/1.png is an address, which is not fetched",
         ),
-        "too few": (asking(good, question="<image><image>?"), "1 images in the row's columns for 2 places"),
-        "too many": (asking(good, good), "2 images in the row's columns for 1 places"),
-        "none": ({"messages": talk([{"type": "image"}])}, "0 images in the row's columns for 1 places"),
-        "empty": (asking(), "0 images in the row's columns for 1 places"),
+        "too few": (asking(good, question="<image><image>?"), "columns name 1 images, and its turns hold 2 x <image>"),
+        "too many": (asking(good, good), "columns name 2 images, and its turns hold 1 x <image>"),
+        "none": ({"messages": talk([{"type": "image"}])}, "columns name 0 images, and its turns hold 1 x <image>"),
+        "empty": (asking(), "columns name 0 images, and its turns hold 1 x <image>"),
         "in an answer": ({"messages": talk("?", "<image>"), "images": [good]}, "the assistant's turn holds an image"),
         "a number": (asking(3, question="?"), r"images\[0\] is 3; an image is a path"),
         "no base64": (asking("data:image/png;base64,###", question="?"), "is no base64 text"),
         "bare text": ({"prompt": "?", "completion": "a", "images": [good]}, "bare texts instead of messages"),
         "twice": ({**asking(good), "image": good}, "images in both of `images` and `image`"),
+        "another column": ({"query": "<image>?", "response": "a", "picture": good}, r"columns: \{images: picture\}"),
+        "another name": ({"query": "<image>?", "response": "a", "file": "a.JPG"}, r"Set columns: \{images: file\}"),
         "video": ({"query": "?", "response": "a", "videos": ["a.mp4"]}, "this version trains on text and images"),
         "narrow": (asking("narrow.png", question="?"), "more than 200 times as long as wide"),
     }  # fmt: skip
@@ -271,7 +282,7 @@ def test_pictures_are_upright_and_in_colour(tmp_path: Path) -> None:
     reader = PixelReader(make_processor(), SETTINGS)
     one, other = (find_image(name, tmp_path, SETTINGS) for name in ("upright.png", "turned.png"))
     torch.testing.assert_close(reader.read([("", [other])]).pixels, reader.read([("", [one])]).pixels, rtol=0, atol=0)
-    for mode in ("P", "L", "RGBA", "CMYK", "1", "I;16"):
+    for mode in ("P", "L", "RGBA", "CMYK", "1"):
         name = tmp_path / f"{mode.replace(';', '')}.tiff"
         Pillow.new(mode, (60, 60)).save(name)
         assert reader.read([("", [find_image(str(name), tmp_path, SETTINGS)])]).grid.tolist() == [[1, 4, 4]]
@@ -284,3 +295,33 @@ def test_rows_that_differ_in_their_image_alone_are_two_samples(tmp_path: Path) -
     assert one.ids.tolist() == two.ids.tolist()
     assert one.digest != two.digest
     assert one.digest == again.digest
+
+
+def test_more_than_eight_bits_would_be_cut_off(tmp_path: Path) -> None:
+    for mode in ("I;16", "F"):
+        Pillow.new(mode, (60, 60)).save(tmp_path / "deep.tiff")
+        with pytest.raises(BadRow, match=r"deep\.tiff has more than 8 bits a channel"):
+            find_image("deep.tiff", tmp_path, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("~nobody-of-this-name/a.png", "is no path"),
+        ("iVBORw0KGgo" * 500, "before base64 `data:image/png;base64,` must stand"),
+        ("s3://bucket/1.png", "is an address of a kind that is not read"),
+        ("folder", "image folder is a folder; name one file"),
+        ("empty.png", "the file is empty"),
+    ],
+)
+def test_odd_sources_are_named(source: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty.png").touch()
+    with pytest.raises(BadRow, match=reason):
+        find_image(source, tmp_path, SETTINGS)
+
+
+def test_files_may_be_named_by_address(tmp_path: Path) -> None:
+    path = draw(tmp_path / "a b.png", "red")
+    for source in (path.as_uri(), f"file://localhost{path.as_posix().replace(' ', '%20')}"):
+        assert find_image(source, tmp_path, SETTINGS).path == str(path)

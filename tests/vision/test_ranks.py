@@ -1,6 +1,7 @@
 """Two ranks of which one finds what the other does not: both end, with the row."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,17 +29,23 @@ def started(settings: dict[str, Any], folder: Path) -> "subprocess.CompletedProc
     )
 
 
-@pytest.mark.parametrize("method", ["sft", "grpo"])
+def break_unseen(path: Path) -> None:
+    """Other bytes under the same size and time, as a failing disk might give: no look at the file tells."""
+    about = path.stat()
+    path.write_bytes(b"?" * about.st_size)
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+@pytest.mark.parametrize("part", ["sft", "grpo", "evaluation"])
 @pytest.mark.parametrize("zero_stage", [2, 3])
-def test_an_image_that_one_rank_cannot_read_ends_both(
-    method: str, zero_stage: int, vision: Any, tmp_path: Path
-) -> None:
+def test_an_image_that_one_rank_cannot_read_ends_both(part: str, zero_stage: int, vision: Any, tmp_path: Path) -> None:
     draw(tmp_path / "data" / "only.png", "red")
     rows = [*counting_rows(9), {**counting_rows(1)[0], "images": ["only.png"]}]
-    path = write_jsonl(tmp_path / "data" / "mixed.jsonl", rows)
-    more = GRPO if method == "grpo" else {}
+    mixed = write_jsonl(tmp_path / "data" / "mixed.jsonl", rows)
+    text = write_jsonl(tmp_path / "data" / "text.jsonl", counting_rows(9))
+    more = {"grpo": GRPO, "evaluation": {"eval_dataset": str(mixed), "eval_steps": 1}}.get(part, {})
     settings = vision(
-        dataset=str(path),
+        dataset=str(text if part == "evaluation" else mixed),
         nproc_per_node=2,
         zero_stage=zero_stage,
         global_batch_size=4,
@@ -47,7 +54,7 @@ def test_an_image_that_one_rank_cannot_read_ends_both(
         **more,
     )
     assert started({**settings, "max_steps": 6}, tmp_path).returncode == 0  # and one rank sees a picture, one text
-    (tmp_path / "data" / "only.png").write_bytes(b"not what was prepared")
+    break_unseen(tmp_path / "data" / "only.png")
     failed = started({**settings, "overwrite_output_dir": True, "max_steps": 6}, tmp_path)
     assert failed.returncode == 2, failed.stderr
     assert "mixed.jsonl:10: image " in failed.stderr

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from surefoot import export, load, train
+from surefoot import describe_data, export, load, train
 from surefoot.config import load_config
 from surefoot.data.dataset import Sample
 from surefoot.data.loader import collate
-from surefoot.data.pixels import PixelReader
+from surefoot.data.pixels import PixelReader, limits_of, load_processor
 from surefoot.errors import ConfigError, DataError, ModelError
 from surefoot.models.build import BuiltModel, build_model, load_tokenizer, trainable_parameters
 from surefoot.models.lora import LoraSettings, find_targets
@@ -25,7 +25,7 @@ from surefoot.models.vision import vision_names
 from surefoot.training.batches import RunData, open_data
 from surefoot.training.loss import TokenLoss
 from tests.conftest import make_model, write_jsonl
-from tests.vision.conftest import COLOURS, KINDS, draw, picture_rows
+from tests.vision.conftest import COLOURS, KINDS, draw, make_processor, picture_rows
 
 Make = Callable[[str], Path]
 TRAINED = {"targets": ("attention", "mlp"), "rank": 4, "alpha": 8.0}
@@ -136,7 +136,7 @@ def test_a_model_learns_what_pictures_show(vision: Any, tmp_path: Path) -> None:
 
 
 def test_an_adapter_says_to_peft_what_it_says_here(vision: Any, vision_folder: Make, tmp_path: Path) -> None:
-    for targets, in_tower in ((["attention"], False), (["attention", "vision"], True)):
+    for targets, in_tower in ((["attention"], False), (["attention", "vision"], True), (["all", "vision"], True)):
         result = train(vision(target_modules=targets, overwrite_output_dir=True), screen=False)
         assert result.artifact is not None
         tensors = load_file(result.artifact / "adapter_model.safetensors")
@@ -230,15 +230,74 @@ def test_images_are_never_cut(vision: Any, tmp_path: Path) -> None:
 
 
 def test_bad_images_stop_the_run_with_their_row(vision: Any, tmp_path: Path) -> None:
-    rows = picture_rows(tmp_path / "data")
+    path = write_jsonl(tmp_path / "data" / "bad.jsonl", picture_rows(tmp_path / "data"))
     (tmp_path / "data" / "4.png").write_bytes(b"\x89PNG nothing")
-    path = write_jsonl(tmp_path / "data" / "bad.jsonl", rows)
     with pytest.raises(DataError, match=r"bad\.jsonl:5: image .*/4\.png is broken: .*on_bad_row: skip"):
         train(vision(dataset=str(path)), screen=False)
     (tmp_path / "data" / "4.png").unlink()
-    path = write_jsonl(tmp_path / "data" / "worse.jsonl", rows)
-    train(vision(dataset=str(path), on_bad_row="skip", overwrite_output_dir=True), screen=False)
+    with pytest.raises(DataError, match=r"bad\.jsonl:5: image 4\.png is missing"):
+        train(vision(dataset=str(path)), screen=False)
+    train(vision(dataset=str(path), on_bad_row="skip"), screen=False)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["examples"]["skipped"] == 1
+    # What is put right is used: a broken image is no part of what is kept of a row.
+    draw(tmp_path / "data" / "4.png", "green")
+    train(vision(dataset=str(path), overwrite_output_dir=True), screen=False)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["examples"]["skipped"] == 0
+
+
+def test_an_image_that_was_changed_is_prepared_anew(vision: Any, tmp_path: Path) -> None:
+    _, before, _ = opened(vision())
+    draw(tmp_path / "data" / "0.png", "blue", size=(28, 28))
+    _, after, reader = opened(vision())
+    assert (before[0].images[0].num_tokens, after[0].images[0].num_tokens) == (6, 1)
+    assert len(after[0].ids) == len(before[0].ids) - 5
+    collate(after, reader)
+    assert [sample.ids.tolist() for sample in after[2:]] == [sample.ids.tolist() for sample in before[2:]]
+
+
+def test_a_missing_image_is_shown_by_surefoot_data(vision: Any, pictures: Path) -> None:
+    seen = describe_data(vision(), show=2)
+    assert seen.images == {"count": 12, "tokens min": 6, "tokens median": 8, "tokens mean": 8, "tokens p95": 12,
+                           "tokens max": 12}  # fmt: skip
+    (pictures.parent / "0.png").unlink()
+    report = describe_data(vision(), show=2)
+    assert report.refusal is not None
+    assert "pictures.jsonl:1: image 0.png is missing" in report.refusal
+    assert report.samples[0].source == "pictures.jsonl:3"  # line 2 shows it too
+
+
+def test_a_tower_that_would_see_nothing_is_not_trained(vision: Any, vision_folder: Make, data_file: Path) -> None:
+    for name in ("preprocessor_config.json",):
+        (vision_folder("qwen2_5_vl") / name).rename(vision_folder("qwen2_5_vl") / "away.json")
+    try:
+        train(vision(dataset=str(data_file)), screen=False)
+        with pytest.raises(ConfigError, match="target_modules names vision, but .* has no preprocessor_config"):
+            train(
+                vision(dataset=str(data_file), target_modules=["all", "vision"], overwrite_output_dir=True),
+                screen=False,
+            )
+        with pytest.raises(DataError, match="the row has an image, and the model's folder has no preprocessor_config"):
+            train(vision(overwrite_output_dir=True), screen=False)
+    finally:
+        (vision_folder("qwen2_5_vl") / "away.json").rename(vision_folder("qwen2_5_vl") / "preprocessor_config.json")
+
+
+@pytest.mark.parametrize(
+    "size", [{"min_pixels": 784, "max_pixels": 12544}, {"shortest_edge": 784, "longest_edge": 12544}]
+)
+def test_every_form_of_processor_files_is_read(size: dict[str, int], tmp_path: Path) -> None:
+    made = json.loads(make_processor().to_json_string())
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {**made, "size": size}}))
+    found = load_processor(tmp_path)
+    assert found is not None
+    assert limits_of(found, tmp_path) == (784, 12544)
+    (tmp_path / "processor_config.json").write_text(
+        json.dumps({"image_processor": {**made, "size": {"height": 56, "width": 56}}})
+    )
+    found = load_processor(tmp_path)
+    assert found is not None
+    with pytest.raises(DataError, match="says no least and largest number of pixels"):
+        limits_of(found, tmp_path)
 
 
 @pytest.mark.parametrize(

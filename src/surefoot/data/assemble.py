@@ -11,16 +11,15 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from surefoot.config import DatasetItem, LoadedConfig
 from surefoot.data.dataset import Dataset, Reading
 from surefoot.data.images import ImageSettings
-from surefoot.data.pixels import PROCESSOR, PixelReader, load_processor
+from surefoot.data.pixels import PROCESSORS, PixelReader, limits_of, load_processor
 from surefoot.data.preparation import OnProgress
-from surefoot.data.render import RendererSource
+from surefoot.data.render import TEXT_ONLY, RendererSource
 from surefoot.data.sources import find_sources
 from surefoot.errors import ConfigError, DataError
 
 MAX_WORKERS = 16
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Types of models whose images are placed as `images.positions` does."""
-TEXT_ONLY = "this model reads text only"
 
 
 def open_dataset(
@@ -98,10 +97,20 @@ def open_images(
         return None, "rollout_engine=vllm is given text only in this version; set rollout_engine: local"
     processor = load_processor(base)
     if processor is None:
-        return None, f"the model's folder has no {PROCESSOR}, which says how to cut them"
+        if config.tuning == "full" and not config.freeze_vision_tower:
+            raise ConfigError(
+                f"freeze_vision_tower=false, but {base} has no {' or '.join(PROCESSORS)}, without which no image is "
+                f"read, and the tower would learn from none ({loaded.where('freeze_vision_tower')})."
+            )
+        if config.tuning == "lora" and "vision" in config.target_modules:
+            raise ConfigError(
+                f"target_modules names vision, but {base} has no {' or '.join(PROCESSORS)}, without which no image is "
+                f"read, and the tower would learn from none ({loaded.where('target_modules')})."
+            )
+        return None, f"the model's folder has no {' or '.join(PROCESSORS)}, which says how to cut them"
     token_id = int(model.image_token_id)
-    least = config.min_pixels or processor.size["shortest_edge"]
-    most = config.max_pixels or processor.size["longest_edge"]
+    least, most = limits_of(processor, base)
+    least, most = config.min_pixels or least, config.max_pixels or most
     cell = processor.patch_size * processor.merge_size
     if least > most or most < cell**2:
         raise ConfigError(

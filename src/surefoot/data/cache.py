@@ -70,6 +70,15 @@ class CachedFile:
         self.num_bytes = stamp[0]
         self._lock: int | None = None
 
+    def drop_stale(self) -> None:
+        """Let shards be prepared anew whose rows' images have changed, or could not be read."""
+        stale = [chunk.index for chunk in self.chunks if self.has(chunk.index) and self.shard(chunk.index).is_stale]
+        if stale and self.try_lock():
+            (self.recipe.folder / "complete.json").unlink(missing_ok=True)
+            for index in stale:
+                self.recipe.shard_path(index).unlink(missing_ok=True)
+            self.unlock()
+
     @property
     def is_complete(self) -> bool:
         return (self.recipe.folder / "complete.json").is_file()

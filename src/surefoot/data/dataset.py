@@ -142,6 +142,8 @@ class Dataset:
                 try:
                     has_images = source.images is not None
                     file = CachedFile(path, name, part.spec, key, keep_columns=keep_columns, has_images=has_images)
+                    if has_images and not only_waits:
+                        file.drop_stale()
                     self._files.append(file)
                 except DataError as error:
                     raise DataError(f"{error} ({where})") from error

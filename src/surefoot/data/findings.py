@@ -48,7 +48,8 @@ def _unusable(dataset: Dataset) -> list[Finding]:
     """What training refuses altogether."""
     findings = []
     counts, vocab_size = dataset.counts(), dataset.reading.vocab_size
-    if counts.trained + counts.truncated == 0:
+    are_samples = any(len(dataset.shard(number)) for number in range(len(dataset.chunks)))
+    if counts.trained + counts.truncated == 0 and are_samples:  # bad rows alone speak for themselves
         first = next(dataset.skipped(), ("none", "the dataset holds no rows"))
         evidence = {"rows": counts.read, "skipped": counts.skipped, "first": f"{first[0]}: {first[1]}"}
         fix = (

@@ -19,7 +19,15 @@ from surefoot.data.conversation import (
     check_turns,
     shown,
 )
-from surefoot.data.image_places import IMAGE_COLUMNS, IMAGE_PARTS, of_columns, place, source_of
+from surefoot.data.image_places import (
+    IMAGE_COLUMNS,
+    IMAGE_PARTS,
+    PLACEHOLDER,
+    looks_like_images,
+    of_columns,
+    place,
+    source_of,
+)
 
 Columns = Mapping[str, Any]
 
@@ -185,6 +193,10 @@ class Reader:
     def _with_images(self, conversation: Conversation, columns: Columns) -> Conversation:
         """The conversation with the images of the row's columns where they stand."""
         sources = of_columns({name: _listed(columns[name], name) for name in IMAGE_COLUMNS if name in columns})
+        if sources is None and any(PLACEHOLDER in message.content for message in conversation.messages):
+            likely = next((name for name, value in columns.items() if looks_like_images(name, value)), None)
+            if likely is not None:
+                raise BadRow(f"a turn says {PLACEHOLDER}, and no column is `images`. Set columns: {{images: {likely}}}")
         if sources and conversation.kind in ("completion", "text", "text prompt"):
             raise BadRow("the row has images, but bare texts instead of messages, in which they could stand")
         return replace(conversation, messages=place(conversation.messages, sources))

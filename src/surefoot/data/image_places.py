@@ -15,6 +15,8 @@ IMAGE_PARTS = ("image", "image_url", "input_image")
 PLACEHOLDER = "<image>"
 SOURCES = ("image", "image_url", "path", "url", "base64", "bytes", "value")
 """Keys of a part, or of an object in an image column, under which its source is found."""
+IMAGE_LIKE_NAME = re.compile(r"image|picture|photo|\bimg", re.IGNORECASE)
+IMAGE_LIKE_FILE = re.compile(r"\.(png|jpe?g|webp|gif|bmp|tiff?)$", re.IGNORECASE)
 PLACE = re.compile(f"{IMAGE}|{re.escape(PLACEHOLDER)}")
 
 
@@ -24,15 +26,19 @@ def source_of(value: Any, name: str) -> ImageSource | None:
     Raises: BadRow for what is no path, address or bytes.
     """
     if isinstance(value, str | bytes) and value:
-        return value
+        try:
+            return value.encode("utf-8").decode() if isinstance(value, str) else value
+        except UnicodeEncodeError as error:
+            raise BadRow(f"{name} is no valid text at character {error.start + 1}: {error.reason}") from error
     if isinstance(value, Mapping):
-        if isinstance(value.get("bytes"), bytes):  # a hub dataset's own form, which may name a path besides
-            return bytes(value["bytes"])
+        given = {key: part for key, part in value.items() if part not in (None, "", b"")}  # Parquet fills up with nulls
+        if isinstance(given.get("bytes"), bytes):  # a hub dataset's own form, which may name a path besides
+            return bytes(given["bytes"])
         for key in SOURCES:
-            if value.get(key):
-                source = source_of(value[key], name)
+            if key in given:
+                source = source_of(given[key], name)
                 return f"base64:{source}" if key == "base64" and isinstance(source, str) else source
-        if set(value) <= {"type", "detail", *SOURCES}:
+        if set(given) <= {"type", "detail", "index"}:
             return None
     raise BadRow(f"{name} is {shown(value)}; an image is a path, an address, or base64 after `data:image/...;base64,`")
 
@@ -53,6 +59,14 @@ def of_columns(columns: Mapping[str, Any]) -> list[ImageSource] | None:
             raise BadRow(f"the row has images in both of {' and '.join(f'`{name}`' for name in IMAGE_COLUMNS)}")
         found = [source for source in sources if source is not None] or found or []
     return found
+
+
+def looks_like_images(name: str, value: Any) -> bool:
+    """Whether a column may hold images under another name."""
+    first = value[0] if isinstance(value, list) and value else value
+    return IMAGE_LIKE_NAME.search(name) is not None or (
+        isinstance(first, str) and IMAGE_LIKE_FILE.search(first) is not None
+    )
 
 
 def place(messages: Sequence[Message], sources: Sequence[ImageSource] | None) -> tuple[Message, ...]:
@@ -76,7 +90,8 @@ def place(messages: Sequence[Message], sources: Sequence[ImageSource] | None) ->
     places = sum(source is None for message in placed for source in message.images)
     if places != len(sources or ()):
         raise BadRow(
-            f"{len(sources or ())} images in the row's columns for {places} places ({PLACEHOLDER}) in its turns"
+            f"the row's columns name {len(sources or ())} images, and its turns hold {places} x {PLACEHOLDER} (or an "
+            "empty part)"
         )
     rest = iter(sources or ())
     filled = []

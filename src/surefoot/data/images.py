@@ -9,18 +9,21 @@ Source of the scaling: Qwen2-VL, https://arxiv.org/abs/2409.12191, as transforme
 import base64
 import binascii
 import hashlib
+import http.client
 import math
-import urllib.error
+import time
+import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
-from PIL import ImageOps
+from PIL import ImageOps, UnidentifiedImageError
 
 from surefoot.data.conversation import BadRow, ImageSource
 from surefoot.errors import DataError
@@ -29,7 +32,8 @@ from surefoot.storage import cache_folder, write_bytes
 MOST_BYTES = 64 << 20
 """Of an image file; a larger one is a mistake."""
 MOST_ASPECT = 200
-DOWNLOAD_TIMEOUT_S = 30.0
+ANSWER_S, DOWNLOAD_S = 30.0, 120.0
+"""Deadlines of a download: until something comes, and of all of it."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class Image:
     path: str
     sha256: str
     """Of its file, as it was when it was prepared."""
+    stamp: tuple[int, int]
+    """And its size and time of change then."""
     rows: int
     columns: int
     """Of cells."""
@@ -82,16 +88,35 @@ class Image:
         return self.rows * self.columns
 
 
+def image_of(values: Mapping[str, Any]) -> Image:
+    """An image that was written as JSON."""
+    return Image(**{**values, "stamp": tuple(values["stamp"])})
+
+
+class BadImage(BadRow):
+    """An image that cannot be read as it is now: what lies outside of its row may be put right without changing it."""
+
+
 def find_image(source: ImageSource, folder: Path, settings: ImageSettings) -> Image:
     """The image that a row names. Bytes and downloads are kept in the cache.
 
-    `folder`: of the row's file. Raises: BadRow where it is missing, broken or not allowed; StorageError.
+    `folder`: of the row's file. Raises: BadImage where it is missing or broken, BadRow where it is not allowed;
+    StorageError.
     """
     path = _path_of(source, folder, settings)
+    stamp = _stamp_of(path)
     content = _read(path)
     with _decoded(content, str(path)) as picture:
         rows, columns = settings.cells(*picture.size)
-    return Image(str(path), hashlib.sha256(content).hexdigest(), rows, columns)
+    return Image(str(path), hashlib.sha256(content).hexdigest(), stamp, rows, columns)
+
+
+def has_changed(image: Image) -> bool:
+    """Whether the file is not the one that was prepared, by its size and time of change."""
+    try:
+        return _stamp_of(Path(image.path)) != tuple(image.stamp)
+    except BadImage:
+        return True
 
 
 def open_image(image: Image, cell: int) -> Pillow.Image:
@@ -103,8 +128,8 @@ def open_image(image: Image, cell: int) -> Pillow.Image:
         content = _read(Path(image.path))
         if hashlib.sha256(content).hexdigest() != image.sha256:
             raise DataError(
-                f"image {image.path} was changed since its row was prepared. Put it back, or give it another name in "
-                "its row, and start again"
+                f"image {image.path} was changed since its row was prepared. Start again: rows whose images have "
+                "changed are prepared anew then"
             )
         with _decoded(content, image.path) as picture:
             return picture.resize((image.columns * cell, image.rows * cell), Pillow.Resampling.BICUBIC)
@@ -115,27 +140,41 @@ def open_image(image: Image, cell: int) -> Pillow.Image:
 def _path_of(source: ImageSource, folder: Path, settings: ImageSettings) -> Path:
     if isinstance(source, bytes):
         return _kept(source)
-    if source.startswith("data:"):
-        kind, comma, text = source.partition(",")
+    said = source if len(source) <= 200 else f"{source[:200]}..."
+    scheme, colon, rest = source.partition(":")
+    if colon and scheme.lower() == "data":
+        kind, comma, text = rest.partition(",")
         if not comma or not kind.endswith(";base64"):
             raise BadRow(f"an image begins {source[:40]!r}; of data: addresses only data:image/...;base64,... is known")
         return _kept(_from_base64(text))
-    if source.startswith("base64:"):
-        return _kept(_from_base64(source.removeprefix("base64:")))
-    if source.startswith(("http://", "https://")):
+    if scheme == "base64" and colon:
+        return _kept(_from_base64(rest))
+    if scheme.lower() in ("http", "https") and rest.startswith("//"):
         return _downloaded(source, settings)
-    path = Path(source.removeprefix("file://")).expanduser()
+    if scheme.lower() == "file" and rest.startswith("//"):
+        source = urllib.parse.unquote(rest.removeprefix("//").removeprefix("localhost"))
+    elif rest.startswith("//"):
+        raise BadRow(f"image {said} is an address of a kind that is not read; of these https is")
     places = [Path(settings.folder)] if settings.folder is not None else [folder, Path()]
-    tried = [path] if path.is_absolute() else [place / path for place in places]
-    for candidate in tried:
-        if candidate.is_file():
-            return candidate.resolve()
-    raise BadRow(f"image {source[:200]} is missing; looked for {' and '.join(str(one)[:300] for one in tried)}")
+    try:
+        path = Path(source).expanduser()
+        tried = [path] if path.is_absolute() else [place / path for place in places]
+        found = next((candidate.resolve() for candidate in tried if candidate.is_file()), None)
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, no such home, a NUL in it
+        raise BadRow(
+            f"image {said} is no path ({type(error).__name__}); before base64 `data:image/png;base64,` must stand"
+        ) from error
+    if found is None:
+        if any(candidate.is_dir() for candidate in tried):
+            raise BadRow(f"image {said} is a folder; name one file")
+        looked = " and ".join(dict.fromkeys(str(one.absolute())[:300] for one in tried))
+        raise BadImage(f"image {said} is missing; looked for {looked}. image_dir says where paths begin")
+    return found
 
 
 def _from_base64(text: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise BadRow(f"an image is no base64 text: {error}; it begins {text[:20]!r}") from error
 
@@ -146,44 +185,76 @@ def _downloaded(address: str, settings: ImageSettings) -> Path:
         raise BadRow(
             f"image {address[:200]} is an address, which is not fetched. Set allow_image_urls: true to allow it"
         )
-    name = hashlib.sha256(address.encode()).hexdigest()
-    target = cache_folder() / "data" / "images" / f"url-{name}"
+    target = cache_folder() / "data" / "images" / f"url-{hashlib.sha256(address.encode()).hexdigest()}"
     if not target.is_file():
         try:
-            with urllib.request.urlopen(address, timeout=DOWNLOAD_TIMEOUT_S) as answer:
-                content = answer.read(MOST_BYTES + 1)
-        except (OSError, ValueError, urllib.error.URLError) as error:
-            raise BadRow(f"image {address[:200]} could not be fetched: {error}") from error
+            content = _fetched(address)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise BadImage(f"image {address[:200]} could not be fetched: {error}") from error
+        _check_size(len(content), address)
+        _decoded(content, address[:200]).close()  # an error page is not kept
         write_bytes(target, content)
     return target
 
 
+def _fetched(address: str) -> bytes:
+    """At most one byte more than an image may have. Raises: TimeoutError where all of it takes too long."""
+    deadline = time.monotonic() + DOWNLOAD_S
+    pieces: list[bytes] = []
+    with urllib.request.urlopen(address, timeout=ANSWER_S) as answer:
+        while sum(map(len, pieces)) <= MOST_BYTES and (piece := answer.read(1 << 16)):
+            pieces.append(piece)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not complete after {DOWNLOAD_S:.0f} s")
+    return b"".join(pieces)
+
+
 def _kept(content: bytes) -> Path:
     """Bytes of a row as a file of the cache, under their own hash."""
+    _check_size(len(content), "in the row")
     target = cache_folder() / "data" / "images" / hashlib.sha256(content).hexdigest()
     if not target.is_file():
         write_bytes(target, content)
     return target
 
 
-def _read(path: Path) -> bytes:
+def _check_size(num_bytes: int, name: str) -> None:
+    if num_bytes > MOST_BYTES:
+        raise BadRow(f"image {name} has over {MOST_BYTES >> 20} MiB; larger ones are not read")
+
+
+def _stamp_of(path: Path) -> tuple[int, int]:
+    """Size and time of change."""
     try:
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise BadRow(f"image {path} has {size / 2**20:.0f} MiB; images over {MOST_BYTES >> 20} MiB are not read")
+        about = path.stat()
+    except OSError as error:
+        raise BadImage(f"image {path} cannot be read: {error.strerror or error}") from error
+    return about.st_size, about.st_mtime_ns
+
+
+def _read(path: Path) -> bytes:
+    _check_size(_stamp_of(path)[0], str(path))
+    try:
         return path.read_bytes()
     except OSError as error:
-        raise BadRow(f"image {path} cannot be read: {error.strerror or error}") from error
+        raise BadImage(f"image {path} cannot be read: {error.strerror or error}") from error
 
 
 def _decoded(content: bytes, name: str) -> Pillow.Image:
-    """The whole picture, upright and in RGB. Raises: BadRow."""
+    """The whole picture, upright and in RGB. Raises: BadImage."""
+    if not content:
+        raise BadImage(f"image {name} is broken: the file is empty")
     try:
         with Pillow.open(BytesIO(content)) as picture:
-            return ImageOps.exif_transpose(picture).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError) as error:
-        reason = f"{error}".replace(repr(BytesIO()), "it").splitlines() or [type(error).__name__]
-        raise BadRow(f"image {name} is broken: {reason[0][:200]}") from error
+            mode = picture.mode
+            upright = ImageOps.exif_transpose(picture).convert("RGB")
+    except UnidentifiedImageError as error:
+        raise BadImage(f"image {name} is broken: it is in no format that Pillow knows") from error
+    except Exception as error:  # a decoder is a program that reads what anyone may have written
+        raise BadImage(f"image {name} is broken: {type(error).__name__}: {str(error)[:200]}") from error
+    if mode.startswith(("I", "F")):
+        raise BadImage(f"image {name} has more than 8 bits a channel ({mode}), which would be cut off. Scale it")
+    return upright
 
 
 def positions(ids: NDArray[np.int32], images: Sequence[Image], token_id: int) -> NDArray[np.int64]:

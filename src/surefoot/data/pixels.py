@@ -1,8 +1,8 @@
 """From images to what a vision tower reads: patches of pixels and the grid they come from."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +14,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from surefoot.data.images import Image, ImageSettings, open_image, positions
 from surefoot.errors import DataError
 
-KEPT = 16
-"""Images whose patches are kept: those of a few prompts that are trained on right after they were answered."""
-PROCESSOR = "preprocessor_config.json"
+KEPT_BYTES = 256 << 20
+"""Of patches that are kept: images of prompts that are trained on right after they were answered."""
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""transformers 5 writes the second where a whole processor is saved."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class PixelReader:
     def __init__(self, processor: Qwen2VLImageProcessorPil, settings: ImageSettings) -> None:
         self.settings = settings
         self._processor = processor
-        self._kept = lru_cache(KEPT)(self._read)
+        self._kept: OrderedDict[Image, Tensor] = OrderedDict()
 
     def read(self, samples: Sequence[tuple[str, Sequence[Image]]]) -> Vision:
         """The patches of the images of samples, (place, images) of each, in order; of none, those of a blank cell.
@@ -55,7 +56,7 @@ class PixelReader:
         for place, images in samples:
             for image in images:
                 try:
-                    pixels.append(self._kept(image))
+                    pixels.append(self._patches(image))
                 except DataError as error:
                     raise DataError(f"{place}: {error}") from error
                 grid.append([1, image.rows * merge, image.columns * merge])
@@ -68,6 +69,14 @@ class PixelReader:
         """`positions` of a sample as a tensor: int64 [3, n]."""
         return torch.from_numpy(positions(ids, images, self.settings.token_id))
 
+    def _patches(self, image: Image) -> Tensor:
+        """Of one image; those asked for last are kept."""
+        found = self._kept.pop(image, None)
+        self._kept[image] = found if found is not None else self._read(image)
+        while len(self._kept) > 1 and sum(patches.nbytes for patches in self._kept.values()) > KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return self._kept[image]
+
     def _read(self, image: Image) -> Tensor:
         with open_image(image, self.settings.cell) as picture:
             found = self._processor(images=picture, do_resize=False, return_tensors="pt")
@@ -77,10 +86,24 @@ class PixelReader:
 
 def load_processor(folder: Path) -> Qwen2VLImageProcessorPil | None:
     """The image processor of a model's folder; None where there is none. Raises: DataError where it cannot be read."""
-    if not (folder / PROCESSOR).is_file():
+    present = next((folder / name for name in PROCESSORS if (folder / name).is_file()), None)
+    if present is None:
         return None
     try:
         processor: Qwen2VLImageProcessorPil = Qwen2VLImageProcessorPil.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{folder / PROCESSOR}: its image processor cannot be read: {error}") from error
+        raise DataError(f"{present}: its image processor cannot be read: {error}") from error
     return processor
+
+
+def limits_of(processor: Qwen2VLImageProcessorPil, folder: Path) -> tuple[int, int]:
+    """(least, most) pixels of an image, under either of their names. Raises: DataError where there are none."""
+    size = processor.size
+    found = (size.shortest_edge or size.min_pixels, size.longest_edge or size.max_pixels)
+    if None in found:
+        raise DataError(
+            f"{folder}: its image processor has size {size}, which says no least and largest number of pixels "
+            "(shortest_edge, longest_edge). Correct it, or take the model's own"
+        )
+    least, most = found
+    return int(least), int(most)

@@ -21,7 +21,7 @@ from typing import Any
 from surefoot.data.containers import Chunk, ChunkReader
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.formats import FormatSpec, Reader, format_of
-from surefoot.data.images import ImageSettings
+from surefoot.data.images import BadImage, ImageSettings
 from surefoot.data.render import Renderer, RendererSource
 from surefoot.data.rows import Row
 from surefoot.data.shard import ShardWriter
@@ -133,7 +133,7 @@ class Preparer:
                 conversation = reader.read(row.columns)
                 text = self._renderer.render(conversation, recipe.path.parent)
             except BadRow as error:
-                writer.refuse(number, row.line, str(error))
+                writer.refuse(number, row.line, str(error), lost_image=isinstance(error, BadImage))
                 continue
             except DataError as error:
                 raise DataError(f"{recipe.name}:{row.line}: {error}") from error

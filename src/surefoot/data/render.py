@@ -24,6 +24,7 @@ from surefoot.storage import cache_folder, write_bytes
 
 ENDS_TWICE, BEGINS_TWICE, ANSWER_IN_PROMPT, LOOKALIKE, LOST_REASONING = (1 << bit for bit in range(5))
 """What is odd about a sample, as bits of its flags."""
+TEXT_ONLY = "this model reads text only; Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE read images"
 
 
 TODAY = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)")
@@ -61,7 +62,7 @@ class RendererSource:
     bos_id: int | None
     images: ImageSettings | None = None
     """None where images cannot be read."""
-    why_blind: str = "this model reads text only"
+    why_blind: str = TEXT_ONLY
     """Why they cannot."""
 
     @property
@@ -77,7 +78,7 @@ class RendererSource:
         parse_special_tokens: bool,
         today: date = date(2024, 7, 26),
         images: ImageSettings | None = None,
-        why_blind: str = "this model reads text only",
+        why_blind: str = TEXT_ONLY,
     ) -> "RendererSource":
         """Raises: DataError for a tokenizer that cannot be used for training."""
         if not tokenizer.is_fast:

@@ -1,6 +1,6 @@
 """What `surefoot data` shows of a dataset: counts, lengths, skipped rows, findings, and samples as they are trained."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 
 from surefoot.data.containers import ChunkReader
 from surefoot.data.conversation import BadRow
-from surefoot.data.dataset import Counts, Dataset
+from surefoot.data.dataset import Counts, Dataset, Usable
 from surefoot.data.findings import data_findings, digests
 from surefoot.data.formats import Reader
 from surefoot.data.render import Renderer
@@ -45,6 +45,8 @@ class DataReport:
     duplicates: int
     """Samples that equal an earlier one."""
     lengths: dict[str, int]
+    images: dict[str, int]
+    """How many there are, and tokens of one; empty where there are none."""
     """min, median, mean, p95, max."""
     histogram: list[tuple[int, int, int]]
     """(from, to, samples)."""
@@ -68,6 +70,7 @@ class DataReport:
             "trained_tokens": self.trained_tokens,
             "duplicates": self.duplicates,
             "lengths": self.lengths,
+            "images": self.images,
             "histogram": [{"from": low, "to": high, "samples": count} for low, high, count in self.histogram],
             "skipped": [{"source": place, "reason": reason} for place, reason in self.skipped],
             "findings": [finding.as_dict() for finding in self.findings],
@@ -105,6 +108,7 @@ def look(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataReport
         trained_tokens=sum(int(part.trained.sum()) for part in usable),
         duplicates=len(own) - len(np.unique(own)),
         lengths=_summary(all_lengths),
+        images=_images(dataset, usable),
         histogram=_histogram(all_lengths),
         skipped=list(islice(dataset.skipped(), SKIPPED_SHOWN)),
         findings=data_findings(dataset, held_out),
@@ -112,6 +116,18 @@ def look(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataReport
         samples=list(islice(_shown(dataset), show)),
         are_prompts=any(source.spec.prompts for source in dataset.sources),
     )
+
+
+def _images(dataset: Dataset, usable: Sequence[Usable]) -> dict[str, int]:
+    """How many images samples have, and tokens of an image; of none, nothing."""
+    tokens = [
+        image.num_tokens
+        for number, part in enumerate(usable)
+        for sample in part.samples.tolist()
+        for image in dataset.shard(number).images(sample)
+    ]
+    each = _summary(np.array(tokens))
+    return {"count": len(tokens), **{f"tokens {name}": value for name, value in each.items()}} if tokens else {}
 
 
 def _summary(lengths: Any) -> dict[str, int]:
@@ -139,7 +155,10 @@ def _shown(dataset: Dataset) -> Iterator[ShownSample]:
         shard = dataset.shard(number)
         for index in dataset.usable(number).samples.tolist():
             conversation = reader.read(rows[int(shard.rows[index])].columns)
-            text = renderer.render(conversation, file.recipe.path.parent)
+            try:
+                text = renderer.render(conversation, file.recipe.path.parent)
+            except BadRow as error:  # its image went after it was looked at
+                raise DataError(f"{dataset.sample(number, index).place}: {error}") from error
             (rendered,) = renderer.tokenize([text], with_bounds=True)
             assert not isinstance(rendered, BadRow)
             assert rendered.bounds is not None
@@ -177,6 +196,8 @@ def as_text(report: DataReport, *, color: bool) -> str:
     trained = "of prompts" if report.are_prompts else f"{report.trained_tokens} of them trained{share}"
     lines.append(f"tokens      {report.tokens}, {trained}")
     lines.append(f"duplicates  {report.duplicates}")
+    if report.images:
+        lines.append("images      " + ", ".join(f"{name} {value}" for name, value in report.images.items()))
     if report.lengths:
         lines.append("lengths     " + ", ".join(f"{name} {value}" for name, value in report.lengths.items()))
         most = max(count for _, _, count in report.histogram)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from surefoot.data.images import Image
+from surefoot.data.images import Image, has_changed, image_of
 from surefoot.data.render import Rendered
 from surefoot.storage import write_bytes
 
@@ -35,6 +35,7 @@ class ShardWriter:
     problems: list[tuple[int, int, str]] = field(default_factory=list)
     columns: list[Mapping[str, Any]] = field(default_factory=list)
     images: list[list[dict[str, Any]]] = field(default_factory=list)
+    lost_images: int = 0
 
     def add(self, row: int, line: int, sample: Rendered, columns: Mapping[str, Any]) -> None:
         """A sample, the number of its row in the chunk, the line it begins on, and columns kept beside it."""
@@ -49,8 +50,9 @@ class ShardWriter:
         self.columns.append(columns)
         self.images.append([asdict(image) for image in sample.images])
 
-    def refuse(self, row: int, line: int, reason: str) -> None:
-        """A row that is no sample."""
+    def refuse(self, row: int, line: int, reason: str, *, lost_image: bool = False) -> None:
+        """A row that is no sample; `lost_image`: it may be one once its image can be read."""
+        self.lost_images += lost_image
         # A reason may quote what is no valid text, which could be neither stored nor shown.
         self.problems.append((row, line, reason.encode("utf-8", "backslashreplace").decode()))
 
@@ -72,6 +74,7 @@ class ShardWriter:
             "problems": json.dumps(self.problems, ensure_ascii=False),
             "columns": json.dumps(self.columns if any(self.columns) else [], ensure_ascii=False, default=str),
             "images": json.dumps(self.images if any(self.images) else [], ensure_ascii=False),
+            "lost_images": str(self.lost_images),
             "max_id": str(int(tensors["ids"].max(initial=-1))),
         }
         write_bytes(path, save(tensors, metadata))
@@ -142,9 +145,15 @@ class Shard:
         kept: list[Mapping[str, Any]] = json.loads(self._metadata["columns"])
         return kept
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether images of its rows are not what they were when it was written, or could not be read then."""
+        lost = int(self._metadata["lost_images"])
+        return bool(lost) or any(has_changed(image) for sample in range(len(self)) for image in self.images(sample))
+
     def images(self, sample: int) -> tuple[Image, ...]:
         """The images of a sample, in order."""
-        return tuple(Image(**image) for image in self._images[sample]) if self._images else ()
+        return tuple(image_of(image) for image in self._images[sample]) if self._images else ()
 
     @cached_property
     def _images(self) -> Sequence[Sequence[Mapping[str, Any]]]:

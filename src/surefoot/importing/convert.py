@@ -107,6 +107,12 @@ def convert(told: Told) -> Imported:
             ours.setdefault(name, (int(count), variable))
     for name, value in _defaults(told, ours).items():
         ours.setdefault(name, (value, f"default of {told.program}"))
+    frozen = ours.pop("freeze_vision_tower", None)
+    if frozen is not None and ours.get("tuning", ("", ""))[0] == "full":
+        ours["freeze_vision_tower"] = frozen
+    elif frozen is not None and not frozen[0]:  # with LoRA they adapt the tower then
+        targets = ours.get("target_modules", ("all", ""))[0]
+        ours["target_modules"] = ([*([targets] if isinstance(targets, str) else targets), "vision"], frozen[1])
     if ours.get("tuning", ("", ""))[0] == "full":
         for name in ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora"):
             if name in ours:

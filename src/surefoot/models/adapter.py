@@ -34,17 +34,21 @@ def write_adapter(
     settings: LoraSettings,
     base_model: str,
     adaptable: Collection[str],
+    in_tower: Collection[str] = frozenset(),
 ) -> None:
     """Write trained parameters as a PEFT adapter into an existing empty folder.
 
     `shapes`: of all parameters, by our names. `values` come in the same order; none is kept. `adaptable`: every linear
-    module and expert stack of the model, to find the shortest target names that mean just the adapted ones.
+    module and expert stack of the model, to find the shortest target names that mean just the adapted ones; `in_tower`:
+    those of a vision tower, which are written in full, as `lora.find_targets` reads them.
     """
     empty = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
     with tensor_file(folder / WEIGHTS, dict(_to_peft(name, spec, shapes) for name, spec in empty.items())) as file:
         for name, value in values:
             file.write(*_to_peft(name, value.detach().float(), shapes))
-    (folder / CONFIG).write_text(json.dumps(_peft_config(shapes, settings, base_model, adaptable), indent=2) + "\n")
+    (folder / CONFIG).write_text(
+        json.dumps(_peft_config(shapes, settings, base_model, adaptable, in_tower), indent=2) + "\n"
+    )
 
 
 def _to_peft(name: str, value: Tensor, names: Container[str]) -> tuple[str, Tensor]:
@@ -63,7 +67,11 @@ def _to_peft(name: str, value: Tensor, names: Container[str]) -> tuple[str, Tens
 
 
 def _peft_config(
-    parameters: Collection[str], settings: LoraSettings, base_model: str, adaptable: Collection[str]
+    parameters: Collection[str],
+    settings: LoraSettings,
+    base_model: str,
+    adaptable: Collection[str],
+    in_tower: Collection[str],
 ) -> dict[str, Any]:
     linears = {name.removesuffix(".lora_A") for name in parameters if name.endswith(".lora_A")}
     stacks = {name.removesuffix("_lora_A") for name in parameters if name.endswith("_proj_lora_A")}
@@ -79,20 +87,26 @@ def _peft_config(
         "use_rslora": settings.rslora,
         "bias": "none",
         "fan_in_fan_out": False,
-        "target_modules": sorted(_shortest(linears, adaptable, 1)),
+        "target_modules": sorted(_shortest(linears, adaptable, 1, in_tower)),
         "target_parameters": sorted(_shortest(stacks, adaptable, 3), key=_stack_order) or None,
         "modules_to_save": sorted({".".join(name.split(".")[-2:]) for name in routers}) or None,
     }
 
 
-def _shortest(adapted: set[str], adaptable: Collection[str], parts: int) -> set[str]:
-    """The last `parts` of each name, where these mean the adapted ones and no others; else the full names."""
+def _shortest(
+    adapted: set[str], adaptable: Collection[str], parts: int, in_full: Collection[str] = frozenset()
+) -> set[str]:
+    """The last `parts` of each name, where these mean the adapted ones and no others; else the full names.
+
+    Those of `in_full` are given in full in any case.
+    """
 
     def ending(name: str) -> str:
         return ".".join(name.split(".")[-parts:])
 
-    endings = {ending(name) for name in adapted}
-    return endings if adapted == {name for name in adaptable if ending(name) in endings} else adapted
+    endings = {ending(name) for name in adapted if name not in in_full}
+    meant = {name for name in adaptable if ending(name) in endings}
+    return endings | (adapted & set(in_full)) if meant <= adapted else adapted
 
 
 def _stack_order(name: str) -> tuple[str, int]:

@@ -120,6 +120,7 @@ def build_without_storage(
     gradient_checkpointing: bool,
     attention: str,
     layers: int | None = None,
+    freeze_vision: bool = True,
 ) -> BuiltModel:
     """The model of `build_model` from its config alone, where a FakeTensorMode is active.
 
@@ -139,6 +140,8 @@ def build_without_storage(
         model.set_experts_implementation(experts.IMPLEMENTATION)
     if targets is not None:
         _mark_trainable(model, targets)
+    elif freeze_vision:
+        _freeze_vision(model)
     return _ready_to_train(model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
 
 

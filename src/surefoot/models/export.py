@@ -37,7 +37,12 @@ from surefoot.models.weights import INDEX, split_into_files, tensor_file
 from surefoot.storage import new_folder
 
 LAYER = re.compile(r"^.*\.layers\.\d+(?=\.)")
-PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
 """Of models that read images, besides what their tokenizer saves."""
 EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 

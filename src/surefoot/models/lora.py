@@ -154,6 +154,11 @@ def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
     )
 
 
+def tower_names(model: PreTrainedModel) -> set[str]:
+    """The linear modules of the model's vision tower, by name."""
+    return set(_groups_of(model)["vision"])
+
+
 def adaptable_names(model: PreTrainedModel) -> set[str]:
     """Every linear module and every fused expert parameter of a model, by name."""
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}

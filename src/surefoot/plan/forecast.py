@@ -135,7 +135,7 @@ def forecast(
     dtype = torch.float32 if not device.is_gpu and run.dtype != "bfloat16" else torch.bfloat16
     dtype = torch.float32 if run.dtype == "float32" else dtype
     lora = lora_settings(run)
-    sizes = _sizes(base, lora, dtype)
+    sizes = _sizes(base, lora, dtype, freeze_vision=run.freeze_vision_tower)
     if layout.expert_parallel > 1 and (not sizes.num_experts or sizes.num_experts % layout.expert_parallel):
         raise ConfigError(
             f"expert_parallel_size={layout.expert_parallel} does not divide the {sizes.num_experts} experts of the "
@@ -154,6 +154,7 @@ def forecast(
     trace = _trace(
         base, lora, dtype, as_trained=_Trained.of(run), is_checkpointed=run.gradient_checkpointing, rows=each,
         length=length, is_on_gpu=device.is_gpu, twice=steps > 1, share=gradient_share(layout, sizes),
+        freeze_vision=run.freeze_vision_tower,
     )  # fmt: skip
     process = GPU_PROCESS_BYTES if device.is_gpu else int(_process_bytes())
     rollout = None
@@ -227,17 +228,24 @@ def _as_model_errors(base: Path) -> Iterator[None]:
 
 
 @lru_cache(maxsize=8)
-def _sizes(base: Path, lora: LoraSettings | None, dtype: torch.dtype) -> Sizes:
+def _sizes(base: Path, lora: LoraSettings | None, dtype: torch.dtype, *, freeze_vision: bool) -> Sizes:
     with _as_model_errors(base), FakeTensorMode():
         return sizes_of(
-            build_without_storage(base, lora=lora, dtype=dtype, gradient_checkpointing=False, attention=ATTENTION)
+            build_without_storage(
+                base,
+                lora=lora,
+                dtype=dtype,
+                gradient_checkpointing=False,
+                attention=ATTENTION,
+                freeze_vision=freeze_vision,
+            )
         )
 
 
 @lru_cache(maxsize=64)
 def _trace(
     base: Path, lora: LoraSettings | None, dtype: torch.dtype, *, as_trained: _Trained, is_checkpointed: bool,
-    rows: int, length: int, is_on_gpu: bool, twice: bool, share: float,
+    rows: int, length: int, is_on_gpu: bool, twice: bool, share: float, freeze_vision: bool,
 ) -> Trace:  # fmt: skip
     """Of `rows` sequences of full length, all of whose tokens are trained: the most that a micro-batch can need.
 
@@ -248,8 +256,9 @@ def _trace(
     def traced(layers: int | None) -> Trace:
         with _as_model_errors(base), FakeTensorMode():
             built = build_without_storage(
-                base, lora=lora, dtype=dtype, gradient_checkpointing=is_checkpointed, attention=ATTENTION, layers=layers
-            )
+                base, lora=lora, dtype=dtype, gradient_checkpointing=is_checkpointed, attention=ATTENTION,
+                layers=layers, freeze_vision=freeze_vision,
+            )  # fmt: skip
             batch = shaped_batch([length] * rows, rows * as_trained.tokens_each)
             forward = (
                 likelihood(built, batch, as_trained.aux_loss_coef)
@@ -258,7 +267,7 @@ def _trace(
             )
             return trace_step(built, batch, forward, is_on_gpu=is_on_gpu, twice=twice, gradient_share=share)
 
-    sizes = _sizes(base, lora, dtype)
+    sizes = _sizes(base, lora, dtype, freeze_vision=freeze_vision)
     if not sizes.layers_are_equal or sizes.num_layers <= MORE:
         return traced(None)
     return traced(FEW).with_layers(traced(MORE), FEW, MORE, sizes.num_layers)

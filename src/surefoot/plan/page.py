@@ -15,7 +15,7 @@ def as_text(told: Forecast, findings: list[Finding], changes: list[tuple[Changed
     run, whole = told.run, told.sizes.whole
     ranks = run.nproc_per_node * run.nnodes
     lines = [
-        f"{run.model}: {whole.total / 1e9:.2f} G parameters, {whole.all_trained / 1e6:.1f} M trained",
+        f"{run.model}: {_count(whole.total)} parameters, {_count(whole.all_trained)} trained",
         f"{ranks} {'rank' if ranks == 1 else 'ranks'} on {told.device.name} ({told.device.how})",
         "",
         *_table(told),
@@ -128,6 +128,10 @@ def _cost(told: Forecast, price: float) -> str:
     hours = told.step_s * told.run.max_steps / 3600
     said = f"; {told.run.max_steps} steps: {_duration(3600 * hours)}, {hours * devices:.2f} device hours"
     return said + (f", {hours * devices * price:.2f} at {price:g} an hour" if price else "")
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} G" if number >= 1e9 else f"{number / 1e6:.1f} M"
 
 
 def _duration(seconds: float) -> str:

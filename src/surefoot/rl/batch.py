@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.data.images import Image
+from surefoot.data.images import Image, image_of
 from surefoot.data.loader import MicroBatch, filler
 from surefoot.data.pixels import PixelReader
 
@@ -70,7 +70,7 @@ class PolicyBatch(MicroBatch):
 
 def trajectory_of(values: Mapping[str, Any]) -> Trajectory:
     """A trajectory that was written as JSON."""
-    return Trajectory(**{**values, "images": tuple(Image(**image) for image in values["images"])})
+    return Trajectory(**{**values, "images": tuple(image_of(image) for image in values["images"])})
 
 
 def collate_policy(

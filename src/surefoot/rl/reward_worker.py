@@ -4,6 +4,7 @@ The first line on its standard input names the functions, each further one is a 
 functions print goes to standard error. It ends when its input does, or with the process that started it. No torch.
 """
 
+import difflib
 import importlib.util
 import json
 import os
@@ -24,12 +25,26 @@ MOST_CHARACTERS = 2000
 
 
 def load(name: str) -> Function:
-    """A built-in, or a function of a Python file. Raises: whatever the file raises; ImportError, AttributeError."""
+    """A built-in, or a function of a Python file. Raises: whatever the file raises; ImportError; NoSuchFunction."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     file, _, function = name.rpartition(":")
-    found: Function = getattr(_module(Path(file)), function)
+    module = _module(Path(file))
+    found: Function | None = getattr(module, function, None)
+    if found is None:
+        raise NoSuchFunction(_absent(function, file, module))
     return found
+
+
+class NoSuchFunction(Exception):
+    """The file has no function of that name; the text says which it has."""
+
+
+def _absent(function: str, file: str, module: ModuleType) -> str:
+    own = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    near = difflib.get_close_matches(function, own, n=1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"{file} has no function {function}; it has {', '.join(own) or 'none'}{meant}"
 
 
 @cache
@@ -57,6 +72,9 @@ def main() -> None:
         about = json.loads(jobs.readline() or "[]")
         try:
             functions = [load(name) for name in about]
+        except NoSuchFunction as error:
+            _answer(answers, {"error": str(error), "trace": ""})
+            return
         except BaseException as error:  # noqa: BLE001 - a file that somebody else wrote
             _answer(answers, _failure(error))
             return

@@ -13,7 +13,7 @@ from surefoot.errors import ModelError
 from surefoot.models.adapter import CONFIG, load_adapter_files, read_adapter, settings_of, write_adapter
 from surefoot.models.build import build_model, load_tokenizer, meta_model, trainable_parameters
 from surefoot.models.export import in_layers, merge_adapter, read_untrained, stored_buffers, write_model
-from surefoot.models.lora import LoraSettings, adaptable_names
+from surefoot.models.lora import LoraSettings, adaptable_names, tower_names
 from surefoot.models.placement import put, whole
 from surefoot.models.sources import resolve_model
 from surefoot.models.vision import attention_of
@@ -64,8 +64,8 @@ def write_artifact(
             if ranks.is_first:
                 with new_folder(target) as folder:
                     if settings is not None:
-                        adaptable = adaptable_names(model)
-                        write_adapter(folder, shapes, values, settings, _base_name(source, base), adaptable)
+                        about = _base_name(source, base), adaptable_names(model), tower_names(model)
+                        write_adapter(folder, shapes, values, settings, *about)
                     else:
                         write_model(folder, base, shapes, values)
                     tokenizer.save_pretrained(folder)
@@ -116,10 +116,11 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
             tokenizer.save_pretrained(folder)
         return target
     adapter = target if not merge else target.with_name(f".{target.name}.adapter")
-    adaptable = adaptable_names(meta_model(base))
+    whole_model = meta_model(base)
+    about = _base_name(config.model, base), adaptable_names(whole_model), tower_names(whole_model)
     with new_folder(adapter) as folder:
         values = ((name, saved.read(name)) for name in saved.shapes)
-        write_adapter(folder, saved.shapes, values, settings, _base_name(config.model, base), adaptable)
+        write_adapter(folder, saved.shapes, values, settings, *about)
         tokenizer.save_pretrained(folder)
     if not merge:
         return adapter

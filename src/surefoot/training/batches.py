@@ -131,9 +131,11 @@ class RunData:
         return mine() if self.reader is None else self._ranks.together(mine)
 
     def eval_batches(self) -> Iterator[MicroBatch]:
-        """This rank's part of the held-out samples."""
+        """This rank's part of the held-out samples; as many batches on each rank. Collective where images are read."""
         assert self.held_out is not None
-        return all_batches(self.held_out, self._rows_each, self._ranks.rank, self._ranks.size, self.reader)
+        batches = all_batches(self.held_out, self._rows_each, self._ranks.rank, self._ranks.size, self.reader)
+        while batch := self._read(lambda: list(islice(batches, 1))):
+            yield from batch
 
     def _find(self) -> None:
         for finding in data_findings(self.train.lenient(), self.held_out):
