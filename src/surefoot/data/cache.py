@@ -60,8 +60,8 @@ class CachedFile:
         self.chunks = scanned.chunks
         self.format = detect_format(path, name, spec, scanned.chunks)
         limits = [CHUNK_ROWS, CHUNK_BYTES, MAX_ROW_BYTES]
-        # Where rows may name images by a path from their file's folder, equal files in two folders are two datasets.
-        place = str(path.parent.resolve()) if has_images else None
+        # Rows may name images by a path that begins there: equal files in two folders are two datasets then.
+        place = [str(path.parent.resolve()), str(Path.cwd())] if has_images else None
         key = [VERSION, limits, scanned.sha256, path.suffixes, spec.as_dict(), self.format, renderer_key, keep_columns]
         key.append(place)
         self.key = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
