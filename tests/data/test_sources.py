@@ -103,7 +103,7 @@ def test_entries_of_dataset_info_json(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("gone", r"entry 'gone': its file_name .*gone.jsonl does not exist \(run.yaml:2\)"),
-        ("none", r"has no dataset 'none'. It has: corpus, gone, hub, many, mapped"),
+        ("none", r"has no dataset 'none'. It has: corpus, films, gone, hub, many, mapped"),
         ("ranked", r"ranking dataset"),
         ("scripted", r"uses script_url, which is not supported"),
         ("typo", r"columns names 'promt', which is not known. Known: prompt, query"),

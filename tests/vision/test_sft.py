@@ -126,7 +126,7 @@ def test_a_model_learns_what_pictures_show(vision: Any, tmp_path: Path) -> None:
         picture = draw(tmp_path / "data" / f"{number}.png", colour, 1 + number % 3, size=size)
         rows.append({"query": "What colour?", "response": colour, "images": [picture.name]})
     path = write_jsonl(tmp_path / "data" / "colours.jsonl", rows)
-    given = vision(dataset=str(path), tuning="full", max_steps=150, learning_rate=1e-2)
+    given = vision(dataset=str(path), tuning="full", max_steps=100, learning_rate=1e-2)
     del given["lora_rank"]
     train(given, screen=False, per_device_train_batch_size=24)
     base = tmp_path / "run" / "model"
