@@ -21,7 +21,7 @@ from surefoot.rl.rollout import Request, Sampling
 from surefoot.training.loss import TokenLogprobs
 from tests.conftest import write_jsonl
 from tests.training.test_resume import SignalAfter, assert_same_run, train_with
-from tests.vision.conftest import KINDS, picture_rows
+from tests.vision.conftest import KINDS, draw, picture_rows
 from tests.vision.test_sft import Make, built, opened
 
 
@@ -80,6 +80,29 @@ def test_the_likeliest_tokens_are_those_of_transformers(kind: str, vision: Any, 
         theirs.model.rope_deltas = None  # left there by the row before
         expected = theirs.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert one.ids == expected[0, ids.shape[1] :].tolist()
+
+
+def test_equal_prompts_with_other_images_are_other_prompts(vision: Any, vision_folder: Make, tmp_path: Path) -> None:
+    rows = []
+    for colour in ("red", "blue"):
+        picture = draw(tmp_path / "data" / f"{colour}.png", colour)
+        rows.append({"query": "<image>?", "response": "x", "images": [picture.name]})
+    path = write_jsonl(tmp_path / "data" / "two.jsonl", rows)
+    _, samples, reader = opened(
+        {**vision(dataset=str(path)), "method": "grpo", "reward_funcs": ["length"], "shuffle": False}
+    )
+    one, other = (
+        Request([int(token) for token in sample.ids], (1,), sample.images, sample.place) for sample in samples
+    )
+    assert one.prompt == other.prompt
+    model = built(vision_folder("qwen2_5_vl")).model
+    tokenizer = AutoTokenizer.from_pretrained(vision_folder("qwen2_5_vl"))
+    engine, sampling = LocalEngine(model, tokenizer, reader=reader), Sampling(6, temperature=0.01)
+    together = engine.generate([one, other], sampling, 0)
+    alone = [engine.generate([request], sampling, 0)[0] for request in (one, other)]
+    for together_one, alone_one in zip(together, alone, strict=True):
+        torch.testing.assert_close(torch.tensor(together_one.logprobs), torch.tensor(alone_one.logprobs))
+    assert together[0].logprobs != together[1].logprobs
 
 
 @pytest.fixture
