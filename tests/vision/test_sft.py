@@ -17,11 +17,15 @@ from surefoot import describe_data, export, load, train
 from surefoot.config import load_config
 from surefoot.data.dataset import Sample
 from surefoot.data.loader import collate
+from surefoot.data.order import Position
 from surefoot.data.pixels import PixelReader, limits_of, load_processor
 from surefoot.errors import ConfigError, DataError, ModelError
 from surefoot.models.build import BuiltModel, build_model, load_tokenizer, trainable_parameters
 from surefoot.models.lora import LoraSettings, find_targets
 from surefoot.models.vision import vision_names
+from surefoot.parallel.ranks import Ranks
+from surefoot.plan.devices import Device
+from surefoot.plan.forecast import forecast
 from surefoot.training.batches import RunData, open_data
 from surefoot.training.loss import TokenLoss
 from tests.conftest import make_model, write_jsonl
@@ -280,6 +284,34 @@ def test_a_tower_that_would_see_nothing_is_not_trained(vision: Any, vision_folde
             train(vision(overwrite_output_dir=True), screen=False)
     finally:
         (vision_folder("qwen2_5_vl") / "away.json").rename(vision_folder("qwen2_5_vl") / "preprocessor_config.json")
+
+
+def test_ranks_open_the_images_of_a_step_together(vision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that finds an image broken must not leave the others in the step's first collective."""
+    data, _, _ = opened(vision())
+    asked: list[Any] = []
+
+    def together(_: Ranks, work: Any, **__: Any) -> Any:
+        asked.append(work)
+        return work()
+
+    monkeypatch.setattr(Ranks, "together", together)
+    _, batches = data.batches(Position())
+    assert len(asked) == 1
+    assert batches
+
+
+@pytest.mark.parametrize("freezes", [True, False])
+def test_a_plan_counts_the_tower_as_it_is_trained(freezes: bool, vision: Any, vision_folder: Make) -> None:
+    given = vision(tuning="full", freeze_vision_tower=freezes)
+    del given["lora_rank"]
+    model = AutoModelForImageTextToText.from_pretrained(vision_folder("qwen2_5_vl"))
+    tower = vision_names(model)
+    frozen = sum(parameter.numel() for name, parameter in model.named_parameters() if name in tower)
+    run = load_config(None, (), given).run
+    told = forecast(run, vision_folder("qwen2_5_vl"), Device("cpu", 1 << 40, 1e11, 1e9, is_gpu=False))
+    assert told.sizes.whole.frozen == (frozen if freezes else 0)
+    assert told.sizes.whole.total == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
