@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import reward_curve
 import torch
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -24,7 +25,6 @@ COLOURS = {"red": (210, 40, 40), "green": (40, 170, 70), "blue": (50, 70, 210)}
 MOST = 4
 SIDE = 84
 ROWS, WARMUP_ROWS = 240, 96
-SHOWN_STEPS = 10
 CONTROLS = ("<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' }}"
@@ -135,15 +135,8 @@ def main(folder: Path) -> None:
         dataset=folder / "train.jsonl",
         output_dir=folder / "run",
     )
-    if result.status != "completed":
-        sys.exit(f"{result.status} after {result.steps} steps; start again, or go on with surefoot train")
 
-    lines = (result.run_folder / "metrics.jsonl").read_text("utf-8").splitlines()
-    rewards = [json.loads(line)["reward"] for line in lines]
-    print("\nmean reward of every ten steps: " + "  ".join(
-        f"{sum(part) / len(part):.2f}"
-        for part in (rewards[at : at + SHOWN_STEPS] for at in range(0, len(rewards), SHOWN_STEPS))
-    ))  # fmt: skip
+    reward_curve.show(result)
     print(f"model: {result.artifact}")
     print(f"took {time.perf_counter() - began:.0f} s")
 

@@ -11,12 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import reward_curve
+
 import surefoot
 
 HERE = Path(__file__).parent
 MOST = 20
 WARMUP_ROWS = 192
-SHOWN_STEPS = 10
 
 
 def question(one: int, other: int) -> dict[str, str]:
@@ -54,15 +55,8 @@ def main(folder: Path) -> None:
     result = surefoot.train(
         HERE / "grpo.yaml", dataset=folder / "train.jsonl", init_adapter=warm.artifact, output_dir=folder / "run"
     )
-    if result.status != "completed":
-        sys.exit(f"{result.status} after {result.steps} steps; start again, or go on with surefoot train")
 
-    lines = (result.run_folder / "metrics.jsonl").read_text("utf-8").splitlines()
-    rewards = [json.loads(line)["reward"] for line in lines]
-    print("\nmean reward of every ten steps: " + "  ".join(
-        f"{sum(part) / len(part):.2f}"
-        for part in (rewards[at : at + SHOWN_STEPS] for at in range(0, len(rewards), SHOWN_STEPS))
-    ))  # fmt: skip
+    reward_curve.show(result)
     print(f"adapter: {result.artifact}")
     print(f"took {time.perf_counter() - began:.0f} s")
 

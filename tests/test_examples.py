@@ -2,6 +2,8 @@
 
 import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +100,8 @@ def test_an_example_trains_the_real_model(orders: dict[str, Any], tmp_path: Path
 
 @pytest.mark.slow
 def test_rewards_teach_a_small_model_to_count_what_it_sees(tmp_path: Path) -> None:
-    runpy.run_path(str(ROOT / "examples" / "pictures.py"))["main"](tmp_path / "pictures")
+    command = [sys.executable, str(ROOT / "examples" / "pictures.py"), str(tmp_path / "pictures")]
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
     lines = (tmp_path / "pictures/run/metrics.jsonl").read_text("utf-8").splitlines()
     rewards = [json.loads(line)["reward"] for line in lines]
     assert sum(rewards[-20:]) / 20 > sum(rewards[:10]) / 10 + 0.25

@@ -88,7 +88,7 @@ def test_the_peak_of_grpo_is_that_of_real_tensors(loss_type: str, is_kept: bool,
             folder, lora=LORA, dtype=torch.float32, gradient_checkpointing=False, attention=ATTENTION
         )
         shaped = shaped_batch([prompt + answer] * count, answer * count)
-        forward = policy_loss(built, shaped, PolicyLoss.of(config), keeps_old=is_kept)
+        forward = policy_loss(built, shaped, PolicyLoss.of(config))
         told = trace_step(built, shaped, forward, is_on_gpu=False, twice=False)
     real = build_model(folder, lora=LORA, device=torch.device("cpu"), dtype=torch.float32)
     kept = [-1.0] * answer if is_kept else None

@@ -271,6 +271,8 @@ def test_addresses_are_fetched_once_where_that_is_allowed(server: tuple[str, lis
     (tmp_path / "page.html").write_text("<html>")
     with pytest.raises(BadRow, match="is broken"):
         find_image(f"{address}/page.html", tmp_path, allowed)
+    draw(tmp_path / "right.png", "red").rename(tmp_path / "page.html")  # what was wrong there is not kept
+    assert find_image(f"{address}/page.html", tmp_path, allowed).sha256 == local.sha256
 
 
 def test_pictures_are_upright_and_in_colour(tmp_path: Path) -> None:

@@ -3,30 +3,30 @@
 Knows nothing of files, templates or tokens.
 """
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from surefoot.data.conversation import (
-    IMAGE,
     BadRow,
     Conversation,
-    ImageSource,
     Message,
     Role,
     check_tools,
     check_turns,
     shown,
 )
-from surefoot.data.image_places import (
-    IMAGE_COLUMNS,
-    IMAGE_PARTS,
-    PLACEHOLDER,
-    looks_like_images,
-    of_columns,
-    place,
-    source_of,
+from surefoot.data.image_places import IMAGE_COLUMNS, PLACEHOLDER, looks_like_images, of_columns, place
+from surefoot.data.message_parts import (
+    REASONING,
+    Parts,
+    check_texts,
+    first_text,
+    parsed,
+    text_of,
+    tool_calls_of,
+    tools_of,
+    weight_of,
 )
 
 Columns = Mapping[str, Any]
@@ -40,10 +40,6 @@ ROLES: Mapping[str, str] = {
 }  # fmt: skip
 """Names of roles in the formats -> ours; `calls` is a turn of the assistant that holds tool calls as JSON text."""
 
-WEIGHTS = ("loss", "loss_weight", "weight", "train", "training")
-"""Names of a message's weight in the loss: ms-swift, LLaMA-Factory v1, OpenAI, axolotl."""
-REASONING = ("reasoning_content", "reasoning", "thinking")
-UNTRAINABLE_PARTS = ("video", "video_url", "audio", "input_audio", "audio_url")
 ANSWERS = frozenset(("response", "output", "completion"))
 """Columns that a row with a prompt alone does not need."""
 UNTRAINABLE_COLUMNS = ("video", "videos", "audio", "audios")
@@ -241,7 +237,7 @@ class Reader:
 
     def messages(self, value: Any, column: str) -> tuple[tuple[Message, ...], tuple[dict[str, Any], ...]]:
         """Messages of any dialect, and tools that stand among them. Turns of tool calls join the turn before."""
-        value = _parsed(value, column)
+        value = parsed(value, column)
         if not isinstance(value, list) or not value:
             raise BadRow(f"'{column}' must be a non-empty list of messages, found {shown(value)}")
         messages: list[Message] = []
@@ -277,21 +273,21 @@ class Reader:
         if role is None:
             raise BadRow(f"{name} has role {shown(raw_role)}. Known roles: {', '.join(sorted(self._roles))}")
         others = {key: value for key, value in item.items() if key not in (role_key, content_key) and value is not None}
-        weight = _weight(others, name)
+        weight = weight_of(others, name)
         if weight and role not in ("assistant", "calls"):
             raise BadRow(f"{name} ({role}) has a weight of {weight} in the loss; only the assistant's turns take one")
-        calls = _tool_calls(others.pop("tool_calls", None), name)
+        calls = tool_calls_of(others.pop("tool_calls", None), name)
         legacy = others.pop("function_call", None)
         if legacy:
-            calls += (_tool_call(legacy, name),)
-        reasoning = _first_text(others, REASONING, name)
+            calls += tool_calls_of(legacy, name)
+        reasoning = first_text(others, REASONING, name)
         content = item.get(content_key)
-        parts = _Parts()
+        parts = Parts()
         if isinstance(content, list):
-            parts = _Parts.read(content, name)
+            parts = Parts.read(content, name)
             content, calls, reasoning = parts.text, calls + parts.calls, reasoning or parts.reasoning
         if role == "calls":
-            calls += _tool_calls(_parsed(content, name), name) if content else ()
+            calls += tool_calls_of(parsed(content, name), name) if content else ()
             content = ""
             if not calls:
                 raise BadRow(f"{name} ({raw_role}) holds no tool call")
@@ -319,7 +315,7 @@ class Reader:
         messages, tools = self.messages(columns[name], name)
         if columns.get("system") and messages[0].role == "system":
             raise BadRow("the system prompt is given twice: in the `system` column and as the first message")
-        tools = (*_tools(columns.get("tools")), *_tools(columns.get("functions")), *tools)
+        tools = (*tools_of(columns.get("tools")), *tools_of(columns.get("functions")), *tools)
         return Conversation((*self.system(columns), *messages), tools=tools)
 
     def system(self, columns: Columns) -> tuple[Message, ...]:
@@ -329,7 +325,7 @@ class Reader:
 
     def history(self, columns: Columns) -> tuple[Message, ...]:
         """The `history` column: earlier [question, answer] pairs."""
-        value = _parsed(columns.get("history") or [], "history")
+        value = parsed(columns.get("history") or [], "history")
         if not isinstance(value, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
             raise BadRow(f"'history' must be a list of [question, answer] pairs, found {shown(value)}")
         return tuple(
@@ -337,51 +333,6 @@ class Reader:
             for index, pair in enumerate(value)
             for side in (0, 1)
         )
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """A content that is a list of typed parts: OpenAI's (`text`) or LLaMA-Factory v1's (`value`)."""
-
-    text: str = ""
-    reasoning: str | None = None
-    calls: tuple[dict[str, Any], ...] = ()
-    tools: tuple[dict[str, Any], ...] = ()
-    images: tuple[ImageSource | None, ...] = ()
-
-    @staticmethod
-    def read(parts: list[Any], name: str) -> "_Parts":
-        texts: list[str] = []
-        thoughts: list[str] = []
-        calls: tuple[dict[str, Any], ...] = ()
-        tools: tuple[dict[str, Any], ...] = ()
-        images: list[ImageSource | None] = []
-        for index, part in enumerate(parts):
-            where = f"{name}, part {index}"
-            if isinstance(part, str):
-                texts.append(text_of(part, where))
-                continue
-            kind = part.get("type", "text") if isinstance(part, dict) else None
-            if kind in UNTRAINABLE_PARTS:
-                raise BadRow(f"{where} is of type {kind}; this version trains on text and images")
-            if kind in IMAGE_PARTS:
-                texts.append(IMAGE)
-                images.append(source_of(part, where))
-                continue
-            value = part.get("value", part.get("text")) if isinstance(part, dict) else None
-            if kind in ("text", "input_text", "output_text", "tool_result", "observation"):
-                texts.append(text_of(value, where))
-            elif kind in ("reasoning", "thinking"):
-                thoughts.append(text_of(value, where))
-            elif kind in ("tool_call", "function_call"):
-                calls += _tool_calls(_parsed(value, where), where)
-            elif kind == "tools":
-                tools += _tools(value)
-            else:
-                raise BadRow(
-                    f"{where} is {shown(part)}; known part types: text, image, image_url, reasoning, tool_call, tools"
-                )
-        return _Parts("".join(texts), "".join(thoughts) if thoughts else None, calls, tools, tuple(images))
 
 
 def _refuse_untrainable(columns: Columns) -> None:
@@ -403,9 +354,9 @@ def _prompt_completion(reader: Reader, columns: Columns) -> Conversation:
     if isinstance(prompt, list) and isinstance(completion, list):
         context, tools = reader.messages(prompt, "prompt")
         if reader.spec.prompts:
-            return Conversation(context, tools=(*_tools(columns.get("tools")), *tools))
+            return Conversation(context, tools=(*tools_of(columns.get("tools")), *tools))
         answers, more = reader.messages(completion, "completion")
-        tools = (*_tools(columns.get("tools")), *tools, *more)
+        tools = (*tools_of(columns.get("tools")), *tools, *more)
         return Conversation((*context, *answers), tools=tools, first_trained=len(context))
     raise BadRow(
         f"prompt is {shown(prompt)} and completion {shown(completion)}; both must be texts or both lists of messages"
@@ -425,7 +376,7 @@ def _query_response(reader: Reader, columns: Columns) -> Conversation:
 
 def _turns(reader: Reader, columns: Columns, question: str, answer: Any, name: str) -> Conversation:
     last = (Message("user", question), Message("assistant", text_of(answer, name)))
-    tools = _tools(columns.get("tools"))
+    tools = tools_of(columns.get("tools"))
     return Conversation((*reader.system(columns), *reader.history(columns), *last), tools=tools)
 
 
@@ -451,107 +402,6 @@ FORMATS: Mapping[str, Format] = {
 """Name -> format. `messages` is OpenAI's, which ms-swift and TRL share, with its dialects."""
 
 
-def text_of(value: Any, name: str) -> str:
-    """A text that a tokenizer can take. JSON can hold half of a surrogate pair, and NUL is a sign of binary data."""
-    if not isinstance(value, str):
-        raise BadRow(f"{name} is {shown(value)}; it must be a text")
-    if IMAGE in value:
-        raise BadRow(f"{name} holds the character U+{ord(IMAGE):X}, which stands for images here")
-    if "\0" in value:
-        raise BadRow(f"{name} holds a NUL character at position {value.index(chr(0)) + 1}: binary data, not text")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise BadRow(f"{name} is no valid text at character {error.start + 1}: {error.reason}") from error
-    return value
-
-
 def _listed(value: Any, name: str) -> Any:
     """Images are one or a list, which may be stored as JSON text."""
-    return _parsed(value, name) if isinstance(value, str) and value[:1] + value[-1:] == "[]" else value
-
-
-def _parsed(value: Any, name: str) -> Any:
-    """Lists and objects are often stored as JSON text in CSV and Parquet files."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise BadRow(f"{name} should be JSON, but is not: {error}; it begins {shown(value)}") from error
-
-
-def _weight(others: dict[str, Any], name: str) -> float | None:
-    for key in WEIGHTS:
-        if key in others:
-            value = others.pop(key)
-            if isinstance(value, bool | int | float) and 0 <= value < float("inf"):
-                return float(value)
-            raise BadRow(f"{name} has {key}={shown(value)}; a weight in the loss is true, false or a number from 0 up")
-    return None
-
-
-def _first_text(others: dict[str, Any], keys: tuple[str, ...], name: str) -> str | None:
-    found = [text_of(others.pop(key), f"{name}, {key}") for key in keys if key in others]
-    return found[0] if found else None
-
-
-def _tool_calls(value: Any, name: str) -> tuple[dict[str, Any], ...]:
-    if not value:
-        return ()
-    calls = value if isinstance(value, list) else [value]
-    return tuple(_tool_call(call, name) for call in calls)
-
-
-def _tool_call(call: Any, name: str) -> dict[str, Any]:
-    """A call in OpenAI's form (`function: {name, arguments}`) or bare (`{name, arguments}`), arguments as an object."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise BadRow(f"{name} has a tool call without a function name: {shown(call)}")
-    text_of(function["name"], f"{name}, the name of a called function")
-    arguments = function.get("arguments", function.get("parameters"))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError) as error:
-            raise BadRow(
-                f"{name} calls {function['name']} with malformed arguments ({error}): {shown(arguments)}"
-            ) from error
-    arguments = {} if arguments is None else arguments
-    if not isinstance(arguments, dict):
-        raise BadRow(f"{name} calls {function['name']} with arguments {shown(arguments)}; they must be an object")
-    check_texts(arguments, name)
-    outer = {key: text_of(value, f"{name}, id") for key, value in call.items() if key == "id" and value is not None}
-    return {**outer, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _tools(value: Any) -> tuple[dict[str, Any], ...]:
-    """Declared tools in OpenAI's form; bare function descriptions are wrapped."""
-    if not value:
-        return ()
-    value = _parsed(value, "tools")
-    if not value:
-        return ()
-    tools = value if isinstance(value, list) else [value]
-    wrapped = []
-    for tool in tools:
-        tool = _parsed(tool, "tools")
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRow(f"tools holds {shown(tool)}, which is no function with a name")
-        check_texts(tool, "tools")
-        wrapped.append(tool if "function" in tool else {"type": "function", "function": tool})
-    return tuple(wrapped)
-
-
-def check_texts(value: Any, name: str) -> None:
-    """Every text inside a JSON value must be one that a tokenizer can take."""
-    if isinstance(value, str):
-        text_of(value, name)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            text_of(key, name)
-            check_texts(item, name)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            check_texts(item, name)
+    return parsed(value, name) if isinstance(value, str) and value[:1] + value[-1:] == "[]" else value

@@ -198,13 +198,12 @@ class _Trained:
     aux_loss_coef: float
     policy: PolicyLoss | None
     """None for SFT."""
-    keeps_old: bool
 
     @staticmethod
     def of(run: RunConfig) -> "_Trained":
         if run.method == "sft":
-            return _Trained(run.max_length - 1, run.router_aux_loss_coef, None, keeps_old=False)
-        return _Trained(run.max_completion_length, 0.0, PolicyLoss.of(run), keeps_old=run.num_iterations > 1)
+            return _Trained(run.max_length - 1, run.router_aux_loss_coef, None)
+        return _Trained(run.max_completion_length, 0.0, PolicyLoss.of(run))
 
 
 @lru_cache(maxsize=1)
@@ -263,7 +262,7 @@ def _trace(
             forward = (
                 likelihood(built, batch, as_trained.aux_loss_coef)
                 if policy is None
-                else policy_loss(built, batch, policy, keeps_old=as_trained.keeps_old)
+                else policy_loss(built, batch, policy)
             )
             return trace_step(built, batch, forward, is_on_gpu=is_on_gpu, twice=twice, gradient_share=share)
 

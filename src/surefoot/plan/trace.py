@@ -218,8 +218,8 @@ def likelihood(built: BuiltModel, batch: MicroBatch, aux_loss_coef: float) -> Ca
     return lambda: objective.loss(batch, totals).total
 
 
-def policy_loss(built: BuiltModel, batch: MicroBatch, loss: PolicyLoss, *, keeps_old: bool) -> Callable[[], Tensor]:
-    """The loss of GRPO, as a function that runs forward. `keeps_old`: several steps are taken on a completion."""
+def policy_loss(built: BuiltModel, batch: MicroBatch, loss: PolicyLoss) -> Callable[[], Tensor]:
+    """The loss of GRPO, as a function that runs forward."""
     logprobs = TokenLogprobs(built.model, 1.0, head_is_plain=head_is_plain(built.model))
     tokens = torch.zeros(len(batch.targets))
     policy = PolicyBatch(
@@ -228,7 +228,7 @@ def policy_loss(built: BuiltModel, batch: MicroBatch, loss: PolicyLoss, *, keeps
         rollout_logprobs=tokens,
         token_at=batch.predict_at,
         completion=batch.predict_at,
-        old_logprobs=tokens if keeps_old else None,
+        old_logprobs=tokens,
         reference_logprobs=tokens if loss.beta else None,
     )
     # gspo counts the tokens of completions, whose values are not here; it holds as many numbers a token as the others.
