@@ -270,6 +270,14 @@ def test_a_missing_image_is_shown_by_surefoot_data(vision: Any, pictures: Path) 
     assert report.samples[0].source == "pictures.jsonl:3"  # line 2 shows it too
 
 
+def test_bad_rows_speak_for_themselves(vision: Any, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "data" / "gone.jsonl", [{"query": "?", "response": "a", "images": ["gone.png"]}])
+    report = describe_data(vision(dataset=str(path)), show=1)
+    assert report.refusal is not None
+    assert "gone.jsonl:1: image gone.png is missing" in report.refusal
+    assert report.findings == [], "their masks are not what is wrong"
+
+
 def test_a_tower_that_would_see_nothing_is_not_trained(vision: Any, vision_folder: Make, data_file: Path) -> None:
     for name in ("preprocessor_config.json",):
         (vision_folder("qwen2_5_vl") / name).rename(vision_folder("qwen2_5_vl") / "away.json")
