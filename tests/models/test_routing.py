@@ -10,9 +10,10 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss
 
 from surefoot.data.dataset import Sample
 from surefoot.data.loader import MicroBatch, collate
+from surefoot.errors import ModelError
 from surefoot.models.build import BuiltModel, build_model
 from surefoot.models.lora import LoraSettings
-from surefoot.models.routing import LayerRouting, RoutingRecorder, expert_counts, load_balancing_loss
+from surefoot.models.routing import LayerRouting, ReplayedRouting, RoutingRecorder, expert_counts, load_balancing_loss
 from surefoot.training.loss import forward_arguments
 from surefoot.training.sft import SftObjective
 from surefoot.training.step import Totals
@@ -179,3 +180,58 @@ def test_checkpointing_gives_the_same_gradients(kind: str, model_folder: Callabl
     assert found[0].keys() == found[1].keys()
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_replayed_experts_get_the_weights_of_the_routers_own_logits(
+    kind: str, checkpointing: bool, model_folder: Callable[[str], Path]
+) -> None:
+    built = build(model_folder(kind), gradient_checkpointing=checkpointing)
+    batch = collate(samples(2))
+    tokens = batch.ids.shape[1]
+    wanted = torch.stack([torch.randperm(6)[:2] for _ in range(2 * tokens)]).view(tokens, 2, 2).short()
+    wanted[3] = -1  # one token goes where its routers say
+    outputs: list[tuple[torch.Tensor, ...]] = []
+    for name in built.routing.names:
+        built.model.get_submodule(name).register_forward_hook(lambda _m, _i, output: outputs.append(output))
+    with ReplayedRouting(wanted) as replayed:
+        hidden = built.model.base_model(**forward_arguments(batch)).last_hidden_state
+    hidden.square().sum().backward()
+    gate = built.model.get_submodule(built.routing.names[0])
+    assert len(outputs) == (4 if checkpointing else 2)
+    for logits, weights, index in outputs[:2]:
+        expected = logits.float().softmax(-1).gather(-1, index)
+        if kind == "mixtral" or gate.norm_topk_prob:
+            expected = expected / expected.sum(-1, keepdim=True)
+        torch.testing.assert_close(weights, expected)
+    for layer, (_, _, index) in enumerate(outputs[:2]):
+        told = [token for token in range(tokens) if token != 3]
+        assert torch.equal(index[told], wanted[told, layer].long())
+        assert torch.equal(index[3], replayed.own[layer][3])
+    if checkpointing:
+        for once, again in zip(outputs[:2], outputs[:1:-1], strict=True):
+            assert torch.equal(once[2], again[2])
+    assert gate.weight.grad.abs().sum() > 0
+
+
+def test_replaying_what_routers_choose_anyway_changes_nothing(model_folder: Callable[[str], Path]) -> None:
+    built = build(model_folder("qwen2_moe"))
+    batch = collate(samples(2))
+    gradients = []
+    with built.routing.recording() as layers:
+        built.model.base_model(**forward_arguments(batch)).last_hidden_state.square().sum().backward()
+    gradients.append([p.grad.clone() for p in built.model.parameters() if p.grad is not None])
+    built.model.zero_grad()
+    with ReplayedRouting(torch.stack([layer.index for layer in layers], dim=1)):
+        built.model.base_model(**forward_arguments(batch)).last_hidden_state.square().sum().backward()
+    gradients.append([p.grad.clone() for p in built.model.parameters() if p.grad is not None])
+    assert len(gradients[0]) > 10
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(25, 1, 2), (25, 2, 3), (24, 2, 2)])
+def test_choices_of_another_model_are_refused(shape: tuple[int, ...], model_folder: Callable[[str], Path]) -> None:
+    built = build(model_folder("mixtral"))
+    with pytest.raises(ModelError, match="routing_replay: router"), ReplayedRouting(torch.zeros(shape)):
+        built.model.base_model(**forward_arguments(collate(samples(2))))

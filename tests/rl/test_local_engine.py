@@ -135,3 +135,33 @@ def test_banned_tokens_are_never_drawn(model: Any, tokenizer: Any) -> None:
     with torch.no_grad():
         found, _ = TokenLogprobs(model, 2.0)(batch)
     torch.testing.assert_close(found, batch.rollout_logprobs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_completions_tell_the_experts_that_training_would_choose(
+    batch_size: int | None, model_folder: Callable[[str], Path], tokenizer: Any
+) -> None:
+    lora = LoraSettings(rank=4, alpha=8.0, targets=("all",), seed=1)
+    built = build_model(model_folder("qwen2_moe"), lora=lora, device=torch.device("cpu"), dtype=torch.float32)
+    engine = LocalEngine(built.model, tokenizer, batch_size=batch_size, routing=built.routing)
+    made = engine.generate(requests(), Sampling(16, ends=frozenset(range(0, 512, 9))), 0)
+    assert len({len(one.ids) for one in made}) > 3
+    for share in (True, False):
+        trajectories = [
+            Trajectory(request.prompt, one.ids, one.logprobs, 0.0, 1.0, "x:1", experts=one.experts)
+            for request, one in zip(requests(), made, strict=True)
+        ]
+        batch = collate_policy(trajectories, share_prompts=share)
+        logprobs = TokenLogprobs(built.model, 1.0)
+        with torch.no_grad(), built.routing.recording() as layers:
+            logprobs(batch)
+        chosen = torch.stack([layer.index for layer in layers], dim=1)
+        assert batch.experts is not None
+        last = [int(batch.token_at[batch.completion == number][-1]) for number in range(len(made))]
+        told = [token for token in range(batch.ids.shape[1]) if token not in last]
+        assert bool((batch.experts[last] == -1).all())  # no forward has seen it
+        assert torch.equal(batch.experts[told].long(), chosen[told])
+        for one in trajectories:
+            one.experts = None
+        batch.keep_experts(chosen.short())
+        assert [one.experts for one in trajectories] == [one.experts for one in made]

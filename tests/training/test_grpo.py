@@ -12,7 +12,7 @@ import pytest
 import surefoot
 from surefoot.config import load_config
 from surefoot.data.report import as_text
-from surefoot.errors import ConfigError, DataError, StoppedOnFinding
+from surefoot.errors import ConfigError, DataError, ModelError, StoppedOnFinding
 from surefoot.events import FindingMade
 from surefoot.training.batches import describe
 from surefoot.training.checkpoint import list_checkpoints
@@ -118,6 +118,29 @@ def test_the_first_of_several_steps_on_completions_is_on_policy(grpo: dict[str, 
     ratios = [line["ratio"] for line in lines(tmp_path / "run")]
     assert ratios[::2] == pytest.approx([1, 1], abs=1e-5)
     assert all(abs(ratio - 1) > 1e-3 for ratio in ratios[1::2])
+
+
+@pytest.mark.parametrize("kept", ["rollout", "first"])
+def test_routing_is_replayed_in_all_steps_and_after_a_resume(
+    grpo: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path, kept: str
+) -> None:
+    routers = {"target_modules": ["all", "router"], "learning_rate": 0.3}  # so that they change their minds
+    grpo |= {"model": str(model_folder("qwen2_moe")), "num_iterations": 3, "max_steps": 6, **routers}
+    grpo["routing_replay"] = kept
+    surefoot.train(grpo, output_dir=str(tmp_path / "whole"), screen=False)
+    whole = lines(tmp_path / "whole")
+    agreement = [line["routing_agreement"] for line in whole]
+    assert agreement[0] == agreement[3] == 1
+    assert all(0.1 < agreement[step] < 0.99 for step in (1, 2, 4, 5))
+    assert whole[0]["ratio"] == pytest.approx(1, abs=1e-5)
+    assert train_with(grpo, SignalAfter(2, signal.SIGTERM)).status == "interrupted"
+    assert train_with(grpo, SignalAfter(99, signal.SIGTERM)).status == "completed"
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_dense_model_has_no_routing_to_replay(grpo: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match="routing_replay=rollout, but .*Llama.* has no routers"):
+        surefoot.train(grpo, routing_replay="rollout", screen=False)
 
 
 def test_a_run_that_is_done_counts_epochs_by_prompts(grpo: dict[str, Any], tmp_path: Path) -> None:
@@ -239,6 +262,7 @@ def test_a_completion_longer_than_the_context_is_refused_by_row(grpo: dict[str, 
         ({"global_batch_size": None}, "a step has 3 completions"),
         ({"beta": 0.1, "tuning": "full"}, "there is none. Set tuning: lora"),
         ({"beta": 0.1, "target_modules": ["attention", "router"]}, "routers are trained in full"),
+        ({"routing_replay": "first"}, "there is one forward on each completion"),
         ({"packing": True}, "packing=True is not available with method: grpo"),
         ({"eval_fraction": 0.5}, "eval_fraction=0.5 is not available with method: grpo"),
         ({"soft_overlong_length": 7}, "soft_overlong_length=7 is more than max_completion_length=6"),

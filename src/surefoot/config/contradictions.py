@@ -128,6 +128,13 @@ def _check_grpo(run: RunConfig, given: set[str], refuse: Refuse) -> None:
             "beta",
             "target_modules",
         )
+    if run.routing_replay == "first" and run.num_iterations == 1:
+        refuse(
+            "routing_replay=first with num_iterations=1: there is one forward on each completion, and none to repeat "
+            "it. Set routing_replay: rollout, or none",
+            "routing_replay",
+            "num_iterations",
+        )
     if run.soft_overlong_length > run.max_completion_length:
         refuse(
             f"soft_overlong_length={run.soft_overlong_length} is more than "

@@ -164,6 +164,10 @@ class RunConfig(BaseModel):
     `importance_cap`, the same with 0 beyond it, or nothing."""
     importance_cap: float = Field(default=2.0, gt=1)
     """GRPO: the most that `importance_correction` weighs a token."""
+    routing_replay: Literal["none", "rollout", "first"] = "none"
+    """GRPO: which experts training uses for a token of an MoE model. `none`: those its routers choose at each forward.
+    `rollout`: those that the engine used. `first`: those of the first forward on a completion, in all `num_iterations`
+    steps on it."""
     mask_truncated_completions: bool = False
     """GRPO: leave completions without an end out of the loss."""
     soft_overlong_length: int = Field(default=0, ge=0)

@@ -1,4 +1,4 @@
-"""What routers decided: recorded during the forward, for the load-balancing loss and the expert-load metrics.
+"""What routers decide: recorded in a forward, for the load-balancing loss and the expert-load metrics, or repeated.
 
 Works for every model that tells transformers where its router logits come from (`_can_record_outputs`).
 Recomputation under gradient checkpointing happens outside `recording()`, so nothing is counted twice.
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+
+from surefoot.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,37 @@ class RoutingRecorder:
             yield self._layers
         finally:
             self._layers = None
+
+
+class ReplayedRouting(TorchDispatchMode):
+    """Inside it, routers choose the experts they are told to; weights and gradients are those of their own logits.
+
+    Routing replay: a token on which rollout and training choose other experts has another probability in each of them,
+    whatever the weights (arXiv:2507.18071, sec. 5.3; arXiv:2510.11370).
+    """
+
+    def __init__(self, experts: Tensor) -> None:
+        """Shapes: experts int [T, layers, K], in the order of the forward's tokens; below 0 the router chooses."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._wanted = experts.long().unbind(1)
+        self.own: list[Tensor] = []
+        """What each layer's router would have chosen: int64 [T, K]."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten.topk.default:
+            return output
+        own = output[1]
+        wanted = self._wanted[len(self.own)] if len(self.own) < len(self._wanted) else None
+        if wanted is None or wanted.shape != own.shape:
+            raise ModelError(
+                f"routing_replay: router {len(self.own)} chooses {tuple(own.shape)} (tokens, experts), but there are "
+                f"choices of {len(self._wanted)} routers for it to repeat, of shape {tuple(self._wanted[0].shape)}. "
+                "Set routing_replay: none."
+            )
+        self.own.append(own)
+        index = torch.where(wanted < 0, own, wanted)
+        return args[0].gather(-1, index), index
 
 
 def expert_counts(layers: list[LayerRouting], num_experts: int) -> Tensor:

@@ -65,7 +65,7 @@ class Ranks:
         padded[: text.numel()] = text
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(texts, padded, group=self.group)
-        return [json.loads(bytes(one[: int(size)].tolist()).decode()) for one, size in zip(texts, sizes, strict=True)]
+        return [json.loads(one[: int(size)].numpy().tobytes()) for one, size in zip(texts, sizes, strict=True)]
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""

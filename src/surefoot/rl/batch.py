@@ -12,6 +12,7 @@ from torch import Tensor
 from surefoot.data.images import Image, image_of
 from surefoot.data.loader import MicroBatch, filler
 from surefoot.data.pixels import PixelReader
+from surefoot.rl.chosen_experts import as_text, from_text
 
 
 @dataclass
@@ -31,6 +32,8 @@ class Trajectory:
     """Under the weights of the first step on it; None while that has not come, or where there is one step alone."""
     reference_logprobs: list[float] | None = None
     """Under the model without its adapter, where they are wanted."""
+    experts: str | None = None
+    """Those that training uses again, where it does: see `chosen_experts`."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,18 @@ class PolicyBatch(MicroBatch):
     """float32 [N]."""
     reference_logprobs: Tensor | None = field(default=None, kw_only=True)
     """float32 [N]."""
+    experts: Tensor | None = field(default=None, kw_only=True)
+    """int16 [T, layers, K]: those that routers are to choose for the tokens of `ids`; -1 where they may choose."""
+    prompt_at: tuple[int, ...] = field(default=(), kw_only=True)
+    """[C]: where the prompt of each completion begins in `ids`."""
     trajectories: tuple[Trajectory, ...] = field(default=(), kw_only=True)
+
+    def keep_experts(self, chosen: Tensor) -> None:
+        """Let further steps on these completions use the experts that were chosen now. Shapes: int16 [T, layers, K]."""
+        for number, (one, first) in enumerate(zip(self.trajectories, self.prompt_at, strict=True)):
+            of_completion = chosen[self.token_at[self.completion == number][:-1]]
+            found = torch.cat([chosen[first : first + len(one.prompt)], of_completion])
+            one.experts = as_text(found.cpu().numpy())
 
     @property
     def num_tokens(self) -> int:
@@ -86,6 +100,7 @@ def collate_policy(
     continues: list[int] = []
     predict_at: list[Tensor] = []
     token_at: list[Tensor] = []
+    prompt_at: list[int] = []
     places: list[str] = []
     seen: list[tuple[str, Sequence[Image]]] = []
     for (prompt, images), group in groupby(trajectories, key=lambda one: (one.prompt, one.images)):
@@ -106,6 +121,7 @@ def collate_policy(
                 lengths.append(len(segment))
                 places.append(one.place)
                 owner = len(lengths) - 1
+            prompt_at.append(last_of_prompt + 1 - len(prompt))
             begin = last_of_prompt + 1
             if share_prompts:
                 begin = len(ids)
@@ -145,8 +161,28 @@ def collate_policy(
         completion=torch.arange(len(trajectories)).repeat_interleave(counts),
         old_logprobs=joined("old_logprobs"),
         reference_logprobs=joined("reference_logprobs"),
+        experts=_experts(trajectories, prompt_at, token_at, len(ids)),
+        prompt_at=tuple(prompt_at),
         trajectories=tuple(trajectories),
     )
+
+
+def _experts(
+    trajectories: Sequence[Trajectory], prompt_at: Sequence[int], token_at: Sequence[Tensor], tokens: int
+) -> Tensor | None:
+    """The experts of each token of a batch: int16 [T, layers, K], -1 where none are known."""
+    texts = [one.experts for one in trajectories if one.experts is not None]
+    if len(texts) < len(trajectories):
+        return None
+    found: Tensor | None = None
+    for one, first, places, text in zip(trajectories, prompt_at, token_at, texts, strict=True):
+        of_one = torch.from_numpy(from_text(text))
+        if found is None:
+            found = of_one.new_full((tokens, *of_one.shape[1:]), -1)
+        found[first : first + len(one.prompt)] = of_one[: len(one.prompt)]
+        of_completion = of_one[len(one.prompt) :]
+        found[places[: len(of_completion)]] = of_completion
+    return found
 
 
 def part_of(count: int, rank: int, num_ranks: int) -> range:

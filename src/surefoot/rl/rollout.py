@@ -60,6 +60,8 @@ class Completion:
     finish: Literal["stop", "length"]
     policy_version: int
     """Optimizer steps that the weights had seen."""
+    experts: str | None = None
+    """Those that its tokens and its prompt's went to, where they are wanted: see `chosen_experts`."""
 
 
 class Engine(Protocol):

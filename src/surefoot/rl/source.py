@@ -288,7 +288,16 @@ class RolloutSource:
                 value = 0.0 if isnan(advantage) else advantage
                 prompt = group.prompt
                 trajectories.append(
-                    Trajectory(prompt.ids, one.ids, one.logprobs, value, 0.0, prompt.place, prompt.images)
+                    Trajectory(
+                        prompt.ids,
+                        one.ids,
+                        one.logprobs,
+                        value,
+                        0.0,
+                        prompt.place,
+                        prompt.images,
+                        experts=one.experts,
+                    )
                 )
         weights = token_weights(config.loss_type, lengths, config.max_completion_length)
         self._emit(CompletionsMade(step + 1, step, tuple(self._samples(groups, by_group))))

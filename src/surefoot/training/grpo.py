@@ -1,7 +1,7 @@
 """Group relative policy optimisation: the loss over completions with advantages, in the forms of six papers."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,9 +9,10 @@ from torch import Tensor
 
 from surefoot.config import RunConfig
 from surefoot.data.loader import MicroBatch
+from surefoot.errors import ModelError
 from surefoot.models.build import BuiltModel
 from surefoot.models.lora import adapter_off
-from surefoot.models.routing import LayerRouting, expert_counts
+from surefoot.models.routing import LayerRouting, ReplayedRouting, RoutingRecorder, expert_counts
 from surefoot.parallel.ranks import ALONE, Ranks, sum_over_ranks
 from surefoot.parallel.shard import put_to_rest
 from surefoot.rl.batch import PolicyBatch, Trajectory, collate_policy
@@ -20,7 +21,7 @@ from surefoot.training.step import LossParts, Totals
 
 CISPO_HIGH = 5.0
 """The largest ratio of cispo where none is set (ScaleRL, arXiv:2510.13786)."""
-SUMS = ("entropy", "kl", "clip_ratio", "importance_ratio", "ratio")
+SUMS = ("entropy", "kl", "clip_ratio", "importance_ratio", "ratio", "routing_agreement")
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,22 @@ class GrpoObjective:
         self._ranks = ranks
         self._loss = PolicyLoss.of(config)
         self._keeps_old = config.num_iterations > 1
+        self._replays = config.routing_replay != "none"
+        self._keeps_first_routing = config.routing_replay == "first"
+        if self._replays and not built.routing.names:
+            raise ModelError(
+                f"routing_replay={config.routing_replay}, but {type(built.model).__name__} has no routers. "
+                "Set routing_replay: none."
+            )
         self._logprobs = TokenLogprobs(built.model, config.temperature)
         self._counts: Tensor | None = None
         self._sums: list[Tensor] = []
         self._measured: dict[str, float] = {}
+
+    @property
+    def routing(self) -> RoutingRecorder:
+        """Of the model's routers."""
+        return self._routing
 
     @property
     def expert_counts(self) -> Tensor | None:
@@ -117,7 +130,8 @@ class GrpoObjective:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Means over the trained tokens of the last step: entropy, clip_ratio, importance_ratio, ratio, kl."""
+        """Means over the trained tokens of the last step: entropy, clip_ratio, importance_ratio, ratio, kl,
+        routing_agreement."""
         return self._measured
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
@@ -142,13 +156,20 @@ class GrpoObjective:
         # All ranks take the forward or none does: those of a step have all been trained on before, or none has.
         if getattr(batch, name) is not None:
             return batch
-        with probing(self._model), nullcontext() if with_adapter else adapter_off(self._model):
+        # The reference is another model: it goes its own ways.
+        replayed = _replayed(batch) if with_adapter else nullcontext()
+        adapter = nullcontext() if with_adapter else adapter_off(self._model)
+        with probing(self._model), adapter, self._routing.recording() as layers, replayed:
             found, _ = self._logprobs(batch)
         if batch.is_filler:
             return batch
         values = iter(found.tolist())
         for one in batch.trajectories:
             setattr(one, name, [next(values) for _ in one.ids])
+        if with_adapter and self._keeps_first_routing:
+            chosen = torch.stack([layer.index for layer in layers], dim=1).short()
+            batch.keep_experts(chosen)
+            batch = replace(batch, experts=chosen)
         return replace(batch, **{name: found})  # type: ignore[arg-type]
 
     def loss(self, batch: MicroBatch, totals: Totals) -> LossParts:
@@ -156,7 +177,8 @@ class GrpoObjective:
         del totals
         assert isinstance(batch, PolicyBatch)
         assert batch.weights is not None
-        with self._routing.recording() as layers:
+        replayed = _replayed(batch)
+        with self._routing.recording() as layers, replayed:
             logprobs, entropy = self._logprobs(batch)
         losses, measured = self._loss(logprobs, batch)
         is_trained = batch.weights > 0
@@ -169,6 +191,8 @@ class GrpoObjective:
         if batch.is_filler:
             return LossParts(logprobs.sum() * 0.0)
         measured["entropy"] = entropy
+        if isinstance(replayed, ReplayedRouting):
+            measured["routing_agreement"] = _agreement(replayed.own, layers)[batch.token_at]
         nothing = torch.zeros_like(entropy)
         sums = [measured.get(name, nothing)[is_trained].sum() for name in SUMS]
         self._sums.append(torch.stack([*sums, is_trained.sum()]).double())
@@ -183,6 +207,8 @@ class GrpoObjective:
         self._measured = {name: value / max(tokens, 1) for name, value in zip(SUMS, sums, strict=True)}
         if not self._loss.beta:
             del self._measured["kl"]
+        if not self._replays:
+            del self._measured["routing_agreement"]
 
     def score(self, prompt: list[int], ids: list[int], device: torch.device) -> list[float]:
         """The logprobs of tokens after a prompt, without dropout. Collective."""
@@ -198,3 +224,15 @@ class GrpoObjective:
             for batch in batches:
                 self._logprobs(batch)
         put_to_rest(self._model)
+
+
+def _replayed(batch: PolicyBatch) -> AbstractContextManager[object]:
+    """Routers choose what they are to repeat, where that is known."""
+    return nullcontext() if batch.experts is None else ReplayedRouting(batch.experts)
+
+
+def _agreement(own: Sequence[Tensor], layers: Sequence[LayerRouting]) -> Tensor:
+    """The share of each token's experts that its routers would have chosen, over all layers: float32 [T]."""
+    chosen = torch.stack([layer.index for layer in layers], dim=1)
+    wanted = torch.stack(list(own), dim=1)
+    return (chosen[..., None] == wanted[..., None, :]).any(-1).float().mean((1, 2))

@@ -111,6 +111,7 @@ def rollout_source(
 ) -> RolloutSource:
     """The batch source of a learner. Collective. Raises: StoppedOnFinding (SF801) where a server does not get ready."""
     engine: Engine
+    assert isinstance(learner.objective, GrpoObjective)
     if server is None:
         engine = LocalEngine(
             learner.model,
@@ -120,6 +121,7 @@ def rollout_source(
             batch_size=config.rollout_batch_size,
             forward_context=learner.forward_context,
             reader=data.reader,
+            routing=learner.objective.routing if config.routing_replay == "rollout" else None,
         )
     else:
         engine = _vllm(config, learner, tokenizer, server)

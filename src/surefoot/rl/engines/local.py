@@ -23,9 +23,11 @@ from transformers.generation.logits_process import (
 from surefoot.data.pixels import PixelReader, Vision
 from surefoot.events import Phase
 from surefoot.models.generate import generating
+from surefoot.models.routing import LayerRouting, RoutingRecorder
 from surefoot.models.vision import see
 from surefoot.parallel.ranks import ALONE, Ranks
 from surefoot.parallel.shard import gathered, put_to_rest
+from surefoot.rl.chosen_experts import Experts, as_text
 from surefoot.rl.rollout import Completion, Request, Sampling
 
 DROP_SHARE = 0.25
@@ -49,10 +51,12 @@ class LocalEngine:
         batch_size: int | None = None,
         forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
         reader: PixelReader | None = None,
+        routing: RoutingRecorder | None = None,
     ) -> None:
         """`in_step`: each forward of a rank needs the others (ZeRO 3, expert parallelism), so all take as many.
 
         `batch_size`: the most completions that are generated at a time. `reader`: of images, where the model sees.
+        `routing`: of a model whose completions shall say which experts their tokens went to.
         """
         self._model = model
         self._tokenizer = tokenizer
@@ -61,6 +65,7 @@ class LocalEngine:
         self._batch_size = batch_size
         self._forward_context = forward_context
         self._reader = reader
+        self._routing = routing
         self._run_seeing = gathered(model, self._see_prompts)
 
     def publish(self, policy_version: int) -> None:
@@ -137,9 +142,13 @@ class LocalEngine:
         prompts = list({(tuple(request.prompt), request.images): request for request in rows.requests}.values())
         device = self._model.device
         cache = DynamicCache(config=self._model.config)
-        logits, mask, positions = self._read_prompts(prompts, cache)
+        with self._recording() as layers:
+            logits, mask, positions = self._read_prompts(prompts, cache)
         numbers = {(tuple(one.prompt), one.images): number for number, one in enumerate(prompts)}
         of_row = torch.tensor([numbers[tuple(one.prompt), one.images] for one in rows.requests], device=device)
+        if layers:
+            chosen = _chosen(layers).unflatten(0, mask.shape).numpy()
+            rows.keep_experts_of_prompts([chosen[number] for number in of_row.tolist()])
         logits, mask, positions = _select((logits, mask, positions), cache, of_row)
         while True:
             drawn = rows.draw(logits)
@@ -150,12 +159,23 @@ class LocalEngine:
                 drawn, mask, positions = _select((drawn, mask, positions), cache, torch.tensor(kept, device=device))
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             positions = positions + 1
-            logits = self._predict(
-                input_ids=drawn[:, None],
-                attention_mask=mask,
-                position_ids=positions if positions.dim() == 2 else positions.transpose(0, 1),
-                past_key_values=cache,
-            )
+            with self._recording() as layers:
+                logits = self._predict(
+                    input_ids=drawn[:, None],
+                    attention_mask=mask,
+                    position_ids=positions if positions.dim() == 2 else positions.transpose(0, 1),
+                    past_key_values=cache,
+                )
+            if layers:
+                rows.keep_experts(_chosen(layers).numpy())
+
+    def _recording(self) -> AbstractContextManager[list[LayerRouting]]:
+        return nullcontext([]) if self._routing is None else self._routing.recording()
+
+
+def _chosen(layers: Sequence[LayerRouting]) -> Tensor:
+    """int16 [tokens, layers, K], on the host."""
+    return torch.stack([layer.index for layer in layers], dim=1).short().cpu()
 
 
 def _select(state: tuple[Tensor, ...], cache: Any, index: Tensor) -> tuple[Tensor, ...]:
@@ -177,6 +197,7 @@ class _Rows:
         self._in_batch = list(range(len(requests)))
         self._ids: list[list[int]] = [[] for _ in requests]
         self._logprobs: list[list[float]] = [[] for _ in requests]
+        self._experts: list[list[Experts]] = [[] for _ in requests]
         self._has_stopped = [not is_real for _ in requests]
         self._uniform = np.stack(
             [np.random.default_rng(request.seed).random(sampling.max_tokens) for request in requests]
@@ -225,6 +246,17 @@ class _Rows:
         text = self._tokenizer.decode(self._ids[row][-STOP_TAIL:])
         return any(stop in text for stop in self._sampling.stops)
 
+    def keep_experts_of_prompts(self, chosen: Sequence[Experts]) -> None:
+        """Shapes: [width, layers, K] for each row, padded on the left like its prompt."""
+        for row, request in enumerate(self.requests):
+            self._experts[row].append(chosen[row][-len(request.prompt) :])
+
+    def keep_experts(self, chosen: Experts) -> None:
+        """Of the newest token of each row of the batch, [R, layers, K]; a row that is complete needs none."""
+        for row, of_row in zip(self._in_batch, chosen, strict=True):
+            if self._is_going(row):
+                self._experts[row].append(of_row[None])
+
     def drop_complete(self) -> list[int] | None:
         """Places in the batch of the rows that stay; None where all do. One always stays."""
         going = [place for place, row in enumerate(self._in_batch) if self._is_going(row)] or [0]
@@ -237,6 +269,14 @@ class _Rows:
         if not self._is_real:
             return []
         return [
-            Completion(ids, logprobs, "stop" if has_stopped else "length", policy_version)
-            for ids, logprobs, has_stopped in zip(self._ids, self._logprobs, self._has_stopped, strict=True)
+            Completion(
+                ids,
+                logprobs,
+                "stop" if has_stopped else "length",
+                policy_version,
+                as_text(np.concatenate(experts)) if experts else None,
+            )
+            for ids, logprobs, has_stopped, experts in zip(
+                self._ids, self._logprobs, self._has_stopped, self._experts, strict=True
+            )
         ]

@@ -1,0 +1,29 @@
+"""The experts that routers chose for the tokens of a completion, as text that fits into JSON: base64 of an .npy file.
+
+Shape: integers [prompt + completion - 1, layers, K]. The last token is drawn, but no forward has seen it. vLLM answers
+in the same form.
+"""
+
+import io
+from base64 import b64decode, b64encode
+
+import numpy as np
+from numpy.typing import NDArray
+
+Experts = NDArray[np.int16]
+
+
+def as_text(experts: Experts) -> str:
+    """See above."""
+    file = io.BytesIO()
+    np.save(file, experts, allow_pickle=False)
+    return b64encode(file.getvalue()).decode()
+
+
+def from_text(text: str) -> Experts:
+    """Raises: ValueError for what is no such text."""
+    found = np.load(io.BytesIO(b64decode(text, validate=True)), allow_pickle=False)
+    if found.ndim != 3 or not np.issubdtype(found.dtype, np.integer):
+        raise ValueError(f"an array of {found.dtype} and shape {found.shape}, not of integers [tokens, layers, K]")
+    experts: Experts = found.astype(np.int16)
+    return experts
