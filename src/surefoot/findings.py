@@ -523,8 +523,8 @@ CATALOGUE: dict[str, Page] = {
     ),
     "SF805": Page(
         "error",
-        "the rollout engine does not have the policy's adapter",
-        "With each sync the adapter's file is read back and compared tensor by tensor, and one sequence is scored by "
+        "the rollout engine does not have the policy's weights",
+        "With each sync an adapter's file is read back and compared tensor by tensor, and one sequence is scored by "
         "the server and by the trainer: tensors are missing or changed, or the logprobs disagree.",
         "Compare the base model, its type and chat template on both sides. A server that merges adapters, or does not "
         "adapt all modules of target_modules (experts, in some versions), gives other numbers: train the modules that "
@@ -535,7 +535,7 @@ CATALOGUE: dict[str, Page] = {
         "error",
         "the rollout engine answered something else",
         "A completion was of another model than the one asked for, had fewer tokens than its end says, or had no "
-        "logprob for each token.",
+        "logprob for each token; or its prompt with images was read as other tokens.",
         "Use the version of vLLM that the documentation names; look for a proxy between that changes requests.",
     ),
 }

@@ -1,7 +1,7 @@
 """A server with vLLM's endpoints on a real port, whose answers can be wrong: `engine_server.py PORT FAULT`.
 
 Each token is 7 with a logprob that the request's model name does not change. FAULT: none, late, dies, error, fewer,
-other_version, no_logprobs, refuses_adapter, no_json.
+other_version, no_logprobs, no_experts, few_experts, refuses_adapter, no_json, no_sleep, sleepless, no_reload.
 """
 
 import json
@@ -11,18 +11,37 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
+
+from surefoot.rl.chosen_experts import as_text
+
 FAULT = sys.argv[2]
 PROBE_TOKENS = 24
+ASKED: dict[str, Any] = {"is_sleeping": False}
+"""What was asked for besides completions."""
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self._answer(200, {})
+        answers = {
+            "/is_sleeping": {"is_sleeping": ASKED["is_sleeping"]},
+            "/v1/models": {"data": [{"id": "served"}]},
+            "/asked": ASKED,
+        }
+        self._answer(200, answers.get(self.path, {}))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/v1/load_lora_adapter" and FAULT == "refuses_adapter":
             return self._answer(400, {"error": "no room for adapters"})
+        if self.path in ("/wake_up", "/sleep?level=1"):
+            ASKED["is_sleeping"] = self.path != "/wake_up" and FAULT != "sleepless"
+            return self._answer(404 if FAULT == "no_sleep" else 200, {})
+        if self.path == "/collective_rpc":
+            ASKED[body["method"]] = body["kwargs"]["weights_path"]
+            return self._answer(404 if FAULT == "no_reload" else 200, {"results": [None]})
+        if self.path == "/reset_prefix_cache":
+            ASKED["prefix_cache"] = "reset"
         if self.path != "/v1/completions":
             return self._answer(200, "Success")
         if body["max_tokens"] == PROBE_TOKENS and body.get("ignore_eos"):
@@ -43,8 +62,10 @@ class Handler(BaseHTTPRequestHandler):
         return self._answer(200, answer)
 
     def _completion(self, body: dict[str, Any], count: int) -> dict[str, Any]:
-        logprobs = json.loads(os.environ.get("PROBE_LOGPROBS", "null")) or [-1.0] * count
-        choice = {"token_ids": [7] * count, "logprobs": {"token_logprobs": logprobs[:count]}, "finish_reason": "length"}
+        logprobs = (json.loads(os.environ.get("PROBE_LOGPROBS", "null")) or [-1.0] * count)[:count]
+        choice = {"token_ids": [7] * count, "logprobs": {"token_logprobs": logprobs}, "finish_reason": "length"}
+        if FAULT == "few_experts":
+            choice["routed_experts"] = as_text(np.zeros((3, 2, 2), np.int16))
         return {"model": body["model"], "choices": [choice]}
 
     def _answer(self, status: int, body: Any) -> None:

@@ -14,7 +14,7 @@ from surefoot.models.lora import LoraSettings
 from surefoot.rl.batch import Trajectory, collate_policy
 from surefoot.rl.engines.local import LocalEngine
 from surefoot.rl.rollout import Completion, Request, Sampling
-from surefoot.training.loss import TokenLogprobs
+from surefoot.training.loss import TokenLogprobs, forward_arguments
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 KINDS = ["llama", "qwen2_moe"]
@@ -126,15 +126,15 @@ def test_banned_tokens_are_never_drawn(model: Any, tokenizer: Any) -> None:
     sampling = Sampling(12, temperature=2.0, banned=banned)
     made = LocalEngine(model, tokenizer).generate(requests(), sampling, 0)
     assert not any(banned & set(one.ids) for one in made)
-    # Their logprobs are those of the model, which knows of no ban.
-    trajectories = [
-        Trajectory(request.prompt, one.ids, one.logprobs, 0.0, 1.0, "x:1")
-        for request, one in zip(requests(), made, strict=True)
-    ]
-    batch = collate_policy(trajectories, share_prompts=True)
-    with torch.no_grad():
-        found, _ = TokenLogprobs(model, 2.0)(batch)
-    torch.testing.assert_close(found, batch.rollout_logprobs, rtol=0, atol=2e-6)
+    # Logprobs are those of a policy without them.
+    for request, one in zip(requests(), made, strict=True):
+        trajectory = Trajectory(request.prompt, one.ids, one.logprobs, 0.0, 1.0, "x:1")
+        batch = collate_policy([trajectory], share_prompts=False)
+        with torch.no_grad():
+            logits = model(**forward_arguments(batch), logits_to_keep=batch.predict_at).logits[0] / 2.0
+        logits[:, sorted(banned & set(range(logits.shape[-1])))] = -torch.inf
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(one.ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(one.logprobs), expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])

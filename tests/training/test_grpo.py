@@ -14,6 +14,10 @@ from surefoot.config import load_config
 from surefoot.data.report import as_text
 from surefoot.errors import ConfigError, DataError, ModelError, StoppedOnFinding
 from surefoot.events import FindingMade
+from surefoot.rl.engines.local import LocalEngine
+from surefoot.rl.engines.server import Server
+from surefoot.rl.rollout import Completion
+from surefoot.training import rollouts, run
 from surefoot.training.batches import describe
 from surefoot.training.checkpoint import list_checkpoints
 from surefoot.training.run import train
@@ -262,6 +266,10 @@ def test_a_completion_longer_than_the_context_is_refused_by_row(grpo: dict[str, 
         ({"global_batch_size": None}, "a step has 3 completions"),
         ({"beta": 0.1, "tuning": "full"}, "there is none. Set tuning: lora"),
         ({"beta": 0.1, "target_modules": ["attention", "router"]}, "routers are trained in full"),
+        ({"max_staleness": 1}, "generates with the trained model itself"),
+        ({"max_staleness": 1, "num_iterations": 2, "rollout_engine": "vllm"}, "lag by 2 steps"),
+        ({"max_staleness": 1, "vllm_sleep": True, "rollout_engine": "vllm"}, "the server would sleep while"),
+        ({"target_modules": ["all", "vision"], "rollout_engine": "vllm"}, "with vision in target_modules"),
         ({"routing_replay": "first"}, "there is one forward on each completion"),
         ({"packing": True}, "packing=True is not available with method: grpo"),
         ({"eval_fraction": 0.5}, "eval_fraction=0.5 is not available with method: grpo"),
@@ -272,7 +280,6 @@ def test_a_completion_longer_than_the_context_is_refused_by_row(grpo: dict[str, 
         ({"rollout_engine": "vllm", "vllm_server": "https://x:1"}, "is no address of the form"),
         ({"rollout_engine": "vllm", "vllm_server": "http://127.0.0.1:99999"}, "is no address of the form"),
         ({"rollout_engine": "vllm", "top_p": 0.9}, "rollout_engine=vllm with top_p or top_k"),
-        ({"rollout_engine": "vllm", "tuning": "full"}, "only adapters are sent to a server"),
         ({"rollout_engine": "vllm", "target_modules": ["router"]}, "routers are trained in full"),
         ({"method": "sft"}, "is a setting of GRPO. Set method: grpo"),
         ({"reward_funcs": [{"func": "regex", "pattern": "x"}]}, r"reward_funcs\[0\].pattern: there is no such key"),
@@ -312,3 +319,69 @@ def test_a_slow_reward_is_no_stall(grpo: dict[str, Any], tmp_path: Path) -> None
     done = command("train", str(tmp_path / "run.yaml"), env={"SUREFOOT_SUPERVISED": ""})
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "run/findings.jsonl").exists() or not lines(tmp_path / "run", "findings.jsonl")
+
+
+class EagerEngine(LocalEngine):
+    """Makes completions when it is asked, like a server: by the weights as they are then."""
+
+    def ask(self, *arguments: Any) -> Callable[[], list[Completion]]:
+        made = self.generate(*arguments)
+        return lambda: made
+
+
+class BrokenEngine(EagerEngine):
+    """One that has died by the time of the third rollout."""
+
+    def ask(self, requests: Any, sampling: Any, policy_version: int) -> Callable[[], list[Completion]]:
+        made = super().ask(requests, sampling, policy_version)
+
+        def fail() -> list[Completion]:
+            raise Server("http://127.0.0.1:9").stopped("SF801", "a completion is missing")
+
+        return fail if policy_version == 1 else made
+
+
+@pytest.fixture
+def ahead(grpo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    def settings(engine: type[LocalEngine] = EagerEngine, **changes: Any) -> dict[str, Any]:
+        monkeypatch.setattr(run, "open_server", lambda *_: Server("http://127.0.0.1:9"))
+        monkeypatch.setattr(rollouts, "_vllm", lambda _, learner, tokenizer, *__: engine(learner.model, tokenizer))
+        return {**grpo, "rollout_engine": "vllm", "max_staleness": 1, **changes}
+
+    return settings
+
+
+def test_the_next_completions_are_of_the_weights_before(ahead: Callable[..., Any], tmp_path: Path) -> None:
+    surefoot.train(ahead(), screen=False)
+    metrics = lines(tmp_path / "run")
+    assert [line["policy_version"] for line in metrics] == [0, 0, 1, 2]
+    assert [line["staleness"] for line in metrics] == [0, 1, 1, 1]
+    assert [line["importance_ratio"] for line in metrics[:1]] == pytest.approx([1], abs=1e-5)
+    assert all(abs(line["importance_ratio"] - 1) > 1e-4 for line in metrics[1:])
+    samples = lines(tmp_path / "run", "completions.jsonl")
+    assert [one["policy_version"] for one in samples[::8]] == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_iterations": 2, "max_staleness": 2}, {"dynamic_sampling": True}])
+def test_completions_that_were_made_ahead_are_kept(
+    ahead: Callable[..., Any], tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    settings = ahead(max_steps=6, save_steps=2, save_total_limit=None, **changes)
+    train_with({**settings, "output_dir": str(tmp_path / "whole")}, SignalAfter(99, signal.SIGTERM))
+    assert max(line["staleness"] for line in lines(tmp_path / "whole")) == (3 if "num_iterations" in changes else 1)
+    for step in (1, 2, 3):
+        cut = {**settings, "output_dir": str(tmp_path / f"cut-{step}")}
+        assert train_with(cut, SignalAfter(step, signal.SIGTERM)).status == "interrupted"
+        assert train_with(cut, SignalAfter(99, signal.SIGTERM)).status == "completed"
+        assert_same_run(tmp_path / "whole", tmp_path / f"cut-{step}")
+        assert lines(tmp_path / "whole", "completions.jsonl") == lines(tmp_path / f"cut-{step}", "completions.jsonl")
+
+
+def test_an_engine_that_dies_ahead_loses_no_step(ahead: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(StoppedOnFinding, match="a completion is missing"):
+        surefoot.train(ahead(BrokenEngine), screen=False)
+    assert len(lines(tmp_path / "run")) == 2
+    (saved,) = list_checkpoints(tmp_path / "run")
+    assert saved.name == "step-00000002"
+    surefoot.train(ahead(EagerEngine), screen=False)
+    assert [line["policy_version"] for line in lines(tmp_path / "run")] == [0, 0, 2, 2]

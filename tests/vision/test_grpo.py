@@ -3,6 +3,7 @@
 import json
 import signal
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from surefoot.errors import DataError
 from surefoot.models.build import trainable_parameters
 from surefoot.rl.batch import Trajectory, collate_policy
 from surefoot.rl.engines.local import LocalEngine
+from surefoot.rl.engines.vllm_protocol import call_for, completion_of
 from surefoot.rl.rollout import Request, Sampling
 from surefoot.training.loss import TokenLogprobs
 from tests.conftest import write_jsonl
 from tests.training.test_resume import SignalAfter, assert_same_run, train_with
-from tests.vision.conftest import KINDS, draw, picture_rows
+from tests.vision.conftest import KINDS, draw, make_processor, picture_rows
 from tests.vision.test_sft import Make, built, opened
 
 
@@ -158,8 +160,29 @@ def test_an_image_that_goes_during_a_run_ends_it_with_its_row(grpo: Any, tmp_pat
         surefoot.train(given, screen=False)
 
 
-def test_a_server_is_not_given_images(grpo: Any) -> None:
-    with pytest.raises(
-        DataError, match=r"pictures\.jsonl:1: the row has an image, and rollout_engine=vllm is given text only"
-    ):
-        surefoot.train(grpo(rollout_engine="vllm", vllm_server="http://127.0.0.1:9"), screen=False)
+def test_a_server_is_shown_the_pixels_of_training(vision: Any) -> None:
+    requests, reader = asked(vision())
+    images = next(request.images for request in requests if len(request.images) == 2)
+    patches = reader.read([("x:1", images)]).pixels
+    shown = [Image.open(BytesIO(reader.png(image, "x:1"))) for image in images]
+    again = [make_processor()(images=one, return_tensors="pt")["pixel_values"] for one in shown]  # scales by itself
+    assert torch.equal(torch.cat(again), patches)
+    token, cells = reader.settings.token_id, [image.num_tokens for image in images]
+    assert cells[0] != cells[1]
+    request = Request([8, *[token] * cells[0], 9, *[token] * cells[1], 7], (0,), images, "x:1")
+    sampling = Sampling(3, banned=frozenset({token}))
+    call = call_for(request, sampling, "policy", pictures=["data:0", "data:1"], image_token=token)
+    assert call.body["token_ids"] == [8, token, 9, token, 7]
+    assert call.body["content_parts"] == [{"type": "image_url", "url": f"data:{number}"} for number in (0, 1)]
+    assert call.body["sampling_params"]["logit_bias"] == {str(token): -100.0}
+    choice = {
+        "token_ids": [5, 6, 7],
+        "logprobs": {"content": [{"token_id": token, "logprob": -float(token)} for token in (5, 6, 7)]},
+        "finish_reason": "length",
+    }
+    answer = {"model": "policy", "choices": [choice], "prompt_token_ids": request.prompt}
+    made = completion_of(answer, request, sampling, "policy", 4, experts=False)
+    assert (made.ids, made.logprobs, made.policy_version) == ([5, 6, 7], [-5.0, -6.0, -7.0], 4)
+    answer["prompt_token_ids"] = [8, *[token] * (cells[0] + 1), 9, *[token] * cells[1], 7]
+    with pytest.raises(ValueError, match="reads the prompt of x:1 as .* tokens.*scales images in another way"):
+        completion_of(answer, request, sampling, "policy", 4, experts=False)

@@ -142,6 +142,20 @@ def _check_grpo(run: RunConfig, given: set[str], refuse: Refuse) -> None:
             "soft_overlong_length",
             "max_completion_length",
         )
+    if run.max_staleness and run.rollout_engine == "local":
+        refuse(
+            f"max_staleness={run.max_staleness} with rollout_engine=local: it generates with the trained model itself, "
+            "which cannot train meanwhile. Set rollout_engine: vllm, or max_staleness: 0",
+            "max_staleness",
+            "rollout_engine",
+        )
+    if 0 < run.max_staleness < run.num_iterations:
+        refuse(
+            f"max_staleness={run.max_staleness} with num_iterations={run.num_iterations}: completions that are made "
+            f"while others are trained on lag by {run.num_iterations} steps. Set it to 0, or to as many",
+            "max_staleness",
+            "num_iterations",
+        )
     if run.rollout_engine == "vllm":
         _check_vllm(run, given, refuse)
     if "" in run.stops:
@@ -165,12 +179,12 @@ def _check_grpo(run: RunConfig, given: set[str], refuse: Refuse) -> None:
 
 
 def _check_vllm(run: RunConfig, given: set[str], refuse: Refuse) -> None:
-    if run.tuning == "full":
+    if run.vllm_sleep and run.max_staleness:
         refuse(
-            "rollout_engine=vllm with tuning=full: only adapters are sent to a server. Set tuning: lora, or "
-            "rollout_engine: local",
-            "rollout_engine",
-            "tuning",
+            f"vllm_sleep with max_staleness={run.max_staleness}: the server would sleep while it makes the next "
+            "completions. Drop one of them",
+            "vllm_sleep",
+            "max_staleness",
         )
     if run.top_p < 1 or run.top_k:
         refuse(
@@ -183,10 +197,15 @@ def _check_vllm(run: RunConfig, given: set[str], refuse: Refuse) -> None:
     address = VLLM_ADDRESS.match(run.vllm_server or "http://127.0.0.1:1")
     if address is None or int(address[1]) > MOST_PORT:
         refuse(f"vllm_server={run.vllm_server} is no address of the form http://127.0.0.1:8000", "vllm_server")
-    if "router" in ([run.target_modules] if isinstance(run.target_modules, str) else run.target_modules):
+    targets = [run.target_modules] if isinstance(run.target_modules, str) else run.target_modules
+    unsent = {
+        "router": "routers are trained in full, and beside full fine-tuning only adapters are sent to a server",
+        "vision": "a server applies adapters to the language model alone",
+    }
+    for target in (target for target in unsent if run.tuning == "lora" and target in targets):
         refuse(
-            "rollout_engine=vllm with router in target_modules: routers are trained in full, and only adapters are "
-            "sent to a server. Leave router out, or set rollout_engine: local",
+            f"rollout_engine=vllm with {target} in target_modules: {unsent[target]}. Leave {target} out, or set "
+            "rollout_engine: local",
             "rollout_engine",
             "target_modules",
         )

@@ -188,6 +188,11 @@ class RunConfig(BaseModel):
     """GRPO: further arguments of a server that the run starts: `[--gpu-memory-utilization, "0.4"]`."""
     vllm_devices: str | None = None
     """GRPO: CUDA_VISIBLE_DEVICES of a server that the run starts: `"6,7"`. Default: those of the run."""
+    vllm_sleep: bool = False
+    """GRPO: the server gives up its GPU memory while the model trains: for one that shares GPUs with training."""
+    max_staleness: int = Field(default=0, ge=0)
+    """GRPO: the most optimizer steps by which weights that completions are of may lag when training on them begins.
+    `num_iterations` or more: the server makes the next completions while these are trained on. 0: it waits."""
     vllm_start_timeout_s: float = Field(default=900.0, gt=0)
     """GRPO: seconds until a server must be ready."""
     rollout_batch_size: int | None = Field(default=None, gt=0)
@@ -334,7 +339,7 @@ FREE_ON_RESUME = frozenset(
     "zero_stage offload dp_replicate_size expert_parallel_size save_steps save_total_limit resume_from_checkpoint "
     "overwrite_output_dir logging_steps eval_steps report report_to "
     "reward_timeout_s reward_num_proc rollout_batch_size "
-    "rollout_timeout_s vllm_server vllm_command vllm_args vllm_devices vllm_start_timeout_s".split()
+    "rollout_timeout_s vllm_server vllm_command vllm_args vllm_devices vllm_sleep vllm_start_timeout_s".split()
 )
 """Fields that may differ when a run is resumed: they do not enter the numbers (batch size is compared as a product)."""
 

@@ -93,8 +93,6 @@ def open_images(
     config = loaded.run
     if model.model_type not in SEEING:
         return None, TEXT_ONLY
-    if config.rollout_engine == "vllm" and config.method == "grpo":
-        return None, "rollout_engine=vllm is given text only in this version; set rollout_engine: local"
     processor = load_processor(base)
     if processor is None:
         if config.tuning == "full" and not config.freeze_vision_tower:

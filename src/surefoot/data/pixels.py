@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,16 @@ class PixelReader:
             patch = self._processor.temporal_patch_size * 3 * self.settings.patch_size**2
             return Vision(torch.zeros(merge**2, patch), torch.tensor([[1, merge, merge]]), is_blank=True)
         return Vision(torch.cat(pixels), torch.tensor(grid))
+
+    def png(self, image: Image, place: str) -> bytes:
+        """The pixels of an image as a file, not cut into patches yet. Raises: DataError, with its row's place."""
+        file = BytesIO()
+        try:
+            with open_image(image, self.settings.cell) as picture:
+                picture.save(file, "PNG", compress_level=1)
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from error
+        return file.getvalue()
 
     def places(self, ids: NDArray[np.int32], images: Sequence[Image]) -> Tensor:
         """`positions` of a sample as a tensor: int64 [3, n]."""

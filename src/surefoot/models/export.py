@@ -48,15 +48,21 @@ EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
 
 def write_model(
-    folder: Path, base: Path, shapes: Mapping[str, torch.Size], values: Iterable[tuple[str, Tensor]]
+    folder: Path,
+    base: Path,
+    shapes: Mapping[str, torch.Size],
+    values: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write weights that were trained in full into an existing empty folder, as a plain HF folder.
 
     `shapes`: of everything that is stored, by our names, `in_layers`. `values` come in that order. They are stored in
-    the type of `base` (what the model keeps in float32 in that), under the names that transformers saves.
+    `dtype`, or else the type of `base` (what the model keeps in float32 in that), under the names that transformers
+    saves.
     """
     model = meta_model(base)
-    dtype: torch.dtype = model.config.dtype or torch.float32
+    dtype = dtype or model.config.dtype or torch.float32
+    model.config.dtype = dtype
     buffers: dict[str, Tensor] = dict(model.named_buffers())
     in_float32 = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
     layers = [list(names) for _, names in groupby(shapes, _layer_of)]

@@ -63,3 +63,9 @@ def see(model: PreTrainedModel, ids: Tensor, pixels: Tensor, grid: Tensor, *, is
     nothing = torch.stack([part.float().sum() for layer in layers for part in layer]).sum() * 0.0
     embeddings = model.get_input_embeddings()(ids)
     return {"input_ids": None, "inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
+
+
+def image_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """Tokens that stand for what is seen, which no answer can hold: of images and of videos."""
+    ids = (getattr(model.config, name, None) for name in ("image_token_id", "video_token_id"))
+    return frozenset(token for token in ids if token is not None)

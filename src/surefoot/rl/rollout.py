@@ -1,6 +1,6 @@
 """What travels between prompts, engines, rewards and training, as frozen records. Knows no engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -22,7 +22,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Log-probabilities are those of logits / temperature, before top_p and top_k."""
+    """How tokens are drawn. Log-probabilities are those of logits / temperature without `banned` tokens, before top_p
+    and top_k."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -71,16 +72,23 @@ class Engine(Protocol):
     def phase(self) -> Phase:
         """What a rank is doing while it generates."""
 
+    @property
+    def bytes_sent(self) -> int:
+        """What the published policy gave the engine to read; 0 where it has the weights themselves."""
+
     def publish(self, policy_version: int) -> None:
         """Let further completions be of the weights as they are now. Collective.
 
         Raises: StoppedOnFinding (SF801, SF805) on all ranks where the engine does not get them.
         """
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> list[Completion]:
-        """A completion for each request, in order, of the published policy. Collective, also without a request.
+    def ask(
+        self, requests: Sequence[Request], sampling: Sampling, policy_version: int
+    ) -> Callable[[], list[Completion]]:
+        """Ask for a completion for each request, of the published policy; what is returned waits for them, in order.
 
-        Raises: StoppedOnFinding (SF801, SF806) on all ranks where one is late, missing, or not as asked for.
+        Both are collective, also without a request. Waiting raises: StoppedOnFinding (SF801, SF806) on all ranks where
+        one is late, missing, or not as asked for.
         """
 
     def end(self) -> None:

@@ -6,6 +6,7 @@ Every decision is made on all ranks from the same records, so the ranks never di
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import isnan, nan
 from typing import Any
 
@@ -53,6 +54,25 @@ class _Group:
     """The reward of each; NaN where it has none."""
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """Completions that an engine was asked for; of the prompts of `rows`."""
+
+    rows: StepBatch
+    prompts: list[Prompt]
+    wait: Callable[[], list[Completion]]
+    """For those of this rank; says the same each time. Collective."""
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A rollout whose completions are made while another is trained on."""
+
+    begin: Position
+    """Of the data, where its prompts begin."""
+    asked: _Asked
+
+
 @dataclass
 class _Current:
     """The completions that steps are trained on."""
@@ -82,11 +102,15 @@ class RolloutSource:
         context: int | None,
         share_prompts: bool,
         reader: PixelReader | None = None,
+        is_over: Callable[[int, float], bool] = lambda _step, _epoch: False,
         ranks: Ranks,
         phase: Callable[[Phase], AbstractContextManager[None]],
         emit: Callable[[Event], None],
     ) -> None:
-        """`context`: the most tokens the model can see. `share_prompts`, `reader`: see `collate_policy`."""
+        """`context`: the most tokens the model can see. `share_prompts`, `reader`: see `collate_policy`.
+
+        `is_over`: whether the run is, after so many steps and passes over the data.
+        """
         self._config = config
         self._dataset = dataset
         self._order = order
@@ -100,7 +124,9 @@ class RolloutSource:
         self._ranks = ranks
         self._phase = phase
         self._emit = emit
+        self._is_over = is_over
         self._current: _Current | None = None
+        self._ahead: _Ahead | None = None
         self._flat = FlatRewards()
         self._told_of: set[str] = set()
         """Reward functions whose failures a finding has named."""
@@ -110,7 +136,8 @@ class RolloutSource:
 
         `epoch`: the share of the data seen before it. Each step on the same completions counts as a part of them.
 
-        Raises: DataError for a prompt; StoppedOnFinding (SF801, SF803); on all ranks.
+        With `max_staleness`, the next ones are asked for before these are trained on.
+        Raises: DataError for a prompt; StoppedOnFinding (SF801, SF803, SF805, SF806); on all ranks.
         """
         use = step % self._config.num_iterations
         if use == 0 or self._current is None:
@@ -138,7 +165,12 @@ class RolloutSource:
         return StepBatch(seen, [], position, about), mine
 
     def pending(self, step: int) -> list[dict[str, Any]]:
-        """The completions that steps after `step` still train on, as JSON; none between two rollouts. Collective."""
+        """What steps after `step` still train on, as JSON: completions, and those that were asked for ahead, for which
+        it waits. Collective.
+        """
+        return [*self._pending_steps(step), *self._pending_ahead()]
+
+    def _pending_steps(self, step: int) -> list[dict[str, Any]]:
         if self._current is None or step % self._config.num_iterations == 0:
             return []
         all_of_them = self._current.trajectories
@@ -153,25 +185,55 @@ class RolloutSource:
         }
         return [about, *(one for part in gathered for one in part)]
 
+    def _pending_ahead(self) -> list[dict[str, Any]]:
+        if self._ahead is None:
+            return []
+        try:
+            with self._phase(self._engine.phase):
+                mine = self._ahead.asked.wait()
+        except StoppedOnFinding:  # the step that needs them says so; what was learned until then is saved
+            return []
+        gathered = self._ranks.gather([asdict(completion) for completion in mine])
+        completions = [one for part in gathered for one in part]
+        return [{"ahead": asdict(self._ahead.begin), "completions": completions}]
+
     def restore(self, pending: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with what `pending` gave."""
-        if pending:
-            first, *rest = pending
+        """Go on with what `pending` gave. Collective. Raises: DataError on all ranks for a prompt."""
+        steps = [one for one in pending if "ahead" not in one]
+        if steps:
+            first, *rest = steps
             trajectories = [trajectory_of(one) for one in rest]
             self._current = _Current(
                 trajectories, first["about"], first["began"], first["epoch"], Position(**first["next"])
             )
+        for one in (one for one in pending if "ahead" in one):
+            begin = Position(**one["ahead"])
+            rows = self._rows(begin, self._prompts_each)
+            completions = [Completion(**completion) for completion in one["completions"]]
+            mine = part_of(len(completions), self._ranks.rank, self._ranks.size)
+            of_rank = completions[mine.start : mine.stop]
+            self._ahead = _Ahead(begin, _Asked(rows, self._prompts(rows), partial(list, of_rank)))
 
     def end(self) -> None:
         """The run is over, well or not; rewards and a server are ended by whoever started them."""
         self._engine.end()
 
+    @property
+    def _prompts_each(self) -> int:
+        """Of a rollout."""
+        return self._config.sequences_per_step // self._config.num_generations
+
     def _roll_out(self, position: Position, step: int, began: float) -> _Current:
         """The groups of a step; those without spread are replaced where that is asked for, in a few rounds."""
         config = self._config
-        rows = self._rows(position, config.sequences_per_step // config.num_generations)
+        if self._ahead is not None:
+            assert self._ahead.begin == position
+            asked, self._ahead = self._ahead.asked, None
+        else:
+            asked = self._ask(self._rows(position, self._prompts_each), step, step, 0)
+        rows = asked.rows
         wanted = len(rows.rows)  # fewer at the end of an epoch
-        groups = self._groups(rows, step, 0)
+        groups = self._groups(asked)
         kept = [group for group in groups if has_spread(group.totals)]
         flat = [group for group in groups if not has_spread(group.totals)]
         if config.dynamic_sampling:
@@ -179,34 +241,50 @@ class RolloutSource:
                 if len(kept) >= wanted:
                     break
                 rows = self._rows(rows.next, wanted - len(kept))
-                for group in self._groups(rows, step, attempt):
+                for group in self._groups(self._ask(rows, step, step, attempt)):
                     (kept if has_spread(group.totals) else flat).append(group)
             groups = [*kept, *flat][:wanted]
         trajectories = self._trajectories(groups, step)
         about = self._find(groups, step)
         if config.dynamic_sampling:
             about["groups_replaced"] = float(len(kept) + len(flat) - wanted)
+        further = step + config.num_iterations
+        if config.max_staleness and not self._is_over(further, rows.epoch):
+            ahead = self._ask(self._rows(rows.next, self._prompts_each), step, further, 0)
+            self._ahead = _Ahead(rows.next, ahead)
+        if self._engine.bytes_sent:
+            about["sync_bytes"] = float(self._engine.bytes_sent)
         return _Current(trajectories, about, began, rows.epoch, rows.next)
 
     def _rows(self, position: Position, count: int) -> StepBatch:
         return self._ranks.together(lambda: self._order.step(position, count))
 
-    def _groups(self, rows: StepBatch, step: int, attempt: int) -> list[_Group]:
-        """Completions of some prompts with their rewards, the same on all ranks. Collective."""
-        config = self._config
+    def _prompts(self, rows: StepBatch) -> list[Prompt]:
         with self._phase("wait for data"):
-            prompts = self._ranks.together(lambda: [self._prompt(row[0]) for row in rows.rows])
+            return self._ranks.together(lambda: [self._prompt(row[0]) for row in rows.rows])
+
+    def _ask(self, rows: StepBatch, step: int, for_step: int, attempt: int) -> _Asked:
+        """Let the engine begin on completions of some prompts, by the policy after `step`. Collective."""
+        config, prompts = self._config, self._prompts(rows)
         each = config.num_generations
-        mine = part_of(len(prompts) * each, self._ranks.rank, self._ranks.size)
         requests = [
-            Request(prompt.ids, (config.seed, step, attempt, index // each, index % each), prompt.images, prompt.place)
-            for index in mine
+            Request(
+                prompt.ids, (config.seed, for_step, attempt, index // each, index % each), prompt.images, prompt.place
+            )
+            for index in part_of(len(prompts) * each, self._ranks.rank, self._ranks.size)
             for prompt in [prompts[index // each]]
         ]
         with self._phase("sync"):
             self._engine.publish(step)
         with self._phase(self._engine.phase):
-            completions = self._engine.generate(requests, self._sampling, step)
+            return _Asked(rows, prompts, self._engine.ask(requests, self._sampling, step))
+
+    def _groups(self, asked: _Asked) -> list[_Group]:
+        """Completions with their rewards, the same on all ranks. Collective."""
+        each, prompts = self._config.num_generations, asked.prompts
+        mine = part_of(len(prompts) * each, self._ranks.rank, self._ranks.size)
+        with self._phase(self._engine.phase):
+            completions = asked.wait()
         texts = [self._text_of(completion) for completion in completions]
         with self._phase("reward"):
             answers = self._scored([prompts[index // each] for index in mine], completions, texts)
@@ -300,7 +378,7 @@ class RolloutSource:
                     )
                 )
         weights = token_weights(config.loss_type, lengths, config.max_completion_length)
-        self._emit(CompletionsMade(step + 1, step, tuple(self._samples(groups, by_group))))
+        self._emit(CompletionsMade(step + 1, _version(groups), tuple(self._samples(groups, by_group))))
         return [replace(one, weight=weight) for one, weight in zip(trajectories, weights, strict=True)]
 
     def _samples(self, groups: Sequence[_Group], by_group: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
@@ -348,7 +426,7 @@ class RolloutSource:
             "truncated_share": sum(answer.completion.finish == "length" for answer in answers) / len(answers),
             "groups_without_spread": float(flat),
             "rewards_failed": float(sum(bool(answer.failures) for answer in answers)),
-            "policy_version": float(step),
+            "policy_version": float(_version(groups)),
         }
         for number, name in enumerate(self._rewards.names):
             of_one = [answer.rewards[number] for answer in answers]
@@ -356,6 +434,11 @@ class RolloutSource:
             if judged:
                 about[f"reward/{name}"] = sum(judged) / len(judged)
         return about
+
+
+def _version(groups: Sequence[_Group]) -> int:
+    """Of the oldest policy that completions are of: where some were replaced, these are of a newer one."""
+    return min(answer.completion.policy_version for group in groups for answer in group.answers)
 
 
 def _spread(rewards: Sequence[float]) -> float:

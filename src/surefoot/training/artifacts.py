@@ -46,8 +46,9 @@ def write_artifact(
     base: Path,
     source: str,
     ranks: Ranks = ALONE,
+    dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write the trained adapter (PEFT format), or without LoRA the whole model (HF format, the base's type).
+    """Write the trained adapter (PEFT format), or without LoRA the whole model (HF format, in `dtype` or the base's).
 
     `base` is the base model's folder, `source` what the config calls it. Rank 0 writes what the ranks gather: it holds
     one parameter of an adapter, or one layer of a model. Collective. Raises: StorageError.
@@ -67,7 +68,7 @@ def write_artifact(
                         about = _base_name(source, base), adaptable_names(model), tower_names(model)
                         write_adapter(folder, shapes, values, settings, *about)
                     else:
-                        write_model(folder, base, shapes, values)
+                        write_model(folder, base, shapes, values, dtype)
                     tokenizer.save_pretrained(folder)
         finally:
             for _ in values:  # the other ranks, and a first one that could not write: gathering takes all

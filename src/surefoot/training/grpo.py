@@ -9,6 +9,7 @@ from torch import Tensor
 
 from surefoot.config import RunConfig
 from surefoot.data.loader import MicroBatch
+from surefoot.data.pixels import PixelReader
 from surefoot.errors import ModelError
 from surefoot.models.build import BuiltModel
 from surefoot.models.lora import adapter_off
@@ -16,6 +17,7 @@ from surefoot.models.routing import LayerRouting, ReplayedRouting, RoutingRecord
 from surefoot.parallel.ranks import ALONE, Ranks, sum_over_ranks
 from surefoot.parallel.shard import put_to_rest
 from surefoot.rl.batch import PolicyBatch, Trajectory, collate_policy
+from surefoot.rl.rollout import Request
 from surefoot.training.loss import TokenLogprobs, probing
 from surefoot.training.step import LossParts, Totals
 
@@ -210,11 +212,13 @@ class GrpoObjective:
         if not self._replays:
             del self._measured["routing_agreement"]
 
-    def score(self, prompt: list[int], ids: list[int], device: torch.device) -> list[float]:
-        """The logprobs of tokens after a prompt, without dropout. Collective."""
-        one = Trajectory(prompt, ids, [0.0] * len(ids), 0.0, 1.0, "probe")
+    def score(
+        self, request: Request, ids: list[int], device: torch.device, reader: PixelReader | None = None
+    ) -> list[float]:
+        """The logprobs of tokens after a prompt, without dropout. Collective. `reader`: see `collate_policy`."""
+        one = Trajectory(request.prompt, ids, [0.0] * len(ids), 0.0, 1.0, request.place, request.images)
         with probing(self._model):
-            found, _ = self._logprobs(collate_policy([one], share_prompts=False).to(device))
+            found, _ = self._logprobs(collate_policy([one], share_prompts=False, reader=reader).to(device))
         put_to_rest(self._model)
         return [float(value) for value in found.tolist()]
 

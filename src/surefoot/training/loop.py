@@ -75,9 +75,9 @@ def share_done(config: RunConfig, step: int, epoch: float) -> float:
     return min(done, 1.0)
 
 
-def is_over(config: RunConfig, state: TrainState) -> bool:
-    """Whether no step is left."""
-    return share_done(config, state.step, state.epoch) >= 1.0 - EPSILON
+def is_over(config: RunConfig, step: int, epoch: float) -> bool:
+    """Whether no step is left after so many of them."""
+    return share_done(config, step, epoch) >= 1.0 - EPSILON
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Job:
         return share_done(self.config, step, epoch)
 
     def is_over(self, state: TrainState) -> bool:
-        return is_over(self.config, state)
+        return is_over(self.config, state.step, state.epoch)
 
     def expected_steps(self, step: int, epoch: float) -> int:
         """Steps of the whole run, by what is known after `step` of them."""

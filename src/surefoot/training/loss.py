@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from surefoot.data.loader import MicroBatch
-from surefoot.models.vision import see
+from surefoot.models.vision import image_tokens, see
 from surefoot.parallel.shard import gathered, put_to_rest
 
 CHUNK_TOKENS = 512
@@ -125,11 +125,15 @@ class TokenLoss:
 
 
 class TokenLogprobs:
-    """The log-probability of each trained token of a batch, and the entropy where it was predicted, in nats."""
+    """The log-probability of each trained token of a batch, and the entropy where it was predicted, in nats.
+
+    They are those of the policy that answers: one that never says a token which stands for an image.
+    """
 
     def __init__(self, model: PreTrainedModel, temperature: float, *, head_is_plain: bool | None = None) -> None:
         """`temperature`: what logits are divided by. `head_is_plain`: see `TokenLoss`."""
         self._model = model
+        self._never = torch.tensor(sorted(image_tokens(model)), dtype=torch.int64, device=model.device)
         self._temperature = temperature
         self._run = gathered(model, self._logprobs)
         self._head = _output_layer(model, head_is_plain)
@@ -158,7 +162,10 @@ class TokenLogprobs:
 
     def _of_logits(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Shapes: [n, V], [n] -> [n], [n]."""
-        scores = torch.log_softmax(logits.float() / self._temperature, dim=-1)
+        logits = logits.float() / self._temperature
+        if len(self._never):
+            logits = logits.index_fill(-1, self._never, torch.finfo(logits.dtype).min)
+        scores = torch.log_softmax(logits, dim=-1)
         with torch.no_grad():
             entropy = -(scores.exp() * scores).sum(-1)
         return scores.gather(1, targets[:, None])[:, 0], entropy

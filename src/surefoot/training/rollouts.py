@@ -1,27 +1,35 @@
 """The parts of a GRPO run besides model and loss: reward workers, an engine, and the source that joins them."""
 
+import json
 import os
 from collections.abc import Callable
+from functools import partial
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import torch
+from PIL import Image as Picture
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.config import LoadedConfig, RunConfig
-from surefoot.errors import StoppedOnFinding
+from surefoot.data.images import ImageSettings, find_image
+from surefoot.data.pixels import PixelReader
 from surefoot.events import Event
-from surefoot.findings import CATALOGUE, Finding
 from surefoot.models.generate import end_tokens
+from surefoot.models.vision import image_tokens
 from surefoot.parallel.ranks import Ranks
 from surefoot.rl.engines.local import LocalEngine
 from surefoot.rl.engines.server import Server, ServerFailed, start_server
 from surefoot.rl.engines.vllm import VllmEngine
+from surefoot.rl.engines.vllm_sync import AdapterSync, FullSync, Sync
 from surefoot.rl.rewards import Rewards
-from surefoot.rl.rollout import Engine, Sampling
+from surefoot.rl.rollout import Engine, Request, Sampling
 from surefoot.rl.source import RolloutSource
-from surefoot.training.artifacts import lora_settings
+from surefoot.training.artifacts import lora_settings, write_artifact
 from surefoot.training.batches import RunData
 from surefoot.training.grpo import GrpoObjective
+from surefoot.training.loop import is_over
 from surefoot.training.phases import Phases
 from surefoot.training.step import Learner
 
@@ -48,10 +56,10 @@ def start_rewards(loaded: LoadedConfig) -> Rewards:
     )
 
 
-def open_server(loaded: LoadedConfig, base: Path, ranks: Ranks) -> Server:
+def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, ranks: Ranks) -> Server:
     """The server that a config names, or one that rank 0 starts; it gets ready while this process goes on.
 
-    Collective. Raises: ConfigError on all ranks where it cannot be started.
+    `images`: how the model sees them. Collective. Raises: ConfigError on all ranks where it cannot be started.
     """
     config = loaded.run
     started: list[Server] = []
@@ -61,7 +69,7 @@ def open_server(loaded: LoadedConfig, base: Path, ranks: Ranks) -> Server:
             return config.vllm_server
         folder = config.run_folder / ENGINE
         where = loaded.where("vllm_command", "rollout_engine")
-        options = _options(config)
+        options = _options(config, images)
         started.append(
             start_server(config.vllm_command, base, options, _environment(config), folder / "vllm.log", where)
         )
@@ -71,18 +79,29 @@ def open_server(loaded: LoadedConfig, base: Path, ranks: Ranks) -> Server:
     return started[0] if started else Server(said)
 
 
-def _options(config: RunConfig) -> list[str]:
+def _options(config: RunConfig, images: ImageSettings | None) -> list[str]:
     """Of `vllm serve`; those of `vllm_args` come last, and win."""
-    rank = next((one for one in VLLM_RANKS if one >= config.lora_rank), config.lora_rank)
-    options = {
+    options: dict[str, Any] = {
         "--dtype": config.dtype,
         "--max-model-len": max(config.prompt_length + config.max_completion_length, LEAST_CONTEXT),
-        "--max-lora-rank": rank,
-        "--max-loras": 2,  # the newest adapter comes before the one before it goes
         "--logprobs-mode": "processed_logprobs",  # those of logits / temperature, as in training
         "--seed": config.seed,
     }
-    flags = ["--enable-lora", *(["--enforce-eager"] if config.device == "cpu" else [])]
+    flags = ["--enforce-eager"] if config.device == "cpu" else []
+    if config.tuning == "lora":
+        flags.append("--enable-lora")
+        options["--max-lora-rank"] = next((one for one in VLLM_RANKS if one >= config.lora_rank), config.lora_rank)
+        options["--max-loras"] = 2  # the newest adapter comes before the one before it goes
+    if config.vllm_sleep:
+        flags.append("--enable-sleep-mode")
+    if config.routing_replay == "rollout":
+        flags.append("--enable-return-routed-experts")
+    if images is not None:
+        flags.append("--enable-scale-out")  # the endpoint that takes tokens with images
+        options["--mm-processor-kwargs"] = json.dumps(
+            {"min_pixels": images.min_pixels, "max_pixels": images.max_pixels}
+        )
+        options["--limit-mm-per-prompt"] = json.dumps({"video": 0})
     return [*(str(part) for pair in options.items() for part in pair), *flags, *config.vllm_args]
 
 
@@ -92,7 +111,11 @@ def _environment(config: RunConfig) -> dict[str, str]:
         own.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     if config.vllm_devices is not None:
         own["CUDA_VISIBLE_DEVICES"] = config.vllm_devices
-    return {**own, "VLLM_NO_USAGE_STATS": "1"}
+    if config.tuning == "full" or config.vllm_sleep:  # new weights, sleep and wake are endpoints of this mode
+        own["VLLM_SERVER_DEV_MODE"] = "1"
+    if config.routing_replay == "rollout":  # the model runner that tells which experts tokens went to
+        own.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+    return {**own, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def _is_of_launcher(name: str) -> bool:
@@ -104,12 +127,23 @@ def rollout_source(
     data: RunData,
     learner: Learner,
     tokenizer: PreTrainedTokenizerBase,
+    base: Path,
     rewards: Rewards,
     server: Server | None,
     phases: Phases,
     emit: Callable[[Event], None],
 ) -> RolloutSource:
     """The batch source of a learner. Collective. Raises: StoppedOnFinding (SF801) where a server does not get ready."""
+    text = learner.model.config.get_text_config()
+    sampling = Sampling(
+        max_tokens=config.max_completion_length,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        ends=frozenset(token for token in end_tokens(learner.model, tokenizer) if token < text.vocab_size),
+        stops=tuple(config.stops),
+        banned=image_tokens(learner.model),
+    )
     engine: Engine
     assert isinstance(learner.objective, GrpoObjective)
     if server is None:
@@ -124,16 +158,7 @@ def rollout_source(
             routing=learner.objective.routing if config.routing_replay == "rollout" else None,
         )
     else:
-        engine = _vllm(config, learner, tokenizer, server)
-    sampling = Sampling(
-        max_tokens=config.max_completion_length,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        ends=frozenset(end_tokens(learner.model, tokenizer)),
-        stops=tuple(config.stops),
-        banned=_image_tokens(learner.model) if data.reader is not None else frozenset(),
-    )
+        engine = _vllm(config, learner, tokenizer, server, sampling, data.reader, base)
     return RolloutSource(
         config,
         data.train,
@@ -142,48 +167,80 @@ def rollout_source(
         rewards,
         tokenizer,
         sampling=sampling,
-        context=getattr(learner.model.config.get_text_config(), "max_position_embeddings", None),
+        context=getattr(text, "max_position_embeddings", None),
         # On CUDA attention over packed samples is one kernel, which does not know of shared prompts.
         share_prompts=learner.device == torch.device("cpu"),
         reader=data.reader,
+        is_over=partial(is_over, config),
         ranks=learner.ranks,
         phase=phases,
         emit=emit,
     )
 
 
-def _image_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """Tokens that stand for what is seen: of images and of videos."""
-    ids = (getattr(model.config, name, None) for name in ("image_token_id", "video_token_id"))
-    return frozenset(token for token in ids if token is not None)
-
-
-def _vllm(config: RunConfig, learner: Learner, tokenizer: PreTrainedTokenizerBase, server: Server) -> VllmEngine:
-    ranks, objective, settings = learner.ranks, learner.objective, lora_settings(config)
+def _vllm(
+    config: RunConfig,
+    learner: Learner,
+    tokenizer: PreTrainedTokenizerBase,
+    server: Server,
+    sampling: Sampling,
+    reader: PixelReader | None,
+    base: Path,
+) -> VllmEngine:
+    ranks, objective = learner.ranks, learner.objective
     assert isinstance(objective, GrpoObjective)
-    assert settings is not None
 
     def ready() -> None:
         try:
             server.wait_until_ready(config.vllm_start_timeout_s)
         except ServerFailed as error:
-            raise StoppedOnFinding(Finding("SF801", str(error), server.evidence(), CATALOGUE["SF801"].fix)) from error
+            raise server.stopped("SF801", str(error)) from error
 
     ranks.from_first(ready)
 
-    def score(prompt: list[int], ids: list[int]) -> list[float]:
+    def score(request: Request, ids: list[int]) -> list[float]:
         with learner.forward_context():
-            return objective.score(prompt, ids, learner.device)
+            return objective.score(request, ids, learner.device, reader)
 
     return VllmEngine(
         server,
-        learner.model,
-        settings,
-        config.run_folder / ENGINE / "adapters",
+        _sync(config, learner, tokenizer, server, base),
         score,
         timeout_s=config.rollout_timeout_s,
-        probe_prompt=tokenizer(PROBE_TEXT)["input_ids"],
-        temperature=config.temperature,
+        probe=ranks.together(lambda: _probe(learner.model, tokenizer, reader)),
+        sampling=sampling,
+        dtype=learner.model.dtype,
         has_seeds=config.device != "cpu",
+        sleeps=config.vllm_sleep,
+        wants_experts=config.routing_replay == "rollout",
+        reader=reader,
         ranks=ranks,
     )
+
+
+def _sync(config: RunConfig, learner: Learner, tokenizer: PreTrainedTokenizerBase, server: Server, base: Path) -> Sync:
+    """What of the model is sent, and how."""
+    settings, ranks, folder = lora_settings(config), learner.ranks, config.run_folder / ENGINE
+    if settings is not None:
+        return AdapterSync(server, learner.model, settings, folder / "adapters", ranks)
+
+    def write(target: Path) -> None:
+        # In the type that the server computes in: a small base type would round what training has learned.
+        stored = getattr(torch, config.dtype)
+        write_artifact(target, learner.model, tokenizer, None, base, config.model, ranks, stored)
+
+    return FullSync(server, write, folder / "weights", config.rollout_timeout_s, ranks)
+
+
+def _probe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reader: PixelReader | None) -> Request:
+    """A prompt that both sides can read; with an image where the model sees. Raises: StorageError."""
+    text: list[int] = tokenizer(PROBE_TEXT)["input_ids"]
+    if reader is None:
+        return Request(text, (0,), place="the probe")
+    settings, file = reader.settings, BytesIO()
+    shades = Picture.linear_gradient("L").resize((3 * settings.cell, 2 * settings.cell))
+    Picture.merge("RGB", (shades, shades.rotate(180), shades.rotate(90))).save(file, "PNG")
+    image = find_image(file.getvalue(), Path(), settings)
+    around = [getattr(model.config, f"vision_{side}_token_id", None) for side in ("start", "end")]
+    begin, end = ([token] if token is not None else [] for token in around)
+    return Request([*begin, *[settings.token_id] * image.num_tokens, *end, *text], (0,), (image,), "the probe")

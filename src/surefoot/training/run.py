@@ -81,7 +81,8 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *,
         undo = ExitStack()
         try:
             opened = _open(loaded, resume, emit, ranks)
-            earlier = completed_earlier(folder, opened.state.step) if is_over(config, opened.state) else None
+            done = opened.state.step, opened.state.epoch
+            earlier = completed_earlier(folder, opened.state.step) if is_over(config, *done) else None
             if ranks.from_first(lambda: earlier is not None):
                 emit(Noted(f"complete since an earlier start: {opened.state.step} steps"))
                 complete = earlier or record.result("completed")
@@ -222,7 +223,9 @@ def _assemble(
         rewards = ranks.together(lambda: start_rewards(loaded)) if config.method == "grpo" else None
         if rewards is not None:
             undo.callback(rewards.end)
-        server = open_server(loaded, base, ranks) if config.rollout_engine == "vllm" else None
+        server = None
+        if config.rollout_engine == "vllm":
+            server = open_server(loaded, base, data.reader.settings if data.reader is not None else None, ranks)
         if server is not None:
             undo.callback(server.end)
         learner = build_learner(config, base, ranks, device, sharding_of(config, ranks, device))
@@ -234,7 +237,7 @@ def _assemble(
 
     if rewards is not None:
         with phases("load"):
-            source = rollout_source(config, data, learner, opened.tokenizer, rewards, server, phases, emit)
+            source = rollout_source(config, data, learner, opened.tokenizer, base, rewards, server, phases, emit)
         undo.callback(source.end)
         source.restore(state.pending)
         state = replace(state, pending=[])

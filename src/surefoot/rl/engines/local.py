@@ -7,6 +7,7 @@ group is read once. (On two CPU cores it takes half the time of continuous batch
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,8 +69,19 @@ class LocalEngine:
         self._routing = routing
         self._run_seeing = gathered(model, self._see_prompts)
 
+    @property
+    def bytes_sent(self) -> int:
+        """Nothing is."""
+        return 0
+
     def publish(self, policy_version: int) -> None:
         """Nothing: the weights are the model's own."""
+
+    def ask(
+        self, requests: Sequence[Request], sampling: Sampling, policy_version: int
+    ) -> Callable[[], list[Completion]]:
+        """See `Engine`: they are generated when they are waited for."""
+        return partial(self.generate, requests, sampling, policy_version)
 
     def end(self) -> None:
         """Nothing: the model is its owner's."""
@@ -207,8 +219,6 @@ class _Rows:
             self._filters.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
             self._filters.append(TopPLogitsWarper(sampling.top_p))
-        if sampling.banned:
-            self._filters.insert(0, SuppressTokensLogitsProcessor(sorted(sampling.banned)))
 
     def _is_going(self, row: int) -> bool:
         return not self._has_stopped[row] and len(self._ids[row]) < self._sampling.max_tokens
@@ -223,6 +233,8 @@ class _Rows:
         Shapes: logits [R, V] -> int64 [R]. A row that is complete gets one too, which is not kept.
         """
         scores = logits.float() / self._sampling.temperature
+        if self._sampling.banned:
+            scores = SuppressTokensLogitsProcessor(sorted(self._sampling.banned))(None, scores)
         logprobs = torch.log_softmax(scores, dim=-1)
         for choose in self._filters:
             scores = choose(None, scores)

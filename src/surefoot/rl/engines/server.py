@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from surefoot.errors import ConfigError
+from surefoot.errors import ConfigError, StoppedOnFinding
+from surefoot.findings import CATALOGUE, Finding
 from surefoot.process_end import PARENT_DEATH_SIGNAL, describe_end
 
 LOG_TAIL_BYTES = 3000
@@ -42,6 +43,10 @@ class Server:
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """The JSON it answers with; what is no JSON comes as `{"text": ...}`. Raises: ServerFailed."""
         return self._ask("POST", path, json.dumps(body).encode(), timeout_s)
+
+    def get(self, path: str, timeout_s: float) -> dict[str, Any]:
+        """The JSON it answers with. Raises: ServerFailed."""
+        return self._ask("GET", path, None, timeout_s)
 
     def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> dict[str, Any]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=max(timeout_s, 0.01))
@@ -88,6 +93,10 @@ class Server:
                 seen["end_of_log"] = file.read().decode("utf-8", "replace")
         return seen
 
+    def stopped(self, code: str, cause: str, **evidence: Any) -> StoppedOnFinding:
+        """A finding about it that ends the run."""
+        return StoppedOnFinding(Finding(code, cause, {**evidence, **self.evidence()}, CATALOGUE[code].fix))
+
     def end(self) -> None:
         """End a server of this run; others go on."""
         if self._process is None or self._process.poll() is not None:
@@ -131,7 +140,7 @@ def start_server(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**environment, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
+                env=dict(environment),
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
             )

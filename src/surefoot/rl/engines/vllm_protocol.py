@@ -1,0 +1,128 @@
+"""What is asked of vLLM's endpoints for a completion, and how its answers are read. Pure.
+
+Prompts of text go to /v1/completions. Those with images go to /inference/v1/generate, which takes tokens and images:
+each image as it was scaled for training, and one token for it where the prompt of training has one for each cell.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from surefoot.rl.chosen_experts import from_text
+from surefoot.rl.rollout import Completion, Request, Sampling
+
+BAN = -100.0
+"""Added to the logit of a token that is never to be drawn."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request to an endpoint."""
+
+    path: str
+    body: Mapping[str, Any]
+
+
+def call_for(
+    request: Request,
+    sampling: Sampling,
+    model: str,
+    *,
+    pictures: Sequence[str] = (),
+    image_token: int | None = None,
+    has_seed: bool = True,
+    ignores_ends: bool = False,
+) -> Call:
+    """`pictures`: the images of the request, as data: addresses. `image_token`: stands for a cell of them."""
+    digest = hashlib.blake2b(repr(request.seed).encode(), digest_size=8).digest()
+    drawn: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "seed": int.from_bytes(digest, "little") >> 1 if has_seed else None,
+        "logprobs": 0,
+        "stop_token_ids": sorted(sampling.ends),
+        "stop": list(sampling.stops) or None,
+        "skip_special_tokens": False,
+        "ignore_eos": ignores_ends,
+    }
+    if sampling.banned:
+        drawn["logit_bias"] = {str(token): BAN for token in sorted(sampling.banned)}
+    if not pictures:
+        body = {"model": model, "prompt": request.prompt, "return_token_ids": True, "add_special_tokens": False}
+        return Call("/v1/completions", body | drawn)
+    assert image_token is not None
+    return Call(
+        "/inference/v1/generate",
+        {
+            "model": model,
+            "token_ids": _one_token_an_image(request, image_token),
+            "content_parts": [{"type": "image_url", "url": picture} for picture in pictures],
+            "return_token_ids": True,
+            "sampling_params": drawn,
+        },
+    )
+
+
+def _one_token_an_image(request: Request, image_token: int) -> list[int]:
+    images, ids, at = iter(request.images), [], 0
+    while at < len(request.prompt):
+        ids.append(request.prompt[at])
+        at += next(images).num_tokens if request.prompt[at] == image_token else 1
+    return ids
+
+
+def completion_of(
+    answer: Mapping[str, Any], request: Request, sampling: Sampling, model: str, policy_version: int, *, experts: bool
+) -> Completion:
+    """The completion that a server answered with. `experts`: whether it was asked for those too.
+
+    Raises: ValueError, whose text says what is not as it was asked for.
+    """
+    try:
+        (choice,) = answer["choices"]
+        ids, finish, of_model = list(choice["token_ids"]), choice["finish_reason"], answer["model"]
+        logprobs = _logprobs(choice["logprobs"], ids)
+        prompt = answer["prompt_token_ids"] if request.images else request.prompt
+        routed = choice.get("routed_experts") if experts else None
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"an answer is not of the form it should have: {str(answer)[:300]}") from error
+    if of_model != model:
+        raise ValueError(f"a completion is of {of_model}, but {model} was asked for")
+    if not ids or len(ids) != len(logprobs) or any(logprob is None for logprob in logprobs):
+        raise ValueError(f"a completion has {len(ids)} tokens and {len(logprobs)} logprobs")
+    if finish not in ("stop", "length"):
+        raise ValueError(f"a completion was ended by '{finish}'")
+    if finish == "length" and len(ids) != sampling.max_tokens:
+        raise ValueError(f"a completion ended for its length after {len(ids)} of {sampling.max_tokens} tokens")
+    if len(ids) > sampling.max_tokens:
+        raise ValueError(f"a completion has {len(ids)} tokens, more than the {sampling.max_tokens} asked for")
+    if prompt != request.prompt:
+        raise ValueError(
+            f"the server reads the prompt of {request.place} as {len(prompt)} tokens, which are not the "
+            f"{len(request.prompt)} of training: it scales images in another way. Start it with the limits of training "
+            "(--mm-processor-kwargs with min_pixels and max_pixels)"
+        )
+    if experts:
+        _check_experts(routed, len(request.prompt) + len(ids) - 1)
+    return Completion(ids, logprobs, finish, policy_version, routed)
+
+
+def _logprobs(said: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
+    if "token_logprobs" in said:
+        return list(said["token_logprobs"])
+    of_tokens = said["content"]
+    if [one["token_id"] for one in of_tokens] != ids:
+        raise ValueError("logprobs of other tokens")
+    return [one["logprob"] for one in of_tokens]
+
+
+def _check_experts(routed: Any, tokens: int) -> None:
+    if routed is None:
+        raise ValueError(
+            "a completion comes without the experts of its tokens. Start the server with "
+            "--enable-return-routed-experts, or set routing_replay: none"
+        )
+    found = from_text(routed)
+    if len(found) != tokens:
+        raise ValueError(f"a completion comes with the experts of {len(found)} tokens, where {tokens} were read")
