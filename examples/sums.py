@@ -1,6 +1,8 @@
 """GRPO from nothing but a small model: make sums, warm up with SFT on some, and let rewards do the rest.
 
-python examples/sums.py [FOLDER]      default: sums/
+python examples/sums.py [FOLDER] [key=value ...]      default: sums/
+
+Settings are those of GRPO: `rollout_engine=vllm vllm_command=/opt/vllm/bin/vllm` lets a vLLM server answer.
 """
 
 import json
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import reward_curve
+import yaml
 
 import surefoot
 
@@ -40,7 +43,7 @@ def write(folder: Path) -> None:
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, settings: dict[str, Any]) -> None:
     began = time.perf_counter()
     for made in ("warmup", "run"):  # of an earlier start
         shutil.rmtree(folder / made, ignore_errors=True)
@@ -53,7 +56,11 @@ def main(folder: Path) -> None:
 
     print("2. GRPO", flush=True)
     result = surefoot.train(
-        HERE / "grpo.yaml", dataset=folder / "train.jsonl", init_adapter=warm.artifact, output_dir=folder / "run"
+        HERE / "grpo.yaml",
+        dataset=folder / "train.jsonl",
+        init_adapter=warm.artifact,
+        output_dir=folder / "run",
+        **settings,
     )
 
     reward_curve.show(result)
@@ -62,4 +69,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "sums"))
+    given = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+    places = [word for word in sys.argv[1:] if "=" not in word]
+    main(Path(places[0] if places else "sums"), {name: yaml.safe_load(value) for name, value in given.items()})

@@ -487,6 +487,16 @@ CATALOGUE: dict[str, Page] = {
         "Change the settings that the finding names, there too.",
         ("modelscope/ms-swift#3592", "hiyouga/LLaMA-Factory#1998"),
     ),
+    "SF721": Page(
+        "warning",
+        "a rollout server and training want the same memory",
+        "A vLLM server that a run starts uses the GPUs that train, unless `vllm_devices` names others, and takes the "
+        "share of their memory that --gpu-memory-utilization says: 92 % by default. vLLM cannot sleep where torch's "
+        "allocator grows in segments.",
+        'Give it GPUs of its own (`vllm_devices: "6,7"`) or a smaller share (`vllm_args: [--gpu-memory-utilization, '
+        '"0.4"]`), or let it sleep while the model trains (vllm_sleep: true).',
+        ("vllm-project/vllm#14189", "modelscope/ms-swift#3592"),
+    ),
     "SF801": Page(
         "error",
         "the rollout engine does not answer",

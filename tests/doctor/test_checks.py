@@ -284,6 +284,46 @@ def test_what_changed_between_two_machines_is_listed() -> None:
     assert changes(NODE, NODE) == []
 
 
+SERVED = {
+    **ALONE,
+    "device": "cuda",
+    "method": "grpo",
+    "reward_funcs": ["length"],
+    "rollout_engine": "vllm",
+    "num_generations": 4,
+    "packing": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "machine", "status", "said"),
+    [
+        ({}, {}, "warning", "takes 92% of each GPU, and 1 of them train"),
+        ({"vllm_devices": "0,1"}, {}, "warning", "takes 92% of each GPU, and 1 of them train"),
+        ({"vllm_args": ["--gpu-memory-utilization=0.8"]}, {}, "warning", "takes 80%"),
+        ({"vllm_args": ["--gpu-memory-utilization", "0.4"]}, {}, None, ""),
+        ({"vllm_devices": "1"}, {}, None, ""),
+        ({"vllm_server": "http://10.0.0.7:8000"}, {}, None, ""),
+        ({"vllm_sleep": True}, {}, None, ""),
+        (
+            {"vllm_sleep": True},
+            environment(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
+            "failed",
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        ),
+        ({"vllm_devices": "1"}, environment(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"), None, ""),
+        ({"device": "cpu"}, {}, None, ""),
+    ],
+)
+def test_a_server_that_shares_gpus_with_training(
+    run: Any, changes: dict[str, Any], machine: dict[str, Any], status: str | None, said: str
+) -> None:
+    checks = examine(replace(NODE, **machine), run(**{**SERVED, **changes}))
+    assert bad(checks).get("SF721") == status
+    if status is not None:
+        assert said in as_text(checks)
+
+
 def test_every_code_of_the_catalogue_has_a_case() -> None:
     assert {code for code in CATALOGUE if code.startswith("SF7")} == {b[0] for b in BROKEN} | {
         "SF716",
@@ -291,4 +331,5 @@ def test_every_code_of_the_catalogue_has_a_case() -> None:
         "SF718",
         "SF719",  # of tests/plan
         "SF720",  # of tests/importing
+        "SF721",
     }

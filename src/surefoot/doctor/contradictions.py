@@ -1,5 +1,8 @@
 """Checks of what a run asks for against what this machine has. Pure, but for the headers of the model's files."""
 
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
@@ -11,6 +14,12 @@ STATE_BYTES = 12
 """Of a trained parameter besides itself: a gradient and AdamW's two moments, in float32."""
 CHECKPOINT_BYTES = 12
 """Of a trained parameter: itself and the two moments."""
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+USUAL_SHARE = 0.92
+"""Of a GPU that vLLM 0.32 takes where it is not told."""
+MOST_SHARED = 0.7
+"""Of a GPU, so that something is left to train with: a judgement, which `surefoot plan` makes exact."""
 
 
 def devices(seen: Seen) -> Check:
@@ -131,6 +140,46 @@ def checkpoints(seen: Seen) -> Check:
     return fine(name, said)
 
 
+def rollout_server(seen: Seen) -> Check:
+    """A vLLM server on the GPUs that train: what both of them want."""
+    name, run = "rollout server", seen.run
+    if run is None or run.method != "grpo" or run.rollout_engine != "vllm":
+        return not_applicable(name, "no run with a vLLM server is given")
+    if not seen.is_on_gpus:
+        return not_applicable(name, "it works on the CPU")
+    allocator = next(
+        ((one, seen.machine.environment[one]) for one in ALLOCATOR if one in seen.machine.environment), ("", "")
+    )
+    if run.vllm_sleep and run.vllm_server is None and "expandable_segments:True" in allocator[1]:
+        return wrong(
+            name,
+            "SF721",
+            f"vllm_sleep with {allocator[0]}={allocator[1]}: a server whose memory grows in segments cannot give it up",
+            fix=f"unset {allocator[0]}, or drop vllm_sleep.",
+            is_fatal=True,
+            where=_where(seen, "vllm_sleep"),
+        )
+    trains_on = [str(number) for number in range(run.nproc_per_node)]
+    shared = [one for one in (run.vllm_devices or ",".join(trains_on)).split(",") if one.strip() in trains_on]
+    if run.vllm_server is not None or not shared:
+        return fine(name, "on GPUs of its own, as far as can be seen from here")
+    share = _memory_share(run.vllm_args)
+    said = f"the server takes {share:.0%} of each GPU, and {len(shared)} of them train the model"
+    if share > MOST_SHARED and not run.vllm_sleep:
+        return wrong(name, "SF721", said, share=share, where=_where(seen, "vllm_args", "rollout_engine"))
+    return fine(name, said + (", while the server sleeps" if run.vllm_sleep else ""))
+
+
+def _memory_share(arguments: Sequence[str]) -> float:
+    """What a server takes of a GPU."""
+    flag = "--gpu-memory-utilization"
+    for one, after in pairwise([*arguments, ""]):
+        value = after if one == flag else one.removeprefix(f"{flag}=") if one.startswith(f"{flag}=") else ""
+        with suppress(ValueError):
+            return float(value)
+    return USUAL_SHARE
+
+
 def _weights(seen: Seen) -> Weights | None:
     """None where they are not here, or damaged: `model` says so."""
     assert seen.run is not None
@@ -145,4 +194,4 @@ def _where(seen: Seen, *names: str) -> str:
     return seen.loaded.where(*(names or ("model",)))
 
 
-CHECKS = (devices, model, host_memory, checkpoints)
+CHECKS = (devices, model, host_memory, checkpoints, rollout_server)

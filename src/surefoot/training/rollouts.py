@@ -87,7 +87,9 @@ def _options(config: RunConfig, images: ImageSettings | None) -> list[str]:
         "--logprobs-mode": "processed_logprobs",  # those of logits / temperature, as in training
         "--seed": config.seed,
     }
-    flags = ["--enforce-eager"] if config.device == "cpu" else []
+    flags = []
+    if config.device == "cpu":
+        flags = ["--enforce-eager", "--block-size", "32"]  # the smallest: completions of a group share whole blocks
     if config.tuning == "lora":
         flags.append("--enable-lora")
         options["--max-lora-rank"] = next((one for one in VLLM_RANKS if one >= config.lora_rank), config.lora_rank)
@@ -109,6 +111,8 @@ def _environment(config: RunConfig) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if not _is_of_launcher(name)}
     if config.device == "cpu":
         own.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        if not config.max_staleness:  # training waits meanwhile, so no core is kept free for others
+            own.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
     if config.vllm_devices is not None:
         own["CUDA_VISIBLE_DEVICES"] = config.vllm_devices
     if config.tuning == "full" or config.vllm_sleep:  # new weights, sleep and wake are endpoints of this mode
