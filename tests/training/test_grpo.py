@@ -142,6 +142,12 @@ def test_routing_is_replayed_in_all_steps_and_after_a_resume(
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
+def test_a_missing_reward_is_told_before_data_are_prepared(grpo: dict[str, Any]) -> None:
+    bad = write_jsonl(Path(grpo["dataset"]).with_name("bad.jsonl"), [{"prompt": 7}])
+    with pytest.raises(ConfigError, match="nowhere.py"):
+        surefoot.train(grpo, dataset=str(bad), reward_funcs=["nowhere.py:mine"], screen=False)
+
+
 def test_a_dense_model_has_no_routing_to_replay(grpo: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match="routing_replay=rollout, but .*Llama.* has no routers"):
         surefoot.train(grpo, routing_replay="rollout", screen=False)
@@ -385,3 +391,31 @@ def test_an_engine_that_dies_ahead_loses_no_step(ahead: Callable[..., Any], tmp_
     assert saved.name == "step-00000002"
     surefoot.train(ahead(EagerEngine), screen=False)
     assert [line["policy_version"] for line in lines(tmp_path / "run")] == [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "variables"),
+    [
+        ({}, ["--enable-lora", "--max-lora-rank 8", "--logprobs-mode processed_logprobs"], ["LORA_UPDATING=1"]),
+        ({"tuning": "full", "lora_rank": None}, [], ["DEV_MODE=1"]),
+        ({"vllm_sleep": True}, ["--enable-sleep-mode"], ["DEV_MODE=1"]),
+        ({"max_staleness": 1, "vllm_args": ["--seed", "7"]}, ["--seed 42 .*--seed 7$"], ["LORA_UPDATING=1"]),
+    ],
+)
+def test_a_server_is_started_with_what_the_run_asks_of_it(
+    grpo: dict[str, Any], tmp_path: Path, changes: dict[str, Any], options: list[str], variables: list[str]
+) -> None:
+    script = tmp_path / "vllm"
+    script.write_text('#!/bin/sh\necho "$*" > "$0.options"\nenv > "$0.variables"\nexit 7\n')
+    script.chmod(0o755)
+    given = {**grpo, "rollout_engine": "vllm", "vllm_command": str(script), **changes}
+    with pytest.raises(StoppedOnFinding, match="the server ended with status 7 before it was ready") as stopped:
+        surefoot.train({name: value for name, value in given.items() if value is not None}, screen=False)
+    assert stopped.value.finding.code == "SF801"
+    said, environment = (tmp_path / f"vllm.{name}" for name in ("options", "variables"))
+    assert re.match(rf"serve {grpo['model']} --host 127.0.0.1 --port \d+ ", said.read_text())
+    assert all(re.search(option, said.read_text().strip()) for option in options)
+    assert ("--enable-lora" in said.read_text()) == (changes.get("tuning") != "full")
+    assert all(variable in environment.read_text() for variable in variables)
+    assert ("VLLM_SERVER_DEV_MODE" in environment.read_text()) == ("DEV_MODE=1" in variables)
+    assert ("RESERVED_CPU=0" in environment.read_text()) == ("max_staleness" not in changes)

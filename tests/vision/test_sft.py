@@ -359,3 +359,8 @@ def test_max_pixels_bounds_the_tokens(vision: Any, tmp_path: Path) -> None:
     for most, cells in ((17 * 784, 16), (5 * 784, 4), (401 * 784, 400)):
         _, (sample,), _ = opened(vision(dataset=str(path), max_pixels=most, max_length=1000))
         assert sample.images[0].num_tokens == cells
+
+
+def test_settings_of_images_are_refused_for_a_model_that_reads_none(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="max_pixels: a setting of images, but .* reads none"):
+        train(settings, max_pixels=100_000, screen=False)

@@ -52,6 +52,7 @@ ALIASES: dict[str, str] = {
     **dict.fromkeys(["reward_functions", "rewards"], "reward_funcs"),
     **dict.fromkeys(["vllm_server_base_url", "vllm_base_url"], "vllm_server"),
     **dict.fromkeys(["overlong_filter"], "mask_truncated_completions"),
+    "vllm_enable_sleep_mode": "vllm_sleep",
     "soft_cache_length": "soft_overlong_length",
     "max_resample_times": "dynamic_sampling_tries",
     "dynamic_sample": "dynamic_sampling",

@@ -83,6 +83,10 @@ def open_dataset(
     )
 
 
+OF_IMAGES = ("min_pixels", "max_pixels", "image_dir", "allow_image_urls")
+"""Settings that mean nothing without images."""
+
+
 def open_images(
     loaded: LoadedConfig, base: Path, model: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PixelReader | None, str]:
@@ -92,6 +96,12 @@ def open_images(
     """
     config = loaded.run
     if model.model_type not in SEEING:
+        unread = [name for name in OF_IMAGES if getattr(config, name)]
+        if unread:
+            raise ConfigError(
+                f"{', '.join(unread)}: a setting of images, but {config.model} ({model.model_type}) reads none. Drop "
+                f"it, or take a model of {', '.join(sorted(SEEING))} ({loaded.where(*unread)})."
+            )
         return None, TEXT_ONLY
     processor = load_processor(base)
     if processor is None:

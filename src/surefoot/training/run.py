@@ -213,6 +213,14 @@ def _assemble(
     device = torch.device(config.device, ranks.local_rank) if config.device == "cuda" else torch.device("cpu")
     phases = Phases(emit, ranks.rank)
     undo.callback(data.stop)
+    rewards, server = None, None
+    if config.method == "grpo":  # both are cheap to refuse, and a server gets ready while data are prepared
+        with phases("load"):
+            rewards = ranks.together(lambda: start_rewards(loaded))
+            undo.callback(rewards.end)
+            if config.rollout_engine == "vllm":
+                server = open_server(loaded, base, data.reader.settings if data.reader is not None else None, ranks)
+                undo.callback(server.end)
     with phases("tokenise"):
         ranks.node_by_node(lambda: data.prepare(state.position))
 
@@ -220,14 +228,6 @@ def _assemble(
         config, measured = choose_expert_parallel(config, base, data.batches, state.position, ranks, device)
         if measured:
             emit(Noted(describe_choice(config, measured)))
-        rewards = ranks.together(lambda: start_rewards(loaded)) if config.method == "grpo" else None
-        if rewards is not None:
-            undo.callback(rewards.end)
-        server = None
-        if config.rollout_engine == "vllm":
-            server = open_server(loaded, base, data.reader.settings if data.reader is not None else None, ranks)
-        if server is not None:
-            undo.callback(server.end)
         learner = build_learner(config, base, ranks, device, sharding_of(config, ranks, device))
         learner = replace(learner, phase=phases)
         if resume.checkpoint is not None:
