@@ -495,7 +495,7 @@ CATALOGUE: dict[str, Page] = {
         "allocator grows in segments.",
         'Give it GPUs of its own (`vllm_devices: "6,7"`) or a smaller share (`vllm_args: [--gpu-memory-utilization, '
         '"0.4"]`), or let it sleep while the model trains (vllm_sleep: true).',
-        ("vllm-project/vllm#14189", "modelscope/ms-swift#3592"),
+        ("huggingface/trl#2688", "vllm-project/vllm#14189"),
     ),
     "SF801": Page(
         "error",
