@@ -491,11 +491,11 @@ CATALOGUE: dict[str, Page] = {
         "warning",
         "a rollout server and training want the same memory",
         "A vLLM server that a run starts uses the GPUs that train, unless `vllm_devices` names others, and takes the "
-        "share of their memory that --gpu-memory-utilization says: 92 % by default. vLLM cannot sleep where torch's "
-        "allocator grows in segments.",
+        "share of their memory that --gpu-memory-utilization says: 92 % by default. The model's weights and optimizer "
+        "state lie there too, also while the server works.",
         'Give it GPUs of its own (`vllm_devices: "6,7"`) or a smaller share (`vllm_args: [--gpu-memory-utilization, '
-        '"0.4"]`), or let it sleep while the model trains (vllm_sleep: true).',
-        ("huggingface/trl#2688", "vllm-project/vllm#14189"),
+        '"0.4"]`); vllm_sleep: true leaves it to training between rollouts.',
+        ("huggingface/trl#2688",),
     ),
     "SF801": Page(
         "error",

@@ -298,20 +298,16 @@ SERVED = {
 @pytest.mark.parametrize(
     ("changes", "machine", "status", "said"),
     [
-        ({}, {}, "warning", "takes 92% of each GPU, and 1 of them train"),
-        ({"vllm_devices": "0,1"}, {}, "warning", "takes 92% of each GPU, and 1 of them train"),
+        ({}, {}, "warning", "takes 92% of each of its GPUs, and training uses 0 of them"),
+        ({"vllm_devices": "0,1"}, {}, "warning", "takes 92% of each of its GPUs, and training uses 0 of them"),
         ({"vllm_args": ["--gpu-memory-utilization=0.8"]}, {}, "warning", "takes 80%"),
         ({"vllm_args": ["--gpu-memory-utilization", "0.4"]}, {}, None, ""),
         ({"vllm_devices": "1"}, {}, None, ""),
         ({"vllm_server": "http://10.0.0.7:8000"}, {}, None, ""),
-        ({"vllm_sleep": True}, {}, None, ""),
-        (
-            {"vllm_sleep": True},
-            environment(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
-            "failed",
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-        ),
-        ({"vllm_devices": "1"}, environment(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"), None, ""),
+        ({"vllm_sleep": True}, {}, "warning", "takes 92%"),  # the model lies there when it wakes
+        ({"vllm_args": ["--gpu_memory_utilization", "0.4", "--gpu-memory-utilization=0.9"]}, {}, "warning", "90%"),
+        ({"vllm_devices": "4"}, environment(CUDA_VISIBLE_DEVICES="4,5"), "warning", "training uses 4 of them"),
+        ({"vllm_devices": "5"}, environment(CUDA_VISIBLE_DEVICES="4,5"), None, ""),
         ({"device": "cpu"}, {}, None, ""),
     ],
 )

@@ -1,6 +1,7 @@
 """Recorded routing, the load-balancing loss, and routing under gradient checkpointing."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,14 @@ import torch
 from torch import nn
 from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss_func
 
+from surefoot.config import RunConfig
 from surefoot.data.dataset import Sample
 from surefoot.data.loader import MicroBatch, collate
 from surefoot.errors import ModelError
 from surefoot.models.build import BuiltModel, build_model
 from surefoot.models.lora import LoraSettings
 from surefoot.models.routing import LayerRouting, ReplayedRouting, RoutingRecorder, expert_counts, load_balancing_loss
+from surefoot.training.grpo import GrpoObjective
 from surefoot.training.loss import forward_arguments
 from surefoot.training.sft import SftObjective
 from surefoot.training.step import Totals
@@ -230,8 +233,19 @@ def test_replaying_what_routers_choose_anyway_changes_nothing(model_folder: Call
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(25, 1, 2), (25, 2, 3), (24, 2, 2)])
+@pytest.mark.parametrize("shape", [(25, 1, 2), (25, 3, 2), (25, 2, 3), (24, 2, 2)])
 def test_choices_of_another_model_are_refused(shape: tuple[int, ...], model_folder: Callable[[str], Path]) -> None:
     built = build(model_folder("mixtral"))
-    with pytest.raises(ModelError, match="routing_replay: router"), ReplayedRouting(torch.zeros(shape)):
+    with pytest.raises(ModelError, match="routing_replay: .*rout"), ReplayedRouting(torch.zeros(shape)):
         built.model.base_model(**forward_arguments(collate(samples(2))))
+
+
+def test_routers_that_do_not_say_what_they_chose_cannot_be_replayed(model_folder: Callable[[str], Path]) -> None:
+    folder = model_folder("qwen2_moe")
+    given = {"model": str(folder), "dataset": "x.jsonl", "output_dir": "x", "num_iterations": 2}
+    config = RunConfig.model_validate({**given, "routing_replay": "first"})
+    built = build(folder)
+    GrpoObjective(built, config)
+    deaf = replace(built, routing=RoutingRecorder(build(folder).model))
+    with pytest.raises(ModelError, match="0 of 2 routers of Qwen2MoeForCausalLM say which experts they chose"):
+        GrpoObjective(deaf, config)

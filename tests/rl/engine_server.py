@@ -1,7 +1,8 @@
 """A server with vLLM's endpoints on a real port, whose answers can be wrong: `engine_server.py PORT FAULT`.
 
 Each token is 7 with a logprob that the request's model name does not change. FAULT: none, late, dies, error, fewer,
-other_version, no_logprobs, no_experts, few_experts, refuses_adapter, no_json, no_sleep, sleepless, no_reload.
+other_version, no_logprobs, no_experts, few_experts, odd_experts, other_experts, refuses_adapter, no_json, no_sleep,
+sleepless, no_reload, keeps_cache.
 """
 
 import json
@@ -40,8 +41,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/collective_rpc":
             ASKED[body["method"]] = body["kwargs"]["weights_path"]
             return self._answer(404 if FAULT == "no_reload" else 200, {"results": [None]})
-        if self.path == "/reset_prefix_cache":
-            ASKED["prefix_cache"] = "reset"
+        if self.path in ("/reset_prefix_cache", "/reset_encoder_cache"):
+            ASKED["caches"] = [*ASKED.get("caches", []), self.path][-2:]
+            return self._answer(200, {"success": FAULT != "keeps_cache"})
         if self.path != "/v1/completions":
             return self._answer(200, "Success")
         if body["max_tokens"] == PROBE_TOKENS and body.get("ignore_eos"):
@@ -63,9 +65,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def _completion(self, body: dict[str, Any], count: int) -> dict[str, Any]:
         logprobs = (json.loads(os.environ.get("PROBE_LOGPROBS", "null")) or [-1.0] * count)[:count]
-        choice = {"token_ids": [7] * count, "logprobs": {"token_logprobs": logprobs}, "finish_reason": "length"}
+        choice: dict[str, Any] = {
+            "token_ids": [7] * count,
+            "logprobs": {"token_logprobs": logprobs},
+            "finish_reason": "length",
+        }
         if FAULT == "few_experts":
             choice["routed_experts"] = as_text(np.zeros((3, 2, 2), np.int16))
+        if FAULT == "odd_experts":
+            choice["routed_experts"] = [[0, 1]]
+        if FAULT == "other_experts":
+            choice["routed_experts"] = as_text(np.full((6, 2, 2), 9, np.int16))
         return {"model": body["model"], "choices": [choice]}
 
     def _answer(self, status: int, body: Any) -> None:

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -19,9 +21,11 @@ from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.models.adapter import WEIGHTS
 from surefoot.models.build import build_model
 from surefoot.models.lora import LoraSettings
+from surefoot.rl.chosen_experts import as_text, from_text
 from surefoot.rl.engines import vllm_sync
 from surefoot.rl.engines.server import Server, ServerFailed, start_server
 from surefoot.rl.engines.vllm import VllmEngine
+from surefoot.rl.engines.vllm_protocol import RoutingLayers, call_for, completion_of
 from surefoot.rl.engines.vllm_sync import AdapterSync, FullSync
 from surefoot.rl.rollout import Request, Sampling
 
@@ -79,7 +83,7 @@ def test_each_policy_has_an_adapter_of_its_own(
     ours.publish(3)
     assert first == ["policy-00000000"]
     assert [path.name for path in (tmp_path / "adapters").iterdir()] == ["policy-00000003"]
-    made = ours.ask([Request([1, 2], (0, number)) for number in range(20)], SAMPLING, 3)()
+    made = ours.ask([Request([1, 2], (0, number)) for number in range(20)], SAMPLING, 3)(inf)
     assert [(one.ids, one.policy_version, one.finish) for one in made] == [([7] * 5, 3, "length")] * 20
 
 
@@ -103,19 +107,21 @@ def test_an_adapter_is_a_small_part_of_the_model(
         ("no_logprobs", "SF806", "5 tokens and 4 logprobs"),
         ("no_json", "SF806", "a page of a proxy"),
         ("no_experts", "SF806", "without the experts of its tokens. Start the server with --enable-return-routed"),
-        ("few_experts", "SF806", "comes with the experts of 3 tokens, where 6 were read"),
+        ("few_experts", "SF806", "comes with the experts of 3 tokens in 2 layers, where 6 were read, by 2 layers"),
+        ("odd_experts", "SF806", "no array: TypeError"),
+        ("other_experts", "SF806", "comes with experts 9 to 9, of a model with 4"),
     ],
 )
 def test_a_rollout_that_is_not_as_asked_for_is_a_finding(
     serve: Callable[..., Server], engine: Callable[..., VllmEngine], fault: str, code: str, cause: str
 ) -> None:
-    ours = engine(serve(fault), wants_experts=fault.endswith("experts"))
+    ours = engine(serve(fault), routing=RoutingLayers((0, 1), 2, 4) if fault.endswith("experts") else None)
     ours.publish(0)
     if fault == "late":
         ours._timeout_s = 3.0
     began = time.monotonic()
     with pytest.raises(StoppedOnFinding, match=cause) as stopped:
-        ours.ask([Request([1, 2], (0, number)) for number in range(4)], SAMPLING, 0)()
+        ours.ask([Request([1, 2], (0, number)) for number in range(4)], SAMPLING, 0)(inf)
     assert stopped.value.finding.code == code
     assert stopped.value.finding.evidence["address"].startswith("http://127.0.0.1:")
     assert time.monotonic() - began < 30
@@ -141,13 +147,56 @@ def test_an_engine_that_is_over_begins_no_further_request(
     assert time.monotonic() - began < 10
 
 
+def test_what_comes_too_late_is_left_out_on_request(
+    serve: Callable[..., Server], engine: Callable[..., VllmEngine]
+) -> None:
+    ours = engine(serve("late"))
+    ours.publish(0)
+    began = time.monotonic()
+    assert ours.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(0.5) is None
+    assert time.monotonic() - began < 10
+
+
+def test_a_server_that_an_earlier_run_left_asleep_is_woken(
+    serve: Callable[..., Server], engine: Callable[..., VllmEngine]
+) -> None:
+    server = serve()
+    before = engine(server, sleeps=True)
+    before.publish(0)
+    before.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
+    engine(server, sleeps=True).publish(0)  # the first one was killed
+    assert server.get("/is_sleeping", 5) == {"is_sleeping": False}
+    before.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
+    before.end()
+    assert server.get("/is_sleeping", 5) == {"is_sleeping": False}
+
+
+def test_a_models_own_generation_settings_are_overruled() -> None:
+    body = call_for(Request([1], (0,)), SAMPLING, "policy").body
+    assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1.0, 0, 0.0, 1.0)
+
+
+def test_experts_of_layers_without_a_router_are_left_out() -> None:
+    of_all = np.arange(3 * 4 * 2).reshape(3, 4, 2) % 5
+    choice = {
+        "token_ids": [7, 7],
+        "logprobs": {"token_logprobs": [-1.0, -1.0]},
+        "finish_reason": "stop",
+        "routed_experts": as_text(of_all.astype(np.int16)),
+    }
+    answer = {"model": "policy", "choices": [choice]}
+    made = completion_of(answer, Request([1, 2], (0,)), SAMPLING, "policy", 0, RoutingLayers((1, 3), 4, 5))
+    assert made.experts is not None
+    assert np.array_equal(from_text(made.experts), of_all[:, [1, 3]])
+
+
 def test_a_server_sleeps_between_rollouts(serve: Callable[..., Server], engine: Callable[..., VllmEngine]) -> None:
     server = serve()
     ours = engine(server, sleeps=True)
     for version in range(2):
         ours.publish(version)
         assert server.get("/is_sleeping", 5) == {"is_sleeping": False}
-        ours.ask([Request([1, 2], (0, 0))], SAMPLING, version)()
+        ours.ask([Request([1, 2], (0, 0))], SAMPLING, version)(inf)
         assert server.get("/is_sleeping", 5) == {"is_sleeping": True}
     ours.publish(1)  # as for groups that are replaced: the policy is there, and awake
     assert server.get("/is_sleeping", 5) == {"is_sleeping": False}
@@ -161,9 +210,13 @@ def test_a_server_that_does_not_sleep_is_a_finding(
     serve: Callable[..., Server], engine: Callable[..., VllmEngine], fault: str, cause: str
 ) -> None:
     ours = engine(serve(fault), sleeps=True)
-    ours.publish(0)
+
+    def roll_out() -> None:
+        ours.publish(0)
+        ours.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
+
     with pytest.raises(StoppedOnFinding, match=cause) as stopped:
-        ours.ask([Request([1, 2], (0, 0))], SAMPLING, 0)()
+        roll_out()
     assert stopped.value.finding.code == "SF801"
 
 
@@ -181,15 +234,16 @@ def test_full_fine_tuning_lets_the_server_read_the_whole_model(
         assert ours.bytes_sent == 1000
         said = server.get("/asked", 5)
         assert said["reload_weights"] == str(tmp_path / f"weights/policy-{version:08d}")
-        assert said["prefix_cache"] == "reset"
-        (made,) = ours.ask([Request([1, 2], (0, 0))], SAMPLING, version)()
+        assert said["caches"] == ["/reset_prefix_cache", "/reset_encoder_cache"]
+        (made,) = ours.ask([Request([1, 2], (0, 0))], SAMPLING, version)(inf)
         assert made.policy_version == version
         assert not (tmp_path / "weights").exists()  # the server has them in its memory
-    server = serve("no_reload")
-    ours = engine(server, sync=FullSync(server, write, tmp_path / "weights", 60.0))
-    with pytest.raises(StoppedOnFinding, match="did not take the weights of version 0: .*404.*DEV_MODE") as stopped:
-        ours.publish(0)
-    assert stopped.value.finding.code == "SF801"
+    for fault, cause in (("no_reload", "404.*DEV_MODE"), ("keeps_cache", "success: false")):
+        server = serve(fault)
+        ours = engine(server, sync=FullSync(server, write, tmp_path / "weights", 60.0))
+        with pytest.raises(StoppedOnFinding, match=f"did not take the weights of version 0: .*{cause}") as stopped:
+            ours.publish(0)
+        assert stopped.value.finding.code == "SF801"
 
 
 def loses_one(tensors: dict[str, torch.Tensor]) -> None:

@@ -73,7 +73,7 @@ def test_a_run_learns_from_the_completions_of_a_server(tmp_path: Path) -> None:
     metrics = metrics_of(tmp_path / "run")
     assert [line["policy_version"] for line in metrics] == [0, 1, 2]
     # The server's logprobs are those of the trainer, also once the adapter says something.
-    assert [line["importance_ratio"] for line in metrics] == pytest.approx([1] * 3, abs=5e-3)
+    assert all(line["logprob_difference"] < 5e-3 for line in metrics)
     assert any(line["grad_norm"] > 0 for line in metrics)
     adapters = list((tmp_path / "run/engine/adapters").iterdir())
     assert [path.name for path in adapters] == ["policy-00000002"]
@@ -108,16 +108,17 @@ def test_completions_are_made_while_others_are_trained_on(tmp_path: Path) -> Non
     assert [line["staleness"] for line in metrics_of(tmp_path / "run")] == [0, 1, 1, 1]
 
 
-def test_full_fine_tuning_gives_the_server_new_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}])
+def test_full_fine_tuning_gives_the_server_new_weights(tmp_path: Path, changes: dict[str, Any]) -> None:
     model = small_model(tmp_path / "model")
-    path = settings(tmp_path, model=str(model), reward_funcs=SPREAD, tuning="full", learning_rate=1e-2)
+    path = settings(tmp_path, model=str(model), reward_funcs=SPREAD, tuning="full", learning_rate=1e-2, **changes)
     done = surefoot("train", str(path), timeout_s=500)
     assert done.returncode == 0, done.stderr[-3000:]
     metrics = metrics_of(tmp_path / "run")
-    assert [line["importance_ratio"] for line in metrics] == pytest.approx([1] * 3, abs=5e-3)
+    assert all(line["logprob_difference"] < (0.1 if changes else 5e-3) for line in metrics)
     assert metrics[0]["grad_norm"] > 0
     assert metrics[1]["grad_norm"] > 0
-    assert metrics[-1]["sync_bytes"] > (model / "model.safetensors").stat().st_size
+    assert metrics[-1]["sync_bytes"] > (0.5 if changes else 1.0) * (model / "model.safetensors").stat().st_size
     assert not (tmp_path / "run/engine/weights").exists()
 
 
@@ -143,11 +144,33 @@ def test_the_server_sees_the_images_of_prompts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     metrics = metrics_of(tmp_path / "run")
     # Also once the adapter says something: it lies on the same modules on both sides.
-    assert [line["importance_ratio"] for line in metrics] == pytest.approx([1] * 4, abs=2e-2)
+    assert all(line["logprob_difference"] < 5e-3 for line in metrics)
     assert metrics[0]["grad_norm"] > 0
     assert metrics[1]["grad_norm"] > 0
     merged = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     assert metrics[-1]["sync_bytes"] < 0.01 * merged
+
+
+def test_full_fine_tuning_with_images(tmp_path: Path) -> None:
+    rows = picture_rows(tmp_path, 8)
+    for row in rows:
+        row["messages"][-1:] = []
+    write_jsonl(tmp_path / "pictures.jsonl", rows)
+    path = settings(
+        tmp_path,
+        model=str(small_vision_model(tmp_path / "model")),
+        dataset="pictures.jsonl",
+        reward_funcs=SPREAD,
+        tuning="full",
+        freeze_vision_tower=False,
+        max_prompt_length=128,
+        learning_rate=1e-3,
+    )
+    done = surefoot("train", str(path), timeout_s=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    metrics = metrics_of(tmp_path / "run")
+    assert all(line["logprob_difference"] < 5e-3 for line in metrics)
+    assert metrics[0]["grad_norm"] > 0
 
 
 def small_vision_model(folder: Path) -> Path:

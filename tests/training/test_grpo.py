@@ -1,22 +1,24 @@
 """Runs of GRPO from prompts to an adapter: what they write, how they go on, and what stops them."""
 
 import json
+import os
 import re
 import signal
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import surefoot
-from surefoot.config import load_config
+from surefoot.config import changed_fields, load_config
 from surefoot.data.report import as_text
-from surefoot.errors import ConfigError, DataError, ModelError, StoppedOnFinding
-from surefoot.events import FindingMade
+from surefoot.errors import ConfigError, DataError, StoppedOnFinding
+from surefoot.events import CompletionsMade, FindingMade
 from surefoot.rl.engines.local import LocalEngine
 from surefoot.rl.engines.server import Server
-from surefoot.rl.rollout import Completion
+from surefoot.rl.rollout import Completion, Wait
 from surefoot.training import rollouts, run
 from surefoot.training.batches import describe
 from surefoot.training.checkpoint import list_checkpoints
@@ -149,7 +151,7 @@ def test_a_missing_reward_is_told_before_data_are_prepared(grpo: dict[str, Any])
 
 
 def test_a_dense_model_has_no_routing_to_replay(grpo: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match="routing_replay=rollout, but .*Llama.* has no routers"):
+    with pytest.raises(ConfigError, match="routing_replay=rollout, but .* has no routers"):
         surefoot.train(grpo, routing_replay="rollout", screen=False)
 
 
@@ -274,7 +276,17 @@ def test_a_completion_longer_than_the_context_is_refused_by_row(grpo: dict[str, 
         ({"beta": 0.1, "target_modules": ["attention", "router"]}, "routers are trained in full"),
         ({"max_staleness": 1}, "generates with the trained model itself"),
         ({"max_staleness": 1, "num_iterations": 2, "rollout_engine": "vllm"}, "lag by 2 steps"),
-        ({"max_staleness": 1, "vllm_sleep": True, "rollout_engine": "vllm"}, "the server would sleep while"),
+        (
+            {"max_staleness": 1, "vllm_sleep": True, "rollout_engine": "vllm", "device": "auto"},
+            "the server would sleep while",
+        ),
+        ({"vllm_sleep": True, "rollout_engine": "vllm"}, "vLLM does not have it on the CPU"),
+        ({"routing_replay": "rollout", "rollout_engine": "vllm"}, "vLLM does not have it on the CPU"),
+        ({"vllm_devices": "0"}, "vllm_devices: a setting of vLLM, but rollout_engine is local"),
+        (
+            {"max_staleness": 1, "importance_correction": "none", "rollout_engine": "vllm"},
+            "nothing would make up for completions",
+        ),
         ({"target_modules": ["all", "vision"], "rollout_engine": "vllm"}, "with vision in target_modules"),
         ({"routing_replay": "first"}, "there is one forward on each completion"),
         ({"packing": True}, "packing=True is not available with method: grpo"),
@@ -330,21 +342,41 @@ def test_a_slow_reward_is_no_stall(grpo: dict[str, Any], tmp_path: Path) -> None
 class EagerEngine(LocalEngine):
     """Makes completions when it is asked, like a server: by the weights as they are then."""
 
-    def ask(self, *arguments: Any) -> Callable[[], list[Completion]]:
+    def ask(self, *arguments: Any) -> Wait:
         made = self.generate(*arguments)
-        return lambda: made
+        return lambda _seconds: made
+
+
+class LateEngine(EagerEngine):
+    """One whose completions are never there soon."""
+
+    def ask(self, *arguments: Any) -> Wait:
+        made = self.generate(*arguments)
+        return lambda seconds: made if seconds == inf else None
+
+
+def broken() -> StoppedOnFinding:
+    return Server("http://127.0.0.1:9").stopped("SF801", "a completion is missing")
 
 
 class BrokenEngine(EagerEngine):
     """One that has died by the time of the third rollout."""
 
-    def ask(self, requests: Any, sampling: Any, policy_version: int) -> Callable[[], list[Completion]]:
+    def ask(self, requests: Any, sampling: Any, policy_version: int) -> Wait:
         made = super().ask(requests, sampling, policy_version)
 
-        def fail() -> list[Completion]:
-            raise Server("http://127.0.0.1:9").stopped("SF801", "a completion is missing")
+        def fail(_seconds: float) -> list[Completion]:
+            raise broken()
 
         return fail if policy_version == 1 else made
+
+
+class UnreachableEngine(EagerEngine):
+    """One that has died when it is asked for that."""
+
+    def publish(self, policy_version: int) -> None:
+        if policy_version == 1:
+            raise broken()
 
 
 @pytest.fixture
@@ -383,9 +415,50 @@ def test_completions_that_were_made_ahead_are_kept(
         assert lines(tmp_path / "whole", "completions.jsonl") == lines(tmp_path / f"cut-{step}", "completions.jsonl")
 
 
-def test_an_engine_that_dies_ahead_loses_no_step(ahead: Callable[..., Any], tmp_path: Path) -> None:
+class SignalInRollout:
+    """Sends SIGTERM when the completions of a step are made, before it is trained on them."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def observe(self, event: Any) -> None:
+        if isinstance(event, CompletionsMade) and event.step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_in_a_rollout_loses_nothing_that_was_made(ahead: Callable[..., Any], tmp_path: Path) -> None:
+    settings = ahead(save_steps=0)
+    train_with({**settings, "output_dir": str(tmp_path / "whole")}, SignalAfter(99, signal.SIGTERM))
+    assert train_with(settings, SignalInRollout(3)).status == "interrupted"
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000002"]
+    assert train_with(settings, SignalAfter(99, signal.SIGTERM)).status == "completed"
+    whole = lines(tmp_path / "whole")
+    for name in ("staleness", "reward", "loss"):
+        assert [line[name] for line in lines(tmp_path / "run")] == [line[name] for line in whole]
+
+
+def test_a_run_that_is_told_to_stop_does_not_wait_for_completions(ahead: Callable[..., Any], tmp_path: Path) -> None:
+    settings = ahead(LateEngine)
+    assert train_with(settings, SignalAfter(2, signal.SIGTERM)).status == "interrupted"
+    (saved,) = list_checkpoints(tmp_path / "run")
+    assert json.loads((saved / "state.json").read_text())["pending"] == []
+    assert train_with(settings, SignalAfter(99, signal.SIGTERM)).status == "completed"
+    assert [line["staleness"] for line in lines(tmp_path / "run")] == [0, 1, 0, 1]  # asked for anew
+
+
+def test_a_setting_that_an_older_version_did_not_have_is_no_change(grpo: dict[str, Any]) -> None:
+    config = load_config(None, (), grpo).run
+    saved = {name: value for name, value in config.model_dump(mode="json").items() if name != "max_staleness"}
+    assert changed_fields(saved, config) == []
+    assert changed_fields(saved, config.model_copy(update={"max_staleness": 1})) == ["max_staleness: 0 -> 1"]
+
+
+@pytest.mark.parametrize("engine", [BrokenEngine, UnreachableEngine])
+def test_an_engine_that_dies_ahead_loses_no_step(
+    ahead: Callable[..., Any], tmp_path: Path, engine: type[LocalEngine]
+) -> None:
     with pytest.raises(StoppedOnFinding, match="a completion is missing"):
-        surefoot.train(ahead(BrokenEngine), screen=False)
+        surefoot.train(ahead(engine), screen=False)
     assert len(lines(tmp_path / "run")) == 2
     (saved,) = list_checkpoints(tmp_path / "run")
     assert saved.name == "step-00000002"
@@ -396,9 +469,12 @@ def test_an_engine_that_dies_ahead_loses_no_step(ahead: Callable[..., Any], tmp_
 @pytest.mark.parametrize(
     ("changes", "options", "variables"),
     [
-        ({}, ["--enable-lora", "--max-lora-rank 8", "--logprobs-mode processed_logprobs"], ["LORA_UPDATING=1"]),
+        (
+            {},
+            ["--enable-lora", "--max-lora-rank 8", "--logprobs-mode processed_logprobs", "--generation-config vllm"],
+            ["LORA_UPDATING=1"],
+        ),
         ({"tuning": "full", "lora_rank": None}, [], ["DEV_MODE=1"]),
-        ({"vllm_sleep": True}, ["--enable-sleep-mode"], ["DEV_MODE=1"]),
         ({"max_staleness": 1, "vllm_args": ["--seed", "7"]}, ["--seed 42 .*--seed 7$"], ["LORA_UPDATING=1"]),
     ],
 )

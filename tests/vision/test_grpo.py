@@ -181,8 +181,8 @@ def test_a_server_is_shown_the_pixels_of_training(vision: Any) -> None:
         "finish_reason": "length",
     }
     answer = {"model": "policy", "choices": [choice], "prompt_token_ids": request.prompt}
-    made = completion_of(answer, request, sampling, "policy", 4, experts=False)
+    made = completion_of(answer, request, sampling, "policy", 4)
     assert (made.ids, made.logprobs, made.policy_version) == ([5, 6, 7], [-5.0, -6.0, -7.0], 4)
     answer["prompt_token_ids"] = [8, *[token] * (cells[0] + 1), 9, *[token] * cells[1], 7]
     with pytest.raises(ValueError, match="reads the prompt of x:1 as .* tokens.*scales images in another way"):
-        completion_of(answer, request, sampling, "policy", 4, experts=False)
+        completion_of(answer, request, sampling, "policy", 4)

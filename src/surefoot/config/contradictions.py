@@ -156,8 +156,21 @@ def _check_grpo(run: RunConfig, given: set[str], refuse: Refuse) -> None:
             "max_staleness",
             "num_iterations",
         )
+    if run.max_staleness and run.importance_correction == "none":
+        refuse(
+            f"max_staleness={run.max_staleness} with importance_correction=none: nothing would make up for completions "
+            "of older weights. Drop importance_correction, or set max_staleness: 0",
+            "max_staleness",
+            "importance_correction",
+        )
     if run.rollout_engine == "vllm":
         _check_vllm(run, given, refuse)
+    elif unused := sorted(name for name in given if name.startswith("vllm_")):
+        refuse(
+            f"{', '.join(unused)}: a setting of vLLM, but rollout_engine is local. Set rollout_engine: vllm, or drop "
+            "it",
+            *unused,
+        )
     if "" in run.stops:
         refuse("stop holds an empty text, which ends every completion at once", "stop")
     if run.truncation == "right":
@@ -179,6 +192,9 @@ def _check_grpo(run: RunConfig, given: set[str], refuse: Refuse) -> None:
 
 
 def _check_vllm(run: RunConfig, given: set[str], refuse: Refuse) -> None:
+    for name in ("vllm_sleep", "routing_replay"):
+        if run.device == "cpu" and getattr(run, name) in (True, "rollout"):
+            refuse(f"{name} with device=cpu: vLLM does not have it on the CPU. Drop it", name, "device")
     if run.vllm_sleep and run.max_staleness:
         refuse(
             f"vllm_sleep with max_staleness={run.max_staleness}: the server would sleep while it makes the next "

@@ -373,15 +373,17 @@ def changed_fields(saved: Mapping[str, Any], run: RunConfig, *, also: Sequence[s
     has_fixed_warmup = run.warmup_steps is not None or run.warmup_ratio == 0
     if run.lr_scheduler_type == "constant" and has_fixed_warmup:  # then the length of the run enters only its end
         free |= {"max_steps", "num_train_epochs"} - set(also)
+    # A version that did not have a setting did what its default says.
+    before = {name: saved.get(name, field.default) for name, field in RunConfig.model_fields.items()}
     changes = [
-        f"{name}: {saved.get(name)} -> {current[name]}"
+        f"{name}: {before[name]} -> {current[name]}"
         for name in current
-        if name not in free and saved.get(name) != current[name]
+        if name not in free and before[name] != current[name]
     ]
     product = saved.get("per_device_train_batch_size", 1) * (saved.get("gradient_accumulation_steps") or 1)
-    before = saved.get("global_batch_size") or product
-    if before != run.sequences_per_step:
+    each = saved.get("global_batch_size") or product
+    if each != run.sequences_per_step:
         changes.append(
-            f"sequences per step: {before} -> {run.sequences_per_step} (set global_batch_size: {before} to go on)"
+            f"sequences per step: {each} -> {run.sequences_per_step} (set global_batch_size: {each} to go on)"
         )
     return changes

@@ -177,7 +177,7 @@ class RunConfig(BaseModel):
     dynamic_sampling_tries: int = Field(default=3, gt=0)
     """GRPO: rounds of such replacements a step; then the step goes on with what there is."""
     rollout_engine: Literal["local", "vllm"] = "local"
-    """GRPO: what generates. `local`: the trained model itself. `vllm`: a server, to which adapters are sent."""
+    """GRPO: what generates. `local`: the trained model itself. `vllm`: a server, to which weights are sent."""
     rollout_timeout_s: float = Field(default=1200.0, gt=0)
     """GRPO: seconds in which the server must have answered a whole rollout; then the run stops and says why."""
     vllm_server: str | None = None

@@ -15,7 +15,6 @@ STATE_BYTES = 12
 CHECKPOINT_BYTES = 12
 """Of a trained parameter: itself and the two moments."""
 
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 USUAL_SHARE = 0.92
 """Of a GPU that vLLM 0.32 takes where it is not told."""
 MOST_SHARED = 0.7
@@ -147,37 +146,29 @@ def rollout_server(seen: Seen) -> Check:
         return not_applicable(name, "no run with a vLLM server is given")
     if not seen.is_on_gpus:
         return not_applicable(name, "it works on the CPU")
-    allocator = next(
-        ((one, seen.machine.environment[one]) for one in ALLOCATOR if one in seen.machine.environment), ("", "")
-    )
-    if run.vllm_sleep and run.vllm_server is None and "expandable_segments:True" in allocator[1]:
-        return wrong(
-            name,
-            "SF721",
-            f"vllm_sleep with {allocator[0]}={allocator[1]}: a server whose memory grows in segments cannot give it up",
-            fix=f"unset {allocator[0]}, or drop vllm_sleep.",
-            is_fatal=True,
-            where=_where(seen, "vllm_sleep"),
-        )
-    trains_on = [str(number) for number in range(run.nproc_per_node)]
-    shared = [one for one in (run.vllm_devices or ",".join(trains_on)).split(",") if one.strip() in trains_on]
+    visible = seen.machine.environment.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible is not None else [str(number) for number in range(seen.gpus)]
+    trains_on = {one.strip() for one in devices[: run.nproc_per_node]}
+    shared = trains_on & {one.strip() for one in (run.vllm_devices or ",".join(devices)).split(",")}
     if run.vllm_server is not None or not shared:
         return fine(name, "on GPUs of its own, as far as can be seen from here")
+    # A server that sleeps takes its share too, when it starts and at each rollout: then the model lies there.
     share = _memory_share(run.vllm_args)
-    said = f"the server takes {share:.0%} of each GPU, and {len(shared)} of them train the model"
-    if share > MOST_SHARED and not run.vllm_sleep:
+    said = f"the server takes {share:.0%} of each of its GPUs, and training uses {', '.join(sorted(shared))} of them"
+    if share > MOST_SHARED:
         return wrong(name, "SF721", said, share=share, where=_where(seen, "vllm_args", "rollout_engine"))
-    return fine(name, said + (", while the server sleeps" if run.vllm_sleep else ""))
+    return fine(name, said)
 
 
 def _memory_share(arguments: Sequence[str]) -> float:
-    """What a server takes of a GPU."""
-    flag = "--gpu-memory-utilization"
+    """What a server takes of a GPU; the last word counts."""
+    share = USUAL_SHARE
     for one, after in pairwise([*arguments, ""]):
-        value = after if one == flag else one.removeprefix(f"{flag}=") if one.startswith(f"{flag}=") else ""
-        with suppress(ValueError):
-            return float(value)
-    return USUAL_SHARE
+        name, _, value = one.replace("_", "-").partition("=")
+        if name == "--gpu-memory-utilization":
+            with suppress(ValueError):
+                share = float(value or after)
+    return share
 
 
 def _weights(seen: Seen) -> Weights | None:

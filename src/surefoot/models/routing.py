@@ -82,6 +82,14 @@ class ReplayedRouting(TorchDispatchMode):
         self.own: list[Tensor] = []
         """What each layer's router would have chosen: int64 [T, K]."""
 
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if kind is None and len(self.own) != len(self._wanted):
+            raise ModelError(
+                f"routing_replay: {len(self.own)} routers chose, where {len(self._wanted)} had choices to repeat. "
+                "Set routing_replay: none."
+            )
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if func is not torch.ops.aten.topk.default:

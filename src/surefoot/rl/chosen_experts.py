@@ -14,15 +14,19 @@ Experts = NDArray[np.int16]
 
 
 def as_text(experts: Experts) -> str:
-    """See above."""
+    """See above; a byte a choice where that is enough."""
+    is_small = bool(experts.size) and 0 <= experts.min() <= experts.max() < 256
     file = io.BytesIO()
-    np.save(file, experts, allow_pickle=False)
+    np.save(file, experts.astype(np.uint8) if is_small else experts, allow_pickle=False)
     return b64encode(file.getvalue()).decode()
 
 
 def from_text(text: str) -> Experts:
     """Raises: ValueError for what is no such text."""
-    found = np.load(io.BytesIO(b64decode(text, validate=True)), allow_pickle=False)
+    try:
+        found = np.load(io.BytesIO(b64decode(text, validate=True)), allow_pickle=False)
+    except (TypeError, EOFError, OSError) as error:
+        raise ValueError(f"no array: {type(error).__name__}: {error}") from error
     if found.ndim != 3 or not np.issubdtype(found.dtype, np.integer):
         raise ValueError(f"an array of {found.dtype} and shape {found.shape}, not of integers [tokens, layers, K]")
     experts: Experts = found.astype(np.int16)

@@ -65,6 +65,10 @@ class Completion:
     """Those that its tokens and its prompt's went to, where they are wanted: see `chosen_experts`."""
 
 
+Wait = Callable[[float], list[Completion] | None]
+"""Seconds -> completions that were asked for, or None on all ranks where some are not there by then. Collective."""
+
+
 class Engine(Protocol):
     """Generates completions under the policy's weights."""
 
@@ -82,13 +86,11 @@ class Engine(Protocol):
         Raises: StoppedOnFinding (SF801, SF805) on all ranks where the engine does not get them.
         """
 
-    def ask(
-        self, requests: Sequence[Request], sampling: Sampling, policy_version: int
-    ) -> Callable[[], list[Completion]]:
-        """Ask for a completion for each request, of the published policy; what is returned waits for them, in order.
+    def ask(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> Wait:
+        """Ask for a completion for each request, of the published policy, in order. Collective, also without a request.
 
-        Both are collective, also without a request. Waiting raises: StoppedOnFinding (SF801, SF806) on all ranks where
-        one is late, missing, or not as asked for.
+        Waiting for them raises: StoppedOnFinding (SF801, SF806) on all ranks where one is late, missing, or not as
+        asked for.
         """
 
     def end(self) -> None:

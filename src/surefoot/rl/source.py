@@ -6,8 +6,7 @@ Every decision is made on all ranks from the same records, so the ranks never di
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from math import isnan, nan
+from math import inf, isnan, nan
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -17,7 +16,7 @@ from surefoot.data.dataset import Dataset
 from surefoot.data.loader import MicroBatch
 from surefoot.data.order import GlobalOrder, Position, SampleKey, StepBatch
 from surefoot.data.pixels import PixelReader
-from surefoot.errors import DataError, StoppedOnFinding
+from surefoot.errors import DataError, StoppedOnFinding, SurefootError
 from surefoot.events import CompletionsMade, Event, FindingMade, Phase
 from surefoot.findings import Finding
 from surefoot.parallel.ranks import Ranks
@@ -25,7 +24,7 @@ from surefoot.rl.advantage import Trained, advantages, has_spread, overlong_pena
 from surefoot.rl.batch import Trajectory, part_of, policy_batches, trajectory_of
 from surefoot.rl.findings import FlatRewards, failing_rewards, no_rewards
 from surefoot.rl.rewards import Answers, Rewards
-from surefoot.rl.rollout import Completion, Engine, Prompt, Request, Sampling
+from surefoot.rl.rollout import Completion, Engine, Prompt, Request, Sampling, Wait
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,8 @@ class _Asked:
 
     rows: StepBatch
     prompts: list[Prompt]
-    wait: Callable[[], list[Completion]]
-    """For those of this rank; says the same each time. Collective."""
+    wait: Wait
+    """For those of this rank."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,8 @@ class _Ahead:
 
     begin: Position
     """Of the data, where its prompts begin."""
-    asked: _Asked
+    asked: _Asked | SurefootError
+    """Or why they could not be asked for; the step that needs them says so."""
 
 
 @dataclass
@@ -126,7 +126,8 @@ class RolloutSource:
         self._emit = emit
         self._is_over = is_over
         self._current: _Current | None = None
-        self._ahead: _Ahead | None = None
+        self._ahead: list[_Ahead] = []
+        """At most two: of the completions that are trained on, and of the next."""
         self._flat = FlatRewards()
         self._told_of: set[str] = set()
         """Reward functions whose failures a finding has named."""
@@ -164,11 +165,15 @@ class RolloutSource:
         seen = current.began + (current.epoch - current.began) * (use + 1) / uses
         return StepBatch(seen, [], position, about), mine
 
-    def pending(self, step: int) -> list[dict[str, Any]]:
-        """What steps after `step` still train on, as JSON: completions, and those that were asked for ahead, for which
-        it waits. Collective.
+    def pending(self, position: Position, step: int, wait_s: float) -> list[dict[str, Any]]:
+        """What steps after `step`, at a position of the data, still train on, as JSON. Collective.
+
+        Those are completions, and others that were asked for ahead, where they come in `wait_s` seconds; those that do
+        not are asked for anew by a run that goes on.
         """
-        return [*self._pending_steps(step), *self._pending_ahead()]
+        in_use = self._pending_steps(step)
+        begin = position if not in_use or self._current is None else self._current.next
+        return [*in_use, *self._pending_ahead(begin, wait_s)]
 
     def _pending_steps(self, step: int) -> list[dict[str, Any]]:
         if self._current is None or step % self._config.num_iterations == 0:
@@ -185,17 +190,20 @@ class RolloutSource:
         }
         return [about, *(one for part in gathered for one in part)]
 
-    def _pending_ahead(self) -> list[dict[str, Any]]:
-        if self._ahead is None:
+    def _pending_ahead(self, begin: Position, wait_s: float) -> list[dict[str, Any]]:
+        asked = next((ahead.asked for ahead in self._ahead if ahead.begin == begin), None)
+        if not isinstance(asked, _Asked):
             return []
         try:
             with self._phase(self._engine.phase):
-                mine = self._ahead.asked.wait()
+                mine = asked.wait(wait_s)
         except StoppedOnFinding:  # the step that needs them says so; what was learned until then is saved
+            return []
+        if mine is None:
             return []
         gathered = self._ranks.gather([asdict(completion) for completion in mine])
         completions = [one for part in gathered for one in part]
-        return [{"ahead": asdict(self._ahead.begin), "completions": completions}]
+        return [{"ahead": asdict(begin), "completions": completions}]
 
     def restore(self, pending: Sequence[Mapping[str, Any]]) -> None:
         """Go on with what `pending` gave. Collective. Raises: DataError on all ranks for a prompt."""
@@ -211,8 +219,9 @@ class RolloutSource:
             rows = self._rows(begin, self._prompts_each)
             completions = [Completion(**completion) for completion in one["completions"]]
             mine = part_of(len(completions), self._ranks.rank, self._ranks.size)
-            of_rank = completions[mine.start : mine.stop]
-            self._ahead = _Ahead(begin, _Asked(rows, self._prompts(rows), partial(list, of_rank)))
+            self._ahead.append(
+                _Ahead(begin, _Asked(rows, self._prompts(rows), _there(completions[mine.start : mine.stop])))
+            )
 
     def end(self) -> None:
         """The run is over, well or not; rewards and a server are ended by whoever started them."""
@@ -226,14 +235,18 @@ class RolloutSource:
     def _roll_out(self, position: Position, step: int, began: float) -> _Current:
         """The groups of a step; those without spread are replaced where that is asked for, in a few rounds."""
         config = self._config
-        if self._ahead is not None:
-            assert self._ahead.begin == position
-            asked, self._ahead = self._ahead.asked, None
-        else:
-            asked = self._ask(self._rows(position, self._prompts_each), step, step, 0)
+        ahead = next((ahead for ahead in self._ahead if ahead.begin == position), None)
+        self._ahead = [] if ahead is None else [ahead]  # kept until the step is done: it may be interrupted
+        asked = ahead.asked if ahead is not None else self._ask(self._rows(position, self._prompts_each), step, step, 0)
+        if isinstance(asked, SurefootError):
+            raise asked
         rows = asked.rows
         wanted = len(rows.rows)  # fewer at the end of an epoch
-        groups = self._groups(asked)
+        with self._phase(self._engine.phase):
+            completions = asked.wait(inf)
+        if not config.dynamic_sampling:  # the engine works while rewards are computed
+            self._ask_ahead(rows, step)
+        groups = self._groups(asked, completions)
         kept = [group for group in groups if has_spread(group.totals)]
         flat = [group for group in groups if not has_spread(group.totals)]
         if config.dynamic_sampling:
@@ -241,20 +254,32 @@ class RolloutSource:
                 if len(kept) >= wanted:
                     break
                 rows = self._rows(rows.next, wanted - len(kept))
-                for group in self._groups(self._ask(rows, step, step, attempt)):
+                asked = self._ask(rows, step, step, attempt)
+                with self._phase(self._engine.phase):
+                    completions = asked.wait(inf)
+                for group in self._groups(asked, completions):
                     (kept if has_spread(group.totals) else flat).append(group)
             groups = [*kept, *flat][:wanted]
         trajectories = self._trajectories(groups, step)
         about = self._find(groups, step)
         if config.dynamic_sampling:
             about["groups_replaced"] = float(len(kept) + len(flat) - wanted)
-        further = step + config.num_iterations
-        if config.max_staleness and not self._is_over(further, rows.epoch):
-            ahead = self._ask(self._rows(rows.next, self._prompts_each), step, further, 0)
-            self._ahead = _Ahead(rows.next, ahead)
+            self._ask_ahead(rows, step)
         if self._engine.bytes_sent:
             about["sync_bytes"] = float(self._engine.bytes_sent)
         return _Current(trajectories, about, began, rows.epoch, rows.next)
+
+    def _ask_ahead(self, rows: StepBatch, step: int) -> None:
+        """Let the engine begin on the rollout after `rows`, where the run wants it and has one left. Collective."""
+        further = step + self._config.num_iterations
+        if not self._config.max_staleness or self._is_over(further, rows.epoch):
+            return
+        asked: _Asked | SurefootError
+        try:
+            asked = self._ask(self._rows(rows.next, self._prompts_each), step, further, 0)
+        except SurefootError as error:  # all ranks have it; the completions at hand are trained on first
+            asked = error
+        self._ahead.append(_Ahead(rows.next, asked))
 
     def _rows(self, position: Position, count: int) -> StepBatch:
         return self._ranks.together(lambda: self._order.step(position, count))
@@ -279,12 +304,11 @@ class RolloutSource:
         with self._phase(self._engine.phase):
             return _Asked(rows, prompts, self._engine.ask(requests, self._sampling, step))
 
-    def _groups(self, asked: _Asked) -> list[_Group]:
+    def _groups(self, asked: _Asked, completions: list[Completion] | None) -> list[_Group]:
         """Completions with their rewards, the same on all ranks. Collective."""
+        assert completions is not None  # there was no end to the waiting
         each, prompts = self._config.num_generations, asked.prompts
         mine = part_of(len(prompts) * each, self._ranks.rank, self._ranks.size)
-        with self._phase(self._engine.phase):
-            completions = asked.wait()
         texts = [self._text_of(completion) for completion in completions]
         with self._phase("reward"):
             answers = self._scored([prompts[index // each] for index in mine], completions, texts)
@@ -434,6 +458,11 @@ class RolloutSource:
             if judged:
                 about[f"reward/{name}"] = sum(judged) / len(judged)
         return about
+
+
+def _there(completions: list[Completion]) -> Wait:
+    """Completions that need no waiting."""
+    return lambda _seconds: completions
 
 
 def _version(groups: Sequence[_Group]) -> int:

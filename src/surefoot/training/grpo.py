@@ -23,7 +23,7 @@ from surefoot.training.step import LossParts, Totals
 
 CISPO_HIGH = 5.0
 """The largest ratio of cispo where none is set (ScaleRL, arXiv:2510.13786)."""
-SUMS = ("entropy", "kl", "clip_ratio", "importance_ratio", "ratio", "routing_agreement")
+SUMS = ("entropy", "kl", "clip_ratio", "importance_ratio", "logprob_difference", "ratio", "routing_agreement")
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,19 @@ class PolicyLoss:
             losses = -torch.min(ratio * advantages, clipped * advantages)
             low, high = ratio < 1 - self.epsilon, ratio > 1 + self.epsilon_high
             is_clipped = (low & (advantages < 0)) | (high & (advantages > 0))
-        importance = (old - torch.where(is_trained, batch.rollout_logprobs, nothing)).exp()
+        off_rollout = old - torch.where(is_trained, batch.rollout_logprobs, nothing)
+        importance = off_rollout.exp()
         if self.importance_correction != "none":
             kept = importance.clamp(max=self.importance_cap)
             if self.importance_correction == "mask":
                 kept = torch.where(importance <= self.importance_cap, importance, nothing)
             losses = losses * kept
-        measured = {"clip_ratio": is_clipped.float(), "importance_ratio": importance, "ratio": ratio.detach()}
+        measured = {
+            "clip_ratio": is_clipped.float(),
+            "importance_ratio": importance,
+            "logprob_difference": off_rollout.abs(),
+            "ratio": ratio.detach(),
+        }
         if self.beta and batch.reference_logprobs is not None:
             distance = torch.where(is_trained, batch.reference_logprobs, nothing) - logprobs
             divergence = distance.exp() - distance - 1
@@ -110,12 +116,9 @@ class GrpoObjective:
         self._keeps_old = config.num_iterations > 1
         self._replays = config.routing_replay != "none"
         self._keeps_first_routing = config.routing_replay == "first"
-        if self._replays and not built.routing.names:
-            raise ModelError(
-                f"routing_replay={config.routing_replay}, but {type(built.model).__name__} has no routers. "
-                "Set routing_replay: none."
-            )
         self._logprobs = TokenLogprobs(built.model, config.temperature)
+        if self._replays:
+            self._check_routers()
         self._counts: Tensor | None = None
         self._sums: list[Tensor] = []
         self._measured: dict[str, float] = {}
@@ -132,9 +135,28 @@ class GrpoObjective:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Means over the trained tokens of the last step: entropy, clip_ratio, importance_ratio, ratio, kl,
-        routing_agreement."""
+        """Means over the trained tokens of the last step: entropy, clip_ratio, importance_ratio, logprob_difference,
+        ratio, kl, routing_agreement."""
         return self._measured
+
+    def _check_routers(self) -> None:
+        """Every router must say what it chose, and take what it is told, in the way that most models have. Collective.
+
+        Raises: ModelError on all ranks.
+        """
+        some = Trajectory([0], [0, 0], [0.0, 0.0], 0.0, 1.0, "a check of routers")
+        batch = collate_policy([some], share_prompts=False).to(self._model.device)
+        with probing(self._model):
+            with self._routing.recording() as layers:
+                self._logprobs(batch)
+            if len(layers) != len(self._routing.names):
+                raise ModelError(
+                    f"routing_replay: {len(layers)} of {len(self._routing.names)} routers of "
+                    f"{type(self._model).__name__} say which experts they chose. Set routing_replay: none."
+                )
+            with ReplayedRouting(torch.stack([layer.index for layer in layers], dim=1)):
+                self._logprobs(batch)
+        put_to_rest(self._model)
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Log-probabilities that stay for all steps on these completions, in forwards without graph.
@@ -194,7 +216,7 @@ class GrpoObjective:
             return LossParts(logprobs.sum() * 0.0)
         measured["entropy"] = entropy
         if isinstance(replayed, ReplayedRouting):
-            measured["routing_agreement"] = _agreement(replayed.own, layers)[batch.token_at]
+            measured["routing_agreement"] = _agreement(replayed.own, layers)[batch.predict_at]
         nothing = torch.zeros_like(entropy)
         sums = [measured.get(name, nothing)[is_trained].sum() for name in SUMS]
         self._sums.append(torch.stack([*sums, is_trained.sum()]).double())

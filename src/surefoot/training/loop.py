@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -31,6 +32,9 @@ from surefoot.training.optim import EPSILON, learning_rate_at
 from surefoot.training.phases import Phases
 from surefoot.training.saver import Saver
 from surefoot.training.step import Learner, NotFinite, StepResult, Totals, counts_of, train_step
+
+LAST_WAIT_S = 5.0
+"""For completions that are being made, when a run is told to stop: it may be killed soon."""
 
 
 class StopSignal:
@@ -94,8 +98,8 @@ class Job:
     """(mean loss, trained tokens) on held-out samples; None without any. Collective."""
     before_evaluation: Callable[[], None]
     """Waits for held-out samples that are still being prepared."""
-    pending: Callable[[TrainState], list[dict[str, Any]]]
-    """What a checkpoint keeps of the batch source besides its position. Collective."""
+    pending: Callable[[TrainState, float], list[dict[str, Any]]]
+    """What a checkpoint keeps of the batch source besides its position; waits for it so many seconds. Collective."""
     learner: Learner
     phases: Phases
     emit: Callable[[Event], None]
@@ -310,8 +314,9 @@ def _evaluate(job: Job, state: TrainState) -> None:
 
 
 def _save(job: Job, state: TrainState) -> None:
+    pending = job.pending(state, inf)  # the next step would wait for it anyway
     with job.phases("save"):
-        job.saver.save(job.learner.parameters, job.learner.optimizer, replace(state, pending=job.pending(state)))
+        job.saver.save(job.learner.parameters, job.learner.optimizer, replace(state, pending=pending))
 
 
 def _save_if_new(job: Job, state: TrainState) -> None:
@@ -320,7 +325,8 @@ def _save_if_new(job: Job, state: TrainState) -> None:
         job.saver.wait()
         folder = checkpoint_folder(job.run_folder, state.step)
         if state.step and job.ranks.from_first(lambda: folder not in list_checkpoints(job.run_folder)):
-            job.saver.save(job.learner.parameters, job.learner.optimizer, replace(state, pending=job.pending(state)))
+            pending = job.pending(state, LAST_WAIT_S)
+            job.saver.save(job.learner.parameters, job.learner.optimizer, replace(state, pending=pending))
             job.saver.wait()
     _tell_of_saves(job)
 

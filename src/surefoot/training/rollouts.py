@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from io import BytesIO
@@ -15,13 +16,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.images import ImageSettings, find_image
 from surefoot.data.pixels import PixelReader
+from surefoot.errors import ConfigError
 from surefoot.events import Event
+from surefoot.models.build import meta_model
+from surefoot.models.experts import experts_of, is_fused_experts
 from surefoot.models.generate import end_tokens
+from surefoot.models.routing import router_names
 from surefoot.models.vision import image_tokens
 from surefoot.parallel.ranks import Ranks
 from surefoot.rl.engines.local import LocalEngine
 from surefoot.rl.engines.server import Server, ServerFailed, start_server
 from surefoot.rl.engines.vllm import VllmEngine
+from surefoot.rl.engines.vllm_protocol import RoutingLayers
 from surefoot.rl.engines.vllm_sync import AdapterSync, FullSync, Sync
 from surefoot.rl.rewards import Rewards
 from surefoot.rl.rollout import Engine, Request, Sampling
@@ -40,6 +46,7 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 PROBE_TEXT = "One, two, three, four, five"
 LEAST_CONTEXT = 128
 """Of a server, in tokens: what the probe may need."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 OF_LAUNCHERS_BEGIN = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
 """Variables of our ranks, by which a server would take itself for one of them."""
@@ -54,6 +61,15 @@ def start_rewards(loaded: LoadedConfig) -> Rewards:
         timeout_s=config.reward_timeout_s,
         where=loaded.where("reward_funcs"),
     )
+
+
+def check_routing_replay(loaded: LoadedConfig, base: Path) -> None:
+    """Raises: ConfigError where a model without routers is to repeat what they chose. Reads no weights."""
+    if loaded.run.routing_replay != "none" and not router_names(meta_model(base)):
+        raise ConfigError(
+            f"routing_replay={loaded.run.routing_replay}, but {loaded.run.model} has no routers that say what they "
+            f"chose. Set routing_replay: none ({loaded.where('routing_replay')})."
+        )
 
 
 def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, ranks: Ranks) -> Server:
@@ -85,6 +101,7 @@ def _options(config: RunConfig, images: ImageSettings | None) -> list[str]:
         "--dtype": config.dtype,
         "--max-model-len": max(config.prompt_length + config.max_completion_length, LEAST_CONTEXT),
         "--logprobs-mode": "processed_logprobs",  # those of logits / temperature, as in training
+        "--generation-config": "vllm",  # not the model's own top_p, top_k and penalties
         "--seed": config.seed,
     }
     flags = []
@@ -115,6 +132,8 @@ def _environment(config: RunConfig) -> dict[str, str]:
             own.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
     if config.vllm_devices is not None:
         own["CUDA_VISIBLE_DEVICES"] = config.vllm_devices
+    if config.vllm_sleep:  # memory that grows in segments cannot be given up
+        own = {name: value for name, value in own.items() if name not in ALLOCATOR or "expandable" not in value}
     if config.tuning == "full" or config.vllm_sleep:  # new weights, sleep and wake are endpoints of this mode
         own["VLLM_SERVER_DEV_MODE"] = "1"
     if config.routing_replay == "rollout":  # the model runner that tells which experts tokens went to
@@ -213,13 +232,20 @@ def _vllm(
         timeout_s=config.rollout_timeout_s,
         probe=ranks.together(lambda: _probe(learner.model, tokenizer, reader)),
         sampling=sampling,
-        dtype=learner.model.dtype,
+        dtype=getattr(torch, config.dtype),  # in full fine-tuning weights are kept in float32 whatever it is
         has_seeds=config.device != "cpu",
         sleeps=config.vllm_sleep,
-        wants_experts=config.routing_replay == "rollout",
+        routing=_routing_layers(learner) if config.routing_replay == "rollout" else None,
         reader=reader,
         ranks=ranks,
     )
+
+
+def _routing_layers(learner: Learner) -> RoutingLayers:
+    model, text = learner.model, learner.model.config.get_text_config()
+    numbers = [int(number) for name in router_names(model) for number in re.findall(r"\blayers\.(\d+)\.", name)[:1]]
+    experts = max(map(experts_of, filter(is_fused_experts, model.modules())))
+    return RoutingLayers(tuple(numbers), int(text.num_hidden_layers), experts)
 
 
 def _sync(config: RunConfig, learner: Learner, tokenizer: PreTrainedTokenizerBase, server: Server, base: Path) -> Sync:

@@ -33,7 +33,7 @@ from surefoot.training.metrics import build_observers
 from surefoot.training.phases import Phases
 from surefoot.training.record import FindingLog, RunRecord, RunResult, Status, completed_earlier, read_result
 from surefoot.training.resolve import device_type, resolve
-from surefoot.training.rollouts import open_server, rollout_source, start_rewards
+from surefoot.training.rollouts import check_routing_replay, open_server, rollout_source, start_rewards
 from surefoot.training.saver import Saver
 from surefoot.training.sft import SftObjective
 
@@ -190,6 +190,7 @@ def _open(loaded: LoadedConfig, resume: Resume, emit: Emit, ranks: Ranks) -> _Op
     with phases("load"):
         base = ranks.node_by_node(lambda: resolve_model(config.model, loaded.where("model")))
         ranks.node_by_node(lambda: check_experts(loaded, base))
+        ranks.node_by_node(lambda: check_routing_replay(loaded, base))
         tokenizer = ranks.together(lambda: load_tokenizer(base, config.chat_template))
     with phases("tokenise"):
         data = ranks.node_by_node(lambda: open_data(loaded, base, tokenizer, emit, ranks))
@@ -223,6 +224,8 @@ def _assemble(
                 undo.callback(server.end)
     with phases("tokenise"):
         ranks.node_by_node(lambda: data.prepare(state.position))
+    if server is not None:
+        ranks.together(server.check_alive, names_rank=False)
 
     with phases("load"):
         config, measured = choose_expert_parallel(config, base, data.batches, state.position, ranks, device)
@@ -259,7 +262,7 @@ def _assemble(
         batches=batches,
         evaluate=evaluate if data.held_out is not None else None,
         before_evaluation=data.finish,
-        pending=lambda state: source.pending(state.step) if rewards is not None else [],
+        pending=lambda state, wait_s: [] if rewards is None else source.pending(state.position, state.step, wait_s),
         learner=learner,
         phases=phases,
         emit=emit,

@@ -7,7 +7,6 @@ group is read once. (On two CPU cores it takes half the time of continuous batch
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from surefoot.models.vision import see
 from surefoot.parallel.ranks import ALONE, Ranks
 from surefoot.parallel.shard import gathered, put_to_rest
 from surefoot.rl.chosen_experts import Experts, as_text
-from surefoot.rl.rollout import Completion, Request, Sampling
+from surefoot.rl.rollout import Completion, Request, Sampling, Wait
 
 DROP_SHARE = 0.25
 """Rows that are complete are dropped once they are so many of all: each dropping copies what is kept."""
@@ -77,11 +76,9 @@ class LocalEngine:
     def publish(self, policy_version: int) -> None:
         """Nothing: the weights are the model's own."""
 
-    def ask(
-        self, requests: Sequence[Request], sampling: Sampling, policy_version: int
-    ) -> Callable[[], list[Completion]]:
-        """See `Engine`: they are generated when they are waited for."""
-        return partial(self.generate, requests, sampling, policy_version)
+    def ask(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> Wait:
+        """See `Engine`: they are generated when they are waited for, however long it takes."""
+        return lambda _seconds: self.generate(requests, sampling, policy_version)
 
     def end(self) -> None:
         """Nothing: the model is its owner's."""

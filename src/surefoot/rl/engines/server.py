@@ -80,6 +80,11 @@ class Server:
             time.sleep(POLL_S)
         raise ServerFailed(f"the server at {self.address} was not ready in {timeout_s:.0f} s")
 
+    def check_alive(self) -> None:
+        """Raises: StoppedOnFinding (SF801) where the process of a server has ended."""
+        if self._process is not None and self._process.poll() is not None:
+            raise self.stopped("SF801", f"the server {describe_end(self._process.returncode)}")
+
     def evidence(self) -> dict[str, Any]:
         """What can be seen of it from here."""
         seen: dict[str, Any] = {"address": self.address}

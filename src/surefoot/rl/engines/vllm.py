@@ -2,13 +2,15 @@
 
 After each sync a sequence is scored by both sides, which shows another base model, another precision or weights without
 effect. One step changes a policy less than kernels differ: a server that went on with the last policy under a new name
-would show in `importance_ratio` only, after some steps.
+would show in `logprob_difference` only, after some steps.
 """
 
 import time
 from base64 import b64encode
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from math import inf
 from queue import Empty, SimpleQueue
 from threading import Thread
 
@@ -16,13 +18,13 @@ import torch
 
 from surefoot.data.images import Image
 from surefoot.data.pixels import PixelReader
-from surefoot.errors import SurefootError
+from surefoot.errors import StoppedOnFinding, SurefootError
 from surefoot.events import Phase
 from surefoot.parallel.ranks import ALONE, Ranks
 from surefoot.rl.engines.server import Server, ServerFailed
-from surefoot.rl.engines.vllm_protocol import call_for, completion_of
+from surefoot.rl.engines.vllm_protocol import RoutingLayers, call_for, completion_of
 from surefoot.rl.engines.vllm_sync import SYNC_TIMEOUT_S, Sync
-from surefoot.rl.rollout import Completion, Request, Sampling
+from surefoot.rl.rollout import Completion, Request, Sampling, Wait
 
 MOST_AT_ONCE = 256
 """Requests under way at a time; the server batches them as it can."""
@@ -51,7 +53,7 @@ class VllmEngine:
         dtype: torch.dtype,
         has_seeds: bool = True,
         sleeps: bool = False,
-        wants_experts: bool = False,
+        routing: RoutingLayers | None = None,
         reader: PixelReader | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
@@ -59,7 +61,8 @@ class VllmEngine:
         drawn as `sampling`, that of the run, has it.
 
         `has_seeds`: each request has a seed of its own; vLLM's CPU build (0.32) ends when it gets several. `sleeps`:
-        between rollouts the server gives up its memory. `reader`: of images, where the model sees.
+        between rollouts the server gives up its memory. `routing`: of a model whose completions shall say which experts
+        their tokens went to. `reader`: of images, where the model sees.
         """
         self._server = server
         self._sync = sync
@@ -70,13 +73,14 @@ class VllmEngine:
         self._dtype = dtype
         self._has_seeds = has_seeds
         self._sleeps = sleeps
-        self._wants_experts = wants_experts
+        self._routing = routing
         self._reader = reader
         self._ranks = ranks
         self._version: int | None = None
         self._model = ""
         """What the server calls the published policy."""
-        self._is_asleep = False
+        self._is_asleep: bool | None = None
+        """Not known before it was asked: an earlier start may have left it asleep."""
         self._calls = _Calls()
 
     @property
@@ -97,9 +101,7 @@ class VllmEngine:
         self._probe()
         self._ranks.from_first(self._sync.settle)
 
-    def ask(
-        self, requests: Sequence[Request], sampling: Sampling, policy_version: int
-    ) -> Callable[[], list[Completion]]:
+    def ask(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> Wait:
         """See `Engine`. The server works on them from now on, and has `timeout_s` for all of them."""
         assert self._version == policy_version
         model, deadline = self._model, time.monotonic() + self._timeout_s
@@ -111,17 +113,22 @@ class VllmEngine:
 
         under_way = self._calls.start(complete, requests)
 
-        def wait() -> list[Completion]:
+        def wait_for(seconds: float) -> list[Completion] | None:
+            _, late = wait(under_way, None if seconds == inf else seconds)
+            if self._ranks.sum([len(late)])[0]:
+                return None
             made = self._ranks.together(lambda: [one.result() for one in under_way], names_rank=False)
             self._ranks.from_first(self._sleep)
             return made
 
-        return wait
+        return wait_for
 
     def end(self) -> None:
         """The run is over: nothing more is asked for, and a server that goes on does not keep what is ours."""
         self._calls.drop()
         if self._ranks.is_first:
+            with suppress(StoppedOnFinding):  # the run may be over because the server is gone
+                self._wake()
             self._sync.end()
 
     def _pictures(self, requests: Sequence[Request]) -> dict[Image, str]:
@@ -136,7 +143,7 @@ class VllmEngine:
         }
 
     def _wake(self) -> None:
-        if self._is_asleep:
+        if self._sleeps and self._is_asleep is not False:
             self._ask_to("/wake_up", is_asleep=False)
 
     def _sleep(self) -> None:
@@ -172,11 +179,14 @@ class VllmEngine:
 
         ids, theirs = self._ranks.from_first(made)
         ours = self._score(request, [int(token) for token in ids])
+        self._ranks.from_first(lambda: self._compare(ours, theirs))  # ranks' own numbers may differ in a rounding
+
+    def _compare(self, ours: Sequence[float], theirs: Sequence[float]) -> None:
         differences = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
         mean = sum(differences) / len(differences)
         tolerance = PROBE_TOLERANCE.get(self._dtype, max(PROBE_TOLERANCE.values()))
         if not mean <= tolerance:  # NaN is no agreement
-            stopped = self._server.stopped(
+            raise self._server.stopped(
                 "SF805",
                 f"the server gives the tokens of a probe other probabilities than the trainer: their logprobs differ "
                 f"by {mean:.3g} on average, {max(differences):.3g} at most, where {tolerance:g} is usual",
@@ -185,8 +195,6 @@ class VllmEngine:
                 largest_difference=float(f"{max(differences):.4g}"),
                 tolerance=tolerance,
             )
-            stopped.is_agreed = True
-            raise stopped
 
     def _complete(
         self,
@@ -209,13 +217,20 @@ class VllmEngine:
             has_seed=self._has_seeds,
             ignores_ends=is_probe,
         )
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise self._server.stopped(
+                "SF801",
+                f"the {self._timeout_s:.0f} s of rollout_timeout_s were over before the last completions were asked "
+                f"for: {MOST_AT_ONCE} are under way at a time",
+            )
         try:
-            answer = self._server.post(call.path, call.body, deadline - time.monotonic())
+            answer = self._server.post(call.path, call.body, left_s)
         except ServerFailed as error:
             raise self._server.stopped("SF801", f"a completion is missing: {error}") from error
         try:
-            experts = self._wants_experts and not is_probe
-            return completion_of(answer, request, sampling, model, policy_version, experts=experts)
+            layers = None if is_probe else self._routing
+            return completion_of(answer, request, sampling, model, policy_version, layers)
         except ValueError as error:
             raise self._server.stopped("SF806", str(error), model=model) from error
 
@@ -255,4 +270,6 @@ class _Calls:
                 future.set_exception(error)
             finally:
                 if not future.done():  # the thread's own trace is printed; whoever waits must not wait for ever
-                    future.set_exception(RuntimeError("a request to the server ended in an error that is no finding"))
+                    future.set_exception(
+                        SurefootError("a request to the server ended in the error that is printed above")
+                    )

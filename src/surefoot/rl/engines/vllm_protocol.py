@@ -9,11 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from surefoot.rl.chosen_experts import from_text
+from surefoot.rl.chosen_experts import as_text, from_text
 from surefoot.rl.rollout import Completion, Request, Sampling
 
 BAN = -100.0
 """Added to the logit of a token that is never to be drawn."""
+
+
+@dataclass(frozen=True)
+class RoutingLayers:
+    """Where the routers of a model are. vLLM tells experts for every decoder layer, also for those without any."""
+
+    routers: tuple[int, ...]
+    """Numbers of the decoder layers that have one, in order."""
+    decoder_layers: int
+    num_experts: int
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,13 @@ def call_for(
     drawn: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
+        # Said, since a model's generation_config.json may say otherwise.
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "seed": int.from_bytes(digest, "little") >> 1 if has_seed else None,
         "logprobs": 0,
         "stop_token_ids": sorted(sampling.ends),
@@ -73,9 +90,14 @@ def _one_token_an_image(request: Request, image_token: int) -> list[int]:
 
 
 def completion_of(
-    answer: Mapping[str, Any], request: Request, sampling: Sampling, model: str, policy_version: int, *, experts: bool
+    answer: Mapping[str, Any],
+    request: Request,
+    sampling: Sampling,
+    model: str,
+    policy_version: int,
+    routing: RoutingLayers | None = None,
 ) -> Completion:
-    """The completion that a server answered with. `experts`: whether it was asked for those too.
+    """The completion that a server answered with. `routing`: where it was asked for experts too.
 
     Raises: ValueError, whose text says what is not as it was asked for.
     """
@@ -83,10 +105,9 @@ def completion_of(
         (choice,) = answer["choices"]
         ids, finish, of_model = list(choice["token_ids"]), choice["finish_reason"], answer["model"]
         logprobs = _logprobs(choice["logprobs"], ids)
-        prompt = answer["prompt_token_ids"] if request.images else request.prompt
-        routed = choice.get("routed_experts") if experts else None
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"an answer is not of the form it should have: {str(answer)[:300]}") from error
+        prompt = list(answer["prompt_token_ids"]) if request.images else request.prompt
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"an answer is not of the form it should have ({error}): {str(answer)[:300]}") from error
     if of_model != model:
         raise ValueError(f"a completion is of {of_model}, but {model} was asked for")
     if not ids or len(ids) != len(logprobs) or any(logprob is None for logprob in logprobs):
@@ -103,9 +124,10 @@ def completion_of(
             f"{len(request.prompt)} of training: it scales images in another way. Start it with the limits of training "
             "(--mm-processor-kwargs with min_pixels and max_pixels)"
         )
-    if experts:
-        _check_experts(routed, len(request.prompt) + len(ids) - 1)
-    return Completion(ids, logprobs, finish, policy_version, routed)
+    experts = None
+    if routing is not None:
+        experts = _experts(choice.get("routed_experts"), len(request.prompt) + len(ids) - 1, routing)
+    return Completion(ids, logprobs, finish, policy_version, experts)
 
 
 def _logprobs(said: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
@@ -117,12 +139,22 @@ def _logprobs(said: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
     return [one["logprob"] for one in of_tokens]
 
 
-def _check_experts(routed: Any, tokens: int) -> None:
-    if routed is None:
+def _experts(said: Any, tokens: int, routing: RoutingLayers) -> str:
+    """Those of the layers that have routers. Raises: ValueError."""
+    if said is None:
         raise ValueError(
             "a completion comes without the experts of its tokens. Start the server with "
             "--enable-return-routed-experts, or set routing_replay: none"
         )
-    found = from_text(routed)
-    if len(found) != tokens:
-        raise ValueError(f"a completion comes with the experts of {len(found)} tokens, where {tokens} were read")
+    found = from_text(said)
+    if found.shape[:2] != (tokens, routing.decoder_layers):
+        raise ValueError(
+            f"a completion comes with the experts of {found.shape[0]} tokens in {found.shape[1]} layers, where "
+            f"{tokens} were read, by {routing.decoder_layers} layers"
+        )
+    found = found[:, list(routing.routers)]
+    if found.size and not 0 <= found.min() <= found.max() < routing.num_experts:
+        raise ValueError(
+            f"a completion comes with experts {found.min()} to {found.max()}, of a model with {routing.num_experts}"
+        )
+    return as_text(found)

@@ -80,7 +80,7 @@ class AdapterSync:
                 self._server.post("/v1/unload_lora_adapter", {"lora_name": name}, SYNC_TIMEOUT_S)
             except ServerFailed as error:
                 raise self._server.stopped("SF801", f"adapter {name} stays loaded: {error}") from error
-            shutil.rmtree(self._loaded.pop(name))
+            shutil.rmtree(self._loaded.pop(name), ignore_errors=True)
 
     def end(self) -> None:
         """See `Sync`."""
@@ -105,7 +105,8 @@ class AdapterSync:
         def write() -> None:
             try:
                 if self._ranks.is_first:
-                    shutil.rmtree(target, ignore_errors=True)
+                    # Those of an earlier start go too.
+                    shutil.rmtree(target if self._loaded else self._folder, ignore_errors=True)
                     target.mkdir(parents=True)
                     write_adapter(target, shapes, gathered, self._settings, "", adaptable_names(self._model))
             finally:
@@ -170,7 +171,7 @@ class FullSync:
 
     def settle(self) -> None:
         """See `Sync`."""
-        shutil.rmtree(self._folder)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def end(self) -> None:
         """See `Sync`."""
@@ -181,7 +182,10 @@ class FullSync:
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
         try:
             self._server.post("/collective_rpc", reload, self._timeout_s)
-            self._server.post("/reset_prefix_cache", {}, SYNC_TIMEOUT_S)
+            # Each of these keeps what the old weights made of prompts and images.
+            for cache in ("/reset_prefix_cache", "/reset_encoder_cache"):
+                if self._server.post(cache, {}, SYNC_TIMEOUT_S).get("success") is False:
+                    raise ServerFailed(f"POST {cache} was answered with success: false")
             models = self._server.get("/v1/models", SYNC_TIMEOUT_S)
             return str(models["data"][0]["id"]), _size(target)
         except (ServerFailed, LookupError, TypeError) as error:
