@@ -242,7 +242,7 @@ def test_choices_of_another_model_are_refused(shape: tuple[int, ...], model_fold
 
 def test_routers_that_do_not_say_what_they_chose_cannot_be_replayed(model_folder: Callable[[str], Path]) -> None:
     folder = model_folder("qwen2_moe")
-    given = {"model": str(folder), "dataset": "x.jsonl", "output_dir": "x", "num_iterations": 2}
+    given = {"model": str(folder), "dataset": [{"path": "x"}], "output_dir": "x", "num_iterations": 2}
     config = RunConfig.model_validate({**given, "routing_replay": "first"})
     built = build(folder)
     GrpoObjective(built, config)
