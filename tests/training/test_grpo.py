@@ -282,6 +282,10 @@ def test_a_completion_longer_than_the_context_is_refused_by_row(grpo: dict[str, 
         ),
         ({"vllm_sleep": True, "rollout_engine": "vllm"}, "vLLM does not have it on the CPU"),
         ({"routing_replay": "rollout", "rollout_engine": "vllm"}, "vLLM does not have it on the CPU"),
+        (
+            {"rollout_engine": "vllm", "nnodes": 2, "rdzv_endpoint": "node1:29500"},
+            "is reached from its own machine only",
+        ),
         ({"vllm_devices": "0"}, "vllm_devices: a setting of vLLM, but rollout_engine is local"),
         (
             {"max_staleness": 1, "importance_correction": "none", "rollout_engine": "vllm"},
@@ -485,7 +489,7 @@ def test_a_server_is_started_with_what_the_run_asks_of_it(
     script.write_text('#!/bin/sh\necho "$*" > "$0.options"\nenv > "$0.variables"\nexit 7\n')
     script.chmod(0o755)
     given = {**grpo, "rollout_engine": "vllm", "vllm_command": str(script), **changes}
-    with pytest.raises(StoppedOnFinding, match="the server ended with status 7 before it was ready") as stopped:
+    with pytest.raises(StoppedOnFinding, match="the server ended with status 7") as stopped:
         surefoot.train({name: value for name, value in given.items() if value is not None}, screen=False)
     assert stopped.value.finding.code == "SF801"
     said, environment = (tmp_path / f"vllm.{name}" for name in ("options", "variables"))

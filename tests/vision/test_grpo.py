@@ -186,3 +186,11 @@ def test_a_server_is_shown_the_pixels_of_training(vision: Any) -> None:
     answer["prompt_token_ids"] = [8, *[token] * (cells[0] + 1), 9, *[token] * cells[1], 7]
     with pytest.raises(ValueError, match="reads the prompt of x:1 as .* tokens.*scales images in another way"):
         completion_of(answer, request, sampling, "policy", 4)
+
+
+def test_the_experts_of_rollouts_on_images_are_used_again(grpo: Any, tmp_path: Path, vision_folder: Make) -> None:
+    given = grpo(model=str(vision_folder("qwen3_vl_moe")), routing_replay="rollout") | {"max_steps": 2}
+    surefoot.train(given, screen=False)
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["routing_agreement"] for line in metrics] == [1, 1]
+    assert all(line["logprob_difference"] < 1e-5 for line in metrics)

@@ -192,6 +192,13 @@ def _check_grpo(run: RunConfig, given: set[str], refuse: Refuse) -> None:
 
 
 def _check_vllm(run: RunConfig, given: set[str], refuse: Refuse) -> None:
+    if run.nnodes > 1 and run.vllm_server is None:
+        refuse(
+            f"rollout_engine=vllm with nnodes={run.nnodes}: a server that the run starts is reached from its own "
+            "machine only. Start one that all of them reach, and give its address as vllm_server",
+            "rollout_engine",
+            "nnodes",
+        )
     for name in ("vllm_sleep", "routing_replay"):
         if run.device == "cpu" and getattr(run, name) in (True, "rollout"):
             refuse(f"{name} with device=cpu: vLLM does not have it on the CPU. Drop it", name, "device")
