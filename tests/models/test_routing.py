@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from surefoot.errors import ModelError
 from surefoot.models.build import BuiltModel, build_model
 from surefoot.models.lora import LoraSettings
 from surefoot.models.routing import LayerRouting, ReplayedRouting, RoutingRecorder, expert_counts, load_balancing_loss
+from surefoot.rl.batch import PolicyBatch, Trajectory, collate_policy
+from surefoot.rl.chosen_experts import as_text
 from surefoot.training.grpo import GrpoObjective
 from surefoot.training.loss import forward_arguments
 from surefoot.training.sft import SftObjective
@@ -249,3 +252,19 @@ def test_routers_that_do_not_say_what_they_chose_cannot_be_replayed(model_folder
     deaf = replace(built, routing=RoutingRecorder(build(folder).model))
     with pytest.raises(ModelError, match="0 of 2 routers of Qwen2MoeForCausalLM say which experts they chose"):
         GrpoObjective(deaf, config)
+
+
+def test_the_reference_goes_its_own_ways(model_folder: Callable[[str], Path]) -> None:
+    folder = model_folder("qwen2_moe")
+    given = {"model": str(folder), "dataset": [{"path": "x"}], "output_dir": "x", "beta": 0.1}
+    objective = GrpoObjective(build(folder), RunConfig.model_validate({**given, "routing_replay": "rollout"}))
+    made = Trajectory([5, 6, 7], [8, 9], [0.0, 0.0], 1.0, 1.0, "x:1")
+    found = []
+    for experts in (None, as_text(np.tile(np.int16([4, 5]), (4, 2, 1)))):
+        (batch,) = objective.begin_step([collate_policy([replace(made, experts=experts)], share_prompts=False)])
+        assert isinstance(batch, PolicyBatch)
+        losses = objective.loss(batch, Totals(5, 2, 2.0)).main
+        assert batch.reference_logprobs is not None
+        found.append((batch.reference_logprobs, losses.detach()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert not torch.equal(found[0][1], found[1][1])

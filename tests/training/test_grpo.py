@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -346,7 +346,11 @@ def test_a_slow_reward_is_no_stall(grpo: dict[str, Any], tmp_path: Path) -> None
 class EagerEngine(LocalEngine):
     """Makes completions when it is asked, like a server: by the weights as they are then."""
 
+    versions: ClassVar[list[int]] = []
+    """Of the policies that it was asked for."""
+
     def ask(self, *arguments: Any) -> Wait:
+        self.versions.append(arguments[2])
         made = self.generate(*arguments)
         return lambda _seconds: made
 
@@ -394,12 +398,16 @@ def ahead(grpo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 
 def test_the_next_completions_are_of_the_weights_before(ahead: Callable[..., Any], tmp_path: Path) -> None:
+    EagerEngine.versions.clear()
     surefoot.train(ahead(), screen=False)
+    assert EagerEngine.versions == [0, 0, 1, 2]  # and none for a step that will not come
     metrics = lines(tmp_path / "run")
     assert [line["policy_version"] for line in metrics] == [0, 0, 1, 2]
     assert [line["staleness"] for line in metrics] == [0, 1, 1, 1]
     assert [line["importance_ratio"] for line in metrics[:1]] == pytest.approx([1], abs=1e-5)
     assert all(abs(line["importance_ratio"] - 1) > 1e-4 for line in metrics[1:])
+    assert metrics[0]["logprob_difference"] < 1e-5
+    assert all(line["logprob_difference"] > 1e-3 for line in metrics[1:])
     samples = lines(tmp_path / "run", "completions.jsonl")
     assert [one["policy_version"] for one in samples[::8]] == [0, 0, 1, 2]
 
