@@ -157,6 +157,15 @@ def test_what_comes_too_late_is_left_out_on_request(
     assert time.monotonic() - began < 10
 
 
+def test_a_rollout_whose_time_is_over_says_so(serve: Callable[..., Server], engine: Callable[..., VllmEngine]) -> None:
+    ours = engine(serve())
+    ours.publish(0)
+    ours._timeout_s = 0.0
+    with pytest.raises(StoppedOnFinding, match="the 0 s of rollout_timeout_s were over before") as stopped:
+        ours.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
+    assert stopped.value.finding.code == "SF801"
+
+
 def test_a_server_that_an_earlier_run_left_asleep_is_woken(
     serve: Callable[..., Server], engine: Callable[..., VllmEngine]
 ) -> None:
