@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from math import inf
@@ -348,9 +349,11 @@ class EagerEngine(LocalEngine):
 
     versions: ClassVar[list[int]] = []
     """Of the policies that it was asked for."""
+    ends: ClassVar[list[frozenset[int]]] = []
 
     def ask(self, *arguments: Any) -> Wait:
         self.versions.append(arguments[2])
+        self.ends.append(arguments[1].ends)
         made = self.generate(*arguments)
         return lambda _seconds: made
 
@@ -410,6 +413,17 @@ def test_the_next_completions_are_of_the_weights_before(ahead: Callable[..., Any
     assert all(line["logprob_difference"] > 1e-3 for line in metrics[1:])
     samples = lines(tmp_path / "run", "completions.jsonl")
     assert [one["policy_version"] for one in samples[::8]] == [0, 0, 1, 2]
+
+
+def test_ends_that_are_no_tokens_of_the_model_are_left_out(ahead: Callable[..., Any], tmp_path: Path) -> None:
+    settings = ahead(max_steps=1)
+    shutil.copytree(settings["model"], tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [5, 151645]}')
+    EagerEngine.ends.clear()
+    surefoot.train(settings, model=str(tmp_path / "model"), screen=False)
+    (ends,) = EagerEngine.ends
+    assert 5 in ends
+    assert 151645 not in ends  # a server would refuse the request
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_iterations": 2, "max_staleness": 2}, {"dynamic_sampling": True}])
