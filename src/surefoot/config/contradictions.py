@@ -128,19 +128,42 @@ def _check_grpo(run: RunConfig, given: set[str], refuse: Refuse) -> None:
             "beta",
             "target_modules",
         )
-    if run.routing_replay == "first" and run.num_iterations == 1:
-        refuse(
-            "routing_replay=first with num_iterations=1: there is one forward on each completion, and none to repeat "
-            "it. Set routing_replay: rollout, or none",
-            "routing_replay",
-            "num_iterations",
-        )
     if run.soft_overlong_length > run.max_completion_length:
         refuse(
             f"soft_overlong_length={run.soft_overlong_length} is more than "
             f"max_completion_length={run.max_completion_length}",
             "soft_overlong_length",
             "max_completion_length",
+        )
+    _check_rollouts(run, given, refuse)
+    if "" in run.stops:
+        refuse("stop holds an empty text, which ends every completion at once", "stop")
+    if run.truncation == "right":
+        refuse(
+            "truncation=right would cut off the end of a prompt, where the model's turn begins. Set left or drop",
+            "truncation",
+        )
+    unfit = {
+        "packing": run.packing,
+        "train_on": run.train_on != "assistant",
+        "eval_dataset": run.eval_dataset is not None,
+        "eval_fraction": run.eval_fraction > 0,
+        "router_aux_loss_coef": run.router_aux_loss_coef > 0,
+        "compile": run.compile,
+        "expert_parallel_size": run.expert_parallel_size == "auto",
+    }
+    for name in (name for name, is_asked in unfit.items() if is_asked):
+        refuse(f"{name}={getattr(run, name)} is not available with method: grpo. Drop it", name)
+
+
+def _check_rollouts(run: RunConfig, given: set[str], refuse: Refuse) -> None:
+    """How completions are made, and what of that training uses again."""
+    if run.routing_replay == "first" and run.num_iterations == 1:
+        refuse(
+            "routing_replay=first with num_iterations=1: there is one forward on each completion, and none to repeat "
+            "it. Set routing_replay: rollout, or none",
+            "routing_replay",
+            "num_iterations",
         )
     if run.max_staleness and run.rollout_engine == "local":
         refuse(
@@ -171,24 +194,6 @@ def _check_grpo(run: RunConfig, given: set[str], refuse: Refuse) -> None:
             "it",
             *unused,
         )
-    if "" in run.stops:
-        refuse("stop holds an empty text, which ends every completion at once", "stop")
-    if run.truncation == "right":
-        refuse(
-            "truncation=right would cut off the end of a prompt, where the model's turn begins. Set left or drop",
-            "truncation",
-        )
-    unfit = {
-        "packing": run.packing,
-        "train_on": run.train_on != "assistant",
-        "eval_dataset": run.eval_dataset is not None,
-        "eval_fraction": run.eval_fraction > 0,
-        "router_aux_loss_coef": run.router_aux_loss_coef > 0,
-        "compile": run.compile,
-        "expert_parallel_size": run.expert_parallel_size == "auto",
-    }
-    for name in (name for name, is_asked in unfit.items() if is_asked):
-        refuse(f"{name}={getattr(run, name)} is not available with method: grpo. Drop it", name)
 
 
 def _check_vllm(run: RunConfig, given: set[str], refuse: Refuse) -> None:

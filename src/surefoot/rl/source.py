@@ -102,7 +102,7 @@ class RolloutSource:
         context: int | None,
         share_prompts: bool,
         reader: PixelReader | None = None,
-        is_over: Callable[[int, float], bool] = lambda _step, _epoch: False,
+        is_over: Callable[[int, float], bool],
         ranks: Ranks,
         phase: Callable[[Phase], AbstractContextManager[None]],
         emit: Callable[[Event], None],
@@ -197,7 +197,7 @@ class RolloutSource:
         try:
             with self._phase(self._engine.phase):
                 mine = asked.wait(wait_s)
-        except StoppedOnFinding:  # the step that needs them says so; what was learned until then is saved
+        except SurefootError:  # the step that needs them says so; what was learned until then is saved
             return []
         if mine is None:
             return []
@@ -242,8 +242,7 @@ class RolloutSource:
             raise asked
         rows = asked.rows
         wanted = len(rows.rows)  # fewer at the end of an epoch
-        with self._phase(self._engine.phase):
-            completions = asked.wait(inf)
+        completions = self._completions(asked)
         if not config.dynamic_sampling:  # the engine works while rewards are computed
             self._ask_ahead(rows, step)
         groups = self._groups(asked, completions)
@@ -255,9 +254,7 @@ class RolloutSource:
                     break
                 rows = self._rows(rows.next, wanted - len(kept))
                 asked = self._ask(rows, step, step, attempt)
-                with self._phase(self._engine.phase):
-                    completions = asked.wait(inf)
-                for group in self._groups(asked, completions):
+                for group in self._groups(asked, self._completions(asked)):
                     (kept if has_spread(group.totals) else flat).append(group)
             groups = [*kept, *flat][:wanted]
         trajectories = self._trajectories(groups, step)
@@ -304,9 +301,15 @@ class RolloutSource:
         with self._phase(self._engine.phase):
             return _Asked(rows, prompts, self._engine.ask(requests, self._sampling, step))
 
-    def _groups(self, asked: _Asked, completions: list[Completion] | None) -> list[_Group]:
+    def _completions(self, asked: _Asked) -> list[Completion]:
+        """Of this rank; the engine has its own deadline. Collective. Raises: StoppedOnFinding (SF801, SF806)."""
+        with self._phase(self._engine.phase):
+            made = asked.wait(inf)
+        assert made is not None
+        return made
+
+    def _groups(self, asked: _Asked, completions: Sequence[Completion]) -> list[_Group]:
         """Completions with their rewards, the same on all ranks. Collective."""
-        assert completions is not None  # there was no end to the waiting
         each, prompts = self._config.num_generations, asked.prompts
         mine = part_of(len(prompts) * each, self._ranks.rank, self._ranks.size)
         texts = [self._text_of(completion) for completion in completions]

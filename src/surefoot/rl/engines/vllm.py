@@ -96,10 +96,11 @@ class VllmEngine:
         self._ranks.from_first(self._wake)
         if self._version == policy_version:
             return
+        self._version = None  # until it is seen to work
         self._model = self._sync.send(policy_version)
-        self._version = policy_version
         self._probe()
         self._ranks.from_first(self._sync.settle)
+        self._version = policy_version
 
     def ask(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> Wait:
         """See `Engine`. The server works on them from now on, and has `timeout_s` for all of them."""

@@ -60,7 +60,7 @@ class AdapterSync:
         self._start = secrets.token_hex(4)
         """Part of the names of this start's adapters: a server may know others of the same versions."""
         self._loaded: dict[str, Path] = {}
-        """Adapters that the server has, oldest first."""
+        """On rank 0: adapters that the server has, oldest first."""
         self.bytes_sent = 0
 
     def send(self, policy_version: int) -> str:
@@ -68,9 +68,8 @@ class AdapterSync:
         target = self._folder / f"policy-{policy_version:08d}"
         wanted = self._write(target)
         said: list[Any] = self._ranks.from_first(lambda: list(self._load(target, policy_version, wanted)))
-        name, self.bytes_sent = str(said[0]), int(said[1])
-        self._loaded[name] = target
-        return name
+        self.bytes_sent = int(said[1])
+        return str(said[0])
 
     def settle(self) -> None:
         """See `Sync`."""
@@ -140,6 +139,7 @@ class AdapterSync:
             raise self._server.stopped(
                 "SF801", f"the adapter of version {version} could not be loaded: {error}"
             ) from error
+        self._loaded[name] = target
         return name, _size(target)
 
 
