@@ -301,6 +301,15 @@ def test_a_server_with_other_probabilities_is_a_finding(
     engine(serve(probe=[-1.005] * 24)).publish(0)  # other kernels, other rounding
 
 
+def test_a_policy_that_did_not_work_is_not_taken_for_published(
+    serve: Callable[..., Server], engine: Callable[..., VllmEngine]
+) -> None:
+    ours = engine(serve(probe=[-9.0] * 24))
+    for _ in range(2):
+        with pytest.raises(StoppedOnFinding, match="other probabilities than the trainer"):
+            ours.publish(0)
+
+
 def test_a_server_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> None:
     script = tmp_path / "vllm"
     script.write_text("#!/bin/sh\necho no such model >&2\nexit 7\n")

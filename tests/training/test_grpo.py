@@ -1,14 +1,11 @@
 """Runs of GRPO from prompts to an adapter: what they write, how they go on, and what stops them."""
 
 import json
-import os
 import re
-import shutil
 import signal
 from collections.abc import Callable
-from math import inf
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -16,57 +13,14 @@ import surefoot
 from surefoot.config import changed_fields, load_config
 from surefoot.data.report import as_text
 from surefoot.errors import ConfigError, DataError, StoppedOnFinding
-from surefoot.events import CompletionsMade, FindingMade
-from surefoot.rl.engines.local import LocalEngine
-from surefoot.rl.engines.server import Server
-from surefoot.rl.rollout import Completion, Wait
-from surefoot.training import rollouts, run
+from surefoot.events import FindingMade
 from surefoot.training.batches import describe
 from surefoot.training.checkpoint import list_checkpoints
 from surefoot.training.run import train
 from tests.conftest import surefoot as command
 from tests.conftest import write_jsonl
+from tests.training.conftest import lines, reward_file
 from tests.training.test_resume import SignalAfter, assert_same_run, train_with
-
-VOWELS = {"func": "regex", "args": {"pattern": "[aeiou]"}}
-
-
-def prompt_rows(count: int) -> list[dict[str, Any]]:
-    return [
-        {"prompt": [{"role": "user", "content": f"Count to {number}"}], "answer": str(number), "tag": [number]}
-        for number in range(count)
-    ]
-
-
-@pytest.fixture
-def grpo(model_folder: Callable[[str], Path], tmp_path: Path) -> dict[str, Any]:
-    """A small run whose rewards have spread."""
-    return {
-        "model": str(model_folder("llama")),
-        "method": "grpo",
-        "dataset": str(write_jsonl(tmp_path / "prompts.jsonl", prompt_rows(12))),
-        "output_dir": str(tmp_path / "run"),
-        "reward_funcs": [VOWELS],
-        "num_generations": 4,
-        "global_batch_size": 8,
-        "per_device_train_batch_size": 3,
-        "max_completion_length": 6,
-        "max_length": 64,
-        "max_steps": 4,
-        "learning_rate": 1e-2,
-        "lora_rank": 4,
-        "device": "cpu",
-        "report": False,
-    }
-
-
-def lines(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / name).read_text("utf-8").splitlines()]
-
-
-def reward_file(folder: Path, body: str) -> str:
-    (folder / "mine.py").write_text(f"import time\n\ndef mine(completions, **columns):\n{body}\n")
-    return f"{folder}/mine.py:mine"
 
 
 def test_a_run_writes_metrics_and_completions(grpo: dict[str, Any], tmp_path: Path) -> None:
@@ -143,6 +97,13 @@ def test_routing_is_replayed_in_all_steps_and_after_a_resume(
     assert train_with(grpo, SignalAfter(2, signal.SIGTERM)).status == "interrupted"
     assert train_with(grpo, SignalAfter(99, signal.SIGTERM)).status == "completed"
     assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_setting_that_an_older_version_did_not_have_is_no_change(grpo: dict[str, Any]) -> None:
+    config = load_config(None, (), grpo).run
+    saved = {name: value for name, value in config.model_dump(mode="json").items() if name != "max_staleness"}
+    assert changed_fields(saved, config) == []
+    assert changed_fields(saved, config.model_copy(update={"max_staleness": 1})) == ["max_staleness: 0 -> 1"]
 
 
 def test_a_missing_reward_is_told_before_data_are_prepared(grpo: dict[str, Any]) -> None:
@@ -342,154 +303,6 @@ def test_a_slow_reward_is_no_stall(grpo: dict[str, Any], tmp_path: Path) -> None
     done = command("train", str(tmp_path / "run.yaml"), env={"SUREFOOT_SUPERVISED": ""})
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "run/findings.jsonl").exists() or not lines(tmp_path / "run", "findings.jsonl")
-
-
-class EagerEngine(LocalEngine):
-    """Makes completions when it is asked, like a server: by the weights as they are then."""
-
-    versions: ClassVar[list[int]] = []
-    """Of the policies that it was asked for."""
-    ends: ClassVar[list[frozenset[int]]] = []
-
-    def ask(self, *arguments: Any) -> Wait:
-        self.versions.append(arguments[2])
-        self.ends.append(arguments[1].ends)
-        made = self.generate(*arguments)
-        return lambda _seconds: made
-
-
-class LateEngine(EagerEngine):
-    """One whose completions are never there soon."""
-
-    def ask(self, *arguments: Any) -> Wait:
-        made = self.generate(*arguments)
-        return lambda seconds: made if seconds == inf else None
-
-
-def broken() -> StoppedOnFinding:
-    return Server("http://127.0.0.1:9").stopped("SF801", "a completion is missing")
-
-
-class BrokenEngine(EagerEngine):
-    """One that has died by the time of the third rollout."""
-
-    def ask(self, requests: Any, sampling: Any, policy_version: int) -> Wait:
-        made = super().ask(requests, sampling, policy_version)
-
-        def fail(_seconds: float) -> list[Completion]:
-            raise broken()
-
-        return fail if policy_version == 1 else made
-
-
-class UnreachableEngine(EagerEngine):
-    """One that has died when it is asked for that."""
-
-    def publish(self, policy_version: int) -> None:
-        if policy_version == 1:
-            raise broken()
-
-
-@pytest.fixture
-def ahead(grpo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    def settings(engine: type[LocalEngine] = EagerEngine, **changes: Any) -> dict[str, Any]:
-        monkeypatch.setattr(run, "open_server", lambda *_: Server("http://127.0.0.1:9"))
-        monkeypatch.setattr(rollouts, "_vllm", lambda _, learner, tokenizer, *__: engine(learner.model, tokenizer))
-        return {**grpo, "rollout_engine": "vllm", "max_staleness": 1, **changes}
-
-    return settings
-
-
-def test_the_next_completions_are_of_the_weights_before(ahead: Callable[..., Any], tmp_path: Path) -> None:
-    EagerEngine.versions.clear()
-    surefoot.train(ahead(), screen=False)
-    assert EagerEngine.versions == [0, 0, 1, 2]  # and none for a step that will not come
-    metrics = lines(tmp_path / "run")
-    assert [line["policy_version"] for line in metrics] == [0, 0, 1, 2]
-    assert [line["staleness"] for line in metrics] == [0, 1, 1, 1]
-    assert [line["importance_ratio"] for line in metrics[:1]] == pytest.approx([1], abs=1e-5)
-    assert all(abs(line["importance_ratio"] - 1) > 1e-4 for line in metrics[1:])
-    assert metrics[0]["logprob_difference"] < 1e-5
-    assert all(line["logprob_difference"] > 1e-3 for line in metrics[1:])
-    samples = lines(tmp_path / "run", "completions.jsonl")
-    assert [one["policy_version"] for one in samples[::8]] == [0, 0, 1, 2]
-
-
-def test_ends_that_are_no_tokens_of_the_model_are_left_out(ahead: Callable[..., Any], tmp_path: Path) -> None:
-    settings = ahead(max_steps=1)
-    shutil.copytree(settings["model"], tmp_path / "model")
-    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [5, 151645]}')
-    EagerEngine.ends.clear()
-    surefoot.train(settings, model=str(tmp_path / "model"), screen=False)
-    (ends,) = EagerEngine.ends
-    assert 5 in ends
-    assert 151645 not in ends  # a server would refuse the request
-
-
-@pytest.mark.parametrize("changes", [{}, {"num_iterations": 2, "max_staleness": 2}, {"dynamic_sampling": True}])
-def test_completions_that_were_made_ahead_are_kept(
-    ahead: Callable[..., Any], tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    settings = ahead(max_steps=6, save_steps=2, save_total_limit=None, **changes)
-    train_with({**settings, "output_dir": str(tmp_path / "whole")}, SignalAfter(99, signal.SIGTERM))
-    assert max(line["staleness"] for line in lines(tmp_path / "whole")) == (3 if "num_iterations" in changes else 1)
-    for step in (1, 2, 3):
-        cut = {**settings, "output_dir": str(tmp_path / f"cut-{step}")}
-        assert train_with(cut, SignalAfter(step, signal.SIGTERM)).status == "interrupted"
-        assert train_with(cut, SignalAfter(99, signal.SIGTERM)).status == "completed"
-        assert_same_run(tmp_path / "whole", tmp_path / f"cut-{step}")
-        assert lines(tmp_path / "whole", "completions.jsonl") == lines(tmp_path / f"cut-{step}", "completions.jsonl")
-
-
-class SignalInRollout:
-    """Sends SIGTERM when the completions of a step are made, before it is trained on them."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def observe(self, event: Any) -> None:
-        if isinstance(event, CompletionsMade) and event.step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_a_signal_in_a_rollout_loses_nothing_that_was_made(ahead: Callable[..., Any], tmp_path: Path) -> None:
-    settings = ahead(save_steps=0)
-    train_with({**settings, "output_dir": str(tmp_path / "whole")}, SignalAfter(99, signal.SIGTERM))
-    assert train_with(settings, SignalInRollout(3)).status == "interrupted"
-    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000002"]
-    assert train_with(settings, SignalAfter(99, signal.SIGTERM)).status == "completed"
-    whole = lines(tmp_path / "whole")
-    for name in ("staleness", "reward", "loss"):
-        assert [line[name] for line in lines(tmp_path / "run")] == [line[name] for line in whole]
-
-
-def test_a_run_that_is_told_to_stop_does_not_wait_for_completions(ahead: Callable[..., Any], tmp_path: Path) -> None:
-    settings = ahead(LateEngine)
-    assert train_with(settings, SignalAfter(2, signal.SIGTERM)).status == "interrupted"
-    (saved,) = list_checkpoints(tmp_path / "run")
-    assert json.loads((saved / "state.json").read_text())["pending"] == []
-    assert train_with(settings, SignalAfter(99, signal.SIGTERM)).status == "completed"
-    assert [line["staleness"] for line in lines(tmp_path / "run")] == [0, 1, 0, 1]  # asked for anew
-
-
-def test_a_setting_that_an_older_version_did_not_have_is_no_change(grpo: dict[str, Any]) -> None:
-    config = load_config(None, (), grpo).run
-    saved = {name: value for name, value in config.model_dump(mode="json").items() if name != "max_staleness"}
-    assert changed_fields(saved, config) == []
-    assert changed_fields(saved, config.model_copy(update={"max_staleness": 1})) == ["max_staleness: 0 -> 1"]
-
-
-@pytest.mark.parametrize("engine", [BrokenEngine, UnreachableEngine])
-def test_an_engine_that_dies_ahead_loses_no_step(
-    ahead: Callable[..., Any], tmp_path: Path, engine: type[LocalEngine]
-) -> None:
-    with pytest.raises(StoppedOnFinding, match="a completion is missing"):
-        surefoot.train(ahead(engine), screen=False)
-    assert len(lines(tmp_path / "run")) == 2
-    (saved,) = list_checkpoints(tmp_path / "run")
-    assert saved.name == "step-00000002"
-    surefoot.train(ahead(EagerEngine), screen=False)
-    assert [line["policy_version"] for line in lines(tmp_path / "run")] == [0, 0, 2, 2]
 
 
 @pytest.mark.parametrize(
