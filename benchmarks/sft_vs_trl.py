@@ -3,8 +3,9 @@
     python benchmarks/sft_vs_trl.py --peer trl_sft.py --data gsm8k/train.jsonl
 
 PEER is a script that trains with TRL and prints one JSON line; DATA is GSM8K as JSON lines (question, answer). Both
-sides take the same rows in the same order, four a step, in float32 on the CPU. Prints a table and writes it, with the
-machine and versions, under benchmarks/results/.
+sides take the same rows in the same order, four a step, in float32 on the CPU, and in turns, several times: a shared
+machine is not equally fast from one minute to the next. Prints a table and writes it, with the machine and versions,
+under benchmarks/results/.
 """
 
 import argparse
@@ -121,14 +122,19 @@ def dense_of_equal_active_size(source: Path, target: Path) -> Path:
     return target
 
 
-def table(name: str, mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    speed = mine["tokens_per_second"] / theirs["tokens_per_second"]
-    memory = mine["peak_memory_bytes"] / theirs["peak_memory_bytes"]
-    return [
-        f"| {name}: tokens/s | {mine['tokens_per_second']:.1f} | {theirs['tokens_per_second']:.1f} | {speed:.2f} x |",
-        f"| {name}: peak RSS, GiB | {mine['peak_memory_bytes'] / 2**30:.2f} | "
-        f"{theirs['peak_memory_bytes'] / 2**30:.2f} | {memory:.2f} x |",
-    ]
+def table(name: str, mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[str]:
+    """Medians over the rounds, with the least and the most."""
+
+    def row(what: str, key: str, unit: float, digits: int) -> str:
+        sides = [[one[key] / unit for one in side] for side in (mine, theirs)]
+        shown = [
+            f"{statistics.median(side):.{digits}f} ({min(side):.{digits}f} to {max(side):.{digits}f})" for side in sides
+        ]
+        ratios = [one / other for one, other in zip(*sides, strict=True)]
+        ratio = f"{statistics.median(ratios):.2f} x ({min(ratios):.2f} to {max(ratios):.2f})"
+        return f"| {name}: {what} | {shown[0]} | {shown[1]} | {ratio} |"
+
+    return [row("tokens/s", "tokens_per_second", 1, 1), row("peak RSS, GiB", "peak_memory_bytes", 2**30, 2)]
 
 
 def losses(name: str, mine: list[float], theirs: list[float]) -> str:
@@ -142,17 +148,26 @@ def measure(arguments: argparse.Namespace, work: Path) -> Iterator[str]:
     data = as_pairs(source, work / "gsm8k.jsonl", 400)
     dense = resolve_model(MODEL)
     moe = surefoot.upcycle(MODEL, work / "moe", num_experts=8, top_k=2)
-    moe_ours = ours(data, moe, "experts", steps, work / "moe-ours")
-    yield from table("MoE x8 top-2, LoRA attention + experts", moe_ours, trl(peer, source, moe, "experts", steps))
-    dense_ours = ours(data, dense, "all", steps, work / "dense-ours")
-    yield from table("dense, LoRA all linear layers", dense_ours, trl(peer, source, dense, "all", steps))
-    wide = dense_of_equal_active_size(dense, work / "wide")
-    wide_ours = ours(data, wide, "all", steps, work / "wide-ours")
-    ratio = moe_ours["step_time_s"] / wide_ours["step_time_s"]
-    yield (
-        f"| Surefoot's step time, s: MoE and dense of equal active size | {moe_ours['step_time_s']:.2f} | "
-        f"{wide_ours['step_time_s']:.2f} | {ratio:.2f} x |"
-    )
+
+    def in_turns(model: Path, targets: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        rounds = [
+            (ours(data, model, targets, steps, work / f"{targets}-{n}"), trl(peer, source, model, targets, steps))
+            for n in range(arguments.rounds)
+        ]
+        return [one for one, _ in rounds], [other for _, other in rounds]
+
+    moe_ours, moe_theirs = in_turns(moe, "experts")
+    yield from table("MoE x8 top-2, LoRA attention + experts", moe_ours, moe_theirs)
+    yield from table("dense, LoRA all linear layers", *in_turns(dense, "all"))
+    both = ((moe, "experts"), (dense_of_equal_active_size(dense, work / "wide"), "all"))
+    pairs = [  # one right after the other
+        [ours(data, model, targets, steps, work / f"pair-{n}-{targets}")["step_time_s"] for model, targets in both]
+        for n in range(arguments.rounds)
+    ]
+    moe_s, wide_s = (statistics.median(side) for side in zip(*pairs, strict=True))
+    ratio = statistics.median(one / other for one, other in pairs)
+    name = "Surefoot's step time, s: MoE and dense of equal active size"
+    yield f"| {name} | {moe_s:.2f} | {wide_s:.2f} | {ratio:.2f} x |"
     for name, model, targets in (("dense", dense, "all"), ("MoE", moe, "experts")):
         adapter = work / f"adapter-{name}"
         theirs = trl(peer, source, model, targets, arguments.parity_steps, adapter)
@@ -165,6 +180,7 @@ def main() -> None:
     parser.add_argument("--peer", type=Path, default=BESIDE / "peers" / "trl_sft.py")
     parser.add_argument("--data", type=Path, default=BESIDE / "data" / "gsm8k" / "train.jsonl")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parity-steps", type=int, default=20)
     parser.add_argument("--results", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
@@ -188,7 +204,8 @@ def main() -> None:
             "# SFT on SmolLM2-135M: Surefoot and TRL + PEFT in one run",
             "",
             f"{today}, {platform.machine()}, {os.cpu_count()} cores, float32, GSM8K, batch 4, LoRA r=8. {packages}.",
-            f"Median and totals over {arguments.steps - WARMUP_STEPS} steps after {WARMUP_STEPS} of warm-up.",
+            f"{arguments.rounds} rounds in turns of {arguments.steps - WARMUP_STEPS} steps each, after {WARMUP_STEPS} of",
+            "warm-up: medians, and in brackets the least and the most.",
             "For the losses, TRL's label on the newline after the end of the turn is masked: Surefoot trains none.",
             "",
             "| | Surefoot | TRL | ratio or difference |",

@@ -20,10 +20,10 @@ from surefoot.errors import StorageError
 from surefoot.events import Phase
 from surefoot.findings import Finding
 from surefoot.health.diagnose.death import find_death
-from surefoot.health.kernel_log import killed_for_memory
 from surefoot.health.recorder import last_start, read_history
 from surefoot.health.supervisor import Supervisor
 from surefoot.health.witness import read_stacks
+from surefoot.kernel_log import killed_for_memory
 from surefoot.training.record import FindingLog, write_end
 
 SUPERVISED = "SUREFOOT_SUPERVISED"

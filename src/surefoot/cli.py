@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import surefoot
 from surefoot.errors import ConfigError, InputError, StoppedOnFinding, SurefootError
+from surefoot.process_end import leave
 
 if TYPE_CHECKING:
     from surefoot.config import LoadedConfig
@@ -78,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor = verbs.add_parser("doctor", help="check this machine, and a run on it, before the run starts")
     doctor.add_argument("config", nargs="?", help="run.yaml")
     doctor.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    doctor.add_argument(
+        "--deep", action="store_true", help="start the ranks and let them try network, devices and disk"
+    )
     doctor.add_argument("--against", metavar="RUN", help="show what changed since that run, or since a --json output")
     doctor.add_argument("--json", action="store_true", help="print the machine and the checks as one JSON object")
     doctor.set_defaults(verb=_doctor)
@@ -231,7 +235,18 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     loaded = load_config(arguments.config, arguments.overrides) if arguments.config is not None else None
     machine = snapshot_for(loaded)
-    checks = examine(machine, loaded)
+    checks = examine(machine, loaded, asked=True)
+    is_rank = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if arguments.deep or is_rank:
+        from surefoot.self_test.start import self_test
+
+        tried = self_test(loaded, is_deep=arguments.deep)
+        if tried is None:
+            if is_rank:
+                leave(DONE)
+            print("the machine of rank 0 shows the report of all", file=sys.stderr)
+            return DONE
+        checks += tried
     differences = None
     if arguments.against is not None:
         path = Path(arguments.against)
@@ -246,7 +261,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
         print(as_text(checks))
         if differences is not None:
             print("\n".join([f"\nchanged since {arguments.against}:", *(differences or ["nothing"])]))
-    return StoppedOnFinding.exit_status if any(check.status == "failed" for check in checks) else DONE
+    status = StoppedOnFinding.exit_status if any(check.status == "failed" for check in checks) else DONE
+    return leave(status) if is_rank else status  # a stage that hangs would keep this process
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -497,6 +497,156 @@ CATALOGUE: dict[str, Page] = {
         '"0.4"]`); vllm_sleep: true leaves it to training between rollouts.',
         ("huggingface/trl#2688",),
     ),
+    "SF722": Page(
+        "warning",
+        "a GPU has lost data or reported errors",
+        "NVML's count of uncorrected errors of its memory since the driver was loaded, rows of memory that could not "
+        "be replaced, and Xids in the kernel's log.",
+        "Reset the GPU where rows wait to be replaced; replace the card if errors come again. `surefoot explain SF112` "
+        "says more about Xids.",
+        ("NVIDIA/nccl#1488",),
+    ),
+    "SF723": Page(
+        "warning",
+        "a GPU is slower than it could be",
+        "NVML's reasons for low clocks, its power limit against the one it came with, and its temperature against the "
+        "one from which it slows itself down. One slow GPU slows all ranks.",
+        "Look at cooling and power supply; `nvidia-smi -pl` sets the limit.",
+    ),
+    "SF724": Page(
+        "warning",
+        "NVLink does not work as it should",
+        "Links that are down, or GPUs that the NVSwitches do not know: then CUDA may not start at all (error 802), or "
+        "NCCL goes over PCIe.",
+        "Start nvidia-fabricmanager in the version of the driver; `nvidia-smi nvlink --status` shows each link.",
+        ("NVIDIA/nccl#1488",),
+    ),
+    "SF725": Page(
+        "warning",
+        "a GPU's PCIe slot is narrower or slower than the card",
+        "Lanes in use against what card and slot can, and the slot's generation against the card's. (The generation in "
+        "use says nothing: it falls while a card is idle.)",
+        "Seat the card anew, look at risers and the BIOS's settings.",
+    ),
+    "SF726": Page(
+        "warning",
+        "GPUs cannot read each other's memory although they could",
+        "NVML's answer for each pair. NCCL then copies through host memory.",
+        "Look at ACS and IOMMU (`surefoot explain SF708`) and at the driver's settings; NCCL_P2P_DISABLE=1 avoids "
+        "hangs until then.",
+        ("NVIDIA/nccl#257", "deepspeedai/DeepSpeed#4433"),
+    ),
+    "SF727": Page(
+        "warning",
+        "something else is on the GPUs",
+        "Memory in use on the GPUs that the run is to have. A process of an earlier run may have been left behind.",
+        "End it (`nvidia-smi` shows it; in a container the host does), or choose others by CUDA_VISIBLE_DEVICES.",
+    ),
+    "SF728": Page(
+        "warning",
+        "the machine swaps",
+        "Swap is in use and little memory is free: whatever is touched next waits for a disk.",
+        "Find what uses the memory (`ps aux --sort=-rss`) before the run begins.",
+    ),
+    "SF729": Page(
+        "warning",
+        "few threads may be started",
+        "The limit of processes and threads of this user, against 256 for each rank: libraries start a thread for each "
+        "CPU, and fail in odd places where they may not.",
+        "ulimit -u 65536, in the launcher too.",
+    ),
+    "SF730": Page(
+        "warning",
+        "the ranks are not alike",
+        "Versions and environment variables of each rank, compared. What differs makes ranks wait for each other for "
+        "ever, or fail on one machine only.",
+        "Make them the same on all machines: one image, and variables set where the launcher is started.",
+        ("NovaSky-AI/SkyRL#143",),
+    ),
+    "SF731": Page(
+        "warning",
+        "the clocks of machines differ",
+        "Rank 0 was asked for the time; half of the way there and back is what is not known. Timelines of the run "
+        "would be out of order.",
+        "Let chrony or systemd-timesyncd set the clocks.",
+    ),
+    "SF732": Page(
+        "error",
+        "machines do not reach each other",
+        "Each machine listened on a free port, and each other one connected to its addresses. gloo and NCCL do the "
+        "same when a run starts, and wait.",
+        "Open all ports between the machines, or name the interface that connects them (NCCL_SOCKET_IFNAME, "
+        "GLOO_SOCKET_IFNAME). 'timed out' is what a firewall does, 'somebody else answers' a bridge of containers.",
+        ("huggingface/accelerate#74", "NVIDIA/nccl#286"),
+    ),
+    "SF733": Page(
+        "warning",
+        "the network between the ranks is slower than it should be",
+        "The bus bandwidth of a large all-reduce against what this way gives where it works; the table and its sources "
+        "are in self_test/verdict.py.",
+        "NCCL_DEBUG=INFO shows which way NCCL takes: SHM where P2P should be, NET/Socket where InfiniBand should be, "
+        "no GDRDMA.",
+        ("NVIDIA/nccl#1412", "NVIDIA/nccl#766"),
+    ),
+    "SF734": Page(
+        "error",
+        "data arrive damaged",
+        "Ranks sent each other numbers that tell where they come from, and something else arrived.",
+        "Look at ACS and IOMMU (`surefoot explain SF708`); NCCL_P2P_DISABLE=1 tells whether it is the way between "
+        "GPUs. Do not train before it is found.",
+        ("NVIDIA/nccl#257",),
+    ),
+    "SF735": Page(
+        "warning",
+        "a rank's device is slower than the others'",
+        "The same matrix product on all ranks at a time. The slowest rank sets the pace of a step.",
+        "Look at its clocks, power limit and temperature (SF723), and at what else runs there.",
+    ),
+    "SF736": Page(
+        "warning",
+        "the run's data cannot be handed out",
+        "The first data were prepared and read as the run would do it.",
+        "See what it says; `surefoot data` shows more.",
+    ),
+    "SF737": Page(
+        "warning",
+        "the port of rdzv_endpoint is taken",
+        "A program listens on it on this machine. Only the launcher of this run should.",
+        "Choose another port, or end what has it: a launcher that was left behind?",
+        ("huggingface/accelerate#74",),
+    ),
+    "SF738": Page(
+        "warning",
+        "sequences are longer than the model's positions",
+        "max_position_embeddings of the model's config.json against the lengths of the run. Beyond them a model has "
+        "seen nothing, and some fail.",
+        "Lower the lengths, or scale the model's positions (rope_scaling in its config.json).",
+    ),
+    "SF739": Page(
+        "warning",
+        "what the run would go on from does not fit it",
+        "The newest checkpoint's manifest: its files, and the settings it was written with.",
+        "Restore the settings, choose another output_dir, or set overwrite_output_dir: true to begin anew.",
+    ),
+    "SF740": Page(
+        "warning",
+        "the chat template does not show what the assistant says",
+        "A short conversation was rendered with it, and the assistant's part could not be told from the rest.",
+        "Give another template (`chat_template: FILE`).",
+        ("huggingface/trl#6668",),
+    ),
+    "SF741": Page(
+        "warning",
+        "another NCCL is loaded than was installed",
+        "The library in the process's memory, and the version it tells, against the package that torch was built for.",
+        "Take the other one out of LD_LIBRARY_PATH or LD_PRELOAD.",
+    ),
+    "SF742": Page(
+        "error",
+        "the ranks did not come through the self-test",
+        "Each stage has a deadline; the evidence says in which one which ranks failed or said nothing.",
+        "Begin with the first rank that is named. Earlier lines of the table say what is wrong with its machine.",
+    ),
     "SF801": Page(
         "error",
         "the rollout engine does not answer",

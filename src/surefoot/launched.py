@@ -12,9 +12,9 @@ from surefoot.config import LoadedConfig
 from surefoot.errors import StoppedOnFinding, SurefootError
 from surefoot.findings import Finding
 from surefoot.health.diagnose.death import find_death
-from surefoot.health.kernel_log import killed_for_memory
 from surefoot.health.recorder import read_history
 from surefoot.health.witness import read_stacks
+from surefoot.kernel_log import killed_for_memory
 from surefoot.parallel.launch import RankFailure, launch
 from surefoot.parallel.layout import Layout
 from surefoot.storage import write_json

@@ -22,10 +22,10 @@ from surefoot.config import LoadedConfig, RunConfig
 from surefoot.errors import StoppedOnFinding, StorageError
 from surefoot.findings import Finding
 from surefoot.health.diagnose.death import find_death
-from surefoot.health.kernel_log import killed_for_memory
 from surefoot.health.recorder import read_history
 from surefoot.health.supervisor import Supervisor
 from surefoot.health.witness import read_stacks
+from surefoot.kernel_log import killed_for_memory
 from surefoot.process_end import describe_end, was_for_memory
 from surefoot.training.record import METRICS, FindingLog, write_end
 

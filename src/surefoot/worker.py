@@ -6,17 +6,16 @@ Failures are left as notes for the launcher, which shows the first reason once.
 import json
 import logging
 import os
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 from surefoot.config import LoadedConfig
 from surefoot.errors import InputError, SurefootError
 from surefoot.health.observers import rank_observers
 from surefoot.parallel import launch
-from surefoot.process_end import end_with_parent
+from surefoot.process_end import end_with_parent, leave
+from surefoot.self_test.start import run_rank
 from surefoot.training.run import train
 
 
@@ -33,6 +32,10 @@ def main() -> int:
         return 1
     try:
         launch.note_process()
+        if "self_test" in job:
+            run_rank(job["self_test"])
+            launch.note_end()
+            return 0
         loaded = LoadedConfig.from_json(job)
         if launch.was_begun(loaded.run.run_folder):  # a restart: go on from what the attempt before has saved
             changes = {"overwrite_output_dir": False, "resume_from_checkpoint": "auto"}
@@ -50,13 +53,6 @@ def main() -> int:
             return 1  # the traceback of a rank that only lost its peer would hide the cause
         raise
     return 0
-
-
-def leave(status: int) -> NoReturn:
-    """End this process without the teardown of native threads, in which a rank of a finished run may still abort."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 if __name__ == "__main__":

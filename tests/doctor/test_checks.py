@@ -131,7 +131,64 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
     ("SF714", "warning", {"cpus": {"count": 96, "usable": 96, "quota": 2}}, "8 ranks want 8 CPUs"),
     ("SF715", "warning", environment(CUDA_VISIBLE_DEVICES="0,1"), "nproc_per_node=8, and 2 GPUs are here"),
     ("SF715", "warning", {"gpus": 4}, "4 GPUs are here"),
+    ("SF708", "warning", {"acs": ("0000:00:1c.0", "0000:80:01.0")}, "2 PCI bridges send what GPUs tell each other"),
+    (
+        "SF728",
+        "warning",
+        {"memory_bytes": {"total": 100 * GIB, "available": 9 * GIB, "swap_total": 32 * GIB, "swap_used": 6 * GIB}},
+        "6.0 of 32.0 GiB in use, and 9.0 GiB of memory are free",
+    ),
+    ("SF729", "warning", {"limits": {**NODE.limits, "nproc": 2000}}, "2000 threads, for 8 ranks"),
+    (
+        "SF737",
+        "warning",
+        {"rendezvous": "on this machine, where process 4711 listens on its port"},
+        "node1:29500 is on this machine, where process 4711 listens on its port",
+    ),
 ]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"acs": ()},
+        {"memory_bytes": {"total": 100 * GIB, "available": 50 * GIB, "swap_total": 32 * GIB, "swap_used": 30 * GIB}},
+        {"memory_bytes": {"total": 100 * GIB, "available": 9 * GIB, "swap_total": 32 * GIB, "swap_used": 1 * GIB}},
+        {"limits": {**NODE.limits, "nproc": 2048}},
+        {"rendezvous": "on another machine (10.0.0.9)"},
+    ],
+)
+def test_what_is_no_trouble(run: Any, changed: dict[str, Any]) -> None:
+    assert bad(examine(replace(NODE, **changed), run())) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "longest"),
+    [
+        ({"max_length": 256}, None),
+        ({"max_length": 257}, "samples of up to max_length=257 tokens, and the model has positions for 256"),
+        ({"method": "grpo", "max_prompt_length": 200, "max_completion_length": 56}, None),
+        (
+            {"method": "grpo", "max_prompt_length": 200, "max_completion_length": 57},
+            "a prompt of 200 tokens and a completion of 57, and the model has positions for 256",
+        ),
+    ],
+)
+def test_sequences_longer_than_the_models_positions(run: Any, changes: dict[str, Any], longest: str | None) -> None:
+    rewards = {"reward_funcs": ["length"]} if "method" in changes else {}
+    checks = examine(NODE, run(**changes, **rewards))
+    (check,) = [check for check in checks if check.name == "context"]
+    assert check.finding is None if longest is None else check.text == longest
+    assert (check.finding.code if check.finding is not None else None) == (None if longest is None else "SF738")
+
+
+def test_a_model_whose_positions_are_not_known(run: Any, settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(settings["model"], folder)
+    for text in ("{", "[]", "{}", '{"text_config": {"max_position_embeddings": 7}}'):
+        (folder / "config.json").write_text(text)
+        (check,) = [one for one in examine(NODE, run(model=str(folder))) if one.name == "context"]
+        assert check.status == ("warning" if "7" in text else "not applicable"), text
 
 
 @pytest.mark.parametrize(("code", "status", "changed", "words"), BROKEN, ids=[f"{b[0]}-{b[3][:20]}" for b in BROKEN])
@@ -328,4 +385,12 @@ def test_every_code_of_the_catalogue_has_a_case() -> None:
         "SF719",  # of tests/plan
         "SF720",  # of tests/importing
         "SF721",
+        *(f"SF{number}" for number in range(722, 728)),  # of tests/doctor/test_gpus.py
+        *(f"SF{number}" for number in range(730, 736)),  # of tests/self_test/test_verdict.py
+        "SF736",  # of tests/self_test/test_ranks.py
+        "SF738",
+        "SF739",  # of tests/doctor/test_asked.py
+        "SF740",
+        "SF741",  # of tests/self_test/test_verdict.py
+        "SF742",
     }

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,54 @@ def test_no_torch_is_imported() -> None:
     code = "import sys, surefoot.doctor.examine as e; e.examine(e.snapshot_for(None)); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "False\n"
+
+
+def bridge(root: Path, name: str, *, kind: str = "0x060400", control: int | None = None, readable: bool = True) -> None:
+    """A PCI device: its first extended capability is another one, the second is access control."""
+    space = bytearray(4096)
+    space[0x100:0x104] = (0x0001 | 1 << 16 | 0x200 << 20).to_bytes(4, "little")
+    if control is not None:
+        space[0x200:0x204] = (0x000D | 1 << 16).to_bytes(4, "little")
+        space[0x206:0x208] = control.to_bytes(2, "little")
+    folder = root / "sys/bus/pci/devices" / name
+    folder.mkdir(parents=True)
+    (folder / "class").write_text(kind)
+    (folder / "config").write_bytes(bytes(space) if readable else bytes(space[:64]))
+
+
+def test_bridges_that_redirect_are_known(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/cmdline": "quiet"})
+    assert collect(root=tmp_path).acs is None, "nothing to read"
+    bridge(tmp_path, "0000:00:01.0", control=0b11111, readable=False)
+    assert collect(root=tmp_path).acs is None, "not for who may only read the beginning"
+    bridge(tmp_path, "0000:00:02.0", control=0b00011)
+    bridge(tmp_path, "0000:00:03.0", control=0b00100)
+    bridge(tmp_path, "0000:00:04.0")
+    bridge(tmp_path, "0000:00:05.0", kind="0x030200", control=0b11111)
+    assert collect(root=tmp_path).acs == ("0000:00:03.0",)
+
+
+def test_a_list_of_capabilities_that_leads_in_a_circle(tmp_path: Path) -> None:
+    bridge(tmp_path, "0000:00:03.0")
+    config = tmp_path / "sys/bus/pci/devices/0000:00:03.0/config"
+    space = bytearray(config.read_bytes())
+    space[0x200:0x204] = (0x0001 | 1 << 16 | 0x100 << 20).to_bytes(4, "little")
+    config.write_bytes(bytes(space))
+    assert collect(root=tmp_path).acs == ()
+
+
+def test_who_listens_on_the_port_of_the_rendezvous_is_known() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        seen = collect(None, f"127.0.0.1:{port}")
+        assert seen.rendezvous == f"on this machine, where process {os.getpid()} listens on its port"
+    assert collect(None, f"127.0.0.1:{port}").rendezvous == "on this machine"
+
+
+def test_a_snapshot_of_nested_values_says_what_changed(tmp_path: Path) -> None:
+    seen = collect(tmp_path)
+    other = replace(seen, interfaces={**seen.interfaces, "lo": replace(seen.interfaces["lo"], mtu=1)}, kernel="1.0")
+    assert changes(seen, other) == [
+        f"kernel: {seen.kernel} -> 1.0",
+        f"interfaces.lo.mtu: {seen.interfaces['lo'].mtu} -> 1",
+    ]

@@ -4,7 +4,6 @@ published figures, and the sampler talks through NVIDIA's own bindings to a libr
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -94,26 +93,14 @@ def test_without_a_driver_there_are_no_samples_and_a_reason(tmp_path: Path) -> N
     assert accelerators.looks() == []
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process that finds the compiled library."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    folder = tmp_path_factory.mktemp("driver")
-    source = Path(__file__).with_name("driver.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", source], check=True, timeout=60)
-    return {"LD_LIBRARY_PATH": str(folder)}
-
-
-def test_nvml_is_read_through_its_own_bindings(tmp_path: Path, driver: dict[str, str]) -> None:
+def test_nvml_is_read_through_its_own_bindings(tmp_path: Path, nvml_driver: dict[str, str]) -> None:
     code = (
         "import sys, time; from pathlib import Path; from surefoot.health.accelerators import Accelerators\n"
         "folder = Path(sys.argv[1]); (folder / 'events').mkdir()\n"
         "seen = Accelerators(folder, 8); time.sleep(3); print(seen.looks()[0][1])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], env={**os.environ, **driver}, capture_output=True, text=True,
+        [sys.executable, "-c", code, str(tmp_path)], env={**os.environ, **nvml_driver}, capture_output=True, text=True,
         timeout=60,
     )  # fmt: skip
     expected = (
@@ -129,7 +116,7 @@ def test_nvml_is_read_through_its_own_bindings(tmp_path: Path, driver: dict[str,
     [(None, 8, [0, 1]), (None, 1, [0]), ("1", 8, [1]), ("", 8, []), ("-1", 8, []), ("GPU-b", 8, [1])],
 )
 def test_only_cards_that_the_run_may_use_are_sampled(
-    tmp_path: Path, driver: dict[str, str], visible: str | None, count: int, indices: list[int]
+    tmp_path: Path, nvml_driver: dict[str, str], visible: str | None, count: int, indices: list[int]
 ) -> None:
     code = (
         "import sys, time; from pathlib import Path; from surefoot.health.accelerators import Accelerators\n"
@@ -138,7 +125,7 @@ def test_only_cards_that_the_run_may_use_are_sampled(
     )
     told = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), str(count)], env={**os.environ, **driver, **told},
+        [sys.executable, "-c", code, str(tmp_path), str(count)], env={**os.environ, **nvml_driver, **told},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.stdout == f"{indices}\n", done.stderr

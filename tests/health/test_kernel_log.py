@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from surefoot.health.diagnose.accelerators import find_gpu_errors
-from surefoot.health.kernel_log import LOG, KernelLog, gpu_errors, killed_for_memory
+from surefoot.kernel_log import LOG, KernelLog, gpu_errors, killed_for_memory
 
 FALLEN = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 FAULT = "NVRM: Xid (PCI:0000:86:00): 31, pid=4711, name=python, Ch 00000008, intr 00000000. MMU Fault"

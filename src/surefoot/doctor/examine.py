@@ -5,22 +5,32 @@ from dataclasses import asdict
 from typing import Any
 
 from surefoot.config import LoadedConfig
-from surefoot.doctor import contradictions, environment, network, system
+from surefoot.doctor import contradictions, environment, gpus, network, system
+from surefoot.doctor.asked import CHECKS as ASKED
 from surefoot.doctor.check import Check, Examine, Seen
 from surefoot.doctor.collect import collect
 from surefoot.doctor.snapshot import Snapshot
 
-CHECKS: Sequence[Examine] = (*contradictions.CHECKS, *environment.CHECKS, *system.CHECKS, *network.CHECKS)
+CHECKS: Sequence[Examine] = (
+    *contradictions.CHECKS,
+    *environment.CHECKS,
+    *gpus.CHECKS,
+    *system.CHECKS,
+    *network.CHECKS,
+)
 SIGNS = {"ok": "ok     ", "warning": "WARNING", "failed": "FAILED ", "not applicable": "-      "}
-VOLATILE = ("free_bytes", "free_inodes", "write_s", "available", "limit_left", "swap_used", "OMP_NUM_THREADS")
+VOLATILE = (
+    "free_bytes free_inodes write_s available limit_left swap_used OMP_NUM_THREADS temperature_c memory_used_bytes "
+    "processes slowed_by"
+).split()
 """What changes from minute to minute, or is set for its ranks by a run, and is no change of the machine."""
 OF_A_RUN = ("output", "rendezvous", "unknown")
 
 
-def examine(machine: Snapshot, loaded: LoadedConfig | None = None) -> list[Check]:
-    """Every check of a machine, and of a run on it."""
+def examine(machine: Snapshot, loaded: LoadedConfig | None = None, *, asked: bool = False) -> list[Check]:
+    """Every check of a machine, and of a run on it; with those that are for who asks before a run starts."""
     seen = Seen(machine, loaded)
-    return [check(seen) for check in CHECKS]
+    return [check(seen) for check in ((*CHECKS, *ASKED) if asked else CHECKS)]
 
 
 def snapshot_for(loaded: LoadedConfig | None) -> Snapshot:
@@ -58,6 +68,8 @@ def changes(before: Snapshot, now: Snapshot) -> list[str]:
 def _flat(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
         return {k: v for key, inner in value.items() for k, v in _flat(f"{name}.{key}" if name else key, inner).items()}
+    if isinstance(value, list | tuple) and any(isinstance(one, dict) for one in value):
+        return _flat(name, {str(number): one for number, one in enumerate(value)})
     if isinstance(value, list | tuple):
         value = ", ".join(str(one) for one in value)
     return {name: value}

@@ -4,11 +4,11 @@ import ipaddress
 from collections.abc import Sequence
 
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
+from surefoot.doctor.snapshot import ELSEWHERE, LISTENS
 
 NAMING = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_OOB_NET_IFNAME")
 """Variables that name network interfaces."""
 LEAST_ROCE_MTU = 4200
-ELSEWHERE = "on another machine"
 
 
 def host_name(seen: Seen) -> Check:
@@ -129,6 +129,8 @@ def rendezvous(seen: Seen) -> Check:
         why = seen.machine.unknown.get("rendezvous", "not known")
         return wrong(name, "SF712", f"the host of {seen.run.rdzv_endpoint} is not known here: {why}",
                      endpoint=seen.run.rdzv_endpoint)  # fmt: skip
+    if LISTENS in state:
+        return wrong(name, "SF737", f"{seen.run.rdzv_endpoint} is {state}", endpoint=seen.run.rdzv_endpoint)
     return fine(name, state)
 
 

@@ -4,9 +4,14 @@ What cannot be read says why, in `unknown`; nothing is guessed. Imports no torch
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+HERE, ELSEWHERE = "on this machine", "on another machine"
+LISTENS = "listens on"
+"""How `Snapshot.rendezvous` is worded."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +21,8 @@ class Interface:
     addresses: tuple[str, ...]
     is_up: bool
     mtu: int
+    speed_mbit: int = 0
+    """What it says it can; 0 where it does not."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,43 @@ class Disk:
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """A GPU as NVML sees it. None: this card or driver does not tell."""
+
+    index: int
+    name: str
+    uuid: str = ""
+    slowed_by: tuple[str, ...] = ()
+    """Why its clocks are low right now, where that means trouble."""
+    power_limit_w: float | None = None
+    power_default_w: float | None = None
+    """The limit it came with."""
+    temperature_c: int | None = None
+    slowdown_c: int | None = None
+    """From which temperature on it slows itself down."""
+    uncorrected_errors: int | None = None
+    """Of its memory, since the driver was loaded."""
+    remap: str = ""
+    """What is wrong with the replacement of bad rows of its memory: pending, failed."""
+    links: tuple[bool, ...] = ()
+    """Of each of its NVLinks whether it is up."""
+    fabric: str = ""
+    """Its registration with NVSwitches: completed, in progress, not started; empty where there are none."""
+    pcie_width: int | None = None
+    """Lanes now; the number does not change while a card is idle, as the generation does."""
+    pcie_most_width: int | None = None
+    """That card and slot can."""
+    pcie_most_generation: int | None = None
+    """That card and slot can."""
+    pcie_own_generation: int | None = None
+    """That the card alone could."""
+    memory_used_bytes: int | None = None
+    memory_bytes: int | None = None
+    processes: tuple[int, ...] = ()
+    """That use it, by number; those of a container are told by the numbers that the host gives them."""
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """One machine, as one process on it sees it."""
 
@@ -74,12 +118,20 @@ class Snapshot:
     ports: tuple[Port, ...] = ()
     gpus: int = 0
     """Devices under /proc/driver/nvidia."""
+    cards: tuple[Gpu, ...] = ()
+    """The same GPUs, as NVML tells of them."""
+    peers: dict[str, str] = field(default_factory=dict)
+    """"0-1" -> ok, or why these two GPUs cannot read each other's memory."""
+    xids: tuple[str, ...] = ()
+    """Errors of GPUs in the kernel's log, the newest last."""
+    acs: tuple[str, ...] | None = None
+    """PCI bridges that send traffic between devices through the processor; None where that cannot be read."""
     peer_memory: bool | None = None
     """Whether a module that lets network cards read GPU memory is loaded; None without a GPU or such a card."""
     iommu: str = ""
     """What the kernel's command line says of it."""
     rendezvous: str = ""
-    """Where rdzv_endpoint is: on this machine, or on another one."""
+    """Where rdzv_endpoint is: on this machine, or on another one; and who has its port already."""
     unknown: dict[str, str] = field(default_factory=dict)
     """Field -> why it could not be read."""
 
@@ -93,17 +145,27 @@ def read_snapshot(path: Path) -> Snapshot:
     Raises: ValueError for a file that is none.
     """
     try:
-        values = json.loads(path.read_text("utf-8"))["machine"]
-        known = {one.name for one in fields(Snapshot)}
-        values = {name: value for name, value in values.items() if name in known}
-        for name in ("shared_memory", "output"):
-            values[name] = Disk(**values[name]) if values.get(name) else None
-        values["interfaces"] = {
-            name: Interface(tuple(one["addresses"]), one["is_up"], one["mtu"])
-            for name, one in values.get("interfaces", {}).items()
-        }
-        values["ports"] = tuple(Port(**{**one, "gids": tuple(one["gids"])}) for one in values.get("ports", ()))
-        values["host_addresses"] = tuple(values.get("host_addresses", ()))
-        return Snapshot(**values)
+        return snapshot_of(json.loads(path.read_text("utf-8"))["machine"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no snapshot of a machine: {error!r}") from error
+
+
+def snapshot_of(told: Mapping[str, Any]) -> Snapshot:
+    """A snapshot from its JSON, which another version may have written."""
+    known = {one.name for one in fields(Snapshot)}
+    values = {name: value for name, value in told.items() if name in known}
+    for name in ("shared_memory", "output"):
+        values[name] = Disk(**values[name]) if values.get(name) else None
+    values["interfaces"] = {
+        name: Interface(tuple(one["addresses"]), one["is_up"], one["mtu"], one.get("speed_mbit", 0))
+        for name, one in values.get("interfaces", {}).items()
+    }
+    values["ports"] = tuple(Port(**{**one, "gids": tuple(one["gids"])}) for one in values.get("ports", ()))
+    values["cards"] = tuple(
+        Gpu(**{**one, **{name: tuple(one[name]) for name in ("slowed_by", "links", "processes")}})
+        for one in values.get("cards", ())
+    )
+    for name in ("host_addresses", "xids"):
+        values[name] = tuple(values.get(name, ()))
+    values["acs"] = tuple(values["acs"]) if values.get("acs") is not None else None
+    return Snapshot(**values)

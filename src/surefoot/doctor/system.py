@@ -7,7 +7,11 @@ WANTED_SHARED_BYTES = 512 * MIB
 """Docker's default of 64 MiB is too little for NCCL between the GPUs of one machine."""
 LEAST_LOCKED_BYTES = 1 * GIB
 LEAST_FILES = 1024
+THREADS_OF_A_RANK = 256
+"""A judgement: autograd, OpenMP, gloo or NCCL, saving, watching, and workers that prepare data."""
 LEAST_INODES = 1000
+MUCH_SWAPPED, SHORT_OF_MEMORY = 0.05, 0.1
+"""Shares of memory."""
 SLOW_WRITE_S = 1.0
 """For a mebibyte."""
 
@@ -45,6 +49,15 @@ def open_files(seen: Seen) -> Check:
     return fine(name, f"{limit if limit >= 0 else 'no limit'}")
 
 
+def processes(seen: Seen) -> Check:
+    name, limit = "processes and threads", seen.machine.limits.get("nproc")
+    if limit is None:
+        return not_applicable(name, seen.machine.unknown.get("limits", "not known"))
+    if 0 <= limit < THREADS_OF_A_RANK * seen.local_ranks:
+        return wrong(name, "SF729", f"this user may have {limit} threads, for {seen.local_ranks} ranks", nproc=limit)
+    return fine(name, f"{limit if limit >= 0 else 'no limit'}")
+
+
 def processors(seen: Seen) -> Check:
     name, cpus = "processors", seen.machine.cpus
     if not cpus:
@@ -68,13 +81,31 @@ def processors(seen: Seen) -> Check:
     return fine(name, said)
 
 
+def swap(seen: Seen) -> Check:
+    name, memory = "swap", seen.machine.memory_bytes
+    if "swap_total" not in memory:
+        return not_applicable(name, seen.machine.unknown.get("memory_bytes", "not known"))
+    used, total = memory.get("swap_used", 0), memory["swap_total"]
+    said = f"{used / GIB:.1f} of {total / GIB:.1f} GiB in use" if total else "none"
+    if used > MUCH_SWAPPED * memory["total"] and memory["available"] < SHORT_OF_MEMORY * memory["total"]:
+        return wrong(name, "SF728", f"{said}, and {memory['available'] / GIB:.1f} GiB of memory are free",
+                     swap_used_bytes=used, available_bytes=memory["available"])  # fmt: skip
+    return fine(name, said)
+
+
 def io_memory_mapping(seen: Seen) -> Check:
     name, said = "IOMMU", seen.machine.iommu
     if not seen.uses_nccl or seen.machine.gpus < 2:
         return not_applicable(name, "only peer-to-peer between GPUs is affected")
     if said.startswith("on") and "=pt" not in said:
         return wrong(name, "SF708", f"the IOMMU is {said}, and {seen.machine.gpus} GPUs talk to each other", iommu=said)
-    return fine(name, said or "not known")
+    acs = seen.machine.acs
+    if acs:
+        cause = (
+            f"{len(acs)} PCI bridges send what GPUs tell each other through the processor (ACS): {', '.join(acs[:4])}"
+        )
+        return wrong(name, "SF708", cause, bridges=list(acs))
+    return fine(name, f"{said or 'not known'}; {'ACS cannot be read' if acs is None else 'no bridge redirects (ACS)'}")
 
 
 def storage(seen: Seen) -> Check:
@@ -102,4 +133,4 @@ def storage(seen: Seen) -> Check:
     return fine(name, said)
 
 
-CHECKS = (shared_memory, locked_memory, open_files, processors, io_memory_mapping, storage)
+CHECKS = (shared_memory, locked_memory, open_files, processes, processors, swap, io_memory_mapping, storage)

@@ -17,18 +17,12 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from surefoot.doctor.nvml import SLOWING
 from surefoot.health.ring import this_machine
 
 EVERY_S = 2.0
 WRITE_EVERY_S = 10.0
 KEPT_S = 60.0
-SLOWING = {
-    0x08: "hardware slowdown",
-    0x20: "too hot (software)",
-    0x40: "too hot (hardware)",
-    0x80: "power brake",
-}
-"""Bits of NVML's reasons for low clocks that mean trouble; a power cap under full load is none."""
 
 
 @dataclass(frozen=True)

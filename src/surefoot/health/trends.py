@@ -14,12 +14,12 @@ from surefoot.health.diagnose.accelerators import find_gpu_errors, find_in_gpus,
 from surefoot.health.diagnose.memory import name_owner
 from surefoot.health.diagnose.speed import find_slow, find_straggler, find_swapping, share_of_steps
 from surefoot.health.flight import read_flight
-from surefoot.health.kernel_log import GpuError, KernelLog, gpu_errors
 from surefoot.health.objects import Census, read_census
 from surefoot.health.processes import major_faults, room_bytes, swapped_bytes, swapped_in_bytes, uses_gpus
 from surefoot.health.rank_state import WINDOW_S, RankState
 from surefoot.health.witness import FLIGHT, OBJECTS
 from surefoot.health.witnesses import Witnesses
+from surefoot.kernel_log import GpuError, KernelLog, gpu_errors
 
 TRENDS_EVERY_S = 5.0
 MEETINGS_EVERY_S = 45.0

@@ -9,7 +9,7 @@ Knows nothing of data, loss or optimisers.
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +84,10 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrained
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
-    """The model's configuration. Raises: ModelError for an architecture that transformers itself does not have."""
+    """The model's configuration.
+
+    Raises: ModelError for an architecture that transformers itself does not have, and for quantised weights.
+    """
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:
@@ -92,6 +95,13 @@ def load_config(folder: Path) -> PreTrainedConfig:
             f"{folder}: transformers {transformers.__version__} cannot read its config.json: "
             f"{type(error).__name__}: {error}"
         ) from error
+    quantised = getattr(config, "quantization_config", None)
+    if quantised:
+        method = dict(quantised).get("quant_method", "some method") if isinstance(quantised, Mapping) else "some method"
+        raise ModelError(
+            f"{folder}: its weights are quantised ({method}, quantization_config in config.json), and only weights in "
+            "bfloat16, float16 or float32 are trained here. Take the model's release without quantisation."
+        )
     return config
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
@@ -31,7 +31,6 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from surefoot import cgroup, errors
-from surefoot.config import RunConfig
 from surefoot.errors import ConfigError, SurefootError
 from surefoot.process_end import describe_end, was_for_memory
 
@@ -41,6 +40,7 @@ PREFIX = "surefoot-launch-"
 LOCK = "lock"
 STOP = "stop"
 ABANDONED_AFTER_S = 60.0
+JOIN_WITHIN_S = 600
 ENDPOINT_WITHIN_S = 5.0
 """How soon a rendezvous that is there answers."""
 LEAVE_AFTER_S = 10.0
@@ -72,12 +72,30 @@ class RankDeath:
     """Whether the kernel killed it because of its cgroup's limit; None where that cannot be told."""
 
 
+class Launched(Protocol):
+    """What is launched: a run's settings of that name."""
+
+    @property
+    def nproc_per_node(self) -> int: ...
+    @property
+    def nnodes(self) -> int: ...
+    @property
+    def rdzv_endpoint(self) -> str | None: ...
+    @property
+    def max_restarts(self) -> int: ...
+
+
 def launch(
-    config: RunConfig, job: Mapping[str, Any], on_restart: Callable[[RankFailure, int], None]
+    config: Launched,
+    job: Mapping[str, Any],
+    on_restart: Callable[[RankFailure, int], None],
+    *,
+    join_within_s: int = JOIN_WITHIN_S,
 ) -> RankFailure | None:
     """Run `job` (JSON for `worker.py`) on this machine's ranks and wait for them; None where all went well.
 
-    `on_restart` hears why the ranks are started again, and for which time.
+    `on_restart` hears why the ranks are started again, and for which time; `join_within_s`: how long machines wait for
+    each other.
 
     Signals are passed on to the ranks, which save and end. Raises: SurefootError where ranks cannot be started;
     KeyboardInterrupt where they were stopped before they could save.
@@ -102,7 +120,7 @@ def launch(
         said.addHandler(deaths)
         said.propagate = False  # what it says is said below, once
         try:
-            elastic_launch(_launch_config(config, folder), sys.executable)("-m", "surefoot.worker")
+            elastic_launch(_launch_config(config, folder, join_within_s), sys.executable)("-m", "surefoot.worker")
         except ChildFailedError as error:
             told = _told(folder)
             if told is None and passed:
@@ -127,7 +145,7 @@ def launch(
         return _told(folder)
 
 
-def _check_endpoint(config: RunConfig) -> None:
+def _check_endpoint(config: Launched) -> None:
     """Raises: ConfigError where something answers at `rdzv_endpoint` that is no rendezvous.
 
     Elastic would wait for its answer for ever, where no signal reaches it.
@@ -172,7 +190,7 @@ def _remove_abandoned_folders() -> None:
             shutil.rmtree(lock.parent)
 
 
-def _launch_config(config: RunConfig, folder: Path) -> LaunchConfig:
+def _launch_config(config: Launched, folder: Path, join_within_s: int) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=config.nnodes,
         max_nodes=config.nnodes,
@@ -180,6 +198,7 @@ def _launch_config(config: RunConfig, folder: Path) -> LaunchConfig:
         run_id="surefoot" if config.nnodes > 1 else uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint=config.rdzv_endpoint or "localhost:0",
+        rdzv_configs={"join_timeout": join_within_s},
         max_restarts=config.max_restarts,
         signals_to_handle="SIGQUIT",  # the others are passed on, see below
         local_addr="localhost" if config.nnodes == 1 else None,

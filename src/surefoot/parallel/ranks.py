@@ -166,18 +166,9 @@ def joined(device_type: str, *, alone_too: bool = False) -> Iterator[Ranks]:
         device = torch.device("cuda", local_rank)
     is_ours = not dist.is_initialized()
     if is_ours:
-        # Elastic may give a restarted run the store of the attempt before, with the addresses of ranks that are gone.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        shared = dist.TCPStore(  # type: ignore[attr-defined]
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-            timeout=DEADLINE,
-            multi_tenant=True,
-        )
         dist.init_process_group(
             backend,
-            store=PrefixStore(f"attempt-{attempt}", shared),
+            store=shared_store(rank),
             rank=rank,
             world_size=size,
             timeout=DEADLINE,
@@ -189,6 +180,22 @@ def joined(device_type: str, *, alone_too: bool = False) -> Iterator[Ranks]:
     finally:
         if is_ours:
             dist.destroy_process_group()
+
+
+def shared_store(rank: int) -> Any:
+    """A connection to the store that the launcher's environment names, for this attempt of the run alone.
+
+    Elastic may give a restarted run the store of the attempt before, with the addresses of ranks that are gone.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        timeout=DEADLINE,
+        multi_tenant=True,
+    )
+    return PrefixStore(f"attempt-{attempt}", store)
 
 
 def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:

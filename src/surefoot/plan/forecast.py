@@ -19,6 +19,7 @@ from surefoot.parallel.layout import Layout
 from surefoot.plan.devices import GB, GIB, Device
 from surefoot.plan.memory import Cuts, Owners, Rollout, cut, forecast_memory, gradient_share
 from surefoot.plan.sizes import FP32_BYTES, Elements, Sizes, sizes_of
+from surefoot.plan.tower import Pictures, pictures_of, show
 from surefoot.plan.trace import ATTENTION, Trace, likelihood, policy_loss, shaped_batch, trace_step
 from surefoot.training.artifacts import lora_settings
 from surefoot.training.grpo import PolicyLoss
@@ -52,6 +53,8 @@ class Forecast:
     sequences_per_step: int
     communication_bytes: int
     """That a rank sends in a step."""
+    pictures: Pictures | None = None
+    """Of a micro-batch; None for a model that reads none."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -151,10 +154,11 @@ def forecast(
             f"per_device_train_batch_size={each} sequences of {length} tokens are {each * length} tokens in one "
             f"forward; plans are made for up to {MOST_TOKENS} ({where('per_device_train_batch_size', 'max_length')})."
         )
+    pictures = pictures_of(run, base, each, run.prompt_length if run.method == "grpo" else run.max_length)
     trace = _trace(
         base, lora, dtype, as_trained=_Trained.of(run), is_checkpointed=run.gradient_checkpointing, rows=each,
         length=length, is_on_gpu=device.is_gpu, twice=steps > 1, share=gradient_share(layout, sizes),
-        freeze_vision=run.freeze_vision_tower,
+        freeze_vision=run.freeze_vision_tower, pictures=pictures,
     )  # fmt: skip
     process = GPU_PROCESS_BYTES if device.is_gpu else int(_process_bytes())
     rollout = None
@@ -181,6 +185,7 @@ def forecast(
         step_s=steps * trace.flops / rate + sent / device.link_bytes_per_s + _offload_s(sizes, layout, steps),
         sequences_per_step=all_sequences,
         communication_bytes=sent,
+        pictures=pictures,
     )
 
 
@@ -245,6 +250,7 @@ def _sizes(base: Path, lora: LoraSettings | None, dtype: torch.dtype, *, freeze_
 def _trace(
     base: Path, lora: LoraSettings | None, dtype: torch.dtype, *, as_trained: _Trained, is_checkpointed: bool,
     rows: int, length: int, is_on_gpu: bool, twice: bool, share: float, freeze_vision: bool,
+    pictures: Pictures | None,
 ) -> Trace:  # fmt: skip
     """Of `rows` sequences of full length, all of whose tokens are trained: the most that a micro-batch can need.
 
@@ -258,7 +264,8 @@ def _trace(
                 base, lora=lora, dtype=dtype, gradient_checkpointing=is_checkpointed, attention=ATTENTION,
                 layers=layers, freeze_vision=freeze_vision,
             )  # fmt: skip
-            batch = shaped_batch([length] * rows, rows * as_trained.tokens_each)
+            vision = show(built, pictures) if pictures is not None else None
+            batch = shaped_batch([length] * rows, rows * as_trained.tokens_each, vision)
             forward = (
                 likelihood(built, batch, as_trained.aux_loss_coef)
                 if policy is None

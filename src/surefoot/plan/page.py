@@ -25,6 +25,8 @@ def as_text(told: Forecast, findings: list[Finding], changes: list[tuple[Changed
         f"a step: {told.tokens_per_step} tokens, about {_duration(told.step_s)}, "
         f"{told.tokens_per_step / told.step_s:.0f} tokens/s{_cost(told, price)}",
     ]
+    if told.pictures is not None:
+        lines[-1] += f"; each forward sees {told.pictures}, the most that it has room for"
     if run.method == "grpo":
         lines[-1] += "; rollouts and rewards are not in it"
         if run.rollout_engine == "vllm":

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from surefoot.data.loader import MicroBatch
+from surefoot.data.pixels import Vision
 from surefoot.models.build import BuiltModel
 from surefoot.models.experts import is_fused_experts
+from surefoot.models.vision import vision_tower
 from surefoot.rl.batch import PolicyBatch
 from surefoot.training.grpo import PolicyLoss
 from surefoot.training.loss import TokenLogprobs
@@ -108,9 +110,11 @@ class _Live(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         tree_map_only(Tensor, self._see, output)
         if func is ATTEND:
-            self.flops += sdpa_flop_count(*(one.shape for one in args[:3])) // 2  # causal
+            is_causal = len(args) > 4 and args[4]  # defaults are left out
+            self.flops += sdpa_flop_count(*(one.shape for one in args[:3])) // (2 if is_causal else 1)
         elif func is ATTEND_BACKWARD:  # five products for the two of the forward
-            self.flops += sdpa_flop_count(*(one.shape for one in args[1:4])) * 5 // 4
+            is_causal = args[7]
+            self.flops += sdpa_flop_count(*(one.shape for one in args[1:4])) * 5 // (4 if is_causal else 2)
         elif func.overloadpacket in flop_registry:
             self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=output)
         return output
@@ -196,7 +200,7 @@ AttentionInterface.register(ATTENTION, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *_, **__: None)
 
 
-def shaped_batch(lengths: Sequence[int], trained: int) -> MicroBatch:
+def shaped_batch(lengths: Sequence[int], trained: int, vision: Vision | None = None) -> MicroBatch:
     """A micro-batch of samples of these lengths, of whose tokens `trained` are in the loss; without values."""
     tokens = sum(lengths)
     return MicroBatch(
@@ -208,6 +212,7 @@ def shaped_batch(lengths: Sequence[int], trained: int) -> MicroBatch:
         targets=torch.empty(trained, dtype=torch.int64),
         weights=None,
         places=(),
+        vision=vision,
     )
 
 
@@ -284,7 +289,7 @@ def trace_step(
 
 
 @contextmanager
-def _kinds(model: nn.Module, live: _Live) -> Iterator[None]:
+def _kinds(model: PreTrainedModel, live: _Live) -> Iterator[None]:
     """Let `live` know the kind of layer whose forward runs."""
     hooks, outer = [], ["other"]
 
@@ -299,8 +304,11 @@ def _kinds(model: nn.Module, live: _Live) -> Iterator[None]:
         outer.pop()
         live.kind = outer[-1]
 
+    tower = vision_tower(model)
     for name, module in model.named_modules():
         kind = kind_of(name, module)
+        if tower is not None and f"{name}.".startswith(f"{tower[0]}."):
+            kind = "vision" if module is tower[1] else None
         if kind is not None:
             hooks += [module.register_forward_pre_hook(enter(kind)), module.register_forward_hook(leave)]
     try:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from surefoot.config import OF_ALL_RANKS, LoadedConfig, RunConfig, as_yaml, changed_fields
 from surefoot.data.loader import MicroBatch
 from surefoot.data.order import StepBatch
+from surefoot.doctor.across import facts_of, ranks_differ
 from surefoot.doctor.collect import collect
 from surefoot.errors import CheckpointError, ConfigError, StoppedOnFinding, SurefootError
 from surefoot.events import Event, FindingMade, Noted, Observer, RunEnded, RunStarted
@@ -271,7 +272,12 @@ def _assemble(
     )
     undo.callback(job.saver.end)
     about = {**environment(device), "ranks": ranks.size, "expert_parallel_size_s": measured}
-    ranks.from_first(lambda: _begin_folder(config, {**about, "machine": collect(folder).as_dict()}))
+    machine = collect(folder if ranks.local_rank == 0 else None)
+    ranks.from_first(lambda: _begin_folder(config, {**about, "machine": machine.as_dict()}))
+    everywhere = ranks.gather({"host": machine.host, "facts": facts_of(machine.as_dict())})
+    differing = ranks_differ([one["facts"] for one in everywhere], [one["host"] for one in everywhere])
+    if differing is not None:
+        emit(FindingMade(differing))
     emit(_started(job, state))
     lora = lora_settings(config)
     target = folder / ("adapter" if lora else "model")

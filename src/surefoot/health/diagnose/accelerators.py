@@ -9,7 +9,7 @@ from statistics import median
 
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.health.accelerators import GpuSample, Look
-from surefoot.health.kernel_log import GpuError
+from surefoot.kernel_log import GpuError
 
 WINDOW_S = 30.0
 LEAST_LOOKS = 10

@@ -1,0 +1,157 @@
+"""Checks of the GPUs of a machine, as NVML and the kernel tell of them. Pure."""
+
+from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
+from surefoot.doctor.snapshot import Gpu
+
+GIB = 1 << 30
+LEAST_POWER_SHARE = 0.9
+"""Of the limit that a card came with: a lower one was set on purpose, or by a machine that cannot cool it."""
+NEAR_SLOWDOWN_C = 5
+MUCH_MEMORY = 0.05
+"""Of a card that a run is to use, in use before it starts."""
+BROKEN_PEERS = ("chipset", "I/O hub", "disabled")
+"""Why GPUs that could read each other's memory cannot; others never could."""
+
+
+def errors(seen: Seen) -> Check:
+    """Memory that lost data, rows that could not be replaced, errors in the kernel's log."""
+    name, none = "GPU errors", _none(seen)
+    if none is not None:
+        return not_applicable("GPU errors", none)
+    found = []
+    for card in _used(seen):
+        if card.uncorrected_errors:
+            found.append(f"GPU {card.index} lost data in its memory {card.uncorrected_errors} times")
+        if card.remap:
+            found.append(f"GPU {card.index}: replacing bad rows of its memory is {card.remap}")
+    if seen.machine.xids:
+        found.append(f"the kernel's log has Xid {', '.join(seen.machine.xids[-3:])}")
+    if found:
+        return wrong(name, "SF722", "; ".join(found), cards=[card.index for card in _used(seen)],
+                     xids=list(seen.machine.xids))  # fmt: skip
+    log = seen.machine.unknown.get("xids")
+    return fine(name, f"none{f'; the kernel log cannot be read: {log}' if log else ''}")
+
+
+def clocks(seen: Seen) -> Check:
+    name, none = "GPU clocks", _none(seen)
+    if none is not None:
+        return not_applicable(name, none)
+    found = []
+    for card in _used(seen):
+        if card.slowed_by:
+            found.append(f"GPU {card.index} is slowed down: {', '.join(card.slowed_by)}")
+        limit, default = card.power_limit_w, card.power_default_w
+        if limit is not None and default and limit < LEAST_POWER_SHARE * default:
+            found.append(f"GPU {card.index} may take {limit:.0f} W of the {default:.0f} W it came with")
+        warm, hot = card.temperature_c, card.slowdown_c
+        if warm is not None and hot and warm > hot - NEAR_SLOWDOWN_C:
+            found.append(f"GPU {card.index} has {warm} °C and slows down at {hot} °C")
+    if found:
+        return wrong(name, "SF723", "; ".join(found), cards=[card.index for card in _used(seen)])
+    hottest = max((card.temperature_c for card in _used(seen) if card.temperature_c is not None), default=None)
+    return fine(name, f"nothing slows them down{f', the warmest has {hottest} °C' if hottest is not None else ''}")
+
+
+def links(seen: Seen) -> Check:
+    """NVLinks that are down, and GPUs that the switches do not know yet."""
+    name, none = "NVLink", _none(seen)
+    if none is not None:
+        return not_applicable(name, none)
+    cards = _used(seen)
+    most = max((sum(card.links) for card in cards), default=0)
+    down = [
+        f"GPU {card.index} has {sum(card.links)} of {max(len(card.links), most)} NVLinks up"
+        for card in cards
+        if sum(card.links) < max(len(card.links), most)
+    ]
+    late = [
+        f"GPU {card.index}'s registration with the NVSwitches is {card.fabric}"
+        for card in cards
+        if card.fabric not in ("", "completed")
+    ]
+    if down or late:
+        return wrong(
+            name, "SF724", "; ".join([*late, *down]), links={str(card.index): sum(card.links) for card in cards}
+        )
+    return fine(name, f"{most} links up on each GPU" if most else "none")
+
+
+def pcie(seen: Seen) -> Check:
+    name, none = "PCIe", _none(seen)
+    if none is not None:
+        return not_applicable(name, none)
+    found = []
+    for card in _used(seen):
+        if card.pcie_width and card.pcie_most_width and card.pcie_width < card.pcie_most_width:
+            found.append(f"GPU {card.index} uses {card.pcie_width} of {card.pcie_most_width} lanes")
+        could, may = card.pcie_own_generation, card.pcie_most_generation
+        if could and may and may < could:
+            found.append(f"GPU {card.index} could use generation {could}, and its slot gives {may}")
+    if found:
+        return wrong(name, "SF725", "; ".join(found), cards=[card.index for card in _used(seen)])
+    first = next((card for card in _used(seen) if card.pcie_width), None)
+    return fine(name, f"generation {first.pcie_most_generation}, {first.pcie_width} lanes" if first else "not told")
+
+
+def peers(seen: Seen) -> Check:
+    """Whether GPUs that work together can read each other's memory."""
+    name, none = "GPU to GPU", _none(seen)
+    if none is not None:
+        return not_applicable(name, none)
+    used = {str(card.index) for card in _used(seen)}
+    pairs = {pair: how for pair, how in seen.machine.peers.items() if set(pair.split("-")) <= used}
+    if not seen.uses_nccl or seen.local_ranks < 2 or not pairs:
+        return not_applicable(name, "one GPU" if len(used) < 2 else "not told, or the ranks do not use it")
+    broken = {pair: how for pair, how in pairs.items() if any(word in how for word in BROKEN_PEERS)}
+    if broken:
+        pair, how = next(iter(broken.items()))
+        cause = f"{len(broken)} of {len(pairs)} pairs cannot read each other's memory; GPUs {pair}: {how}"
+        return wrong(name, "SF726", cause, pairs=broken)
+    working = sum(how == "ok" for how in pairs.values())
+    return fine(name, f"{working} of {len(pairs)} pairs read each other's memory")
+
+
+def others(seen: Seen) -> Check:
+    """What is on the GPUs before the run is."""
+    name, none = "GPUs are free", _none(seen)
+    if none is not None:
+        return not_applicable(name, none)
+    taken = [
+        f"GPU {card.index}: {card.memory_used_bytes / GIB:.1f} of {card.memory_bytes / GIB:.0f} GiB"
+        + (f", processes {', '.join(str(one) for one in card.processes[:5])}" if card.processes else "")
+        for card in _used(seen)
+        if card.memory_used_bytes is not None
+        and card.memory_bytes
+        and card.memory_used_bytes > MUCH_MEMORY * card.memory_bytes
+    ]
+    if taken:
+        return wrong(name, "SF727", "; ".join(taken), taken=taken)
+    return fine(name, "nothing else is on them")
+
+
+def _none(seen: Seen) -> str | None:
+    """Why there is nothing to say of GPUs; None where there is."""
+    if not seen.machine.cards:
+        return seen.machine.unknown.get("cards", "no GPU here")
+    return None if _used(seen) else "the run uses no GPU"
+
+
+def _used(seen: Seen) -> list[Gpu]:
+    """Those that the run uses: the first ones that CUDA_VISIBLE_DEVICES leaves, as many as it has ranks here."""
+    if not seen.is_on_gpus:
+        return []
+    visible = seen.machine.environment.get("CUDA_VISIBLE_DEVICES")
+    cards = list(seen.machine.cards)
+    if visible is not None:
+        named = [one.strip() for one in visible.split(",") if one.strip()]
+        meant = [next((card for card in cards if _is_named(card, one)), None) for one in named]
+        cards = [card for card in meant if card is not None]
+    return cards[: seen.local_ranks] if seen.run is not None else cards
+
+
+def _is_named(card: Gpu, name: str) -> bool:
+    return card.index == int(name) if name.isdigit() else name in card.uuid
+
+
+CHECKS = (errors, clocks, links, pcie, peers, others)

@@ -1,0 +1,114 @@
+"""What NVML says of the GPUs of this machine, once. Imports no torch; without a driver it raises, and nothing is known.
+
+A driver in trouble may hang whoever asks: `collect` does so in a thread.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import byref
+from itertools import combinations
+from typing import Any
+
+from surefoot.doctor.snapshot import Gpu
+
+SLOWING = {
+    0x08: "hardware slowdown",
+    0x20: "too hot (software)",
+    0x40: "too hot (hardware)",
+    0x80: "power brake",
+}
+"""Bits of NVML's reasons for low clocks that mean trouble; a power cap under full load is none."""
+FABRIC = {1: "not started", 2: "in progress", 3: "completed"}
+PEERS = {
+    0: "ok",
+    1: "the chipset does not support it",
+    2: "these GPUs do not support it",
+    3: "there is an I/O hub between them that does not support it",
+    4: "it is disabled by a setting of the driver",
+    5: "not supported",
+}
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def read_cards() -> tuple[Gpu, ...]:
+    """All GPUs of the machine. Raises: NVMLError without a driver."""
+    with _nvml() as nvml:
+        return tuple(_card(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+
+
+def read_peers() -> dict[str, str]:
+    """Of each pair of GPUs whether one can read the other's memory. Raises: NVMLError without a driver."""
+    with _nvml() as nvml:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        found = {}
+        for (i, one), (j, other) in combinations(enumerate(handles), 2):
+            status = _ask(nvml, nvml.nvmlDeviceGetP2PStatus, one, other, 0)  # reading
+            if status is not None:
+                found[f"{i}-{j}"] = PEERS.get(int(status), "not known")
+        return found
+
+
+def _ask(nvml: Any, question: Callable[..., Any], *about: Any) -> Any:
+    try:
+        return question(*about)
+    except nvml.NVMLError:  # not supported by this card or driver
+        return None
+
+
+def _card(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+
+    def ask(question: Callable[..., Any], *more: Any) -> Any:
+        return _ask(nvml, question, handle, *more)
+
+    reasons = ask(nvml.nvmlDeviceGetCurrentClocksEventReasons) or 0
+    limit = ask(nvml.nvmlDeviceGetEnforcedPowerLimit)
+    default = ask(nvml.nvmlDeviceGetPowerManagementDefaultLimit)
+    rows = ask(nvml.nvmlDeviceGetRemappedRows)
+    memory = ask(nvml.nvmlDeviceGetMemoryInfo)
+    links = (ask(nvml.nvmlDeviceGetNvLinkState, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS))
+    remap = [word for word, is_so in zip(("pending", "failed"), rows[2:] if rows else (), strict=False) if is_so]
+    return Gpu(
+        index=index,
+        name=_text(ask(nvml.nvmlDeviceGetName)),
+        uuid=_text(ask(nvml.nvmlDeviceGetUUID)),
+        slowed_by=tuple(words for bit, words in SLOWING.items() if reasons & bit),
+        power_limit_w=limit / 1000 if limit is not None else None,
+        power_default_w=default / 1000 if default is not None else None,
+        temperature_c=ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+        slowdown_c=ask(nvml.nvmlDeviceGetTemperatureThreshold, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
+        uncorrected_errors=ask(
+            nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        ),
+        remap=", ".join(remap),
+        links=tuple(bool(state) for state in links if state is not None),
+        fabric=FABRIC.get(_fabric_state(nvml, handle), ""),
+        pcie_width=ask(nvml.nvmlDeviceGetCurrPcieLinkWidth),
+        pcie_most_width=ask(nvml.nvmlDeviceGetMaxPcieLinkWidth),
+        pcie_most_generation=ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration),
+        pcie_own_generation=ask(nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration),
+        memory_used_bytes=int(memory.used) if memory is not None else None,
+        memory_bytes=int(memory.total) if memory is not None else None,
+        processes=tuple(int(one.pid) for one in ask(nvml.nvmlDeviceGetComputeRunningProcesses) or ()),
+    )
+
+
+def _text(said: Any) -> str:
+    return said.decode() if isinstance(said, bytes) else said or ""
+
+
+def _fabric_state(nvml: Any, handle: Any) -> int:
+    info = nvml.c_nvmlGpuFabricInfoV_t()
+    if _ask(nvml, nvml.nvmlDeviceGetGpuFabricInfoV, handle, byref(info)) is None:
+        return 0
+    return int(info.state)

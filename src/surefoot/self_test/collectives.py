@@ -1,0 +1,135 @@
+"""What ranks send each other, with numbers that tell whether they arrived; and how fast.
+
+All values are whole numbers far below 2^24, so that sums are exact in float32 in any order.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+EXCHANGED = 1 << 18
+"""Numbers that a pair exchanges: 1 MiB."""
+MOST_PAIRS = 32
+"""Ranks up to which all pairs are tried; beyond, those at distances 1, 2, 4, ..."""
+LENGTH = 10_007
+"""Numbers of a collective: prime, so that nothing divides it."""
+UNEVEN = 8
+SWEEP = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 20, 1 << 25, 1 << 28, 1 << 30)}
+"""Bytes of all-reduces whose speed is measured."""
+REPEATS = 5
+PRODUCT = {"cpu": (1024, torch.float32), "cuda": (8192, torch.bfloat16)}
+PRODUCT_FOR_S = 1.0
+
+
+def values_of(rank: int, count: int, device: torch.device) -> Tensor:
+    """Numbers that no other rank sends. Shape: [count], float32, below 2^14."""
+    return (torch.arange(count, device=device) * 7 + rank * 131).remainder(16381).float()
+
+
+def exchange(rank: int, size: int, device: torch.device) -> dict[str, Any]:
+    """Each rank sends to each other one and compares what it gets. Collective: a send and a receive for each distance.
+
+    Returns `wrong`: from whom something else came than was sent.
+    """
+    distances = [n for n in range(1, size) if size <= MOST_PAIRS or n & (n - 1) == 0]
+    wrong = []
+    for distance in distances:
+        sent, got = values_of(rank, EXCHANGED, device), torch.empty(EXCHANGED, device=device)
+        source = (rank - distance) % size
+        operations = [
+            dist.P2POp(dist.isend, sent, (rank + distance) % size),
+            dist.P2POp(dist.irecv, got, source),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        if not torch.equal(got, values_of(source, EXCHANGED, device)):
+            wrong.append(source)
+    return {"pairs": len(distances), "wrong": wrong}
+
+
+def collectives(rank: int, size: int, device: torch.device) -> dict[str, Any]:
+    """Every collective that a run uses, against what must come out of it. Returns `wrong`: what did not."""
+    each = [values_of(n, LENGTH, device) for n in range(size)]
+    total = torch.stack(each).sum(0)
+    wrong: dict[str, str] = {}
+
+    def compare(name: str, got: Tensor, want: Tensor) -> None:
+        if not torch.equal(got, want):
+            at = int((got != want).nonzero()[0])
+            wrong[name] = f"number {at} of {len(want)} is {got[at].item()} instead of {want[at].item()}"
+
+    summed = each[rank].clone()
+    dist.all_reduce(summed)
+    compare("all-reduce", summed, total)
+
+    gathered = torch.empty(size * LENGTH, device=device)
+    dist.all_gather_into_tensor(gathered, each[rank])
+    compare("all-gather", gathered, torch.cat(each))
+
+    scattered = torch.empty(LENGTH, device=device)
+    dist.reduce_scatter_tensor(scattered, torch.cat([each[rank] + n for n in range(size)]))
+    compare("reduce-scatter", scattered, total + rank * size)
+
+    sizes = [1 + n % UNEVEN for n in range(size)]  # uneven, as tokens are dealt to experts
+    mine, begin = sizes[rank], sum(sizes[:rank])
+    received = torch.empty(size * mine, device=device)
+    dist.all_to_all_single(
+        received, each[rank][: sum(sizes)].contiguous(), output_split_sizes=[mine] * size, input_split_sizes=sizes
+    )
+    compare("all-to-all", received, torch.cat([one[begin : begin + mine] for one in each]))
+
+    for source in (0, size - 1):
+        told = each[source].clone() if rank == source else torch.empty(LENGTH, device=device)
+        dist.broadcast(told, source)
+        compare(f"broadcast from rank {source}", told, each[source])
+    return {"wrong": wrong}
+
+
+def bandwidth(size: int, device: torch.device) -> dict[str, float]:
+    """Bytes -> bus bandwidth of an all-reduce of so many, in GB/s: 2 (n - 1) / n of the bytes over the time.
+
+    Collective: `REPEATS` + 2 all-reduces for each number of bytes. Source of the factor: NVIDIA/nccl-tests, its
+    doc/PERFORMANCE.md.
+    """
+    found = {}
+    for length in SWEEP[device.type]:
+        data = torch.ones(length // 4, device=device)
+        for _ in range(2):
+            dist.all_reduce(data)
+        took_s = _timed(lambda data=data: dist.all_reduce(data), device) / REPEATS  # type: ignore[misc]
+        found[str(length)] = length * 2 * (size - 1) / size / took_s / 1e9
+    return found
+
+
+def _timed(work: Callable[[], Any], device: torch.device) -> float:
+    dist.barrier()
+    _wait_for(device)
+    began_s = time.perf_counter()
+    for _ in range(REPEATS):
+        work()
+    _wait_for(device)
+    return time.perf_counter() - began_s
+
+
+def product(device: torch.device) -> float:
+    """TFLOP/s of a large matrix product on this rank's device, while all ranks do the same."""
+    length, dtype = PRODUCT[device.type]
+    one = torch.ones(length, length, dtype=dtype, device=device)
+    one @ one
+    _wait_for(device)
+    began_s, done = time.perf_counter(), 0
+    while (took_s := time.perf_counter() - began_s) < PRODUCT_FOR_S:
+        for _ in range(REPEATS):
+            one @ one
+        _wait_for(device)
+        done += REPEATS
+    return 2 * length**3 * done / took_s / 1e12
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

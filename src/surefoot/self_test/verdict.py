@@ -1,0 +1,231 @@
+"""What a self-test means: checks, from what its ranks said. Pure."""
+
+from statistics import median
+
+from surefoot.doctor.across import facts_of, ranks_differ
+from surefoot.doctor.check import Check, fine, not_applicable, wrong
+from surefoot.self_test.report import Report
+
+GIB = 1 << 30
+MOST_OFFSET_S = 1.0
+"""Between the clocks of two machines: timelines of a run would be out of order."""
+LEAST_OF_MEDIAN = {"nccl": 0.85, "gloo": 0.5}
+"""Of the ranks' matrix products: GPUs of one kind are alike within some percent; cores are shared with others."""
+SLOW_WRITE = 20.0
+"""MB/s: a checkpoint of 1 GB would take a minute."""
+NVLINK = (("H200", 431.0), ("H100", 431.0), ("A100", 228.0), ("V100", 110.0))
+"""GPU -> the bus bandwidth, GB/s, that a large all-reduce between GPUs of one machine must reach.
+Source: Azure's node health checks (AzureHPC azurehpc-health-checks), read 2026-11"""
+PCIE = {3: 6.0, 4: 12.0}
+"""Generation -> the same without NVLink. Source: NVIDIA/nccl#766"""
+OF_A_PORT = 0.9
+"""Of an InfiniBand port's rate, with GPU memory read by the card. Source: as for NVLINK"""
+OF_ETHERNET = 0.5
+"""Of an interface's speed: a judgement, TCP reaches more."""
+
+
+def checks_of(report: Report) -> list[Check]:
+    """One check for each stage that was reached; the one that was not gone through says who did not."""
+    checks = [
+        look(report)
+        for stage, look in (
+            ("machine", _alike),
+            ("clock", _clocks),
+            ("reach", _reach),
+            ("join", _nccl),
+            ("exchange", _exchange),
+            ("collectives", _collectives),
+            ("bandwidth", _bandwidth),
+            ("product", _product),
+            ("storage", _storage),
+        )
+        if stage in report.said
+    ]
+    return [*checks, _stopped(report)] if report.stopped_in else checks
+
+
+def _hosts(report: Report) -> dict[int, str]:
+    return {rank: said["host"] for rank, said in report.of("machine").items()}
+
+
+def _named(report: Report, rank: int) -> str:
+    """A rank with its machine, where there are several."""
+    hosts = _hosts(report)
+    return f"rank {rank} ({hosts[rank]})" if len(set(hosts.values())) > 1 and rank in hosts else f"rank {rank}"
+
+
+def _alike(report: Report) -> Check:
+    name, machines = "ranks are alike", report.of("machine")
+    hosts = _hosts(report)
+    finding = ranks_differ([facts_of(machine) for machine in machines.values()], list(hosts.values()))
+    if finding is not None:
+        return Check(name, "warning", finding.cause, finding)
+    count = len(set(hosts.values()))
+    where = "one machine" if count == 1 else f"{count} machines"
+    return fine(name, f"{report.ranks} ranks on {where} have the same versions and variables")
+
+
+def _clocks(report: Report) -> Check:
+    name, far = "clocks", []
+    for rank, (offset_s, error_s) in report.of("clock").items():
+        if abs(offset_s) - error_s > MOST_OFFSET_S:
+            way = "behind" if offset_s > 0 else "ahead of"
+            far.append(f"{_named(report, rank)} is {abs(offset_s):.1f} s {way} rank 0")
+    if far:
+        return wrong(name, "SF731", "; ".join(far), offsets_s={str(r): v[0] for r, v in report.of("clock").items()})
+    if len(set(_hosts(report).values())) == 1:
+        return not_applicable(name, "one machine")
+    most = max(abs(offset_s) for offset_s, _ in report.of("clock").values())
+    return fine(name, f"at most {most * 1000:.0f} ms apart")
+
+
+def _reach(report: Report) -> Check:
+    name = "machines reach each other"
+    problems = [
+        f"{_named(report, rank)} does not reach {_named(report, int(other))}: {why}"
+        for rank, said in report.of("reach").items()
+        for other, why in said.items()
+    ]
+    if problems:
+        return wrong(name, "SF732", "; ".join(problems[:4]), is_fatal=True, pairs=len(problems))
+    if len(set(_hosts(report).values())) == 1:
+        return not_applicable(name, "one machine")
+    return fine(name, "on ports of any number, both ways")
+
+
+def _nccl(report: Report) -> Check:
+    """NCCL as it was loaded, against the one that torch was installed with."""
+    name = "NCCL"
+    if report.backend != "nccl":
+        return not_applicable(name, f"the ranks talk over {report.backend}")
+    joined, machines = report.of("join"), report.of("machine")
+    for rank, said in joined.items():
+        installed = machines[rank]["versions"].get("nccl", "")
+        if installed and said["nccl"] and not installed.startswith(said["nccl"]):
+            cause = (
+                f"{_named(report, rank)} has loaded NCCL {said['nccl']} ({', '.join(said['loaded'])}), and {installed} "
+                "is installed with torch"
+            )
+            return wrong(name, "SF741", cause, loaded=said["loaded"], installed=installed)
+    if len({said["nccl"] for said in joined.values()}) > 1:
+        versions = {str(rank): said["nccl"] for rank, said in joined.items()}
+        return wrong(name, "SF741", f"the ranks have loaded different NCCLs: {versions}", loaded=versions)
+    return fine(name, f"{next(iter(joined.values()))['nccl']} at all ranks")
+
+
+def _exchange(report: Report) -> Check:
+    name = "pairs of ranks"
+    wrong_pairs = [
+        f"{_named(report, rank)} got something else than {_named(report, source)} sent"
+        for rank, said in report.of("exchange").items()
+        for source in said["wrong"]
+    ]
+    if wrong_pairs:
+        return wrong(name, "SF734", "; ".join(wrong_pairs[:4]), is_fatal=True, pairs=len(wrong_pairs))
+    return fine(name, f"{report.ranks * next(iter(report.of('exchange').values()))['pairs']} exchanges arrived whole")
+
+
+def _collectives(report: Report) -> Check:
+    name = "collectives"
+    problems = [
+        f"{what} at {_named(report, rank)}: {how}"
+        for rank, said in report.of("collectives").items()
+        for what, how in said["wrong"].items()
+    ]
+    if problems:
+        return wrong(name, "SF734", "; ".join(problems[:4]), is_fatal=True, problems=len(problems))
+    return fine(name, "all-reduce, all-gather, reduce-scatter, uneven all-to-all, broadcast: every number is right")
+
+
+def _bandwidth(report: Report) -> Check:
+    """Of the largest all-reduce; a collective is as fast as its slowest rank."""
+    name, said = "all-reduce", report.of("bandwidth")
+    lengths = sorted(int(length) for length in next(iter(said.values())))
+    slowest = {length: min(one[str(length)] for one in said.values()) for length in lengths}
+    seen = ", ".join(f"{_bytes(length)}: {slowest[length]:.3g}" for length in lengths) + " GB/s"
+    least, why = expected_gb_s(report)
+    if least is None:
+        return fine(name, f"{seen}; {why}")
+    if slowest[lengths[-1]] < least:
+        cause = f"{seen} of bus bandwidth, and {least:.4g} GB/s are to be expected: {why}"
+        return wrong(name, "SF733", cause, bus_bandwidth_gb_s=slowest, expected_gb_s=least)
+    return fine(name, f"{seen} of bus bandwidth ({least:.4g} expected: {why})")
+
+
+def expected_gb_s(report: Report) -> tuple[float | None, str]:
+    """(the least bus bandwidth that the way between these ranks gives, the way); None where it is not known."""
+    machines = list(report.of("machine").values())
+    if report.backend != "nccl":
+        return None, f"what {report.backend} should reach here is not known"
+    if len({machine["host"] for machine in machines}) > 1:
+        ports = [port for port in machines[0]["ports"] if "ACTIVE" in port["state"]]
+        rates = [float(port["rate"].split()[0]) for port in ports if port["rate"]]
+        if rates:
+            return sum(rates) / 8 * OF_A_PORT, f"{len(rates)} ports of {rates[0]:g} Gbit/s"
+        speeds = [one["speed_mbit"] for one in machines[0]["interfaces"].values() if one["is_up"]]
+        if any(speeds):
+            return max(speeds) / 8000 * OF_ETHERNET, f"Ethernet of {max(speeds) / 1000:g} Gbit/s"
+        return None, "the speed of the network is not known"
+    cards = machines[0]["cards"]
+    if any(any(card["links"]) for card in cards):
+        known = next((least for kind, least in NVLINK if kind in cards[0]["name"]), None)
+        return known, f"NVLink of {cards[0]['name']}"
+    generation = min((card["pcie_most_generation"] or 0 for card in cards), default=0)
+    return PCIE.get(generation), f"PCIe of generation {generation or 'unknown'}"
+
+
+def _bytes(length: int) -> str:
+    return f"{length / GIB:g} GiB" if length >= GIB else f"{length / (1 << 20):g} MiB"
+
+
+def _product(report: Report) -> Check:
+    name, said = "matrix product", report.of("product")
+    usual = median(said.values())
+    slow = [rank for rank, speed in said.items() if speed < LEAST_OF_MEDIAN[report.backend] * usual]
+    speeds = ", ".join(f"{speed:.3g}" for speed in said.values())
+    if slow:
+        shown = ", ".join(f"{_named(report, rank)} {said[rank]:.3g}" for rank in slow)
+        return wrong(name, "SF735", f"{shown} TFLOP/s, and {usual:.3g} is usual among {report.ranks} ranks",
+                     tflops={str(rank): round(speed, 2) for rank, speed in said.items()})  # fmt: skip
+    return fine(name, f"{speeds} TFLOP/s, all ranks at a time")
+
+
+def _storage(report: Report) -> Check:
+    name = "speed of output_dir"
+    said = {rank: one for rank, one in report.of("storage").items() if one is not None}
+    if not said:
+        return not_applicable(name, "no run is given")
+    damaged = [rank for rank, one in said.items() if not one["is_same"]]
+    if damaged:
+        return wrong(name, "SF711", f"{_named(report, damaged[0])} read something else than it had written",
+                     is_fatal=True, error="other bytes")  # fmt: skip
+    slowest = min(said, key=lambda rank: said[rank]["write"])
+    shown = f"{_named(report, slowest)} writes {said[slowest]['write']:.0f} MB/s and reads {said[slowest]['read']:.0f}"
+    if said[slowest]["write"] < SLOW_WRITE:
+        return wrong(name, "SF711", shown, write_mb_s=round(said[slowest]["write"], 1))
+    return fine(name, shown)
+
+
+WHAT = {
+    "machine": "looking at their machines",
+    "clock": "comparing clocks",
+    "reach": "connecting to each other",
+    "join": "joining one process group",
+    "exchange": "exchanging data in pairs",
+    "collectives": "their first collectives",
+    "bandwidth": "large all-reduces",
+    "product": "a matrix product",
+    "storage": "writing a file",
+}
+
+
+def _stopped(report: Report) -> Check:
+    what = WHAT[report.stopped_in]
+    told = [f"{_named(report, rank)}: {error}" for rank, error in report.errors.items()]
+    silent = [_named(report, rank) for rank in report.silent]
+    if silent and not told:
+        said = f"{', '.join(silent)} did not come through {what} within {report.within_s:.0f} s"
+    else:
+        said = f"{'; '.join(told[:3])}, in {what}" + (f"; {', '.join(silent)} waited" if silent else "")
+    return wrong("self-test", "SF742", said, is_fatal=True, stage=report.stopped_in,
+                 silent=report.silent, errors={str(rank): error for rank, error in report.errors.items()})  # fmt: skip

@@ -1,0 +1,144 @@
+"""Checks of GPUs: on snapshots written by hand, and through NVIDIA's bindings from a library that a test compiles."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from surefoot.config import LoadedConfig, load_config
+from surefoot.doctor.check import Check
+from surefoot.doctor.examine import changes, examine
+from surefoot.doctor.snapshot import Gpu, Snapshot, snapshot_of
+from tests.doctor.test_checks import NODE, bad
+
+GIB = 1 << 30
+SOUND = Gpu(
+    index=0,
+    name="NVIDIA H100 80GB HBM3",
+    uuid="GPU-0",
+    power_limit_w=700.0,
+    power_default_w=700.0,
+    temperature_c=34,
+    slowdown_c=87,
+    uncorrected_errors=0,
+    links=(True,) * 18,
+    fabric="completed",
+    pcie_width=16,
+    pcie_most_width=16,
+    pcie_most_generation=5,
+    pcie_own_generation=5,
+    memory_used_bytes=1 << 29,
+    memory_bytes=80 * GIB,
+)
+PAIRS = {f"{i}-{j}": "ok" for i in range(8) for j in range(i + 1, 8)}
+
+
+def node(peers: dict[str, str] | None = None, xids: tuple[str, ...] = (), **changed: Any) -> Snapshot:
+    """Eight GPUs, of which number 3 is not as the others are."""
+    cards = [replace(SOUND, index=index, uuid=f"GPU-{index}") for index in range(8)]
+    cards[3] = replace(cards[3], **changed)
+    return replace(NODE, cards=tuple(cards), peers={**PAIRS, **(peers or {})}, xids=xids)
+
+
+@pytest.fixture
+def run(settings: dict[str, Any]) -> Any:
+    def load(**changes: Any) -> LoadedConfig:
+        return load_config(None, (), {**settings, "device": "auto", "nproc_per_node": 8, **changes})
+
+    return load
+
+
+def line(checks: list[Check], name: str) -> Check:
+    return next(check for check in checks if check.name == name)
+
+
+def test_sound_gpus_have_no_finding(run: Any) -> None:
+    for loaded in (run(), None):
+        checks = examine(node(), loaded)
+        assert bad(checks) == {}
+        for name in ("GPU errors", "GPU clocks", "NVLink", "PCIe", "GPU to GPU", "GPUs are free"):
+            assert line(checks, name).status == "ok", name
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "said"),
+    [
+        ({"uncorrected_errors": 2}, "SF722", "GPU 3 lost data in its memory 2 times"),
+        ({"remap": "pending"}, "SF722", "GPU 3: replacing bad rows of its memory is pending"),
+        ({"xids": ("0000:1b:00: 79",)}, "SF722", "Xid 0000:1b:00: 79"),
+        ({"slowed_by": ("power brake",)}, "SF723", "GPU 3 is slowed down: power brake"),
+        ({"power_limit_w": 500.0}, "SF723", "GPU 3 may take 500 W of the 700 W it came with"),
+        ({"temperature_c": 84}, "SF723", "GPU 3 has 84 °C and slows down at 87 °C"),
+        ({"links": (True,) * 17 + (False,)}, "SF724", "GPU 3 has 17 of 18 NVLinks up"),
+        ({"links": ()}, "SF724", "GPU 3 has 0 of 18 NVLinks up"),
+        ({"fabric": "in progress"}, "SF724", "GPU 3's registration with the NVSwitches is in progress"),
+        ({"pcie_width": 8}, "SF725", "GPU 3 uses 8 of 16 lanes"),
+        ({"pcie_most_generation": 4}, "SF725", "GPU 3 could use generation 5, and its slot gives 4"),
+        ({"peers": {"2-3": "the chipset does not support it"}}, "SF726", "1 of 28 pairs"),
+        ({"memory_used_bytes": 40 * GIB, "processes": (4711,)}, "SF727", "GPU 3: 40.0 of 80 GiB, processes 4711"),
+    ],
+)
+def test_what_is_wrong_with_one_gpu_is_named(run: Any, changed: Any, code: str, said: str) -> None:
+    checks = examine(node(**changed), run())
+    assert bad(checks) == {code: "warning"}, "no judgement of a card keeps a run from starting"
+    (text,) = [check.text for check in checks if check.finding is not None]
+    assert said in text
+
+
+def test_gpus_that_the_run_does_not_use_are_not_judged(run: Any) -> None:
+    broken = node(remap="failed", pcie_width=4, links=())
+    assert bad(examine(broken, run(nproc_per_node=3))) == {}
+    assert bad(examine(broken, run(device="cpu"))) == {}
+    for visible, codes in (
+        ("0,1,2", set()),
+        ("GPU-3", {"SF722", "SF725", "SF724"}),
+        ("2,3", {"SF722", "SF725", "SF724"}),
+    ):
+        shown = replace(broken, environment={"CUDA_VISIBLE_DEVICES": visible})
+        ranks = len(visible.split(","))
+        found = set(bad(examine(shown, run(nproc_per_node=ranks))))
+        assert found == codes - ({"SF724"} if ranks == 1 else set()), visible
+
+
+def test_gpus_that_never_could_read_each_other_are_no_finding(run: Any) -> None:
+    geforce = node(peers=dict.fromkeys(PAIRS, "these GPUs do not support it"))
+    assert bad(examine(geforce, run())) == {}
+    assert "0 of 28 pairs" in line(examine(geforce, run()), "GPU to GPU").text
+
+
+def test_without_nvml_the_reason_is_said(run: Any) -> None:
+    blind = replace(NODE, unknown={"cards": "NVMLError_LibraryNotFound: no library"})
+    check = line(examine(blind, run()), "NVLink")
+    assert (check.status, check.text) == ("not applicable", "NVMLError_LibraryNotFound: no library")
+
+
+def test_a_snapshot_with_cards_comes_back_from_json() -> None:
+    seen = node(processes=(1, 2), slowed_by=("power brake",), xids=("0000:1b:00: 79",))
+    assert snapshot_of(seen.as_dict()) == seen
+    assert changes(seen, node(temperature_c=60, memory_used_bytes=GIB, xids=("0000:1b:00: 79",))) == [], (
+        "these come and go"
+    )
+
+
+def test_nvml_is_read_through_its_own_bindings(nvml_driver: dict[str, str]) -> None:
+    code = "from surefoot.doctor.nvml import read_cards, read_peers; print(read_cards()); print(read_peers())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **nvml_driver}, capture_output=True, text=True, timeout=60
+    )
+    first = replace(SOUND, uuid="GPU-a0000000", temperature_c=None, memory_used_bytes=3 * GIB)
+    second = replace(
+        first,
+        index=1,
+        uuid="GPU-b0000000",
+        slowed_by=("too hot (hardware)",),
+        uncorrected_errors=2,
+        remap="pending",
+        links=(True,) * 17 + (False,),
+        fabric="in progress",
+        pcie_width=8,
+        processes=(4711,),
+    )
+    assert done.stdout == f"{(first, second)}\n{{'0-1': 'the chipset does not support it'}}\n", done.stderr

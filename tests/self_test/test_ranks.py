@@ -1,0 +1,190 @@
+"""Self-tests with real processes: sound ones, and ones in which a rank is wrong, late, or gone."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.config import load_config
+from surefoot.self_test import start
+from surefoot.self_test.loader import loader
+from surefoot.self_test.report import read_report
+from tests.conftest import surefoot
+
+RANK = """
+import json, os, socket, sys, time
+from pathlib import Path
+from surefoot.process_end import leave
+from surefoot.self_test import collectives, rank
+FAULT = sys.argv[2] if os.environ["RANK"] == "1" else ""
+if FAULT == "another machine":
+    socket.gethostname = lambda: "elsewhere"
+    os.environ.update(LOCAL_RANK="0", NCCL_IB_TIMEOUT="22")
+if FAULT == "damaged":
+    told = collectives.values_of
+    collectives.values_of = lambda who, *more: told(who, *more) + (who == 1)
+if FAULT == "raises":
+    collectives.exchange = lambda *_: 1 / 0
+if FAULT == "hangs":
+    collectives.exchange = lambda *_: time.sleep(600)
+stages = [rank.Stage(one.name, one.work, 8.0) for one in rank.stages_of(2, is_deep=True) if one.name != "bandwidth"]
+if FAULT == "dies":
+    stages[2] = rank.Stage("reach", lambda _: os.abort(), 8.0)
+report = rank.try_out("cpu", None, Path(sys.argv[1]), is_deep=True, stages=stages)
+leave(0)
+"""
+
+
+def together(path: Path, fault: str = "") -> tuple[Any, float]:
+    """Two ranks, of which number 1 has a fault: what rank 0 wrote, and how long it took."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    began_s = time.monotonic()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(path), fault], env={**common, "RANK": str(n), "LOCAL_RANK": str(n)}
+        )
+        for n in range(2)
+    ]
+    ends = [one.wait(timeout=120) for one in ranks]
+    assert ends == [0, -signal.SIGABRT if fault == "dies" else 0]
+    return read_report(path), time.monotonic() - began_s
+
+
+def test_sound_ranks_go_through_all_stages(tmp_path: Path) -> None:
+    report, _ = together(tmp_path / "report.json")
+    assert (report.stopped_in, report.errors, report.silent) == ("", {}, [])
+    assert list(report.said) == "machine clock reach join exchange collectives product storage".split()
+    assert report.of("exchange") == {0: {"pairs": 1, "wrong": []}, 1: {"pairs": 1, "wrong": []}}
+    assert report.of("collectives") == {0: {"wrong": {}}, 1: {"wrong": {}}}
+
+
+def test_ranks_on_machines_that_differ(tmp_path: Path) -> None:
+    report, _ = together(tmp_path / "report.json", "another machine")
+    assert [said["host"] for said in report.of("machine").values()] == [socket.gethostname(), "elsewhere"]
+    assert report.of("machine")[1]["environment"]["NCCL_IB_TIMEOUT"] == "22"
+    (offset_s, error_s) = report.of("clock")[1]
+    assert abs(offset_s) <= error_s < 1.0, "it is the same clock"
+    assert report.of("reach") == {0: {}, 1: {}}, "each has connected to the other"
+
+
+def test_damaged_numbers_are_told_by_those_who_get_them(tmp_path: Path) -> None:
+    report, _ = together(tmp_path / "report.json", "damaged")
+    assert report.of("exchange")[0]["wrong"] == [1]
+    wrong = report.of("collectives")[0]["wrong"]
+    assert set(wrong) == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast from rank 1"}
+    assert wrong["broadcast from rank 1"] == "number 0 of 10007 is 132.0 instead of 131.0"
+
+
+@pytest.mark.parametrize(
+    ("fault", "stage", "errors", "silent"),
+    [
+        ("raises", "exchange", {1: "ZeroDivisionError: division by zero"}, [0]),
+        ("hangs", "exchange", {}, [0, 1]),
+        ("dies", "reach", {}, [1]),
+    ],
+)
+def test_a_rank_that_does_not_come_through_ends_the_test(
+    tmp_path: Path, fault: str, stage: str, errors: dict[int, str], silent: list[int]
+) -> None:
+    report, took_s = together(tmp_path / "report.json", fault)
+    assert (report.stopped_in, report.errors, report.silent) == (stage, errors, silent)
+    assert took_s < 60
+
+
+@pytest.fixture
+def config(settings: dict[str, Any], tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(settings))
+    return str(path)
+
+
+def test_the_verb_starts_the_ranks_of_a_run(config: str) -> None:
+    done = surefoot("doctor", config, "nproc_per_node=2", "--deep")
+    assert done.returncode == 0, done.stderr
+    assert "ok      ranks are alike" in done.stdout
+    assert "2 ranks on one machine have the same versions and variables" in done.stdout
+    assert "ok      collectives" in done.stdout
+    assert "rank 0 writes" in done.stdout
+    assert "ok      loader alone" in done.stdout
+    folder = Path(json.loads(Path(config).read_text())["output_dir"])
+    assert not folder.exists(), "nothing is left behind"
+    assert not list(folder.parent.glob(".surefoot-probe*"))
+
+
+def test_one_rank_has_no_collectives_to_try(config: str) -> None:
+    done = surefoot("doctor", config, "--deep", "--json")
+    assert done.returncode == 0, done.stderr
+    names = [check["name"] for check in json.loads(done.stdout)["checks"]]
+    assert "matrix product" in names
+    assert "collectives" not in names
+
+
+def test_data_that_cannot_be_read_are_a_finding(settings: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"neither": 1}\n')
+    check = loader(load_config(None, (), {**settings, "dataset": str(tmp_path / "rows.jsonl")}))
+    assert check.finding is not None
+    assert (check.status, check.finding.code) == ("warning", "SF736")
+    assert "rows.jsonl" in check.text
+
+
+def test_data_that_take_long_to_prepare_are_not_waited_for(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("surefoot.self_test.loader.PREPARED_WITHIN_S", 0.01)
+    row = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 200}]})
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 60_000)
+    check = loader(load_config(None, (), {**settings, "dataset": str(tmp_path / "rows.jsonl")}))
+    assert (check.status, check.finding) == ("not applicable", None)
+    assert "are not prepared within" in check.text
+
+
+def test_under_a_launcher_one_report_names_the_rank_that_differs(config: str) -> None:
+    command = (
+        'if [ "$RANK" = 1 ]; then export NCCL_ALGO=Ring; fi; exec "$0" -m surefoot doctor "$@"'  # one of two machines
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", "bash", "-c", command,
+         sys.executable, config, "nproc_per_node=2"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ranks are alike") == 1, "one report for all"
+    assert "NCCL_ALGO is Ring on rank 1, and not set on rank 0" in done.stdout
+    assert "matrix product" not in done.stdout, "only --deep takes the devices"
+
+
+def test_machines_of_a_run_are_looked_at_together(config: str) -> None:
+    """Two launchers on this machine stand for two machines; the endpoint is that of a run."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "surefoot", "doctor", config, "nnodes=2", f"rdzv_endpoint=127.0.0.1:{port}"]
+    both = [
+        subprocess.Popen([*command, "--deep"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [one.communicate(timeout=180) for one in both]
+    assert [one.returncode for one in both] == [0, 0], said
+    (report,) = [out for out, _ in said if out]
+    assert "2 ranks on one machine have the same" in report
+    assert ["the machine of rank 0 shows the report of all" in errors for out, errors in said if not out] == [True]
+
+
+def test_a_machine_that_does_not_come_is_a_finding(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "JOIN_WITHIN_S", 3)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    loaded = load_config(config, ["nnodes=2", f"rdzv_endpoint=127.0.0.1:{port}"])
+    checks = start.self_test(loaded, is_deep=False)
+    assert checks is not None
+    (finding,) = [check.finding for check in checks if check.finding is not None]
+    assert finding.code == "SF742"
+    assert "could not be started" in finding.cause

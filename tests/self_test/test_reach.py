@@ -1,0 +1,66 @@
+"""Ports and clocks, with real sockets and a real store."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import psutil
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from surefoot.self_test import reach
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """A port that accepts connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
+def test_a_listener_is_reached_and_known() -> None:
+    place = reach.Listener(3).place
+    assert reach.connect(3, ["127.0.0.1"], place["port"]) == ""
+    assert reach.connect(3, ["127.0.0.1"], place["port"]) == "", "it answers more than once"
+
+
+def test_the_second_address_will_do() -> None:
+    place = reach.Listener(3).place
+    closed = reach.Listener(4).place["port"]
+    assert reach.connect(4, ["127.0.0.1"], place["port"]) == "127.0.0.1: somebody else answers"
+    assert reach.connect(4, ["0.0.0.1", "127.0.0.1"], closed) == ""
+
+
+def test_why_nobody_is_reached(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "CONNECT_WITHIN_S", 0.2)
+    assert reach.connect(1, [], 1) == "it has no address but its loopback's"
+    assert reach.connect(1, ["127.0.0.1"], 1) == "127.0.0.1: Connection refused"
+    assert reach.connect(1, ["127.0.0.1"], silent) == "127.0.0.1: timed out"
+
+
+def test_addresses_are_those_of_the_interface_that_is_named() -> None:
+    assert reach.own_addresses({"GLOO_SOCKET_IFNAME": "lo"})[0] == "127.0.0.1"
+    assert reach.own_addresses({"NCCL_SOCKET_IFNAME": "=nothing"}) == []
+    others = reach.own_addresses({})
+    assert others == reach.own_addresses({"NCCL_SOCKET_IFNAME": "^docker0"})
+    assert not any(address.startswith(("127.", "fe80")) for address in others)
+    up = {name for name, about in psutil.net_if_stats().items() if about.isup and name != "lo"}
+    known = {one.address for name in up for one in psutil.net_if_addrs()[name]}
+    assert set(others) <= known
+
+
+def test_the_clock_of_another_machine_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+    asking = TCPStore("127.0.0.1", host.port, is_master=False, timeout=timedelta(seconds=20))
+    real, answering = time.time, threading.Thread(target=reach.answer_pings, args=(host, [4]), daemon=True)
+
+    def five_seconds_ahead_there() -> float:
+        return real() + (5.0 if threading.current_thread() is answering else 0.0)
+
+    monkeypatch.setattr(reach.time, "time", five_seconds_ahead_there)
+    answering.start()
+    offset_s, error_s = reach.offset_s(asking, 4)
+    assert abs(offset_s - 5.0) <= error_s < 1.0
+    answering.join(20)

@@ -1,0 +1,174 @@
+"""What is made of what ranks say: reports written by hand, of eight ranks on two machines and of two on one."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.doctor.check import Check
+from surefoot.doctor.snapshot import Interface
+from surefoot.self_test.report import Report, read_report
+from surefoot.self_test.verdict import checks_of, expected_gb_s
+from tests.doctor.test_checks import NODE, PORT
+from tests.doctor.test_gpus import SOUND
+
+RANKS = range(8)
+
+
+def machines(**changed: Any) -> dict[int, Any]:
+    """Ranks 0 to 3 on node1, 4 to 7 on node2; `changed` on rank 6."""
+    cards = tuple(replace(SOUND, index=index) for index in range(4))
+    plain = replace(NODE, cards=cards, gpus=4, environment={"NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": "0"})
+    said = {rank: asdict(replace(plain, host="node1" if rank < 4 else "node2")) for rank in RANKS}
+    said[6] |= changed
+    return said
+
+
+def report(**stages: Any) -> Report:
+    """A sound run of all stages, but for what is given."""
+    sound = {
+        "machine": machines(),
+        "clock": {rank: [0.002 if rank == 4 else 0.0, 0.001] for rank in RANKS},
+        "reach": {rank: {} for rank in RANKS},
+        "join": {rank: {"nccl": "2.28.3", "loaded": ["/lib/libnccl.so.2"]} for rank in RANKS},
+        "exchange": {rank: {"pairs": 7, "wrong": []} for rank in RANKS},
+        "collectives": {rank: {"wrong": {}} for rank in RANKS},
+        "bandwidth": {rank: {"1048576": 5.0, "1073741824": 47.0} for rank in RANKS},
+        "product": {rank: 700.0 + rank for rank in RANKS},
+        "storage": {
+            rank: {"write": 900.0, "read": 2000.0, "is_same": True} if rank % 4 == 0 else None for rank in RANKS
+        },
+    }
+    return Report(8, "nccl", {**sound, **stages})
+
+
+def found(checks: list[Check]) -> dict[str, tuple[str, str]]:
+    """Code -> (status, text) of what is wrong."""
+    return {check.finding.code: (check.status, check.text) for check in checks if check.finding is not None}
+
+
+def test_sound_ranks_have_no_finding() -> None:
+    checks = checks_of(report())
+    assert found(checks) == {}
+    assert [check.status for check in checks] == ["ok"] * 9
+    said = {check.name: check.text for check in checks}
+    assert said["ranks are alike"] == "8 ranks on 2 machines have the same versions and variables"
+    assert said["clocks"] == "at most 2 ms apart"
+    assert said["pairs of ranks"] == "56 exchanges arrived whole"
+    assert said["all-reduce"] == "1 MiB: 5, 1 GiB: 47 GB/s of bus bandwidth (45 expected: 1 ports of 400 Gbit/s)"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            {"environment": {"NCCL_DEBUG": "WARN", "NCCL_P2P_DISABLE": "1"}},
+            "NCCL_P2P_DISABLE is 1 on rank 6 (node2), and not set on ranks 0, 1, 2, 3, 4, 5, 7 (node1, node2)",
+        ),
+        (
+            {"versions": {**NODE.versions, "torch": "2.12.0"}},
+            "torch is 2.12.0 on rank 6 (node2), and 2.13.0 on ranks 0,",
+        ),
+        ({"kernel": "5.4.0"}, "kernel is 5.4.0 on rank 6 (node2)"),
+        ({"device": "NVIDIA A100"}, "GPU is NVIDIA A100 on rank 6 (node2), and none on ranks"),
+    ],
+)
+def test_a_rank_that_differs_is_named_with_its_machine(changed: dict[str, Any], said: str) -> None:
+    status, text = found(checks_of(report(machine=machines(**changed))))["SF730"]
+    assert status == "warning"
+    assert said in text
+
+
+def test_what_may_differ_is_no_finding() -> None:
+    own = {"NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": "7", "OMP_NUM_THREADS": "3"}
+    assert found(checks_of(report(machine=machines(environment=own)))) == {}
+
+
+@pytest.mark.parametrize(
+    ("stage", "changed", "code", "status", "said"),
+    [
+        ("clock", [-7.5, 0.1], "SF731", "warning", "rank 6 (node2) is 7.5 s ahead of rank 0"),
+        ("reach", {"0": "10.0.0.5: timed out"}, "SF732", "failed", "rank 6 (node2) does not reach rank 0 (node1)"),
+        ("join", {"nccl": "2.18.1", "loaded": ["/opt/libnccl.so.2"]}, "SF741", "warning", "has loaded NCCL 2.18.1"),
+        ("exchange", {"pairs": 7, "wrong": [2]}, "SF734", "failed", "rank 6 (node2) got something else than"),
+        ("collectives", {"wrong": {"all-gather": "number 3"}}, "SF734", "failed", "all-gather at rank 6 (node2)"),
+        ("bandwidth", {"1048576": 5.0, "1073741824": 11.0}, "SF733", "warning", "45 GB/s are to be expected"),
+        ("product", 400.0, "SF735", "warning", "rank 6 (node2) 400 TFLOP/s, and 702 is usual among 8 ranks"),
+        ("storage", {"write": 3.0, "read": 9.0, "is_same": True}, "SF711", "warning", "rank 6 (node2) writes 3 MB/s"),
+        ("storage", {"write": 900.0, "read": 9.0, "is_same": False}, "SF711", "failed", "read something else"),
+    ],
+)  # fmt: skip
+def test_what_one_rank_says_becomes_a_finding(stage: str, changed: Any, code: str, status: str, said: str) -> None:
+    told = report()
+    told.said[stage][6] = changed
+    (one,) = found(checks_of(told)).items()
+    assert (one[0], one[1][0]) == (code, status)
+    assert said in one[1][1]
+
+
+def test_a_clock_that_is_not_known_better_is_not_blamed() -> None:
+    told = report()
+    told.said["clock"][6] = [1.5, 0.9]
+    assert found(checks_of(told)) == {}
+
+
+def test_the_stage_that_was_not_gone_through_names_who_did_not() -> None:
+    told = report()
+    del told.said["collectives"], told.said["bandwidth"], told.said["product"], told.said["storage"]
+    told.stopped_in, told.within_s, told.silent = "collectives", 60.0, [5]
+    status, text = found(checks_of(told))["SF742"]
+    assert (status, text) == ("failed", "rank 5 (node2) did not come through their first collectives within 60 s")
+    told.errors = {3: "RuntimeError: no"}
+    text = found(checks_of(told))["SF742"][1]
+    assert text == "rank 3 (node1): RuntimeError: no, in their first collectives; rank 5 (node2) waited"
+
+
+def one_machine(name: str, **changed: Any) -> Report:
+    card = asdict(replace(SOUND, name=name, **changed))
+    machine = {**asdict(NODE), "cards": [card, card]}
+    return Report(2, "nccl", {"machine": {0: machine, 1: machine}})
+
+
+@pytest.mark.parametrize(
+    ("told", "least"),
+    [
+        (one_machine("NVIDIA H200"), 431.0),
+        (one_machine("NVIDIA A100-SXM4-80GB"), 228.0),
+        (one_machine("NVIDIA B300"), None),
+        (one_machine("NVIDIA L40S", links=(), pcie_most_generation=4), 12.0),
+        (one_machine("NVIDIA L40S", links=(False,), pcie_most_generation=3), 6.0),
+        (one_machine("NVIDIA L40S", links=(), pcie_most_generation=None), None),
+        (Report(2, "gloo", {"machine": machines()}), None),
+    ],
+)
+def test_what_a_way_gives(told: Report, least: float | None) -> None:
+    assert expected_gb_s(told)[0] == least
+
+
+def test_what_a_network_gives() -> None:
+    ports = [asdict(PORT), asdict(replace(PORT, device="mlx5_1")), asdict(replace(PORT, state="DOWN"))]
+    told = report()
+    for said in told.said["machine"].values():
+        said["ports"] = ports
+    assert expected_gb_s(told)[0] == 90.0
+    for said in told.said["machine"].values():
+        said["ports"] = []
+    assert expected_gb_s(told) == (None, "the speed of the network is not known")
+    for said in told.said["machine"].values():
+        said["interfaces"] = {"eth0": asdict(Interface(("10.0.0.5",), True, 1500, 25_000))}
+    assert expected_gb_s(told) == (1.5625, "Ethernet of 25 Gbit/s")
+
+
+def test_a_report_comes_back_from_its_file(tmp_path: Path) -> None:
+    told = report()
+    told.stopped_in, told.errors, told.silent = "product", {3: "no"}, [5]
+    told.write(tmp_path / "report.json")
+    assert checks_of(read_report(tmp_path / "report.json")) == checks_of(
+        Report(**{**asdict(told), "said": json.loads(json.dumps(told.said), object_hook=_with_ranks)})
+    )
+
+
+def _with_ranks(values: dict[str, Any]) -> dict[Any, Any]:
+    return {int(key) if key.isdigit() and len(key) == 1 else key: value for key, value in values.items()}

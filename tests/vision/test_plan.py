@@ -1,0 +1,118 @@
+"""What a plan says of a vision tower is what real tensors take."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from surefoot.config import DatasetItem, RunConfig
+from surefoot.data.loader import MicroBatch
+from surefoot.data.pixels import Vision
+from surefoot.models.build import build_model, build_without_storage
+from surefoot.models.lora import LoraSettings
+from surefoot.plan.devices import named
+from surefoot.plan.forecast import forecast
+from surefoot.plan.tower import Pictures, pictures_of, show
+from surefoot.plan.trace import ATTENTION, Trace, _Live, likelihood, shaped_batch, trace_step
+from surefoot.training.sft import SftObjective
+from surefoot.training.step import Totals
+from tests.vision.conftest import KINDS
+
+Folders = Callable[[str], Path]
+LENGTH, PICTURES = 80, Pictures(count=2, cells_each=16, patches_each=64)
+TRAINED = 24
+
+
+def lora(*targets: str) -> LoraSettings:
+    return LoraSettings(4, 8, targets=targets)
+
+
+def traced(folder: Path, settings: LoraSettings, *, is_checkpointed: bool, sees: bool = True) -> Trace:
+    with FakeTensorMode():
+        built = build_without_storage(
+            folder, lora=settings, dtype=torch.float32, gradient_checkpointing=is_checkpointed, attention=ATTENTION
+        )
+        batch = shaped_batch([LENGTH], TRAINED, show(built, PICTURES) if sees else None)
+        return trace_step(built, batch, likelihood(built, batch, 0.0), is_on_gpu=False, twice=False)
+
+
+def real(model: Any) -> MicroBatch:
+    """One sample with two images of 4 by 4 cells each."""
+    vision = model.config.vision_config
+    ids = torch.randint(5, 40, (1, LENGTH))
+    ids[0, 2:18] = ids[0, 30:46] = model.config.image_token_id
+    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return MicroBatch(
+        ids=ids,
+        position_ids=torch.arange(LENGTH).expand(3, 1, LENGTH),
+        lengths=[LENGTH],
+        cu_seq_lens=torch.tensor([0, LENGTH], dtype=torch.int32),
+        predict_at=torch.arange(LENGTH - TRAINED - 1, LENGTH - 1),
+        targets=torch.randint(5, 40, (TRAINED,)),
+        weights=None,
+        places=(),
+        vision=Vision(torch.randn(128, values), torch.tensor([[1, 8, 8], [1, 8, 8]])),
+    )
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("targets", [("attention",), ("attention", "vision")], ids=["frozen tower", "trained tower"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_peak_is_that_of_real_tensors(
+    kind: str, targets: tuple[str, ...], is_checkpointed: bool, vision_folder: Folders
+) -> None:
+    told = traced(vision_folder(kind), lora(*targets), is_checkpointed=is_checkpointed)
+    built = build_model(
+        vision_folder(kind), lora=lora(*targets), device=torch.device("cpu"), dtype=torch.float32,
+        gradient_checkpointing=is_checkpointed,
+    )  # fmt: skip
+    objective, batch = SftObjective(built, 0.0), real(built.model)
+    assert batch.vision is not None
+    layers = {one: n for n, layer in enumerate(built.model.get_decoder().layers) for one in layer.parameters()}
+    known = [*built.model.parameters(), *built.model.buffers(), batch.ids, batch.position_ids, batch.predict_at]
+    live = _Live(known, layers=layers)
+    for parameter in built.model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(live.keep_gradient)
+    with live:
+        batch = MicroBatch(**{**vars(batch), "vision": Vision(batch.vision.pixels.clone(), batch.vision.grid)})
+        objective.loss(batch, Totals(LENGTH, TRAINED, float(TRAINED))).total.backward()
+    assert told.peak == pytest.approx(live.peak, rel=0.06)
+    assert told.flops == pytest.approx(live.flops, rel=0.02)
+    blind = traced(vision_folder(kind), lora("attention"), is_checkpointed=is_checkpointed, sees=False)
+    assert told.peak > blind.peak + 40_000, "the tower takes something"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sequence_is_taken_to_be_full_of_the_largest_images(kind: str, vision_folder: Folders) -> None:
+    def run(**more: Any) -> RunConfig:
+        return RunConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o", **more)
+
+    folder = vision_folder(kind)
+    cell = 32 if kind.startswith("qwen3") else 28
+    assert pictures_of(run(), folder, 2, 80) == Pictures(8, 16, 64), "as the processor says"
+    assert pictures_of(run(max_pixels=9 * cell**2), folder, 1, 80) in (Pictures(7, 9, 36), Pictures(8, 8, 32))
+    assert pictures_of(run(max_pixels=10**8), folder, 1, 80) == Pictures(1, 64, 256)
+    assert pictures_of(run(), folder, 1, 5) == Pictures(1, 1, 4)
+
+
+def test_a_model_that_reads_text_sees_nothing(model_folder: Folders) -> None:
+    run = RunConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o")
+    assert pictures_of(run, model_folder("llama"), 1, 80) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forecast_counts_the_tower(kind: str, vision_folder: Folders) -> None:
+    def peak(**more: Any) -> Any:
+        config = RunConfig(
+            model="m", dataset=[DatasetItem(path="d")], output_dir="o", max_length=800, lora_rank=4, **more
+        )
+        return forecast(config, vision_folder(kind), named("a100"))
+
+    frozen, trained = peak(), peak(target_modules=["attention", "vision"])
+    assert str(frozen.pictures) == "196 images of 16 tokens"
+    assert trained.device_peak[1] > frozen.device_peak[1] + (1 << 20)
+    assert trained.phases["step"].device["activations: vision"] > frozen.phases["step"].device["activations: vision"]
