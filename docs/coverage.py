@@ -24,7 +24,7 @@ def coverage() -> str:
     lines = [
         "# Known failures and what Surefoot does about them",
         "",
-        "Made by `python docs/coverage.py`; edit `docs/causes.yaml` and the catalogue in `src/surefoot/findings.py`.",
+        "Made by `python docs/coverage.py`; edit `docs/causes.yaml` and the catalogue in `src/surefoot/findings/`.",
         "",
         f"Of {len(causes)} causes of public reports, {handled} ({handled / len(causes):.0%}) are named or prevented.",
         "",

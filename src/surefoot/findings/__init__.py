@@ -1,0 +1,55 @@
+"""Findings: named causes with their evidence. Standard library only.
+
+A code names one failure mode for ever. The catalogue is the single place where codes are given out: a file for each
+family, by the first figure of the code.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from surefoot.findings import checkpoints, data, memory, numerics, preflight, rollouts, speed, stalls
+from surefoot.findings.page import Page, Severity
+
+__all__ = ["CATALOGUE", "Finding", "Page", "Severity"]
+
+CATALOGUE: dict[str, Page] = {
+    **stalls.PAGES,
+    **memory.PAGES,
+    **speed.PAGES,
+    **numerics.PAGES,
+    **data.PAGES,
+    **checkpoints.PAGES,
+    **preflight.PAGES,
+    **rollouts.PAGES,
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One named cause.
+
+    `evidence` holds the recorded values the conclusion rests on, `confidence` is 0 to 1, `fix` is what to do.
+    """
+
+    code: str
+    cause: str
+    evidence: dict[str, Any]
+    fix: str
+    confidence: float = 1.0
+
+    @property
+    def severity(self) -> Severity:
+        return CATALOGUE[self.code].severity
+
+    @property
+    def title(self) -> str:
+        return CATALOGUE[self.code].title
+
+    def as_text(self) -> str:
+        """The finding as a person reads it, over several lines."""
+        evidence = "\n".join(f"    {name}: {value}" for name, value in self.evidence.items())
+        return f"{self.code} {self.title}\n  cause: {self.cause}\n  evidence:\n{evidence}\n  fix: {self.fix}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The finding as written to `findings.jsonl`."""
+        return {"severity": self.severity, "title": self.title, **asdict(self)}

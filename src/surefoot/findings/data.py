@@ -1,0 +1,61 @@
+"""Pages of findings that data are odd (SF5..)."""
+
+from surefoot.findings.page import Page
+
+PAGES = {
+    "SF501": Page(
+        "error",
+        "no token of any sample is trained",
+        "Every label of the data is masked.",
+        "`surefoot data run.yaml` shows what is trained; check train_on, roles and the chat template.",
+        ("huggingface/trl#6668",),
+    ),
+    "SF502": Page(
+        "warning",
+        "two end-of-turn tokens",
+        "A rendered turn ends with two of them.",
+        "The data hold one already: take it out of the texts.",
+    ),
+    "SF503": Page(
+        "warning",
+        "two beginning-of-sequence tokens",
+        "A rendered sample begins with two of them.",
+        "The template writes one and the data hold one: take it out of the texts.",
+    ),
+    "SF504": Page(
+        "warning",
+        "the answer stands in the prompt",
+        "The words that are trained are also in the turn before.",
+        "Check the columns: an answer was probably mapped to the prompt as well.",
+    ),
+    "SF505": Page(
+        "error",
+        "the tokenizer does not belong to the model",
+        "Ids of the data are outside the model's embedding.",
+        "Use the model's own tokenizer.",
+    ),
+    "SF506": Page(
+        "warning",
+        "many rows are truncated",
+        "More than 5 % of the rows are longer than max_length.",
+        "Raise max_length, or drop these rows with truncation: drop.",
+    ),
+    "SF507": Page(
+        "warning",
+        "held-out samples are also trained on",
+        "Rendered samples of the evaluation data are equal to trained ones.",
+        "Remove them from one of the two.",
+    ),
+    "SF508": Page(
+        "info",
+        "texts of the data look like special tokens",
+        "A text holds the name of a special token; it is tokenised as plain text.",
+        "Nothing, unless they are meant as control tokens: then write the conversation as messages.",
+    ),
+    "SF509": Page(
+        "warning",
+        "reasoning is not shown by the chat template",
+        "Rows carry reasoning, and the template renders nothing of it.",
+        "Use a template that shows it, or drop the column.",
+    ),
+}

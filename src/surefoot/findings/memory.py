@@ -1,0 +1,46 @@
+"""Pages of findings that memory is used up (SF2..)."""
+
+from surefoot.findings.page import Page
+
+PAGES = {
+    "SF201": Page(
+        "error",
+        "a rank was killed for memory",
+        "It was killed by SIGKILL, and the kernel's count of memory kills in its cgroup has grown since the start.",
+        "Lower per_device_train_batch_size or max_length, set gradient_checkpointing: true or zero_stage: 3, or give "
+        "the job more memory.",
+        ("hiyouga/LLaMA-Factory#6755", "hpcaitech/ColossalAI#5426"),
+    ),
+    "SF202": Page(
+        "warning",
+        "memory of the host grows with every step",
+        "Anonymous memory (of no file, so no page cache) at the end of steps lies on a line that rises through the "
+        "whole window; the phase in which it grows is named. Growth of mapped files is none.",
+        "Look at what that phase keeps: lists of tensors with their graphs, caches without limit, metrics as tensors.",
+        ("QwenLM/Qwen#954", "deepspeedai/DeepSpeed#3002", "huggingface/transformers#12878"),
+    ),
+    "SF203": Page(
+        "warning",
+        "memory of the GPU grows with every step",
+        "What CUDA's allocator counts as tensors at the end of steps rises steadily through the whole window; "
+        "activations are given back by then.",
+        "Look for tensors that are kept with their graphs: losses that are summed without .item() or .detach(), lists "
+        "of outputs, hooks.",
+        ("deepspeedai/DeepSpeed#3002", "huggingface/transformers#12878"),
+    ),
+    "SF204": Page(
+        "warning",
+        "memory of the GPU is cut up",
+        "In many of the newest steps CUDA's allocator gave back what it held and asked the driver again "
+        "(num_alloc_retries), while much of it lay unused between tensors (inactive_split_bytes).",
+        "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or use packing: true so that steps have one size.",
+    ),
+    "SF205": Page(
+        "warning",
+        "a step needed much more memory than those before it",
+        "The peak after that step is a quarter higher than before it, and what is left is less than the difference: "
+        "another step like it does not fit.",
+        "Lower max_length or per_device_train_batch_size, or use packing: true, with which all steps have one size; "
+        "gradient_checkpointing: true makes what depends on the batch smaller.",
+    ),
+}

@@ -1,0 +1,57 @@
+"""Pages of findings that rollouts and rewards do not come, or are wrong (SF8..)."""
+
+from surefoot.findings.page import Page
+
+PAGES = {
+    "SF801": Page(
+        "error",
+        "the rollout engine does not answer",
+        "A request to the server was not answered by its deadline (`rollout_timeout_s`), was refused, or the server's "
+        "process ended. The evidence holds the end of the server's log and what became of its process.",
+        "Read the end of its log. Out of memory: lower the engine's share (`vllm_args: "
+        '[--gpu-memory-utilization, "0.5"]`) or its --max-model-len. Only slow: raise rollout_timeout_s.',
+        ("modelscope/ms-swift#3592",),
+    ),
+    "SF802": Page(
+        "warning",
+        "reward functions fail",
+        "A function raised, took longer than `reward_timeout_s`, returned NaN or another number of rewards than it was "
+        "given completions, or its process ended. It was asked again for each completion alone; those on which it "
+        "failed again are left out of the loss. metrics.jsonl counts them as `rewards_failed`, completions.jsonl "
+        "gives the reason of each.",
+        "Correct the function where the finding's trace points; let it return None for completions that it cannot "
+        "judge. Raise reward_timeout_s where it only is slow.",
+    ),
+    "SF803": Page(
+        "error",
+        "no completion has a reward",
+        "In one step every reward function failed on, or returned None for, every completion.",
+        "Correct the functions where the finding's trace points; compare the names of their arguments with the "
+        "columns of the data.",
+    ),
+    "SF804": Page(
+        "warning",
+        "rewards do not tell completions apart",
+        "In ten rollouts in a row all completions of each prompt had the same reward, so every advantage was 0.",
+        "All 0: the task is too hard for the model as it is. Warm up with SFT, or reward parts of an answer (its "
+        "format, for one). All at the top: the task is learned, or the reward is too easy. dynamic_sampling replaces "
+        "such groups; a higher temperature makes completions differ.",
+    ),
+    "SF805": Page(
+        "error",
+        "the rollout engine does not have the policy's weights",
+        "With each sync an adapter's file is read back and compared tensor by tensor, and one sequence is scored by "
+        "the server and by the trainer: tensors are missing or changed, or the logprobs disagree.",
+        "Compare the base model, its type and chat template on both sides. A server that merges adapters, or does not "
+        "adapt all modules of target_modules (experts, in some versions), gives other numbers: train the modules that "
+        "it can serve, or set rollout_engine: local.",
+        ("verl-project/verl#7495", "OpenRLHF/OpenRLHF#1349", "huggingface/trl#6688"),
+    ),
+    "SF806": Page(
+        "error",
+        "the rollout engine answered something else",
+        "A completion was of another model than the one asked for, had fewer tokens than its end says, or had no "
+        "logprob for each token; or its prompt with images was read as other tokens.",
+        "Use the version of vLLM that the documentation names; look for a proxy between that changes requests.",
+    ),
+}
