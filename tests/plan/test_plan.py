@@ -138,7 +138,8 @@ def test_keys_and_values_are_those_of_a_real_cache(
     assert fewer["keys and values"] == owners["keys and values"] / 4
     assert fewer["drawing tokens"] == owners["drawing tokens"] / 4
     server = told(settings, model=str(model_folder(kind)), **grpo, rollout_engine="vllm")
-    assert "rollout" not in server.phases
+    assert not {"keys and values", "drawing tokens"} & server.phases["rollout"].host.keys(), "they are the server's"
+    assert server.phases["sync"].host["weights that are written"] == 4 * server.sizes.whole.all_trained
 
 
 def test_the_page_of_a_plan_of_grpo(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,10 +148,33 @@ def test_the_page_of_a_plan_of_grpo(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "rollouts and rewards are not in it" in said
     assert "each further token of a rollout gathers 137.5 GiB of weights" in said
-    assert cli.main(["plan", path, "device=a100", "rollout_engine=vllm"]) == 0
+    assert cli.main(["plan", path, "device=a100", "rollout_engine=vllm"]) == 3
     said = capsys.readouterr().out
     assert "a sync sends the adapter alone, 0.78 GiB: 0.57% of a merged model" in said
     assert "gathers" not in said
+    assert 'vllm_args: ["--gpu-memory-utilization", "0.4"]' in said, "a setting that fits"
+    assert cli.main(["plan", path, "device=a100", "rollout_engine=vllm", "vllm_server=http://10.0.0.2:8000"]) == 0
+    assert "the vLLM server has devices of its own" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "holds"),
+    [
+        ([], {"load", "step", "update", "save", "evaluate", "rollout", "sync", "export"}),
+        (["vllm_sleep=true"], {"rollout", "sync"}),
+        (["vllm_devices=6,7"], {"load", "step", "update", "save", "evaluate", "rollout", "sync", "export"}),
+        (["vllm_devices=8,9"], set()),
+        (["vllm_server=http://10.0.0.2:8000"], set()),
+        (["device=cpu", "nproc_per_node=2"], set()),
+    ],
+)
+def test_a_server_takes_its_share_of_the_devices_that_train(more: list[str], holds: set[str]) -> None:
+    path = str(PLANS.parent / "qwen2.5-vl-72b-grpo.yaml")
+    share = [] if "vllm_server" in "".join(more) else ["vllm_args=[--gpu-memory-utilization, '0.5']"]
+    device = [] if "device=cpu" in more else ["device=a100"]
+    phases = plan(path, [*device, "rollout_engine=vllm", *share, *more]).forecast.phases
+    owners = {name: {**phase.device, **phase.host}.get("vLLM server") for name, phase in phases.items()}
+    assert {name: size for name, size in owners.items() if size} == dict.fromkeys(holds, 40 * 10**9)
 
 
 def test_parameters_are_those_that_the_models_are_known_by() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
 from surefoot.doctor.sizes import Weights, weights_of
@@ -154,7 +155,7 @@ def rollout_server(seen: Seen) -> Check:
     if run.vllm_server is not None or not shared:
         return fine(name, "on GPUs of its own, as far as can be seen from here")
     # A server that sleeps takes its share too, when it starts and at each rollout: then the model lies there.
-    share = _memory_share(run.vllm_args)
+    share = memory_share(run.vllm_args)
     said = f"the server takes {share:.0%} of each of its GPUs, and training uses {', '.join(sorted(shared))} of them"
     if share > MOST_SHARED:
         return wrong(name, "SF721", said, share=share, where=_where(seen, "vllm_args", "rollout_engine"))
@@ -183,15 +184,20 @@ def context(seen: Seen) -> Check:
 
 def _positions(folder: Path) -> int | None:
     """max_position_embeddings of the text model."""
-    try:
-        told = json.loads((folder / "config.json").read_text("utf-8"))
-        most = told.get("text_config", told).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):
-        return None
+    most = (_text_config(folder) or {}).get("max_position_embeddings")
     return most if isinstance(most, int) else None
 
 
-def _memory_share(arguments: Sequence[str]) -> float:
+def _text_config(folder: Path) -> dict[str, Any] | None:
+    """Of config.json what is about the language model; None where there is none."""
+    try:
+        told = json.loads((folder / "config.json").read_text("utf-8"))
+        return dict(told.get("text_config", told))
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None
+
+
+def memory_share(arguments: Sequence[str]) -> float:
     """What a server takes of a GPU; the last word counts."""
     share = USUAL_SHARE
     for one, after in pairwise([*arguments, ""]):
@@ -204,6 +210,24 @@ def _memory_share(arguments: Sequence[str]) -> float:
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' if count > 1 else ''}"
+
+
+def experts(seen: Seen) -> Check:
+    """Whether the experts of the model can be dealt to the ranks that share them."""
+    name, run = "experts", seen.run
+    if run is None:
+        return not_applicable(name, "no run is given")
+    size = run.expert_parallel_size
+    if not isinstance(size, int) or size == 1:
+        return not_applicable(name, "experts are not shared out")
+    text = _text_config(Path(run.model))
+    if text is None:
+        return not_applicable(name, "the model's config.json is not here")
+    count = next((text[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in text), 0)
+    said = f"expert_parallel_size={size} and {count or 'no'} experts"
+    if not isinstance(count, int) or not count or count % size:
+        return wrong(name, "SF743", said, is_fatal=True, experts=count, where=_where(seen, "expert_parallel_size"))
+    return fine(name, said)
 
 
 def _weights(seen: Seen) -> Weights | None:

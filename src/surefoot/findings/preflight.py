@@ -307,4 +307,11 @@ PAGES = {
         "Each stage has a deadline; the evidence says in which one which ranks failed or said nothing.",
         "Begin with the first rank that is named. Earlier lines of the table say what is wrong with its machine.",
     ),
+    "SF743": Page(
+        "error",
+        "the experts cannot be dealt to the ranks",
+        "expert_parallel_size against the number of experts in the model's config.json.",
+        "Take an expert_parallel_size that divides the experts, or `auto`.",
+        ("hpcaitech/ColossalAI#5426",),
+    ),
 }

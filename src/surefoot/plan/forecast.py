@@ -12,12 +12,13 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from surefoot.config import RunConfig
+from surefoot.doctor.contradictions import memory_share
 from surefoot.errors import ConfigError, ModelError, SurefootError
 from surefoot.models.build import build_without_storage
 from surefoot.models.lora import LoraSettings
 from surefoot.parallel.layout import Layout
 from surefoot.plan.devices import GB, GIB, Device
-from surefoot.plan.memory import Cuts, Owners, Rollout, cut, forecast_memory, gradient_share
+from surefoot.plan.memory import Cuts, Owners, Rollout, Server, cut, forecast_memory, gradient_share
 from surefoot.plan.sizes import FP32_BYTES, Elements, Sizes, sizes_of
 from surefoot.plan.tower import Pictures, pictures_of, show
 from surefoot.plan.trace import ATTENTION, Trace, likelihood, policy_loss, shaped_batch, trace_step
@@ -173,6 +174,7 @@ def forecast(
         saves=bool(run.save_steps),
         is_on_gpu=device.is_gpu,
         rollout=rollout,
+        server=_server(run, device),
     )
     sent = _sent_bytes(sizes, layout, steps)
     rate = device.flops_per_s if device.is_gpu else device.flops_per_s / run.nproc_per_node
@@ -187,6 +189,17 @@ def forecast(
         communication_bytes=sent,
         pictures=pictures,
     )
+
+
+def _server(run: RunConfig, device: Device) -> Server | None:
+    """The vLLM server of a run, if it has one."""
+    if run.method != "grpo" or run.rollout_engine != "vllm":
+        return None
+    devices = {one.strip() for one in run.vllm_devices.split(",")} if run.vllm_devices is not None else None
+    is_apart = devices is not None and not devices & {str(number) for number in range(run.nproc_per_node)}
+    if run.vllm_server is not None or is_apart or not device.is_gpu:
+        return Server(0, False)
+    return Server(int(memory_share(run.vllm_args) * device.memory_bytes), run.vllm_sleep)
 
 
 def sequence_length(run: RunConfig) -> int:

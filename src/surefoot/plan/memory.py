@@ -5,7 +5,10 @@ load        at rest without optimizer state, and the tensor that is being read, 
 step        forward and backward, when activations and gradients together are the most; optimizer state is there
             from the second step on
 save        at rest, and the copy in host memory that is written while training goes on
-rollout     with GRPO and the built-in engine: at rest, the keys and values of all tokens, and what one is drawn from
+rollout     with GRPO and the built-in engine: at rest, the keys and values of all tokens, and what one is drawn from;
+            with a server on the same GPUs: at rest, and what the server takes
+sync        what a server is sent: an adapter whole, or all weights tensor by tensor
+export      the same, to a file, when the run is over
 """
 
 from collections.abc import Mapping
@@ -38,6 +41,16 @@ class Rollout:
     """Of a prompt and its completion, at most."""
     element_bytes: int
     """Of keys and values."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A vLLM server."""
+
+    bytes_here: int
+    """Of each device that trains; 0 where it has others."""
+    sleeps: bool
+    """Whether it gives them back but for rollouts."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +102,7 @@ def forecast_memory(
     saves: bool,
     is_on_gpu: bool,
     rollout: Rollout | None = None,
+    server: Server | None = None,
 ) -> dict[str, Owners]:
     """By phase. `process_bytes`: of a process that has loaded Python and torch. `saves`: whether checkpoints are."""
     cuts = Cuts.of(layout, sizes)
@@ -129,7 +143,24 @@ def forecast_memory(
         phases["rollout"] = Owners(
             {**at_rest, **state, "gathered weights": _gathered(sizes, layout), **drawing}, on_host
         )
+    written = _written(sizes, layout)
+    if server is not None:
+        phases["rollout"] = Owners({**at_rest, **state}, on_host)
+        phases["sync"] = Owners({**at_rest, **state, **written.device}, {**on_host, **written.host})
+    phases["export"] = Owners({**at_rest, **state, **written.device}, {**process, **written.host})
+    if server is not None and server.bytes_here:
+        shared = {"vLLM server": server.bytes_here}
+        for name in ("rollout", "sync") if server.sleeps else tuple(phases):
+            phases[name] = Owners({**phases[name].device, **shared}, phases[name].host)
     return {name: _placed(owners, layout, is_on_gpu=is_on_gpu) for name, owners in phases.items()}
+
+
+def _written(sizes: Sizes, layout: Layout) -> Owners:
+    """What rank 0 holds to send or write the trained weights: tensors are gathered one at a time."""
+    is_full = sizes.whole.frozen + sizes.whole.expert_frozen == 0
+    gathered = sizes.largest_tensor_bytes if is_full and layout.is_sharded else 0
+    held = sizes.largest_tensor_bytes if is_full else FP32_BYTES * sizes.whole.all_trained
+    return Owners({"tensor that is gathered": gathered}, {"weights that are written": held})
 
 
 def _at_rest(sizes: Sizes, layout: Layout, cuts: Cuts) -> dict[str, int]:

@@ -33,7 +33,8 @@ def as_text(told: Forecast, findings: list[Finding], changes: list[tuple[Changed
             sent = whole.all_trained * FP32_BYTES
             merged = (whole.total - whole.all_trained) * told.sizes.frozen_bytes_each
             lines.append(f"a sync sends the adapter alone, {sent / GIB:.2f} GiB: {sent / merged:.2%} of a merged model")
-            lines.append("the vLLM server's memory is not in the table: its --gpu-memory-utilization sets it")
+            if not any("vLLM server" in owners.device for owners in told.phases.values()):
+                lines.append("the vLLM server has devices of its own, which are not in the table")
     if told.gathered_bytes_per_token:
         seconds = told.gathered_bytes_per_token / told.device.link_bytes_per_s
         lines.append(

@@ -1,5 +1,6 @@
 """Settings near those of a run that fit, the fastest first."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -56,9 +57,14 @@ def _same_ranks(told: Forecast) -> Iterator[Changed]:
         "gradient_checkpointing": [run.gradient_checkpointing] if run.gradient_checkpointing else [False, True],
         "per_device_train_batch_size": list(dict.fromkeys(rows)),
     }
+    if any("vLLM server" in owners.device for owners in told.phases.values()):
+        options["vllm_args"] = [run.vllm_args, [*run.vllm_args, "--gpu-memory-utilization", "0.4"]]
+        options["vllm_sleep"] = [run.vllm_sleep, True]
     for values in product(*options.values()):
         changed = {name: value for name, value in zip(options, values, strict=True) if getattr(run, name) != value}
-        if changed:
+        if changed.keys() <= {"vllm_args", "vllm_sleep"} and changed:
+            yield changed  # a step is as it was
+        elif changed:
             # As many sequences in a step as before: the run learns the same.
             is_fixed = run.global_batch_size is not None and run.gradient_accumulation_steps is None
             yield changed if is_fixed else {**changed, "global_batch_size": sequences, **_NO_ACCUMULATION}
@@ -96,4 +102,6 @@ def ready_to_paste(changed: Changed) -> str:
 def _yaml(value: Any) -> str:
     if value is None:
         return "null"
+    if isinstance(value, list):
+        return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
