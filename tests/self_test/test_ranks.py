@@ -15,6 +15,7 @@ import pytest
 from surefoot.config import load_config
 from surefoot.self_test import start
 from surefoot.self_test.loader import loader
+from surefoot.self_test.rank import stages_of
 from surefoot.self_test.report import read_report
 from tests.conftest import surefoot
 
@@ -34,9 +35,9 @@ if FAULT == "raises":
     collectives.exchange = lambda *_: 1 / 0
 if FAULT == "hangs":
     collectives.exchange = lambda *_: time.sleep(600)
-stages = [rank.Stage(one.name, one.work, 8.0) for one in rank.stages_of(2, is_deep=True) if one.name != "bandwidth"]
+stages = [rank.Stage(one.name, one.work, 4.0) for one in rank.stages_of(2, is_deep=True) if one.name != "bandwidth"]
 if FAULT == "dies":
-    stages[2] = rank.Stage("reach", lambda _: os.abort(), 8.0)
+    stages[2] = rank.Stage("reach", lambda _: os.abort(), 4.0)
 report = rank.try_out("cpu", None, Path(sys.argv[1]), is_deep=True, stages=stages)
 leave(0)
 """
@@ -120,12 +121,9 @@ def test_the_verb_starts_the_ranks_of_a_run(config: str) -> None:
     assert not list(folder.parent.glob(".surefoot-probe*"))
 
 
-def test_one_rank_has_no_collectives_to_try(config: str) -> None:
-    done = surefoot("doctor", config, "--deep", "--json")
-    assert done.returncode == 0, done.stderr
-    names = [check["name"] for check in json.loads(done.stdout)["checks"]]
-    assert "matrix product" in names
-    assert "collectives" not in names
+def test_one_rank_has_no_collectives_to_try() -> None:
+    assert [stage.name for stage in stages_of(1, is_deep=True)] == "machine clock reach product storage".split()
+    assert [stage.name for stage in stages_of(8, is_deep=False)] == "machine clock reach".split()
 
 
 def test_data_that_cannot_be_read_are_a_finding(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -162,6 +160,7 @@ def test_under_a_launcher_one_report_names_the_rank_that_differs(config: str) ->
     assert "matrix product" not in done.stdout, "only --deep takes the devices"
 
 
+@pytest.mark.matrix
 def test_machines_of_a_run_are_looked_at_together(config: str) -> None:
     """Two launchers on this machine stand for two machines; the endpoint is that of a run."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -174,7 +173,8 @@ def test_machines_of_a_run_are_looked_at_together(config: str) -> None:
     said = [one.communicate(timeout=180) for one in both]
     assert [one.returncode for one in both] == [0, 0], said
     (report,) = [out for out, _ in said if out]
-    assert "2 ranks on one machine have the same" in report
+    assert "2 ranks on 2 machines have the same" in report
+    assert "on ports of any number, both ways" in report
     assert ["the machine of rank 0 shows the report of all" in errors for out, errors in said if not out] == [True]
 
 

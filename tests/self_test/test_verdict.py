@@ -21,7 +21,10 @@ def machines(**changed: Any) -> dict[int, Any]:
     """Ranks 0 to 3 on node1, 4 to 7 on node2; `changed` on rank 6."""
     cards = tuple(replace(SOUND, index=index) for index in range(4))
     plain = replace(NODE, cards=cards, gpus=4, environment={"NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": "0"})
-    said = {rank: asdict(replace(plain, host="node1" if rank < 4 else "node2")) for rank in RANKS}
+    said = {
+        rank: {**asdict(replace(plain, host="node1" if rank < 4 else "node2")), "local_rank": rank % 4}
+        for rank in RANKS
+    }
     said[6] |= changed
     return said
 
@@ -108,6 +111,13 @@ def test_what_one_rank_says_becomes_a_finding(stage: str, changed: Any, code: st
     assert said in one[1][1]
 
 
+def test_machines_of_one_name_are_told_apart() -> None:
+    told = report(machine={rank: {**said, "host": "localhost"} for rank, said in machines().items()})
+    told.said["reach"][4] = {"0": "10.0.0.5: timed out"}
+    text = found(checks_of(told))["SF732"][1]
+    assert text == "rank 4 (localhost #2) does not reach rank 0 (localhost #1): 10.0.0.5: timed out"
+
+
 def test_a_clock_that_is_not_known_better_is_not_blamed() -> None:
     told = report()
     told.said["clock"][6] = [1.5, 0.9]
@@ -128,7 +138,7 @@ def test_the_stage_that_was_not_gone_through_names_who_did_not() -> None:
 def one_machine(name: str, **changed: Any) -> Report:
     card = asdict(replace(SOUND, name=name, **changed))
     machine = {**asdict(NODE), "cards": [card, card]}
-    return Report(2, "nccl", {"machine": {0: machine, 1: machine}})
+    return Report(2, "nccl", {"machine": {rank: {**machine, "local_rank": rank} for rank in range(2)}})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from surefoot.models.sources import resolve_model
 from surefoot.training.batches import open_data
 
 PREPARED_WITHIN_S = 60.0
-READ_FOR_S = 3.0
+READ_FOR_S = 2.0
 
 
 def loader(loaded: LoadedConfig) -> Check:

@@ -65,7 +65,7 @@ class Stage:
 def _machine(place: Place) -> Any:
     """Each rank's snapshot: variables and versions are those of a process, the rest is the machine's."""
     folder = place.output_dir if place.is_first_here else None
-    said = collect(folder).as_dict()
+    said = {**collect(folder).as_dict(), "local_rank": place.local_rank}
     if torch.cuda.is_available() and place.device.type == "cuda":
         torch.cuda.set_device(place.device)
         said["device"] = torch.cuda.get_device_name(place.device)

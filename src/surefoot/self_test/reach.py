@@ -1,5 +1,6 @@
 """Whether machines reach each other on a port of any number, and how far their clocks are apart."""
 
+import ipaddress
 import os
 import socket
 import threading
@@ -38,18 +39,18 @@ class Listener:
 
 
 def own_addresses(environment: Mapping[str, str]) -> list[str]:
-    """Of interfaces that are up, without the loopback; of those alone that a variable of NCCL or gloo names."""
+    """Of interfaces that are up; of those alone that a variable of NCCL or gloo names. The loopback's come last."""
     named = [name for variable in NAMING if (name := environment.get(variable, "")) and not name.startswith("^")]
     wanted = tuple(one for name in named for one in name.lstrip("=").split(",") if one)
     states = psutil.net_if_stats()
     found = [
         one.address.partition("%")[0]
         for name, addresses in sorted(psutil.net_if_addrs().items())
-        if name in states and states[name].isup and (name.startswith(wanted) if wanted else name != "lo")
+        if name in states and states[name].isup and (not wanted or name.startswith(wanted))
         for one in addresses
         if one.family in (socket.AF_INET, socket.AF_INET6) and not one.address.startswith("fe80")
     ]
-    return sorted(found, key=lambda address: ":" in address)
+    return sorted(found, key=lambda address: (ipaddress.ip_address(address).is_loopback, ":" in address))
 
 
 def connect(rank: int, addresses: Sequence[str], port: int) -> str:
@@ -66,7 +67,7 @@ def connect(rank: int, addresses: Sequence[str], port: int) -> str:
         if said == WORD + str(rank).encode():
             return ""
         problems.append(f"{address}: somebody else answers")  # a bridge's address that every machine has
-    return "; ".join(problems) or "it has no address but its loopback's"
+    return "; ".join(problems) or "it has no address"
 
 
 def offset_s(store: Any, rank: int) -> tuple[float, float]:

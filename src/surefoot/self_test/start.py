@@ -97,16 +97,12 @@ def _checks(report: Report, loaded: LoadedConfig | None, *, is_deep: bool, probl
 
 def _elsewhere(report: Report, loaded: LoadedConfig | None) -> Sequence[Check]:
     """What is wrong on machines other than rank 0's, whose own checks are shown anyway."""
-    machines = report.of("machine")
-    seen = {machines[0]["host"]} if machines else set()
     found: list[Check] = []
-    for said in machines.values():
-        if said["host"] not in seen:
-            seen.add(said["host"])
+    for rank, said in report.of("machine").items():
+        if rank > 0 and said["local_rank"] == 0:
             checks = examine(snapshot_of(said), loaded)
-            found += [
-                replace(check, name=f"{check.name} ({said['host']})") for check in checks if check.finding is not None
-            ]
+            host = f"{said['host']}, rank {rank}"
+            found += [replace(check, name=f"{check.name} ({host})") for check in checks if check.finding is not None]
     return found
 
 

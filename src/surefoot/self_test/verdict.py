@@ -45,7 +45,13 @@ def checks_of(report: Report) -> list[Check]:
 
 
 def _hosts(report: Report) -> dict[int, str]:
-    return {rank: said["host"] for rank, said in report.of("machine").items()}
+    """Rank -> its machine: by its name, and by a number where several have the same name, as containers may."""
+    numbers: dict[int, int] = {}
+    for rank, said in report.of("machine").items():
+        numbers[rank] = max(numbers.values(), default=0) + (said["local_rank"] == 0)
+    names = {rank: str(said["host"]) for rank, said in report.of("machine").items()}
+    is_plain = len(set(names.values())) == len(set(numbers.values()))
+    return names if is_plain else {rank: f"{name} #{numbers[rank]}" for rank, name in names.items()}
 
 
 def _named(report: Report, rank: int) -> str:
@@ -157,7 +163,7 @@ def expected_gb_s(report: Report) -> tuple[float | None, str]:
     machines = list(report.of("machine").values())
     if report.backend != "nccl":
         return None, f"what {report.backend} should reach here is not known"
-    if len({machine["host"] for machine in machines}) > 1:
+    if sum(machine["local_rank"] == 0 for machine in machines) > 1:
         ports = [port for port in machines[0]["ports"] if "ACTIVE" in port["state"]]
         rates = [float(port["rate"].split()[0]) for port in ports if port["rate"]]
         if rates:
