@@ -204,7 +204,7 @@ def main() -> None:
             "# SFT on SmolLM2-135M: Surefoot and TRL + PEFT in one run",
             "",
             f"{today}, {platform.machine()}, {os.cpu_count()} cores, float32, GSM8K, batch 4, LoRA r=8. {packages}.",
-            f"{arguments.rounds} rounds in turns of {arguments.steps - WARMUP_STEPS} steps each, after {WARMUP_STEPS} of",
+            f"{arguments.rounds} rounds in turns of {arguments.steps - WARMUP_STEPS} steps, after {WARMUP_STEPS} of",
             "warm-up: medians, and in brackets the least and the most.",
             "For the losses, TRL's label on the newline after the end of the turn is masked: Surefoot trains none.",
             "",

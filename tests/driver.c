@@ -80,6 +80,25 @@ int nvmlDeviceGetComputeRunningProcesses_v3(Device *device, unsigned int *count,
     processes->pid = 4711;
     return 0;
 }
-typedef struct { unsigned int version; unsigned char cluster[16]; int status; unsigned int clique; unsigned char state; } Fabric;
-int nvmlDeviceGetGpuFabricInfoV(Device *device, Fabric *fabric) { fabric->state = device->index ? 2 : 3; return 0; }
+typedef struct {
+    unsigned int version;
+    unsigned char cluster[16];
+    int status;
+    unsigned int clique, state, health;
+} Fabric;
+int nvmlDeviceGetGpuFabricInfoV(Device *device, Fabric *fabric) {
+    fabric->state = 3;
+    fabric->status = device->index ? 15 : 0; /* of the second card: the GPU was lost */
+    return 0;
+}
+typedef struct {
+    char legacy[16];
+    unsigned int domain, bus, device, id, subsystem;
+    char address[32];
+} Pci;
+int nvmlDeviceGetPciInfo_v3(Device *device, Pci *pci) {
+    memset(pci, 0, sizeof *pci);
+    strcpy(pci->address, device->index ? "00000000:2B:00.0" : "00000000:1B:00.0");
+    return 0;
+}
 int nvmlDeviceGetP2PStatus(Device *one, Device *other, int index, int *status) { *status = 1; return 0; }

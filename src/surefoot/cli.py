@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import surefoot
 from surefoot.errors import ConfigError, InputError, StoppedOnFinding, SurefootError
-from surefoot.process_end import leave
+from surefoot.process_end import is_rank, leave
 
 if TYPE_CHECKING:
     from surefoot.config import LoadedConfig
@@ -234,18 +234,17 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from surefoot.doctor.snapshot import read_snapshot
 
     loaded = load_config(arguments.config, arguments.overrides) if arguments.config is not None else None
-    machine = snapshot_for(loaded)
+    machine = snapshot_for(loaded, patient=True)
     checks = examine(machine, loaded, asked=True)
-    is_rank = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if arguments.deep or is_rank:
+    if arguments.deep or is_rank():
         from surefoot.self_test.start import self_test
 
-        tried = self_test(loaded, is_deep=arguments.deep)
+        tried, status = self_test(loaded, is_deep=arguments.deep)
         if tried is None:
-            if is_rank:
-                leave(DONE)
+            if is_rank():
+                leave(status)
             print("the machine of rank 0 shows the report of all", file=sys.stderr)
-            return DONE
+            return status
         checks += tried
     differences = None
     if arguments.against is not None:
@@ -262,7 +261,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         if differences is not None:
             print("\n".join([f"\nchanged since {arguments.against}:", *(differences or ["nothing"])]))
     status = StoppedOnFinding.exit_status if any(check.status == "failed" for check in checks) else DONE
-    return leave(status) if is_rank else status  # a stage that hangs would keep this process
+    return leave(status) if is_rank() else status  # a stage that hangs would keep this process
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,8 @@ JUST_S = 120.0
 MOST_AT_ONCE = 100_000
 """Lines of one look."""
 XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<device>[^)]+)\): (?P<number>\d+)(?:, (?P<more>.*))?")
+OF_PROGRAMS = frozenset({13, 31, 43, 45})
+"""Xids that a program causes as a rule, by NVIDIA's list (docs.nvidia.com/deploy/xid-errors), read 2026-11."""
 PROCESS = re.compile(r"pid=(\d+)")
 KILLED = re.compile(r"^Out of memory: Killed process (?P<process>\d+) ")
 

@@ -12,6 +12,11 @@ PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 
 
+def is_rank() -> bool:
+    """Whether a launcher started this process as one of several; some set only how many there are."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and {"RANK", "LOCAL_RANK"} <= os.environ.keys()
+
+
 def end_with_parent() -> None:
     """Let this process get SIGTERM when the one that started it is gone, where the system can do that."""
     if sys.platform == "linux":

@@ -139,34 +139,59 @@ def test_no_torch_is_imported() -> None:
     assert done.stdout == "False\n"
 
 
-def bridge(root: Path, name: str, *, kind: str = "0x060400", control: int | None = None, readable: bool = True) -> None:
-    """A PCI device: its first extended capability is another one, the second is access control."""
+def device(
+    root: Path,
+    path: str,
+    *,
+    kind: str = "0x060400",
+    vendor: str = "0x8086",
+    control: int | None = None,
+    size: int = 4096,
+) -> None:
+    """A PCI device below others. Its first extended capability is another one, the second is access control."""
     space = bytearray(4096)
     space[0x100:0x104] = (0x0001 | 1 << 16 | 0x200 << 20).to_bytes(4, "little")
     if control is not None:
         space[0x200:0x204] = (0x000D | 1 << 16).to_bytes(4, "little")
         space[0x206:0x208] = control.to_bytes(2, "little")
-    folder = root / "sys/bus/pci/devices" / name
+    folder = root / "sys/devices/pci0000:00" / path
     folder.mkdir(parents=True)
     (folder / "class").write_text(kind)
-    (folder / "config").write_bytes(bytes(space) if readable else bytes(space[:64]))
+    (folder / "vendor").write_text(vendor)
+    (folder / "config").write_bytes(bytes(space[:size]))
+    link = root / "sys/bus/pci/devices" / folder.name
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(folder)
 
 
-def test_bridges_that_redirect_are_known(tmp_path: Path) -> None:
-    write(tmp_path, {"proc/cmdline": "quiet"})
-    assert collect(root=tmp_path).acs is None, "nothing to read"
-    bridge(tmp_path, "0000:00:01.0", control=0b11111, readable=False)
-    assert collect(root=tmp_path).acs is None, "not for who may only read the beginning"
-    bridge(tmp_path, "0000:00:02.0", control=0b00011)
-    bridge(tmp_path, "0000:00:03.0", control=0b00100)
-    bridge(tmp_path, "0000:00:04.0")
-    bridge(tmp_path, "0000:00:05.0", kind="0x030200", control=0b11111)
-    assert collect(root=tmp_path).acs == ("0000:00:03.0",)
+GPU = {"kind": "0x030200", "vendor": "0x10de"}
+
+
+def test_bridges_above_gpus_that_redirect_are_known(tmp_path: Path) -> None:
+    assert collect(root=tmp_path).acs == (), "no GPU"
+    device(tmp_path, "0000:00:01.0", control=0b11111)
+    device(tmp_path, "0000:00:01.0/0000:01:00.0", kind="0x010802")  # a disk
+    assert collect(root=tmp_path).acs == (), "what stands above a disk does not matter"
+    device(tmp_path, "0000:00:02.0", control=0b00100)
+    device(tmp_path, "0000:00:02.0/0000:02:00.0", control=0b00011)
+    device(tmp_path, "0000:00:02.0/0000:02:00.0/0000:03:00.0", **GPU)
+    device(tmp_path, "0000:00:03.0")
+    device(tmp_path, "0000:00:03.0/0000:04:00.0", **GPU)
+    assert collect(root=tmp_path).acs == ("0000:00:02.0",)
+    (tmp_path / "sys/devices/pci0000:00/0000:00:03.0/config").unlink()
+    assert collect(root=tmp_path).acs == ("0000:00:02.0",), "what cannot be read is left out"
+
+
+def test_who_may_only_read_the_beginning_knows_of_no_bridge(tmp_path: Path) -> None:
+    device(tmp_path, "0000:00:02.0", control=0b00100, size=64)
+    device(tmp_path, "0000:00:02.0/0000:03:00.0", **GPU)
+    assert collect(root=tmp_path).acs is None
 
 
 def test_a_list_of_capabilities_that_leads_in_a_circle(tmp_path: Path) -> None:
-    bridge(tmp_path, "0000:00:03.0")
-    config = tmp_path / "sys/bus/pci/devices/0000:00:03.0/config"
+    device(tmp_path, "0000:00:03.0")
+    device(tmp_path, "0000:00:03.0/0000:04:00.0", **GPU)
+    config = tmp_path / "sys/devices/pci0000:00/0000:00:03.0/config"
     space = bytearray(config.read_bytes())
     space[0x200:0x204] = (0x0001 | 1 << 16 | 0x100 << 20).to_bytes(4, "little")
     config.write_bytes(bytes(space))

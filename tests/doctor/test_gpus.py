@@ -72,8 +72,8 @@ def test_sound_gpus_have_no_finding(run: Any) -> None:
         ({"slowed_by": ("power brake",)}, "SF723", "GPU 3 is slowed down: power brake"),
         ({"power_limit_w": 500.0}, "SF723", "GPU 3 may take 500 W of the 700 W it came with"),
         ({"temperature_c": 84}, "SF723", "GPU 3 has 84 °C and slows down at 87 °C"),
-        ({"links": (True,) * 17 + (False,)}, "SF724", "GPU 3 has 17 of 18 NVLinks up"),
-        ({"links": ()}, "SF724", "GPU 3 has 0 of 18 NVLinks up"),
+        ({"links": (True,) * 17 + (False,)}, "SF724", "GPU 3 has 17 NVLinks up, others here have 18"),
+        ({"links": ()}, "SF724", "GPU 3 has 0 NVLinks up, others here have 18"),
         ({"fabric": "in progress"}, "SF724", "GPU 3's registration with the NVSwitches is in progress"),
         ({"pcie_width": 8}, "SF725", "GPU 3 uses 8 of 16 lanes"),
         ({"pcie_most_generation": 4}, "SF725", "GPU 3 could use generation 5, and its slot gives 4"),
@@ -92,6 +92,10 @@ def test_gpus_that_the_run_does_not_use_are_not_judged(run: Any) -> None:
     broken = node(remap="failed", pcie_width=4, links=())
     assert bad(examine(broken, run(nproc_per_node=3))) == {}
     assert bad(examine(broken, run(device="cpu"))) == {}
+    others = {"xids": ("0000:1b:00: 79",)}
+    assert bad(examine(node(pci="00000000:1B:00.0", **others), run())) == {"SF722": "warning"}
+    elsewhere = replace(node(**others), cards=tuple(replace(SOUND, pci="00000000:3A:00.0") for _ in range(8)))
+    assert bad(examine(elsewhere, run())) == {}
     for visible, codes in (
         ("0,1,2", set()),
         ("GPU-3", {"SF722", "SF725", "SF724"}),
@@ -100,7 +104,19 @@ def test_gpus_that_the_run_does_not_use_are_not_judged(run: Any) -> None:
         shown = replace(broken, environment={"CUDA_VISIBLE_DEVICES": visible})
         ranks = len(visible.split(","))
         found = set(bad(examine(shown, run(nproc_per_node=ranks))))
-        assert found == codes - ({"SF724"} if ranks == 1 else set()), visible
+        assert found == codes, visible
+
+
+def test_cards_without_bridges_have_no_finding(run: Any) -> None:
+    alone = replace(NODE, cards=tuple(replace(SOUND, index=index, links=(False,) * 12) for index in range(8)))
+    assert bad(examine(alone, run())) == {}
+    assert line(examine(alone, run()), "NVLink").text == "none"
+
+
+def test_parts_of_gpus_are_not_judged(run: Any) -> None:
+    parts = replace(node(remap="failed"), environment={"CUDA_VISIBLE_DEVICES": "MIG-0a1b"})
+    check = line(examine(parts, run(nproc_per_node=1)), "GPU errors")
+    assert (check.status, check.text) == ("not applicable", "parts of GPUs (MIG) are not judged")
 
 
 def test_gpus_that_never_could_read_each_other_are_no_finding(run: Any) -> None:
@@ -128,7 +144,7 @@ def test_nvml_is_read_through_its_own_bindings(nvml_driver: dict[str, str]) -> N
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **nvml_driver}, capture_output=True, text=True, timeout=60
     )
-    first = replace(SOUND, uuid="GPU-a0000000", temperature_c=None, memory_used_bytes=3 * GIB)
+    first = replace(SOUND, uuid="GPU-a0000000", temperature_c=None, memory_used_bytes=3 * GIB, pci="00000000:1B:00.0")
     second = replace(
         first,
         index=1,
@@ -137,7 +153,8 @@ def test_nvml_is_read_through_its_own_bindings(nvml_driver: dict[str, str]) -> N
         uncorrected_errors=2,
         remap="pending",
         links=(True,) * 17 + (False,),
-        fabric="in progress",
+        fabric="completed with error 15",
+        pci="00000000:2B:00.0",
         pcie_width=8,
         processes=(4711,),
     )

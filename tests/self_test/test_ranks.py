@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from surefoot.cli import main
 from surefoot.config import load_config
 from surefoot.self_test import start
 from surefoot.self_test.loader import loader
 from surefoot.self_test.rank import stages_of
 from surefoot.self_test.report import read_report
+from surefoot.self_test.verdict import checks_of
 from tests.conftest import surefoot
 
 RANK = """
@@ -37,9 +39,11 @@ if FAULT == "hangs":
     collectives.exchange = lambda *_: time.sleep(600)
 stages = [rank.Stage(one.name, one.work, 4.0) for one in rank.stages_of(2, is_deep=True) if one.name != "bandwidth"]
 if FAULT == "dies":
-    stages[2] = rank.Stage("reach", lambda _: os.abort(), 4.0)
-report = rank.try_out("cpu", None, Path(sys.argv[1]), is_deep=True, stages=stages)
-leave(0)
+    stages[3] = rank.Stage("reach", lambda _: os.abort(), 4.0)
+if FAULT == "dies in the middle":
+    collectives.exchange = lambda *_: os.abort()
+task = rank.Task("cpu", None, None, sys.argv[1], is_deep=True)
+leave(rank.try_out(task, stages)[1])
 """
 
 
@@ -56,14 +60,16 @@ def together(path: Path, fault: str = "") -> tuple[Any, float]:
         for n in range(2)
     ]
     ends = [one.wait(timeout=120) for one in ranks]
-    assert ends == [0, -signal.SIGABRT if fault == "dies" else 0]
-    return read_report(path), time.monotonic() - began_s
+    report = read_report(path)
+    status = 3 if any(check.status == "failed" for check in checks_of(report)) else 0
+    assert ends == [status, -signal.SIGABRT if fault.startswith("dies") else status], "all ranks say how it ended"
+    return report, time.monotonic() - began_s
 
 
 def test_sound_ranks_go_through_all_stages(tmp_path: Path) -> None:
     report, _ = together(tmp_path / "report.json")
     assert (report.stopped_in, report.errors, report.silent) == ("", {}, [])
-    assert list(report.said) == "machine clock reach join exchange collectives product storage".split()
+    assert list(report.said) == "arrive machine clock reach join exchange collectives product storage".split()
     assert report.of("exchange") == {0: {"pairs": 1, "wrong": []}, 1: {"pairs": 1, "wrong": []}}
     assert report.of("collectives") == {0: {"wrong": {}}, 1: {"wrong": {}}}
 
@@ -86,19 +92,52 @@ def test_damaged_numbers_are_told_by_those_who_get_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "stage", "errors", "silent"),
+    ("fault", "said"),
     [
-        ("raises", "exchange", {1: "ZeroDivisionError: division by zero"}, [0]),
-        ("hangs", "exchange", {}, [0, 1]),
-        ("dies", "reach", {}, [1]),
+        ("raises", "rank 1: ZeroDivisionError: division by zero, in exchanging data in pairs"),
+        ("hangs", "rank 1 did not come through exchanging data in pairs within 4 s"),
+        ("dies", "rank 1 did not come through connecting to each other within 4 s"),
+        (
+            "dies in the middle",
+            "rank 1 did not come through exchanging data in pairs within 4 s (rank 0 lost it: Runtime",
+        ),
     ],
 )
-def test_a_rank_that_does_not_come_through_ends_the_test(
-    tmp_path: Path, fault: str, stage: str, errors: dict[int, str], silent: list[int]
-) -> None:
+def test_the_rank_that_keeps_the_others_is_named(tmp_path: Path, fault: str, said: str) -> None:
     report, took_s = together(tmp_path / "report.json", fault)
-    assert (report.stopped_in, report.errors, report.silent) == (stage, errors, silent)
+    (finding,) = [check.finding for check in checks_of(report) if check.finding is not None]
+    assert finding.code == "SF742"
+    assert finding.cause.startswith(said), finding.cause
     assert took_s < 60
+
+
+def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    path = tmp_path / "report.json"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(path), ""], env={**common, "RANK": str(n), "LOCAL_RANK": str(n)}
+        )
+        for n in range(2)
+    ]
+    assert [one.wait(timeout=120) for one in ranks] == [3, 3]
+    assert (read_report(path).stopped_in, read_report(path).silent) == ("arrive", [2])
+
+
+def test_a_store_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
+    lone = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    soon = "from datetime import timedelta; rank.CONNECT_WITHIN = timedelta(seconds=2)"
+    code = RANK.replace("task =", f"{soon}; task =")
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "report.json"), ""],
+        env={**os.environ, **lone},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "ConfigError: rank 1: nobody answers at 127.0.0.1:9, where rank 0 or its launcher should be" in done.stderr
 
 
 @pytest.fixture
@@ -121,9 +160,25 @@ def test_the_verb_starts_the_ranks_of_a_run(config: str) -> None:
     assert not list(folder.parent.glob(".surefoot-probe*"))
 
 
+def test_a_device_that_is_not_there_is_a_line_of_the_report(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", config, "device=cuda", "--deep"]) == 3
+    said = capsys.readouterr().out
+    assert "FAILED  self-test" in said
+    assert "ok      versions" in said
+
+
+def test_a_pod_that_only_tells_how_many_ranks_there_are(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert main(["doctor", config]) == 0
+    assert "ranks are alike" not in capsys.readouterr().out
+
+
 def test_one_rank_has_no_collectives_to_try() -> None:
-    assert [stage.name for stage in stages_of(1, is_deep=True)] == "machine clock reach product storage".split()
-    assert [stage.name for stage in stages_of(8, is_deep=False)] == "machine clock reach".split()
+    assert [stage.name for stage in stages_of(1, is_deep=True)] == "arrive machine clock reach product storage".split()
+    assert [stage.name for stage in stages_of(8, is_deep=False)] == "arrive machine clock reach".split()
 
 
 def test_data_that_cannot_be_read_are_a_finding(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -174,7 +229,8 @@ def test_machines_of_a_run_are_looked_at_together(config: str) -> None:
     assert [one.returncode for one in both] == [0, 0], said
     (report,) = [out for out, _ in said if out]
     assert "2 ranks on 2 machines have the same" in report
-    assert "on ports of any number, both ways" in report
+    assert "each on a free port of each" in report
+    assert "SF712" not in report, "each machine knows the endpoint"
     assert ["the machine of rank 0 shows the report of all" in errors for out, errors in said if not out] == [True]
 
 
@@ -183,8 +239,9 @@ def test_a_machine_that_does_not_come_is_a_finding(config: str, monkeypatch: pyt
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     loaded = load_config(config, ["nnodes=2", f"rdzv_endpoint=127.0.0.1:{port}"])
-    checks = start.self_test(loaded, is_deep=False)
+    checks, status = start.self_test(loaded, is_deep=False)
     assert checks is not None
+    assert status == 3
     (finding,) = [check.finding for check in checks if check.finding is not None]
     assert finding.code == "SF742"
     assert "could not be started" in finding.cause

@@ -22,22 +22,29 @@ def silent() -> Iterator[int]:
 
 def test_a_listener_is_reached_and_known() -> None:
     place = reach.Listener(3).place
-    assert reach.connect(3, ["127.0.0.1"], place["port"]) == ""
-    assert reach.connect(3, ["127.0.0.1"], place["port"]) == "", "it answers more than once"
+    assert reach.connect(3, "127.0.0.1", place["port"]) == ""
+    assert reach.connect(3, "127.0.0.1", place["port"]) == "", "it answers more than once"
+    assert reach.connect(4, "127.0.0.1", place["port"]) == "somebody else answers"
 
 
-def test_the_second_address_will_do() -> None:
-    place = reach.Listener(3).place
-    closed = reach.Listener(4).place["port"]
-    assert reach.connect(4, ["127.0.0.1"], place["port"]) == "127.0.0.1: somebody else answers"
-    assert reach.connect(4, ["0.0.0.1", "127.0.0.1"], closed) == ""
-
-
-def test_why_nobody_is_reached(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "CONNECT_WITHIN_S", 0.2)
-    assert reach.connect(1, [], 1) == "it has no address"
-    assert reach.connect(1, ["127.0.0.1"], 1) == "127.0.0.1: Connection refused"
-    assert reach.connect(1, ["127.0.0.1"], silent) == "127.0.0.1: timed out"
+def test_all_are_reached_by_any_of_their_addresses(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "CONNECT_WITHIN_S", 0.3)
+    there = reach.Listener(3).place["port"]
+    places = {
+        3: {"addresses": ["0.0.0.1", "127.0.0.1"], "port": there},
+        4: {"addresses": ["127.0.0.1"], "port": 1},
+        5: {"addresses": ["127.0.0.1"] * 40, "port": silent},
+        6: {"addresses": [], "port": 1},
+    }
+    began_s = time.monotonic()
+    found = reach.connect_to_all(places)
+    assert found == {
+        3: "",
+        4: "127.0.0.1: Connection refused",
+        5: "; ".join(["127.0.0.1: timed out"] * 40),
+        6: "it has no address",
+    }
+    assert time.monotonic() - began_s < 40 * 0.3, "at the same time"
 
 
 def test_addresses_are_those_of_the_interface_that_is_named() -> None:

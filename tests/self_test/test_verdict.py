@@ -20,7 +20,10 @@ RANKS = range(8)
 def machines(**changed: Any) -> dict[int, Any]:
     """Ranks 0 to 3 on node1, 4 to 7 on node2; `changed` on rank 6."""
     cards = tuple(replace(SOUND, index=index) for index in range(4))
-    plain = replace(NODE, cards=cards, gpus=4, environment={"NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": "0"})
+    ports = (replace(PORT, link_layer="InfiniBand"),)
+    plain = replace(
+        NODE, cards=cards, gpus=4, ports=ports, environment={"NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": "0"}
+    )
     said = {
         rank: {**asdict(replace(plain, host="node1" if rank < 4 else "node2")), "local_rank": rank % 4}
         for rank in RANKS
@@ -60,7 +63,10 @@ def test_sound_ranks_have_no_finding() -> None:
     assert said["ranks are alike"] == "8 ranks on 2 machines have the same versions and variables"
     assert said["clocks"] == "at most 2 ms apart"
     assert said["pairs of ranks"] == "56 exchanges arrived whole"
-    assert said["all-reduce"] == "1 MiB: 5, 1 GiB: 47 GB/s of bus bandwidth (45 expected: 1 ports of 400 Gbit/s)"
+    assert (
+        said["all-reduce"]
+        == "1 MiB: 5, 1 GiB: 47 GB/s of bus bandwidth (45 expected: 1 InfiniBand ports of 400 Gbit/s)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +91,7 @@ def test_a_rank_that_differs_is_named_with_its_machine(changed: dict[str, Any], 
 
 
 def test_what_may_differ_is_no_finding() -> None:
-    own = {"NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": "7", "OMP_NUM_THREADS": "3"}
+    own = {"NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": "7", "OMP_NUM_THREADS": "3", "NCCL_SOCKET_IFNAME": "eth7"}
     assert found(checks_of(report(machine=machines(environment=own)))) == {}
 
 
@@ -130,15 +136,19 @@ def test_the_stage_that_was_not_gone_through_names_who_did_not() -> None:
     told.stopped_in, told.within_s, told.silent = "collectives", 60.0, [5]
     status, text = found(checks_of(told))["SF742"]
     assert (status, text) == ("failed", "rank 5 (node2) did not come through their first collectives within 60 s")
-    told.errors = {3: "RuntimeError: no"}
+    told.errors = {3: "RuntimeError: Connection closed by peer"}
     text = found(checks_of(told))["SF742"][1]
-    assert text == "rank 3 (node1): RuntimeError: no, in their first collectives; rank 5 (node2) waited"
+    assert text.startswith(
+        "rank 5 (node2) did not come through their first collectives within 60 s (rank 3 (node1) lost it"
+    )
+    told.errors = {3: "RuntimeError: Connection closed by peer", 2: "OutOfMemoryError: no"}
+    assert found(checks_of(told))["SF742"][1] == "rank 2 (node1): OutOfMemoryError: no, in their first collectives"
 
 
-def one_machine(name: str, **changed: Any) -> Report:
+def one_machine(name: str, ranks: int = 8, **changed: Any) -> Report:
     card = asdict(replace(SOUND, name=name, **changed))
-    machine = {**asdict(NODE), "cards": [card, card]}
-    return Report(2, "nccl", {"machine": {rank: {**machine, "local_rank": rank} for rank in range(2)}})
+    machine = {**asdict(NODE), "cards": [card] * 8}
+    return Report(ranks, "nccl", {"machine": {rank: {**machine, "local_rank": rank} for rank in range(ranks)}})
 
 
 @pytest.mark.parametrize(
@@ -146,6 +156,10 @@ def one_machine(name: str, **changed: Any) -> Report:
     [
         (one_machine("NVIDIA H200"), 431.0),
         (one_machine("NVIDIA A100-SXM4-80GB"), 228.0),
+        (one_machine("NVIDIA H200", ranks=2), None),
+        (one_machine("NVIDIA H100 NVL"), None),
+        (one_machine("NVIDIA A100 80GB PCIe"), None),
+        (one_machine("NVIDIA GH200 480GB"), None),
         (one_machine("NVIDIA B300"), None),
         (one_machine("NVIDIA L40S", links=(), pcie_most_generation=4), 12.0),
         (one_machine("NVIDIA L40S", links=(False,), pcie_most_generation=3), 6.0),
@@ -157,18 +171,29 @@ def test_what_a_way_gives(told: Report, least: float | None) -> None:
     assert expected_gb_s(told)[0] == least
 
 
-def test_what_a_network_gives() -> None:
-    ports = [asdict(PORT), asdict(replace(PORT, device="mlx5_1")), asdict(replace(PORT, state="DOWN"))]
+def network(**changed: Any) -> Report:
     told = report()
     for said in told.said["machine"].values():
-        said["ports"] = ports
-    assert expected_gb_s(told)[0] == 90.0
-    for said in told.said["machine"].values():
-        said["ports"] = []
-    assert expected_gb_s(told) == (None, "the speed of the network is not known")
-    for said in told.said["machine"].values():
-        said["interfaces"] = {"eth0": asdict(Interface(("10.0.0.5",), True, 1500, 25_000))}
-    assert expected_gb_s(told) == (1.5625, "Ethernet of 25 Gbit/s")
+        said.update(changed)
+    return told
+
+
+def test_what_a_network_gives() -> None:
+    port = replace(PORT, link_layer="InfiniBand")
+    slow, down = replace(port, rate="100 Gb/sec"), replace(port, state="DOWN")
+    assert expected_gb_s(network(ports=[asdict(one) for one in (port, port, slow, down)]))[0] == 90.0
+    assert expected_gb_s(network(ports=[asdict(port)] * 9))[0] == 180.0, "four ranks use four ports"
+    assert expected_gb_s(network(ports=[asdict(PORT)])) == (None, "which RoCE ports carry it is not known")
+    bridge = {"docker0": asdict(Interface(("172.17.0.1",), True, 1500, 10_000))}
+    nothing = network(ports=[], interfaces=bridge)
+    assert expected_gb_s(nothing) == (None, "the speed of the network is not known")
+    own = {**bridge, "eth0": asdict(Interface(("10.0.0.5",), True, 1500, 1000))}
+    assert expected_gb_s(network(ports=[], interfaces=own)) == (0.0625, "Ethernet of 1 Gbit/s")
+
+
+def test_what_could_not_be_read_is_not_compared() -> None:
+    blind = machines(versions={}, environment={}, unknown={"versions": "no answer", "environment": "no answer"})
+    assert found(checks_of(report(machine=blind))) == {}
 
 
 def test_a_report_comes_back_from_its_file(tmp_path: Path) -> None:

@@ -1,35 +1,41 @@
 """What is not the same at every rank of a run, of what should be. Pure."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from surefoot.findings import CATALOGUE, Finding
 
-OWN_VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-"""That may differ between the ranks of a run."""
+MAY_DIFFER = re.compile(r"^(OMP|MKL)_|^CUDA_VISIBLE_DEVICES$|(_IFNAME|_HCA|_DIR|_PATH|_FILE|_PRELOAD)$")
+"""Variables that are of a rank or of a machine: which CPUs, cards and folders it has."""
 CODE = "SF730"
+Facts = Mapping[str, Mapping[str, str]]
+"""Kind of fact -> name -> value; without a kind that could not be read."""
 
 
-def facts_of(machine: Mapping[str, Any]) -> dict[str, str]:
-    """Of a rank's snapshot (`Snapshot.as_dict`) what must be the same at all of them."""
-    found = {"kernel": str(machine["kernel"]), "GPU": str(machine.get("device", "none"))}
-    for field in ("environment", "versions"):
-        found |= {name: str(value) for name, value in machine[field].items() if name not in OWN_VARIABLES}
+def facts_of(machine: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Of a rank's snapshot (`Snapshot.as_dict`, and the name of its `device`) what must be the same at all of them."""
+    found = {"machine": {"kernel": str(machine["kernel"]), "GPU": str(machine.get("device") or "none")}}
+    for kind in ("environment", "versions"):
+        if kind not in machine["unknown"]:
+            found[kind] = {name: str(value) for name, value in machine[kind].items() if not MAY_DIFFER.search(name)}
     return found
 
 
-def ranks_differ(facts: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> Finding | None:
+def ranks_differ(facts: Sequence[Facts], hosts: Sequence[str]) -> Finding | None:
     """The finding, where ranks are not alike; most ranks are taken to be right.
 
     `facts` and `hosts`: of each rank, in order.
     """
     differing: dict[str, dict[str, list[int]]] = {}
-    for key in sorted({key for said in facts for key in said}):
+    names = {(kind, name) for said in facts for kind, values in said.items() for name in values}
+    for kind, name in sorted(names, key=lambda one: one[1]):
         values: dict[str, list[int]] = {}
         for rank, said in enumerate(facts):
-            values.setdefault(said.get(key, "not set"), []).append(rank)
+            if kind in said:
+                values.setdefault(said[kind].get(name, "not set"), []).append(rank)
         if len(values) > 1:
-            differing[key] = values
+            differing[name] = values
     if not differing:
         return None
     lines = []

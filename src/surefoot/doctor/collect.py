@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ import psutil
 from surefoot import cgroup
 from surefoot.doctor.nvml import read_cards, read_peers
 from surefoot.doctor.snapshot import ELSEWHERE, HERE, LISTENS, Disk, Interface, Port, Snapshot
-from surefoot.kernel_log import KernelLog, gpu_errors
+from surefoot.kernel_log import OF_PROGRAMS, KernelLog, gpu_errors
 
-PART_WITHIN_S = 1.5
+PART_WITHIN_S, PATIENT_WITHIN_S = 1.5, 8.0
 PROBE_BYTES = 1 << 20
 PACKAGES = ("surefoot", "torch", "transformers", "tokenizers", "safetensors", "peft", "trl", "vllm", "triton")
 SET_BY_A_RUN = frozenset(("CUDA_MODULE_LOADING", "TORCH_FR_BUFFER_SIZE"))
@@ -33,14 +34,27 @@ SET_BY_A_RUN = frozenset(("CUDA_MODULE_LOADING", "TORCH_FR_BUFFER_SIZE"))
 READ_BY = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_", "MKL_", "UCX_", "LD_LIBRARY_PATH", "LD_PRELOAD")
 """How the variables begin that torch, NCCL, gloo, CUDA and OpenMP read."""
 PCI_EXTENDED_AT, PCI_ACS = 0x100, 0x000D
+NVIDIA, DISPLAY = "0x10de", "0x03"
+"""Of a PCI device: its vendor, and how the class of a display or 3D controller begins."""
 REDIRECTS = 0b1100
 """Requests and completions between devices below one bridge take the way through the processor."""
 MOST_XIDS = 20
 _IN_TORCH = re.compile(r"^cuda(?::[^=]*)? = '([^']+)'", re.MULTILINE)
 
 
-def collect(output_dir: Path | None = None, rdzv_endpoint: str | None = None, root: Path = Path("/")) -> Snapshot:
-    """The snapshot. `root`: where proc and sys are, for the tests; `output_dir` is written to, and left as it was."""
+def collect(
+    output_dir: Path | None = None,
+    rdzv_endpoint: str | None = None,
+    root: Path = Path("/"),
+    *,
+    patient: bool = False,
+    gpus: bool = True,
+) -> Snapshot:
+    """The snapshot.
+
+    `root`: where proc and sys are, for the tests; `output_dir` is written to, and left as it was; `patient`: what is
+    slow has longer, as a driver that must wake its cards up; `gpus`: whether NVML is asked.
+    """
     parts: dict[str, Callable[[], Any]] = {
         "host": socket.gethostname,
         "kernel": platform.release,
@@ -58,14 +72,15 @@ def collect(output_dir: Path | None = None, rdzv_endpoint: str | None = None, ro
         "iommu": lambda: _iommu(root),
         "acs": lambda: _redirecting(root),
     }
-    if any((root / "proc/driver/nvidia/gpus").glob("*")):
+    if gpus and any((root / "proc/driver/nvidia/gpus").glob("*")):
         parts |= {"cards": read_cards, "peers": read_peers, "xids": _xids}
     if output_dir is not None:
-        parts["output"] = lambda: _probed(_disk(_existing(output_dir)))
+        parts["output"] = lambda: _probed(_disk(existing_folder(output_dir)))
     if rdzv_endpoint is not None:
         parts["rendezvous"] = lambda: _place(rdzv_endpoint)
     threads = {name: _Part(read) for name, read in parts.items()}
-    deadline = time.monotonic() + PART_WITHIN_S
+    within_s = PATIENT_WITHIN_S if patient else PART_WITHIN_S
+    deadline = time.monotonic() + within_s
     values: dict[str, Any] = {}
     unknown: dict[str, str] = {}
     for name, part in threads.items():
@@ -73,7 +88,7 @@ def collect(output_dir: Path | None = None, rdzv_endpoint: str | None = None, ro
         if part.problem is not None:
             unknown[name] = part.problem
         elif part.is_alive():
-            unknown[name] = f"no answer within {PART_WITHIN_S} s"
+            unknown[name] = f"no answer within {within_s} s"
         else:
             values[name] = part.value
     return Snapshot(**values, unknown=unknown)
@@ -103,17 +118,13 @@ def _versions(root: Path) -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    for major in ("13", "12", "11"):
-        try:
-            found["nccl"] = version(f"nvidia-nccl-cu{major}")
-            break
-        except PackageNotFoundError:
-            continue
     torch = importlib.util.find_spec("torch")
     if torch is not None and torch.origin is not None:
         cuda = _IN_TORCH.search(Path(torch.origin).with_name("version.py").read_text("utf-8"))
         if cuda is not None:
             found["cuda"] = cuda.group(1)
+            with suppress(PackageNotFoundError):  # a torch that brings its own
+                found["nccl"] = version(f"nvidia-nccl-cu{cuda.group(1).partition('.')[0]}")
     driver = root / "proc/driver/nvidia/version"
     if driver.is_file():
         number = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", driver.read_text())
@@ -150,7 +161,7 @@ def _cpus() -> dict[str, float]:
     return found | ({"quota": quota} if quota is not None else {})
 
 
-def _existing(path: Path) -> Path:
+def existing_folder(path: Path) -> Path:
     """The nearest folder above that is there."""
     path = path.absolute()
     return next(one for one in (path, *path.parents) if one.is_dir())
@@ -241,21 +252,23 @@ def _iommu(root: Path) -> str:
 
 
 def _redirecting(root: Path) -> tuple[str, ...] | None:
-    """PCI bridges whose access control sends what devices tell each other up through the processor.
+    """PCI bridges above GPUs whose access control sends what devices tell each other up through the processor.
 
     The capability lies beyond the 64 bytes that everyone may read: None for who may not.
     """
-    found, could_read = [], False
-    for path in sorted((root / "sys/bus/pci/devices").glob("*")):
-        if not _text(path / "class").startswith("0x0604"):  # a PCI bridge
+    devices = root / "sys/bus/pci/devices"
+    gpus = [one for one in devices.glob("*") if _text(one / "vendor") == NVIDIA and _text(one / "class")[:4] == DISPLAY]
+    above = sorted({part for gpu in gpus for part in gpu.resolve().parts[:-1] if (devices / part).exists()})
+    found, could_read = [], not above
+    for name in above:
+        try:
+            space = (devices / name / "config").read_bytes()
+        except OSError:
             continue
-        space = (path / "config").read_bytes()
-        if len(space) <= PCI_EXTENDED_AT:
-            continue
-        could_read = True
+        could_read = could_read or len(space) > PCI_EXTENDED_AT
         control = _access_control(space)
         if control is not None and control & REDIRECTS:
-            found.append(path.name)
+            found.append(name)
     return tuple(found) if could_read else None
 
 
@@ -273,12 +286,14 @@ def _access_control(space: bytes) -> int | None:
 
 
 def _xids() -> tuple[str, ...]:
+    """Those that no program causes by itself."""
     log = KernelLog(from_the_start=True)
     lines = log.read()
     log.end()
     if log.why_not:
         raise OSError(log.why_not)
-    return tuple(f"{one.device}: {one.number}" for one in gpu_errors(lines))[-MOST_XIDS:]
+    errors = [one for one in gpu_errors(lines) if one.number not in OF_PROGRAMS]
+    return tuple(f"{one.device}: {one.number}" for one in errors)[-MOST_XIDS:]
 
 
 def _place(endpoint: str) -> str:

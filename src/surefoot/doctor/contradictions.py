@@ -17,6 +17,7 @@ STATE_BYTES = 12
 CHECKPOINT_BYTES = 12
 """Of a trained parameter: itself and the two moments."""
 
+NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 USUAL_SHARE = 0.92
 """Of a GPU that vLLM 0.32 takes where it is not told."""
 MOST_SHARED = 0.7
@@ -184,8 +185,15 @@ def context(seen: Seen) -> Check:
 
 def _positions(folder: Path) -> int | None:
     """max_position_embeddings of the text model."""
-    most = (_text_config(folder) or {}).get("max_position_embeddings")
-    return most if isinstance(most, int) else None
+    text = _text_config(folder) or {}
+    most = text.get("max_position_embeddings")
+    if not isinstance(most, int):
+        return None
+    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if isinstance(factor, int | float) and isinstance(original, int):  # some keep the number of before they were scaled
+        return max(most, int(factor * original))
+    return most
 
 
 def _text_config(folder: Path) -> dict[str, Any] | None:
@@ -223,9 +231,11 @@ def experts(seen: Seen) -> Check:
     text = _text_config(Path(run.model))
     if text is None:
         return not_applicable(name, "the model's config.json is not here")
-    count = next((text[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in text), 0)
-    said = f"expert_parallel_size={size} and {count or 'no'} experts"
-    if not isinstance(count, int) or not count or count % size:
+    count = next((text[key] for key in NUMBERS_OF_EXPERTS if isinstance(text.get(key), int)), None)
+    if count is None:
+        return not_applicable(name, "the model's config.json names no number of experts")
+    said = f"expert_parallel_size={size} and {count} experts"
+    if not count or count % size:
         return wrong(name, "SF743", said, is_fatal=True, experts=count, where=_where(seen, "expert_parallel_size"))
     return fine(name, said)
 

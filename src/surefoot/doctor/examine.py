@@ -33,11 +33,11 @@ def examine(machine: Snapshot, loaded: LoadedConfig | None = None, *, asked: boo
     return [check(seen) for check in ((*CHECKS, *ASKED) if asked else CHECKS)]
 
 
-def snapshot_for(loaded: LoadedConfig | None) -> Snapshot:
-    """This machine as a run would find it."""
+def snapshot_for(loaded: LoadedConfig | None, *, patient: bool = False) -> Snapshot:
+    """This machine as a run would find it. `patient`: what is slow has longer."""
     if loaded is None:
-        return collect()
-    return collect(loaded.run.run_folder, loaded.run.rdzv_endpoint)
+        return collect(patient=patient)
+    return collect(loaded.run.run_folder, loaded.run.rdzv_endpoint, patient=patient)
 
 
 def as_text(checks: Sequence[Check]) -> str:

@@ -24,8 +24,9 @@ def errors(seen: Seen) -> Check:
             found.append(f"GPU {card.index} lost data in its memory {card.uncorrected_errors} times")
         if card.remap:
             found.append(f"GPU {card.index}: replacing bad rows of its memory is {card.remap}")
-    if seen.machine.xids:
-        found.append(f"the kernel's log has Xid {', '.join(seen.machine.xids[-3:])}")
+    own = [xid for xid in seen.machine.xids if any(_is_of(xid, card) for card in _used(seen))]
+    if own:
+        found.append(f"the kernel's log has Xid {', '.join(own[-3:])}")
     if found:
         return wrong(name, "SF722", "; ".join(found), cards=[card.index for card in _used(seen)],
                      xids=list(seen.machine.xids))  # fmt: skip
@@ -59,11 +60,12 @@ def links(seen: Seen) -> Check:
     if none is not None:
         return not_applicable(name, none)
     cards = _used(seen)
-    most = max((sum(card.links) for card in cards), default=0)
+    # Ports without a bridge are down on sound cards too: what cards of the same kind have here is what can be had.
+    most = max((sum(card.links) for card in seen.machine.cards if card.name == cards[0].name), default=0)
     down = [
-        f"GPU {card.index} has {sum(card.links)} of {max(len(card.links), most)} NVLinks up"
+        f"GPU {card.index} has {sum(card.links)} NVLinks up, others here have {most}"
         for card in cards
-        if sum(card.links) < max(len(card.links), most)
+        if sum(card.links) < most
     ]
     late = [
         f"GPU {card.index}'s registration with the NVSwitches is {card.fabric}"
@@ -134,6 +136,8 @@ def _none(seen: Seen) -> str | None:
     """Why there is nothing to say of GPUs; None where there is."""
     if not seen.machine.cards:
         return seen.machine.unknown.get("cards", "no GPU here")
+    if "MIG-" in seen.machine.environment.get("CUDA_VISIBLE_DEVICES", ""):
+        return "parts of GPUs (MIG) are not judged"
     return None if _used(seen) else "the run uses no GPU"
 
 
@@ -151,7 +155,13 @@ def _used(seen: Seen) -> list[Gpu]:
 
 
 def _is_named(card: Gpu, name: str) -> bool:
-    return card.index == int(name) if name.isdigit() else name in card.uuid
+    return card.index == int(name) if name.isdigit() else card.uuid.startswith(name)
+
+
+def _is_of(xid: str, card: Gpu) -> bool:
+    """Whether an error is of a card: `0000:1b:00: 79`, and `00000000:1B:00.0`. Where the card tells no address, yes."""
+    bus = ":".join(xid.split(":")[1:3])
+    return not card.pci or card.pci.lower().partition(":")[2].startswith(bus.lower())
 
 
 CHECKS = (errors, clocks, links, pcie, peers, others)

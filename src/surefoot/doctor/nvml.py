@@ -82,6 +82,7 @@ def _card(nvml: Any, index: int) -> Gpu:
         index=index,
         name=_text(ask(nvml.nvmlDeviceGetName)),
         uuid=_text(ask(nvml.nvmlDeviceGetUUID)),
+        pci=_text(getattr(ask(nvml.nvmlDeviceGetPciInfo), "busId", "")),
         slowed_by=tuple(words for bit, words in SLOWING.items() if reasons & bit),
         power_limit_w=limit / 1000 if limit is not None else None,
         power_default_w=default / 1000 if default is not None else None,
@@ -92,7 +93,7 @@ def _card(nvml: Any, index: int) -> Gpu:
         ),
         remap=", ".join(remap),
         links=tuple(bool(state) for state in links if state is not None),
-        fabric=FABRIC.get(_fabric_state(nvml, handle), ""),
+        fabric=_fabric(nvml, handle),
         pcie_width=ask(nvml.nvmlDeviceGetCurrPcieLinkWidth),
         pcie_most_width=ask(nvml.nvmlDeviceGetMaxPcieLinkWidth),
         pcie_most_generation=ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration),
@@ -107,8 +108,10 @@ def _text(said: Any) -> str:
     return said.decode() if isinstance(said, bytes) else said or ""
 
 
-def _fabric_state(nvml: Any, handle: Any) -> int:
+def _fabric(nvml: Any, handle: Any) -> str:
+    """Registration with the NVSwitches; one that is completed may have ended with an error."""
     info = nvml.c_nvmlGpuFabricInfoV_t()
     if _ask(nvml, nvml.nvmlDeviceGetGpuFabricInfoV, handle, byref(info)) is None:
-        return 0
-    return int(info.state)
+        return ""
+    said = FABRIC.get(int(info.state), "")
+    return f"{said} with error {info.status}" if said == "completed" and info.status else said

@@ -64,6 +64,8 @@ class Gpu:
     index: int
     name: str
     uuid: str = ""
+    pci: str = ""
+    """Its PCI address."""
     slowed_by: tuple[str, ...] = ()
     """Why its clocks are low right now, where that means trouble."""
     power_limit_w: float | None = None

@@ -182,7 +182,7 @@ def joined(device_type: str, *, alone_too: bool = False) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def shared_store(rank: int) -> Any:
+def shared_store(rank: int, timeout: timedelta = DEADLINE) -> Any:
     """A connection to the store that the launcher's environment names, for this attempt of the run alone.
 
     Elastic may give a restarted run the store of the attempt before, with the addresses of ranks that are gone.
@@ -192,7 +192,7 @@ def shared_store(rank: int) -> Any:
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-        timeout=DEADLINE,
+        timeout=timeout,
         multi_tenant=True,
     )
     return PrefixStore(f"attempt-{attempt}", store)

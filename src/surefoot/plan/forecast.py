@@ -175,6 +175,7 @@ def forecast(
         is_on_gpu=device.is_gpu,
         rollout=rollout,
         server=_server(run, device),
+        is_full=run.tuning == "full",
     )
     sent = _sent_bytes(sizes, layout, steps)
     rate = device.flops_per_s if device.is_gpu else device.flops_per_s / run.nproc_per_node

@@ -103,6 +103,7 @@ def forecast_memory(
     is_on_gpu: bool,
     rollout: Rollout | None = None,
     server: Server | None = None,
+    is_full: bool = False,
 ) -> dict[str, Owners]:
     """By phase. `process_bytes`: of a process that has loaded Python and torch. `saves`: whether checkpoints are."""
     cuts = Cuts.of(layout, sizes)
@@ -143,7 +144,7 @@ def forecast_memory(
         phases["rollout"] = Owners(
             {**at_rest, **state, "gathered weights": _gathered(sizes, layout), **drawing}, on_host
         )
-    written = _written(sizes, layout)
+    written = _written(sizes, layout, is_full=is_full)
     if server is not None:
         phases["rollout"] = Owners({**at_rest, **state}, on_host)
         phases["sync"] = Owners({**at_rest, **state, **written.device}, {**on_host, **written.host})
@@ -155,9 +156,8 @@ def forecast_memory(
     return {name: _placed(owners, layout, is_on_gpu=is_on_gpu) for name, owners in phases.items()}
 
 
-def _written(sizes: Sizes, layout: Layout) -> Owners:
+def _written(sizes: Sizes, layout: Layout, *, is_full: bool) -> Owners:
     """What rank 0 holds to send or write the trained weights: tensors are gathered one at a time."""
-    is_full = sizes.whole.frozen + sizes.whole.expert_frozen == 0
     gathered = sizes.largest_tensor_bytes if is_full and layout.is_sharded else 0
     held = sizes.largest_tensor_bytes if is_full else FP32_BYTES * sizes.whole.all_trained
     return Owners({"tensor that is gathered": gathered}, {"weights that are written": held})

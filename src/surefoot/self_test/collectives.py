@@ -1,6 +1,6 @@
 """What ranks send each other, with numbers that tell whether they arrived; and how fast.
 
-All values are whole numbers far below 2^24, so that sums are exact in float32 in any order.
+All values are whole numbers below 2^14, so that sums over up to 1,000 ranks are exact in float32 in any order.
 """
 
 import time
@@ -21,8 +21,11 @@ UNEVEN = 8
 SWEEP = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 20, 1 << 25, 1 << 28, 1 << 30)}
 """Bytes of all-reduces whose speed is measured."""
 REPEATS = 5
+LONG_S = 5.0
+"""Of repeated all-reduces: no larger size is tried once a single one takes a tenth of it."""
 PRODUCT = {"cpu": (1024, torch.float32), "cuda": (8192, torch.bfloat16)}
-PRODUCT_FOR_S = 1.0
+PRODUCT_FOR_S = {"cpu": 1.0, "cuda": 5.0}
+"""Long enough for a card that is cooled badly to slow down."""
 
 
 def values_of(rank: int, count: int, device: torch.device) -> Tensor:
@@ -30,14 +33,15 @@ def values_of(rank: int, count: int, device: torch.device) -> Tensor:
     return (torch.arange(count, device=device) * 7 + rank * 131).remainder(16381).float()
 
 
-def exchange(rank: int, size: int, device: torch.device) -> dict[str, Any]:
+def exchange(rank: int, size: int, device: torch.device, reached: Callable[[int], None]) -> dict[str, Any]:
     """Each rank sends to each other one and compares what it gets. Collective: a send and a receive for each distance.
 
-    Returns `wrong`: from whom something else came than was sent.
+    `reached` hears the number of each before it begins. Returns `wrong`: from whom something else came than was sent.
     """
     distances = [n for n in range(1, size) if size <= MOST_PAIRS or n & (n - 1) == 0]
     wrong = []
-    for distance in distances:
+    for number, distance in enumerate(distances, 1):
+        reached(number)
         sent, got = values_of(rank, EXCHANGED, device), torch.empty(EXCHANGED, device=device)
         source = (rank - distance) % size
         operations = [
@@ -51,8 +55,11 @@ def exchange(rank: int, size: int, device: torch.device) -> dict[str, Any]:
     return {"pairs": len(distances), "wrong": wrong}
 
 
-def collectives(rank: int, size: int, device: torch.device) -> dict[str, Any]:
-    """Every collective that a run uses, against what must come out of it. Returns `wrong`: what did not."""
+def collectives(rank: int, size: int, device: torch.device, reached: Callable[[int], None]) -> dict[str, Any]:
+    """Every collective that a run uses, against what must come out of it. Returns `wrong`: what did not.
+
+    `reached` hears the number of each before it begins.
+    """
     each = [values_of(n, LENGTH, device) for n in range(size)]
     total = torch.stack(each).sum(0)
     wrong: dict[str, str] = {}
@@ -62,18 +69,22 @@ def collectives(rank: int, size: int, device: torch.device) -> dict[str, Any]:
             at = int((got != want).nonzero()[0])
             wrong[name] = f"number {at} of {len(want)} is {got[at].item()} instead of {want[at].item()}"
 
+    reached(1)
     summed = each[rank].clone()
     dist.all_reduce(summed)
     compare("all-reduce", summed, total)
 
+    reached(2)
     gathered = torch.empty(size * LENGTH, device=device)
     dist.all_gather_into_tensor(gathered, each[rank])
     compare("all-gather", gathered, torch.cat(each))
 
+    reached(3)
     scattered = torch.empty(LENGTH, device=device)
     dist.reduce_scatter_tensor(scattered, torch.cat([each[rank] + n for n in range(size)]))
     compare("reduce-scatter", scattered, total + rank * size)
 
+    reached(4)
     sizes = [1 + n % UNEVEN for n in range(size)]  # uneven, as tokens are dealt to experts
     mine, begin = sizes[rank], sum(sizes[:rank])
     received = torch.empty(size * mine, device=device)
@@ -82,7 +93,8 @@ def collectives(rank: int, size: int, device: torch.device) -> dict[str, Any]:
     )
     compare("all-to-all", received, torch.cat([one[begin : begin + mine] for one in each]))
 
-    for source in (0, size - 1):
+    for number, source in enumerate((0, size - 1), 5):
+        reached(number)
         told = each[source].clone() if rank == source else torch.empty(LENGTH, device=device)
         dist.broadcast(told, source)
         compare(f"broadcast from rank {source}", told, each[source])
@@ -92,25 +104,35 @@ def collectives(rank: int, size: int, device: torch.device) -> dict[str, Any]:
 def bandwidth(size: int, device: torch.device) -> dict[str, float]:
     """Bytes -> bus bandwidth of an all-reduce of so many, in GB/s: 2 (n - 1) / n of the bytes over the time.
 
-    Collective: `REPEATS` + 2 all-reduces for each number of bytes. Source of the factor: NVIDIA/nccl-tests, its
-    doc/PERFORMANCE.md.
+    Sizes grow until one takes long; all ranks agree on that. Collective: up to `REPEATS` + 2 all-reduces for each.
+    Source of the factor: NVIDIA/nccl-tests, its doc/PERFORMANCE.md.
     """
     found = {}
     for length in SWEEP[device.type]:
         data = torch.ones(length // 4, device=device)
-        for _ in range(2):
-            dist.all_reduce(data)
-        took_s = _timed(lambda data=data: dist.all_reduce(data), device) / REPEATS  # type: ignore[misc]
+        dist.all_reduce(data)
+        once_s = _slowest(_timed(data, 1, device), device)
+        repeats = REPEATS if once_s * REPEATS < LONG_S else 1
+        took_s = _timed(data, repeats, device) / repeats if repeats > 1 else once_s
         found[str(length)] = length * 2 * (size - 1) / size / took_s / 1e9
+        if once_s > LONG_S / 10:
+            break
     return found
 
 
-def _timed(work: Callable[[], Any], device: torch.device) -> float:
+def _slowest(seconds: float, device: torch.device) -> float:
+    """The most of any rank. Collective: one all-reduce."""
+    told = torch.tensor([seconds], device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return float(told)
+
+
+def _timed(data: Tensor, repeats: int, device: torch.device) -> float:
     dist.barrier()
     _wait_for(device)
     began_s = time.perf_counter()
-    for _ in range(REPEATS):
-        work()
+    for _ in range(repeats):
+        dist.all_reduce(data)
     _wait_for(device)
     return time.perf_counter() - began_s
 
@@ -118,11 +140,11 @@ def _timed(work: Callable[[], Any], device: torch.device) -> float:
 def product(device: torch.device) -> float:
     """TFLOP/s of a large matrix product on this rank's device, while all ranks do the same."""
     length, dtype = PRODUCT[device.type]
-    one = torch.ones(length, length, dtype=dtype, device=device)
+    one = torch.randn(length, length, device=device).to(dtype)  # zeros and ones would draw less power
     one @ one
     _wait_for(device)
     began_s, done = time.perf_counter(), 0
-    while (took_s := time.perf_counter() - began_s) < PRODUCT_FOR_S:
+    while (took_s := time.perf_counter() - began_s) < PRODUCT_FOR_S[device.type]:
         for _ in range(REPEATS):
             one @ one
         _wait_for(device)

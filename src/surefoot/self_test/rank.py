@@ -19,18 +19,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from surefoot.doctor.collect import collect
-from surefoot.errors import ConfigError
+from surefoot.doctor.collect import collect, existing_folder
+from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.parallel.ranks import shared_store
 from surefoot.self_test import collectives, reach
 from surefoot.self_test.report import Report
+from surefoot.self_test.verdict import checks_of
 
 LOOK_EVERY_S = 0.05
 AFTER_AN_ERROR_S = 3.0
 """How long the others are waited for once a rank has failed."""
+CONNECT_WITHIN = timedelta(seconds=120)
+"""To the launcher's store."""
 LEAVE_WITHIN_S = 10.0
 WRITTEN_BYTES = 64 << 20
 OVER = "over"
+"""Key under which rank 0 says that the test is over, and with what exit status."""
 
 
 @dataclass
@@ -42,6 +46,7 @@ class Place:
     local_rank: int
     device: torch.device
     output_dir: Path | None
+    rdzv_endpoint: str | None
     store: Any
     firsts: list[int] = field(default_factory=list)
     """The first rank of each machine."""
@@ -50,6 +55,10 @@ class Place:
     @property
     def is_first_here(self) -> bool:
         return self.local_rank == 0
+
+    def reached(self, stage: str, part: int) -> None:
+        """Say how far this rank is, so that the one who holds up the others is known."""
+        self.store.set(f"at/{stage}/{self.rank}", str(part))
 
 
 @dataclass(frozen=True)
@@ -62,19 +71,28 @@ class Stage:
     """From when all ranks have done the stage before it."""
 
 
+def _arrive(place: Place) -> Any:
+    place.store.set(f"first/{place.rank}", str(int(place.is_first_here)))
+
+
 def _machine(place: Place) -> Any:
     """Each rank's snapshot: variables and versions are those of a process, the rest is the machine's."""
-    folder = place.output_dir if place.is_first_here else None
-    said = {**collect(folder).as_dict(), "local_rank": place.local_rank}
-    if torch.cuda.is_available() and place.device.type == "cuda":
+    is_first = place.is_first_here
+    said = collect(
+        place.output_dir if is_first else None, place.rdzv_endpoint if is_first else None, patient=True, gpus=is_first
+    )
+    device = ""
+    if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
-        said["device"] = torch.cuda.get_device_name(place.device)
-    place.store.set(f"first/{place.rank}", str(int(place.is_first_here)))
-    place.firsts = [rank for rank in range(place.size) if int(place.store.get(f"first/{rank}"))]
-    return said
+        device = torch.cuda.get_device_name(place.device)
+    return {**said.as_dict(), "local_rank": place.local_rank, "device": device}
 
 
 def _clock(place: Place) -> Any:
+    if place.rank == 0:
+        firsts = [rank for rank in range(place.size) if int(place.store.get(f"first/{rank}"))]
+        place.store.set("firsts", json.dumps(firsts))
+    place.firsts = json.loads(place.store.get("firsts"))
     if place.rank == 0:
         reach.answer_pings(place.store, place.firsts[1:])
     elif place.is_first_here:
@@ -88,14 +106,8 @@ def _reach(place: Place) -> Any:
         return {}
     place.listener = reach.Listener(place.rank)
     place.store.set(f"listens/{place.rank}", json.dumps(place.listener.place))
-    problems = {}
-    for other in place.firsts:
-        if other != place.rank:
-            at = json.loads(place.store.get(f"listens/{other}"))
-            problem = reach.connect(other, at["addresses"], at["port"])
-            if problem:
-                problems[str(other)] = problem
-    return problems
+    others = {other: json.loads(place.store.get(f"listens/{other}")) for other in place.firsts if other != place.rank}
+    return {str(other): problem for other, problem in reach.connect_to_all(others).items() if problem}
 
 
 def _join(place: Place) -> Any:
@@ -105,7 +117,7 @@ def _join(place: Place) -> Any:
         store=PrefixStore("group", place.store),
         rank=place.rank,
         world_size=place.size,
-        timeout=timedelta(seconds=DEEP_WITHIN_S),
+        timeout=GROUP_TIMEOUT,
         device_id=place.device if place.device.type == "cuda" else None,
     )
     dist.barrier()
@@ -115,11 +127,13 @@ def _join(place: Place) -> Any:
 
 
 def _exchange(place: Place) -> Any:
-    return collectives.exchange(place.rank, place.size, place.device)
+    return collectives.exchange(place.rank, place.size, place.device, lambda part: place.reached("exchange", part))
 
 
 def _collectives(place: Place) -> Any:
-    return collectives.collectives(place.rank, place.size, place.device)
+    return collectives.collectives(
+        place.rank, place.size, place.device, lambda part: place.reached("collectives", part)
+    )
 
 
 def _bandwidth(place: Place) -> Any:
@@ -134,30 +148,30 @@ def _storage(place: Place) -> Any:
     """Speed of a large file in output_dir, MB/s: written and synced, then read from the disk."""
     if place.output_dir is None or not place.is_first_here:
         return None
-    folder = next(one for one in (place.output_dir.absolute(), *place.output_dir.absolute().parents) if one.is_dir())
-    path = folder / f".surefoot-probe-{place.rank}-{os.getpid()}.tmp"
     data = os.urandom(WRITTEN_BYTES)
-    try:
+    path = existing_folder(place.output_dir) / f".surefoot-probe-{place.rank}-{os.getpid()}.tmp"
+    with open(path, "w+b") as file:
+        path.unlink()  # whatever ends this process, nothing is left behind
         began_s = time.perf_counter()
-        with open(path, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
         written_s = time.perf_counter() - began_s
-        with open(path, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            began_s = time.perf_counter()
-            is_same = file.read() == data
-            read_s = time.perf_counter() - began_s
-    finally:
-        path.unlink(missing_ok=True)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        began_s = time.perf_counter()
+        file.seek(0)
+        is_same = file.read() == data
+        read_s = time.perf_counter() - began_s
     return {"write": WRITTEN_BYTES / written_s / 1e6, "read": WRITTEN_BYTES / read_s / 1e6, "is_same": is_same}
 
 
 DEEP_WITHIN_S = 60.0
+GROUP_TIMEOUT = timedelta(hours=1)
+"""Never the first to run out: a collective that times out fails at the rank that waits."""
 TOGETHER = (
-    Stage("machine", _machine, 30.0),
-    Stage("clock", _clock, 20.0),
+    Stage("arrive", _arrive, 180.0),
+    Stage("machine", _machine, 60.0),
+    Stage("clock", _clock, 30.0),
     Stage("reach", _reach, 60.0),
 )
 """What any machine can be asked at any time."""
@@ -177,53 +191,94 @@ def stages_of(size: int, *, is_deep: bool) -> Sequence[Stage]:
     return (*TOGETHER, *(DEEP if is_deep and size > 1 else ()), *(ALONE if is_deep else ()))
 
 
-def try_out(
-    device_type: str,
-    output_dir: Path | None,
-    report_path: Path,
-    *,
-    is_deep: bool,
-    stages: Sequence[Stage] | None = None,
-) -> Report | None:
+@dataclass(frozen=True)
+class Task:
+    """What a rank is asked to do, as JSON."""
+
+    device: str
+    output_dir: str | None
+    rdzv_endpoint: str | None
+    report: str
+    """Where rank 0 writes what came of it, after each stage."""
+    is_deep: bool
+
+
+def try_out(task: Task, stages: Sequence[Stage] | None = None) -> tuple[Report | None, int]:
     """Go through the stages with the other ranks that the launcher's environment names.
 
-    Returns what came of it at rank 0, which writes it to `report_path` after each stage; None at other ranks. A thread
-    may still hang in a stage: the caller must leave by `process_end.leave`.
-    Raises: ConfigError for an environment that does not fit.
+    Returns what came of it at rank 0, None at others; and the exit status that rank 0 found. A thread may still hang in
+    a stage: the caller must leave by `process_end.leave`.
+    Raises: ConfigError for an environment that does not fit, or a store that does not answer.
     """
-    missing = [
-        name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
-    ]
-    if missing:
-        raise ConfigError(f"this process is no rank of a launcher: {', '.join(missing)} is not set.")
-    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    if device_type == "cuda" and local_rank >= torch.cuda.device_count():
+    rank, size, local_rank = _numbers()
+    if task.device == "cuda" and local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"nproc_per_node: rank {rank} is number {local_rank} on this machine, which has "
             f"{torch.cuda.device_count()} GPUs. Start one rank per GPU."
         )
-    device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
-    chosen = stages_of(size, is_deep=is_deep) if stages is None else stages
-    at_work = PrefixStore("self-test", shared_store(rank))
-    place = Place(rank, size, local_rank, device, output_dir, at_work)
+    device = torch.device("cuda", local_rank) if task.device == "cuda" else torch.device("cpu")
+    chosen = stages_of(size, is_deep=task.is_deep) if stages is None else stages
+    try:
+        working = PrefixStore("self-test", shared_store(rank, CONNECT_WITHIN))
+        watching = PrefixStore("self-test", shared_store(-1, CONNECT_WITHIN))  # the other may wait for an answer
+    except RuntimeError as error:
+        raise ConfigError(
+            f"rank {rank}: nobody answers at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where rank 0 or "
+            f"its launcher should be: {str(error).splitlines()[0]}. Was rank 0 started, and is its machine reached?"
+        ) from error
+    output_dir = Path(task.output_dir) if task.output_dir is not None else None
+    place = Place(rank, size, local_rank, device, output_dir, task.rdzv_endpoint, working)
+    report = Report(size, "nccl" if task.device == "cuda" else "gloo")
+    path = Path(task.report)
+    longest_s = sum(stage.within_s for stage in chosen) + 2 * LEAVE_WITHIN_S
+    last = threading.Timer(longest_s, _give_up, (report, path, chosen, rank))
+    last.daemon = True
+    last.start()  # for a store that answers nothing any more: asking it has no deadline
     threading.Thread(target=_perform, args=(place, chosen), name="stages", daemon=True).start()
-    watching = PrefixStore("self-test", shared_store(-1))  # a connection of its own: the other may wait for an answer
-    if rank > 0:
-        longest = sum(stage.within_s for stage in chosen) + LEAVE_WITHIN_S
-        _wait_until(lambda: watching.check([OVER]), longest)
-        with suppress(RuntimeError):  # rank 0 is gone
-            watching.set(f"left/{rank}", "")
-        return None
-    report = Report(size, "nccl" if device_type == "cuda" else "gloo")
-    for stage in chosen:
-        if not _watch(stage, report, watching):
+    status = _lead(report, chosen, watching, path) if rank == 0 else _follow(rank, watching, longest_s)
+    last.cancel()
+    return (report if rank == 0 else None), status
+
+
+def _numbers() -> tuple[int, int, int]:
+    """(rank, size, local rank) of the environment. Raises: ConfigError."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ConfigError(f"this process is no rank of a launcher: {', '.join(missing)} is not set.")
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+
+
+def _lead(report: Report, stages: Sequence[Stage], store: Any, path: Path) -> int:
+    """At rank 0: watch all ranks go through the stages, and tell them how it ended."""
+    for stage in stages:
+        if not _watch(stage, report, store):
             break
-        report.write(report_path)
-    report.write(report_path)
-    watching.set(OVER, "")
-    others = [f"left/{other}" for other in range(1, size) if other not in report.silent]
-    _wait_until(lambda: not others or watching.check(others), LEAVE_WITHIN_S)  # this process may host the store
-    return report
+        report.write(path)
+    report.write(path)
+    is_failed = any(check.status == "failed" for check in checks_of(report))
+    status = StoppedOnFinding.exit_status if is_failed else 0
+    store.set(OVER, str(status))
+    others = [f"left/{other}" for other in range(1, report.ranks) if other not in report.silent]
+    _wait_until(lambda: not others or store.check(others), LEAVE_WITHIN_S)  # this process may host the store
+    return status
+
+
+def _follow(rank: int, store: Any, within_s: float) -> int:
+    """At any other rank: wait until rank 0 says that it is over."""
+    _wait_until(lambda: store.check([OVER]), within_s)
+    with suppress(RuntimeError):  # rank 0 is gone
+        if store.check([OVER]):
+            store.set(f"left/{rank}", "")
+            return int(store.get(OVER))
+    return StoppedOnFinding.exit_status
+
+
+def _give_up(report: Report, path: Path, stages: Sequence[Stage], rank: int) -> None:
+    if rank == 0:
+        report.stopped_in = report.stopped_in or next((s.name for s in stages if s.name not in report.said), "")
+        report.write(path)
+    os._exit(1)
 
 
 def _perform(place: Place, stages: Sequence[Stage]) -> None:
@@ -255,10 +310,18 @@ def _watch(stage: Stage, report: Report, store: Any) -> bool:
         if waiting and not done:
             time.sleep(LOOK_EVERY_S)
     if waiting or report.errors:
-        report.stopped_in, report.within_s, report.silent = stage.name, stage.within_s, sorted(waiting)
+        at = {rank: _part_of(stage, rank, store) for rank in waiting}
+        report.silent = [rank for rank in sorted(waiting) if at[rank] == min(at.values())]
+        report.stopped_in, report.within_s = stage.name, stage.within_s
         return False
     report.said[stage.name] = dict(sorted(values.items()))
     return True
+
+
+def _part_of(stage: Stage, rank: int, store: Any) -> int:
+    """How far a rank has said that it is in a stage."""
+    key = f"at/{stage.name}/{rank}"
+    return int(store.get(key)) if store.check([key]) else 0
 
 
 def _wait_until(is_so: Callable[[], bool], within_s: float) -> None:

@@ -6,12 +6,14 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 import psutil
 
 CONNECT_WITHIN_S = 3.0
+AT_A_TIME = 128
 WORD = b"surefoot "
 PINGS = 5
 NAMING = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -53,21 +55,28 @@ def own_addresses(environment: Mapping[str, str]) -> list[str]:
     return sorted(found, key=lambda address: (ipaddress.ip_address(address).is_loopback, ":" in address))
 
 
-def connect(rank: int, addresses: Sequence[str], port: int) -> str:
-    """Empty where a rank's listener answers at one of its addresses; else why none of them does."""
-    problems = []
-    for address in addresses:
-        try:
-            with socket.create_connection((address, port), timeout=CONNECT_WITHIN_S) as peer:
-                peer.settimeout(CONNECT_WITHIN_S)
-                said = peer.recv(64)
-        except OSError as error:
-            problems.append(f"{address}: {error.strerror or error}")
-            continue
-        if said == WORD + str(rank).encode():
-            return ""
-        problems.append(f"{address}: somebody else answers")  # a bridge's address that every machine has
-    return "; ".join(problems) or "it has no address"
+def connect_to_all(places: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
+    """Rank -> why none of its addresses leads to its listener, or empty; all are tried at the same time."""
+    pairs = [(rank, address, place["port"]) for rank, place in places.items() for address in place["addresses"]]
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        problems = list(pool.map(lambda pair: connect(*pair), pairs))
+    found: dict[int, str] = {}
+    for rank in places:
+        tried = [(pair[1], problem) for pair, problem in zip(pairs, problems, strict=True) if pair[0] == rank]
+        is_reached = any(not problem for _, problem in tried)
+        found[rank] = "" if is_reached else "; ".join(f"{a}: {problem}" for a, problem in tried) or "it has no address"
+    return found
+
+
+def connect(rank: int, address: str, port: int) -> str:
+    """Empty where a rank's listener answers; else why not."""
+    try:
+        with socket.create_connection((address, port), timeout=CONNECT_WITHIN_S) as peer:
+            peer.settimeout(CONNECT_WITHIN_S)
+            said = peer.recv(64)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if said == WORD + str(rank).encode() else "somebody else answers"  # a bridge that every machine has
 
 
 def offset_s(store: Any, rank: int) -> tuple[float, float]:

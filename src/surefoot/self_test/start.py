@@ -1,9 +1,8 @@
 """Starts a self-test, or takes part in one that a launcher started, and puts what came of it into words."""
 
-import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,16 @@ from surefoot.config import LoadedConfig
 from surefoot.doctor.check import Check, wrong
 from surefoot.doctor.examine import examine
 from surefoot.doctor.snapshot import snapshot_of
-from surefoot.errors import SurefootError
+from surefoot.errors import StoppedOnFinding, SurefootError
 from surefoot.parallel.launch import launch
+from surefoot.process_end import is_rank
 from surefoot.self_test.loader import loader
-from surefoot.self_test.rank import stages_of, try_out
+from surefoot.self_test.rank import Task, stages_of, try_out
 from surefoot.self_test.report import Report, read_report
 from surefoot.self_test.verdict import checks_of
 from surefoot.training.resolve import device_type
 
-REPORT = "self-test.json"
+REPORT, STATUS = "self-test.json", "status"
 JOIN_WITHIN_S = 120
 """How long machines wait for each other."""
 RANKS_ON_A_CPU = 2
@@ -38,51 +38,51 @@ class Ranks:
     max_restarts: int = 0
 
 
-def is_rank() -> bool:
-    """Whether a launcher started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
-
-
-def self_test(loaded: LoadedConfig | None, *, is_deep: bool) -> list[Check] | None:
+def self_test(loaded: LoadedConfig | None, *, is_deep: bool) -> tuple[list[Check] | None, int]:
     """Let the ranks of a run (without one: one for each GPU, or two on the CPU) try what it will ask of them.
 
     Without `is_deep` they only compare themselves. Under a launcher this process is one of the ranks; it must end by
-    `process_end.leave` then. Returns None where rank 0 is elsewhere, and shows the report.
+    `process_end.leave` then. Returns (the checks, None where rank 0 is elsewhere and shows them; the exit status).
     """
-    device = device_type(loaded) if loaded is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    output_dir = loaded.run.run_folder if loaded is not None else None
+    try:
+        device = device_type(loaded) if loaded is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    except SurefootError as error:
+        return _said([wrong("self-test", "SF742", str(error), is_fatal=True)])
+    run = loaded.run if loaded is not None else None
     with tempfile.TemporaryDirectory(prefix="surefoot-self-test-") as name:
-        path = Path(name, REPORT)
-        if is_rank():
-            report = try_out(device, output_dir, path, is_deep=is_deep)
-            return _checks(report, loaded, is_deep=is_deep) if report is not None else None
-        on_cpu = RANKS_ON_A_CPU if loaded is None else 0
-        ranks = Ranks(
-            loaded.run.nproc_per_node if loaded is not None else torch.cuda.device_count() or on_cpu,
-            loaded.run.nnodes if loaded is not None else 1,
-            loaded.run.rdzv_endpoint if loaded is not None else None,
+        path, status_path = Path(name, REPORT), Path(name, STATUS)
+        task = Task(
+            device=device,
+            output_dir=str(run.run_folder) if run is not None else None,
+            rdzv_endpoint=run.rdzv_endpoint if run is not None else None,
+            report=str(path),
+            is_deep=is_deep,
         )
-        job = {
-            "self_test": {
-                "device": device,
-                "output_dir": str(output_dir) if output_dir is not None else None,
-                "report": str(path),
-                "is_deep": is_deep,
-            }
-        }
+        if is_rank():
+            report, status = try_out(task)
+            return _said(_checks(report, loaded, is_deep=is_deep)) if report is not None else (None, status)
+        ranks = Ranks(
+            run.nproc_per_node if run is not None else torch.cuda.device_count() or RANKS_ON_A_CPU,
+            run.nnodes if run is not None else 1,
+            run.rdzv_endpoint if run is not None else None,
+        )
         problem = ""
         try:
-            failure = launch(ranks, job, lambda _failure, _attempt: None, join_within_s=JOIN_WITHIN_S)
+            failure = launch(ranks, {"self_test": asdict(task)}, lambda *_: None, join_within_s=JOIN_WITHIN_S)
             problem = failure.reason if failure is not None else ""
         except SurefootError as error:
             problem = str(error)
-        if not path.is_file() and not problem:
-            return None
+        if status_path.is_file() and not problem and not path.is_file():
+            return None, int(status_path.read_text())
         report = read_report(path) if path.is_file() else Report(ranks.nproc_per_node * ranks.nnodes, "")
     if problem and not report.stopped_in:
         names = [stage.name for stage in stages_of(report.ranks, is_deep=is_deep)]
         report.stopped_in = next((one for one in names if one not in report.said), names[-1])
-    return _checks(report, loaded, is_deep=is_deep, problem=problem)
+    return _said(_checks(report, loaded, is_deep=is_deep, problem=problem))
+
+
+def _said(checks: list[Check]) -> tuple[list[Check], int]:
+    return checks, StoppedOnFinding.exit_status if any(check.status == "failed" for check in checks) else 0
 
 
 def _checks(report: Report, loaded: LoadedConfig | None, *, is_deep: bool, problem: str = "") -> list[Check]:
@@ -106,7 +106,9 @@ def _elsewhere(report: Report, loaded: LoadedConfig | None) -> Sequence[Check]:
     return found
 
 
-def run_rank(job: dict[str, Any]) -> None:
-    """A rank that `launch` started."""
-    output_dir = Path(job["output_dir"]) if job["output_dir"] is not None else None
-    try_out(job["device"], output_dir, Path(job["report"]), is_deep=job["is_deep"])
+def run_rank(told: dict[str, Any]) -> None:
+    """A rank that `launch` started; the first one of another machine than rank 0's leaves the exit status there."""
+    task = Task(**told)
+    report, status = try_out(task)
+    if report is None:
+        Path(task.report).with_name(STATUS).write_text(str(status))

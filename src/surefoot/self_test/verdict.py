@@ -1,9 +1,13 @@
 """What a self-test means: checks, from what its ranks said. Pure."""
 
+import re
+from collections.abc import Mapping
 from statistics import median
+from typing import Any
 
 from surefoot.doctor.across import facts_of, ranks_differ
 from surefoot.doctor.check import Check, fine, not_applicable, wrong
+from surefoot.parallel.launch import GONE
 from surefoot.self_test.report import Report
 
 GIB = 1 << 30
@@ -14,8 +18,11 @@ LEAST_OF_MEDIAN = {"nccl": 0.85, "gloo": 0.5}
 SLOW_WRITE = 20.0
 """MB/s: a checkpoint of 1 GB would take a minute."""
 NVLINK = (("H200", 431.0), ("H100", 431.0), ("A100", 228.0), ("V100", 110.0))
-"""GPU -> the bus bandwidth, GB/s, that a large all-reduce between GPUs of one machine must reach.
-Source: Azure's node health checks (AzureHPC azurehpc-health-checks), read 2026-11"""
+"""GPU -> the bus bandwidth, GB/s, that a large all-reduce between the eight GPUs of one machine must reach, all of them
+joined by NVLink. Source: Azure's node health checks (AzureHPC azurehpc-health-checks), read 2026-11"""
+JOINED_GPUS = 8
+NOT_JOINED = re.compile("NVL|PCIe|PCIE")
+"""In names of cards that are joined in pairs, if at all."""
 PCIE = {3: 6.0, 4: 12.0}
 """Generation -> the same without NVLink. Source: NVIDIA/nccl#766"""
 OF_A_PORT = 0.9
@@ -96,7 +103,7 @@ def _reach(report: Report) -> Check:
         return wrong(name, "SF732", "; ".join(problems[:4]), is_fatal=True, pairs=len(problems))
     if len(set(_hosts(report).values())) == 1:
         return not_applicable(name, "one machine")
-    return fine(name, "on ports of any number, both ways")
+    return fine(name, "each on a free port of each")
 
 
 def _nccl(report: Report) -> Check:
@@ -146,7 +153,7 @@ def _collectives(report: Report) -> Check:
 def _bandwidth(report: Report) -> Check:
     """Of the largest all-reduce; a collective is as fast as its slowest rank."""
     name, said = "all-reduce", report.of("bandwidth")
-    lengths = sorted(int(length) for length in next(iter(said.values())))
+    lengths = sorted(int(length) for length in next(iter(said.values())))  # all ranks ended with the same one
     slowest = {length: min(one[str(length)] for one in said.values()) for length in lengths}
     seen = ", ".join(f"{_bytes(length)}: {slowest[length]:.3g}" for length in lengths) + " GB/s"
     least, why = expected_gb_s(report)
@@ -159,25 +166,43 @@ def _bandwidth(report: Report) -> Check:
 
 
 def expected_gb_s(report: Report) -> tuple[float | None, str]:
-    """(the least bus bandwidth that the way between these ranks gives, the way); None where it is not known."""
+    """(the least bus bandwidth that the way between these ranks gives, the way); None where it is not known.
+
+    Only ways that somebody has measured are judged; of all others the figures are shown.
+    """
     machines = list(report.of("machine").values())
     if report.backend != "nccl":
         return None, f"what {report.backend} should reach here is not known"
-    if sum(machine["local_rank"] == 0 for machine in machines) > 1:
-        ports = [port for port in machines[0]["ports"] if "ACTIVE" in port["state"]]
-        rates = [float(port["rate"].split()[0]) for port in ports if port["rate"]]
-        if rates:
-            return sum(rates) / 8 * OF_A_PORT, f"{len(rates)} ports of {rates[0]:g} Gbit/s"
-        speeds = [one["speed_mbit"] for one in machines[0]["interfaces"].values() if one["is_up"]]
-        if any(speeds):
-            return max(speeds) / 8000 * OF_ETHERNET, f"Ethernet of {max(speeds) / 1000:g} Gbit/s"
-        return None, "the speed of the network is not known"
+    nodes = sum(machine["local_rank"] == 0 for machine in machines)
+    ranks_each = report.ranks // nodes
+    if nodes > 1:
+        return _of_network(machines[0], ranks_each)
     cards = machines[0]["cards"]
+    if not cards:
+        return None, "NVML does not tell how the GPUs are joined"
+    kind = cards[0]["name"]
     if any(any(card["links"]) for card in cards):
-        known = next((least for kind, least in NVLINK if kind in cards[0]["name"]), None)
-        return known, f"NVLink of {cards[0]['name']}"
-    generation = min((card["pcie_most_generation"] or 0 for card in cards), default=0)
+        known = next((least for name, least in NVLINK if re.search(rf"\b{name}\b", kind)), None)
+        is_measured = ranks_each == len(cards) == JOINED_GPUS and not NOT_JOINED.search(kind)
+        return (known, f"NVLink of {kind}") if is_measured else (None, f"{ranks_each} {kind} with NVLink: not known")
+    generation = min(card["pcie_most_generation"] or 0 for card in cards)
     return PCIE.get(generation), f"PCIe of generation {generation or 'unknown'}"
+
+
+def _of_network(machine: Mapping[str, Any], ranks_each: int) -> tuple[float | None, str]:
+    """Between machines with so many ranks each: as many ports as there are ranks can be in use at a time."""
+    active = [port for port in machine["ports"] if "ACTIVE" in port["state"] and port["link_layer"] == "InfiniBand"]
+    rates = [float(port["rate"].split()[0]) for port in active if port["rate"]]
+    if rates:
+        used = [rate for rate in rates if rate == max(rates)][:ranks_each]
+        return sum(used) / 8 * OF_A_PORT, f"{len(used)} InfiniBand ports of {used[0]:g} Gbit/s"
+    if machine["ports"]:
+        return None, "which RoCE ports carry it is not known"
+    own = set(machine["host_addresses"])
+    speeds = [one["speed_mbit"] for one in machine["interfaces"].values() if own & set(one["addresses"])]
+    if any(speeds):
+        return max(speeds) / 8000 * OF_ETHERNET, f"Ethernet of {max(speeds) / 1000:g} Gbit/s"
+    return None, "the speed of the network is not known"
 
 
 def _bytes(length: int) -> str:
@@ -213,6 +238,7 @@ def _storage(report: Report) -> Check:
 
 
 WHAT = {
+    "arrive": "arriving",
     "machine": "looking at their machines",
     "clock": "comparing clocks",
     "reach": "connecting to each other",
@@ -226,12 +252,18 @@ WHAT = {
 
 
 def _stopped(report: Report) -> Check:
-    what = WHAT[report.stopped_in]
-    told = [f"{_named(report, rank)}: {error}" for rank, error in report.errors.items()]
-    silent = [_named(report, rank) for rank in report.silent]
-    if silent and not told:
-        said = f"{', '.join(silent)} did not come through {what} within {report.within_s:.0f} s"
+    """Who kept the others from coming through: one that failed by itself, else those who are silent."""
+    what, within = WHAT[report.stopped_in], f"within {report.within_s:.0f} s"
+    silent = ", ".join(_named(report, rank) for rank in report.silent)
+    own = {rank: error for rank, error in report.errors.items() if not any(sign in error for sign in GONE)}
+    if own:
+        said = "; ".join(f"{_named(report, rank)}: {error}" for rank, error in list(own.items())[:3]) + f", in {what}"
+    elif silent:
+        lost = "; ".join(f"{_named(report, rank)} lost it: {error}" for rank, error in list(report.errors.items())[:1])
+        said = f"{silent} did not come through {what} {within}{f' ({lost})' if lost else ''}"
     else:
-        said = f"{'; '.join(told[:3])}, in {what}" + (f"; {', '.join(silent)} waited" if silent else "")
+        said = "; ".join(f"{_named(report, rank)}: {error}" for rank, error in list(report.errors.items())[:3]) or (
+            f"the ranks' connection ended in {what}"
+        )
     return wrong("self-test", "SF742", said, is_fatal=True, stage=report.stopped_in,
                  silent=report.silent, errors={str(rank): error for rank, error in report.errors.items()})  # fmt: skip

@@ -272,9 +272,10 @@ def _assemble(
     )
     undo.callback(job.saver.end)
     about = {**environment(device), "ranks": ranks.size, "expert_parallel_size_s": measured}
-    machine = collect(folder if ranks.local_rank == 0 else None)
-    ranks.from_first(lambda: _begin_folder(config, {**about, "machine": machine.as_dict()}))
-    everywhere = ranks.gather({"host": machine.host, "facts": facts_of(machine.as_dict())})
+    machine = collect(folder if ranks.local_rank == 0 else None, gpus=ranks.local_rank == 0).as_dict()
+    ranks.from_first(lambda: _begin_folder(config, {**about, "machine": machine}))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    everywhere = ranks.gather({"host": machine["host"], "facts": facts_of({**machine, "device": name})})
     differing = ranks_differ([one["facts"] for one in everywhere], [one["host"] for one in everywhere])
     if differing is not None:
         emit(FindingMade(differing))

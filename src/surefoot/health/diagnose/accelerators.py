@@ -9,7 +9,7 @@ from statistics import median
 
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.health.accelerators import GpuSample, Look
-from surefoot.kernel_log import GpuError
+from surefoot.kernel_log import OF_PROGRAMS, GpuError
 
 WINDOW_S = 30.0
 LEAST_LOOKS = 10
@@ -39,8 +39,6 @@ XIDS = {
     120: "its system processor failed",
 }
 """Of NVIDIA's list of Xid errors (docs.nvidia.com/deploy/xid-errors), read 2026-11."""
-OF_PROGRAMS = frozenset({13, 31, 43, 45})
-"""Those that a program causes as a rule."""
 SLOWED_SHARE = 0.5
 """Of the looks."""
 
