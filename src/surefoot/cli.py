@@ -236,6 +236,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
     loaded = load_config(arguments.config, arguments.overrides) if arguments.config is not None else None
     machine = snapshot_for(loaded, patient=True)
     checks = examine(machine, loaded, asked=True)
+    if loaded is not None:
+        from surefoot.training.refusal import refusal
+
+        checks.append(refusal(loaded))
     if arguments.deep or is_rank():
         from surefoot.self_test.start import self_test
 

@@ -13,7 +13,10 @@ from surefoot.findings import Finding
 
 @dataclass(frozen=True)
 class Preparing:
-    """Data is being prepared, by this process or one it waits for; `text` says how far, with rate and time left."""
+    """Data is being prepared, by this process or one it waits for, or a server is waited for.
+
+    `text` says how far, with rate and time left.
+    """
 
     text: str = ""
     """Empty where another process tells its user."""

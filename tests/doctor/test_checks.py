@@ -398,22 +398,5 @@ def test_every_code_of_the_catalogue_has_a_case() -> None:
         "SF740",
         "SF741",  # of tests/self_test/test_verdict.py
         "SF742",
-        "SF743",
+        "SF743",  # of tests/doctor/test_refusal.py
     }
-
-
-@pytest.mark.parametrize(
-    ("kind", "size", "status"),
-    [
-        ("mixtral", 2, "ok"),
-        ("qwen2_moe", 3, "ok"),
-        ("mixtral", 4, "failed"),
-        ("llama", 2, "not applicable"),
-        ("mixtral", 1, "not applicable"),
-        ("mixtral", "auto", "not applicable"),
-    ],
-)
-def test_experts_are_dealt_evenly(run: Any, model_folder: Any, kind: str, size: int | str, status: str) -> None:
-    ranks = {"nproc_per_node": 12, "nnodes": 1, "rdzv_endpoint": None}
-    checks = examine(LAPTOP, run(model=str(model_folder(kind)), expert_parallel_size=size, **ranks), asked=True)
-    assert next(check for check in checks if check.name == "experts").status == status

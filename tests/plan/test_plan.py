@@ -152,9 +152,35 @@ def test_the_page_of_a_plan_of_grpo(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "a sync sends the adapter alone, 0.78 GiB: 0.57% of a merged model" in said
     assert "gathers" not in said
-    assert 'vllm_args: ["--gpu-memory-utilization", "0.4"]' in said, "a setting that fits"
+    assert "the vLLM server must hold 136.7 GiB of weights on each of its GPUs, and may take 68.5 GiB" in said
+    fitting = 'vllm_args: ["--tensor-parallel-size", "8", "--gpu-memory-utilization", "0.4"]'
+    assert fitting in said, "a setting that fits"
     assert cli.main(["plan", path, "device=a100", "rollout_engine=vllm", "vllm_server=http://10.0.0.2:8000"]) == 0
     assert "the vLLM server has devices of its own" in capsys.readouterr().out
+
+
+def test_a_server_must_hold_the_model_in_its_share() -> None:
+    def asked(*args: str, **more: str) -> Any:
+        given = [f"{name}={value}" for name, value in more.items()]
+        path = str(PLANS.parent / "qwen2.5-vl-72b-grpo.yaml")
+        return plan(
+            path, ["device=h200", "rollout_engine=vllm", f"vllm_args={json.dumps(list(args))}", *given]
+        ).forecast
+
+    eight = ("--tensor-parallel-size", "8")
+    assert asked(*eight, "--gpu-memory-utilization", "0.4").fits
+    assert not asked("-tp", "2", "--gpu-memory-utilization", "0.4").fits
+    assert not asked("--gpu-memory-utilization=0.5", vllm_devices="'8,9'").fits, "137 GiB on one card"
+    assert asked("--tensor-parallel-size=2", vllm_devices="'8,9'").fits
+
+    awake, asleep = (
+        asked(*eight, "--gpu-memory-utilization", "0.4"),
+        asked(*eight, "--gpu-memory-utilization", "0.4", vllm_sleep="true"),
+    )
+    weights = 2 * (asleep.sizes.whole.total - asleep.sizes.whole.all_trained)
+    assert asleep.phases["step"].host["sleeping server"] * 8 == pytest.approx(weights, rel=1e-6)
+    assert "sleeping server" not in asleep.phases["rollout"].host
+    assert "sleeping server" not in awake.phases["step"].host
 
 
 @pytest.mark.parametrize(

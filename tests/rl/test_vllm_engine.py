@@ -22,6 +22,7 @@ from surefoot.models.adapter import WEIGHTS
 from surefoot.models.build import build_model
 from surefoot.models.lora import LoraSettings
 from surefoot.rl.chosen_experts import as_text, from_text
+from surefoot.rl.engines import server as serving
 from surefoot.rl.engines import vllm_sync
 from surefoot.rl.engines.server import Server, ServerFailed, start_server
 from surefoot.rl.engines.vllm import VllmEngine
@@ -45,13 +46,22 @@ def serve() -> Iterator[Callable[..., Server]]:
         environment = {**os.environ, "PROBE_LOGPROBS": json.dumps(probe)}
         made.append(subprocess.Popen([sys.executable, str(SERVER), str(port), fault], env=environment))
         server = Server(f"http://127.0.0.1:{port}", made[-1])
-        server.wait_until_ready(30)
+        server.wait_until_ready(30, print)
         return server
 
     yield start
     for process in made:
         process.kill()
         process.wait()
+
+
+def test_a_server_that_is_waited_for_is_named_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "WORD_EVERY_S", 0.6)
+    heard: list[str] = []
+    with pytest.raises(ServerFailed, match="was not ready in 2 s"):
+        Server("http://127.0.0.1:9").wait_until_ready(2.0, heard.append)
+    assert 1 <= len(heard) <= 4
+    assert set(heard) == {"waiting for the vLLM server at http://127.0.0.1:9, up to 2 s"}
 
 
 @pytest.fixture
@@ -316,7 +326,7 @@ def test_a_server_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> No
     script.chmod(0o755)
     server = start_server(str(script), tmp_path, [], dict(os.environ), tmp_path / "log", "run.yaml:9")
     with pytest.raises(ServerFailed, match="the server ended with status 7 before it was ready"):
-        server.wait_until_ready(30)
+        server.wait_until_ready(30, print)
     assert "no such model" in server.evidence()["end_of_log"]
     with pytest.raises(ConfigError, match=r"vllm_command: /nowhere/vllm cannot be started: .*run.yaml:9"):
         start_server("/nowhere/vllm", tmp_path, [], {}, tmp_path / "log", "run.yaml:9")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from surefoot.config.schema import RunConfig
+from surefoot.config.vllm_arguments import MEMORY_SHARE, TENSOR_PARALLEL, memory_share, tensor_parallel
 
 ENDPOINT = re.compile(r"^[^\s:]+:(\d{1,5})$")
 VLLM_ADDRESS = re.compile(r"^http://[^\s/:]+:(\d{1,5})/?$")
@@ -237,6 +238,11 @@ def _check_vllm(run: RunConfig, given: set[str], refuse: Refuse) -> None:
             "rollout_engine",
             "target_modules",
         )
+    for name, read in ((MEMORY_SHARE, memory_share), (TENSOR_PARALLEL, tensor_parallel)):
+        try:
+            read(run.vllm_args)
+        except ValueError as error:
+            refuse(f"vllm_args: {name}: {error}", "vllm_args")
     started = given & {"vllm_command", "vllm_args", "vllm_devices"}
     if run.vllm_server is not None and started:
         refuse(

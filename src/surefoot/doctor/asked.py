@@ -7,7 +7,6 @@ from typing import Any
 
 from surefoot.config import RunConfig, changed_fields
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
-from surefoot.doctor.contradictions import experts
 from surefoot.errors import SurefootError
 
 
@@ -75,4 +74,4 @@ def template(seen: Seen) -> Check:
     return fine(name, f"of an answer it trains {trained}")
 
 
-CHECKS = (experts, resume, template)
+CHECKS = (resume, template)

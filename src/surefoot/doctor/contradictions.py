@@ -1,12 +1,10 @@
 """Checks of what a run asks for against what this machine has. Pure, but for the headers of the model's files."""
 
 import json
-from collections.abc import Sequence
-from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from surefoot.config.vllm_arguments import memory_share
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
 from surefoot.doctor.sizes import Weights, weights_of
 
@@ -17,9 +15,6 @@ STATE_BYTES = 12
 CHECKPOINT_BYTES = 12
 """Of a trained parameter: itself and the two moments."""
 
-NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-USUAL_SHARE = 0.92
-"""Of a GPU that vLLM 0.32 takes where it is not told."""
 MOST_SHARED = 0.7
 """Of a GPU, so that something is left to train with: a judgement, which `surefoot plan` makes exact."""
 
@@ -205,39 +200,8 @@ def _text_config(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def memory_share(arguments: Sequence[str]) -> float:
-    """What a server takes of a GPU; the last word counts."""
-    share = USUAL_SHARE
-    for one, after in pairwise([*arguments, ""]):
-        name, _, value = one.replace("_", "-").partition("=")
-        if name == "--gpu-memory-utilization":
-            with suppress(ValueError):
-                share = float(value or after)
-    return share
-
-
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' if count > 1 else ''}"
-
-
-def experts(seen: Seen) -> Check:
-    """Whether the experts of the model can be dealt to the ranks that share them."""
-    name, run = "experts", seen.run
-    if run is None:
-        return not_applicable(name, "no run is given")
-    size = run.expert_parallel_size
-    if not isinstance(size, int) or size == 1:
-        return not_applicable(name, "experts are not shared out")
-    text = _text_config(Path(run.model))
-    if text is None:
-        return not_applicable(name, "the model's config.json is not here")
-    count = next((text[key] for key in NUMBERS_OF_EXPERTS if isinstance(text.get(key), int)), None)
-    if count is None:
-        return not_applicable(name, "the model's config.json names no number of experts")
-    said = f"expert_parallel_size={size} and {count} experts"
-    if not count or count % size:
-        return wrong(name, "SF743", said, is_fatal=True, experts=count, where=_where(seen, "expert_parallel_size"))
-    return fine(name, said)
 
 
 def _weights(seen: Seen) -> Weights | None:

@@ -309,9 +309,10 @@ PAGES = {
     ),
     "SF743": Page(
         "error",
-        "the experts cannot be dealt to the ranks",
-        "expert_parallel_size against the number of experts in the model's config.json.",
-        "Take an expert_parallel_size that divides the experts, or `auto`.",
+        "the run would be refused",
+        "What `surefoot train` looks at before it reads weights and data: the device, ranks and experts that do not "
+        "divide, the model's files, output_dir.",
+        "The cause says what to change.",
         ("hpcaitech/ColossalAI#5426",),
     ),
 }

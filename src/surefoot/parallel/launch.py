@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from surefoot import cgroup, errors
@@ -132,10 +132,7 @@ def launch(
         except SignalException as error:
             raise SurefootError(f"the launcher was stopped by {signal.Signals(error.sigval).name}.") from error
         except (RendezvousError, RuntimeError, ValueError, OSError) as error:
-            raise SurefootError(
-                f"the {config.nproc_per_node} ranks of this machine could not be started: {error}. Is rdzv_endpoint "
-                "reachable and its port free, and nnodes right?"
-            ) from error
+            raise SurefootError(_not_started(config, error)) from error
         finally:
             said.removeHandler(deaths)
             for key, value in before.items():
@@ -143,6 +140,19 @@ def launch(
                 if value is not None:
                     os.environ[key] = value
         return _told(folder)
+
+
+def _not_started(config: Launched, error: Exception) -> str:
+    """Why ranks of several machines do not come together, as far as elastic tells."""
+    reason = str(error).partition(" See inner exception")[0].rstrip(". ") or type(error).__name__
+    if config.nnodes == 1:
+        return f"the ranks of this machine (nproc_per_node={config.nproc_per_node}) could not be started: {reason}."
+    if isinstance(error, RendezvousTimeoutError):
+        reason = f"not all {config.nnodes} machines (nnodes) came in time"
+    return (
+        f"{reason}: the ranks of this machine were not started. They meet at rdzv_endpoint={config.rdzv_endpoint}: is "
+        "it reached from all machines, is its port free, and was the same command started on each?"
+    )
 
 
 def _check_endpoint(config: Launched) -> None:
@@ -231,6 +241,13 @@ def _passing_signals(folder: str) -> Iterator[list[str]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def kill_ranks() -> None:
+    """In the launcher's process: kill the ranks that it has started."""
+    for path in Path(os.environ.get(FOLDER, os.devnull)).glob("pid-*"):
+        with suppress(ProcessLookupError, ValueError):
+            os.kill(int(path.read_text()), signal.SIGKILL)
 
 
 def note_process() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from surefoot.config import RunConfig
-from surefoot.doctor.contradictions import memory_share
+from surefoot.config.vllm_arguments import memory_share, tensor_parallel
 from surefoot.errors import ConfigError, ModelError, SurefootError
 from surefoot.models.build import build_without_storage
 from surefoot.models.lora import LoraSettings
@@ -25,6 +25,7 @@ from surefoot.plan.trace import ATTENTION, Trace, likelihood, policy_loss, shape
 from surefoot.training.artifacts import lora_settings
 from surefoot.training.grpo import PolicyLoss
 
+HALF_BYTES = 2
 FEW, MORE = 2, 4
 """Layers that are run; the rest of equal ones is on the line through both."""
 RESERVE = 0.06
@@ -56,6 +57,8 @@ class Forecast:
     """That a rank sends in a step."""
     pictures: Pictures | None = None
     """Of a micro-batch; None for a model that reads none."""
+    server: Server | None = None
+    """Of rollouts; None where the trained model makes them itself."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -87,9 +90,13 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether each rank's device and each machine have the memory."""
+        """Whether each rank's device, each machine and a server have the memory."""
         on_device = not self.device.is_gpu or self.device_peak[1] <= self.device_room_bytes
-        return on_device and (not self.host_free_bytes or self.host_peak[1] <= self.host_free_bytes)
+        return (
+            on_device
+            and (self.server is None or self.server.has_room)
+            and (not self.host_free_bytes or self.host_peak[1] <= self.host_free_bytes)
+        )
 
     @property
     def gathered_bytes_per_token(self) -> int:
@@ -166,6 +173,7 @@ def forecast(
     if run.method == "grpo" and run.rollout_engine == "local":
         at_a_time = min(run.rollout_batch_size or sequences, sequences)
         rollout = Rollout(at_a_time, length, dtype.itemsize)
+    server = _server(run, device, sizes)
     phases = forecast_memory(
         sizes,
         layout,
@@ -174,7 +182,7 @@ def forecast(
         saves=bool(run.save_steps),
         is_on_gpu=device.is_gpu,
         rollout=rollout,
-        server=_server(run, device),
+        server=server,
         is_full=run.tuning == "full",
     )
     sent = _sent_bytes(sizes, layout, steps)
@@ -189,18 +197,28 @@ def forecast(
         sequences_per_step=all_sequences,
         communication_bytes=sent,
         pictures=pictures,
+        server=server,
     )
 
 
-def _server(run: RunConfig, device: Device) -> Server | None:
+def _server(run: RunConfig, device: Device, sizes: Sizes) -> Server | None:
     """The vLLM server of a run, if it has one."""
     if run.method != "grpo" or run.rollout_engine != "vllm":
         return None
+    if run.vllm_server is not None or not device.is_gpu:
+        return Server(0, False)
     devices = {one.strip() for one in run.vllm_devices.split(",")} if run.vllm_devices is not None else None
     is_apart = devices is not None and not devices & {str(number) for number in range(run.nproc_per_node)}
-    if run.vllm_server is not None or is_apart or not device.is_gpu:
-        return Server(0, False)
-    return Server(int(memory_share(run.vllm_args) * device.memory_bytes), run.vllm_sleep)
+    share = int(memory_share(run.vllm_args) * device.memory_bytes)
+    whole = sizes.whole
+    model = HALF_BYTES * (whole.total - (whole.all_trained if run.tuning == "lora" else 0))
+    return Server(
+        bytes_here=0 if is_apart else share,
+        sleeps=run.vllm_sleep,
+        share_bytes=share,
+        weights_bytes=model // tensor_parallel(run.vllm_args),
+        asleep_bytes=model // run.nproc_per_node if run.vllm_sleep else 0,
+    )
 
 
 def sequence_length(run: RunConfig) -> int:

@@ -28,6 +28,8 @@ GATHERED_LAYERS = 2
 """FSDP gathers the next layer while one computes."""
 
 
+FILLED = 0.9
+"""Of a server's share, by weights: keys, values and what it computes want the rest; an assumption."""
 DRAWING_BYTES = 36
 """Of each token of the vocabulary: logits, and what `rl.engines.local` makes of them in float32 and float64."""
 
@@ -51,6 +53,17 @@ class Server:
     """Of each device that trains; 0 where it has others."""
     sleeps: bool
     """Whether it gives them back but for rollouts."""
+    share_bytes: int = 0
+    """What it may take of each of its devices; 0 where that is not known."""
+    weights_bytes: int = 0
+    """Of the model, on each of its devices."""
+    asleep_bytes: int = 0
+    """Of host memory for each rank, where its weights lie while it sleeps."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it can hold the model, and a little besides."""
+        return not self.share_bytes or self.weights_bytes < FILLED * self.share_bytes
 
 
 @dataclass(frozen=True)
@@ -153,6 +166,9 @@ def forecast_memory(
         shared = {"vLLM server": server.bytes_here}
         for name in ("rollout", "sync") if server.sleeps else tuple(phases):
             phases[name] = Owners({**phases[name].device, **shared}, phases[name].host)
+    if server is not None and server.asleep_bytes:
+        for name in phases.keys() - {"rollout", "sync"}:
+            phases[name] = Owners(phases[name].device, {**phases[name].host, "sleeping server": server.asleep_bytes})
     return {name: _placed(owners, layout, is_on_gpu=is_on_gpu) for name, owners in phases.items()}
 
 

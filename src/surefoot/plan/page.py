@@ -73,6 +73,19 @@ def findings_of(told: Forecast, loaded: LoadedConfig) -> list[Finding]:
                 0.9,
             )
         )
+    server = told.server
+    if server is not None and not server.has_room:
+        found.append(
+            Finding(
+                "SF719",
+                f"the vLLM server must hold {_gib(server.weights_bytes)} of weights on each of its GPUs, and may take "
+                f"{_gib(server.share_bytes)}",
+                {"weights_bytes": server.weights_bytes, "share_bytes": server.share_bytes,
+                 "where": loaded.where("vllm_args", "rollout_engine")},
+                "Let it cut the model over more GPUs (--tensor-parallel-size in vllm_args).",
+                0.9,
+            )
+        )  # fmt: skip
     phase, needed = told.host_peak
     if told.host_free_bytes and needed > told.host_free_bytes:
         found.append(

@@ -7,10 +7,13 @@ from itertools import product
 from typing import Any
 
 from surefoot.config import RunConfig
+from surefoot.config.vllm_arguments import MEMORY_SHARE, TENSOR_PARALLEL, tensor_parallel, without
 from surefoot.errors import SurefootError
 from surefoot.plan.forecast import Forecast
 
 MOST = 3
+LESS = "0.4"
+"""Of a GPU that a server shares with training."""
 SEARCH_S = 40.0
 """After which no more settings are tried."""
 Changed = dict[str, Any]
@@ -57,9 +60,9 @@ def _same_ranks(told: Forecast) -> Iterator[Changed]:
         "gradient_checkpointing": [run.gradient_checkpointing] if run.gradient_checkpointing else [False, True],
         "per_device_train_batch_size": list(dict.fromkeys(rows)),
     }
-    if any("vLLM server" in owners.device for owners in told.phases.values()):
-        options["vllm_args"] = [run.vllm_args, [*run.vllm_args, "--gpu-memory-utilization", "0.4"]]
-        options["vllm_sleep"] = [run.vllm_sleep, True]
+    if told.server is not None and told.server.share_bytes:
+        options["vllm_args"] = list(_server_arguments(told))
+        options["vllm_sleep"] = [run.vllm_sleep, True] if told.server.bytes_here else [run.vllm_sleep]
     for values in product(*options.values()):
         changed = {name: value for name, value in zip(options, values, strict=True) if getattr(run, name) != value}
         if changed.keys() <= {"vllm_args", "vllm_sleep"} and changed:
@@ -68,6 +71,20 @@ def _same_ranks(told: Forecast) -> Iterator[Changed]:
             # As many sequences in a step as before: the run learns the same.
             is_fixed = run.global_batch_size is not None and run.gradient_accumulation_steps is None
             yield changed if is_fixed else {**changed, "global_batch_size": sequences, **_NO_ACCUMULATION}
+
+
+def _server_arguments(told: Forecast) -> Iterator[list[str]]:
+    """As they are; cut over all of its GPUs; and with a smaller share of them where it shares them."""
+    run = told.run
+    assert told.server is not None
+    yield run.vllm_args
+    gpus = len(run.vllm_devices.split(",")) if run.vllm_devices is not None else run.nproc_per_node
+    cut = [*without(run.vllm_args, TENSOR_PARALLEL), TENSOR_PARALLEL, str(gpus)]
+    if tensor_parallel(run.vllm_args) != gpus:
+        yield cut
+    if told.server.bytes_here:
+        yield [*without(run.vllm_args, MEMORY_SHARE), MEMORY_SHARE, LESS]
+        yield [*without(cut, MEMORY_SHARE), MEMORY_SHARE, LESS]
 
 
 _NO_ACCUMULATION: Changed = {"gradient_accumulation_steps": None}

@@ -186,6 +186,11 @@ ALONE = (Stage("product", _product, 30.0), Stage("storage", _storage, 60.0))
 """What each rank does by itself."""
 
 
+def longest_s(size: int, *, is_deep: bool) -> float:
+    """After which a test is over, however it goes."""
+    return sum(stage.within_s for stage in stages_of(size, is_deep=is_deep)) + 2 * LEAVE_WITHIN_S
+
+
 def stages_of(size: int, *, is_deep: bool) -> Sequence[Stage]:
     """What is tried with so many ranks."""
     return (*TOGETHER, *(DEEP if is_deep and size > 1 else ()), *(ALONE if is_deep else ()))
@@ -259,6 +264,8 @@ def _lead(report: Report, stages: Sequence[Stage], store: Any, path: Path) -> in
     is_failed = any(check.status == "failed" for check in checks_of(report))
     status = StoppedOnFinding.exit_status if is_failed else 0
     store.set(OVER, str(status))
+    report.is_over = True
+    report.write(path)
     others = [f"left/{other}" for other in range(1, report.ranks) if other not in report.silent]
     _wait_until(lambda: not others or store.check(others), LEAVE_WITHIN_S)  # this process may host the store
     return status

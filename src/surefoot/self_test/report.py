@@ -23,6 +23,8 @@ class Report:
     """Its deadline."""
     errors: dict[int, str] = field(default_factory=dict)
     """What the ranks said that failed in it."""
+    is_over: bool = False
+    """Whether rank 0 has said so to the others."""
     silent: list[int] = field(default_factory=list)
     """The ranks that said nothing until its deadline."""
 

@@ -1,6 +1,8 @@
 """Starts a self-test, or takes part in one that a launcher started, and puts what came of it into words."""
 
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,10 +15,10 @@ from surefoot.doctor.check import Check, wrong
 from surefoot.doctor.examine import examine
 from surefoot.doctor.snapshot import snapshot_of
 from surefoot.errors import StoppedOnFinding, SurefootError
-from surefoot.parallel.launch import launch
+from surefoot.parallel.launch import kill_ranks, launch
 from surefoot.process_end import is_rank
 from surefoot.self_test.loader import loader
-from surefoot.self_test.rank import Task, stages_of, try_out
+from surefoot.self_test.rank import LEAVE_WITHIN_S, Task, longest_s, stages_of, try_out
 from surefoot.self_test.report import Report, read_report
 from surefoot.self_test.verdict import checks_of
 from surefoot.training.resolve import device_type
@@ -24,6 +26,8 @@ from surefoot.training.resolve import device_type
 REPORT, STATUS = "self-test.json", "status"
 JOIN_WITHIN_S = 120
 """How long machines wait for each other."""
+STAY_S = LEAVE_WITHIN_S + 5.0
+"""After the test is over."""
 RANKS_ON_A_CPU = 2
 """Where no run says how many."""
 
@@ -66,12 +70,16 @@ def self_test(loaded: LoadedConfig | None, *, is_deep: bool) -> tuple[list[Check
             run.nnodes if run is not None else 1,
             run.rdzv_endpoint if run is not None else None,
         )
-        problem = ""
+        problem, ended = "", threading.Event()
+        most_s = JOIN_WITHIN_S + longest_s(ranks.nproc_per_node * ranks.nnodes, is_deep=is_deep)
+        threading.Thread(target=_end_late_ranks, args=(path, status_path, most_s, ended), daemon=True).start()
         try:
             failure = launch(ranks, {"self_test": asdict(task)}, lambda *_: None, join_within_s=JOIN_WITHIN_S)
             problem = failure.reason if failure is not None else ""
         except SurefootError as error:
             problem = str(error)
+        finally:
+            ended.set()
         if status_path.is_file() and not problem and not path.is_file():
             return None, int(status_path.read_text())
         report = read_report(path) if path.is_file() else Report(ranks.nproc_per_node * ranks.nnodes, "")
@@ -79,6 +87,16 @@ def self_test(loaded: LoadedConfig | None, *, is_deep: bool) -> tuple[list[Check
         names = [stage.name for stage in stages_of(report.ranks, is_deep=is_deep)]
         report.stopped_in = next((one for one in names if one not in report.said), names[-1])
     return _said(_checks(report, loaded, is_deep=is_deep, problem=problem))
+
+
+def _end_late_ranks(report: Path, status: Path, most_s: float, ended: threading.Event) -> None:
+    """Kill the ranks of this machine that stay when the test is over: one that is stopped cannot leave by itself."""
+    deadline = time.monotonic() + most_s
+    while time.monotonic() < deadline and not ended.wait(1.0):
+        if status.is_file() or (report.is_file() and read_report(report).is_over):
+            deadline = min(deadline, time.monotonic() + STAY_S)
+    if not ended.is_set():
+        kill_ranks()
 
 
 def _said(checks: list[Check]) -> tuple[list[Check], int]:

@@ -17,7 +17,7 @@ from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.images import ImageSettings, find_image
 from surefoot.data.pixels import PixelReader
 from surefoot.errors import ConfigError
-from surefoot.events import Event
+from surefoot.events import Event, Noted, Preparing
 from surefoot.models.build import meta_model
 from surefoot.models.experts import experts_of, is_fused_experts
 from surefoot.models.generate import end_tokens
@@ -181,7 +181,12 @@ def rollout_source(
             routing=learner.objective.routing if config.routing_replay == "rollout" else None,
         )
     else:
-        engine = _vllm(config, learner, tokenizer, server, sampling, data.reader, base)
+
+        def say(text: str) -> None:
+            emit(Noted(text))
+            emit(Preparing())  # for the supervisor: this is no standstill
+
+        engine = _vllm(config, learner, tokenizer, server, sampling, data.reader, base, say)
     return RolloutSource(
         config,
         data.train,
@@ -209,13 +214,14 @@ def _vllm(
     sampling: Sampling,
     reader: PixelReader | None,
     base: Path,
+    say: Callable[[str], None],
 ) -> VllmEngine:
     ranks, objective = learner.ranks, learner.objective
     assert isinstance(objective, GrpoObjective)
 
     def ready() -> None:
         try:
-            server.wait_until_ready(config.vllm_start_timeout_s)
+            server.wait_until_ready(config.vllm_start_timeout_s, say)
         except ServerFailed as error:
             raise server.stopped("SF801", str(error)) from error
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from surefoot.process_end import PARENT_DEATH_SIGNAL, describe_end
 
 LOG_TAIL_BYTES = 3000
 POLL_S = 0.5
+WORD_EVERY_S = 15.0
 END_S = 20.0
 """For a server to end by itself before it is killed."""
 HEALTH_TIMEOUT_S = 5.0
@@ -68,10 +69,17 @@ class Server:
             answer = None
         return answer if isinstance(answer, dict) else {"text": text}
 
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """Raises: ServerFailed where it ends, or does not answer in time."""
-        deadline = time.monotonic() + timeout_s
+    def wait_until_ready(self, timeout_s: float, say: Callable[[str], None]) -> None:
+        """`say` hears now and then that it is waited for.
+
+        Raises: ServerFailed where it ends, or is not ready in time.
+        """
+        began_s = time.monotonic()
+        deadline, next_word_s = began_s + timeout_s, began_s + WORD_EVERY_S
         while time.monotonic() < deadline:
+            if time.monotonic() > next_word_s:
+                next_word_s += WORD_EVERY_S
+                say(f"waiting for the vLLM server at {self.address}, up to {timeout_s:.0f} s")
             with suppress(ServerFailed):  # refused until it listens; asking also waits a moment for its end
                 self._ask("GET", "/health", None, HEALTH_TIMEOUT_S)
                 return

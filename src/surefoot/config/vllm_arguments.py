@@ -1,0 +1,49 @@
+"""What `vllm_args` say of the GPUs that a server takes. Both spellings are read, and the last word counts."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+MEMORY_SHARE, TENSOR_PARALLEL = "--gpu-memory-utilization", "--tensor-parallel-size"
+SHORT = {"-tp": TENSOR_PARALLEL}
+USUAL_SHARE = 0.92
+"""Of a GPU that vLLM 0.32 takes where it is not told."""
+
+
+def value_of(arguments: Sequence[str], wanted: str) -> str | None:
+    """Of an argument; None where it is not given."""
+    found = None
+    for one, after in pairwise([*arguments, ""]):
+        name, _, value = one.partition("=")
+        name = SHORT.get(name, name.replace("_", "-"))
+        if name == wanted:
+            found = value or after
+    return found
+
+
+def without(arguments: Sequence[str], unwanted: str) -> list[str]:
+    """The others."""
+    kept: list[str] = []
+    is_value = False
+    for one in arguments:
+        name, has_value, _ = one.partition("=")
+        is_unwanted = SHORT.get(name, name.replace("_", "-")) == unwanted
+        if not is_unwanted and not is_value:
+            kept.append(one)
+        is_value = is_unwanted and not has_value
+    return kept
+
+
+def memory_share(arguments: Sequence[str]) -> float:
+    """What a server takes of each of its GPUs. Raises: ValueError for what is no share."""
+    share = float(value_of(arguments, MEMORY_SHARE) or USUAL_SHARE)
+    if not 0 < share <= 1:
+        raise ValueError(f"{share} is not above 0 and up to 1")
+    return share
+
+
+def tensor_parallel(arguments: Sequence[str]) -> int:
+    """Over how many GPUs it cuts the model. Raises: ValueError for what is no number from 1 on."""
+    size = int(value_of(arguments, TENSOR_PARALLEL) or 1)
+    if size < 1:
+        raise ValueError(f"{size} is no number from 1 on")
+    return size

@@ -1,0 +1,67 @@
+"""What a run would be refused for is said by the doctor too."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.cli import main
+from surefoot.config import load_config
+from surefoot.training.refusal import refusal
+
+Folders = Callable[[str], Path]
+
+
+def said(settings: dict[str, Any], **changes: Any) -> tuple[str, str]:
+    check = refusal(load_config(None, (), {**settings, **changes}))
+    assert (check.finding.code if check.finding is not None else "") == ("SF743" if check.status == "failed" else "")
+    return check.status, check.text
+
+
+def test_a_run_that_would_start(settings: dict[str, Any], model_folder: Folders) -> None:
+    assert said(settings)[0] == "ok"
+    mixtral = {"model": str(model_folder("mixtral")), "nproc_per_node": 2, "expert_parallel_size": 2}
+    assert said(settings, **mixtral)[0] == "ok"
+    dense = {**mixtral, "model": str(model_folder("llama"))}
+    status, cause = said(settings, **dense)
+    assert (status, "has no experts to share out" in cause) == ("failed", True)
+    assert said(settings, model="Qwen/Qwen3-0.6B")[0] == "ok", "what is fetched is not looked at"
+    assert not Path(settings["output_dir"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model": "/nope"}, "/nope"),
+        ({"device": "cuda"}, "sees no CUDA device"),
+        ({"nproc_per_node": 3, "expert_parallel_size": 2}, "does not divide the 3 ranks"),
+    ],
+)
+def test_what_would_be_refused(settings: dict[str, Any], changes: dict[str, Any], text: str) -> None:
+    status, cause = said(settings, **changes)
+    assert status == "failed"
+    assert text in cause
+
+
+def test_files_that_are_no_folder_or_no_model(settings: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in ("file", "file/run"):
+        status, cause = said(settings, output_dir=str(tmp_path / folder))
+        assert (status, f"{tmp_path / 'file'} is a file" in cause) == ("failed", True)
+    broken = shutil.copytree(settings["model"], tmp_path / "model")
+    config = json.loads((broken / "config.json").read_text())
+    quantised = json.dumps({**config, "quantization_config": {"quant_method": "gptq"}})
+    for text, reason in (("{", "not a readable JSON object"), (quantised, "quantised (gptq")):
+        (broken / "config.json").write_text(text)
+        status, cause = said(settings, model=str(broken))
+        assert (status, reason in cause) == ("failed", True), cause
+
+
+def test_the_verb_fails_with_it(settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({**settings, "model": "/nope"}))
+    assert main(["doctor", str(path)]) == 3
+    assert "FAILED  the run itself" in capsys.readouterr().out
