@@ -186,9 +186,9 @@ ALONE = (Stage("product", _product, 30.0), Stage("storage", _storage, 60.0))
 """What each rank does by itself."""
 
 
-def longest_s(size: int, *, is_deep: bool) -> float:
-    """After which a test is over, however it goes."""
-    return sum(stage.within_s for stage in stages_of(size, is_deep=is_deep)) + 2 * LEAVE_WITHIN_S
+def longest_s(stages: Sequence[Stage]) -> float:
+    """After which a test of these is over, however it goes."""
+    return sum(stage.within_s for stage in stages) + 2 * LEAVE_WITHIN_S
 
 
 def stages_of(size: int, *, is_deep: bool) -> Sequence[Stage]:
@@ -235,12 +235,11 @@ def try_out(task: Task, stages: Sequence[Stage] | None = None) -> tuple[Report |
     place = Place(rank, size, local_rank, device, output_dir, task.rdzv_endpoint, working)
     report = Report(size, "nccl" if task.device == "cuda" else "gloo")
     path = Path(task.report)
-    longest_s = sum(stage.within_s for stage in chosen) + 2 * LEAVE_WITHIN_S
-    last = threading.Timer(longest_s, _give_up, (report, path, chosen, rank))
+    last = threading.Timer(longest_s(chosen), _give_up, (report, path, chosen, rank))
     last.daemon = True
     last.start()  # for a store that answers nothing any more: asking it has no deadline
     threading.Thread(target=_perform, args=(place, chosen), name="stages", daemon=True).start()
-    status = _lead(report, chosen, watching, path) if rank == 0 else _follow(rank, watching, longest_s)
+    status = _lead(report, chosen, watching, path) if rank == 0 else _follow(rank, watching, longest_s(chosen))
     last.cancel()
     return (report if rank == 0 else None), status
 
@@ -260,7 +259,6 @@ def _lead(report: Report, stages: Sequence[Stage], store: Any, path: Path) -> in
         if not _watch(stage, report, store):
             break
         report.write(path)
-    report.write(path)
     is_failed = any(check.status == "failed" for check in checks_of(report))
     status = StoppedOnFinding.exit_status if is_failed else 0
     store.set(OVER, str(status))

@@ -71,7 +71,8 @@ def self_test(loaded: LoadedConfig | None, *, is_deep: bool) -> tuple[list[Check
             run.rdzv_endpoint if run is not None else None,
         )
         problem, ended = "", threading.Event()
-        most_s = JOIN_WITHIN_S + longest_s(ranks.nproc_per_node * ranks.nnodes, is_deep=is_deep)
+        stages = stages_of(ranks.nproc_per_node * ranks.nnodes, is_deep=is_deep)
+        most_s = JOIN_WITHIN_S + longest_s(stages)
         threading.Thread(target=_end_late_ranks, args=(path, status_path, most_s, ended), daemon=True).start()
         try:
             failure = launch(ranks, {"self_test": asdict(task)}, lambda *_: None, join_within_s=JOIN_WITHIN_S)
@@ -84,8 +85,7 @@ def self_test(loaded: LoadedConfig | None, *, is_deep: bool) -> tuple[list[Check
             return None, int(status_path.read_text())
         report = read_report(path) if path.is_file() else Report(ranks.nproc_per_node * ranks.nnodes, "")
     if problem and not report.stopped_in:
-        names = [stage.name for stage in stages_of(report.ranks, is_deep=is_deep)]
-        report.stopped_in = next((one for one in names if one not in report.said), names[-1])
+        report.stopped_in = next((stage.name for stage in stages if stage.name not in report.said), stages[-1].name)
     return _said(_checks(report, loaded, is_deep=is_deep, problem=problem))
 
 
@@ -125,7 +125,7 @@ def _elsewhere(report: Report, loaded: LoadedConfig | None) -> Sequence[Check]:
 
 
 def run_rank(told: dict[str, Any]) -> None:
-    """A rank that `launch` started; the first one of another machine than rank 0's leaves the exit status there."""
+    """A rank that `launch` started. All but rank 0 leave the exit status, for a launcher that has no report."""
     task = Task(**told)
     report, status = try_out(task)
     if report is None:
