@@ -145,9 +145,9 @@ def test_the_stage_that_was_not_gone_through_names_who_did_not() -> None:
     assert found(checks_of(told))["SF742"][1] == "rank 2 (node1): OutOfMemoryError: no, in their first collectives"
 
 
-def one_machine(name: str, ranks: int = 8, **changed: Any) -> Report:
+def one_machine(name: str, ranks: int = 8, gpus: int = 8, **changed: Any) -> Report:
     card = asdict(replace(SOUND, name=name, **changed))
-    machine = {**asdict(NODE), "cards": [card] * 8}
+    machine = {**asdict(NODE), "cards": [card] * gpus}
     return Report(ranks, "nccl", {"machine": {rank: {**machine, "local_rank": rank} for rank in range(ranks)}})
 
 
@@ -157,6 +157,7 @@ def one_machine(name: str, ranks: int = 8, **changed: Any) -> Report:
         (one_machine("NVIDIA H200"), 431.0),
         (one_machine("NVIDIA A100-SXM4-80GB"), 228.0),
         (one_machine("NVIDIA H200", ranks=2), None),
+        (one_machine("NVIDIA H200", ranks=4, gpus=4), None),
         (one_machine("NVIDIA H100 NVL"), None),
         (one_machine("NVIDIA A100 80GB PCIe"), None),
         (one_machine("NVIDIA GH200 480GB"), None),
