@@ -17,10 +17,10 @@ from surefoot.data.assemble import SEEING
 from surefoot.data.pixels import Vision, limits_of, load_processor
 from surefoot.models.build import BuiltModel, load_config
 from surefoot.models.vision import vision_tower
+from surefoot.plan.trace import ATTEND
 
 ATTENTION = "surefoot_plan_flash"
 """transformers hands the whole of a batch's patches to what has this word in its name, and their lengths."""
-ATTEND = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 WORDS = 16
 """Tokens of a sequence that are not of images, at the least."""
 

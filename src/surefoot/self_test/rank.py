@@ -50,7 +50,6 @@ class Place:
     store: Any
     firsts: list[int] = field(default_factory=list)
     """The first rank of each machine."""
-    listener: reach.Listener | None = None
 
     @property
     def is_first_here(self) -> bool:
@@ -104,8 +103,7 @@ def _reach(place: Place) -> Any:
     """From each machine to each other one. Returns rank -> why it was not reached."""
     if not place.is_first_here:
         return {}
-    place.listener = reach.Listener(place.rank)
-    place.store.set(f"listens/{place.rank}", json.dumps(place.listener.place))
+    place.store.set(f"listens/{place.rank}", json.dumps(reach.Listener(place.rank).place))
     others = {other: json.loads(place.store.get(f"listens/{other}")) for other in place.firsts if other != place.rank}
     return {str(other): problem for other, problem in reach.connect_to_all(others).items() if problem}
 
