@@ -16,7 +16,7 @@ from surefoot.models.lora import LoraSettings
 from surefoot.plan.devices import named
 from surefoot.plan.forecast import forecast
 from surefoot.plan.tower import Pictures, pictures_of, show
-from surefoot.plan.trace import ATTENTION, Trace, _Live, likelihood, shaped_batch, trace_step
+from surefoot.plan.trace import ATTEND, ATTENTION, Trace, _Live, likelihood, shaped_batch, trace_step
 from surefoot.training.sft import SftObjective
 from surefoot.training.step import Totals
 from tests.vision.conftest import KINDS
@@ -97,6 +97,19 @@ def test_a_sequence_is_taken_to_be_full_of_the_largest_images(kind: str, vision_
     assert pictures_of(run(max_pixels=9 * cell**2), folder, 1, 80) in (Pictures(7, 9, 36), Pictures(8, 8, 32))
     assert pictures_of(run(max_pixels=10**8), folder, 1, 80) == Pictures(1, 64, 256)
     assert pictures_of(run(), folder, 1, 5) == Pictures(1, 1, 4)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_products_of_attention_are_counted(is_causal: bool) -> None:
+    query = torch.randn(2, 3, 8, 4, requires_grad=True)
+    live = _Live([query])
+    with live:
+        out = ATTEND(query, query, query, 0.0, is_causal)[0]
+        forward = live.flops
+        out.sum().backward()
+    product = 2 * (2 * 3) * (8 * 8) * 4
+    assert forward == 2 * product / (1 + is_causal)
+    assert live.flops - forward == 5 * product / (1 + is_causal)
 
 
 def test_a_model_that_reads_text_sees_nothing(model_folder: Folders) -> None:

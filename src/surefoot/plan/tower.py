@@ -74,12 +74,8 @@ def show(built: BuiltModel, pictures: Pictures) -> Vision:
         "interp_weights": torch.empty(patches, 4),
     }
 
-    held: list[Tensor] = []
-
     def features(pixels: Tensor, **_: Any) -> SimpleNamespace:
-        held.clear()
-        held.append(pixels.clone())  # a batch holds its pixels until the next one comes
-        seen = tower(held[0], grid_thw=None, **lengths)
+        seen = tower(pixels, grid_thw=None, **lengths)
         deeper = [[one] for one in getattr(seen, "deepstack_features", None) or ()]
         return SimpleNamespace(pooler_output=[seen.pooler_output], deepstack_features=deeper)
 
