@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from surefoot.process_end import is_rank
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -39,7 +41,7 @@ def train(
 def train_loaded(loaded: "LoadedConfig", *, screen: bool = True) -> "RunResult":
     """`train` for a config that was read and checked before."""
     with _watched(loaded):
-        if loaded.run.nproc_per_node * loaded.run.nnodes > 1 and not _is_rank():
+        if loaded.run.nproc_per_node * loaded.run.nnodes > 1 and not is_rank():
             from surefoot.launched import train_launched
 
             return train_launched(loaded, screen=screen)
@@ -50,27 +52,22 @@ def train_loaded(loaded: "LoadedConfig", *, screen: bool = True) -> "RunResult":
         return run(loaded, rank_observers(loaded.run.run_folder, rank) if loaded.run.health else [], screen=screen)
 
 
-def _is_rank() -> bool:
-    """Whether this process is one of several of a run: of our launcher, torchrun or SLURM."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def _watched(loaded: "LoadedConfig") -> AbstractContextManager[None]:
     """A supervisor beside the run, where it should have one and this process is the one to start it."""
     run = loaded.run
-    if not run.health or (_is_rank() and os.environ.get("LOCAL_RANK", "0") != "0"):
+    if not run.health or (is_rank() and os.environ.get("LOCAL_RANK", "0") != "0"):
         return nullcontext()
     from surefoot.beside import ALONE_GONE_S, Watched, ranks_elsewhere, watched
     from surefoot.health.supervisor import GONE_S
     from surefoot.training.record import FindingLog
 
-    ranks = int(os.environ["WORLD_SIZE"]) if _is_rank() else run.nproc_per_node * run.nnodes
-    may_restart = ranks > 1 and not _is_rank()
+    ranks = int(os.environ["WORLD_SIZE"]) if is_rank() else run.nproc_per_node * run.nnodes
+    may_restart = ranks > 1 and not is_rank()
     return watched(
         Watched(
             log=FindingLog.of(run),
             num_ranks=ranks,
-            num_elsewhere=ranks_elsewhere(ranks) if _is_rank() else ranks - run.nproc_per_node,
+            num_elsewhere=ranks_elsewhere(ranks) if is_rank() else ranks - run.nproc_per_node,
             gone_s=GONE_S if may_restart else ALONE_GONE_S,
             deadlines_s=run.phase_timeout_s,
         )

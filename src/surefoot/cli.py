@@ -176,10 +176,9 @@ def _train(arguments: argparse.Namespace) -> int:
     from surefoot.config import load_config
 
     loaded = load_config(arguments.config, arguments.overrides)
-    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # of torchrun or SLURM: one process of the run's
-    if loaded.run.preflight and not is_rank and not _preflight(loaded):
+    if loaded.run.preflight and not is_rank() and not _preflight(loaded):
         return StoppedOnFinding.exit_status
-    if is_rank or not loaded.run.health:
+    if is_rank() or not loaded.run.health:
         return train_loaded(loaded, as_json=arguments.json)
     from surefoot.supervised import train_supervised
 

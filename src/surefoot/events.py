@@ -178,6 +178,8 @@ class BatchDescribed:
     sequences: int
     fillers: int
     """Micro-batches that are computed and counted nowhere, so that all ranks take part in each collective."""
+    padding: int = 0
+    """Of the tokens, those that only fill up rows: of other trainers, ours lays rows end to end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ PARENT_DEATH_SIGNAL = 1
 
 
 def is_rank() -> bool:
-    """Whether a launcher started this process as one of several; some set only how many there are."""
+    """Whether our launcher, torchrun or SLURM started this process as one of several; some set only how many."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and {"RANK", "LOCAL_RANK"} <= os.environ.keys()
 
 

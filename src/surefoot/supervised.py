@@ -77,7 +77,7 @@ def _report(run: RunConfig) -> None:
     What goes wrong with it is said and ends nothing.
     """
     metrics = run.run_folder / METRICS
-    if not run.report or not metrics.is_file():
+    if not run.report or not metrics.is_file() or not metrics.stat().st_size:
         return
     command = [sys.executable, "-m", "surefoot", "report", str(run.run_folder)]
     try:

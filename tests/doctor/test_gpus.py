@@ -131,6 +131,14 @@ def test_without_nvml_the_reason_is_said(run: Any) -> None:
     assert (check.status, check.text) == ("not applicable", "NVMLError_LibraryNotFound: no library")
 
 
+def test_what_lies_between_gpus_is_told(run: Any) -> None:
+    ways = {pair: "several processors" if pair[0] < "4" <= pair[2] else "one PCIe switch" for pair in PAIRS}
+    seen = replace(node(), topology=ways)
+    (said,) = [check.text for check in examine(seen, run()) if check.name == "GPU to GPU"]
+    assert said == ("28 of 28 pairs read each other's memory; between them one PCIe switch: 12, several processors: 16")
+    assert changes(seen, node()) != [], "cards that were moved are a change"
+
+
 def test_a_snapshot_with_cards_comes_back_from_json() -> None:
     seen = node(processes=(1, 2), slowed_by=("power brake",), xids=("0000:1b:00: 79",))
     assert snapshot_of(seen.as_dict()) == seen
@@ -140,7 +148,10 @@ def test_a_snapshot_with_cards_comes_back_from_json() -> None:
 
 
 def test_nvml_is_read_through_its_own_bindings(nvml_driver: dict[str, str]) -> None:
-    code = "from surefoot.doctor.nvml import read_cards, read_peers; print(read_cards()); print(read_peers())"
+    code = (
+        "from surefoot.doctor.nvml import read_cards, read_peers, read_topology\n"
+        "print(read_cards()); print(read_peers(), read_topology())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **nvml_driver}, capture_output=True, text=True, timeout=60
     )
@@ -158,4 +169,5 @@ def test_nvml_is_read_through_its_own_bindings(nvml_driver: dict[str, str]) -> N
         pcie_width=8,
         processes=(4711,),
     )
-    assert done.stdout == f"{(first, second)}\n{{'0-1': 'the chipset does not support it'}}\n", done.stderr
+    between = "{'0-1': 'the chipset does not support it'} {'0-1': 'several processors'}"
+    assert done.stdout == f"{(first, second)}\n{between}\n", done.stderr

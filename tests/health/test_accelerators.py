@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import surefoot
 from surefoot.health import trends as trending
 from surefoot.health.accelerators import Accelerators, GpuSample, Look, read_looks
-from surefoot.health.diagnose.accelerators import find_in_gpus, find_launch_bound, in_words
+from surefoot.health.diagnose.accelerators import find_in_gpus, find_launch_bound, find_worse_gpus, in_words
 from surefoot.health.recorder import KINDS, PHASES
 from surefoot.health.ring import RingWriter
 from surefoot.health.supervisor import Supervisor
@@ -61,6 +62,31 @@ def test_moments_are_no_window() -> None:
     assert codes(looks(SPINNING, count=20) + [(1040.0 + n, (WORKING,)) for n in range(40)]) == []
 
 
+SOUND = replace(WORKING, lost_data=3, links_up=18, pcie_lanes=16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        ({"lost_data": 5}, "SF722", "GPU 0's memory lost data 2 times since the run began"),
+        ({"links_up": 12}, "SF724", "GPU 0 has 12 NVLinks up, and had 18 when the run began"),
+        ({"pcie_lanes": 4}, "SF725", "GPU 0 uses 4 lanes of PCIe, and used 16 when the run began"),
+    ],
+)
+def test_a_card_that_gets_worse_during_a_run_is_named(changes: dict[str, int], code: str, said: str) -> None:
+    (finding,) = find_worse_gpus((0.0, (SOUND,)), looks(replace(SOUND, **changes)))
+    assert (finding.code, finding.cause) == (code, said)
+
+
+@pytest.mark.parametrize("sample", [SOUND, WORKING], ids=["as it was", "not told"])
+def test_cards_that_stay_what_they_were(sample: GpuSample) -> None:
+    assert find_worse_gpus((0.0, (sample,)), looks(SOUND)) == []
+    assert find_worse_gpus((0.0, (SOUND,)), looks(sample)) == []
+    assert find_worse_gpus(None, looks(replace(SOUND, links_up=1))) == []
+    for_a_moment = [*looks(replace(SOUND, links_up=17)), (1041.0, (SOUND,))]
+    assert find_worse_gpus((0.0, (SOUND,)), for_a_moment) == []
+
+
 HALF_USED = GpuSample(0, 0.38, 250.0, 700.0, 1980, 30 << 30, 50)
 
 
@@ -104,8 +130,8 @@ def test_nvml_is_read_through_its_own_bindings(tmp_path: Path, nvml_driver: dict
         timeout=60,
     )  # fmt: skip
     expected = (
-        GpuSample(0, 1.0, 71.0, 700.0, 1980, 3 << 30, None),
-        GpuSample(1, 1.0, 650.0, 700.0, 1980, 3 << 30, None, ("too hot (hardware)",)),
+        GpuSample(0, 1.0, 71.0, 700.0, 1980, 3 << 30, None, (), 0, 18, 16),
+        GpuSample(1, 1.0, 650.0, 700.0, 1980, 3 << 30, None, ("too hot (hardware)",), 2, 17, 8),
     )
     assert done.stdout == f"{expected}\n", done.stderr
     assert read_looks(tmp_path)[0][1] == expected
@@ -144,6 +170,11 @@ def test_cards_are_not_blamed_on_runs_that_do_not_use_them(tmp_path: Path, monke
     assert [finding.code for finding in supervisor.look(1044.6)] == ["SF307"]
     ring.write(1049.0, KINDS.index("step"), 0, 40, (1.0, 1.0, 1.0, 0.0, 0.0))
     assert [finding.code for finding in supervisor.look(1050.0)] == [], "it is said once"
+    supervisor._trends._accelerators.first = (1000.0, (replace(SPINNING, links_up=18),))
+    supervisor._trends._accelerators._looks.clear()
+    supervisor._trends._accelerators._looks.extend(looks(replace(SPINNING, links_up=17), count=27))
+    ring.write(1054.0, KINDS.index("step"), 0, 41, (1.0, 1.0, 1.0, 0.0, 0.0))
+    assert [finding.code for finding in supervisor.look(1055.2)] == ["SF724"]
     ring.close()
 
 

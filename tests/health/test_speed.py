@@ -32,12 +32,13 @@ def times(
     steps: int = 60,
     garbage_s: float = 0.0,
     tokens: Callable[[int], float] = lambda _: 100.0,
+    padding: float = 0.0,
 ) -> RankTimes:
     """One rank whose phases take as long as `takes_s(step, phase)` says."""
     found, now = RankTimes(), 1000.0
     for step in range(1, steps + 1):
         began = now
-        found.add("batch", "", step, now, {"tokens": tokens(step)})
+        found.add("batch", "", step, now, {"tokens": tokens(step), "padding": padding})
         for phase in SOUND:
             found.add("phase began", phase, step, now, {})
             now += takes_s(step, phase)
@@ -55,6 +56,16 @@ def test_sound_steps_have_no_finding() -> None:
     assert codes(sound) == []
     assert codes(sound, sound, throttled=0.1) == []
     assert find_slow({}) == []
+
+
+def test_padding_is_named_with_what_it_takes() -> None:
+    (finding,) = find_slow({0: times(takes()), 1: times(takes(), padding=60.0)})
+    assert (finding.code, finding.evidence["rank"]) == ("SF311", 1)
+    assert "60% of the tokens that rank 1 computes are padding: up to 54% of the time" in finding.cause
+    assert codes(times(takes(), padding=20.0)) == []
+    assert codes(times(takes(optimizer=3.0), padding=60.0)) == [], "little of a step depends on its tokens"
+    assert codes(times(takes(), padding=100.0, tokens=lambda _: 0.0)) == [], "nothing is known"
+    assert codes(times(takes(wait_for_data=0.5), padding=60.0)) == ["SF302", "SF311"]
 
 
 def test_data_that_are_waited_for_are_named_with_their_rank() -> None:

@@ -17,7 +17,8 @@ from surefoot.integrations import SurefootCallback
 def trainer(model_folder: Callable[[str], Path], tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
     """Makes a trainer of two epochs of three steps that evaluates and saves after each."""
     made: list[SurefootCallback] = []
-    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(6)]
+    mask = torch.tensor([1, 1, 1, 0, 0, 0, 0, 0])
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8), "attention_mask": mask} for _ in range(6)]
 
     def make(*others: TrainerCallback) -> Trainer:
         made.append(SurefootCallback())
@@ -54,6 +55,10 @@ def test_evaluations_and_saves_after_an_epoch_are_phases_of_their_own(
     assert phases(found) == [*first, *second]
     assert [entry.step for entry in found if entry.kind == "step"] == [1, 2, 3, 4, 5, 6]
     assert (found[-1].kind, found[-1].values["failed"]) == ("run ended", 0.0)
+    batches = [(entry.step, entry.values) for entry in found if entry.kind == "batch"]
+    assert [step for step, _ in batches] == [1, 2, 3, 4, 5, 6]
+    counted = {"tokens": 16.0, "trained": 0.0, "sequences": 2.0, "fillers": 0.0, "padding": 10.0}
+    assert [values for _, values in batches] == [counted] * 6, "what evaluations compute is no batch of a step"
 
 
 class _Breaks(TrainerCallback):  # type: ignore[misc]
@@ -70,6 +75,7 @@ def test_a_training_that_failed_is_not_watched_when_the_next_begins(
         broken.train()
     broken.remove_callback(_Breaks)
     broken.train()
+    assert not broken.model._forward_pre_hooks
     found = read_history(tmp_path / "out").entries
     ends = [(entry.start, entry.values["failed"]) for entry in found if entry.kind == "run ended"]
     assert [failed for _, failed in ends] == [1.0, 0.0]

@@ -43,6 +43,11 @@ def nan_on_bad(completions, **_):
 def too_few(completions, **_):
     return [1.0] * (len(completions) - 1)
 
+answer = 42
+
+def one_a_call(completions, **_):
+    return [1.0]
+
 def dies_on_bad(completions, **_):
     if "bad" in completions:
         os.kill(os.getpid(), 9)
@@ -125,10 +130,12 @@ def test_a_failure_shows_where_it_is(rewards: Callable[..., Rewards]) -> None:
     assert "in raises_on_bad" in scored[0][0].failure
 
 
-def test_a_wrong_count_is_no_reward_for_anyone(rewards: Callable[..., Rewards]) -> None:
-    (scored,) = rewards("too_few").score([asked()])
+@pytest.mark.parametrize(("name", "returned"), [("too_few", 2), ("one_a_call", 1)])
+def test_a_wrong_count_is_no_reward_for_anyone(rewards: Callable[..., Rewards], name: str, returned: int) -> None:
+    """Nor for a completion alone, where a function that returns one number for each call would seem right."""
+    (scored,) = rewards(name).score([asked()])
     assert [of_one[0].reward for of_one in scored] == [None] * 3
-    assert {of_one[0].failure for of_one in scored} == {"0 rewards were returned for 1 completions"}
+    assert {of_one[0].failure for of_one in scored} == {f"it returned {returned} rewards for 3 completions"}
 
 
 def test_a_group_in_which_all_hang_is_given_up_after_a_few_deadlines(rewards: Callable[..., Rewards]) -> None:
@@ -173,12 +180,15 @@ def test_workers_end_with_the_run_even_when_it_is_killed(tmp_path: Path) -> None
         ("{folder}/mine.py:not a name", "does not end with the name of a function"),
         ("{folder}/mine.py:absent", r"mine.py has no function absent; it has .*\(run.yaml:7\)"),
         ("{folder}/mine.py:cuont", r"; did you mean count\? \(run.yaml:7\)"),
-        ("{folder}/broken.py:f", r"cannot be loaded: SyntaxError(.|\n)*broken.py"),
+        ("{folder}/mine.py:answer", r"answer of .*mine.py is no function, but int \(run.yaml:7\)"),
+        ("{folder}/broken.py:f", r"cannot be loaded: \S*/broken.py:1: SyntaxError: .* \(run.yaml:7\)\.$"),
+        ("{folder}/lacks.py:f", r"cannot be loaded: \S*/lacks.py:2: ModuleNotFoundError: [^\n]* \(run.yaml:7\)\.$"),
     ],
 )
 def test_a_function_that_is_not_there_is_refused_at_the_start(tmp_path: Path, func: str, reason: str) -> None:
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "lacks.py").write_text("import os\nimport no_such_package\ndef f(**_):\n    return []\n")
     item = RewardItem(func=func.replace("{folder}", str(tmp_path)))
     with pytest.raises(ConfigError, match=reason):
         Rewards([item], num_workers=1, timeout_s=5.0, where="run.yaml:7")

@@ -169,6 +169,16 @@ def test_a_reward_that_fails_on_some_is_a_finding_and_masks_them(grpo: dict[str,
     assert sum(line["rewards_failed"] for line in lines(tmp_path / "run")) > 0
 
 
+def test_a_reward_of_one_number_for_each_group_is_a_finding_that_says_so(grpo: dict[str, Any], tmp_path: Path) -> None:
+    body = "    return [1.0] if 'a' in completions[0][0]['content'] else [0.5] * len(completions)"
+    settings = {**grpo, "reward_funcs": [reward_file(tmp_path, body)]}
+    result = surefoot.train(settings, screen=False)
+    (finding,) = [one for one in result.as_dict()["findings"] if one["code"] == "SF802"]
+    assert "mine: it returned 1 rewards for 4 completions" in finding["cause"]
+    groups = lines(tmp_path / "run", "completions.jsonl")
+    assert {one["reward"] for one in groups} == {None, 0.5}
+
+
 def test_a_step_without_any_reward_stops_the_run(grpo: dict[str, Any], tmp_path: Path) -> None:
     settings = {**grpo, "reward_funcs": [reward_file(tmp_path, "    return [None] * len(completions)")]}
     with pytest.raises(StoppedOnFinding) as stopped:

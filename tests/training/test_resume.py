@@ -340,12 +340,17 @@ def test_two_processes_cannot_share_a_run_folder(settings: dict[str, Any]) -> No
 
 
 def test_a_disk_that_fills_during_a_save_loses_nothing(settings: dict[str, Any]) -> None:
-    """The file system refuses files beyond 30 kB from step 3 on; a checkpoint is larger than that."""
+    """The file system refuses files beyond 30 kB once step 2 is written; a checkpoint is larger than that."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    first = Path(settings["output_dir"], "checkpoints", "step-00000002")
 
     class DiskFills:
         def observe(self, event: Any) -> None:
             if isinstance(event, StepEnded) and event.step == 3:
+                deadline = time.monotonic() + 30
+                while not first.is_dir():
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
 
     try:

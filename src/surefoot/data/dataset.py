@@ -213,7 +213,7 @@ class Dataset:
 
     def check(self) -> None:
         """Raises: DataError for bad or too long rows, where settings say so, or if nothing is left to train on."""
-        counts, too_long, first_long, longest = Counts(), 0, "", (0, "")
+        counts, too_long, with_images, first_long, longest = Counts(), 0, 0, "", (0, "")
         first_skipped = ""
         lenient = self.lenient()
         for number, ref in enumerate(self.chunks):
@@ -226,6 +226,7 @@ class Dataset:
                 found = np.flatnonzero((shard.lengths > self.reading.max_length) & self._in_view(number))
                 if len(found):
                     too_long += len(found)
+                    with_images += int((shard.image_counts[found] > 0).sum())
                     first_long = first_long or self._place(ref, int(shard.lines[found[0]]))
                     worst = found[shard.lengths[found].argmax()]
                     longest = max(longest, (int(shard.lengths[worst]), self._place(ref, int(shard.lines[worst]))))
@@ -233,10 +234,12 @@ class Dataset:
             of_prompts = any(source.spec.prompts for source in self.sources)
             why = "Cutting them would train on answers without an end."
             why, side = ("Cutting them would lose what is asked.", "left") if of_prompts else (why, "right")
+            cut = f" or {side} (cut them{', but not those with images' if with_images else ''})"
+            cut = "" if with_images == too_long else cut
             raise DataError(
                 f"{too_long} of {counts.read} rows are longer than {self.reading.limit}={self.reading.max_length}: the "
                 f"first is {first_long}, the longest {longest[1]} with {longest[0]} tokens. {why} Set "
-                f"{self.reading.limit}: {longest[0]}, or truncation: drop (leave them out) or {side} (cut them) "
+                f"{self.reading.limit}: {longest[0]}, or truncation: drop (leave them out){cut} "
                 f"({self._where})."
             )
         if counts.read == 0:
@@ -338,7 +341,7 @@ class Dataset:
         line, reason = problems[0]
         advice = "Correct the row, or leave such rows out with on_bad_row: skip"
         if len(problems) == ref.num_rows > 1:
-            advice = "No row around it can be used: look at chat_template, dataset_format and columns"
+            advice = "No row around it can be used: look at chat_template, dataset_format, columns and image_dir"
         elif len(problems) > 1:
             advice = f"{len(problems) - 1} more of the {ref.num_rows} rows around it are bad. {advice}"
         end = "" if reason.endswith(("?", ".")) else "."
@@ -369,13 +372,14 @@ class Dataset:
         cut = np.minimum(lengths, reading.max_length)
         first = np.where(too_long, lengths - cut, 0) if reading.truncation == "left" else np.zeros_like(lengths)
         trained, loses_trained = self._trained_in(shard, first, first + cut)
+        has_images = shard.image_counts > 0  # what an image's tokens mean is lost when some are cut off
         if reading.truncation == "error" and not reading.is_lenient and (too_long & view).any():
             first_long = int(np.flatnonzero(too_long & view)[0])
+            ways = "drop" if has_images[first_long] else "drop or right"
             raise DataError(
                 f"{self._place(ref, int(shard.lines[first_long]))}: {lengths[first_long]} tokens, longer than "
-                f"{reading.limit}={reading.max_length}. Raise it, or set truncation: drop or right ({self._where})."
+                f"{reading.limit}={reading.max_length}. Raise it, or set truncation: {ways} ({self._where})."
             )
-        has_images = shard.image_counts > 0  # what an image's tokens mean is lost when some are cut off
         skip = view & ((trained == 0) | (too_long & (has_images | (reading.truncation in ("error", "drop")))))
         take = view & ~skip
         reasons = [

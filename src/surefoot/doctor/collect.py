@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from surefoot import cgroup
-from surefoot.doctor.nvml import read_cards, read_peers
+from surefoot.doctor.nvml import read_cards, read_peers, read_topology
 from surefoot.doctor.snapshot import ELSEWHERE, HERE, LISTENS, Disk, Interface, Port, Snapshot
 from surefoot.kernel_log import OF_PROGRAMS, KernelLog, gpu_errors
 
@@ -73,7 +73,7 @@ def collect(
         "acs": lambda: _redirecting(root),
     }
     if gpus and any((root / "proc/driver/nvidia/gpus").glob("*")):
-        parts |= {"cards": read_cards, "peers": read_peers, "xids": _xids}
+        parts |= {"cards": read_cards, "peers": read_peers, "topology": read_topology, "xids": _xids}
     if output_dir is not None:
         parts["output"] = lambda: _probed(_disk(existing_folder(output_dir)))
     if rdzv_endpoint is not None:

@@ -25,6 +25,7 @@ def devices(seen: Seen) -> Check:
         return fine(name, f"{gpus} GPUs") if gpus else not_applicable(name, "no GPU here, and no run is given")
     if run.device == "cuda" and not gpus:
         return wrong(name, "SF715", "device=cuda, and no GPU is seen here", gpus=0,
+                     fix="Set device: cpu, or run where GPUs are seen.",
                      CUDA_VISIBLE_DEVICES=seen.machine.environment.get("CUDA_VISIBLE_DEVICES", "not set"))  # fmt: skip
     if seen.is_on_gpus and run.nproc_per_node > gpus:
         return wrong(name, "SF715", f"nproc_per_node={run.nproc_per_node}, and {gpus} GPUs are here", gpus=gpus,

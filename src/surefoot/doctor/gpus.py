@@ -1,6 +1,9 @@
 """Checks of the GPUs of a machine, as NVML and the kernel tell of them. Pure."""
 
+from collections import Counter
+
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
+from surefoot.doctor.nvml import BETWEEN
 from surefoot.doctor.snapshot import Gpu
 
 GIB = 1 << 30
@@ -111,7 +114,10 @@ def peers(seen: Seen) -> Check:
         cause = f"{len(broken)} of {len(pairs)} pairs cannot read each other's memory; GPUs {pair}: {how}"
         return wrong(name, "SF726", cause, pairs=broken)
     working = sum(how == "ok" for how in pairs.values())
-    return fine(name, f"{working} of {len(pairs)} pairs read each other's memory")
+    ways = Counter(way for pair, way in seen.machine.topology.items() if pair in pairs)
+    between = "; between them " + ", ".join(f"{way}: {ways[way]}" for way in BETWEEN.values() if ways[way])
+    said = f"{working} of {len(pairs)} pairs read each other's memory"
+    return fine(name, said + between if ways else said)
 
 
 def others(seen: Seen) -> Check:

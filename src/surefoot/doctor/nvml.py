@@ -3,9 +3,10 @@
 A driver in trouble may hang whoever asks: `collect` does so in a thread.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import byref
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -28,6 +29,16 @@ PEERS = {
     5: "not supported",
 }
 
+BETWEEN = {
+    0: "on one board",
+    10: "one PCIe switch",
+    20: "several PCIe switches",
+    30: "one host bridge",
+    40: "one processor",
+    50: "several processors",
+}
+"""What the way from one GPU to another goes over, where it is not NVLink; the nearest first."""
+
 
 @contextmanager
 def _nvml() -> Iterator[Any]:
@@ -49,13 +60,20 @@ def read_cards() -> tuple[Gpu, ...]:
 def read_peers() -> dict[str, str]:
     """Of each pair of GPUs whether one can read the other's memory. Raises: NVMLError without a driver."""
     with _nvml() as nvml:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        found = {}
-        for (i, one), (j, other) in combinations(enumerate(handles), 2):
-            status = _ask(nvml, nvml.nvmlDeviceGetP2PStatus, one, other, 0)  # reading
-            if status is not None:
-                found[f"{i}-{j}"] = PEERS.get(int(status), "not known")
-        return found
+        return _pairs(nvml, lambda one, other: _ask(nvml, nvml.nvmlDeviceGetP2PStatus, one, other, 0), PEERS)  # reading
+
+
+def read_topology() -> dict[str, str]:
+    """Of each pair of GPUs what lies between them. Raises: NVMLError without a driver."""
+    with _nvml() as nvml:
+        return _pairs(nvml, partial(_ask, nvml, nvml.nvmlDeviceGetTopologyCommonAncestor), BETWEEN)
+
+
+def _pairs(nvml: Any, ask: Callable[[Any, Any], Any], words: Mapping[int, str]) -> dict[str, str]:
+    """ "0-1" -> an answer in words, of the pairs for which there is one."""
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    answers = {f"{i}-{j}": ask(one, other) for (i, one), (j, other) in combinations(enumerate(handles), 2)}
+    return {pair: words.get(int(said), "not known") for pair, said in answers.items() if said is not None}
 
 
 def _ask(nvml: Any, question: Callable[..., Any], *about: Any) -> Any:

@@ -124,6 +124,8 @@ class Snapshot:
     """The same GPUs, as NVML tells of them."""
     peers: dict[str, str] = field(default_factory=dict)
     """"0-1" -> ok, or why these two GPUs cannot read each other's memory."""
+    topology: dict[str, str] = field(default_factory=dict)
+    """"0-1" -> what lies between these two GPUs besides NVLink."""
     xids: tuple[str, ...] = ()
     """Errors of GPUs in the kernel's log, the newest last."""
     acs: tuple[str, ...] | None = None

@@ -160,8 +160,8 @@ PAGES = {
     "SF722": Page(
         "warning",
         "a GPU has lost data or reported errors",
-        "NVML's count of uncorrected errors of its memory since the driver was loaded, rows of memory that could not "
-        "be replaced, and Xids in the kernel's log.",
+        "NVML's count of uncorrected errors of its memory since the driver was loaded (in a run: since it began), rows "
+        "of memory that could not be replaced, and Xids in the kernel's log.",
         "Reset the GPU where rows wait to be replaced; replace the card if errors come again. `surefoot explain SF112` "
         "says more about Xids.",
         ("NVIDIA/nccl#1488",),
@@ -176,16 +176,16 @@ PAGES = {
     "SF724": Page(
         "warning",
         "NVLink does not work as it should",
-        "Links that are down, or GPUs that the NVSwitches do not know: then CUDA may not start at all (error 802), or "
-        "NCCL goes over PCIe.",
+        "Links that are down, or went down in a run, or GPUs that the NVSwitches do not know: then CUDA may not start "
+        "at all (error 802), or NCCL goes over PCIe.",
         "Start nvidia-fabricmanager in the version of the driver; `nvidia-smi nvlink --status` shows each link.",
         ("NVIDIA/nccl#1488",),
     ),
     "SF725": Page(
         "warning",
         "a GPU's PCIe slot is narrower or slower than the card",
-        "Lanes in use against what card and slot can, and the slot's generation against the card's. (The generation in "
-        "use says nothing: it falls while a card is idle.)",
+        "Lanes in use against what card and slot can (in a run: against those at its beginning), and the slot's "
+        "generation against the card's. (The generation in use says nothing: it falls while a card is idle.)",
         "Seat the card anew, look at risers and the BIOS's settings.",
     ),
     "SF726": Page(

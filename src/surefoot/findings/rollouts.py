@@ -16,18 +16,18 @@ PAGES = {
         "warning",
         "reward functions fail",
         "A function raised, took longer than `reward_timeout_s`, returned NaN or another number of rewards than it was "
-        "given completions, or its process ended. It was asked again for each completion alone; those on which it "
-        "failed again are left out of the loss. metrics.jsonl counts them as `rewards_failed`, completions.jsonl "
-        "gives the reason of each.",
-        "Correct the function where the finding's trace points; let it return None for completions that it cannot "
-        "judge. Raise reward_timeout_s where it only is slow.",
+        "given completions, or its process ended. A group of the wrong count is left out of the loss whole, a NaN "
+        "alone; else the function is asked again for each completion alone, and those on which it fails again are left "
+        "out. metrics.jsonl counts them as `rewards_failed`, completions.jsonl gives the reason of each.",
+        "Correct the function where the finding's trace points: it returns a list with one value for each completion "
+        "that it is given, None for those that it cannot judge. Raise reward_timeout_s where it only is slow.",
     ),
     "SF803": Page(
         "error",
         "no completion has a reward",
         "In one step every reward function failed on, or returned None for, every completion.",
-        "Correct the functions where the finding's trace points; compare the names of their arguments with the "
-        "columns of the data.",
+        "Correct the functions where the finding says that they failed; one that returned None for everything "
+        "finds nothing to judge: compare the names of its arguments with the columns of the data.",
     ),
     "SF804": Page(
         "warning",

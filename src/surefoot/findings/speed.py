@@ -79,4 +79,13 @@ PAGES = {
         "in place of a loop over them (SF310 is what a loop over 60 experts looks like).",
         ("QwenLM/Qwen3#275", "deepseek-ai/DeepSeek-MoE#5"),
     ),
+    "SF311": Page(
+        "warning",
+        "the model computes padding",
+        "The attention masks that the model is given, summed over the newest steps: the share of tokens that only fill "
+        "rows up to the longest of their batch, times the share of forward and backward in a step. Surefoot's own runs "
+        "have none: rows are laid end to end.",
+        "Lay rows end to end (TRL: packing or padding_free; LLaMA-Factory: packing, neat_packing; ms-swift: packing, "
+        "padding_free; axolotl: sample_packing), or batch rows of like length (group_by_length).",
+    ),
 }

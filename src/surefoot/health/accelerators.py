@@ -1,7 +1,8 @@
 """What NVML says of this machine's GPUs, sampled from outside by a thread: a driver in trouble may hang whoever asks.
 
     events/gpus-MACHINE.jsonl     {"time_s", "gpus": [[index, utilisation, power_w, power_limit_w, clock_mhz,
-                                   memory_bytes, temperature_c, reasons], ...]}, a line every `WRITE_EVERY_S`
+                                   memory_bytes, temperature_c, reasons, lost_data, links_up, pcie_lanes], ...]},
+                                  a line every `WRITE_EVERY_S`
 
 A value that a card does not give is null. Imports no torch.
 """
@@ -39,6 +40,12 @@ class GpuSample:
     temperature_c: int | None
     reasons: tuple[str, ...] = ()
     """Why its clocks are low, of `SLOWING`."""
+    lost_data: int | None = None
+    """Errors of its memory that ECC could not correct, since the driver was loaded."""
+    links_up: int | None = None
+    """NVLinks that work."""
+    pcie_lanes: int | None = None
+    """That it uses."""
 
 
 Look = tuple[float, tuple[GpuSample, ...]]
@@ -61,8 +68,10 @@ def read_looks(run_folder: Path) -> list[Look]:
 
 
 def _read(values: Sequence[Any]) -> GpuSample:
-    index, utilisation, power_w, power_limit_w, clock_mhz, memory_bytes, temperature_c, reasons = values
-    return GpuSample(index, utilisation, power_w, power_limit_w, clock_mhz, memory_bytes, temperature_c, tuple(reasons))
+    index, utilisation, power_w, limit_w, clock_mhz, memory_bytes, temperature_c, reasons, *more = values
+    return GpuSample(
+        index, utilisation, power_w, limit_w, clock_mhz, memory_bytes, temperature_c, tuple(reasons), *more
+    )
 
 
 class Accelerators:
@@ -72,6 +81,8 @@ class Accelerators:
         self._path, self._count = gpus_path(run_folder), count
         self._is_over = threading.Event()
         self._looks: deque[Look] = deque()
+        self.first: Look | None = None
+        """How the cards were when they were first looked at."""
         self.why_not = ""
         """Why there are no samples, if there are none."""
         self._written_s = 0.0
@@ -98,6 +109,7 @@ class Accelerators:
         while handles and not self._is_over.wait(EVERY_S):
             now_s = time.time()
             look = (now_s, tuple(_sample(index, handle) for index, handle in handles.items()))
+            self.first = self.first or look
             self._looks.append(look)
             while now_s - self._looks[0][0] > KEPT_S:
                 self._looks.popleft()
@@ -141,6 +153,7 @@ def _sample(index: int, handle: Any) -> GpuSample:
     )
     memory = ask(pynvml.nvmlDeviceGetMemoryInfo)
     reasons = ask(pynvml.nvmlDeviceGetCurrentClocksEventReasons) or 0
+    links = [ask(pynvml.nvmlDeviceGetNvLinkState, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS)]
     return GpuSample(
         index=index,
         utilisation=use.gpu / 100 if use is not None else None,
@@ -150,6 +163,11 @@ def _sample(index: int, handle: Any) -> GpuSample:
         memory_bytes=int(memory.used) if memory is not None else None,
         temperature_c=ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
         reasons=tuple(words for bit, words in SLOWING.items() if reasons & bit),
+        lost_data=ask(
+            pynvml.nvmlDeviceGetTotalEccErrors, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+        ),
+        links_up=sum(map(bool, links)) if any(state is not None for state in links) else None,
+        pcie_lanes=ask(pynvml.nvmlDeviceGetCurrPcieLinkWidth),
     )
 
 

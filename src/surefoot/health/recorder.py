@@ -41,7 +41,7 @@ PHASES: tuple[str, ...] = ("", *get_args(Phase))
 VALUE_NAMES: dict[str, tuple[str, ...]] = {
     "phase began": ("anonymous_bytes",),
     "phase ended": ("anonymous_bytes",),
-    "batch": ("tokens", "trained", "sequences", "fillers"),
+    "batch": ("tokens", "trained", "sequences", "fillers", "padding"),
     "step": ("loss", "grad_norm", "step_time_s", "peak_memory_bytes", "garbage_s"),
     "experts": ("layer", "share", "even_share", "silent", "rows"),
     "device memory": ("allocated", "reserved", "inactive", "retries", "free"),
@@ -160,7 +160,8 @@ class Recorder:
             kind = "phase began" if isinstance(event, PhaseBegan) else "phase ended"
             self._write(kind, event.step, self._memory.anonymous_bytes(), phase=event.phase)
         elif isinstance(event, BatchDescribed):
-            self._write("batch", event.step, event.tokens, event.trained, event.sequences, event.fillers)
+            counted = (event.tokens, event.trained, event.sequences, event.fillers, event.padding)
+            self._write("batch", event.step, *counted)
         elif isinstance(event, MemorySampled):
             total = event.total if event.total is not None else self._memory.anonymous_bytes()
             self._write("memory", event.step, event.frozen, event.trained, event.gradients, event.optimizer, total)

@@ -10,7 +10,7 @@ from pathlib import Path
 from surefoot import cgroup
 from surefoot.findings import Finding
 from surefoot.health.accelerators import Accelerators, Look
-from surefoot.health.diagnose.accelerators import find_gpu_errors, find_in_gpus, find_launch_bound
+from surefoot.health.diagnose.accelerators import find_gpu_errors, find_in_gpus, find_launch_bound, find_worse_gpus
 from surefoot.health.diagnose.memory import name_owner
 from surefoot.health.diagnose.speed import find_slow, find_straggler, find_swapping, share_of_steps
 from surefoot.health.flight import read_flight
@@ -82,7 +82,8 @@ class Trends:
         # These are the same on all ranks: the machine of the first one says them.
         numbers = self._ranks[0].numbers.findings() if 0 in self._ranks else []
         looks = self._looks_at_gpus(now_s)
-        gpus = [*find_in_gpus(looks), *self._launch_bound(looks), *find_gpu_errors(*self._gpu_errors())]
+        worse = find_worse_gpus(self._accelerators.first, looks)
+        gpus = [*find_in_gpus(looks), *self._launch_bound(looks), *worse, *find_gpu_errors(*self._gpu_errors())]
         memory = [finding for rank in self._ranks.values() for finding in self._device_memory(rank)]
         all_of_them = (*slow, *numbers, *gpus, *memory, *self._swapping(now_s))
         new = [finding for finding in all_of_them if _key(finding) not in self._said]

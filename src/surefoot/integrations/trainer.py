@@ -15,16 +15,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from surefoot.beside import SUPERVISED, Watched, end, ranks_elsewhere, start
-from surefoot.events import Event, Observer, Phase, PhaseBegan, PhaseEnded, RunEnded, StepEnded
+from surefoot.events import BatchDescribed, Event, Observer, Phase, PhaseBegan, PhaseEnded, RunEnded, StepEnded
 from surefoot.health.observers import rank_observers
 from surefoot.health.witness import record_collectives
 from surefoot.training.record import FindingLog
 
 SIGN_EVERY_S = 1.0
 """Between two signs of life in an evaluation."""
+
 
 record_collectives()  # read when process groups are made, which is before a callback hears anything
 
@@ -47,8 +50,11 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         self._step_began_s = 0.0
         self._sign_of_life_s = 0.0
         self._logged: dict[str, float] = {}
+        self._batches: _Batches | None = None
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, model: nn.Module | None = None, **__: Any
+    ) -> None:
         self.close()  # of a training that failed, in a process that went on
         folder = Path(args.output_dir)
         self._rank, self._step = int(args.process_index), int(state.global_step) + 1
@@ -56,6 +62,8 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
             elsewhere = ranks_elsewhere(args.world_size)
             self._watcher = start(Watched(FindingLog(folder, self._webhook), args.world_size, elsewhere))
         self._observers = rank_observers(folder, self._rank)
+        if model is not None and not args.torch_compile:  # a hook would break its graph
+            self._batches = _Batches(model)
         atexit.register(self.close)  # an exception ends the run without on_train_end; a kill leaves no last word
         self._step_began_s = time.perf_counter()
         self._begin("wait for data")
@@ -69,6 +77,8 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **__: Any) -> None:
         self._end_phase()
         now = time.perf_counter()
+        if self._batches is not None:
+            self._emit(self._batches.take(self._rank, int(state.global_step)))
         self._emit(self._step_ended(state, now - self._step_began_s))
         self._logged = {}
         self._step, self._step_began_s = min(int(state.global_step) + 1, int(state.max_steps)), now
@@ -147,9 +157,46 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         self._end_phase()
         self._emit(RunEnded(summary))
         self._observers = []
+        if self._batches is not None:
+            self._batches.end()
+            self._batches = None
         if self._watcher is not None:
             end(self._watcher)
             self._watcher = None
+
+
+class _Batches:
+    """Counts what the model is given in forwards that train, and how much of it is padding."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._masks: list[tuple[Tensor, torch.cuda.Event | None]] = []
+        self._tokens = self._rows = 0
+
+    def _count(self, _: nn.Module, __: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        if not torch.is_grad_enabled() or not isinstance(ids, Tensor) or ids.dim() != 2:
+            return
+        self._tokens, self._rows = self._tokens + ids.numel(), self._rows + len(ids)
+        if isinstance(mask, Tensor) and mask.shape == ids.shape:
+            copy = (mask == 0).sum().to("cpu", non_blocking=True)
+            copied = torch.cuda.Event() if mask.is_cuda else None
+            if copied is not None:  # so that to read the number is not to wait for the whole step
+                copied.record()
+            self._masks.append((copy, copied))
+
+    def take(self, rank: int, step: int) -> BatchDescribed:
+        """What there was since the last time."""
+        for _, copied in self._masks:
+            if copied is not None:
+                copied.synchronize()
+        padding = sum(int(copy) for copy, _ in self._masks)
+        taken = BatchDescribed(rank, step, self._tokens, 0, self._rows, 0, padding)
+        self._masks, self._tokens, self._rows = [], 0, 0
+        return taken
+
+    def end(self) -> None:
+        self._hook.remove()
 
 
 def _next(state: TrainerState) -> Phase:

@@ -30,10 +30,13 @@ def load(name: str) -> Function:
         return BUILT_IN[name]
     file, _, function = name.rpartition(":")
     module = _module(Path(file))
-    found: Function | None = getattr(module, function, None)
+    found = getattr(module, function, None)
     if found is None:
         raise NoSuchFunction(_absent(function, file, module))
-    return found
+    if not callable(found):
+        raise NoSuchFunction(f"{function} of {file} is no function, but {type(found).__name__}")
+    checked: Function = found
+    return checked
 
 
 class NoSuchFunction(Exception):
@@ -76,7 +79,7 @@ def main() -> None:
             _answer(answers, {"error": str(error), "trace": ""})
             return
         except BaseException as error:  # noqa: BLE001 - a file that somebody else wrote
-            _answer(answers, _failure(error))
+            _answer(answers, {"error": _where(error) + str(_failure(error)["error"]), "trace": ""})
             return
         _answer(answers, {"ready": True})
         for line in jobs:
@@ -104,6 +107,18 @@ def _failure(error: BaseException) -> dict[str, Any]:
         "error": f"{type(error).__name__}: {error}"[:MOST_CHARACTERS],
         "trace": "".join(traceback.format_exception(error))[-MOST_CHARACTERS:],
     }
+
+
+def _where(error: BaseException) -> str:
+    """`file:line: ` of what failed to load: the innermost statement that is not of the import system, or of here."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: "
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and "importlib" not in frame.filename
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
 
 
 def _answer(answers: TextIO, answer: Mapping[str, Any]) -> None:

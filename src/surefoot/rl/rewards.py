@@ -69,6 +69,10 @@ class _Failed(Exception):
     """A worker said that a call failed, or ended."""
 
 
+class _Miscounted(Exception):
+    """A function returned another number of rewards than it was given completions."""
+
+
 class Rewards:
     """The reward functions of a run, in worker processes of their own."""
 
@@ -120,10 +124,16 @@ class Rewards:
         self._threads.shutdown(cancel_futures=True)
 
     def _group(self, group: Answers, number: int) -> list[Scored]:
-        """What a function says of a group; where it fails, of each completion alone, so that the culprit is known."""
+        """What a function says of a group; where it fails, of each completion alone, so that the culprit is known.
+
+        One that miscounts is not asked again: a number for each call, instead of one for each completion, would pass
+        for a completion's own.
+        """
         everyone = range(len(group.texts))
         try:
             return self._call(group, number, everyone)
+        except _Miscounted as error:
+            return [Scored(None, str(error))] * len(everyone)
         except (_Late, _Failed) as error:
             if len(everyone) == 1:
                 return [Scored(None, str(error))]
@@ -135,7 +145,7 @@ class Rewards:
                 continue
             try:
                 scored += self._call(group, number, [index])
-            except (_Late, _Failed) as error:
+            except (_Late, _Failed, _Miscounted) as error:
                 late += isinstance(error, _Late)
                 scored.append(Scored(None, str(error)))
         return scored
@@ -151,7 +161,7 @@ class Rewards:
         finally:
             self._workers.put(worker)
         if len(rewards) != len(chosen):
-            raise _Failed(f"{len(rewards)} rewards were returned for {len(chosen)} completions")
+            raise _Miscounted(f"it returned {len(rewards)} rewards for {len(chosen)} completions")
         return [_scored(reward) for reward in rewards]
 
 

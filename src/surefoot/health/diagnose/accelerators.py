@@ -1,4 +1,4 @@
-"""GPUs that are busy and do no work, and GPUs that are slowed down. Pure.
+"""GPUs that are busy and do no work, that are slowed down, or that are no longer what they were. Pure.
 
 NVML's utilisation is the share of time in which any kernel ran: one that only spins while it waits for another rank
 reads 100 %. Power tells the two apart.
@@ -45,11 +45,35 @@ SLOWED_SHARE = 0.5
 
 def find_in_gpus(looks: Sequence[Look]) -> list[Finding]:
     """What the newest `WINDOW_S` show; nothing where there are too few looks."""
-    gpus: dict[int, list[GpuSample]] = {}
-    for _, samples in _newest(looks):
-        for sample in samples:
-            gpus.setdefault(sample.index, []).append(sample)
+    gpus = _by_gpu(_newest(looks))
     return [*_spinning(gpus), *_slowed(gpus)]
+
+
+def find_worse_gpus(first: Look | None, looks: Sequence[Look]) -> list[Finding]:
+    """Cards that lost data, NVLinks or lanes of PCIe since the run's first look at them.
+
+    Fewer links and lanes count where no look of the newest `WINDOW_S` has as many as the first.
+    """
+    began = {gpu.index: gpu for gpu in first[1]} if first is not None else {}
+    found: dict[str, list[str]] = {}
+    for index, samples in _by_gpu(_newest(looks)).items():
+        before = began.get(index)
+        if before is None:
+            continue
+        lost, links, lanes = (
+            [value for sample in samples if (value := getattr(sample, name)) is not None]
+            for name in ("lost_data", "links_up", "pcie_lanes")
+        )
+        if before.lost_data is not None and lost and lost[-1] > before.lost_data:
+            times = lost[-1] - before.lost_data
+            found.setdefault("SF722", []).append(f"GPU {index}'s memory lost data {times} times since the run began")
+        if before.links_up and links and max(links) < before.links_up:
+            had = f"has {max(links)} NVLinks up, and had {before.links_up} when the run began"
+            found.setdefault("SF724", []).append(f"GPU {index} {had}")
+        if before.pcie_lanes and lanes and max(lanes) < before.pcie_lanes:
+            had = f"uses {max(lanes)} lanes of PCIe, and used {before.pcie_lanes} when the run began"
+            found.setdefault("SF725", []).append(f"GPU {index} {had}")
+    return [Finding(code, "; ".join(said), {"gpus": said}, CATALOGUE[code].fix) for code, said in found.items()]
 
 
 def find_launch_bound(looks: Sequence[Look], cores: float | None, computing: float | None) -> Finding | None:
@@ -99,6 +123,14 @@ def _newest(looks: Sequence[Look]) -> list[Look]:
     newest = [look for look in looks if looks[-1][0] - look[0] <= WINDOW_S]
     is_enough = len(newest) >= LEAST_LOOKS and newest[-1][0] - newest[0][0] >= WINDOW_S / 2
     return newest if is_enough else []
+
+
+def _by_gpu(looks: Sequence[Look]) -> dict[int, list[GpuSample]]:
+    gpus: dict[int, list[GpuSample]] = {}
+    for _, samples in looks:
+        for sample in samples:
+            gpus.setdefault(sample.index, []).append(sample)
+    return gpus
 
 
 def in_words(look: Look) -> str:

@@ -23,8 +23,11 @@ DATA_SHARE = 0.25
 COMMUNICATION_SHARE = 0.5
 BEHIND_SHARE = 0.2
 GARBAGE_SHARE = 0.1
+PADDING_SHARE = 0.25
 THROTTLED_SHARE = 0.25
 """Of a window, from which on a loss is a finding."""
+OF_TOKENS = ("forward", "backward", "forward and backward")
+"""Phases that take longer the more tokens a batch has."""
 SWAPPED_IN_PER_S = float(8 << 20)
 LEAST_SWAPPED_BYTES = 64 << 20
 FAULTS_PER_S = 256.0
@@ -50,7 +53,8 @@ class StepTimes:
     by_phase: Mapping[str, float]
     garbage_s: float
     tokens: float
-    """Of this rank's part of the batch."""
+    """Of this rank's part of the batch, with the padding."""
+    padding: float = 0.0
 
     def of(self, phase: str) -> float:
         return self.by_phase.get(phase, 0.0)
@@ -66,6 +70,7 @@ class RankTimes:
     _open: list[tuple[str, float]] = field(default_factory=list)
     _by_phase: dict[str, float] = field(default_factory=dict)
     _tokens: float = 0.0
+    _padding: float = 0.0
     _seen: int = 0
 
     def add(self, kind: str, phase: str, step: int, time_s: float, values: Mapping[str, float]) -> None:
@@ -77,14 +82,12 @@ class RankTimes:
             if not self._open:  # phases inside others are theirs
                 self._by_phase[name] = self._by_phase.get(name, 0.0) + time_s - began_s
         elif kind == "batch":
-            self._tokens = values["tokens"]
+            self._tokens, self._padding = values["tokens"], values.get("padding", 0.0)
         elif kind == "step":
             self._seen += 1
             if self._seen > self.warmup_steps:
-                took = StepTimes(
-                    step, time_s, values["step_time_s"], dict(self._by_phase), values["garbage_s"], self._tokens
-                )
-                self.steps.append(took)
+                by_phase, batch = dict(self._by_phase), (self._tokens, self._padding)
+                self.steps.append(StepTimes(step, time_s, values["step_time_s"], by_phase, values["garbage_s"], *batch))
             self._by_phase.clear()
 
 
@@ -107,7 +110,7 @@ def find_slow(
         *(_communicates(windows) if num_ranks in (None, len(windows)) else ()),
         *_collects_garbage(windows),
     ]
-    return found or list(_slowed(ranks, windows))
+    return [*(found or _slowed(ranks, windows)), *_pads(windows)]
 
 
 def find_swapping(swapped_in_per_s: float, swapped_bytes: int, faults_per_s: float) -> Finding | None:
@@ -263,6 +266,23 @@ def _collects_garbage(windows: Mapping[int, Sequence[StepTimes]]) -> Iterator[Fi
                 "what is kept was made, or raise gc.set_threshold().",
             )
             return
+
+
+def _pads(windows: Mapping[int, Sequence[StepTimes]]) -> Iterator[Finding]:
+    """What is computed for padding takes its share of the time in which the model computes."""
+    for rank, window in windows.items():
+        tokens, padding = sum(one.tokens for one in window), sum(one.padding for one in window)
+        computing = sum(_share(window, phase) for phase in OF_TOKENS)
+        if not tokens or padding / tokens * computing < PADDING_SHARE:
+            continue
+        yield Finding(
+            "SF311",
+            f"{padding / tokens:.0%} of the tokens that rank {rank} computes are padding: up to "
+            f"{padding / tokens * computing:.0%} of the time",
+            _seen(window, rank=rank, tokens=round(tokens), padding=round(padding)),
+            CATALOGUE["SF311"].fix,
+        )
+        return
 
 
 def _throttled(windows: Mapping[int, Sequence[StepTimes]], share: float | None) -> Iterator[Finding]:
