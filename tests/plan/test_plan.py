@@ -80,9 +80,10 @@ def test_a_card_that_is_too_small_gets_settings_that_fit(settings: dict[str, Any
     assert large.fits
     assert not small.fits
 
-    def ask(run: Any) -> Forecast:
-        return forecast(run, Path(settings["model"]), card)
+    def ask(run: Any, *, is_least: bool = False) -> Forecast:
+        return forecast(run, Path(settings["model"]), card, is_least=is_least)
 
+    assert ask(small.run, is_least=True).device_peak[1] < small.device_peak[1]
     changes = suggest(small, ask)
     assert changes
     speeds = [1 / other.seconds_per_token for _, other in changes]
@@ -93,6 +94,19 @@ def test_a_card_that_is_too_small_gets_settings_that_fit(settings: dict[str, Any
         again = load_config(None, [], {**settings, **pasted, "device": "cpu", "offload": None}).run
         assert again.sequences_per_step == small.sequences_per_step == 16, "the run learns the same"
     assert suggest(large, ask) == []
+
+
+def test_what_cannot_fit_is_not_run(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card that is too small for the weights: no setting helps, and that is known at once."""
+    small = told({**settings, "tuning": "full", "lora_rank": 8}, Device("card", 1 << 16, 1e13, 1e10))
+    traced = []
+    monkeypatch.setattr("surefoot.plan.forecast._trace", lambda *_, **__: traced.append(1))
+
+    def ask(run: Any, *, is_least: bool = False) -> Forecast:
+        return forecast(run, Path(settings["model"]), small.device, is_least=is_least)
+
+    assert suggest(small, ask) == []
+    assert traced == []
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,6 @@ def prepared_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "length"),
     [
-        ("big.jsonl", {"max_steps": 3}),
         ("big.jsonl", {"max_steps": None, "num_train_epochs": 3e-4, "packing": True}),
         ("big.jsonl.gz", {"max_steps": None, "num_train_epochs": 3e-4}),
         ("big.parquet", {"max_steps": 3}),

@@ -170,13 +170,14 @@ def test_a_reward_that_fails_on_some_is_a_finding_and_masks_them(grpo: dict[str,
 
 
 def test_a_reward_of_one_number_for_each_group_is_a_finding_that_says_so(grpo: dict[str, Any], tmp_path: Path) -> None:
-    body = "    return [1.0] if 'a' in completions[0][0]['content'] else [0.5] * len(completions)"
-    settings = {**grpo, "reward_funcs": [reward_file(tmp_path, body)]}
+    body = "    return [1.0] if columns['tag'][0] == [3] else [0.5] * len(completions)"
+    settings = {**grpo, "reward_funcs": [reward_file(tmp_path, body)], "max_steps": 6}
     result = surefoot.train(settings, screen=False)
     (finding,) = [one for one in result.as_dict()["findings"] if one["code"] == "SF802"]
     assert "mine: it returned 1 rewards for 4 completions" in finding["cause"]
-    groups = lines(tmp_path / "run", "completions.jsonl")
-    assert {one["reward"] for one in groups} == {None, 0.5}
+    rewards = [one["reward"] for one in lines(tmp_path / "run", "completions.jsonl")]
+    assert rewards.count(None) == 4
+    assert rewards.count(0.5) == 44
 
 
 def test_a_step_without_any_reward_stops_the_run(grpo: dict[str, Any], tmp_path: Path) -> None:
@@ -306,7 +307,7 @@ def test_prompts_can_be_looked_at(grpo: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_a_slow_reward_is_no_stall(grpo: dict[str, Any], tmp_path: Path) -> None:
     """It has a deadline of its own; the supervisor, which takes 12 s of doing nothing for a stall, leaves it alone."""
-    body = "    time.sleep(20)\n    return [float(i) for i in range(len(completions))]"
+    body = "    time.sleep(16)\n    return [float(i) for i in range(len(completions))]"
     (tmp_path / "run.yaml").write_text(
         json.dumps({**grpo, "reward_funcs": [reward_file(tmp_path, body)], "global_batch_size": 4, "max_steps": 1})
     )

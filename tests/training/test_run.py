@@ -361,7 +361,7 @@ def test_one_rank_makes_no_process_group(settings: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_evaluation_keeps_no_logits(settings: dict[str, Any], tmp_path: Path, tokenizer: Any) -> None:
-    """All of them would be 3.7 GB here: 60 rows of about 100 trained tokens under a vocabulary of 151,936."""
+    """All of them would be 1.8 GB here: 30 rows of about 100 trained tokens under a vocabulary of 151,936."""
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=151_936, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
@@ -372,8 +372,8 @@ def test_evaluation_keeps_no_logits(settings: dict[str, Any], tmp_path: Path, to
     tokenizer.save_pretrained(tmp_path / "model")
     counted = " ".join(["one two three four"] * 25)
     row = {"messages": [{"role": "user", "content": "count"}, {"role": "assistant", "content": counted}]}
-    few, many = (write_jsonl(tmp_path / f"{count}.jsonl", [row] * count) for count in (4, 60))
-    changes = {"model": str(tmp_path / "model"), "max_length": 512, "eval_steps": 1, "max_steps": 2, "health": False}
+    few, many = (write_jsonl(tmp_path / f"{count}.jsonl", [row] * count) for count in (4, 30))
+    changes = {"model": str(tmp_path / "model"), "max_length": 512, "eval_steps": 1, "max_steps": 1, "health": False}
     peaks = []
     for number, held_out in enumerate((few, many)):
         told = {**settings, **changes, "eval_dataset": str(held_out), "output_dir": str(tmp_path / f"run{number}")}

@@ -21,7 +21,7 @@ from surefoot.plan.devices import GB, GIB, Device
 from surefoot.plan.memory import Cuts, Owners, Rollout, Server, cut, forecast_memory, gradient_share
 from surefoot.plan.sizes import FP32_BYTES, Elements, Sizes, sizes_of
 from surefoot.plan.tower import Pictures, pictures_of, show
-from surefoot.plan.trace import ATTENTION, Trace, likelihood, policy_loss, shaped_batch, trace_step
+from surefoot.plan.trace import ATTENTION, NOTHING, Trace, likelihood, policy_loss, shaped_batch, trace_step
 from surefoot.training.artifacts import lora_settings
 from surefoot.training.grpo import PolicyLoss
 
@@ -136,8 +136,9 @@ def forecast(
     *,
     host_free_bytes: int = 0,
     where: Callable[..., str] = lambda *_: "run.yaml",
+    is_least: bool = False,
 ) -> Forecast:
-    """Of a run whose model's config.json is in `base`.
+    """Of a run whose model's config.json is in `base`. `is_least`: nothing is run, and what that would hold left out.
 
     Raises: ModelError for a config that no model can be made of; ConfigError for sizes that do not divide.
     """
@@ -163,7 +164,7 @@ def forecast(
             f"forward; plans are made for up to {MOST_TOKENS} ({where('per_device_train_batch_size', 'max_length')})."
         )
     pictures = pictures_of(run, base, each, run.prompt_length if run.method == "grpo" else run.max_length)
-    trace = _trace(
+    trace = NOTHING if is_least else _trace(
         base, lora, dtype, as_trained=_Trained.of(run), is_checkpointed=run.gradient_checkpointing, rows=each,
         length=length, is_on_gpu=device.is_gpu, twice=steps > 1, share=gradient_share(layout, sizes),
         freeze_vision=run.freeze_vision_tower, pictures=pictures,

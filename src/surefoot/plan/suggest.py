@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
-from surefoot.config import RunConfig
 from surefoot.config.vllm_arguments import MEMORY_SHARE, TENSOR_PARALLEL, tensor_parallel, without
 from surefoot.errors import SurefootError
 from surefoot.plan.forecast import Forecast
@@ -19,11 +18,11 @@ SEARCH_S = 40.0
 Changed = dict[str, Any]
 
 
-def suggest(told: Forecast, ask: Callable[[RunConfig], Forecast]) -> list[tuple[Changed, Forecast]]:
+def suggest(told: Forecast, ask: Callable[..., Forecast]) -> list[tuple[Changed, Forecast]]:
     """At most `MOST` changes with their forecasts; none where the run fits as it is.
 
     Settings that keep the result of the run come first: what is tried with more GPUs only where none of those fits.
-    `ask` makes the forecast of a config.
+    `ask` makes the forecast of a config; with `is_least=True` at once, of the least that it takes.
     """
     if told.fits:
         return []
@@ -34,7 +33,10 @@ def suggest(told: Forecast, ask: Callable[[RunConfig], Forecast]) -> list[tuple[
             if time.monotonic() > give_up_s:
                 break
             try:
-                other = ask(told.run.model_copy(update=changed))
+                run = told.run.model_copy(update=changed)
+                if not ask(run, is_least=True).fits:
+                    continue
+                other = ask(run)
             except SurefootError:  # settings that exclude each other for this model
                 continue
             if other.fits and not any(_is_less(known, changed) for known, _ in fitting):

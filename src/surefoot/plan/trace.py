@@ -87,6 +87,9 @@ class Trace:
         )  # fmt: skip
 
 
+NOTHING = Trace(moments=((0, 0),), gradient_share=0.0)
+
+
 class _Live(TorchDispatchMode):
     """Counts the bytes of tensors that are alive, but for those it was told of."""
 

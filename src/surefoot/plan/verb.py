@@ -56,8 +56,8 @@ def plan(config: str, overrides: Sequence[str]) -> Plan:
     host_bytes = int(_number(ours, "host_gib") * GIB) or (room_bytes() if is_here else 0)
     run = loaded.run.model_copy(update={"device": "cuda" if device.is_gpu else "cpu"})
 
-    def ask(one: RunConfig) -> Forecast:
-        return forecast(one, base, device, host_free_bytes=host_bytes, where=loaded.where)
+    def ask(one: RunConfig, *, is_least: bool = False) -> Forecast:
+        return forecast(one, base, device, host_free_bytes=host_bytes, where=loaded.where, is_least=is_least)
 
     told = ask(run)
     return Plan(told, findings_of(told, loaded), suggest(told, ask), _number(ours, "price"))
