@@ -24,6 +24,7 @@ from surefoot.health.recorder import last_start, read_history
 from surefoot.health.supervisor import Supervisor
 from surefoot.health.witness import read_stacks
 from surefoot.kernel_log import killed_for_memory
+from surefoot.terminal import say
 from surefoot.training.record import FindingLog, write_end
 
 SUPERVISED = "SUREFOOT_SUPERVISED"
@@ -97,7 +98,8 @@ def ranks_elsewhere(num_ranks: int) -> int:
 def main(told: str) -> None:
     """Look until the run is over or the process that started this one is gone."""
     is_over = threading.Event()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run
+    for number in (signal.SIGINT, signal.SIGHUP):  # Ctrl-C and a terminal that closes are for the run
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: is_over.set())
     said = json.loads(told)
     began_s, log = said["began_s"], said["run"].pop("log")
@@ -120,7 +122,7 @@ def main(told: str) -> None:
                 _note(run.log, finding)
         dead = None if codes & {"SF101", "SF201"} else _death(supervisor, folder, began_s - EARLY_S)
     except Exception as error:  # noqa: BLE001 - a defect in looking must not look like one of the run
-        _say(f"the run goes on without a supervisor: {type(error).__name__}: {error}")
+        say(f"the run goes on without a supervisor: {type(error).__name__}: {error}")
         return
     if dead is not None:
         _note(run.log, dead)
@@ -157,12 +159,7 @@ def _death(supervisor: Supervisor, folder: Path, since_s: float) -> Finding | No
 
 def _note(log: FindingLog, finding: Finding) -> None:
     log.note(finding)
-    _say(finding.as_text())
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):  # a terminal that is gone
-        print(text, file=sys.stderr, flush=True)
+    say(finding.as_text())
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import surefoot
 from surefoot.errors import ConfigError, InputError, StoppedOnFinding, SurefootError
 from surefoot.process_end import is_rank, leave
+from surefoot.terminal import drop, say, write
 
 if TYPE_CHECKING:
     from surefoot.config import LoadedConfig
@@ -44,13 +45,13 @@ def run_verb(verb: Callable[[], int]) -> int:
     except SurefootError as error:
         is_said = error.is_agreed and os.environ.get("RANK", "0") != "0"  # by rank 0
         if not is_said and not isinstance(error, StoppedOnFinding):  # a finding has been shown when it was made
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}")
         return error.exit_status
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted")
         return FAILED
     except BrokenPipeError:  # `surefoot ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop(sys.stdout)
         return FAILED
 
 
@@ -195,8 +196,8 @@ def train_loaded(loaded: "LoadedConfig", *, as_json: bool) -> int:
     else:
         speed = f", {result.tokens_per_second:.0f} tok/s" if result.tokens_per_second else ""
         loss = f", train_loss {result.train_loss:.4f}" if result.train_loss is not None else ""
-        print(f"{result.status} after {result.steps} steps{loss}{speed}")
-        print(f"{'artifact: ' + str(result.artifact) if result.artifact else 'run folder: ' + str(result.run_folder)}")
+        made = f"artifact: {result.artifact}" if result.artifact else f"run folder: {result.run_folder}"
+        write(sys.stdout, f"{result.status} after {result.steps} steps{loss}{speed}\n{made}\n")
     return DONE if result.status == "completed" else FAILED
 
 
@@ -218,12 +219,12 @@ def _preflight(loaded: "LoadedConfig") -> bool:
     checks = examine(snapshot_for(loaded), loaded)
     for check in checks:
         if check.status == "warning" and check.finding is not None:
-            print(f"doctor: {check.finding.code} {check.name}: {check.text}", file=sys.stderr)
+            say(f"doctor: {check.finding.code} {check.name}: {check.text}")
     failed = [check.finding for check in checks if check.status == "failed" and check.finding is not None]
     for finding in failed:
-        print(finding.as_text(), file=sys.stderr)
+        say(finding.as_text())
     if failed:
-        print("the run was not started; preflight=false starts it all the same", file=sys.stderr)
+        say("the run was not started; preflight=false starts it all the same")
     return not failed
 
 
@@ -246,7 +247,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         if tried is None:
             if is_rank():
                 leave(status)
-            print("the machine of rank 0 shows the report of all", file=sys.stderr)
+            say("the machine of rank 0 shows the report of all")
             return status
         checks += tried
     differences = None
@@ -298,7 +299,7 @@ def _import(arguments: argparse.Namespace) -> int:
     elif arguments.to is None:
         print(made.as_yaml(), end="")
     for finding in made.findings:
-        print(finding.as_text(), file=sys.stderr)
+        say(finding.as_text())
     return DONE
 
 
@@ -419,7 +420,7 @@ def _chat(arguments: argparse.Namespace) -> int:
         reply = answer(arguments.prompt)
         _print_json({"prompt": arguments.prompt, "completion": reply}) if arguments.json else print(reply)
         return DONE
-    print("Type a message; an empty line or Ctrl-D ends.", file=sys.stderr)
+    say("Type a message; an empty line or Ctrl-D ends.")
     while True:
         try:
             text = input("> ").strip()

@@ -1,6 +1,5 @@
 """A run of several ranks as its caller sees it: started, waited for, and its end written down if no rank could."""
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from surefoot.kernel_log import killed_for_memory
 from surefoot.parallel.launch import RankFailure, launch
 from surefoot.parallel.layout import Layout
 from surefoot.storage import write_json
+from surefoot.terminal import say
 from surefoot.training.record import METRICS, FindingLog, RunRecord, RunResult, read_result, steps_done, write_end
 from surefoot.training.resolve import device_type
 
@@ -43,7 +43,7 @@ def train_launched(loaded: LoadedConfig, *, screen: bool) -> RunResult:
         if folder.is_dir():
             log.note(finding)
         if screen:
-            print(finding.as_text(), file=sys.stderr, flush=True)
+            say(finding.as_text())
 
     failure = launch(loaded.run, {**loaded.as_json(), "screen": screen}, on_restart)
     if failure is not None:
@@ -98,7 +98,7 @@ def _raise(
             log.note(found[-1])
     if failure.death is not None:
         if screen:
-            print(found[-1].as_text(), file=sys.stderr, flush=True)
+            say(found[-1].as_text())
         raise StoppedOnFinding(found[-1])
     kind: type[SurefootError] = getattr(errors, failure.kind) if failure.kind else SurefootError
     raise kind(failure.reason)

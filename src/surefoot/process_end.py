@@ -17,6 +17,12 @@ def is_rank() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and {"RANK", "LOCAL_RANK"} <= os.environ.keys()
 
 
+def stop_signals() -> list[signal.Signals]:
+    """That ask a run to save and end: Ctrl-C, a scheduler, a terminal that closes. The last unless nohup ignores it."""
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
+
+
 def end_with_parent() -> None:
     """Let this process get SIGTERM when the one that started it is gone, where the system can do that."""
     if sys.platform == "linux":

@@ -26,7 +26,8 @@ from surefoot.health.recorder import read_history
 from surefoot.health.supervisor import Supervisor
 from surefoot.health.witness import read_stacks
 from surefoot.kernel_log import killed_for_memory
-from surefoot.process_end import describe_end, was_for_memory
+from surefoot.process_end import describe_end, stop_signals, was_for_memory
+from surefoot.terminal import say
 from surefoot.training.record import METRICS, FindingLog, write_end
 
 REPORT_WITHIN_S = 120.0
@@ -46,7 +47,7 @@ def train_supervised(loaded: LoadedConfig, *, as_json: bool) -> int:
         if not watch.was_stopped or run.on_stall != "restart" or restarts >= max(1, run.max_restarts):
             break
         restarts += 1
-        _say(f"the run is started again after a stall, for the {restarts}. time")
+        say(f"the run is started again after a stall, for the {restarts}. time")
         if watch.has_begun:  # go on from what it has saved; before that, everything is as it was
             changes: dict[str, object] = {"overwrite_output_dir": False}
             if (run.run_folder / "checkpoints").is_dir():
@@ -62,7 +63,7 @@ def _ended(run: RunConfig, watch: "_Watch", status: int, found: list[Finding], b
     """Write down and say how it ended; returns the exit status."""
     if watch.was_stopped:
         write_end(run.run_folder, findings=found, error=found[-1].as_text(), since_s=began_s)
-        _say(found[-1].as_text())  # once more: the last thing said
+        say(found[-1].as_text())  # once more: the last thing said
         return StoppedOnFinding.exit_status
     if found:
         write_end(run.run_folder, findings=found, since_s=began_s)
@@ -83,16 +84,10 @@ def _report(run: RunConfig) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=REPORT_WITHIN_S)
     except subprocess.TimeoutExpired:
-        _say(f"report.html was not written within {REPORT_WITHIN_S:.0f} s")
+        say(f"report.html was not written within {REPORT_WITHIN_S:.0f} s")
         return
     if done.returncode != 0:
-        _say(f"report.html was not written: {done.stderr.strip()}")
-
-
-def _say(text: str) -> None:
-    """On standard error, if someone still reads it: a run must not end because no one does."""
-    with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        say(f"report.html was not written: {done.stderr.strip()}")
 
 
 class _Watch:
@@ -143,9 +138,9 @@ class _Watch:
             for finding in self._looked(supervisor, now_s):
                 self.found.append(finding)
                 self._log.note(finding)
-                _say(finding.as_text())
+                say(finding.as_text())
             if supervisor.stood_s is not None and not self._is_blind:
-                _say(f"the run goes on again, {supervisor.stood_s:.0f} s later")
+                say(f"the run goes on again, {supervisor.stood_s:.0f} s later")
             since_s = supervisor.stalled_since_s
             is_over = since_s is not None and now_s - since_s >= self._run.stall_timeout_s
             if is_over and self._run.on_stall != "report" and not self._is_blind:
@@ -160,7 +155,7 @@ class _Watch:
             return supervisor.look(now_s)
         except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
             self._is_blind = True
-            _say(f"the run goes on without a supervisor: {type(error).__name__}: {error}")
+            say(f"the run goes on without a supervisor: {type(error).__name__}: {error}")
             return []
 
     @property
@@ -172,7 +167,7 @@ class _Watch:
     def died(self, status: int) -> int:
         """The run was killed where nothing in it could say so."""
         if -status in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # before it could handle them
-            _say("interrupted")
+            say("interrupted")
             return 1
         for_memory = was_for_memory(status, self._oom_kills)
         folder, how = self._run.run_folder, describe_end(status)
@@ -186,7 +181,7 @@ class _Watch:
             self._log.note(finding)
             with suppress(OSError, StorageError):  # a full disk: it is said all the same
                 write_end(folder, findings=[finding], error=finding.cause, since_s=self._began_s)
-        _say(finding.as_text())
+        say(finding.as_text())
         return StoppedOnFinding.exit_status
 
     def _kill(self) -> None:
@@ -210,8 +205,7 @@ class _Watch:
             with suppress(ProcessLookupError):
                 os.kill(self._job.pid, number)
 
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, pass_on) for number in numbers}
+        before = {number: signal.signal(number, pass_on) for number in stop_signals()}
         try:
             yield
         finally:

@@ -1,12 +1,16 @@
 """Interrupted runs end like uninterrupted ones, bit for bit; damaged or foreign checkpoints are named."""
 
+import fcntl
 import json
 import os
 import resource
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -387,6 +391,48 @@ def test_the_command_line_reports_an_interruption(settings: dict[str, Any], tmp_
     assert summary["status"] == "interrupted"
     assert len(list_checkpoints(Path(settings["output_dir"]))) == 1
     assert command("export", settings["output_dir"], str(tmp_path / "adapter")).returncode == 0
+
+
+def _show(master: int, is_closed: threading.Event) -> None:
+    """A terminal until it is closed: what is written to it is read, or who writes would wait."""
+    while not is_closed.is_set():
+        if select.select([master], [], [], 0.05)[0]:
+            os.read(master, 1 << 16)
+    os.close(master)
+
+
+@pytest.mark.parametrize("nproc_per_node", [1, 2])
+def test_a_run_whose_terminal_closes_saves_and_one_under_nohup_goes_on(
+    settings: dict[str, Any], tmp_path: Path, nproc_per_node: int
+) -> None:
+    """A real terminal: the kernel sends SIGHUP to what is in its foreground, and refuses what is written to it."""
+    settings = {**settings, "max_steps": 100000, "save_steps": 0, "nproc_per_node": nproc_per_node}
+    run = Path(settings["output_dir"])
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    for nohup in ([], ["nohup"]):
+        master, terminal = os.openpty()
+        process = subprocess.Popen(
+            [*nohup, sys.executable, "-m", "surefoot", "train", str(tmp_path / "run.yaml")],
+            stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, cwd=tmp_path,
+            preexec_fn=lambda: (fcntl.ioctl(0, termios.TIOCSCTTY, 0), signal.signal(signal.SIGHUP, signal.SIG_DFL)),
+        )  # fmt: skip
+        os.close(terminal)
+        shows = threading.Event()
+        reader = threading.Thread(target=_show, args=(master, shows))
+        reader.start()
+        wait_for_lines(run / "metrics.jsonl", 3, process)
+        shows.set()
+        reader.join()
+        if not nohup:
+            assert process.wait(60) == 1
+        else:
+            wait_for_lines(run / "metrics.jsonl", len(numbers(run)) + 5, process)
+            assert process.poll() is None
+            process.terminate()
+            assert process.wait(60) == 1
+        assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
+        saved = list_checkpoints(run)[-1].name
+        assert saved == f"step-{numbers(run)[-1]['step']:08d}"
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(

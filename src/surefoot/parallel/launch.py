@@ -32,7 +32,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from surefoot import cgroup, errors
 from surefoot.errors import ConfigError, SurefootError
-from surefoot.process_end import describe_end, was_for_memory
+from surefoot.process_end import describe_end, stop_signals, was_for_memory
 
 FOLDER = "SUREFOOT_LAUNCH"
 """Environment variable: the folder in which launcher and ranks leave each other notes."""
@@ -218,7 +218,7 @@ def _launch_config(config: Launched, folder: Path, join_within_s: int) -> Launch
 
 @contextmanager
 def _passing_signals(folder: str) -> Iterator[list[str]]:
-    """SIGINT and SIGTERM go to the ranks; each stops at the end of its step, and the launcher after them."""
+    """What asks a run to end goes to the ranks; each stops at the end of its step, and the launcher after them."""
 
     passed: list[str] = []
 
@@ -235,7 +235,7 @@ def _passing_signals(folder: str) -> Iterator[list[str]]:
     if threading.current_thread() is not threading.main_thread():
         yield passed
         return
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, pass_on) for number in stop_signals()}
     try:
         yield passed
     finally:

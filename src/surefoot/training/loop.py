@@ -24,6 +24,7 @@ from surefoot.data.order import StepBatch
 from surefoot.errors import DataError, StoppedOnFinding, SurefootError
 from surefoot.events import BatchDescribed, CheckpointSaved, Evaluated, Event, StepEnded
 from surefoot.parallel.ranks import Ranks
+from surefoot.process_end import stop_signals
 from surefoot.training.checkpoint import TrainState, checkpoint_folder, list_checkpoints
 from surefoot.training.expert_use import ExpertUse
 from surefoot.training.ledger import sample_device_memory, sample_memory
@@ -38,7 +39,7 @@ LAST_WAIT_S = 5.0
 
 
 class StopSignal:
-    """SIGINT and SIGTERM. During the loop they are remembered and the run saves; before and after they interrupt."""
+    """What asks a run to end: remembered during the loop, and the run saves; before and after it interrupts."""
 
     def __init__(self) -> None:
         self.received: str | None = None
@@ -50,8 +51,7 @@ class StopSignal:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        signals = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self._handle) for number in signals}
+        before = {number: signal.signal(number, self._handle) for number in stop_signals()}
         try:
             yield self
         finally:

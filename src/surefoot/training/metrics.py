@@ -24,6 +24,7 @@ from surefoot.events import (
     StepEnded,
 )
 from surefoot.storage import write_text
+from surefoot.terminal import write
 from surefoot.training.record import COMPLETIONS, METRICS
 
 LINE_EVERY_S = 5.0
@@ -163,8 +164,7 @@ class Screen:
 
     def _write(self, text: str, end: str) -> None:
         start = "\r\x1b[K" if self._live else ""
-        self._stream.write(f"{start}{text}{end}")
-        self._stream.flush()
+        write(self._stream, f"{start}{text}{end}")
 
 
 class TensorBoard:
