@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -236,6 +237,19 @@ def test_a_completion_longer_than_the_context_is_refused_by_row(grpo: dict[str, 
         surefoot.train(grpo, max_completion_length=250, screen=False)
     with pytest.raises(DataError, match="rows are longer than max_prompt_length=8"):
         surefoot.train(grpo, max_prompt_length=8, screen=False)
+
+
+def test_positions_that_were_scaled_are_counted(grpo: dict[str, Any], tmp_path: Path) -> None:
+    """As Qwen's configs say it for long texts: YaRN beside the number of before."""
+    shutil.copytree(grpo["model"], tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    config |= {"max_position_embeddings": 64, "rope_parameters": yarn}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    settings = {**grpo, "model": str(tmp_path / "model"), "max_completion_length": 64, "max_steps": 1}
+    assert surefoot.train(settings, screen=False).status == "completed"
+    with pytest.raises(DataError, match="more than the 256 that the model can see"):
+        surefoot.train(settings, max_completion_length=250, screen=False, overwrite_output_dir=True)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 from surefoot.config.vllm_arguments import memory_share
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
 from surefoot.doctor.sizes import Weights, weights_of
+from surefoot.models.sources import longest_context
 
 GIB = 1 << 30
 FP32_BYTES, HALF_BYTES = 4, 2
@@ -164,7 +165,7 @@ def context(seen: Seen) -> Check:
     name, run = "context", seen.run
     if run is None:
         return not_applicable(name, "no run is given")
-    most = _positions(Path(run.model))
+    most = longest_context(_text_config(Path(run.model)) or {})
     if most is None:
         return not_applicable(name, "the model's config.json is not here, or names no max_position_embeddings")
     longest, said = run.max_length, f"samples of up to max_length={run.max_length} tokens"
@@ -177,19 +178,6 @@ def context(seen: Seen) -> Check:
         return wrong(name, "SF738", f"{said}, and the model has positions for {most}", longest=longest,
                      max_position_embeddings=most, where=_where(seen, *settings))  # fmt: skip
     return fine(name, f"{said}; the model has positions for {most}")
-
-
-def _positions(folder: Path) -> int | None:
-    """max_position_embeddings of the text model."""
-    text = _text_config(folder) or {}
-    most = text.get("max_position_embeddings")
-    if not isinstance(most, int):
-        return None
-    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
-    if isinstance(factor, int | float) and isinstance(original, int):  # some keep the number of before they were scaled
-        return max(most, int(factor * original))
-    return most
 
 
 def _text_config(folder: Path) -> dict[str, Any] | None:

