@@ -42,6 +42,7 @@ GRPO: dict[str, Any] = {
     "reward_funcs": [
         {"func": "regex", "args": {"pattern": "[aeiou]"}},
         {"func": "regex", "args": {"pattern": "[0-9]"}},
+        {"func": f"{Path(__file__).with_name('rewards.py')}:longest"},  # ranks share groups
     ],
     "num_generations": 3,
     "global_batch_size": 9,

@@ -45,6 +45,21 @@ def too_few(completions, **_):
 
 answer = 42
 
+def huge_on_bad(completions, **_):
+    return [-1e200 if one == "bad" else 1.0 for one in completions]
+
+def text_on_bad(completions, **_):
+    return ["1" if one == "bad" else 1.0 for one in completions]
+
+async def asynchronous(completions, **_):
+    return [1.0] * len(completions)
+
+def scalar(completions, **_):
+    return 1.0
+
+def unordered(completions, **_):
+    return {1.0, 2.0, 3.0}
+
 def one_a_call(completions, **_):
     return [1.0]
 
@@ -108,6 +123,8 @@ def test_what_a_function_prints_is_no_answer(rewards: Callable[..., Rewards]) ->
         ("hangs_on_bad", "it took over 1 s, and was ended"),
         ("raises_on_bad", "ZeroDivisionError: division by zero"),
         ("nan_on_bad", "the reward is nan, which is no finite number"),
+        ("huge_on_bad", r"the reward is -1e\+200, beyond 1e\+12: too large"),
+        ("text_on_bad", "TypeError: it returned the text '1' as a reward"),
         ("dies_on_bad", r"its process was killed by signal 9 \(SIGKILL\)"),
     ],
 )
@@ -136,6 +153,15 @@ def test_a_wrong_count_is_no_reward_for_anyone(rewards: Callable[..., Rewards], 
     (scored,) = rewards(name).score([asked()])
     assert [of_one[0].reward for of_one in scored] == [None] * 3
     assert {of_one[0].failure for of_one in scored} == {f"it returned {returned} rewards for 3 completions"}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("asynchronous", "it is asynchronous"), ("scalar", "it returned float, not"), ("unordered", "it returned set")],
+)
+def test_what_is_no_list_of_numbers_is_told(rewards: Callable[..., Rewards], name: str, reason: str) -> None:
+    (scored,) = rewards(name).score([asked()])
+    assert all(reason in (of_one[0].failure or "") for of_one in scored)
 
 
 def test_a_group_in_which_all_hang_is_given_up_after_a_few_deadlines(rewards: Callable[..., Rewards]) -> None:
@@ -182,12 +208,14 @@ def test_workers_end_with_the_run_even_when_it_is_killed(tmp_path: Path) -> None
         ("{folder}/mine.py:cuont", r"; did you mean count\? \(run.yaml:7\)"),
         ("{folder}/mine.py:answer", r"answer of .*mine.py is no function, but int \(run.yaml:7\)"),
         ("{folder}/broken.py:f", r"cannot be loaded: \S*/broken.py:1: SyntaxError: .* \(run.yaml:7\)\.$"),
+        ("{folder}/parses.py:f", r"cannot be loaded: \S*/parses.py:1: JSONDecodeError: [^\n]* \(run.yaml:7\)\.$"),
         ("{folder}/lacks.py:f", r"cannot be loaded: \S*/lacks.py:2: ModuleNotFoundError: [^\n]* \(run.yaml:7\)\.$"),
     ],
 )
 def test_a_function_that_is_not_there_is_refused_at_the_start(tmp_path: Path, func: str, reason: str) -> None:
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "parses.py").write_text("__import__('json').loads('{')\n")
     (tmp_path / "lacks.py").write_text("import os\nimport no_such_package\ndef f(**_):\n    return []\n")
     item = RewardItem(func=func.replace("{folder}", str(tmp_path)))
     with pytest.raises(ConfigError, match=reason):
@@ -310,7 +338,7 @@ def test_a_function_that_reads_gets_nothing(rewards: Callable[..., Rewards], tmp
 
 def test_a_text_is_no_list_of_rewards(rewards: Callable[..., Rewards], tmp_path: Path) -> None:
     (scored,) = rewards(odd(tmp_path, "text")).score([asked(["x"])])
-    assert "it returned str, not a list of numbers" in (scored[0][0].failure or "")
+    assert "it returned str, not a list with a number for each completion" in (scored[0][0].failure or "")
 
 
 def test_what_a_function_started_ends_with_it(rewards: Callable[..., Rewards], tmp_path: Path) -> None:
@@ -334,7 +362,12 @@ def test_large_texts_travel_in_time(rewards: Callable[..., Rewards]) -> None:
     [
         (item("regex"), r"regex: it needs args: \{pattern: ...\} \(run.yaml:7\)"),
         (item("regex", pattern="("), "is no regular expression"),
-        (item("length", most=3), "args has 'most', which it does not know"),
+        (item("regex", pattern=7), "pattern is 7, and not of the type str"),
+        (item("length", most=3), "args has 'most', which it does not know; it knows min, max"),
+        (item("length", min="a"), "min is 'a', and not of the type int"),
+        (item("length", min=5, max=2), "no completion has at least 5 and at most 2 tokens"),
+        (item("exact_match", pattern="x"), "args has 'pattern', which it does not know; it knows answer_column"),
+        (item("json_schema", schema={"type": "nonsense"}), "the schema is none: 'nonsense' is not valid"),
     ],
 )
 def test_settings_of_built_ins_are_checked_at_the_start(reward: RewardItem, reason: str) -> None:

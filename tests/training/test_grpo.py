@@ -20,7 +20,7 @@ from surefoot.training.checkpoint import list_checkpoints
 from surefoot.training.run import train
 from tests.conftest import surefoot as command
 from tests.conftest import write_jsonl
-from tests.training.conftest import lines, reward_file
+from tests.training.conftest import VOWELS, lines, reward_file
 from tests.training.test_resume import SignalAfter, assert_same_run, train_with
 
 
@@ -181,6 +181,72 @@ def test_a_reward_of_one_number_for_each_group_is_a_finding_that_says_so(grpo: d
     assert rewards.count(0.5) == 44
 
 
+def test_what_fails_in_groups_that_are_replaced_is_told_too(grpo: dict[str, Any], tmp_path: Path) -> None:
+    body = (
+        "    if columns['tag'][0][0] % 3:\n        raise RuntimeError('the judge is down')\n"
+        "    return [float(number) for number in range(len(completions))]"
+    )
+    settings = {**grpo, "reward_funcs": [reward_file(tmp_path, body)], "dynamic_sampling": True}
+    result = surefoot.train(settings, screen=False, dynamic_sampling_tries=8, max_steps=2)
+    (finding,) = result.as_dict()["findings"]
+    assert finding["code"] == "SF802"
+    assert "the judge is down" in finding["cause"]
+    metrics = lines(tmp_path / "run")
+    assert sum(line["rewards_failed"] for line in metrics) == 4 * sum(line["groups_replaced"] for line in metrics) > 0
+
+
+def test_rollouts_of_which_all_is_left_out_of_the_loss_are_a_finding(grpo: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**grpo, "mask_truncated_completions": True, "max_completion_length": 1, "learning_rate": 0.0}
+    result = surefoot.train(settings, screen=False, max_steps=10)
+    assert sum(line["truncated_share"] for line in lines(tmp_path / "run")) == 10, "the model says no end so soon"
+    assert sum(line["trained_tokens"] for line in lines(tmp_path / "run")) == 0
+    (finding,) = result.as_dict()["findings"]
+    assert finding["code"] == "SF804"
+    assert "all completions of the last were cut at max_completion_length" in finding["cause"]
+
+
+def test_rewards_and_what_is_trained_are_those_of_the_settings(grpo: dict[str, Any], tmp_path: Path) -> None:
+    """By hand, from what each completion is told to be."""
+    size = reward_file(tmp_path, "    return [float(len(one[0]['content'])) for one in completions]")
+    settings = {
+        **grpo, "reward_funcs": [{"func": size, "weight": 0.5}, {**VOWELS, "weight": -2.0}], "scale_rewards": "none",
+        "soft_overlong_length": 4, "mask_truncated_completions": True, "stop": ["e"], "learning_rate": 0.0,
+        "max_steps": 3, "max_completion_length": 8,
+    }  # fmt: skip
+    surefoot.train(settings, screen=False)
+    made = lines(tmp_path / "run", "completions.jsonl")
+    for one in made:
+        penalty = -min(max(one["tokens"] - 4, 0) / 4, 1.0)
+        assert one["rewards"]["mine"] == len(one["completion"])
+        assert one["reward"] == pytest.approx(0.5 * one["rewards"]["mine"] - 2 * one["rewards"]["regex"] + penalty)
+        assert ("e" in one["completion"]) <= (one["finish"] != "length"), "a text that ends a completion"
+    for first in range(0, len(made), 4):
+        group = made[first : first + 4]
+        mean = sum(one["reward"] for one in group) / 4
+        assert [one["advantage"] for one in group] == pytest.approx([one["reward"] - mean for one in group])
+    trained = 0
+    for line, first in zip(lines(tmp_path / "run"), range(0, len(made), 8), strict=True):
+        of_step = made[first : first + 8]
+        ended = [one for one in of_step if one["finish"] != "length"]
+        trained += sum(one["tokens"] for one in ended)
+        assert line["trained_tokens"] == trained > 0
+        assert line["truncated_share"] == 1 - len(ended) / 8 > 0
+        assert line["reward"] == pytest.approx(sum(one["reward"] for one in of_step) / 8)
+
+
+def test_top_k_of_one_draws_the_same_again(grpo: dict[str, Any], tmp_path: Path) -> None:
+    surefoot.train(grpo, screen=False, top_k=1, max_steps=1)
+    made = lines(tmp_path / "run", "completions.jsonl")
+    assert all(len({one["completion"] for one in made[first : first + 4]}) == 1 for first in (0, 4))
+
+
+def test_a_reward_has_the_deadline_of_the_settings(grpo: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**grpo, "reward_funcs": [reward_file(tmp_path, "    time.sleep(30)")], "reward_timeout_s": 0.2}
+    with pytest.raises(StoppedOnFinding) as stopped:
+        surefoot.train(settings, screen=False)
+    assert "it took over 0.2 s" in stopped.value.finding.cause
+
+
 def test_a_step_without_any_reward_stops_the_run(grpo: dict[str, Any], tmp_path: Path) -> None:
     settings = {**grpo, "reward_funcs": [reward_file(tmp_path, "    return [None] * len(completions)")]}
     with pytest.raises(StoppedOnFinding) as stopped:
@@ -221,9 +287,12 @@ def test_a_step_that_trains_nothing_has_no_expert_load(
     grpo: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = str(model_folder("qwen2_moe"))
-    surefoot.train(grpo, model=model, max_steps=2, mask_truncated_completions=True, temperature=0.01, screen=False)
-    text = (tmp_path / "run/metrics.jsonl").read_text()
-    assert "NaN" not in text
+    changes = {"max_steps": 2, "mask_truncated_completions": True, "max_completion_length": 1}
+    surefoot.train(grpo, model=model, **changes, screen=False)
+    assert "NaN" not in (tmp_path / "run/metrics.jsonl").read_text()
+    for line in lines(tmp_path / "run"):
+        assert line["trained_tokens"] == 0
+        assert "expert_load" not in line
 
 
 def test_rewards_that_tell_nothing_apart_are_a_finding(grpo: dict[str, Any], tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class RewardItem(BaseModel):
 
     func: str = Field(min_length=1)
     """`file.py:function`, or a built-in: exact_match, math_verify, regex, json_schema, length."""
-    weight: float = 1.0
+    weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Its part of a completion's reward."""
     args: dict[str, Any] = {}
     """Further keyword arguments of its calls: `{pattern: "<answer>.*</answer>"}`."""
@@ -141,7 +141,7 @@ class RunConfig(BaseModel):
     """GRPO: texts that end a completion, besides end-of-turn tokens; `local` looks at the last 32 tokens."""
     reward_funcs: list[RewardItem] = []
     """GRPO: what is rewarded: `file.py:function`, `exact_match`, ..., or `{func, weight, args}`. Their sum counts."""
-    reward_weights: list[float] | None = None
+    reward_weights: list[Annotated[float, Field(ge=-1e6, le=1e6)]] | None = None
     """GRPO: a weight for each of `reward_funcs`, in their order, instead of theirs."""
     reward_timeout_s: float = Field(default=60.0, gt=0)
     """GRPO: seconds that a reward function may take for one group; then it is ended and its samples are masked."""

@@ -32,7 +32,8 @@ PAGES = {
     "SF804": Page(
         "warning",
         "rewards do not tell completions apart",
-        "In ten rollouts in a row all completions of each prompt had the same reward, so every advantage was 0.",
+        "In ten rollouts in a row all completions of each prompt had the same reward, so every advantage was 0, or all "
+        "that had another one were left out of the loss (mask_truncated_completions).",
         "All 0: the task is too hard for the model as it is. Warm up with SFT, or reward parts of an answer (its "
         "format, for one). All at the top: the task is learned, or the reward is too easy. dynamic_sampling replaces "
         "such groups; a higher temperature makes completions differ.",

@@ -4,6 +4,7 @@ They run in worker processes under a deadline, so a pattern that never ends mask
 """
 
 import importlib
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -79,23 +80,46 @@ NEEDS: Mapping[str, tuple[str, str]] = {
 """Built-in -> (module, package) that it works with."""
 
 
-SETTINGS = frozenset(("answer_column", "pattern", "schema", "min", "max"))
+SETTINGS_OF: Mapping[str, Mapping[str, type]] = {
+    "exact_match": {"answer_column": str},
+    "math_verify": {"answer_column": str},
+    "regex": {"pattern": str},
+    "json_schema": {"schema": dict},
+    "length": {"min": int, "max": int},
+}
+SETTINGS = frozenset(name for settings in SETTINGS_OF.values() for name in settings)
 """Arguments of built-ins that come from `args` alone, whatever columns a row has."""
 
 
 def settings_problem(name: str, args: Mapping[str, Any]) -> str | None:
     """What is wrong with the `args` of a built-in."""
+    known = SETTINGS_OF[name]
     needed = {"regex": "pattern", "json_schema": "schema"}.get(name)
     if needed is not None and needed not in args:
         return f"it needs args: {{{needed}: ...}}"
-    unknown = sorted(set(args) - SETTINGS)
-    if unknown:
-        return f"args has '{unknown[0]}', which it does not know"
+    for one, value in args.items():
+        if one not in known:
+            return f"args has '{one}', which it does not know; it knows {', '.join(known)}"
+        if not isinstance(value, known[one]) or isinstance(value, bool):
+            return f"args: {one} is {value!r}, and not of the type {known[one].__name__}"
+    if name == "length" and args.get("max") is not None and args.get("min", 1) > args["max"]:
+        return f"args: no completion has at least {args.get('min', 1)} and at most {args['max']} tokens"
     if name == "regex":
         try:
             re.compile(args["pattern"])
-        except (re.error, TypeError) as error:
+        except re.error as error:
             return f"the pattern {args['pattern']!r} is no regular expression: {error}"
+    return _schema_problem(args["schema"]) if name == "json_schema" else None
+
+
+def _schema_problem(schema: Mapping[str, Any]) -> str | None:
+    if importlib.util.find_spec("jsonschema") is None:
+        return None  # said elsewhere
+    package = importlib.import_module("jsonschema")
+    try:
+        package.Draft202012Validator.check_schema(schema)
+    except package.SchemaError as error:
+        return f"the schema is none: {error.message}"
     return None
 
 

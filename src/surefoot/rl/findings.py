@@ -38,13 +38,13 @@ def _by_function(failures: Sequence[str]) -> dict[str, int]:
 
 @dataclass
 class FlatRewards:
-    """Watches for rewards that are all equal within each group, step after step."""
+    """Watches for rollouts that teach nothing: rewards that are equal within each group, or completions left out."""
 
     rollouts: int = 0
     has_told: bool = False
 
-    def add(self, step: int, is_flat: bool, rewards: Sequence[float]) -> list[Finding]:
-        """The finding, once, when it is due."""
+    def add(self, step: int, is_flat: bool, rewards: Sequence[float], truncated_share: float) -> list[Finding]:
+        """The finding, once, when it is due. `truncated_share`: of the completions, those that are left out for it."""
         self.rollouts = self.rollouts + 1 if is_flat else 0
         if self.rollouts < FLAT_ROLLOUTS or self.has_told:
             return []
@@ -54,7 +54,14 @@ class FlatRewards:
             "rollouts": self.rollouts,
             "lowest_reward": min(rewards),
             "highest_reward": max(rewards),
+            "left_out_as_truncated": f"{truncated_share:.0%}",
         }
+        if truncated_share == 1.0:
+            cause = (
+                f"in the last {self.rollouts} rollouts, up to step {step}, nothing was learned: all completions of the "
+                "last were cut at max_completion_length, and mask_truncated_completions leaves those out"
+            )
+            return [Finding("SF804", cause, evidence, "Raise max_completion_length, or take the mask away.")]
         cause = (
             f"in the last {self.rollouts} rollouts, up to step {step}, all completions of each prompt had the same "
             f"reward (the last rewards lie from {min(rewards):g} to {max(rewards):g}), so nothing was learned from them"

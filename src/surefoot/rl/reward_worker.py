@@ -6,11 +6,12 @@ functions print goes to standard error. It ends when its input does, or with the
 
 import difflib
 import importlib.util
+import inspect
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -73,13 +74,15 @@ def main() -> None:
         os.dup2(2, 1)
         functions: list[Function] = []
         about = json.loads(jobs.readline() or "[]")
+        name = ""
         try:
-            functions = [load(name) for name in about]
+            for name in about:
+                functions.append(load(name))
         except NoSuchFunction as error:
             _answer(answers, {"error": str(error), "trace": ""})
             return
         except BaseException as error:  # noqa: BLE001 - a file that somebody else wrote
-            _answer(answers, {"error": _where(error) + str(_failure(error)["error"]), "trace": ""})
+            _answer(answers, {"error": _where(error, _folder(name)) + str(_failure(error)["error"]), "trace": ""})
             return
         _answer(answers, {"ready": True})
         for line in jobs:
@@ -90,8 +93,10 @@ def main() -> None:
 def _call(functions: list[Function], job: Mapping[str, Any]) -> dict[str, Any]:
     try:
         rewards = functions[job["function"]](**job["arguments"])
-        if rewards is None or isinstance(rewards, str | bytes | Mapping):
-            raise TypeError(f"it returned {type(rewards).__name__}, not a list of numbers")
+        if inspect.isawaitable(rewards):
+            raise TypeError("it is asynchronous, and was not waited for: return the numbers themselves")
+        if not isinstance(rewards, Iterable) or isinstance(rewards, str | bytes | Mapping | Set):
+            raise TypeError(f"it returned {type(rewards).__name__}, not a list with a number for each completion")
         return {"rewards": [None if value is None else _number(value) for value in rewards]}
     except Exception as error:  # noqa: BLE001 - a function that somebody else wrote
         return _failure(error)
@@ -99,6 +104,8 @@ def _call(functions: list[Function], job: Mapping[str, Any]) -> dict[str, Any]:
 
 def _number(value: Any) -> float:
     """Numbers of any library; whatever else is not one is told as NaN by the one who asked."""
+    if isinstance(value, str | bytes):
+        raise TypeError(f"it returned the text {value!r} as a reward")
     return float(value)
 
 
@@ -109,14 +116,19 @@ def _failure(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _where(error: BaseException) -> str:
-    """`file:line: ` of what failed to load: the innermost statement that is not of the import system, or of here."""
-    if isinstance(error, SyntaxError):
+def _folder(name: str) -> Path:
+    """Of a function's file."""
+    return Path(name.rpartition(":")[0]).resolve().parent
+
+
+def _where(error: BaseException, folder: Path) -> str:
+    """`file:line: ` of what failed to load: where its text is wrong, or the innermost statement under `folder`."""
+    if isinstance(error, SyntaxError) and Path(error.filename or "").is_file():
         return f"{error.filename}:{error.lineno}: "
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__ and "importlib" not in frame.filename
+        if Path(frame.filename).resolve().is_relative_to(folder) and "site-packages" not in frame.filename
     ]
     return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
 

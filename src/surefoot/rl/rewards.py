@@ -26,6 +26,8 @@ START_DEADLINE_S = 120.0
 """For a worker to import the functions' files."""
 END_NOTICE_S = 2.0
 """For a process that closed its files to be gone."""
+LARGEST = 1e12
+"""Of a reward: the squares of much larger ones are no numbers any more."""
 LONE_TRIES = 2
 """Deadlines spent on finding which completions of a late group are to blame; the rest of it is masked with them."""
 
@@ -168,6 +170,8 @@ class Rewards:
 def _scored(reward: float | None) -> Scored:
     if reward is not None and not math.isfinite(reward):
         return Scored(None, f"the reward is {reward}, which is no finite number")
+    if reward is not None and abs(reward) > LARGEST:
+        return Scored(None, f"the reward is {reward:g}, beyond {LARGEST:g}: too large to compare with others")
     return Scored(reward)
 
 

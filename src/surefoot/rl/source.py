@@ -23,7 +23,7 @@ from surefoot.parallel.ranks import Ranks
 from surefoot.rl.advantage import Trained, advantages, has_spread, overlong_penalty, token_weights
 from surefoot.rl.batch import Trajectory, part_of, policy_batches, trajectory_of
 from surefoot.rl.findings import FlatRewards, failing_rewards, no_rewards
-from surefoot.rl.rewards import Answers, Rewards
+from surefoot.rl.rewards import Answers, Rewards, Scored
 from surefoot.rl.rollout import Completion, Engine, Prompt, Request, Sampling, Wait
 
 
@@ -258,7 +258,7 @@ class RolloutSource:
                     (kept if has_spread(group.totals) else flat).append(group)
             groups = [*kept, *flat][:wanted]
         trajectories = self._trajectories(groups, step)
-        about = self._find(groups, step)
+        about = self._find(groups, [*kept, *flat], step)
         if config.dynamic_sampling:
             about["groups_replaced"] = float(len(kept) + len(flat) - wanted)
             self._ask_ahead(rows, step)
@@ -309,21 +309,21 @@ class RolloutSource:
         return made
 
     def _groups(self, asked: _Asked, completions: Sequence[Completion]) -> list[_Group]:
-        """Completions with their rewards, the same on all ranks. Collective."""
+        """Completions with their rewards, the same on all ranks. Each group is judged whole, on one. Collective."""
         each, prompts = self._config.num_generations, asked.prompts
-        mine = part_of(len(prompts) * each, self._ranks.rank, self._ranks.size)
-        texts = [self._text_of(completion) for completion in completions]
-        with self._phase("reward"):
-            answers = self._scored([prompts[index // each] for index in mine], completions, texts)
         with self._phase("communicate"):
-            gathered = self._ranks.gather([asdict(answer) for answer in answers])
-        everyone = [
-            _Answer(**{**one, "completion": Completion(**one["completion"])}) for part in gathered for one in part
-        ]
+            gathered = self._ranks.gather([asdict(completion) for completion in completions])
+        everyone = [Completion(**one) for part in gathered for one in part]
+        of_prompts = [everyone[begin : begin + each] for begin in range(0, len(everyone), each)]
+        mine = part_of(len(prompts), self._ranks.rank, self._ranks.size)
+        with self._phase("reward"):
+            judged = self._judged([(prompts[number], of_prompts[number]) for number in mine])
+        with self._phase("communicate"):
+            said = [one for part in self._ranks.gather(judged) for one in part]
         groups = []
-        for number, prompt in enumerate(prompts):
-            of_one = everyone[number * each : (number + 1) * each]
-            groups.append(_Group(prompt, of_one, [self._total(answer) for answer in of_one]))
+        for prompt, made, of_group in zip(prompts, of_prompts, said, strict=True):
+            answers = [_Answer(completion, *of_one) for completion, of_one in zip(made, of_group, strict=True)]
+            groups.append(_Group(prompt, answers, [self._total(answer) for answer in answers]))
         return groups
 
     def _prompt(self, key: SampleKey) -> Prompt:
@@ -342,34 +342,24 @@ class RolloutSource:
         """What reward functions read: without special tokens, as in TRL."""
         return str(self._tokenizer.decode(completion.ids, skip_special_tokens=True))
 
-    def _scored(
-        self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str]
-    ) -> list[_Answer]:
-        """Neighbours that answer one prompt are a group."""
-        groups: list[list[int]] = []
-        for index, prompt in enumerate(prompts):
-            if groups and prompts[groups[-1][-1]] is prompt:
-                groups[-1].append(index)
-            else:
-                groups.append([index])
+    def _judged(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[list[Any]]]:
+        """[group][completion]: the text, the rewards and the failures, as `_Answer` takes them."""
+        texts = [[self._text_of(completion) for completion in made] for _, made in groups]
         asked = [
-            Answers(prompts[group[0]].columns, [texts[i] for i in group], [completions[i].ids for i in group])
-            for group in groups
+            Answers(prompt.columns, of_group, [completion.ids for completion in made])
+            for (prompt, made), of_group in zip(groups, texts, strict=True)
         ]
-        scored = [of_one for of_group in self._rewards.score(asked) for of_one in of_group]
         return [
-            _Answer(
-                completion,
-                text,
-                [one.reward for one in of_one],
-                [
-                    f"{name}: {one.failure}"
-                    for name, one in zip(self._rewards.names, of_one, strict=True)
-                    if one.failure
-                ],
-            )
-            for completion, text, of_one in zip(completions, texts, scored, strict=True)
+            [
+                [text, [one.reward for one in of_one], self._failures(of_one)]
+                for text, of_one in zip(of_group, scored, strict=True)
+            ]
+            for of_group, scored in zip(texts, self._rewards.score(asked), strict=True)
         ]
+
+    def _failures(self, scored: Sequence[Scored]) -> list[str]:
+        """Of each function that failed on a completion, with its name."""
+        return [f"{name}: {one.failure}" for name, one in zip(self._rewards.names, scored, strict=True) if one.failure]
 
     def _total(self, answer: _Answer) -> float:
         if not answer.is_scored:
@@ -378,6 +368,16 @@ class RolloutSource:
         total = sum(item.weight * reward for item, reward in pairs if reward is not None)
         length = len(answer.completion.ids)
         return total + overlong_penalty(length, self._config.max_completion_length, self._config.soft_overlong_length)
+
+    def _is_left_out(self, completion: Completion) -> bool:
+        """Of the loss, because it has no end."""
+        return self._config.mask_truncated_completions and completion.finish == "length"
+
+    def _teaches(self, group: _Group) -> bool:
+        pairs = zip(group.answers, group.totals, strict=True)
+        return has_spread(group.totals) and any(
+            not isnan(total) and not self._is_left_out(answer.completion) for answer, total in pairs
+        )
 
     def _trajectories(self, groups: Sequence[_Group], step: int) -> list[Trajectory]:
         """What is trained on, and what is told of it. Masked: without a reward, or cut where that is asked for."""
@@ -388,8 +388,7 @@ class RolloutSource:
         for group, of_group in zip(groups, by_group, strict=True):
             for answer, advantage in zip(group.answers, of_group, strict=True):
                 one = answer.completion
-                is_cut = config.mask_truncated_completions and one.finish == "length"
-                lengths.append(Trained(len(one.ids), isnan(advantage) or is_cut))
+                lengths.append(Trained(len(one.ids), isnan(advantage) or self._is_left_out(one)))
                 value = 0.0 if isnan(advantage) else advantage
                 prompt = group.prompt
                 trajectories.append(
@@ -426,10 +425,14 @@ class RolloutSource:
             for answer, total, advantage in zip(group.answers, group.totals, of_group, strict=True)
         ]
 
-    def _find(self, groups: Sequence[_Group], step: int) -> dict[str, float]:
-        """Metrics of a rollout, and findings. Raises: StoppedOnFinding where no completion has a reward."""
+    def _find(self, groups: Sequence[_Group], made: Sequence[_Group], step: int) -> dict[str, float]:
+        """Metrics of a rollout, and findings. `made`: those that were replaced as well, on which functions fail too.
+
+        Raises: StoppedOnFinding where no completion has a reward.
+        """
         answers = [answer for group in groups for answer in group.answers]
-        failures = [failure for answer in answers for failure in answer.failures]
+        judged = [answer for group in made for answer in group.answers]
+        failures = [failure for answer in judged for failure in answer.failures]
         known = [total for group in groups for total in group.totals if not isnan(total)]
         if not known:
             stopped = StoppedOnFinding(no_rewards(step + 1, len(answers), failures))
@@ -439,10 +442,11 @@ class RolloutSource:
         failing = {failure.partition(":")[0] for failure in failures}
         findings: list[Finding] = []
         if failing - self._told_of:
-            failed = sum(bool(answer.failures) for answer in answers)
-            findings.append(failing_rewards(step + 1, failed, len(answers), failures))
+            failed = sum(bool(answer.failures) for answer in judged)
+            findings.append(failing_rewards(step + 1, failed, len(judged), failures))
             self._told_of |= failing
-        findings += self._flat.add(step + 1, flat == len(groups), known)
+        left_out = sum(self._is_left_out(answer.completion) for answer in answers) / len(answers)
+        findings += self._flat.add(step + 1, not any(map(self._teaches, groups)), known, left_out)
         for finding in findings:
             self._emit(FindingMade(finding))
         spreads = [_spread(group.totals) for group in groups]
@@ -452,14 +456,13 @@ class RolloutSource:
             "completion_length": sum(len(answer.completion.ids) for answer in answers) / len(answers),
             "truncated_share": sum(answer.completion.finish == "length" for answer in answers) / len(answers),
             "groups_without_spread": float(flat),
-            "rewards_failed": float(sum(bool(answer.failures) for answer in answers)),
+            "rewards_failed": float(sum(bool(answer.failures) for answer in judged)),
             "policy_version": float(_version(groups)),
         }
         for number, name in enumerate(self._rewards.names):
-            of_one = [answer.rewards[number] for answer in answers]
-            judged = [reward for reward in of_one if reward is not None]
-            if judged:
-                about[f"reward/{name}"] = sum(judged) / len(judged)
+            of_one = [reward for answer in answers if (reward := answer.rewards[number]) is not None]
+            if of_one:
+                about[f"reward/{name}"] = sum(of_one) / len(of_one)
         return about
 
 
