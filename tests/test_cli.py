@@ -204,10 +204,20 @@ def test_explain_tells_what_a_folder_says(settings: dict[str, Any], tmp_path: Pa
     shown = surefoot("watch", str(folder))  # it has ended, and so does the view
     assert shown.returncode == 0
     assert all(words in shown.stdout for words in ("completed", "has ended", "forward", "loss"))
-    (folder / "findings.jsonl").write_text("broken\n")
+    later = {"code": "SF999", "cause": "", "evidence": {}, "fix": "", "confidence": 1}
+    lines = ["broken", json.dumps(later), json.dumps({**later, "code": "SF101", "evidence": None})]
+    (folder / "findings.jsonl").write_text("\n".join(lines) + "\n")
     assert json.loads(surefoot("explain", str(folder), "--json").stdout)["missing"] == [
-        "findings.jsonl:1 is no finding"
+        f"findings.jsonl:{number} is no finding that this version knows" for number in (1, 2, 3)
     ]
+    (folder / "events" / "gpus-0.jsonl").write_bytes(
+        b'\xff\n{"time_s": 1, "gpus": [[0, 0.5, 71.0, 700.0, 1980, 1073741824, null, []]]}\n'
+    )
+    (folder / "metrics.jsonl").write_bytes(b'5\n\xff\n{"loss": 1}\n{"step": 1, "loss": null}\n')
+    shown = surefoot("watch", str(folder), "--once")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "GPUs: 0: 50% busy, 71 W of 700 W, 1.0 GiB" in shown.stdout
+    assert surefoot("report", str(folder)).returncode == 0
     nothing = surefoot("explain", str(tmp_path / "nowhere"))
     assert nothing.returncode == 2
     assert "holds no run" in nothing.stderr

@@ -75,7 +75,7 @@ SOUND = replace(WORKING, lost_data=3, links_up=18, pcie_lanes=16)
 )
 def test_a_card_that_gets_worse_during_a_run_is_named(changes: dict[str, int], code: str, said: str) -> None:
     (finding,) = find_worse_gpus((0.0, (SOUND,)), looks(replace(SOUND, **changes)))
-    assert (finding.code, finding.cause) == (code, said)
+    assert (finding.code, finding.cause, finding.evidence["device"]) == (code, said, 0)
 
 
 @pytest.mark.parametrize("sample", [SOUND, WORKING], ids=["as it was", "not told"])
@@ -107,7 +107,7 @@ def test_programs_that_are_not_to_blame(sample: GpuSample, cores: float | None, 
 
 
 def test_a_look_in_words() -> None:
-    assert in_words((0.0, (SPINNING, UNKNOWN))) == "0: 100% busy, 71 W of 700 W; 0: ? busy, ? W of ? W"
+    assert in_words((0.0, (SPINNING, UNKNOWN))) == "0: 100% busy, 71 W of 700 W, 3.0 GiB; 0: ? busy, ? W of ? W"
 
 
 def test_without_a_driver_there_are_no_samples_and_a_reason(tmp_path: Path) -> None:
@@ -175,6 +175,13 @@ def test_cards_are_not_blamed_on_runs_that_do_not_use_them(tmp_path: Path, monke
     supervisor._trends._accelerators._looks.extend(looks(replace(SPINNING, links_up=17), count=27))
     ring.write(1054.0, KINDS.index("step"), 0, 41, (1.0, 1.0, 1.0, 0.0, 0.0))
     assert [finding.code for finding in supervisor.look(1055.2)] == ["SF724"]
+    second = replace(SPINNING, index=1, links_up=18)
+    supervisor._trends._accelerators.first = (1000.0, (replace(SPINNING, links_up=18), second))
+    worse = replace(SPINNING, links_up=16), replace(second, links_up=16)
+    supervisor._trends._accelerators._looks.clear()
+    supervisor._trends._accelerators._looks.extend(looks(*worse, count=30))
+    ring.write(1060.0, KINDS.index("step"), 0, 42, (1.0, 1.0, 1.0, 0.0, 0.0))
+    assert [(finding.code, finding.evidence["device"]) for finding in supervisor.look(1061.0)] == [("SF724", 1)]
     ring.close()
 
 

@@ -76,6 +76,15 @@ def test_a_large_batch_is_named_with_the_kill(tokens: list[int], said: str) -> N
     assert finding.cause.endswith(said)
 
 
+def test_a_batch_of_another_step_is_not_blamed() -> None:
+    """Other trainers tell of a batch at the end of its step."""
+    history = [Entry(0, 1, 70, 0.0, "batch", "", step, {"tokens": 8.0}) for step in (1, 2, 3)]
+    history += [Entry(0, 1, 70, 0.0, "batch", "", 4, {"tokens": 40.0}), Entry(0, 1, 70, 0.0, "step", "", 4, {})]
+    history.append(Entry(0, 1, 70, 0.0, "phase began", "forward and backward", 5, {}))
+    finding = find_death(0, "was killed by signal 9 (SIGKILL)", for_memory=True, history=history)
+    assert "tokens" not in finding.cause
+
+
 def test_a_batch_that_was_done_is_not_blamed() -> None:
     history = [Entry(0, 1, 70, 0.0, "batch", "", step, {"tokens": 500.0 * step}) for step in (1, 2, 3)]
     history.append(Entry(0, 1, 70, 0.0, "step", "", 3, {}))

@@ -14,7 +14,10 @@ import psutil
 import pytest
 
 from surefoot.drill import settings_of
+from surefoot.health import explain as explaining
+from surefoot.health.explain import explain
 from surefoot.health.faults import VARIABLE
+from surefoot.health.watch import watch
 from tests.conftest import counting_rows, write_jsonl
 
 pytestmark = pytest.mark.slow
@@ -134,3 +137,31 @@ def test_a_supervisor_that_is_killed_takes_the_run_along(settings: dict[str, Any
     process.communicate(timeout=30)
     wait_for(lambda: not job.is_running() or job.status() == psutil.STATUS_ZOMBIE)
     assert summary_of(settings)["status"] == "interrupted"
+
+
+def test_a_run_that_is_killed_with_all_who_watch_it_is_explained_from_its_folder(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As when a machine loses power: nothing is left that could write down how it ended."""
+    folder = Path(settings["output_dir"])
+    process = start({**settings, "max_steps": 100_000, "nproc_per_node": 2})
+    wait_for(lambda: (folder / "checkpoints" / "step-00000005").is_dir())
+    assert explain(folder).status == "unknown", "it goes on"
+    everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for one in everyone:
+        one.suspend()  # or one of them would tell of another's end
+    for one in everyone:
+        one.kill()
+    process.communicate(timeout=30)
+    assert explain(folder).status == "unknown", "it may be started again"
+    monkeypatch.setattr(explaining, "GONE_AFTER_S", 0.0)
+    told = explain(folder)
+    (finding,) = told.findings
+    assert (told.status, finding.code, finding.evidence["ranks_gone"]) == ("killed", "SF101", "0, 1")
+    assert "is gone together with whoever watched it" in finding.cause
+    watch(folder)  # ends by itself
+    assert "killed" in capsys.readouterr().out
+    monkeypatch.setattr("surefoot.health.ring.this_machine", lambda: b"x" * 16)
+    elsewhere = explain(folder)
+    assert (elsewhere.status, elsewhere.findings) == ("unknown", [])
+    assert elsewhere.missing == ["whether ranks 0, 1 still run: they are of another machine, ask there"]

@@ -60,7 +60,7 @@ def read_looks(run_folder: Path) -> list[Look]:
     """Of all machines of a run, oldest first; lines that a kill has cut are left out."""
     looks: list[Look] = []
     for path in sorted((run_folder / "events").glob("gpus-*.jsonl")):
-        for line in path.read_text("utf-8").splitlines():
+        for line in path.read_text("utf-8", errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError):
                 said = json.loads(line)
                 looks.append((said["time_s"], tuple(_read(one) for one in said["gpus"])))

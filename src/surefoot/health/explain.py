@@ -2,19 +2,28 @@
 
 import json
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from surefoot.errors import ConfigError
-from surefoot.findings import Finding
+from surefoot.findings import CATALOGUE, Finding
 from surefoot.health import evidence
+from surefoot.health.diagnose.death import find_death
 from surefoot.health.diagnose.device_memory import find_in_device_memory
 from surefoot.health.diagnose.memory import find_leaks
 from surefoot.health.diagnose.numerics import find_numerics_in
 from surefoot.health.diagnose.speed import find_slow_in
 from surefoot.health.diagnose.stall import find_stall
 from surefoot.health.recorder import Entry, History, last_start, open_phases, read_history
+from surefoot.kernel_log import killed_for_memory
+
+GONE_AFTER_S = 30.0
+"""Of silence: a run that is started again has new processes by then."""
+ENDED = "has ended"
 
 
 @dataclass(frozen=True)
@@ -35,8 +44,8 @@ class Explanation:
 
     run_folder: Path
     status: str
-    """Of summary.json; `unknown` where there is none that is newer than what the ranks did: the run goes on, or was
-    killed together with whoever watched it."""
+    """Of summary.json. Where there is none that is newer than what the ranks did: `killed` if ranks of this machine are
+    gone together with whoever watched them, else `unknown`: it goes on."""
     ranks: list[RankNow]
     findings: list[Finding]
     """Written down during the run, and made again from its evidence."""
@@ -98,7 +107,36 @@ def explain(run_folder: Path, history: History | None = None) -> Explanation:
             missing.append(str(error))
     status = _status(run_folder, history.entries)
     why = _summary(run_folder).get("error") if status == "failed" else None
-    return Explanation(run_folder, status, _ranks(history.entries), _once(found), missing, why)
+    ranks = _ranks(history.entries)
+    if status == "unknown":
+        there = [rank for rank in ranks if (rank.rank, rank.start) not in history.away and rank.doing != ENDED]
+        gone = [rank for rank in there if rank.silent_s > GONE_AFTER_S and not _is_there(rank)]
+        if gone:
+            status = "killed"
+            found.append(_killed(gone, history))
+        away = [str(rank.rank) for rank in ranks if (rank.rank, rank.start) in history.away and rank.doing != ENDED]
+        if away:
+            missing.append(f"whether ranks {', '.join(away)} still run: they are of another machine, ask there")
+    return Explanation(run_folder, status, ranks, _once(found), missing, why)
+
+
+def _is_there(rank: RankNow) -> bool:
+    """Whether its process runs on this machine; a younger one of its number is another."""
+    try:
+        process = psutil.Process(rank.process)
+        heard_s = time.time() - rank.silent_s
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= heard_s
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _killed(gone: Sequence[RankNow], history: History) -> Finding:
+    """Ranks that are gone, and nobody was left to say how: the last of them that was heard of."""
+    last = min(gone, key=lambda rank: rank.silent_s)
+    how = "is gone together with whoever watched it (a machine or container that was stopped, or SIGKILL to all)"
+    finding = find_death(last.rank, how, for_memory=None, history=history.entries, killed=killed_for_memory())
+    more = {"ranks_gone": ", ".join(str(rank.rank) for rank in gone), "silent_s": round(last.silent_s)}
+    return replace(finding, evidence={**finding.evidence, **more})
 
 
 def _once(findings: list[Finding]) -> list[Finding]:
@@ -110,7 +148,7 @@ def _status(run_folder: Path, entries: list[Entry]) -> str:
     path = run_folder / "summary.json"
     last_s = max((entry.time_s for entry in entries if entry.kind != "run ended"), default=0.0)
     try:
-        has_ended = all(rank.doing == "has ended" for rank in _ranks(entries))
+        has_ended = all(rank.doing == ENDED for rank in _ranks(entries))
         if path.stat().st_mtime < last_s and not has_ended:  # of an earlier start
             return "unknown"
     except OSError:
@@ -134,9 +172,12 @@ def _written(path: Path) -> tuple[list[Finding], list[str]]:
     for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
         try:
             said = json.loads(line)
-            found.append(Finding(said["code"], said["cause"], said["evidence"], said["fix"], said["confidence"]))
+            finding = Finding(said["code"], said["cause"], dict(said["evidence"]), said["fix"], said["confidence"])
+            if finding.code not in CATALOGUE:
+                raise KeyError(finding.code)
+            found.append(finding)
         except (ValueError, KeyError, TypeError):
-            unreadable.append(f"{path.name}:{number} is no finding")
+            unreadable.append(f"{path.name}:{number} is no finding that this version knows")
     return found, unreadable
 
 
@@ -147,7 +188,7 @@ def _ranks(entries: list[Entry]) -> list[RankNow]:
         mine = last_start(entries, number)
         doing = open_phases(mine)
         ended = mine[-1].kind == "run ended"
-        what = "has ended" if ended else f"in {doing[-1]}" if doing else "between phases"
+        what = ENDED if ended else f"in {doing[-1]}" if doing else "between phases"
         step = max(entry.step for entry in mine)
         ranks.append(RankNow(number, mine[-1].start, mine[-1].process, step, what, time.time() - mine[-1].time_s))
     return ranks

@@ -81,11 +81,13 @@ class History:
     """Of all ranks and starts, oldest first."""
     unreadable: list[str]
     """Rings that could not be read, and why."""
+    away: frozenset[tuple[int, int]] = frozenset()
+    """(rank, start) of processes of other machines."""
 
 
 def read_history(run_folder: Path, newest: int | None = None) -> History:
     """Read the rings of a run, while it is going on or after; of each only the `newest` records, if that is set."""
-    found, unreadable = [], []
+    found, unreadable, away = [], [], set()
     for path in sorted((run_folder / "events").glob("rank-*.ring")):
         try:
             reader = RingReader(path)
@@ -95,8 +97,10 @@ def read_history(run_folder: Path, newest: int | None = None) -> History:
         since = max(0, reader.count - newest) if newest else 0
         start = int(path.stem.rpartition("-")[2])  # not its process: in containers these repeat
         found += [_in_words(reader, start, record) for record in reader.records(since)]
+        if not reader.is_of_this_machine:
+            away.add((reader.rank, start))
         reader.close()
-    return History(sorted(found, key=lambda entry: entry.time_s), unreadable)
+    return History(sorted(found, key=lambda entry: entry.time_s), unreadable, frozenset(away))
 
 
 def newest_starts(entries: Sequence[Entry]) -> list[Entry]:

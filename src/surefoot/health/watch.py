@@ -12,12 +12,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from surefoot.health.accelerators import read_looks
+from surefoot.health.diagnose.accelerators import in_words
 from surefoot.health.explain import Explanation, explain
 from surefoot.health.recorder import Entry, read_history
 
 EVERY_S = 1.0
 NEWEST = 8000
 """Records of each rank that are read each time, a few hundred steps."""
+SHOWN = ("step", "loss", "grad_norm", "tokens_per_second")
 STEPS = 20
 """Over which the time of a step is told."""
 
@@ -44,7 +47,7 @@ def _look(run_folder: Path) -> tuple[Explanation, Group]:
 
 def _view(run_folder: Path, told: Explanation, entries: Sequence[Entry]) -> Group:
     metrics = _last_metrics(run_folder / "metrics.jsonl")
-    head = Text(f"{run_folder}: {'going on, or killed' if told.status == 'unknown' else told.status}", style="bold")
+    head = Text(f"{run_folder}: {'going on' if told.status == 'unknown' else told.status}", style="bold")
     table = Table(box=None, pad_edge=False)
     for title in ("rank", "step", "doing", "silent s", "step s", "memory GiB", "time in its last steps"):
         table.add_column(title, justify="left" if title in ("doing", "time in its last steps") else "right")
@@ -70,6 +73,9 @@ def _view(run_folder: Path, told: Explanation, entries: Sequence[Entry]) -> Grou
         ]
         lines.append(Text(f"step {metrics['step']}: " + "  ".join(parts)))
     lines.append(table)
+    looks = read_looks(run_folder)
+    if looks:
+        lines.append(Text(f"GPUs: {in_words(looks[-1])}"))
     lines += [Text(finding.as_text(), style="red" if finding.severity == "error" else "") for finding in told.findings]
     return Group(*lines)
 
@@ -77,7 +83,7 @@ def _view(run_folder: Path, told: Explanation, entries: Sequence[Entry]) -> Grou
 def _last_metrics(path: Path) -> dict[str, Any]:
     """The newest whole line of a step."""
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8", errors="replace").splitlines()
     except OSError:
         return {}
     for line in reversed(lines):
@@ -85,8 +91,8 @@ def _last_metrics(path: Path) -> dict[str, Any]:
             said = json.loads(line)
         except ValueError:  # being written
             continue
-        if "loss" in said:
-            return dict(said)
+        if isinstance(said, dict) and all(isinstance(said.get(name), int | float) for name in SHOWN):
+            return said
     return {}
 
 

@@ -67,7 +67,7 @@ def read_story(run_folder: Path) -> Story:
     """Raises: ConfigError for a folder that holds no run, or one that came to no step."""
     told = explain(run_folder)
     entries = this_run(read_history(run_folder).entries)
-    lines = _lines(run_folder / METRICS) or _recorded_steps(entries)
+    lines = [line for line in _lines(run_folder / METRICS) if "step" in line] or _recorded_steps(entries)
     if not lines:
         raise ConfigError(f"{run_folder}: this run came to no step, so there is nothing to show.")
     began_s = entries[0].time_s if entries else 0.0
@@ -114,11 +114,14 @@ def _completions(path: Path) -> list[Row]:
 def _lines(path: Path) -> list[Row]:
     """The whole lines of a file of JSON lines; numbers that are not finite are None, as a browser needs it."""
     found = []
-    for line in path.read_text("utf-8").split("\n") if path.is_file() else ():  # texts may hold other line ends
+    text = path.read_text("utf-8", errors="replace") if path.is_file() else ""
+    for line in text.split("\n"):  # texts may hold other line ends
         try:
-            found.append(dict(json.loads(line, parse_constant=lambda _: None)))
+            said = json.loads(line, parse_constant=lambda _: None)
         except ValueError:  # cut short by a kill
             continue
+        if isinstance(said, dict):
+            found.append(said)
     return found
 
 

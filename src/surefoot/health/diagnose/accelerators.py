@@ -55,7 +55,7 @@ def find_worse_gpus(first: Look | None, looks: Sequence[Look]) -> list[Finding]:
     Fewer links and lanes count where no look of the newest `WINDOW_S` has as many as the first.
     """
     began = {gpu.index: gpu for gpu in first[1]} if first is not None else {}
-    found: dict[str, list[str]] = {}
+    found = []
     for index, samples in _by_gpu(_newest(looks)).items():
         before = began.get(index)
         if before is None:
@@ -66,14 +66,14 @@ def find_worse_gpus(first: Look | None, looks: Sequence[Look]) -> list[Finding]:
         )
         if before.lost_data is not None and lost and lost[-1] > before.lost_data:
             times = lost[-1] - before.lost_data
-            found.setdefault("SF722", []).append(f"GPU {index}'s memory lost data {times} times since the run began")
+            found.append(("SF722", index, f"'s memory lost data {times} times since the run began"))
         if before.links_up and links and max(links) < before.links_up:
-            had = f"has {max(links)} NVLinks up, and had {before.links_up} when the run began"
-            found.setdefault("SF724", []).append(f"GPU {index} {had}")
+            had = f" has {max(links)} NVLinks up, and had {before.links_up} when the run began"
+            found.append(("SF724", index, had))
         if before.pcie_lanes and lanes and max(lanes) < before.pcie_lanes:
-            had = f"uses {max(lanes)} lanes of PCIe, and used {before.pcie_lanes} when the run began"
-            found.setdefault("SF725", []).append(f"GPU {index} {had}")
-    return [Finding(code, "; ".join(said), {"gpus": said}, CATALOGUE[code].fix) for code, said in found.items()]
+            had = f" uses {max(lanes)} lanes of PCIe, and used {before.pcie_lanes} when the run began"
+            found.append(("SF725", index, had))
+    return [Finding(code, f"GPU {n}{said}", {"device": n}, CATALOGUE[code].fix) for code, n, said in found]
 
 
 def find_launch_bound(looks: Sequence[Look], cores: float | None, computing: float | None) -> Finding | None:
@@ -137,6 +137,7 @@ def in_words(look: Look) -> str:
     """One look at all GPUs, for evidence."""
     return "; ".join(
         f"{gpu.index}: {_share(gpu.utilisation)} busy, {_watts(gpu.power_w)} of {_watts(gpu.power_limit_w)}"
+        + (f", {gpu.memory_bytes / 2**30:.1f} GiB" if gpu.memory_bytes is not None else "")
         for gpu in look[1]
     )
 

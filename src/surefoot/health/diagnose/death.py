@@ -73,8 +73,10 @@ def find_death(
 
 def _batch(mine: Sequence[Entry]) -> tuple[str, dict[str, int]]:
     """(what is odd about the batch that it worked on, the tokens of that and of the usual one)."""
-    tokens = [entry.values["tokens"] for entry in mine if entry.kind == "batch" and entry.values]
-    if len(tokens) < 2 or any(entry.kind == "step" and entry.step == _last_step(mine) for entry in mine):
+    batches = [entry for entry in mine if entry.kind == "batch" and entry.values]
+    tokens = [entry.values["tokens"] for entry in batches]
+    has_ended = any(entry.kind == "step" and entry.step == _last_step(mine) for entry in mine)
+    if len(batches) < 2 or has_ended or batches[-1].step != _last_step(mine):  # others tell of a batch at its end
         return "", {}
     usual = median(tokens[:-1])
     sizes = {"tokens_of_its_batch": round(tokens[-1]), "usual_tokens": round(usual)}
