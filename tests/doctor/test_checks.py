@@ -12,7 +12,7 @@ from surefoot.config import LoadedConfig, load_config
 from surefoot.doctor.check import Check
 from surefoot.doctor.examine import as_text, changes, examine
 from surefoot.doctor.sizes import weights_of
-from surefoot.doctor.snapshot import Disk, Interface, Port, Snapshot
+from surefoot.doctor.snapshot import Disk, Gpu, Interface, Port, Snapshot
 from surefoot.findings import CATALOGUE
 
 GIB = 1 << 30
@@ -116,7 +116,15 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
     ("SF709", "warning", {"kernel": "5.4.0-150-generic"}, "before 5.5"),
     ("SF709", "warning", environment(LD_PRELOAD="/opt/nccl/libnccl.so"), "before the NCCL that torch came with"),
     ("SF710", "warning", environment(NCCL_SOCKET_IFNAMES="eth0"), "is no variable of NCCL"),
+    ("SF710", "warning", environment(GLOO_SOCKET_IFNAMEE="eth0"), "is no variable of gloo"),
+    ("SF710", "warning", environment(CUDA_VISIBLE_DEVICE="0"), "is no variable of CUDA"),
+    ("SF710", "warning", environment(OMP_NUM_THREAD="8"), "is no variable of OpenMP"),
+    ("SF710", "warning", environment(TORCH_NCCL_BLOKING_WAIT="1"), "is no variable of torch"),
+    ("SF710", "warning", environment(PYTORCH_CUDA_ALOC_CONF="x"), "is no variable of torch"),
+    ("SF710", "warning", environment(OMP_NUM_THREADS="lots"), "OMP_NUM_THREADS=lots is not a number from 1 on"),
+    ("SF710", "warning", environment(NCCL_IB_TIMEOUT="99"), "NCCL_IB_TIMEOUT=99 is not 1 to 31"),
     ("SF710", "warning", environment(NCCL_P2P_DISABLE="1"), "copy through host memory"),
+    ("SF710", "warning", environment(NCCL_P2P_DISABLE="1", OMP_NUM_THREAD="8"), "ignore it; NCCL_P2P_DISABLE=1: GPUs"),
     ("SF711", "failed", {"output": replace(NODE.output, error="[Errno 30] Read-only file system")}, "Read-only"),
     ("SF711", "warning", {"output": replace(NODE.output, free_inodes=3)}, "3 files may still be made"),
     ("SF711", "warning", {"output": replace(NODE.output, write_s=4.2)}, "4.2 s"),
@@ -218,7 +226,8 @@ def test_what_is_wrong_with_a_machine_is_named(
         {"GLOO_SOCKET_IFNAME": "eth0"},
         {"NCCL_IB_GID_INDEX": "3"},
         {"NCCL_P2P_DISABLE": "0", "NCCL_DEBUG": "INFO"},
-        {"NCCL_MY_VENDORS_PLUGIN_SWITCH": "1"},
+        {"NCCL_MY_VENDORS_PLUGIN_SWITCH": "1", "CUDA_MY_VENDORS_OWN": "1", "TORCH_LOGS": "+dynamo"},
+        {"OMP_NUM_THREADS": "8", "NCCL_IB_TIMEOUT": "22", "TORCH_NCCL_BLOCKING_WAIT": "1"},
     ],
 )
 def test_variables_that_are_in_order(run: Any, variables: dict[str, str]) -> None:
@@ -257,6 +266,34 @@ def test_the_least_memory_of_a_run_is_known_from_the_headers_of_its_model(
     loaded = run(**{"device": "cpu", "nproc_per_node": 2, "nnodes": 1, "rdzv_endpoint": None, **changes})
     found = bad(examine(machine, loaded))
     assert ("SF716" in found) == is_too_much
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_each"),
+    [
+        ({"tuning": "full", "zero_stage": 0}, 12),  # of a parameter: itself and two moments
+        ({"tuning": "full", "zero_stage": 2}, 4 + 1),  # eight ranks share the moments
+        ({"tuning": "full", "zero_stage": 3}, 1.5),
+        ({"tuning": "lora"}, 2),
+        ({"tuning": "lora", "dtype": "float32"}, 4),
+        ({"tuning": "lora", "zero_stage": 3}, 0.25),
+        ({"tuning": "full", "zero_stage": 3, "offload": "cpu"}, 0),
+    ],
+)
+def test_the_least_memory_of_a_gpu_is_known_before_the_run(
+    run: Any, settings: dict[str, Any], changes: dict[str, Any], bytes_each: float
+) -> None:
+    weights = weights_of(Path(settings["model"]))
+    assert weights is not None
+    least = int(bytes_each * weights.parameters)
+    loaded = run(**{"device": "auto", "nproc_per_node": 8, "nnodes": 1, "rdzv_endpoint": None, **changes})
+    for room, status in ((least + 8, "ok"), (least - 8, "failed")):
+        if room <= 0:
+            continue
+        cards = tuple(Gpu(index, "card", memory_bytes=80 * GIB if index else room) for index in range(8))
+        (check,) = [one for one in examine(replace(NODE, cards=cards), loaded) if one.name == "device memory"]
+        assert check.status == status
+        assert check.finding is None or check.finding.code == "SF719"
 
 
 def test_a_cgroup_counts_before_the_machine(run: Any) -> None:
@@ -387,7 +424,7 @@ def test_every_code_of_the_catalogue_has_a_case() -> None:
         "SF716",
         "SF717",
         "SF718",
-        "SF719",  # of tests/plan
+        "SF719",
         "SF720",  # of tests/importing
         "SF721",
         *(f"SF{number}" for number in range(722, 728)),  # of tests/doctor/test_gpus.py

@@ -4,18 +4,24 @@ import json
 from pathlib import Path
 from typing import Any
 
+from surefoot.config import RunConfig
 from surefoot.config.vllm_arguments import memory_share
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
+from surefoot.doctor.gpus import used
 from surefoot.doctor.sizes import Weights, weights_of
 from surefoot.models.sources import longest_context
 
 GIB = 1 << 30
 FP32_BYTES, HALF_BYTES = 4, 2
-STATE_BYTES = 12
+STATE_BYTES, MOMENTS_BYTES = 12, 8
 """Of a trained parameter besides itself: a gradient and AdamW's two moments, in float32."""
 CHECKPOINT_BYTES = 12
 """Of a trained parameter: itself and the two moments."""
 
+PLAN_IT = (
+    "`surefoot plan` names settings that fit: zero_stage: 3, offload: cpu, expert_parallel_size, tuning: lora, or more "
+    "GPUs."
+)
 MOST_SHARED = 0.7
 """Of a GPU, so that something is left to train with: a judgement, which `surefoot plan` makes exact."""
 
@@ -75,6 +81,43 @@ def host_memory(seen: Seen) -> Check:
         return wrong(name, "SF716", f"this run needs {said}", needed_bytes=least, free_bytes=free, where=_where(seen),
                      is_fatal=True)  # fmt: skip
     return fine(name, said)
+
+
+def device_memory(seen: Seen) -> Check:
+    """The least that a rank must hold on its GPU between two steps, against the smallest one that the run uses."""
+    name, run = "device memory", seen.run
+    if run is None or not seen.is_on_gpus:
+        return not_applicable(name, "no run is given" if run is None else "the run does not use GPUs")
+    weights, sizes = _weights(seen), [card.memory_bytes for card in used(seen) if card.memory_bytes]
+    if weights is None or not sizes:
+        return not_applicable(name, "the size of the model is not known" if weights is None else "no GPU tells its own")
+    least, why = _least_device_bytes(run, weights)
+    said = f"at least {least / GIB:.1f} GiB of the {min(sizes) / GIB:.1f} GiB of a GPU: {why}"
+    if least > min(sizes):
+        return wrong(name, "SF719", f"each rank needs {said}", needed_bytes=least, gpu_bytes=min(sizes),
+                     where=_where(seen), is_fatal=True, fix=PLAN_IT)  # fmt: skip
+    return fine(name, f"{said}; `surefoot plan` adds what a step needs")
+
+
+def _least_device_bytes(run: RunConfig, weights: Weights) -> tuple[int, str]:
+    """(what a rank keeps on its GPU at the least, of what): weights and moments; gradients and activations come on top.
+
+    Of a model that is trained in full with offload nothing stays there.
+    """
+    ranks = run.nproc_per_node * run.nnodes
+    sharing = ranks // run.dp_replicate_size
+    experts = run.expert_parallel_size if isinstance(run.expert_parallel_size, int) else ranks
+    spread = min(experts, sharing)  # how much of the model experts are is not known, so all of it is taken
+    parameters, said = weights.parameters, f"{weights.parameters / 1e9:.2f} G parameters"
+    of_weights = sharing if run.zero_stage == 3 else spread
+    if run.tuning == "full":
+        if run.offload is not None:
+            return 0, "all of them are offloaded"
+        moments = parameters * MOMENTS_BYTES // (sharing if run.zero_stage else spread)
+        return parameters * FP32_BYTES // of_weights + moments, f"{said} with AdamW's moments"
+    if run.offload is not None and run.zero_stage == 3:
+        return 0, "all of them are offloaded"
+    return parameters * (FP32_BYTES if run.dtype == "float32" else HALF_BYTES) // of_weights, said
 
 
 def _least_bytes(seen: Seen, weights: Weights) -> tuple[int, str]:
@@ -207,4 +250,4 @@ def _where(seen: Seen, *names: str) -> str:
     return seen.loaded.where(*(names or ("model",)))
 
 
-CHECKS = (devices, model, host_memory, checkpoints, rollout_server, context)
+CHECKS = (devices, model, device_memory, host_memory, checkpoints, rollout_server, context)

@@ -22,16 +22,16 @@ def errors(seen: Seen) -> Check:
     if none is not None:
         return not_applicable("GPU errors", none)
     found = []
-    for card in _used(seen):
+    for card in used(seen):
         if card.uncorrected_errors:
             found.append(f"GPU {card.index} lost data in its memory {card.uncorrected_errors} times")
         if card.remap:
             found.append(f"GPU {card.index}: replacing bad rows of its memory is {card.remap}")
-    own = [xid for xid in seen.machine.xids if any(_is_of(xid, card) for card in _used(seen))]
+    own = [xid for xid in seen.machine.xids if any(_is_of(xid, card) for card in used(seen))]
     if own:
         found.append(f"the kernel's log has Xid {', '.join(own[-3:])}")
     if found:
-        return wrong(name, "SF722", "; ".join(found), cards=[card.index for card in _used(seen)],
+        return wrong(name, "SF722", "; ".join(found), cards=[card.index for card in used(seen)],
                      xids=list(seen.machine.xids))  # fmt: skip
     log = seen.machine.unknown.get("xids")
     return fine(name, f"none{f'; the kernel log cannot be read: {log}' if log else ''}")
@@ -42,7 +42,7 @@ def clocks(seen: Seen) -> Check:
     if none is not None:
         return not_applicable(name, none)
     found = []
-    for card in _used(seen):
+    for card in used(seen):
         if card.slowed_by:
             found.append(f"GPU {card.index} is slowed down: {', '.join(card.slowed_by)}")
         limit, default = card.power_limit_w, card.power_default_w
@@ -52,8 +52,8 @@ def clocks(seen: Seen) -> Check:
         if warm is not None and hot and warm > hot - NEAR_SLOWDOWN_C:
             found.append(f"GPU {card.index} has {warm} °C and slows down at {hot} °C")
     if found:
-        return wrong(name, "SF723", "; ".join(found), cards=[card.index for card in _used(seen)])
-    hottest = max((card.temperature_c for card in _used(seen) if card.temperature_c is not None), default=None)
+        return wrong(name, "SF723", "; ".join(found), cards=[card.index for card in used(seen)])
+    hottest = max((card.temperature_c for card in used(seen) if card.temperature_c is not None), default=None)
     return fine(name, f"nothing slows them down{f', the warmest has {hottest} °C' if hottest is not None else ''}")
 
 
@@ -62,7 +62,7 @@ def links(seen: Seen) -> Check:
     name, none = "NVLink", _none(seen)
     if none is not None:
         return not_applicable(name, none)
-    cards = _used(seen)
+    cards = used(seen)
     # Ports without a bridge are down on sound cards too: what cards of the same kind have here is what can be had.
     most = max((sum(card.links) for card in seen.machine.cards if card.name == cards[0].name), default=0)
     down = [
@@ -87,15 +87,15 @@ def pcie(seen: Seen) -> Check:
     if none is not None:
         return not_applicable(name, none)
     found = []
-    for card in _used(seen):
+    for card in used(seen):
         if card.pcie_width and card.pcie_most_width and card.pcie_width < card.pcie_most_width:
             found.append(f"GPU {card.index} uses {card.pcie_width} of {card.pcie_most_width} lanes")
         could, may = card.pcie_own_generation, card.pcie_most_generation
         if could and may and may < could:
             found.append(f"GPU {card.index} could use generation {could}, and its slot gives {may}")
     if found:
-        return wrong(name, "SF725", "; ".join(found), cards=[card.index for card in _used(seen)])
-    first = next((card for card in _used(seen) if card.pcie_width), None)
+        return wrong(name, "SF725", "; ".join(found), cards=[card.index for card in used(seen)])
+    first = next((card for card in used(seen) if card.pcie_width), None)
     return fine(name, f"generation {first.pcie_most_generation}, {first.pcie_width} lanes" if first else "not told")
 
 
@@ -104,10 +104,10 @@ def peers(seen: Seen) -> Check:
     name, none = "GPU to GPU", _none(seen)
     if none is not None:
         return not_applicable(name, none)
-    used = {str(card.index) for card in _used(seen)}
-    pairs = {pair: how for pair, how in seen.machine.peers.items() if set(pair.split("-")) <= used}
+    indices = {str(card.index) for card in used(seen)}
+    pairs = {pair: how for pair, how in seen.machine.peers.items() if set(pair.split("-")) <= indices}
     if not seen.uses_nccl or seen.local_ranks < 2 or not pairs:
-        return not_applicable(name, "one GPU" if len(used) < 2 else "not told, or the ranks do not use it")
+        return not_applicable(name, "one GPU" if len(indices) < 2 else "not told, or the ranks do not use it")
     broken = {pair: how for pair, how in pairs.items() if any(word in how for word in BROKEN_PEERS)}
     if broken:
         pair, how = next(iter(broken.items()))
@@ -128,7 +128,7 @@ def others(seen: Seen) -> Check:
     taken = [
         f"GPU {card.index}: {card.memory_used_bytes / GIB:.1f} of {card.memory_bytes / GIB:.0f} GiB"
         + (f", processes {', '.join(str(one) for one in card.processes[:5])}" if card.processes else "")
-        for card in _used(seen)
+        for card in used(seen)
         if card.memory_used_bytes is not None
         and card.memory_bytes
         and card.memory_used_bytes > MUCH_MEMORY * card.memory_bytes
@@ -144,10 +144,10 @@ def _none(seen: Seen) -> str | None:
         return seen.machine.unknown.get("cards", "no GPU here")
     if "MIG-" in seen.machine.environment.get("CUDA_VISIBLE_DEVICES", ""):
         return "parts of GPUs (MIG) are not judged"
-    return None if _used(seen) else "the run uses no GPU"
+    return None if used(seen) else "the run uses no GPU"
 
 
-def _used(seen: Seen) -> list[Gpu]:
+def used(seen: Seen) -> list[Gpu]:
     """Those that the run uses: the first ones that CUDA_VISIBLE_DEVICES leaves, as many as it has ranks here."""
     if not seen.is_on_gpus:
         return []

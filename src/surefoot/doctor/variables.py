@@ -1,0 +1,145 @@
+"""Checks of the environment variables that NCCL, gloo, torch, CUDA and OpenMP read. Pure."""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+
+from surefoot.doctor.check import Check, Seen, fine, wrong
+
+NCCL = frozenset(
+    """
+    ALGO ALLOC_P2P_NET_LL_BUFFERS BUFFSIZE CGA_CLUSTER_SIZE CHECKS_DISABLE CHECK_POINTERS COLLNET_ENABLE
+    COLLNET_NODE_THRESHOLD COMM_BLOCKING COMM_ID COMM_SHRINK_SHARE_RESOURCES COMM_SPLIT_SHARE_RESOURCES CONF_FILE
+    CROSS_NIC CTA_POLICY CUMEM_ENABLE CUMEM_HOST_ENABLE DEBUG DEBUG_FILE DEBUG_SUBSYS DEBUG_TIMESTAMP_FORMAT
+    DEBUG_TIMESTAMP_LEVELS DMABUF_ENABLE ENV_PLUGIN GDRCOPY_ENABLE GIN_ENABLE GIN_TYPE GRAPH_DUMP_FILE GRAPH_FILE
+    GRAPH_MIXING_SUPPORT GRAPH_REGISTER GRAPH_STREAM_ORDERING HOSTID IB_ADAPTIVE_ROUTING IB_ADDR_FAMILY IB_ADDR_RANGE
+    IB_AR_THRESHOLD IB_CUDA_SUPPORT IB_DATA_DIRECT IB_DISABLE IB_ECE_ENABLE IB_FIFO_TC IB_GID_INDEX IB_HCA
+    IB_MERGE_NICS IB_MERGE_VFS IB_PCI_RELAXED_ORDERING IB_PKEY IB_QPS_PER_CONNECTION IB_RETRY_CNT
+    IB_RETURN_ASYNC_EVENTS IB_ROCE_VERSION_NUM IB_SL IB_SPLIT_DATA_ON_QPS IB_TC IB_TIMEOUT IB_USE_INLINE
+    IGNORE_CPU_AFFINITY IGNORE_DISABLED_P2P IPC_USE_ABSTRACT_SOCKET LAUNCH_MODE LAUNCH_ORDER_IMPLICIT LAUNCH_RACE_FATAL
+    LEGACY_CUDA_REGISTER LIBRARY LL128_BUFFSIZE LL128_NTHREADS LL_BUFFSIZE LL_THRESHOLD LOCAL_REGISTER MAX_CTAS
+    MAX_NCHANNELS MAX_NRINGS MAX_P2P_NCHANNELS MEM_SYNC_DOMAIN MIN_CTAS MIN_NCHANNELS MIN_NRINGS MIN_P2P_NCHANNELS
+    MNNVL_CLIQUE_ID MNNVL_ENABLE MNNVL_SCATTER_NETS_ENABLE MNNVL_UUID NCHANNELS_PER_NET_PEER NET NETDEVS_POLICY
+    NET_DISABLE_INTRA NET_FORCE_FLUSH NET_GDR_C2C NET_GDR_LEVEL NET_GDR_READ NET_OVERHEAD NET_PLUGIN NET_SHARED_BUFFERS
+    NET_SHARED_COMMS NSOCKS_PERTHREAD NTHREADS NVB_DISABLE NVLSTREE_MAX_CHUNKSIZE NVLS_CHUNKSIZE NVLS_ENABLE
+    NVLS_NCHANNELS NVTX_DISABLE OOB_NET_ENABLE OOB_NET_IFNAME P2P_DIRECT_DISABLE P2P_DISABLE P2P_LEVEL P2P_LL_THRESHOLD
+    P2P_NET_CHUNKSIZE P2P_NVL_CHUNKSIZE P2P_PCI_CHUNKSIZE P2P_PXN_LEVEL P2P_READ_ENABLE P2P_USE_CUDA_MEMCPY
+    PARAM_DUMP_ENABLE PROFILER_PLUGIN PROGRESS_APPENDOP_FREQ PROTO PXN_C2C PXN_DISABLE RAS_ADDR RAS_ENABLE
+    RAS_TIMEOUT_FACTOR RUNTIME_CONNECT SET_CPU_STACK_SIZE SET_STACK_SIZE SET_THREAD_NAME SHM_DISABLE SHM_LOCALITY
+    SHM_USE_CUDA_MEMCPY SINGLE_RING_THRESHOLD SOCKET_FAMILY SOCKET_IFNAME SOCKET_NTHREADS SOCKET_POLL_TIMEOUT_MSEC
+    SOCKET_RETRY_CNT SOCKET_RETRY_SLEEP_MSEC SYM_CTAS SYM_KERNEL THREAD_THRESHOLDS TOPO_DUMP_FILE TOPO_DUMP_FILE_RANK
+    TOPO_FILE TREE_THRESHOLD TUNER_PLUGIN UID_STAGGER_RATE UID_STAGGER_THRESHOLD WIN_ENABLE WIN_STRIDE
+    WORK_ARGS_BYTES WORK_FIFO_BYTES VERSION LIB_DIR ASYNC_ERROR_HANDLING BLOCKING_WAIT DESYNC_DEBUG
+    ENABLE_TIMING HOME INCLUDE_DIR ROOT
+    """.split()
+)
+"""Names after NCCL_, by its documentation as of version 2.28; the last ones are of torch and of builds."""
+GLOO = frozenset("SOCKET_IFNAME DEVICE_TRANSPORT SOCKET_FAMILY".split())
+CUDA = frozenset(
+    """
+    AUTO_BOOST CACHE_DISABLE CACHE_MAXSIZE CACHE_PATH COREDUMP_FILE COREDUMP_GENERATION_FLAGS DEVICE_MAX_CONNECTIONS
+    DEVICE_MAX_COPY_CONNECTIONS DEVICE_ORDER DEVICE_WAITS_ON_EXCEPTION DISABLE_JIT DISABLE_PTX_JIT
+    ENABLE_COREDUMP_ON_EXCEPTION ENABLE_CPU_COREDUMP_ON_EXCEPTION ENABLE_LIGHTWEIGHT_COREDUMP
+    ENABLE_USER_TRIGGERED_COREDUMP FORCE_CDP1_IF_SUPPORTED FORCE_JIT FORCE_PRELOAD_LIBRARIES FORCE_PTX_JIT
+    GRAPHS_USE_NODE_PRIORITY HOME INJECTION64_PATH LAUNCH_BLOCKING LIB_PATH LOG_FILE MANAGED_FORCE_DEVICE_ALLOC
+    MODULE_DATA_LOADING MODULE_LOADING MPS_ACTIVE_THREAD_PERCENTAGE MPS_CLIENT_PRIORITY MPS_LOG_DIRECTORY
+    MPS_PINNED_DEVICE_MEM_LIMIT MPS_PIPE_DIRECTORY PATH ROOT SCALE_LAUNCH_QUEUES TOOLKIT_ROOT_DIR VERSION
+    VISIBLE_DEVICES
+    """.split()
+)
+OMP = frozenset(
+    """
+    AFFINITY_FORMAT ALLOCATOR CANCELLATION DEBUG DEFAULT_DEVICE DISPLAY_AFFINITY DISPLAY_ENV DYNAMIC MAX_ACTIVE_LEVELS
+    MAX_TASK_PRIORITY NESTED NUM_TEAMS NUM_THREADS PLACES PROC_BIND SCHEDULE STACKSIZE TARGET_OFFLOAD
+    TEAMS_THREAD_LIMIT THREAD_LIMIT TOOL TOOL_LIBRARIES TOOL_VERBOSE_INIT WAIT_POLICY
+    """.split()
+)
+TORCH_NCCL = frozenset(
+    """
+    ABORT_IN_DESTROY_PG ASYNC_ERROR_HANDLING AVOID_RECORD_STREAMS BLOCKING_WAIT COORD_CHECK_MILSEC CUDA_EVENT_CACHE
+    DEBUG_INFO_PIPE_FILE DEBUG_INFO_TEMP_FILE DESYNC_DEBUG DUMP_ON_TIMEOUT ENABLE_MONITORING ENABLE_TIMING
+    EXTRA_DUMP_ON_EXEC HEARTBEAT_TIMEOUT_SEC HIGH_PRIORITY LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN NAN_CHECK
+    NONBLOCKING_TIMEOUT PROPAGATE_ERROR RANKS_PER_ROOT RETHROW_CUDA_ERRORS SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING
+    TRACE_BUFFER_SIZE TRACE_CPP_STACK USE_COMM_NONBLOCKING USE_TENSOR_REGISTER_ALLOCATOR_HOOK
+    WAIT_TIMEOUT_DUMP_MILSEC
+    """.split()
+)
+PYTORCH = frozenset(
+    """
+    ALLOC_CONF CUDA_ALLOC_CONF DEBUG_MPS_ALLOCATOR ENABLE_MPS_FALLBACK HIP_ALLOC_CONF JIT KERNEL_CACHE_PATH
+    NO_CUDA_MEMORY_CACHING NVML_BASED_CUDA_CHECK USE_NVFUSER VERSION
+    """.split()
+)
+KNOWN: Mapping[str, tuple[frozenset[str], str]] = {
+    "NCCL_": (NCCL, "NCCL"),
+    "GLOO_": (GLOO, "gloo"),
+    "CUDA_": (CUDA, "CUDA"),
+    "OMP_": (OMP, "OpenMP"),
+    "TORCH_NCCL_": (TORCH_NCCL, "torch"),
+    "PYTORCH_": (PYTORCH, "torch"),
+}
+"""What begins so, and who reads it. By their documentation of CUDA 13, OpenMP 6.0 and torch 2.13, read 2026-11."""
+NEAR = 0.85
+"""A name that is not known is called wrong only where it is so like one that is: vendors have names of their own."""
+SLOW = {
+    "NCCL_P2P_DISABLE": "GPUs of one machine copy through host memory",
+    "NCCL_SHM_DISABLE": "ranks of one machine talk through the network",
+    "NCCL_ALGO": "NCCL may not choose the algorithm that is best for each size",
+    "NCCL_PROTO": "NCCL may not choose the protocol that is best for each size",
+    "NCCL_NTHREADS": "it limits the threads of each of NCCL's kernels",
+    "NCCL_MAX_NCHANNELS": "it limits how much of the links NCCL uses",
+    "NCCL_NVLS_ENABLE": "it switches the switches' own sums off, where it is 0",
+    "CUDA_LAUNCH_BLOCKING": "the host waits for every kernel",
+    "TORCH_DISTRIBUTED_DEBUG": "each collective is checked by another one, where it is DETAIL",
+    "NCCL_DEBUG": "every call is written to the log, where it is TRACE",
+}
+"""Variables for looking for a fault, that make every run slow: what they do."""
+SLOW_VALUES = {"NCCL_NVLS_ENABLE": "0", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "NCCL_DEBUG": "TRACE"}
+SWITCHES = frozenset(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "CUDA_LAUNCH_BLOCKING"))
+"""Of these, what 0 switches off."""
+
+VALUES: Mapping[str, tuple[str, str]] = {
+    "OMP_NUM_THREADS": (r"\d*[1-9]\d*(,\d*[1-9]\d*)*", "a number from 1 on"),
+    "NCCL_IB_TIMEOUT": (r"[1-9]|[12]\d|3[01]", "1 to 31: 4.096 us times 2 to that power"),
+    "CUDA_DEVICE_ORDER": (r"PCI_BUS_ID|FASTEST_FIRST", "PCI_BUS_ID or FASTEST_FIRST"),
+}
+"""What a variable may be; another value is ignored, or read as something else."""
+
+
+def variables(seen: Seen) -> Check:
+    """Names that nobody reads, values that mean nothing, and what makes every run slow."""
+    name, environment = "environment variables", seen.machine.environment
+    found = [*_unknown(environment), *_odd(environment)]
+    slow = [one for one in SLOW if one in environment and _is_slow(one, environment[one])]
+    if slow and seen.is_on_gpus:
+        said = "; ".join(f"{one}={environment[one]}: {SLOW[one]}" for one in slow)
+        found.append((said, f"unset {' '.join(slow)}, unless a fault is looked for."))
+    if found:
+        return wrong(name, "SF710", "; ".join(cause for cause, _ in found), fix=" ".join(fix for _, fix in found))
+    set_ = [one for one in environment if one.startswith(("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_"))]
+    return fine(name, f"set: {', '.join(set_) if set_ else 'none'}")
+
+
+def _unknown(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(cause, fix) of names that are nearly those of a variable."""
+    for variable in environment:
+        prefix = max((one for one in KNOWN if variable.startswith(one)), key=len, default=None)
+        if prefix is None:
+            continue
+        names, reader = KNOWN[prefix]
+        near = difflib.get_close_matches(variable.removeprefix(prefix), names, 1, cutoff=NEAR)
+        if near and variable.removeprefix(prefix) not in names:
+            yield f"{variable} is no variable of {reader}, which would ignore it", f"Did you mean {prefix}{near[0]}?"
+
+
+def _odd(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for variable, (pattern, words) in VALUES.items():
+        value = environment.get(variable, "")
+        if value and not re.fullmatch(pattern, value.replace(" ", "")):
+            yield f"{variable}={value} is not {words}", f"Correct {variable}, or unset it."
+
+
+def _is_slow(variable: str, value: str) -> bool:
+    if variable in SLOW_VALUES:
+        return value.upper() == SLOW_VALUES[variable]
+    return value not in ("", "0") if variable in SWITCHES else value != ""
