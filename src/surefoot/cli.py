@@ -289,10 +289,12 @@ def _import(arguments: argparse.Namespace) -> int:
         raise ConfigError("nothing to import. Give a .yaml, .json or .sh file, or a command line after `--`.")
     if len(words) > 1 and Path(words[0]).is_file():
         raise ConfigError(f"{' '.join(words[1:])}: options of import come before the file.")
-    made = convert(read(words[0] if len(words) == 1 else words))
+    told = read(words[0] if len(words) == 1 else words)
+    made = convert(told)
     if arguments.to is not None:
         if Path(arguments.to).exists():
             raise ConfigError(f"--to {arguments.to}: there is such a file. Name another one.")
+        made = made.moved(told.base, Path(arguments.to).resolve().parent)
         write_text(Path(arguments.to), made.as_yaml())
     if arguments.json:
         _print_json(made.as_dict())

@@ -181,6 +181,89 @@ def test_options_that_are_not_known_are_listed(tmp_path: Path) -> None:
     assert "# not known: use_flux = True" in made.as_yaml()
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("llamafactory-cli train a.sh", ["not known: a.sh"]),
+        ("swift sft -x 3 --model m --dataset a", ["not known: -x = 3"]),
+        ("swift sft --model m --dataset a -y", ["not known: -y = True"]),
+        ("swift sft stray --model m --dataset a", ["not known: stray"]),
+        (
+            "accelerate launch --config_file z.yaml sft.py --model_name_or_path m --dataset_name d",
+            ["config_file = z.yaml"],
+        ),
+        ("trl sft --model_name_or_path m --dataset_name d --optim adafactor", ["optim = adafactor: AdamW is used"]),
+        ("trl sft --model_name_or_path m --dataset_name d --save_strategy no", ["save_strategy = no: save_steps"]),
+        ("trl sft --model_name_or_path m --dataset_name d --push_to_hub", ["push_to_hub = True: nothing is sent"]),
+        ("trl sft --model_name_or_path m --dataset_name d --deepspeed z3.json", ["z3.json: the file is not at"]),
+    ],
+)
+def test_nothing_is_dropped_in_silence(tmp_path: Path, command: str, said: list[str]) -> None:
+    made = imported(tmp_path / "a.sh", command)
+    assert all(one in made.as_yaml() for one in said), made.as_yaml()
+    assert "-y" not in str(values(made).get("dataset"))
+
+
+def test_what_says_the_same_is_not_listed(tmp_path: Path) -> None:
+    command = (
+        "trl sft --model_name_or_path m --dataset_name d --optim adamw_torch --save_strategy steps --report_to wandb"
+    )
+    made = imported(tmp_path / "a.sh", command)
+    assert (made.left_out, made.unknown, values(made)["report_to"]) == ({}, [], ["wandb"])
+
+
+def test_accelerates_precision_is_the_runs(tmp_path: Path) -> None:
+    command = (
+        "accelerate launch --mixed_precision fp16 --num_processes 2 sft.py --model_name_or_path m --dataset_name d"
+    )
+    made = imported(tmp_path / "a.sh", command)
+    assert [finding.cause for finding in made.findings if "fp16" in finding.cause]
+
+
+def test_sources_of_axolotl_that_say_more_are_listed(tmp_path: Path) -> None:
+    text = (
+        "base_model: m\nadapter: qlora\ndatasets:\n  - {path: a.jsonl, type: alpaca, shards: 4}\n"
+        "  - {path: b.jsonl, type: my.module}\n"
+    )
+    made = imported(tmp_path / "theirs.yaml", text)
+    assert set(made.left_out) == {"adapter = qlora", "shards = 4 of a.jsonl", "type = my.module of b.jsonl"}
+
+
+def test_texts_of_several_lines_stay_in_theirs(tmp_path: Path) -> None:
+    text = (
+        "base_model: m\ndatasets: [{path: a.jsonl}]\nchat_template_jinja: |\n  {% for m in messages %}\n  x: {{ m }}\n"
+    )
+    made = imported(tmp_path / "theirs.yaml", text)
+    assert yaml.safe_load(made.as_yaml())["model"] == "m"
+    made = convert(read(["FOO=a\nb: c", "swift", "sft", "--model", "m", "--dataset", "a", "--output_dir", "x\ny: 1"]))
+    assert yaml.safe_load(made.as_yaml())["output_dir"] == "x\ny: 1"
+
+
+def test_rewards_of_trl(tmp_path: Path) -> None:
+    command = "trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward think_format_reward mine"
+    made = imported(tmp_path / "a.sh", command)
+    assert [one["func"] for one in values(made)["reward_funcs"]] == ["math_verify", "regex"]
+    assert list(made.left_out) == ["reward_funcs = mine"]
+
+
+def test_a_deepspeed_json_is_looked_into(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}, "wall_clock_breakdown": True}
+    made = imported(tmp_path / "ds.json", json.dumps(config))
+    assert any("offload_param.device" in one for one in made.left_out), made.left_out
+
+
+def test_paths_are_those_of_the_new_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}")
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    text = "base_model: some/model\ndatasets: [{path: a.jsonl, split: train}]\ndeepspeed: ds.json\n"
+    (tmp_path / "theirs.yaml").write_text(text)
+    (tmp_path / "sub").mkdir()
+    assert cli.main(["import", "--to", str(tmp_path / "sub/run.yaml"), str(tmp_path / "theirs.yaml")]) == 0
+    said = yaml.safe_load((tmp_path / "sub/run.yaml").read_text())
+    assert (said["dataset"][0]["path"], said["deepspeed"]) == ("../a.jsonl", "../ds.json")
+    assert said["model"] == "some/model", "what is no file here is left as it is"
+
+
 def test_every_line_of_what_is_written_has_its_origin(tmp_path: Path) -> None:
     made = imported(tmp_path / "theirs.yaml", FILES["llama-factory"][0])
     said = made.as_yaml()
@@ -198,6 +281,16 @@ def test_every_line_of_what_is_written_has_its_origin(tmp_path: Path) -> None:
         ("a.json", "{", "is no JSON"),
         ("a.yaml", "color: red\n", "settings of no program that is known: color"),
         ("a.sh", "swift sft --model m --dataset d --learning_rate fast", "learning_rate='fast'"),
+        (
+            "a.yaml",
+            "base_model: m\ndatasets:\n",
+            "datasets=None, and not a list of mappings with a path each (a.yaml:2)",
+        ),
+        ("a.yaml", "base_model: m\ndatasets: [a, b]\n", "datasets=['a', 'b'], and not a list of mappings"),
+        ("a.yaml", "base_model: m\ndatasets: {path: a}\n", "and not a list of mappings"),
+        ("a.yaml", "finetuning_type: lora\nmodel_name_or_path: m\ndataset: d\nlora_rank: big\n", "lora_rank='big'"),
+        ("a.yaml", "train_type: lora\nmodel: m\ndataset: [{a: b}]\n", "and not names of datasets (a.yaml:3)"),
+        ("a.json", '{"zero_optimization": {"stage": 9}}', "zero_stage"),
         ("a.sh", "NPROC_PER_NODE=many swift sft --model m --dataset d", "NPROC_PER_NODE=many"),
     ],
 )

@@ -1,20 +1,33 @@
 """What another program was told -> a run.yaml that says the same, what could not be carried, and what is odd."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from surefoot.config import load_config
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
+from surefoot.config.deepspeed import PRESETS, read_deepspeed
 from surefoot.config.names import ALIASES, FLAG_ALIASES, NOT_HERE
 from surefoot.config.schema import RunConfig
 from surefoot.errors import ConfigError
 from surefoot.findings import CATALOGUE, Finding
-from surefoot.importing.peers import DEFAULTS, GRPO, LORA_ALPHA_TIMES, REWARDS, SAME_HERE, TRL_LORA, WITHOUT
+from surefoot.importing.peers import (
+    DEFAULTS,
+    GRPO,
+    LORA_ALPHA_TIMES,
+    REWARDS,
+    SAME_HERE,
+    SAME_IF,
+    TRL_GRPO,
+    TRL_LORA,
+    WITHOUT,
+)
 from surefoot.importing.read import Told
 
 LARGEST_CARD_GB = 141
@@ -25,6 +38,19 @@ VARIABLES = {
     "MAX_PIXELS": "max_pixels",
     "MIN_PIXELS": "min_pixels",
 }
+AXOLOTL_FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": None, "completion": "text"}
+TRACKERS = ("tensorboard", "wandb", "trackio")
+PATHS = (
+    "model",
+    "dataset",
+    "eval_dataset",
+    "dataset_dir",
+    "image_dir",
+    "init_adapter",
+    "chat_template",
+    *DEEPSPEED_KEYS,
+)
+"""Settings that may name a file."""
 SAMPLED = re.compile(r"^(.*)#(\d+)$")
 
 
@@ -43,16 +69,33 @@ class Imported:
     variables: dict[str, str]
     """Of the environment, that the command was given and that act on their own."""
 
+    def moved(self, base: Path, folder: Path) -> "Imported":
+        """The same for a run.yaml in `folder`, where relative paths of files that are there are relative to `base`."""
+
+        def path_of(value: Any) -> Any:
+            if isinstance(value, list):
+                return [path_of(one) for one in value]
+            if isinstance(value, dict) and isinstance(value.get("path"), str):
+                return {**value, "path": path_of(value["path"])}
+            is_here = isinstance(value, str) and not Path(value).is_absolute() and (base / value).exists()
+            return os.path.relpath(base / value, folder) if is_here else value
+
+        settings = {
+            name: (path_of(value) if name in PATHS else value, origin)
+            for name, (value, origin) in self.settings.items()
+        }
+        return replace(self, settings=settings)
+
     def as_yaml(self) -> str:
         """run.yaml, each line with its origin."""
         lines = [f"# Made by `surefoot import` from a run of {self.program}."]
         for name, (value, origin) in self.settings.items():
-            is_text = isinstance(value, str)
-            said = yaml.safe_dump(value, allow_unicode=True, width=10_000).split("\n")[0] if is_text else _json(value)
-            lines.append(f"{name}: {said}  # {origin}")
-        lines += [f"# not carried: {what}: {why}" for what, why in self.left_out.items()]
-        lines += [f"# not known: {what}" for what in self.unknown]
-        lines += [f"# environment, as before: {name}={value}" for name, value in self.variables.items()]
+            is_plain = isinstance(value, str) and value.isprintable()
+            said = yaml.safe_dump(value, allow_unicode=True, width=10_000).split("\n")[0] if is_plain else _json(value)
+            lines.append(f"{name}: {said}  # {_line(origin)}")
+        lines += [f"# not carried: {_line(what)}: {why}" for what, why in self.left_out.items()]
+        lines += [f"# not known: {_line(what)}" for what in self.unknown]
+        lines += [f"# environment, as before: {name}={_line(value)}" for name, value in self.variables.items()]
         return "\n".join(lines) + "\n"
 
     def as_dict(self) -> dict[str, Any]:
@@ -69,7 +112,7 @@ class Imported:
 def convert(told: Told) -> Imported:
     """Raises: ConfigError where what was told makes no valid run: an odd value, settings that exclude each other."""
     ours: dict[str, tuple[Any, str]] = {}
-    left_out: dict[str, str] = {}
+    left_out = {f"{name} = {value}": "an option of the launcher" for name, value in told.launcher.items()}
     unknown: list[str] = []
     if told.method == "grpo":
         ours["method"] = ("grpo", told.program)
@@ -79,14 +122,20 @@ def convert(told: Told) -> Imported:
         )
         ours["method"] = (told.method, "not available yet")
     for name, value in told.settings.items():
-        said = f"{name} = {value}"
+        said = f"{name} = {value}" if name else str(value)
         origin = f"{name} of {told.places.get(name, told.program)}"
         if name == "reward_funcs":
-            known, others = _rewards(told.program, value if isinstance(value, list) else [value])
+            known, others = _rewards(
+                told.program, [str(one) for one in (value if isinstance(value, list) else [value])]
+            )
             ours |= {name: (known, origin)} if known else {}
             left_out |= {f"{name} = {one}": "a function of yours: name it as file.py:function" for one in others}
             continue
+        if name == "datasets" and told.program == "axolotl":
+            left_out |= _of_axolotl_left(told, value)
         mapped = _mapped(told, name, value)
+        if name == "adapter" and value == "qlora":
+            left_out[said] = WITHOUT["load_in_4bit"]
         if mapped is not None:
             for ours_name, ours_value in mapped.items():
                 ours[ours_name] = (ours_value, origin)
@@ -97,6 +146,9 @@ def convert(told: Told) -> Imported:
                 left_out[said] = NOT_HERE[name]
         elif name in WITHOUT:
             left_out[said] = WITHOUT[name]
+        elif name in SAME_IF:
+            same, instead = SAME_IF[name]
+            left_out |= {} if isinstance(value, str | bool | None) and value in same else {said: instead}
         elif name not in SAME_HERE:
             unknown.append(said)
     for variable, name in VARIABLES.items():
@@ -123,6 +175,7 @@ def convert(told: Told) -> Imported:
         for name in ("eval_dataset", "eval_fraction", "eval_steps", "packing", "train_on"):
             if name in ours:
                 left_out[f"{name} = {ours.pop(name)[0]}"] = "not available with method: grpo"
+    left_out |= _of_deepspeed_left(told, ours)
     ours.setdefault("output_dir", ("run", "nothing was said"))
     refused = () if told.method == "grpo" else ("method",)
     _check(told, {name: value for name, (value, _) in ours.items() if name not in refused and value is not None})
@@ -134,14 +187,39 @@ def convert(told: Told) -> Imported:
     return Imported(told.program, settings, left_out, unknown, list(_odd(told)), kept)
 
 
+def _of_deepspeed_left(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, str]:
+    """What the DeepSpeed config of a run says that is not carried. Raises: ConfigError for one that is none."""
+    left = {}
+    for name in DEEPSPEED_KEYS & ours.keys():
+        value, origin = ours[name]
+        if isinstance(value, str) and value not in PRESETS and not (told.base / value).is_file():
+            left[f"{name} = {value}"] = f"the file is not at {told.base}: what it says could not be looked at"
+            continue
+        for entry in read_deepspeed(value, told.base, origin)[1]:
+            left[f"{name}: {entry}"] = "DeepSpeed's own, without a counterpart"
+    return left
+
+
 def _check(told: Told, values: dict[str, Any]) -> None:
     """Raises: ConfigError where these make no run; of a file without data nothing is known."""
+    if told.program == "DeepSpeed":  # of these nothing else is known
+        values = {"model": "some/model", "dataset": "rows.jsonl", **values}
     if "dataset" not in values or (told.method == "grpo" and "reward_funcs" not in values):
         return
-    file = told.base / str(values.get("deepspeed", ""))
-    beside = {"deepspeed": str(file)} if file.is_file() else {}
+    beside: dict[str, Any] = {}
+    for name in DEEPSPEED_KEYS & values.keys():
+        value = values[name]
+        if isinstance(value, str) and value not in PRESETS:
+            file = told.base / value
+            values = {key: given for key, given in values.items() if key != name}
+            beside = {name: str(file)} if file.is_file() else {}
     meeting = {"rdzv_endpoint": "node0:29500"} if values.get("nnodes", 1) != 1 else {}
     load_config(None, [], {**values, **beside, **meeting})
+
+
+def _line(text: str) -> str:
+    """For a comment, which ends with its line."""
+    return text if text.isprintable() else _json(text)
 
 
 def _json(value: Any) -> str:
@@ -155,6 +233,13 @@ def _mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
         special = _of_axolotl(name, value)
         if special is not None:
             return special
+    if name == "datasets" and told.program == "axolotl":
+        return {"dataset": [_axolotl_source(one) for one in _mappings(told, name, value)]}
+    if name in ("dataset_shuffle", "shuffle_dataset"):
+        return {} if value in (True, None) else {"shuffle": False}
+    if name == "report_to":
+        known = [one for one in (value if isinstance(value, list) else [value]) if one in TRACKERS]
+        return {"report_to": known} if known else {}
     if name in ("stage", "rlhf_type", "rl"):
         return {}
     if name in DEEPSPEED_KEYS:
@@ -166,7 +251,10 @@ def _mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
     if name == "disable_gradient_checkpointing":
         return {"gradient_checkpointing": not value}
     if name == "dataset" and told.program == "ms-swift":
-        return {"dataset": [_sampled(one) for one in ([value] if isinstance(value, str) else value)]}
+        sources = value if isinstance(value, list) else [value]
+        if not all(isinstance(one, str) for one in sources):
+            raise _odd_value(told, name, value, "names of datasets")
+        return {"dataset": [_sampled(one) for one in sources]}
     if name in FLAG_ALIASES:
         return dict([FLAG_ALIASES[name]]) if value is True else {}
     if name in ("lora_target", "lora_target_modules", "target_modules") and isinstance(value, str):
@@ -175,7 +263,7 @@ def _mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
     if name in WITHOUT:
         return None
     ours = name if name in RunConfig.model_fields else ALIASES.get(name)
-    if ours is None or ours in ("report_to",):
+    if ours is None:
         return None
     if name in ("packing", "sample_packing", "neat_packing") and not value:
         return {}
@@ -191,11 +279,31 @@ def _rewards(program: str, names: list[str]) -> tuple[list[Any], list[str]]:
 def _of_axolotl(name: str, value: Any) -> dict[str, Any] | None:
     if name == "adapter":
         return {"tuning": "lora"} if value in ("lora", "qlora") else {"tuning": "full"}
-    if name == "datasets":
-        return {"dataset": [_axolotl_source(one) for one in value]}
     if name == "lora_target_linear":
         return {"target_modules": "all"} if value else {}
     return None
+
+
+def _odd_value(told: Told, name: str, value: Any, wanted: str) -> ConfigError:
+    return ConfigError(f"{name}={value!r}, and not {wanted} ({told.places.get(name, told.program)}).")
+
+
+def _mappings(told: Told, name: str, value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(one, dict) and one.get("path") for one in value):
+        raise _odd_value(told, name, value, "a list of mappings with a path each")
+    return value
+
+
+def _of_axolotl_left(told: Told, value: Any) -> dict[str, str]:
+    """What its sources say that is not carried."""
+    left = {}
+    for item in _mappings(told, "datasets", value):
+        for name, given in item.items():
+            if name == "type" and (not isinstance(given, str) or given not in AXOLOTL_FORMATS):
+                left[f"type = {given} of {item['path']}"] = "name its columns with `columns`, or its form with `format`"
+            elif name not in ("path", "name", "split", "type"):
+                left[f"{name} = {given} of {item['path']}"] = "sources have path, subset, split, format and columns"
+    return left
 
 
 def _axolotl_source(item: dict[str, Any]) -> dict[str, Any]:
@@ -204,8 +312,7 @@ def _axolotl_source(item: dict[str, Any]) -> dict[str, Any]:
         source["subset"] = item["name"]
     if item.get("split"):
         source["split"] = item["split"]
-    formats = {"alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": None, "completion": "text"}
-    known = formats.get(str(item.get("type")))
+    known = AXOLOTL_FORMATS.get(str(item.get("type")))
     return {**source, **({"format": known} if known else {})}
 
 
@@ -230,9 +337,12 @@ def _defaults(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, Any]:
     defaults = dict(DEFAULTS[told.program])
     if told.program == "TRL" and ours.get("tuning", ("full", ""))[0] == "lora":
         defaults |= TRL_LORA
+    if told.program == "TRL" and told.method == "grpo":
+        defaults = {**{name: value for name, value in defaults.items() if name != "max_length"}, **TRL_GRPO}
     times = LORA_ALPHA_TIMES.get(told.program)
-    if times and "lora_rank" in ours:
-        defaults["lora_alpha"] = times * int(ours["lora_rank"][0])
+    rank = ours.get("lora_rank", (None, ""))[0]
+    if times and isinstance(rank, int):
+        defaults["lora_alpha"] = times * rank
     tuning = ours.get("tuning", (defaults.get("tuning"), ""))[0]
     if tuning == "full" and told.program == "ms-swift":
         defaults["learning_rate"] = 1e-5
@@ -250,8 +360,9 @@ def _odd(told: Told) -> Iterator[Finding]:
     """Settings that work against each other, whatever program they are of."""
     said = {name: _number(value) for name, value in told.settings.items()}
     uses_vllm = said.get("use_vllm") is True
+    counts = {name: value for name, value in said.items() if isinstance(value, int | float)}
     window, prompt, completion = (
-        said.get(name) for name in ("vllm_max_model_len", "max_length", "max_completion_length")
+        counts.get(name) for name in ("vllm_max_model_len", "max_length", "max_completion_length")
     )
     if uses_vllm and window and completion and window <= completion + (prompt or 0):
         yield _finding(
@@ -263,7 +374,7 @@ def _odd(told: Told) -> Iterator[Finding]:
             window=window, needed=completion + (prompt or 0),
         )  # fmt: skip
     size = BILLIONS.search(str(said.get("model") or said.get("model_name_or_path") or ""))
-    share, ranks = said.get("vllm_gpu_memory_utilization"), said.get("vllm_tensor_parallel_size") or 1
+    share, ranks = counts.get("vllm_gpu_memory_utilization"), counts.get("vllm_tensor_parallel_size") or 1
     if uses_vllm and size and isinstance(share, float):
         needed_gb, room_gb = 2 * float(size[1]), share * ranks * LARGEST_CARD_GB
         if needed_gb > room_gb:

@@ -39,20 +39,36 @@ TRL_LORA = {
     "target_modules": ["q_proj", "v_proj"],
 }
 
+TRL_GRPO = {"truncation": "left", "learning_rate": 1e-6}
+
 SAME_HERE = frozenset(
     "do_train do_eval overwrite_cache plot_loss trust_remote_code use_fast_tokenizer ddp_timeout remove_unused_columns "
-    "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor per_device_eval_batch_size save_strategy "
-    "evaluation_strategy eval_strategy logging_strategy report_to flash_attn attn_impl attn_implementation "
-    "flash_attention use_liger_kernel enable_liger_kernel ddp_find_unused_parameters save_only_model "
+    "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor per_device_eval_batch_size "
+    "flash_attn attn_impl attn_implementation "
+    "flash_attention use_liger_kernel enable_liger_kernel ddp_find_unused_parameters "
     "lazy_tokenize model_author logging_dir logging_first_step include_num_input_tokens_seen include_tokens_per_second "
-    "eval_on_start metric_for_best_model gradient_checkpointing_kwargs use_reentrant dataset_shuffle "
+    "eval_on_start metric_for_best_model gradient_checkpointing_kwargs use_reentrant "
     "load_from_cache_file tokenizer_type model_type_hf val_batch_size strict_packing eval_sample_packing "
     "pad_to_sequence_len dataset_prepared_path xformers_attention wandb_project wandb_entity wandb_name wandb_run_id "
-    "wandb_log_model hub_model_id push_to_hub tokenizer_name_or_path ddp_backend log_level disable_tqdm "
-    "low_cpu_mem_usage local_rank special_tokens optim optimizer group_by_length train_sampler_random "
+    "wandb_log_model hub_model_id tokenizer_name_or_path ddp_backend log_level disable_tqdm "
+    "low_cpu_mem_usage local_rank special_tokens group_by_length train_sampler_random "
     "vllm_device log_completions strategy flash_attn_2 gradient_checkpointing_use_reentrant do_predict".split()
 )
 """Tell how, not what: here it is done some way of its own, or always."""
+
+SAME_IF: dict[str, tuple[frozenset[Any], str]] = {
+    **dict.fromkeys(
+        ("optim", "optimizer"),
+        (frozenset("adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw AdamW".split()), "AdamW is used"),
+    ),
+    **dict.fromkeys(
+        ("save_strategy", "evaluation_strategy", "eval_strategy", "logging_strategy"),
+        (frozenset(("steps",)), "save_steps, eval_steps and logging_steps say when"),
+    ),
+    "save_only_model": (frozenset((False, None)), "checkpoints hold the optimizer too: runs go on from them"),
+    "push_to_hub": (frozenset((False, None)), "nothing is sent to the hub"),
+}
+"""Their setting -> (values that say what is done here anyhow, what is done where it says something else)."""
 
 WITHOUT: dict[str, str] = {
     "template": "the chat template of the model itself is used: check one sample with `surefoot data`",
@@ -102,7 +118,7 @@ REWARDS: dict[str, dict[str, Any]] = {
         "accuracy": {"func": "math_verify", "args": {"answer_column": "solution"}},
         "format": {"func": "regex", "args": {"pattern": r"\A<think>.*?</think>\s*<answer>.*?</answer>\Z"}},
     },
-    "trl": {
+    "TRL": {
         "accuracy_reward": {"func": "math_verify", "args": {"answer_column": "solution"}},
         "think_format_reward": {"func": "regex", "args": {"pattern": r"\A<think>(?!.*<think>).*?</think>.*\Z"}},
     },

@@ -13,10 +13,17 @@ import yaml
 from surefoot.errors import ConfigError
 
 ASSIGNMENT = re.compile(r"^(?:export\s+)?([A-Za-z_]\w*)=(.*)$", re.DOTALL)
+HYDRA = re.compile(r"^\w+=")
+SHORT = re.compile(r"^-[A-Za-z]")
 VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
 LAUNCHERS = {"nproc_per_node": "nproc_per_node", "num_processes": "nproc_per_node", "num_gpus": "nproc_per_node",
              "nnodes": "nnodes", "num_machines": "nnodes", "num_nodes": "nnodes"}  # fmt: skip
 """Options of torchrun, accelerate and deepspeed before the script."""
+OF_MEETING = frozenset(
+    "standalone node_rank machine_rank master_addr master_port main_process_ip main_process_port rdzv_backend rdzv_id "
+    "rdzv_endpoint multi_gpu num_cpu_threads_per_process use_deepspeed max_restarts tee log_dir".split()
+)
+"""Others of theirs, that say how ranks find each other: here that is said when the run is started."""
 KNOWN = "an ms-swift, LLaMA-Factory, TRL or axolotl command line or YAML, or a DeepSpeed JSON"
 
 
@@ -32,8 +39,9 @@ class Told:
     environment: dict[str, str] = field(default_factory=dict)
     base: Path = field(default_factory=Path.cwd)
     """Relative paths in it are relative to this folder."""
-    is_grpo: bool = False
     method: str = "sft"
+    launcher: dict[str, Any] = field(default_factory=dict)
+    """Options before the script that mean nothing to the program itself."""
 
 
 def read(source: str | Sequence[str]) -> Told:
@@ -135,18 +143,26 @@ def _read_command(words: list[str], environment: dict[str, str], place: str, bas
         raise ConfigError(f"{' '.join(words[:4]) or 'nothing'}: no command of a program that is known. Give {KNOWN}.")
     program, method, begin = command
     settings: dict[str, Any] = {}
+    launcher: dict[str, Any] = {}
     for name, value in _options(words[: begin - 1]).items():
         if name in LAUNCHERS:
             settings[LAUNCHERS[name]] = value
+        elif name == "mixed_precision":  # of accelerate
+            settings |= {value: True} if value in ("fp16", "bf16") else {}
+        elif name not in OF_MEETING and name not in ("", "-m", "-u"):
+            launcher[name] = value
     rest = words[begin:]
-    if rest and not rest[0].startswith("-"):  # a YAML file, and options that win over it
+    if rest and Path(rest[0]).suffix in (".yaml", ".yml", ".json"):  # and options that win over it
         file = (base / rest[0]).resolve()
         told = read(str(file))
-        told.settings |= settings | _options(rest[1:])
+        own = settings | _options(rest[1:])
+        told.settings |= own
+        told.places |= dict.fromkeys(own, place)
         told.environment |= environment
+        told.launcher |= launcher
         return told
     settings |= _options(rest)
-    told = Told(program, settings, dict.fromkeys(settings, place), environment, base)
+    told = Told(program, settings, dict.fromkeys(settings, place), environment, base, launcher=launcher)
     told.method = _method(program, settings) if method in ("sft", "rlhf") else method
     return told
 
@@ -159,18 +175,25 @@ def _method(program: str, settings: Mapping[str, Any]) -> str:
 
 
 def _options(words: Sequence[str]) -> dict[str, Any]:
-    """`--name value ...` and `--name=value` and `--flag`; a shell's redirections end them."""
+    """`--name value ...`, `--name=value`, `--flag`, and `name=value` (of Hydra); a shell's redirections end them.
+
+    `-x` is a name as it stands; words before the first name are those of "".
+    """
     found: dict[str, Any] = {}
     name = ""
     for word in words:
         if word in ("|", ">", ">>", "2>&1", "&", "&&", "&>", ";"):
             break
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
+        if word.startswith("--") or (HYDRA.match(word) and not name):
+            name, equals, value = word.removeprefix("--").partition("=")
             name = name.replace("-", "_")
             found[name] = value if equals else True
-        elif name:
-            before = found[name]
+            name = name if word.startswith("--") else ""
+        elif SHORT.match(word):
+            name = word
+            found[name] = True
+        else:
+            before = found.setdefault(name, True)
             found[name] = word if before is True else [*before, word] if isinstance(before, list) else [before, word]
     return {key: _value(value) for key, value in found.items()}
 
