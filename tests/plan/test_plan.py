@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import surefoot
 from surefoot import cli
 from surefoot.config import load_config
-from surefoot.errors import ConfigError
+from surefoot.errors import ConfigError, ModelError
 from surefoot.health.recorder import read_history
 from surefoot.plan import forecast as forecasting
 from surefoot.plan.devices import Device
@@ -246,6 +246,13 @@ def test_the_page_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in said
 
 
+def test_heads_that_do_not_divide_are_named_where_transformers_lets_them_pass(tmp_path: Path) -> None:
+    config = json.loads((PLANS / "qwen-72b/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 8193}))
+    with pytest.raises(ModelError, match="hidden_size=8193 is no multiple of num_attention_heads=64"):
+        plan(str(PLANS / "qwen-72b-lora.yaml"), ["device=h200", f"model={tmp_path}"])
+
+
 @pytest.mark.parametrize(
     ("change", "arguments", "said"),
     [
@@ -257,7 +264,17 @@ def test_the_page_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
         ({}, ["device=h200", "dp_replicate_size=3"], "dp_replicate_size=3 does not divide the 1 ranks"),
         ({"num_key_value_heads": 3}, ["device=h200"], "no forecast can be made of this model"),
         ({"hidden_size": "many"}, ["device=h200"], "hidden_size"),
-        ({"num_attention_heads": 0}, ["device=h200"], "config.json"),
+        ({"num_attention_heads": 0}, ["device=h200"], "config.json: num_attention_heads=0 is no size"),
+        ({"intermediate_size": 0}, ["device=h200"], "config.json: intermediate_size=0 is no size"),
+        ({"num_hidden_layers": 0}, ["device=h200"], "config.json: num_hidden_layers=0 is no size"),
+        ({"hidden_size": None}, ["device=h200"], "config.json: has no hidden_size, and without it"),
+        ({"num_hidden_layers": None}, ["device=h200"], "config.json: has no num_hidden_layers"),
+        (
+            {"head_dim": None, "hidden_size": 65},
+            ["device=h200"],
+            "(65) is not a multiple of the number of attention",
+        ),
+        ({"hidden_act": "nope"}, ["device=h200"], "config.json: hidden_act=nope is no activation"),
         ({"model_type": "perceptron"}, ["device=h200"], "perceptron"),
         ({}, ["device=cuda"], "no GPU is here"),
     ],
@@ -267,7 +284,8 @@ def test_what_cannot_be_planned(
     arguments: list[str], said: str,
 ) -> None:  # fmt: skip
     config = json.loads((model_folder("llama") / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    changed = {name: value for name, value in {**config, **change}.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
     run = tmp_path / "run.json"
     run.write_text(json.dumps({"model": str(tmp_path), "dataset": "rows.jsonl", "output_dir": "run"}))
     assert cli.main(["plan", str(run), *arguments]) == 2

@@ -19,7 +19,7 @@ from surefoot.models.lora import LoraSettings
 from surefoot.parallel.layout import Layout
 from surefoot.plan.devices import GB, GIB, Device
 from surefoot.plan.memory import Cuts, Owners, Rollout, Server, cut, forecast_memory, gradient_share
-from surefoot.plan.sizes import FP32_BYTES, Elements, Sizes, sizes_of
+from surefoot.plan.sizes import FP32_BYTES, Elements, Sizes, check_fields, sizes_of
 from surefoot.plan.tower import Pictures, pictures_of, show
 from surefoot.plan.trace import ATTENTION, NOTHING, Trace, likelihood, policy_loss, shaped_batch, trace_step
 from surefoot.training.artifacts import lora_settings
@@ -258,7 +258,7 @@ def _as_model_errors(base: Path) -> Iterator[None]:
     except SurefootError:
         raise
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else ""
+        reason = " ".join(str(error).split())[:300]
         raise ModelError(
             f"{base / 'config.json'}: no forecast can be made of this model: {type(error).__name__}: {reason}"
         ) from error
@@ -267,6 +267,7 @@ def _as_model_errors(base: Path) -> Iterator[None]:
 @lru_cache(maxsize=8)
 def _sizes(base: Path, lora: LoraSettings | None, dtype: torch.dtype, *, freeze_vision: bool) -> Sizes:
     with _as_model_errors(base), FakeTensorMode():
+        check_fields(base)
         return sizes_of(
             build_without_storage(
                 base,

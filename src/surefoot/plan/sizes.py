@@ -1,14 +1,21 @@
 """How many elements of a model are frozen, trained, experts', of the largest layer: what sharding is reckoned with."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import AutoConfig
+from transformers.activations import ACT2FN
 
+from surefoot.errors import ModelError
 from surefoot.models.build import BuiltModel
 from surefoot.models.experts import experts_of, is_fused_experts
 
 FP32_BYTES = 4
+FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+"""Of a config, that its size depends on; by transformers' names for them."""
 
 
 @dataclass(frozen=True)
@@ -97,3 +104,25 @@ def _count(module: nn.Module, of_experts: set[nn.Parameter]) -> Elements:
 
 def _shapes(layer: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
     return tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
+
+
+def check_fields(base: Path) -> None:
+    """Raises: ModelError for a size that config.json does not say or cannot mean, where a default would be a guess."""
+    path = base / "config.json"
+    said = json.loads(path.read_text("utf-8"))
+    text = said.get("text_config", said)
+    for field, value in text.items():
+        if field in FIELDS and isinstance(value, int) and value < 1:
+            raise ModelError(f"{path}: {field}={value} is no size. Correct it.")
+    config = AutoConfig.from_pretrained(base).get_text_config()
+    for field in (name for name in FIELDS if hasattr(config, name)):
+        own = getattr(config, "attribute_map", {}).get(field, field)
+        if text is said and not {field, own} & said.keys():  # nested ones leave defaults out
+            raise ModelError(f"{path}: has no {own}, and without it the model's size is not known. Add it.")
+    heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    is_even = not isinstance(heads, int) or not isinstance(width, int) or width % heads == 0
+    if not is_even and not {"head_dim", "qk_nope_head_dim"} & text.keys():
+        raise ModelError(f"{path}: hidden_size={width} is no multiple of num_attention_heads={heads}. Correct one.")
+    activation = getattr(config, "hidden_act", None)
+    if isinstance(activation, str) and activation not in ACT2FN:
+        raise ModelError(f"{path}: hidden_act={activation} is no activation that transformers knows. Correct it.")
