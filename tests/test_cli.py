@@ -221,3 +221,22 @@ def test_explain_tells_what_a_folder_says(settings: dict[str, Any], tmp_path: Pa
     nothing = surefoot("explain", str(tmp_path / "nowhere"))
     assert nothing.returncode == 2
     assert "holds no run" in nothing.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set"),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, "Make them agree"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE='' is no number of ranks"),
+    ],
+)
+def test_half_of_what_a_launcher_says_starts_no_job_of_its_own(
+    settings: dict[str, Any], tmp_path: Path, variables: dict[str, str], said: str
+) -> None:
+    settings = {**settings, "nproc_per_node": 1 if said.startswith("WORLD_SIZE=''") else 2}
+    (tmp_path / "run.json").write_text(json.dumps(settings))
+    done = surefoot("train", str(tmp_path / "run.json"), env=variables)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

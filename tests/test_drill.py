@@ -28,6 +28,13 @@ def test_a_fault_that_is_not_named_ends_the_drill_with_status_3() -> None:
     assert "0 of 1 faults" in done.stdout
 
 
+def test_settings_that_make_no_run_are_no_fault_that_was_missed() -> None:
+    done = surefoot("drill", "--kinds=killed", "bogus=1")
+    assert done.returncode == 2
+    assert "unknown setting" in done.stderr
+    assert done.stdout == ""
+
+
 def test_a_fault_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="no such fault: nonsense. There are: killed"):
         next(drill(["nonsense"]))

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from surefoot.config import load_config
 from surefoot.errors import ConfigError
 from surefoot.health.faults import FAULTS, VARIABLE
 
@@ -68,7 +69,7 @@ def drill(kinds: Sequence[str] = (), *, seeds: int = 1, overrides: Sequence[str]
     """Strike each kind of fault, `seeds` times; outcomes come as they are known.
 
     Without `kinds` all that can be struck here; `overrides` are settings of the runs, as `key=value`.
-    Raises: ConfigError for a kind that does not exist, or cannot be struck here.
+    Raises: ConfigError for a kind that does not exist, or cannot be struck here; for settings that make no run.
     """
     unknown = [kind for kind in kinds if kind not in faults()]
     if unknown:
@@ -78,10 +79,12 @@ def drill(kinds: Sequence[str] = (), *, seeds: int = 1, overrides: Sequence[str]
         raise ConfigError(f"{', '.join(beyond)}: no cgroup may be made here. Run as root where version 1 is mounted.")
     chosen = kinds or [kind for kind in faults() if not FAULTS[kind].needs_limits or can_limit()]
     with tempfile.TemporaryDirectory(prefix="surefoot-drill-") as name, ThreadPoolExecutor(TOGETHER) as pool:
-        settings = write_job(Path(name))
+        settings = write_job(Path(name)) | {"nproc_per_node": 2}
+        ranks = load_config(None, overrides, settings | {"output_dir": name}).run.nproc_per_node
         runs = [(kind, seed) for seed in range(seeds) for kind in chosen]
         started = [
-            pool.submit(strike, kind, settings, Path(name, f"{kind}-{seed}"), seed, overrides) for kind, seed in runs
+            pool.submit(strike, kind, settings, Path(name, f"{kind}-{seed}"), seed, overrides, ranks=ranks)
+            for kind, seed in runs
         ]
         for one in as_completed(started):
             yield one.result()
@@ -129,11 +132,13 @@ def settings_of(model: Path, data: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def strike(kind: str, settings: dict[str, Any], folder: Path, seed: int, overrides: Sequence[str] = ()) -> Outcome:
-    """One run of two ranks with one fault, on a rank and in a step that the seed draws."""
+def strike(
+    kind: str, settings: dict[str, Any], folder: Path, seed: int, overrides: Sequence[str] = (), *, ranks: int = 2
+) -> Outcome:
+    """One run of some ranks with one fault, on a rank and in a step that the seed draws."""
     fault = FAULTS[kind]
     draw = random.Random(f"{kind}-{seed}")
-    rank, step = draw.randrange(2), draw.randrange(fault.first_step, fault.first_step + 8)
+    rank, step = draw.randrange(ranks), draw.randrange(fault.first_step, fault.first_step + 8)
     folder.mkdir(parents=True)
     struck = folder / "struck"
     settings = {
@@ -141,7 +146,7 @@ def strike(kind: str, settings: dict[str, Any], folder: Path, seed: int, overrid
         "output_dir": str(folder / "run"),
         "max_steps": 100_000,
         "save_steps": step if fault.phase == "save" else 0,
-        "nproc_per_node": 2,
+        "nproc_per_node": ranks,
         "on_stall": "stop",
         "stall_timeout_s": 1.0,
     }

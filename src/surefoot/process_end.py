@@ -13,8 +13,8 @@ PARENT_DEATH_SIGNAL = 1
 
 
 def is_rank() -> bool:
-    """Whether our launcher, torchrun or SLURM started this process as one of several; some set only how many."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and {"RANK", "LOCAL_RANK"} <= os.environ.keys()
+    """Whether our launcher, torchrun or SLURM started this process as a rank; some set only how many there are."""
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def stop_signals() -> list[signal.Signals]:

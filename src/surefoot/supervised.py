@@ -57,13 +57,14 @@ def train_supervised(loaded: LoadedConfig, *, as_json: bool) -> int:
         return _ended(run, watch, status, found, began_s)
     finally:
         _report(run)
+        if watch.was_stopped:
+            say(found[-1].as_text())  # once more: the last thing said
 
 
 def _ended(run: RunConfig, watch: "_Watch", status: int, found: list[Finding], began_s: float) -> int:
-    """Write down and say how it ended; returns the exit status."""
+    """Write down how it ended; returns the exit status."""
     if watch.was_stopped:
         write_end(run.run_folder, findings=found, error=found[-1].as_text(), since_s=began_s)
-        say(found[-1].as_text())  # once more: the last thing said
         return StoppedOnFinding.exit_status
     if found:
         write_end(run.run_folder, findings=found, since_s=began_s)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 from surefoot.health.recorder import Entry, read_history
 from surefoot.integrations import SurefootCallback
+from surefoot.integrations.trainer import MOST_FORWARDS, _Batches
 
 
 @pytest.fixture
@@ -80,3 +81,36 @@ def test_a_training_that_failed_is_not_watched_when_the_next_begins(
     ends = [(entry.start, entry.values["failed"]) for entry in found if entry.kind == "run ended"]
     assert [failed for _, failed in ends] == [1.0, 0.0]
     assert len({start for start, _ in ends}) == 2
+
+
+class _LooksAside(TrainerCallback):  # type: ignore[misc]
+    """Uses the model for something else in the second step, as a generation of completions does."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+
+    def on_pre_optimizer_step(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        if state.global_step == 1:
+            with torch.no_grad():
+                self.model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_padding_is_told_of_steps_that_only_train(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    aside = _LooksAside()
+    made = trainer(aside)
+    aside.model = made.model
+    made.train()
+    found = [entry.values for entry in read_history(tmp_path / "out").entries if entry.kind == "batch"]
+    assert [values["padding"] for values in found] == [10.0, 0.0, 10.0, 10.0, 10.0, 10.0]
+    assert {values["tokens"] for values in found} == {16.0}
+
+
+def test_a_model_that_is_used_on_after_a_failure_is_not_counted_for_ever() -> None:
+    model = torch.nn.Identity()
+    batches = _Batches(model)
+    for _ in range(MOST_FORWARDS + 5):
+        batches._count(model, (), {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)})
+    assert len(batches._masks) == MOST_FORWARDS
+    batches.begin()
+    assert batches.take(0, 1).tokens == 0

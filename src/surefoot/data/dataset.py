@@ -231,7 +231,7 @@ class Dataset:
                     worst = found[shard.lengths[found].argmax()]
                     longest = max(longest, (int(shard.lengths[worst]), self._place(ref, int(shard.lines[worst]))))
         if too_long:
-            of_prompts = any(source.spec.prompts for source in self.sources)
+            of_prompts = self._are_prompts
             why = "Cutting them would train on answers without an end."
             why, side = ("Cutting them would lose what is asked.", "left") if of_prompts else (why, "right")
             cut = f" or {side} (cut them{', but not those with images' if with_images else ''})"
@@ -316,6 +316,10 @@ class Dataset:
         """Columns kept beside a sample, where the dataset was opened with `keep_columns`."""
         return dict(self.shard(chunk).columns(sample))
 
+    @property
+    def _are_prompts(self) -> bool:
+        return any(source.spec.prompts for source in self.sources)
+
     def _place(self, ref: ChunkRef, line: int) -> str:
         return f"{self._files[ref.file].recipe.name}:{line}"
 
@@ -341,7 +345,8 @@ class Dataset:
         line, reason = problems[0]
         advice = "Correct the row, or leave such rows out with on_bad_row: skip"
         if len(problems) == ref.num_rows > 1:
-            advice = "No row around it can be used: look at chat_template, dataset_format, columns and image_dir"
+            where = " and image_dir" if "image" in reason else ""
+            advice = f"No row around it can be used: look at chat_template, dataset_format, columns{where}"
         elif len(problems) > 1:
             advice = f"{len(problems) - 1} more of the {ref.num_rows} rows around it are bad. {advice}"
         end = "" if reason.endswith(("?", ".")) else "."
@@ -375,7 +380,8 @@ class Dataset:
         has_images = shard.image_counts > 0  # what an image's tokens mean is lost when some are cut off
         if reading.truncation == "error" and not reading.is_lenient and (too_long & view).any():
             first_long = int(np.flatnonzero(too_long & view)[0])
-            ways = "drop" if has_images[first_long] else "drop or right"
+            side = "left" if self._are_prompts else "right"
+            ways = "drop" if has_images[first_long] else f"drop or {side}"
             raise DataError(
                 f"{self._place(ref, int(shard.lines[first_long]))}: {lengths[first_long]} tokens, longer than "
                 f"{reading.limit}={reading.max_length}. Raise it, or set truncation: {ways} ({self._where})."

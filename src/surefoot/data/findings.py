@@ -97,17 +97,18 @@ def _of_counts(dataset: Dataset) -> list[Finding]:
     counts = dataset.counts()
     if counts.truncated <= TRUNCATED_SHARE * counts.read:
         return []
+    limit = dataset.reading.limit
     longest = max(int(dataset.shard(number).lengths.max(initial=0)) for number in range(len(dataset.chunks)))
     evidence = {
         "truncated": counts.truncated,
         "of": counts.read,
         "inside_a_trained_turn": counts.cut_inside,
-        "max_length": dataset.reading.max_length,
+        limit: dataset.reading.max_length,
         "longest": longest,
     }
     share = counts.truncated / counts.read
-    fix = f"Raise max_length (the longest sample has {longest} tokens), or leave long rows out with truncation: drop."
-    return [Finding("SF506", f"{share:.0%} of the rows are cut to max_length", evidence, fix)]
+    fix = f"Raise {limit} (the longest sample has {longest} tokens), or leave long rows out with truncation: drop."
+    return [Finding("SF506", f"{share:.0%} of the rows are cut to {limit}", evidence, fix)]
 
 
 def _overlap(train: Dataset, held_out: Dataset) -> list[Finding]:

@@ -25,6 +25,8 @@ from surefoot.health.observers import rank_observers
 from surefoot.health.witness import record_collectives
 from surefoot.training.record import FindingLog
 
+MOST_FORWARDS = 4096
+"""Of a step, that are counted: a training that failed says nothing, and its model may be used on."""
 SIGN_EVERY_S = 1.0
 """Between two signs of life in an evaluation."""
 
@@ -62,13 +64,15 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
             elsewhere = ranks_elsewhere(args.world_size)
             self._watcher = start(Watched(FindingLog(folder, self._webhook), args.world_size, elsewhere))
         self._observers = rank_observers(folder, self._rank)
-        if model is not None and not args.torch_compile:  # a hook would break its graph
+        if model is not None:
             self._batches = _Batches(model)
         atexit.register(self.close)  # an exception ends the run without on_train_end; a kill leaves no last word
         self._step_began_s = time.perf_counter()
         self._begin("wait for data")
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
+        if self._batches is not None:
+            self._batches.begin()
         self._begin("forward and backward")
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -172,10 +176,16 @@ class _Batches:
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
         self._masks: list[tuple[Tensor, torch.cuda.Event | None]] = []
         self._tokens = self._rows = 0
+        self._has_others = False
 
     def _count(self, _: nn.Module, __: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
         ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-        if not torch.is_grad_enabled() or not isinstance(ids, Tensor) or ids.dim() != 2:
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or len(self._masks) == MOST_FORWARDS:
+            return
+        if not torch.is_grad_enabled():
+            self._has_others = True
             return
         self._tokens, self._rows = self._tokens + ids.numel(), self._rows + len(ids)
         if isinstance(mask, Tensor) and mask.shape == ids.shape:
@@ -185,15 +195,17 @@ class _Batches:
                 copied.record()
             self._masks.append((copy, copied))
 
+    def begin(self) -> None:
+        """A step begins: what came before it is not its own."""
+        self._masks, self._tokens, self._rows, self._has_others = [], 0, 0, False
+
     def take(self, rank: int, step: int) -> BatchDescribed:
-        """What there was since the last time."""
+        """Of the step that ends; without padding where it generated too, which takes a time that is not known."""
         for _, copied in self._masks:
             if copied is not None:
                 copied.synchronize()
-        padding = sum(int(copy) for copy, _ in self._masks)
-        taken = BatchDescribed(rank, step, self._tokens, 0, self._rows, 0, padding)
-        self._masks, self._tokens, self._rows = [], 0, 0
-        return taken
+        padding = 0 if self._has_others else sum(int(copy) for copy, _ in self._masks)
+        return BatchDescribed(rank, step, self._tokens, 0, self._rows, 0, padding)
 
     def end(self) -> None:
         self._hook.remove()

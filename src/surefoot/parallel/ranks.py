@@ -138,7 +138,10 @@ def joined(device_type: str, *, alone_too: bool = False) -> Iterator[Ranks]:
     already is used and stays. Raises: ConfigError for an environment or a machine that does not fit.
     """
     backend = "nccl" if device_type == "cuda" else "gloo"
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    said = os.environ.get("WORLD_SIZE", "1")
+    if not said.isdigit() or int(said) < 1:
+        raise ConfigError(f"WORLD_SIZE='{said}' is no number of ranks. Unset it, or start ranks with a launcher.")
+    if int(said) == 1:
         is_ours = alone_too and not dist.is_initialized()
         if is_ours:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
