@@ -136,7 +136,9 @@ def test_what_lies_between_gpus_is_told(run: Any) -> None:
     seen = replace(node(), topology=ways)
     (said,) = [check.text for check in examine(seen, run()) if check.name == "GPU to GPU"]
     assert said == ("28 of 28 pairs read each other's memory; between them one PCIe switch: 12, several processors: 16")
-    assert changes(seen, node()) != [], "cards that were moved are a change"
+    moved = replace(seen, topology={**ways, "0-1": "several processors"})
+    assert changes(seen, moved) == ["topology.0-1: one PCIe switch -> several processors"]
+    assert changes(seen, node()) == [], "an older version did not look"
 
 
 def test_a_snapshot_with_cards_comes_back_from_json() -> None:

@@ -75,8 +75,10 @@ def test_a_run_knows_its_machine_and_what_changed_since(
     settings: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = surefoot.train(settings, screen=False, max_steps=1).run_folder
-    assert main(["doctor", "--against", str(run)]) == 0
-    assert capsys.readouterr().out.endswith(f"changed since {run}:\nnothing\n")
+    two = {**settings, "nproc_per_node": 2, "output_dir": f"{settings['output_dir']}2", "report": False}
+    for folder in (run, surefoot.train(two, screen=False, max_steps=1).run_folder):
+        assert main(["doctor", "--against", str(folder)]) == 0
+        assert capsys.readouterr().out.endswith(f"changed since {folder}:\nnothing\n")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     assert main(["doctor", "--against", str(run)]) == 0
     assert capsys.readouterr().out.endswith("environment.NCCL_DEBUG: not there -> WARN\n")

@@ -14,6 +14,10 @@ def healthy(name: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]
     """One run without a fault, in a shape that might be taken for one."""
     folder.mkdir(parents=True)
     settings = {**settings, **HEALTHY[name], "output_dir": str(folder / "run")}
+    if name == "long-tokenising":
+        own = Path(settings["model"], "chat_template.jinja").read_text()
+        (folder / "slow.jinja").write_text(SLOW + own)
+        settings["chat_template"] = str(folder / "slow.jinja")
     (folder / "run.json").write_text(json.dumps(settings))
     quirk = {VARIABLE: f"{QUIRKS[name]}:{folder / 'struck'}"} if name in QUIRKS else {}
     done = subprocess.run(
@@ -49,8 +53,11 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True, "tuning": "full", "max_steps": 150},
     "uneven-steps": {"nproc_per_node": 2, "max_steps": 60},
     "page-cache": {"max_steps": 300},
+    "long-tokenising": {"nproc_per_node": 2, "dataset_num_proc": 1, "max_steps": 50},
 }
 """Shapes of runs -> their settings."""
+SLOW = "{% for a in range(40) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
+"""A chat template that takes a tenth of a second for each row: half a minute before the first step."""
 QUIRKS = {
     "uneven-steps": "hiccup:1:10",
     "page-cache": "page-cache:0:5",

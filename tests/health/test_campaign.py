@@ -61,7 +61,7 @@ def test_a_fault_is_found_and_named(
     result = results(run)
     assert result["struck"], result
     assert result["is_named"], result
-    # Detected within 15 s, named 5 s later; what is slow or leaks needs a window of steps. Not where others use the CPU.
+    # Detected in 15 s, named 5 s later; what is slow or leaks needs a window of steps. Not where others use the CPU.
     if request.node.get_closest_marker("campaign") and FAULTS[run[0]].code.startswith(("SF1", "SF201")):
         assert result["after_s"] <= 20, result
     if run[0] == "leaking":

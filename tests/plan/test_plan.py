@@ -133,6 +133,10 @@ def test_the_run_that_hung_at_its_start_fits_without_ever_gathering_the_model() 
     whole = plan(str(PLANS.parent / "qwen2.5-vl-72b-grpo.yaml"), ["device=a100", "zero_stage=2"])
     assert not whole.forecast.fits
     assert any(changed.get("zero_stage") == 3 for changed, _ in whole.changes)
+    gathered_s = told.gathered_bytes_per_token / told.device.link_bytes_per_s
+    assert told.rollout_s == pytest.approx(told.run.max_completion_length * gathered_s), "all of a rank at a time"
+    assert told.seconds_per_token == pytest.approx((told.step_s + told.rollout_s) / told.tokens_per_step)
+    assert whole.forecast.rollout_s == 0, "the weights are there"
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2_moe"])
@@ -160,7 +164,8 @@ def test_the_page_of_a_plan_of_grpo(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(PLANS.parent / "qwen2.5-vl-72b-grpo.yaml")
     assert cli.main(["plan", path, "device=a100"]) == 0
     said = capsys.readouterr().out
-    assert "rollouts and rewards are not in it" in said
+    assert "what drawing tokens takes, are not in it" in said
+    assert "for its rollout" in said
     assert "each further token of a rollout gathers 137.5 GiB of weights" in said
     assert cli.main(["plan", path, "device=a100", "rollout_engine=vllm"]) == 3
     said = capsys.readouterr().out

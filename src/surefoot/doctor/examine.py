@@ -1,7 +1,7 @@
 """All checks, cheap to expensive, and what they say together."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from surefoot.config import LoadedConfig
@@ -52,6 +52,8 @@ def as_text(checks: Sequence[Check]) -> str:
 
 def changes(before: Snapshot, now: Snapshot) -> list[str]:
     """What is different on a machine since a snapshot of it, or on another machine, a line each."""
+    if not (before.topology and now.topology):  # older versions did not look
+        before, now = replace(before, topology={}), replace(now, topology={})
     then, here = _flat("", asdict(before)), _flat("", asdict(now))
     names = [
         name

@@ -52,6 +52,7 @@ class Forecast:
     host_free_bytes: int
     """Of a machine; 0 where it is not known."""
     step_s: float
+    """Of training on a batch that is there."""
     sequences_per_step: int
     communication_bytes: int
     """That a rank sends in a step."""
@@ -67,7 +68,17 @@ class Forecast:
 
     @property
     def seconds_per_token(self) -> float:
-        return self.step_s / self.tokens_per_step
+        return (self.step_s + self.rollout_s) / self.tokens_per_step
+
+    @property
+    def rollout_s(self) -> float:
+        """The least that the built-in engine takes for a step's completions: gathering the weights for each token."""
+        run = self.run
+        ranks = self.ranks_here * run.nnodes
+        each = -(-self.sequences_per_step // ranks)
+        times = -(-each // min(run.rollout_batch_size or each, each))
+        gathered_s = self.gathered_bytes_per_token / self.device.link_bytes_per_s
+        return times * run.max_completion_length * gathered_s / run.num_iterations
 
     @property
     def ranks_here(self) -> int:
@@ -98,6 +109,10 @@ class Forecast:
             and (not self.host_free_bytes or self.host_peak[1] <= self.host_free_bytes)
         )
 
+    def device_hours(self, steps: int) -> float:
+        """Of all devices together."""
+        return (self.step_s + self.rollout_s) * steps / 3600 * self.ranks_here * self.run.nnodes
+
     @property
     def gathered_bytes_per_token(self) -> int:
         """That a rank receives for each further token of a rollout: with ZeRO 3 all weights, at each forward."""
@@ -123,6 +138,8 @@ class Forecast:
                 name: {"device": dict(owners.device), "host": dict(owners.host)} for name, owners in self.phases.items()
             },
             "step_s": self.step_s,
+            "rollout_s": self.rollout_s,
+            "device_hours_per_1000_steps": self.device_hours(1000),
             "tokens_per_step": self.tokens_per_step,
             "communication_bytes_per_step": self.communication_bytes,
             "gathered_bytes_per_token": self.gathered_bytes_per_token,

@@ -22,13 +22,17 @@ def as_text(told: Forecast, findings: list[Finding], changes: list[tuple[Changed
         "",
         *_verdict(told),
         "",
-        f"a step: {told.tokens_per_step} tokens, about {_duration(told.step_s)}, "
-        f"{told.tokens_per_step / told.step_s:.0f} tokens/s{_cost(told, price)}",
+        f"a step: {told.tokens_per_step} tokens, about {_duration(told.step_s)}"
+        + (f" and {_duration(told.rollout_s)} for its rollout" if told.rollout_s else "")
+        + f", {1 / told.seconds_per_token:.0f} tokens/s{_cost(told, price)}",
     ]
     if told.pictures is not None:
         lines[-1] += f"; each forward sees {told.pictures}, the most that it has room for"
     if run.method == "grpo":
-        lines[-1] += "; rollouts and rewards are not in it"
+        is_counted = bool(told.rollout_s)
+        lines[-1] += (
+            f"; {'rewards, and what drawing tokens takes,' if is_counted else 'rollouts and rewards'} are not in it"
+        )
         if run.rollout_engine == "vllm":
             sent = whole.all_trained * FP32_BYTES
             merged = (whole.total - whole.all_trained) * told.sizes.frozen_bytes_each
@@ -49,7 +53,7 @@ def as_text(told: Forecast, findings: list[Finding], changes: list[tuple[Changed
         for number, (changed, other) in enumerate(changes, 1):
             fits = f"{_gib(other.device_peak[1] or other.host_peak[1])} at the peak"
             lines += [
-                f"\n# {number}: {fits}, {other.tokens_per_step / other.step_s:.0f} tokens/s",
+                f"\n# {number}: {fits}, {1 / other.seconds_per_token:.0f} tokens/s",
                 ready_to_paste(changed),
             ]
     elif findings:
@@ -138,12 +142,11 @@ def _verdict(told: Forecast) -> list[str]:
 
 
 def _cost(told: Forecast, price: float) -> str:
-    if told.run.max_steps is None:
-        return ""
-    devices = told.run.nproc_per_node * told.run.nnodes
-    hours = told.step_s * told.run.max_steps / 3600
-    said = f"; {told.run.max_steps} steps: {_duration(3600 * hours)}, {hours * devices:.2f} device hours"
-    return said + (f", {hours * devices * price:.2f} at {price:g} an hour" if price else "")
+    steps = told.run.max_steps or 1000
+    hours = told.device_hours(steps)
+    took_s = (told.step_s + told.rollout_s) * steps
+    said = f"; {steps} steps: {_duration(took_s)}, {hours:.2f} device hours"
+    return said + (f", {hours * price:.2f} at {price:g} an hour" if price else "")
 
 
 def _count(number: int) -> str:
