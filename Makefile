@@ -9,9 +9,11 @@ export HF_HUB_OFFLINE := 1
 demo: $(VENV)/.run
 	$(BIN)/python examples/demo.py demo
 
-# Two files of tests at a time: many tests wait for processes. One thread each, or they would wait for each other.
+# Two files of tests at a time: many tests wait for processes. One thread each, or they would wait for each other. In the
+# order of their names: by their number of tests, the files that take longest would come last.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not matrix and not campaign and not vllm" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not matrix and not campaign and not vllm" \
+		-n 2 --dist loadfile --no-loadscope-reorder
 
 test-matrix: $(VENV)/.dev
 	$(BIN)/python -m pytest -m matrix

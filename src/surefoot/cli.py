@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import surefoot
 from surefoot.errors import ConfigError, InputError, StoppedOnFinding, SurefootError
-from surefoot.process_end import is_rank, leave
+from surefoot.process_end import is_local_rank, is_rank, leave
 from surefoot.terminal import drop, say, write
 
 if TYPE_CHECKING:
@@ -240,12 +240,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
         from surefoot.training.refusal import refusal
 
         checks.append(refusal(loaded))
-    if arguments.deep or is_rank():
+    if arguments.deep or is_local_rank():
         from surefoot.self_test.start import self_test
 
         tried, status = self_test(loaded, is_deep=arguments.deep)
         if tried is None:
-            if is_rank():
+            if is_local_rank():
                 leave(status)
             say("the machine of rank 0 shows the report of all")
             return status
@@ -265,7 +265,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         if differences is not None:
             print("\n".join([f"\nchanged since {arguments.against}:", *(differences or ["nothing"])]))
     status = StoppedOnFinding.exit_status if any(check.status == "failed" for check in checks) else DONE
-    return leave(status) if is_rank() else status  # a stage that hangs would keep this process
+    return leave(status) if is_local_rank() else status  # a stage that hangs would keep this process
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -13,8 +13,13 @@ PARENT_DEATH_SIGNAL = 1
 
 
 def is_rank() -> bool:
-    """Whether our launcher, torchrun or SLURM started this process as a rank; some set only how many there are."""
+    """Whether our launcher, torchrun or SLURM says that this process is a rank; some set only how many there are."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
+def is_local_rank() -> bool:
+    """Whether it says which of its machine's, too: pods that are told their own number alone start ranks yet."""
+    return is_rank() and "LOCAL_RANK" in os.environ
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -1,5 +1,6 @@
 """Samples are cut, weighted and counted as the settings say; every row read is trained, truncated or skipped."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,18 @@ def test_findings_of_data_that_train_but_should_not(tmp_path: Path, tokenizer: P
     assert set(found) == {"SF502", "SF504", "SF506", "SF507", "SF508", "SF509"}
     assert found["SF502"].evidence == {"rows": 1, "of": 7, "first": "a.jsonl:1"}
     assert found["SF504"].evidence["first"] == "a.jsonl:2"
+
+
+def test_two_tokens_at_the_beginning_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """A template that writes one itself, and so is given two."""
+    twice = copy.deepcopy(tokenizer)
+    twice.bos_token = "<|im_start|>"
+    assert str(twice.chat_template).startswith("{%")
+    twice.chat_template = "{{ bos_token }}" + str(tokenizer.chat_template)
+    path = write_jsonl(tmp_path / "a.jsonl", [talk("one"), talk("two")])
+    found = {finding.code: finding for finding in data_findings(prepared(path, twice), None)}
+    assert found["SF503"].evidence == {"rows": 2, "of": 2, "first": "a.jsonl:1, a.jsonl:2"}
+    assert "SF503" not in {finding.code for finding in data_findings(prepared(path, tokenizer), None)}
 
 
 LINES = st.lists(

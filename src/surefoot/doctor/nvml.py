@@ -70,7 +70,7 @@ def read_topology() -> dict[str, str]:
 
 
 def _pairs(nvml: Any, ask: Callable[[Any, Any], Any], words: Mapping[int, str]) -> dict[str, str]:
-    """ "0-1" -> an answer in words, of the pairs for which there is one."""
+    """An answer in words for each pair, "0-1", for which there is one."""
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     answers = {f"{i}-{j}": ask(one, other) for (i, one), (j, other) in combinations(enumerate(handles), 2)}
     return {pair: words.get(int(said), "not known") for pair, said in answers.items() if said is not None}

@@ -155,7 +155,8 @@ def joined(device_type: str, *, alone_too: bool = False) -> Iterator[Ranks]:
     if missing:
         raise ConfigError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} says that this process is a rank, but {', '.join(missing)} is not "
-            "set. Start ranks with nproc_per_node, torchrun, or as the SLURM example does."
+            "set. Start ranks with nproc_per_node, torchrun, or as the SLURM example does; where a pod has RANK and "
+            "WORLD_SIZE of its own, unset them."
         )
     rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     device = None

@@ -16,7 +16,7 @@ from surefoot.doctor.examine import examine
 from surefoot.doctor.snapshot import snapshot_of
 from surefoot.errors import StoppedOnFinding, SurefootError
 from surefoot.parallel.launch import kill_ranks, launch
-from surefoot.process_end import is_rank
+from surefoot.process_end import is_local_rank
 from surefoot.self_test.loader import loader
 from surefoot.self_test.rank import LEAVE_WITHIN_S, Task, longest_s, stages_of, try_out
 from surefoot.self_test.report import Report, read_report
@@ -62,7 +62,7 @@ def self_test(loaded: LoadedConfig | None, *, is_deep: bool) -> tuple[list[Check
             report=str(path),
             is_deep=is_deep,
         )
-        if is_rank():
+        if is_local_rank():
             report, status = try_out(task)
             return _said(_checks(report, loaded, is_deep=is_deep)) if report is not None else (None, status)
         ranks = Ranks(
