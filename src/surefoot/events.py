@@ -180,6 +180,9 @@ class BatchDescribed:
     """Micro-batches that are computed and counted nowhere, so that all ranks take part in each collective."""
     padding: int = 0
     """Of the tokens, those that only fill up rows: of other trainers, ours lays rows end to end."""
+    images: int = 0
+    patches: int = 0
+    """That the vision tower reads of them."""
 
 
 @dataclass(frozen=True, slots=True)

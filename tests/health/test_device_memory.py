@@ -73,6 +73,19 @@ def test_a_step_that_nearly_did_not_fit_is_named_with_its_batch() -> None:
     assert "its batch has 4000 tokens, 1000 are usual" in finding.cause
 
 
+def test_large_images_are_named_before_their_tokens() -> None:
+    found = Peaks(0)
+    for step in range(1, 61):
+        found.add("batch", step, {"tokens": 4000.0 if step == 40 else 1000.0})
+        if step % 2 == 0:  # the others are text alone
+            found.add("images", step, {"images": 1.0, "patches": 9000.0 if step == 40 else 1200.0})
+        found.add("step", step, {"peak_memory_bytes": 16 * GIB + (8 * GIB if step >= 40 else 0.0)})
+    finding = found.finding(room_bytes=2 * GIB)
+    assert finding is not None
+    assert "its batch has 9000 patches of images, 1200 are usual" in finding.cause
+    assert (finding.evidence["tokens_of_its_batch"], finding.evidence["usual_tokens"]) == (4000, 1000)
+
+
 def test_a_usual_batch_is_not_blamed() -> None:
     finding = peaks(tokens=1000.0).finding(room_bytes=2 * GIB)
     assert finding is not None

@@ -20,6 +20,7 @@ from surefoot.data.loader import collate
 from surefoot.data.order import Position
 from surefoot.data.pixels import PixelReader, limits_of, load_processor
 from surefoot.errors import ConfigError, DataError, ModelError
+from surefoot.health.recorder import read_history
 from surefoot.models.build import BuiltModel, build_model, load_tokenizer, trainable_parameters
 from surefoot.models.lora import LoraSettings, find_targets
 from surefoot.models.vision import vision_names
@@ -178,6 +179,9 @@ def test_full_fine_tuning_keeps_the_tower_unless_told(
         assert bool(changed & tower) is not freezes
         assert changed - tower
     assert (tmp_path / "run-True" / "model" / "preprocessor_config.json").is_file()
+    told = [entry.values for entry in read_history(tmp_path / "run-True").entries if entry.kind == "images"]
+    assert len(told) == 4
+    assert all(one["images"] >= 1 and one["patches"] >= 4 * one["images"] for one in told), "a token is four patches"
 
 
 def test_a_checkpoint_of_full_fine_tuning_is_exported_with_the_tower_it_left_alone(vision: Any, tmp_path: Path) -> None:

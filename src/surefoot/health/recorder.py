@@ -35,13 +35,14 @@ from surefoot.health.witness import Witness
 
 KINDS = (
     "phase began", "phase ended", "batch", "step", "evaluated", "checkpoint", "run started", "run ended", "preparing",
-    "memory", "experts", "device memory", "learning rate",
+    "memory", "experts", "device memory", "learning rate", "images",
 )  # fmt: skip
 PHASES: tuple[str, ...] = ("", *get_args(Phase))
 VALUE_NAMES: dict[str, tuple[str, ...]] = {
     "phase began": ("anonymous_bytes",),
     "phase ended": ("anonymous_bytes",),
     "batch": ("tokens", "trained", "sequences", "fillers", "padding"),
+    "images": ("images", "patches"),
     "step": ("loss", "grad_norm", "step_time_s", "peak_memory_bytes", "garbage_s"),
     "experts": ("layer", "share", "even_share", "silent", "rows"),
     "device memory": ("allocated", "reserved", "inactive", "retries", "free"),
@@ -166,6 +167,8 @@ class Recorder:
         elif isinstance(event, BatchDescribed):
             counted = (event.tokens, event.trained, event.sequences, event.fillers, event.padding)
             self._write("batch", event.step, *counted)
+            if event.images:
+                self._write("images", event.step, event.images, event.patches)
         elif isinstance(event, MemorySampled):
             total = event.total if event.total is not None else self._memory.anonymous_bytes()
             self._write("memory", event.step, event.frozen, event.trained, event.gradients, event.optimizer, total)

@@ -211,6 +211,7 @@ def _get_ready(job: Job, state: TrainState, stop: StopSignal) -> _Ready | None:
 
 def _described(job: Job, step: int, batches: Sequence[MicroBatch]) -> BatchDescribed:
     real = [batch for batch in batches if not batch.is_filler]
+    seen = [batch.vision for batch in real if batch.vision is not None and not batch.vision.is_blank]
     return BatchDescribed(
         rank=job.ranks.rank,
         step=step,
@@ -218,6 +219,8 @@ def _described(job: Job, step: int, batches: Sequence[MicroBatch]) -> BatchDescr
         trained=sum(batch.num_trained for batch in real),
         sequences=sum(batch.num_sequences for batch in real),
         fillers=len(batches) - len(real),
+        images=sum(len(vision.grid) for vision in seen),
+        patches=sum(len(vision.pixels) for vision in seen),
     )
 
 

@@ -14,42 +14,51 @@ LEAST_BYTES = 256 << 20
 RECENT_STEPS = 50
 """After which what is free no longer says anything about that step."""
 LARGE_TIMES = 1.5
-"""So many times the usual tokens make a batch a large one."""
+"""So many times the usual tokens, or patches of images, make a batch a large one."""
+SIZES = {"patches": "patches of images", "tokens": "tokens"}
+"""Of a batch; what is named first, where both are large: each image is tokens, too."""
 
 
 class Peaks:
-    """The peak of one start of one rank after each step, and the tokens of its batches."""
+    """The peak of one start of one rank after each step, and what its batches hold: tokens, and patches of images."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._tokens: deque[float] = deque(maxlen=200)
-        self._batch = self._peak = 0.0
+        self._usual: dict[str, deque[float]] = {name: deque(maxlen=200) for name in SIZES}
+        self._batch = dict.fromkeys(SIZES, 0.0)
+        self._peak = 0.0
         self._seen = self._rise_seen = 0
-        self._rise: tuple[int, float, float, float] | None = None
-        """(step, peak before, peak after, tokens of its batch) of the newest rise."""
+        self._rise: tuple[int, float, float, Mapping[str, float]] | None = None
+        """(step, peak before, peak after, sizes of its batch) of the newest rise."""
 
     def add(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """What happened, in its order."""
         if kind == "batch":
-            self._batch = values["tokens"]
+            self._batch = {"tokens": values["tokens"], "patches": 0.0}
+        elif kind == "images":
+            self._batch["patches"] = values["patches"]
         elif kind == "step":
             peak = values["peak_memory_bytes"]
             if self._seen >= LEAST_STEPS and peak >= max(TIMES * self._peak, self._peak + LEAST_BYTES):
                 self._rise, self._rise_seen = (step, self._peak, peak, self._batch), self._seen
             else:
-                self._tokens.append(self._batch)
+                for name, size in self._batch.items():
+                    if size:  # what is usual of images is told by batches that have some
+                        self._usual[name].append(size)
             self._seen, self._peak = self._seen + 1, max(self._peak, peak)
 
     def finding(self, room_bytes: float) -> Finding | None:
         """The rise, where `room_bytes`, that were left at the peak, are less than another one like it would take."""
         if self._rise is None or self._seen - self._rise_seen > RECENT_STEPS:
             return None
-        step, before, after, tokens = self._rise
+        step, before, after, batch = self._rise
         if room_bytes >= after - before:
             return None
-        usual = median(self._tokens)
-        is_large = usual > 0 and tokens >= LARGE_TIMES * usual
-        why = f": its batch has {tokens:.0f} tokens, {usual:.0f} are usual" if is_large else ""
+        usual = {name: median(sizes or (0.0,)) for name, sizes in self._usual.items()}
+        large = [name for name in SIZES if batch[name] > 0 and batch[name] >= LARGE_TIMES * usual[name]]
+        why = ""
+        if large:
+            why = f": its batch has {batch[large[0]]:.0f} {SIZES[large[0]]}, {usual[large[0]]:.0f} are usual"
         return Finding(
             "SF205",
             f"step {step} needed {after / 2**30:.1f} GiB on rank {self._rank}, the steps before it "
@@ -57,11 +66,11 @@ class Peaks:
             {
                 "rank": self._rank,
                 "step": step,
-                "tokens_of_its_batch": round(tokens),
-                "usual_tokens": round(usual),
+                **{f"{name}_of_its_batch": round(size) for name, size in batch.items()},
+                **{f"usual_{name}": round(size) for name, size in usual.items()},
                 "peak_gib": f"{before / 2**30:.2f} -> {after / 2**30:.2f}",
                 "room_gib": round(room_bytes / 2**30, 2),
             },
             CATALOGUE["SF205"].fix,
-            confidence=0.9 if is_large else 0.6,
+            confidence=0.9 if large else 0.6,
         )
