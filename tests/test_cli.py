@@ -177,7 +177,9 @@ def test_a_finding_ends_with_status_3(tmp_path: Path, settings: dict[str, Any]) 
 
 
 def test_explain_prints_the_page_of_a_code_and_lists_all() -> None:
-    assert "SF104 ranks called different collectives" in surefoot("explain", "sf104").stdout
+    page = surefoot("explain", "sf104").stdout
+    assert "SF104 ranks called different collectives" in page
+    assert all(f"https://github.com/{one.replace('#', '/issues/')}" in page for one in CATALOGUE["SF104"].cases)
     listed = surefoot("explain").stdout
     assert all(code in listed for code in CATALOGUE)
     assert json.loads(surefoot("explain", "SF104", "--json").stdout)["SF104"]["severity"] == "error"

@@ -234,6 +234,10 @@ def test_variables_that_are_in_order(run: Any, variables: dict[str, str]) -> Non
     assert bad(examine(replace(NODE, **environment(**variables)), run())) == {}
 
 
+def test_a_kernel_that_is_not_told_is_not_judged(run: Any) -> None:
+    assert bad(examine(replace(NODE, kernel=""), run())) == {}
+
+
 def test_device_cuda_without_a_gpu(run: Any) -> None:
     checks = examine(LAPTOP, run(device="cuda", nproc_per_node=1, nnodes=1, rdzv_endpoint=None))
     assert bad(checks) == {"SF715": "warning"}

@@ -39,7 +39,8 @@ def versions(seen: Seen) -> Check:
             what, where = BAD_DRIVERS[driver]
             return wrong(name, "SF709", f"with driver {driver} {what} ({where})", driver=driver,
                          fix="Use another driver, or export NCCL_P2P_DISABLE=1.")  # fmt: skip
-    if gpus > 1 and seen.uses_nccl and _numbers(seen.machine.kernel) < LEAST_KERNEL:
+    kernel = seen.machine.kernel
+    if gpus > 1 and seen.uses_nccl and kernel and _numbers(kernel) < LEAST_KERNEL:
         return wrong(name, "SF709", f"the kernel is {seen.machine.kernel}; before 5.5 ranks are known to hang in their "
                      "first meeting", kernel=seen.machine.kernel)  # fmt: skip
     return fine(name, said) if said else not_applicable(name, seen.machine.unknown.get("versions", "not known"))

@@ -16,9 +16,10 @@ class Page:
     """How it is recognised."""
     fix: str
     cases: tuple[str, ...] = ()
-    """Public reports of it."""
+    """Public reports of it on GitHub: `owner/repository#number`."""
 
     def as_text(self, code: str) -> str:
         """For a person."""
-        cases = f"\n\nSeen in: {', '.join(self.cases)}" if self.cases else ""
+        links = "".join(f"\n  https://github.com/{case.replace('#', '/issues/')}" for case in self.cases)
+        cases = f"\n\nSeen in:{links}" if links else ""
         return f"{code} {self.title} ({self.severity})\n\nHow we know: {self.evidence}\n\nWhat to do: {self.fix}{cases}"
