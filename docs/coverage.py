@@ -26,9 +26,8 @@ def coverage() -> str:
         "",
         "Made by `python docs/coverage.py`; edit `docs/causes.yaml` and the catalogue in `src/surefoot/findings/`.",
         "",
-        f"Of {len(causes)} causes of public reports, {handled} ({handled / len(causes):.0%}) are named or prevented. What is "
-        "prevented in Surefoot's own runs may still happen to a trainer that its callback watches: it is then found as a "
-        "stall, a leak or a slow step.",
+        f"Of {len(causes)} causes of public reports, {handled} ({handled / len(causes):.0%}) are named or prevented. "
+        "What Surefoot's own runs cannot do may still happen to a trainer that its callback watches.",
         "",
         *(f"- {how} ({counts[how]}): {what}" for how, what in WORDS.items()),
         "",
