@@ -88,5 +88,11 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None: ...
 
 
+class Listening(ThreadingHTTPServer):
+    """As many may knock at a time as at a real server; of more than the usual five some were turned away."""
+
+    request_queue_size = 256
+
+
 if __name__ == "__main__":
-    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+    Listening(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
