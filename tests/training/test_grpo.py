@@ -399,6 +399,15 @@ def test_a_slow_reward_is_no_stall(grpo: dict[str, Any], tmp_path: Path) -> None
     assert not (tmp_path / "run/findings.jsonl").exists() or not lines(tmp_path / "run", "findings.jsonl")
 
 
+def test_a_run_that_comes_to_no_step_says_nothing_of_a_page(grpo: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**grpo, "reward_funcs": [reward_file(tmp_path, "    return [None] * len(completions)")], "report": True}
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    done = command("train", str(tmp_path / "run.yaml"))
+    assert done.returncode == 3
+    assert "SF803" in done.stderr
+    assert "report.html" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "variables"),
     [
