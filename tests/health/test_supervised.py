@@ -17,6 +17,8 @@ from surefoot.drill import settings_of
 from surefoot.health import explain as explaining
 from surefoot.health.explain import explain
 from surefoot.health.faults import VARIABLE
+from surefoot.health.recorder import KINDS, PHASES
+from surefoot.health.ring import RingWriter
 from surefoot.health.watch import watch
 from tests.conftest import counting_rows, write_jsonl
 
@@ -165,3 +167,12 @@ def test_a_run_that_is_killed_with_all_who_watch_it_is_explained_from_its_folder
     elsewhere = explain(folder)
     assert (elsewhere.status, elsewhere.findings) == ("unknown", [])
     assert elsewhere.missing == ["whether ranks 0, 1 still run: they are of another machine, ask there"]
+
+
+def test_a_younger_process_of_the_same_number_is_no_rank(tmp_path: Path) -> None:
+    for began_s, status in ((1000.0, "killed"), (time.time(), "unknown")):
+        folder = tmp_path / status
+        ring = RingWriter(folder / "events" / "rank-00000-1.ring", 0)
+        ring.write(began_s, KINDS.index("phase began"), PHASES.index("forward"), 7, (0.0,) * 5)
+        ring.close()
+        assert explain(folder).status == status
