@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,13 +13,15 @@ from typing import Any
 import psutil
 import pytest
 
-from surefoot.beside import SUPERVISED
+from surefoot import beside
+from surefoot.beside import SUPERVISED, Watched
 from surefoot.drill import settings_of
 from surefoot.health.explain import explain
 from surefoot.health.faults import VARIABLE
 from surefoot.health.ring import CAPACITY, HEADER, MAGIC, VERSION, RingWriter, this_machine
 from surefoot.health.supervisor import Supervisor
 from surefoot.report.story import read_story
+from surefoot.training.record import FindingLog
 from tests.conftest import counting_rows, write_jsonl
 
 pytestmark = pytest.mark.slow
@@ -134,3 +137,22 @@ def test_a_run_of_trl_without_a_fault_has_no_finding(settings: dict[str, Any], t
     assert [row["step"] for row in read_story(folder).steps] == list(range(1, 21))
     assert [(rank.step, rank.doing) for rank in told.ranks] == [(20, "has ended")]
     assert not any("surefoot.beside" in " ".join(one.cmdline()) for one in psutil.Process().children(recursive=True))
+
+
+def test_a_terminal_that_closes_ends_no_supervisor(tmp_path: Path) -> None:
+    """It goes on looking while the run saves, and ends when that is over."""
+    (tmp_path / "events").mkdir()
+    watcher = beside.start(Watched(FindingLog(tmp_path, None), 1, 0))
+    try:
+        deadline = time.monotonic() + 60
+        ignored = 0
+        while not ignored & 1 and time.monotonic() < deadline:
+            (line,) = [one for one in Path(f"/proc/{watcher.pid}/status").read_text().splitlines() if "SigIgn" in one]
+            ignored = int(line.split()[1], 16)  # bit 0 is SIGHUP
+            time.sleep(0.05)
+        watcher.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert watcher.poll() is None
+    finally:
+        beside.end(watcher)
+    assert watcher.poll() is not None
