@@ -51,6 +51,13 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def is_there(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_a_deadline_of_a_phase_holds_where_a_rank_works(settings: dict[str, Any]) -> None:
     """Without it nothing is late before ten seconds."""
     settings = {**settings, "on_stall": "stop", "stall_timeout_s": 1, "phase_timeout_s": {"forward": 3.0}}
@@ -137,7 +144,7 @@ def test_a_supervisor_that_is_killed_takes_the_run_along(settings: dict[str, Any
     (job,) = psutil.Process(process.pid).children()
     process.kill()
     process.communicate(timeout=30)
-    wait_for(lambda: not job.is_running() or job.status() == psutil.STATUS_ZOMBIE)
+    wait_for(lambda: not is_there(job))
     assert summary_of(settings)["status"] == "interrupted"
 
 
@@ -155,6 +162,7 @@ def test_a_run_that_is_killed_with_all_who_watch_it_is_explained_from_its_folder
     for one in everyone:
         one.kill()
     process.communicate(timeout=30)
+    wait_for(lambda: not any(map(is_there, everyone)))
     assert explain(folder).status == "unknown", "it may be started again"
     monkeypatch.setattr(explaining, "GONE_AFTER_S", 0.0)
     told = explain(folder)
