@@ -185,6 +185,9 @@ def test_options_that_are_not_known_are_listed(tmp_path: Path) -> None:
     ("command", "said"),
     [
         ("llamafactory-cli train a.sh", ["not known: a.sh"]),
+        ("trl sft --model_name_or_path m --report_to mlflow wandb", ["report_to = mlflow: there are", '["wandb"]']),
+        ("accelerate launch --mixed_precision fp8 sft.py --model_name_or_path m", ["mixed_precision = fp8"]),
+        ("swift sft --model m --dataset a --train_sampler_random false", ["shuffle: false"]),
         ("swift sft -x 3 --model m --dataset a", ["not known: -x = 3"]),
         ("swift sft --model m --dataset a -y", ["not known: -y = True"]),
         ("swift sft stray --model m --dataset a", ["not known: stray"]),

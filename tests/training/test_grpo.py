@@ -202,7 +202,7 @@ def test_rollouts_of_which_all_is_left_out_of_the_loss_are_a_finding(grpo: dict[
     assert sum(line["trained_tokens"] for line in lines(tmp_path / "run")) == 0
     (finding,) = result.as_dict()["findings"]
     assert finding["code"] == "SF804"
-    assert "all completions of the last were cut at max_completion_length" in finding["cause"]
+    assert "that could teach were cut at max_completion_length" in finding["cause"]
 
 
 def test_rewards_and_what_is_trained_are_those_of_the_settings(grpo: dict[str, Any], tmp_path: Path) -> None:

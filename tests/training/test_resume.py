@@ -422,7 +422,7 @@ def test_a_run_whose_terminal_closes_saves_and_one_under_nohup_goes_on(
         )  # fmt: skip
         os.close(terminal)
         shows = threading.Event()
-        reader = threading.Thread(target=_show, args=(master, shows))
+        reader = threading.Thread(target=_show, args=(master, shows), daemon=True)
         reader.start()
         wait_for_lines(run / "metrics.jsonl", before + 3, process)
         shows.set()

@@ -125,15 +125,16 @@ def convert(told: Told) -> Imported:
         said = f"{name} = {value}" if name else str(value)
         origin = f"{name} of {told.places.get(name, told.program)}"
         if name == "reward_funcs":
-            known, others = _rewards(
-                told.program, [str(one) for one in (value if isinstance(value, list) else [value])]
-            )
+            known, others = _rewards(told.program, [str(one) for one in _list(value)])
             ours |= {name: (known, origin)} if known else {}
             left_out |= {f"{name} = {one}": "a function of yours: name it as file.py:function" for one in others}
             continue
         if name == "datasets" and told.program == "axolotl":
             left_out |= _of_axolotl_left(told, value)
         mapped = _mapped(told, name, value)
+        if name == "report_to":
+            others = [one for one in _list(value) if one not in (*TRACKERS, "none", None)]
+            left_out |= {f"{name} = {one}": f"there are {', '.join(TRACKERS)}" for one in others}
         if name == "adapter" and value == "qlora":
             left_out[said] = WITHOUT["load_in_4bit"]
         if mapped is not None:
@@ -217,6 +218,10 @@ def _check(told: Told, values: dict[str, Any]) -> None:
     load_config(None, [], {**values, **beside, **meeting})
 
 
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def _line(text: str) -> str:
     """For a comment, which ends with its line."""
     return text if text.isprintable() else _json(text)
@@ -235,10 +240,10 @@ def _mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
             return special
     if name == "datasets" and told.program == "axolotl":
         return {"dataset": [_axolotl_source(one) for one in _mappings(told, name, value)]}
-    if name in ("dataset_shuffle", "shuffle_dataset"):
+    if name in ("dataset_shuffle", "shuffle_dataset", "train_sampler_random"):
         return {} if value in (True, None) else {"shuffle": False}
     if name == "report_to":
-        known = [one for one in (value if isinstance(value, list) else [value]) if one in TRACKERS]
+        known = [one for one in _list(value) if one in TRACKERS]
         return {"report_to": known} if known else {}
     if name in ("stage", "rlhf_type", "rl"):
         return {}
@@ -251,7 +256,7 @@ def _mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
     if name == "disable_gradient_checkpointing":
         return {"gradient_checkpointing": not value}
     if name == "dataset" and told.program == "ms-swift":
-        sources = value if isinstance(value, list) else [value]
+        sources = _list(value)
         if not all(isinstance(one, str) for one in sources):
             raise _odd_value(told, name, value, "names of datasets")
         return {"dataset": [_sampled(one) for one in sources]}

@@ -51,7 +51,7 @@ SAME_HERE = frozenset(
     "load_from_cache_file tokenizer_type model_type_hf val_batch_size strict_packing eval_sample_packing "
     "pad_to_sequence_len dataset_prepared_path xformers_attention wandb_project wandb_entity wandb_name wandb_run_id "
     "wandb_log_model hub_model_id tokenizer_name_or_path ddp_backend log_level disable_tqdm "
-    "low_cpu_mem_usage local_rank special_tokens group_by_length train_sampler_random "
+    "low_cpu_mem_usage local_rank special_tokens group_by_length "
     "vllm_device log_completions strategy flash_attn_2 gradient_checkpointing_use_reentrant do_predict".split()
 )
 """Tell how, not what: here it is done some way of its own, or always."""

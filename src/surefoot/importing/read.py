@@ -147,8 +147,8 @@ def _read_command(words: list[str], environment: dict[str, str], place: str, bas
     for name, value in _options(words[: begin - 1]).items():
         if name in LAUNCHERS:
             settings[LAUNCHERS[name]] = value
-        elif name == "mixed_precision":  # of accelerate
-            settings |= {value: True} if value in ("fp16", "bf16") else {}
+        elif name == "mixed_precision" and value in ("no", "fp16", "bf16"):  # of accelerate
+            settings |= {value: True} if value != "no" else {}
         elif name not in OF_MEETING and name not in ("", "-m", "-u"):
             launcher[name] = value
     rest = words[begin:]

@@ -29,10 +29,8 @@ def as_text(told: Forecast, findings: list[Finding], changes: list[tuple[Changed
     if told.pictures is not None:
         lines[-1] += f"; each forward sees {told.pictures}, the most that it has room for"
     if run.method == "grpo":
-        is_counted = bool(told.rollout_s)
-        lines[-1] += (
-            f"; {'rewards, and what drawing tokens takes,' if is_counted else 'rollouts and rewards'} are not in it"
-        )
+        left_out = "rewards, and what drawing tokens takes," if told.rollout_s else "rollouts and rewards"
+        lines[-1] += f"; {left_out} are not in it"
         if run.rollout_engine == "vllm":
             sent = whole.all_trained * FP32_BYTES
             merged = (whole.total - whole.all_trained) * told.sizes.frozen_bytes_each

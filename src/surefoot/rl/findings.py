@@ -43,9 +43,9 @@ class FlatRewards:
     rollouts: int = 0
     has_told: bool = False
 
-    def add(self, step: int, is_flat: bool, rewards: Sequence[float], truncated_share: float) -> list[Finding]:
-        """The finding, once, when it is due. `truncated_share`: of the completions, those that are left out for it."""
-        self.rollouts = self.rollouts + 1 if is_flat else 0
+    def add(self, step: int, *, teaches: bool, is_truncated: bool, rewards: Sequence[float]) -> list[Finding]:
+        """The finding, once, when it is due. `is_truncated`: what could teach is left out of the loss as truncated."""
+        self.rollouts = 0 if teaches else self.rollouts + 1
         if self.rollouts < FLAT_ROLLOUTS or self.has_told:
             return []
         self.has_told = True
@@ -54,12 +54,12 @@ class FlatRewards:
             "rollouts": self.rollouts,
             "lowest_reward": min(rewards),
             "highest_reward": max(rewards),
-            "left_out_as_truncated": f"{truncated_share:.0%}",
         }
-        if truncated_share == 1.0:
+        if is_truncated:
             cause = (
                 f"in the last {self.rollouts} rollouts, up to step {step}, nothing was learned: all completions of the "
-                "last were cut at max_completion_length, and mask_truncated_completions leaves those out"
+                "last that could teach were cut at max_completion_length, and mask_truncated_completions leaves them "
+                "out"
             )
             return [Finding("SF804", cause, evidence, "Raise max_completion_length, or take the mask away.")]
         cause = (

@@ -31,13 +31,12 @@ def load(name: str) -> Function:
         return BUILT_IN[name]
     file, _, function = name.rpartition(":")
     module = _module(Path(file))
-    found = getattr(module, function, None)
+    found: Function | None = getattr(module, function, None)
     if found is None:
         raise NoSuchFunction(_absent(function, file, module))
     if not callable(found):
         raise NoSuchFunction(f"{function} of {file} is no function, but {type(found).__name__}")
-    checked: Function = found
-    return checked
+    return found
 
 
 class NoSuchFunction(Exception):

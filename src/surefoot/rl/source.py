@@ -445,8 +445,12 @@ class RolloutSource:
             failed = sum(bool(answer.failures) for answer in judged)
             findings.append(failing_rewards(step + 1, failed, len(judged), failures))
             self._told_of |= failing
-        left_out = sum(self._is_left_out(answer.completion) for answer in answers) / len(answers)
-        findings += self._flat.add(step + 1, not any(map(self._teaches, groups)), known, left_out)
+        findings += self._flat.add(
+            step + 1,
+            teaches=any(map(self._teaches, groups)),
+            is_truncated=flat < len(groups) or all(self._is_left_out(answer.completion) for answer in answers),
+            rewards=known,
+        )
         for finding in findings:
             self._emit(FindingMade(finding))
         spreads = [_spread(group.totals) for group in groups]
