@@ -142,9 +142,11 @@ Phase = Literal[
     "reward",
     "sync",
     "wait for completions",
+    "launch",
 ]
 """What a rank is doing, as its program sees it. On CUDA the device may still work on what an earlier phase asked for;
-the end of `backward` waits for it. `forward and backward` is of trainers that do not tell them apart."""
+the end of `backward` waits for it. `forward and backward` is of trainers that do not tell them apart; `launch` lasts
+until the ranks have joined each other."""
 
 
 @dataclass(frozen=True, slots=True)

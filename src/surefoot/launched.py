@@ -100,5 +100,7 @@ def _raise(
         if screen:
             say(found[-1].as_text())
         raise StoppedOnFinding(found[-1])
+    if failure.finding is not None:  # before there was a run that could have written it down
+        raise StoppedOnFinding(failure.finding)
     kind: type[SurefootError] = getattr(errors, failure.kind) if failure.kind else SurefootError
     raise kind(failure.reason)

@@ -34,7 +34,7 @@ def test_a_run_says_what_it_did_in_order(settings: dict[str, Any]) -> None:
         elif entry.kind == "phase ended":
             assert open_phases.pop() == entry.phase
     assert open_phases == []
-    assert set(began(found, 0)) == {"load", "tokenise"}
+    assert set(began(found, 0)) == {"launch", "load", "tokenise"}
     in_order = [phase for phase, after in pairwise([*began(found, 1), ""]) if phase != after]
     assert in_order == STEP
     assert "save" in began(found, 2)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import surefoot
+from surefoot.errors import StoppedOnFinding
 from surefoot.training.checkpoint import find_newest, list_checkpoints
 from tests.conftest import counting_rows, write_jsonl
 from tests.parallel.conftest import settings_of
@@ -32,12 +35,17 @@ def two_ranks(parallel_model: Callable[[str], Path], parallel_data: Path, tmp_pa
     )
 
 
-def start(settings: dict[str, Any], fault: str = "") -> "subprocess.Popen[str]":
+def start(settings: dict[str, Any], fault: str = "", **environment: str) -> "subprocess.Popen[str]":
     config = Path(settings["output_dir"]).parent / "run.json"
     config.write_text(json.dumps(settings))
     return subprocess.Popen(
         [sys.executable, "-m", "surefoot", "train", str(config)],
-        env={**os.environ, "PYTHONPATH": str(FAULTS), "FAULT": fault and f"{fault}:{config.parent / 'struck'}"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(FAULTS),
+            "FAULT": fault and f"{fault}:{config.parent / 'struck'}",
+            **environment,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -216,6 +224,31 @@ def test_two_launched_runs_never_share_a_folder(two_ranks: dict[str, Any]) -> No
     stdout, _ = first.communicate(timeout=60)
     assert "interrupted after" in stdout
     assert summary_of(settings)["status"] == "interrupted"
+
+
+def test_a_rank_that_does_not_come_is_named_and_ends_the_run(two_ranks: dict[str, Any]) -> None:
+    process = start(two_ranks, "1:sleep:1@meet", MEET_WITHIN_S="3")
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 3, stderr
+    said = re.findall(r"cause: rank 1 of 2 did not come within (\d+) s after the others began", stderr)
+    assert said == ["1", "3"], stderr  # while it waits, and at the end
+    assert f"there: {socket.gethostname()}: 0" in stderr
+    assert "Traceback" not in stderr
+    assert not Path(two_ranks["output_dir"]).exists()
+
+
+def test_ranks_that_find_nobody_at_the_address_say_so(
+    two_ranks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("surefoot.parallel.meeting.DEADLINE", timedelta(seconds=1))
+    names = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    for name, value in names.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(StoppedOnFinding) as told:
+        surefoot.train(two_ranks, screen=False)
+    assert f"rank 1 finds nobody at localhost:{names['MASTER_PORT']}" in told.value.finding.cause
+    assert told.value.finding.evidence["error"]
+    assert not Path(two_ranks["output_dir"]).exists()
 
 
 def test_a_signal_while_ranks_are_starting_stops_them(two_ranks: dict[str, Any]) -> None:

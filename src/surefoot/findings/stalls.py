@@ -83,8 +83,9 @@ PAGES = {
     "SF111": Page(
         "error",
         "the run does not begin, or does not end",
-        "Ten minutes after the start no rank has written its first event, or ten minutes after the last event of all "
-        "ranks the run is still there.",
+        "15 seconds after the first ranks others have not come to the store where they meet (said on the terminal; the "
+        "run ends with it after ten minutes); or no rank has written an event ten minutes after the start; or the run is "
+        "still there ten minutes after the last event of all ranks.",
         "Before the beginning: check that all machines run and reach rdzv_endpoint, and that torch can be imported. "
         "After the end: a thread or process that the run started is waited for.",
         ("huggingface/accelerate#1929", "sgl-project/sglang#3794"),

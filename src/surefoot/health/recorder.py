@@ -152,7 +152,9 @@ class Recorder:
     def __init__(self, run_folder: Path, rank: int) -> None:
         self._folder, self._rank = run_folder / "events", rank
         self._ring: RingWriter | None = None
-        """Opened by the first event: then this process holds the run folder."""
+        """Opened by the first event after the launch: then this process holds the run folder."""
+        self._before: list[tuple[float, str]] = []
+        """(when, kind) of the launch's beginning and end."""
         self._witness: Witness | None = None
         self._memory = OwnMemory()
         self._garbage = GarbageTime()
@@ -163,6 +165,9 @@ class Recorder:
             return
         if isinstance(event, PhaseBegan | PhaseEnded):
             kind = "phase began" if isinstance(event, PhaseBegan) else "phase ended"
+            if event.phase == "launch":
+                self._before.append((time.time(), kind))
+                return
             self._write(kind, event.step, self._memory.anonymous_bytes(), phase=event.phase)
         elif isinstance(event, BatchDescribed):
             counted = (event.tokens, event.trained, event.sequences, event.fillers, event.padding)
@@ -211,6 +216,9 @@ class Recorder:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._witness = Witness(self._folder.parent, self._rank)
             self._ring = RingWriter(self._folder / f"{name}-{time.time_ns()}.ring", self._rank)
+            memory = self._memory.anonymous_bytes()
+            for time_s, kind in self._before:
+                self._ring.write(time_s, KINDS.index(kind), PHASES.index("launch"), 0, (memory, 0.0, 0.0, 0.0, 0.0))
         except (StorageError, OSError) as error:
             logging.getLogger(__name__).warning("the run goes on without a record of its events: %s", error)
             self._end()

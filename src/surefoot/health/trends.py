@@ -27,7 +27,7 @@ MEETINGS_EVERY_S = 45.0
 THROTTLED_OVER_S = 20.0
 USUAL_STEPS = 32
 COMPUTING = ("forward", "backward", "optimizer", "forward and backward")
-LONG_PHASES = frozenset({"load", "tokenise", "save", "evaluate", "export", "rollout"})
+LONG_PHASES = frozenset({"launch", "load", "tokenise", "save", "evaluate", "export", "rollout"})
 
 
 class Trends:

@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -31,7 +31,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTime
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from surefoot import cgroup, errors
-from surefoot.errors import ConfigError, SurefootError
+from surefoot.errors import ConfigError, StoppedOnFinding, SurefootError
+from surefoot.findings import Finding
 from surefoot.process_end import describe_end, stop_signals, was_for_memory
 
 FOLDER = "SUREFOOT_LAUNCH"
@@ -60,6 +61,8 @@ class RankFailure:
     """Class of our error; empty for a rank that died or raised something else."""
     death: "RankDeath | None" = None
     """Where it left no reason."""
+    finding: Finding | None = None
+    """That it stopped on."""
 
 
 @dataclass(frozen=True)
@@ -302,6 +305,7 @@ def note_failure(error: BaseException, *, kind: str, is_agreed: bool) -> bool:
         "reason": text if kind else f"rank {rank}: {type(error).__name__}: {text}",
         "is_agreed": is_agreed,
         "is_consequence": is_consequence,
+        "finding": asdict(error.finding) if isinstance(error, StoppedOnFinding) else None,
     }
     path = Path(os.environ[FOLDER], f"failure-{rank}-{_attempt()}.json")
     with suppress(OSError):  # a disk that is full, or a launcher that is gone: the exit status still tells
@@ -327,7 +331,8 @@ def _told(folder: Path, *, consequences: bool = False) -> RankFailure | None:
     if not reasons:
         return None
     first = min(reasons, key=lambda note: note["time_ns"])
-    return RankFailure(first["reason"], first["kind"])
+    finding = Finding(**first["finding"]) if first["finding"] is not None else None
+    return RankFailure(first["reason"], first["kind"], finding=finding)
 
 
 def _silent(folder: Path) -> list[int]:

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.distributed_c10d import PrefixStore
 
 from surefoot import errors
 from surefoot.errors import ConfigError, StoppedOnFinding, SurefootError
 from surefoot.findings import Finding
+from surefoot.parallel.meeting import connecting, meet
 
 DEADLINE = timedelta(minutes=10)
 """How long a rank waits for the others in one collective of a step before it fails."""
@@ -135,7 +135,8 @@ def joined(device_type: str, *, alone_too: bool = False) -> Iterator[Ranks]:
 
     gloo on the CPU, NCCL on CUDA. Without WORLD_SIZE in the environment this is a run of one process, which needs a
     process group only where its state is laid out like that of many (`alone_too`). A process group that is there
-    already is used and stays. Raises: ConfigError for an environment or a machine that does not fit.
+    already is used and stays. Raises: ConfigError for an environment or a machine that does not fit; StoppedOnFinding
+    (SF111) where ranks do not come.
     """
     backend = "nccl" if device_type == "cuda" else "gloo"
     said = os.environ.get("WORLD_SIZE", "1")
@@ -170,36 +171,17 @@ def joined(device_type: str, *, alone_too: bool = False) -> Iterator[Ranks]:
         device = torch.device("cuda", local_rank)
     is_ours = not dist.is_initialized()
     if is_ours:
-        dist.init_process_group(
-            backend,
-            store=shared_store(rank),
-            rank=rank,
-            world_size=size,
-            timeout=DEADLINE,
-            device_id=device,
-        )
+        store = meet(rank, size)
+        with connecting(rank, backend):
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=DEADLINE, device_id=device
+            )
     try:
         group = dist.new_group(backend="gloo", timeout=AGREEMENT_DEADLINE, group_desc="agreement")
         yield Ranks(rank, size, local_rank, group)
     finally:
         if is_ours:
             dist.destroy_process_group()
-
-
-def shared_store(rank: int, timeout: timedelta = DEADLINE) -> Any:
-    """A connection to the store that the launcher's environment names, for this attempt of the run alone.
-
-    Elastic may give a restarted run the store of the attempt before, with the addresses of ranks that are gone.
-    """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-        timeout=timeout,
-        multi_tenant=True,
-    )
-    return PrefixStore(f"attempt-{attempt}", store)
 
 
 def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:

@@ -25,11 +25,11 @@ ROLLOUT_NAMES = (
 )  # fmt: skip
 COMPLETIONS_SHOWN = 16
 """Of each step that is shown: the first, one in the middle, and the last."""
-LONG_PHASES = ("load", "tokenise", "save", "evaluate", "export")
+LONG_PHASES = ("launch", "load", "tokenise", "save", "evaluate", "export")
 """Shown one by one on the time line; the others make up the steps."""
 
 
-BESIDE_STEPS = ("load", "tokenise", "export")
+BESIDE_STEPS = ("launch", "load", "tokenise", "export")
 
 
 @dataclass(frozen=True)

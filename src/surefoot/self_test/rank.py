@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from surefoot.doctor.collect import collect, existing_folder
 from surefoot.errors import ConfigError, StoppedOnFinding
-from surefoot.parallel.ranks import shared_store
+from surefoot.parallel.meeting import shared_store
 from surefoot.self_test import collectives, reach
 from surefoot.self_test.report import Report
 from surefoot.self_test.verdict import checks_of

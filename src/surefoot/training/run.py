@@ -1,5 +1,6 @@
 """The composition root: from a config to a finished run. Reads as a list of what a run is made of."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -48,7 +49,14 @@ def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: b
     this rank; losses, checkpoints and findings are the same on all.
     Raises: InputError (nothing was changed), StoppedOnFinding, StorageError; summary.json then says `failed`.
     """
-    with joined(device_type(loaded), alone_too=loaded.run.offload is not None) as ranks:
+
+    def emit(event: Event) -> None:
+        for observer in observers:
+            observer.observe(event)
+
+    with ExitStack() as held:
+        with Phases(emit, int(os.environ.get("RANK", "0")))("launch"):
+            ranks = held.enter_context(joined(device_type(loaded), alone_too=loaded.run.offload is not None))
         return _train(resolve(loaded, ranks.size), observers, ranks, screen=screen)
 
 

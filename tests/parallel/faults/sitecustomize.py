@@ -1,15 +1,25 @@
 """Loaded by Python at its start where this folder is on PYTHONPATH: makes one rank of a run fail, once.
 
 FAULT is `rank:what:when:file`; the file is made when the fault strikes, so that a restarted rank is sound.
+MEET_WITHIN_S: how long ranks wait for each other at the start.
 """
 
 import os
 import signal
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+if "MEET_WITHIN_S" in os.environ and "RANK" in os.environ:
+    from surefoot.parallel import meeting
+
+    meeting.DEADLINE = timedelta(seconds=int(os.environ["MEET_WITHIN_S"]))
+    meeting.LATE = meeting.DEADLINE / 3
+
 rank, what, when, file = (os.environ.get("FAULT", "") + ":::").split(":")[:4]
 if rank and os.environ.get("RANK") == rank and not Path(file).exists():
+    from surefoot.parallel import ranks
     from surefoot.training import saver, step
 
     calls = 0
@@ -18,6 +28,8 @@ if rank and os.environ.get("RANK") == rank and not Path(file).exists():
         Path(file).touch()
         if what == "raise":
             raise ValueError("broken on purpose")
+        if what == "sleep":
+            time.sleep(1000)
         os.kill(os.getpid(), getattr(signal, what))
 
     def before(module: Any, name: str) -> None:
@@ -32,4 +44,5 @@ if rank and os.environ.get("RANK") == rank and not Path(file).exists():
 
         setattr(module, name, faulty)
 
-    before(*{"step": (step, "_sum_of_squares"), "save": (saver, "sha256_of")}[when.split("@")[1]])
+    places = {"step": (step, "_sum_of_squares"), "save": (saver, "sha256_of"), "meet": (ranks, "meet")}
+    before(*places[when.split("@")[1]])
