@@ -35,6 +35,23 @@ def test_version_2(layout: Path) -> None:
     assert cgroup.throttled_periods() == (10, 40)
 
 
+def test_a_limit_of_a_group_around_it_holds(layout: Path) -> None:
+    """As SLURM lays them out: the step's own group has none, the job's has."""
+    write(
+        layout, "0::/job/step\n",
+        job__step__memory_dot_max="max\n", job__step__memory_dot_current="100\n", job__memory_dot_max="8000\n",
+        job__memory_dot_current="500\n", memory_dot_stat="", job__step__cpu_dot_max="max 100000\n",
+        job__cpu_dot_max="200000 100000\n", job__cpu_dot_stat="nr_periods 5\nnr_throttled 4\n",
+        job__step__cpu_dot_stat="nr_periods 0\nnr_throttled 0\n",
+    )  # fmt: skip
+    assert cgroup.memory_limit_bytes() == 8000
+    assert cgroup.memory_used_bytes() == 500
+    assert cgroup.cpu_quota() == 2.0
+    assert cgroup.throttled_periods() == (4, 5)
+    write(layout, "0::/job/step\n", job__step__memory_dot_max="4000\n")
+    assert (cgroup.memory_limit_bytes(), cgroup.memory_used_bytes()) == (4000, 100)
+
+
 def test_version_1_in_a_container(layout: Path) -> None:
     """Its mount is the group itself, whatever its path outside."""
     write(

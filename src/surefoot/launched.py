@@ -19,7 +19,7 @@ from surefoot.parallel.layout import Layout
 from surefoot.storage import write_json
 from surefoot.terminal import say
 from surefoot.training.record import METRICS, FindingLog, RunRecord, RunResult, read_result, steps_done, write_end
-from surefoot.training.resolve import device_type
+from surefoot.training.resolve import resolve
 
 
 def train_launched(loaded: LoadedConfig, *, screen: bool) -> RunResult:
@@ -29,8 +29,8 @@ def train_launched(loaded: LoadedConfig, *, screen: bool) -> RunResult:
     SurefootError naming the rank that failed.
     """
     folder = loaded.run.run_folder
-    device_type(loaded)  # what is wrong for any rank is refused before ranks are started
-    Layout.of(loaded.run, loaded.run.nproc_per_node * loaded.run.nnodes, loaded.where)
+    size = loaded.run.nproc_per_node * loaded.run.nnodes
+    Layout.of(resolve(loaded, size).run, size, loaded.where)  # refused here, before ranks are started
     began_s = time.time()
     restarts: list[Finding] = []
     log = FindingLog.of(loaded.run)

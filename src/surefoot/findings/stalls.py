@@ -83,8 +83,8 @@ PAGES = {
     "SF111": Page(
         "error",
         "the run does not begin, or does not end",
-        "15 seconds after the first ranks others have not come to the store where they meet (said on the terminal; the "
-        "run ends with it after ten minutes); or no rank has written an event ten minutes after the start; or the run is "
+        "15 seconds after the first ranks others have not come to the store where they meet (said on the terminal; "
+        "after ten minutes the run ends); or no rank has written an event ten minutes after the start; or the run is "
         "still there ten minutes after the last event of all ranks.",
         "Before the beginning: check that all machines run and reach rdzv_endpoint, and that torch can be imported. "
         "After the end: a thread or process that the run started is waited for.",

@@ -118,6 +118,7 @@ def launch(
         before = {key: os.environ.get(key) for key in (*inherited, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
         os.environ.update(inherited)
         said = logging.getLogger("torch.distributed.elastic")
+        level, propagates = said.level, said.propagate
         said.setLevel(logging.ERROR)
         deaths = _Deaths(folder, config.max_restarts, oom_kills, on_restart)
         said.addHandler(deaths)
@@ -138,6 +139,8 @@ def launch(
             raise SurefootError(_not_started(config, error)) from error
         finally:
             said.removeHandler(deaths)
+            said.setLevel(level)
+            said.propagate = propagates
             for key, value in before.items():
                 os.environ.pop(key, None)
                 if value is not None:
@@ -231,9 +234,7 @@ def _passing_signals(folder: str) -> Iterator[list[str]]:
         started = list(Path(folder).glob("pid-*"))
         if not started:  # nothing to lose: still waiting for other machines, or for ranks to start
             raise KeyboardInterrupt(signal.Signals(number).name)
-        for path in started:
-            with suppress(ProcessLookupError, ValueError):
-                os.kill(int(path.read_text()), number)
+        _signal_ranks(Path(folder), number)
 
     if threading.current_thread() is not threading.main_thread():
         yield passed
@@ -248,9 +249,14 @@ def _passing_signals(folder: str) -> Iterator[list[str]]:
 
 def kill_ranks() -> None:
     """In the launcher's process: kill the ranks that it has started."""
-    for path in Path(os.environ.get(FOLDER, os.devnull)).glob("pid-*"):
-        with suppress(ProcessLookupError, ValueError):
-            os.kill(int(path.read_text()), signal.SIGKILL)
+    _signal_ranks(Path(os.environ.get(FOLDER, os.devnull)), signal.SIGKILL)
+
+
+def _signal_ranks(folder: Path, number: int) -> None:
+    """To those of the last attempt: the numbers of earlier ones may be other processes' by now."""
+    for path in folder.glob(f"pid-*-{_last_attempt(folder)}"):
+        with suppress(ProcessLookupError, PermissionError, ValueError):
+            os.kill(int(path.read_text()), number)
 
 
 def note_process() -> None:

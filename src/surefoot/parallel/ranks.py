@@ -82,11 +82,19 @@ class Ranks:
             return work()
         results: list[T] = []
         error: SurefootError | None = None
+        other: Exception | None = None
         try:
             results.append(work())
         except SurefootError as caught:
             error = caught
-        self.raise_failures(error, names_rank=names_rank)
+        except Exception as caught:  # noqa: BLE001 - a defect, a full disk: the others wait for this rank all the same
+            error, other = SurefootError(f"{type(caught).__name__}: {caught}"), caught
+        try:
+            self.raise_failures(error, names_rank=names_rank)
+        except SurefootError:
+            if other is not None:
+                raise other  # noqa: B904 - with its own traceback
+            raise
         return results[0]
 
     def raise_failures(self, error: SurefootError | None, *, names_rank: bool = True) -> None:

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +24,7 @@ from surefoot.parallel.ranks import ALONE, Ranks
 from surefoot.training.metrics import Screen
 
 Emit = Callable[[Event], None]
+T = TypeVar("T")
 
 
 class RunData:
@@ -115,18 +116,23 @@ class RunData:
 
         Raises: DataError for its rows, and for any other that preparing has come to: sooner rather than later.
         """
+
+        def mine() -> tuple[StepBatch, list[MicroBatch]]:
+            self.look()
+            step = self.order.step(position)
+            part = self._ranks.rank, self._ranks.size
+            return step, list(micro_batches(step.rows, self.train, self._rows_each, *part, self.reader))
+
+        return self._read(mine)
+
+    def look(self) -> None:
+        """Whether what is being prepared can be trained on, as far as it is. Raises: DataError, on this rank alone."""
         if not self._is_checked:
             self.train.preparation.raise_error()
             if self.train.preparation.is_complete:
                 self._check()
-        step = self.order.step(position)
-        return step, self._read(
-            lambda: list(
-                micro_batches(step.rows, self.train, self._rows_each, self._ranks.rank, self._ranks.size, self.reader)
-            )
-        )
 
-    def _read(self, mine: Callable[[], list[MicroBatch]]) -> list[MicroBatch]:
+    def _read(self, mine: Callable[[], T]) -> T:
         """This rank's batches. Where images are opened, one rank may find what the others do not: all hear of it."""
         return mine() if self.reader is None else self._ranks.together(mine)
 

@@ -17,7 +17,7 @@ from surefoot.config import LoadedConfig, RunConfig, changed_fields
 from surefoot.errors import CheckpointError, ConfigError
 from surefoot.findings import Finding
 from surefoot.training.checkpoint import DamagedCheckpoint, find_newest, list_checkpoints, remove_leftovers, verify
-from surefoot.training.record import METRICS
+from surefoot.training.record import FINDINGS, METRICS, drop_findings_before
 
 OWN_ENTRIES = (
     "run.yaml environment.json metrics.jsonl completions.jsonl summary.json findings.jsonl events evidence checkpoints "
@@ -41,21 +41,31 @@ class Resume:
     findings: list[Finding]
     token: str = ""
     """What this claim wrote into the folder; see `check_shared`."""
+    claimed_s: float = 0.0
+    """When, since 1970."""
+
+
+def check_folder(loaded: LoadedConfig) -> None:
+    """Change nothing. Raises: ConfigError for a file, and for a folder that holds what no run wrote."""
+    folder = loaded.run.run_folder.absolute()
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    if not there.is_dir():
+        what = "is a file" if there == folder else f"{there} is a file"
+        raise ConfigError(f"output_dir={loaded.run.run_folder} {what} ({loaded.where('output_dir')}).")
+    if there == folder and not _is_run_folder(folder):
+        strangers = sorted(p.name for p in folder.iterdir() if p.name not in LEFT_BY_FAILURE and p.name[0] != ".")
+        if strangers:
+            raise ConfigError(
+                f"output_dir={loaded.run.run_folder} holds files that are no run: {', '.join(strangers[:5])}. Nothing "
+                f"was touched. Give a new or empty folder ({loaded.where('output_dir')})."
+            )
 
 
 @contextmanager
 def claim(loaded: LoadedConfig) -> Iterator[Resume]:
     """Take the run folder for this process, decide what to resume, and refuse to mix two runs."""
     config, folder = loaded.run, loaded.run.run_folder
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir={folder} is a file ({loaded.where('output_dir')}).")
-    if folder.is_dir() and not _is_run_folder(folder):
-        strangers = sorted(p.name for p in folder.iterdir() if p.name not in LEFT_BY_FAILURE and p.name[0] != ".")
-        if strangers:
-            raise ConfigError(
-                f"output_dir={folder} holds files that are no run: {', '.join(strangers[:5])}. Nothing was touched. "
-                f"Give a new or empty folder ({loaded.where('output_dir')})."
-            )
+    check_folder(loaded)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / LOCK, "a+")  # noqa: SIM115 - held until the run ends
@@ -66,9 +76,15 @@ def claim(loaded: LoadedConfig) -> Iterator[Resume]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise ConfigError(
                 f"output_dir={folder} is in use by another process right now. Choose another folder."
+            ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir={folder} is on a file system that takes no locks: {error.strerror}. Two runs could write "
+                f"into it at once. Choose another, or mount it with locks, such as Lustre with -o flock "
+                f"({loaded.where('output_dir')})."
             ) from error
         resume = _decide_resume(loaded, config, folder)
         remove_leftovers(folder)
@@ -77,7 +93,7 @@ def claim(loaded: LoadedConfig) -> Iterator[Resume]:
         lock.write(token)
         lock.flush()
         os.fsync(lock.fileno())
-        yield replace(resume, token=token)
+        yield replace(resume, token=token, claimed_s=time.time())
 
 
 def check_shared(loaded: LoadedConfig, token: str) -> None:
@@ -107,10 +123,11 @@ def _is_run_folder(folder: Path) -> bool:
         return False
 
 
-def delete_run(folder: Path) -> None:
-    """Delete what a run wrote into its folder, but for what this start already writes there."""
+def delete_run(folder: Path, claimed_s: float) -> None:
+    """Delete what a run wrote into its folder, but for what this start wrote since it claimed the folder."""
+    drop_findings_before(folder, claimed_s)
     for name in OWN_ENTRIES:
-        if name in ("events", "engine"):
+        if name in ("events", "engine", FINDINGS):
             continue
         path = folder / name
         if path.is_dir():

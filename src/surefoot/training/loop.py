@@ -60,7 +60,7 @@ class StopSignal:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Remember a signal instead of interrupting; a second one interrupts all the same."""
+        """Remember a signal instead of interrupting; a second Ctrl-C interrupts all the same."""
         self._deferred = True
         try:
             yield

@@ -4,6 +4,8 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,7 +25,7 @@ from surefoot.events import (
     RunStarted,
     StepEnded,
 )
-from surefoot.storage import write_text
+from surefoot.storage import storage_error, write_text
 from surefoot.terminal import write
 from surefoot.training.record import COMPLETIONS, METRICS
 
@@ -51,10 +53,12 @@ class MetricsFile:
             self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed at the end of the run
         elif isinstance(event, Evaluated) or (isinstance(event, StepEnded) and is_logged(event, self._every)):
             assert self._file is not None
-            self._file.write(json.dumps(as_metrics(event)) + "\n")
-            self._file.flush()
+            with _named(self._path):
+                self._file.write(json.dumps(as_metrics(event)) + "\n")
+                self._file.flush()
         elif isinstance(event, RunEnded) and self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what could not be written was told
+                self._file.close()
             self._file = None
 
 
@@ -69,8 +73,17 @@ class CompletionsFile:
             drop_lines_from(self._path, event.first_step)
         elif isinstance(event, CompletionsMade):
             about = {"step": event.step, "policy_version": event.policy_version}
-            with open(self._path, "a", encoding="utf-8") as file:
+            with _named(self._path), open(self._path, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps({**about, **one}, ensure_ascii=False) + "\n" for one in event.samples)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Raises: StorageError for what the system says."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(path, error) from error
 
 
 def drop_lines_from(path: Path, first_step: int) -> None:
@@ -172,16 +185,20 @@ class TensorBoard:
 
     def __init__(self, run_folder: Path, logging_steps: int) -> None:
         _require("tensorboard", "tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(run_folder / "tensorboard"))
+        self._folder = run_folder / "tensorboard"
+        self._writer: Any = None
+        """Opened once the run begins: until then the folder may hold another run, which is deleted."""
         self._every = logging_steps
 
     def observe(self, event: Event) -> None:
-        if isinstance(event, Evaluated) or (isinstance(event, StepEnded) and is_logged(event, self._every)):
+        if isinstance(event, RunStarted):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder))
+        elif isinstance(event, Evaluated) or (isinstance(event, StepEnded) and is_logged(event, self._every)):
             for name, value in _scalars(event).items():
                 self._writer.add_scalar(f"train/{name}", value, event.step)
-        elif isinstance(event, RunEnded):
+        elif isinstance(event, RunEnded) and self._writer is not None:
             self._writer.close()
 
 

@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from surefoot.alerts import post, write_text_page
 from surefoot.events import DataCounted, Event, FindingMade, RunStarted, StepEnded
 from surefoot.findings import Finding
-from surefoot.storage import write_json
+from surefoot.storage import write_json, write_text
 
 if TYPE_CHECKING:
     from surefoot.config import RunConfig
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
+FINDINGS = "findings.jsonl"
 Status = Literal["completed", "interrupted", "failed"]
 
 
@@ -93,7 +95,7 @@ class FindingLog:
         A full disk, or a webhook that does not answer, ends no run.
         """
         try:
-            with open(self.run_folder / "findings.jsonl", "a", encoding="utf-8") as file:
+            with open(self.run_folder / FINDINGS, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"time_s": time.time(), **finding.as_dict()}) + "\n")
         except OSError as error:
             LOGGER.warning("finding %s could not be written down: %s", finding.code, error)
@@ -114,6 +116,22 @@ class FindingLog:
         if address is None:
             return f"webhook: {webhook} is not set in the environment, so finding {finding.code} is not sent"
         return post(address, self.run_folder, finding)
+
+
+def drop_findings_before(run_folder: Path, began_s: float) -> None:
+    """Keep of findings.jsonl what was found since a time, in seconds since 1970. Raises: StorageError."""
+    path = run_folder / FINDINGS
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text("utf-8", errors="replace").splitlines():
+        with suppress(ValueError, KeyError, TypeError):  # of a run that is to be deleted
+            if json.loads(line)["time_s"] >= began_s:
+                kept.append(line + "\n")
+    if kept:
+        write_text(path, "".join(kept))
+    else:
+        path.unlink()
 
 
 def write_end(run_folder: Path, *, findings: Sequence[Finding], error: str | None = None, since_s: float = 0.0) -> None:

@@ -4,11 +4,12 @@ from pathlib import Path
 
 from surefoot.config import LoadedConfig
 from surefoot.doctor.check import Check, fine, wrong
-from surefoot.errors import ConfigError, SurefootError
+from surefoot.errors import SurefootError
 from surefoot.models.build import load_config
 from surefoot.models.sources import resolve_model
 from surefoot.parallel.layout import Layout
 from surefoot.training.expert_parallel import check_experts
+from surefoot.training.folder import check_folder
 from surefoot.training.resolve import resolve
 from surefoot.training.rollouts import check_routing_replay
 
@@ -18,9 +19,9 @@ def refusal(loaded: LoadedConfig) -> Check:
     name, run = "the run itself", loaded.run
     ranks = run.nproc_per_node * run.nnodes
     try:
-        Layout.of(run, ranks, loaded.where)
-        _check_folder(loaded)
-        resolve(loaded, ranks)
+        loaded = resolve(loaded, ranks)
+        Layout.of(loaded.run, ranks, loaded.where)
+        check_folder(loaded)
         if Path(run.model).exists() or run.model.startswith(("/", ".", "~")):
             base = resolve_model(run.model, loaded.where("model"))
             load_config(base)
@@ -29,10 +30,3 @@ def refusal(loaded: LoadedConfig) -> Check:
     except SurefootError as error:
         return wrong(name, "SF743", str(error), is_fatal=True)
     return fine(name, "it would start, as far as can be told without its weights and data")
-
-
-def _check_folder(loaded: LoadedConfig) -> None:
-    folder = loaded.run.run_folder.absolute()
-    there = next(one for one in (folder, *folder.parents) if one.exists())
-    if not there.is_dir():
-        raise ConfigError(f"output_dir={folder}: {there} is a file ({loaded.where('output_dir')}).")

@@ -171,7 +171,7 @@ def _claimed(loaded: LoadedConfig, ranks: Ranks) -> Iterator[Resume]:
         claimed = ranks.from_first(claim_it)
         ranks.together(lambda: check_shared(loaded, claimed["token"]))
         checkpoint = claimed["checkpoint"]
-        yield Resume(Path(checkpoint) if checkpoint is not None else None, mine.findings)
+        yield replace(mine, checkpoint=Path(checkpoint) if checkpoint is not None else None)
 
 
 @dataclass(frozen=True)
@@ -256,6 +256,7 @@ def _assemble(
 
     def batches(state: TrainState) -> tuple[StepBatch, list[MicroBatch]]:
         if rewards is not None:
+            ranks.together(data.look)
             return source.batches(state.position, state.step, state.epoch)
         with phases("wait for data"):
             return data.batches(state.position)
@@ -281,7 +282,7 @@ def _assemble(
     undo.callback(job.saver.end)
     about = {**environment(device), "ranks": ranks.size, "expert_parallel_size_s": measured}
     machine = collect(folder if ranks.local_rank == 0 else None, gpus=ranks.local_rank == 0).as_dict()
-    ranks.from_first(lambda: _begin_folder(config, {**about, "machine": machine}))
+    ranks.from_first(lambda: _begin_folder(config, {**about, "machine": machine}, resume.claimed_s))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     everywhere = ranks.gather({"host": machine["host"], "facts": facts_of({**machine, "device": name})})
     differing = ranks_differ([one["facts"] for one in everywhere], [one["host"] for one in everywhere])
@@ -298,9 +299,9 @@ def _assemble(
     )
 
 
-def _begin_folder(config: RunConfig, about: dict[str, Any]) -> None:
+def _begin_folder(config: RunConfig, about: dict[str, Any], claimed_s: float) -> None:
     if config.overwrite_output_dir:
-        delete_run(config.run_folder)
+        delete_run(config.run_folder, claimed_s)
     write_text(config.run_folder / "run.yaml", as_yaml(config))
     write_json(config.run_folder / "environment.json", about)
 

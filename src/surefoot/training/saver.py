@@ -10,6 +10,7 @@ at any moment leaves a folder that is no checkpoint. Training waits for the copy
 
 import errno
 import json
+import logging
 import os
 import shutil
 import threading
@@ -31,6 +32,7 @@ from surefoot.storage import sha256_of, storage_error, sync_file, sync_folder, w
 from surefoot.training.checkpoint import FORMAT_VERSION, MOMENTS, PARTS, TrainState, checkpoint_folder, list_checkpoints
 from surefoot.training.pieces import write_pieces
 
+LOGGER = logging.getLogger(__name__)
 DEADLINE_S = 3600.0
 """The longest that rank 0 waits for the other ranks' parts of one checkpoint."""
 POLL_S = 0.02
@@ -136,8 +138,8 @@ class Saver:
             note: dict[str, Any] = {}
             try:
                 note["files"] = _write_part(temporary, target, blocks, self._ranks)
-            except SurefootError as error:
-                note["error"] = str(error)
+            except Exception as error:
+                note["error"] = str(error) if isinstance(error, SurefootError) else _said(error)
                 raise
             finally:
                 _leave_note(temporary / NOTES / f"rank-{self._ranks.rank:05d}.json", note)
@@ -145,12 +147,14 @@ class Saver:
                 files = self._files_of_all(temporary)
                 _complete(temporary, target, state, self._config, files)
                 for old in list_checkpoints(self._run_folder)[: -self._keep if self._keep else 0]:
-                    shutil.rmtree(old)
+                    _delete(old)
             self._saved = Saved(state.step, target, time.perf_counter() - began)
         except OSError as error:
             self._error = storage_error(target, error)
         except SurefootError as error:
             self._error = error
+        except Exception as error:  # noqa: BLE001 - whatever it is, this save is not complete
+            self._error = StorageError(f"{target}: could not be written: {_said(error)}. Older checkpoints stay.")
         if self._error is not None and self._ranks.is_first:
             shutil.rmtree(temporary, ignore_errors=True)
 
@@ -171,6 +175,20 @@ class Saver:
                 raise StorageError(note["error"])
             files |= note["files"]
         return files
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _delete(checkpoint: Path) -> None:
+    """Under a name that no start takes for a checkpoint; what is left of it, the next start removes."""
+    leaving = checkpoint.with_name(f".{checkpoint.name}.tmp")
+    try:
+        checkpoint.rename(leaving)
+        shutil.rmtree(leaving)
+    except OSError as error:
+        LOGGER.warning("an old checkpoint could not be deleted: %s", error)
 
 
 def _empty_folders(temporary: Path, target: Path) -> None:
