@@ -2,7 +2,7 @@
 
 Each token is 7 with a logprob that the request's model name does not change. FAULT: none, late, dies, error, fewer,
 other_version, no_logprobs, no_experts, few_experts, odd_experts, other_experts, refuses_adapter, no_json, no_sleep,
-sleepless, no_reload, keeps_cache.
+sleepless, no_reload, keeps_cache, trickles, or one of ODD.
 """
 
 import json
@@ -18,6 +18,12 @@ from surefoot.rl.chosen_experts import as_text
 
 FAULT = sys.argv[2]
 PROBE_TOKENS = 24
+ODD = {
+    "beyond": ("token_ids", 10**7), "negative": ("token_ids", -5), "text_token": ("token_ids", "7"),
+    "banned": ("token_ids", 9), "nan": ("logprobs", float("nan")), "text": ("logprobs", "-1.0"),
+    "endless": ("logprobs", -1e300), "positive": ("logprobs", 0.5),
+}  # fmt: skip
+"""What one token or its logprob is instead."""
 ASKED: dict[str, Any] = {"is_sleeping": False}
 """What was asked for besides completions."""
 
@@ -70,6 +76,10 @@ class Handler(BaseHTTPRequestHandler):
             "logprobs": {"token_logprobs": logprobs},
             "finish_reason": "length",
         }
+        if FAULT in ODD and count != PROBE_TOKENS:
+            name, value = ODD[FAULT]
+            of_tokens = choice[name] if name == "token_ids" else choice[name]["token_logprobs"]
+            of_tokens[-1] = value
         if FAULT == "few_experts":
             choice["routed_experts"] = as_text(np.zeros((3, 2, 2), np.int16))
         if FAULT == "odd_experts":
@@ -83,6 +93,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
+        if FAULT == "trickles" and self.path == "/v1/completions" and b'"token_ids": [7, 7, 7, 7, 7]' in content:
+            for byte in content:  # none of its pieces is late
+                self.wfile.write(bytes([byte]))
+                time.sleep(0.2)
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None: ...

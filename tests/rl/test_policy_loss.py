@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from surefoot.config import load_config
+from surefoot.errors import ConfigError
 from surefoot.rl.batch import PolicyBatch, Trajectory, collate_policy
 from surefoot.training.grpo import PolicyLoss
 
 PROMPT = [5, 6, 7]
+GRPO = {"model": "m", "dataset": "d", "output_dir": "o", "method": "grpo", "reward_funcs": ["exact_match"]}
 
 
 def trajectory(ids: list[int], advantage: float, **changes: Any) -> Trajectory:
@@ -122,3 +125,21 @@ def test_a_masked_token_that_has_become_impossible_touches_nothing(loss_type: st
 def test_an_infinite_importance_is_masked() -> None:
     batch = batch_of(trajectory([1], 1.0, rollout_logprobs=[-1e4], old_logprobs=[-0.5]))
     assert losses("dapo", [-0.5], batch, importance_correction="mask")[0] == [0.0]
+
+
+def test_clips_are_those_of_each_paper_where_none_is_set() -> None:
+    def clips(**settings: Any) -> tuple[float, float]:
+        loss = PolicyLoss.of(load_config(None, (), {**GRPO, **settings}).run)
+        return loss.epsilon, loss.epsilon_high
+
+    assert clips() == (0.2, 0.2)
+    assert clips(epsilon=0.1) == (0.1, 0.1)
+    assert clips(epsilon=0.1, epsilon_high=0.3) == (0.1, 0.3)
+    assert clips(loss_type="gspo") == (3e-4, 4e-4)
+    assert clips(loss_type="gspo", epsilon=0.1) == (0.1, 0.1)
+    assert clips(loss_type="cispo")[1] == 5.0
+    assert clips(loss_type="cispo", epsilon_high=2.0)[1] == 2.0
+    with pytest.raises(ConfigError, match="the loss be 0.28 of itself"):
+        clips(loss_type="cispo", epsilon_high=0.28)
+    with pytest.raises(ConfigError, match="cispo, which clips no small ratio"):
+        clips(loss_type="cispo", epsilon=0.1)

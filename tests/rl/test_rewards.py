@@ -4,6 +4,7 @@ import os
 import re
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,6 +68,12 @@ def dies_on_bad(completions, **_):
     if "bad" in completions:
         os.kill(os.getpid(), 9)
     return [1.0] * len(completions)
+
+def fails_on_groups(completions, **_):
+    return [1 / (len(completions) == 1)]
+
+def slow(completions, **_):
+    time.sleep(600)
 
 def talks(completions, **_):
     print("not a line of the protocol", flush=True)
@@ -138,6 +145,36 @@ def test_only_the_completion_on_which_a_function_fails_has_no_reward(
     assert bad.reward is None
     assert bad.failure is not None
     assert re.match(reason, bad.failure)
+
+
+def test_a_failure_of_a_group_is_no_reward_for_what_is_said_of_each_alone(rewards: Callable[..., Rewards]) -> None:
+    """A function that ranks the completions of a group says something else of one alone."""
+    (scored,) = rewards("fails_on_groups").score([asked()])
+    assert values(scored) == [[None]] * 3
+    assert all("division by zero" in (of_one[0].failure or "") for of_one in scored)
+
+
+def test_whoever_waits_hears_that_rewards_are_waited_for(
+    rewards: Callable[..., Rewards], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("surefoot.rl.rewards.SIGN_OF_LIFE_S", 0.1)
+    heard: list[float] = []
+    rewards("hangs_on_bad", timeout_s=0.5).score([asked(["bad"])], waiting=lambda: heard.append(time.monotonic()))
+    assert len(heard) >= 3
+
+
+def test_an_end_does_not_wait_for_functions(rewards: Callable[..., Rewards]) -> None:
+    ours = rewards("slow")
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(ours.score([asked()])), daemon=True)
+    thread.start()
+    time.sleep(0.5)
+    began = time.monotonic()
+    ours.end()
+    thread.join(10)
+    assert time.monotonic() - began < 5
+    assert not thread.is_alive()
+    assert values(found[0]) == [[None]] * 3
 
 
 def test_a_failure_shows_where_it_is(rewards: Callable[..., Rewards]) -> None:

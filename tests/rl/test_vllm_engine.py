@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from surefoot.rl.rollout import Request, Sampling
 SERVER = Path(__file__).with_name("engine_server.py")
 LORA = LoraSettings(rank=4, alpha=8.0, targets=("all",), seed=1)
 SAMPLING = Sampling(5)
+FINE = replace(SAMPLING, banned=frozenset({9}))
 
 
 @pytest.fixture
@@ -76,6 +78,7 @@ def engine(model_folder: Callable[[str], Path], tmp_path: Path) -> Callable[...,
             "probe": Request([5, 6], (0,)),
             "sampling": SAMPLING,
             "dtype": torch.float32,
+            "vocab_size": 1000,
             **changes,
         }
         return VllmEngine(server, **options)
@@ -110,6 +113,7 @@ def test_an_adapter_is_a_small_part_of_the_model(
     ("fault", "code", "cause"),
     [
         ("late", "SF801", r"POST /v1/completions was not answered in \d s"),
+        ("trickles", "SF801", r"POST /v1/completions was not answered in \d s"),
         ("dies", "SF801", "the server ended with status 3"),
         ("error", "SF801", "status 500: .*the engine is dead"),
         ("fewer", "SF806", "ended for its length after 4 of 5 tokens"),
@@ -120,6 +124,14 @@ def test_an_adapter_is_a_small_part_of_the_model(
         ("few_experts", "SF806", "comes with the experts of 3 tokens in 2 layers, where 6 were read, by 2 layers"),
         ("odd_experts", "SF806", "no array: TypeError"),
         ("other_experts", "SF806", "comes with experts 9 to 9, of a model with 4"),
+        ("beyond", "SF806", "has the token 10000000, which the model of 1000 cannot draw"),
+        ("negative", "SF806", "has the token -5,"),
+        ("text_token", "SF806", "has the token '7',"),
+        ("banned", "SF806", "has the token 9,"),
+        ("nan", "SF806", "has nan as a logprob"),
+        ("text", "SF806", "has '-1.0' as a logprob"),
+        ("endless", "SF806", r"has -1e\+300 as a logprob"),
+        ("positive", "SF806", "has 0.5 as a logprob"),
     ],
 )
 def test_a_rollout_that_is_not_as_asked_for_is_a_finding(
@@ -127,11 +139,11 @@ def test_a_rollout_that_is_not_as_asked_for_is_a_finding(
 ) -> None:
     ours = engine(serve(fault), routing=RoutingLayers((0, 1), 2, 4) if fault.endswith("experts") else None)
     ours.publish(0)
-    if fault == "late":
-        ours._timeout_s = 3.0
+    if fault in ("late", "trickles"):
+        ours._timeout_s = 2.0
     began = time.monotonic()
     with pytest.raises(StoppedOnFinding, match=cause) as stopped:
-        ours.ask([Request([1, 2], (0, number)) for number in range(4)], SAMPLING, 0)(inf)
+        ours.ask([Request([1, 2], (0, number)) for number in range(4)], FINE, 0)(inf)
     assert stopped.value.finding.code == code
     assert stopped.value.finding.evidence["address"].startswith("http://127.0.0.1:")
     assert time.monotonic() - began < 30
@@ -204,7 +216,7 @@ def test_experts_of_layers_without_a_router_are_left_out() -> None:
         "routed_experts": as_text(of_all.astype(np.int16)),
     }
     answer = {"model": "policy", "choices": [choice]}
-    made = completion_of(answer, Request([1, 2], (0,)), SAMPLING, "policy", 0, RoutingLayers((1, 3), 4, 5))
+    made = completion_of(answer, Request([1, 2], (0,)), SAMPLING, "policy", 0, 64, RoutingLayers((1, 3), 4, 5))
     assert made.experts is not None
     assert np.array_equal(from_text(made.experts), of_all[:, [1, 3]])
 
@@ -306,7 +318,7 @@ def test_a_server_with_other_probabilities_is_a_finding(
     serve: Callable[..., Server], engine: Callable[..., VllmEngine], logprob: float
 ) -> None:
     with pytest.raises(StoppedOnFinding, match="other probabilities than the trainer") as stopped:
-        engine(serve(probe=[logprob] * 24)).publish(0)
+        engine(serve(), score=lambda _, ids: [logprob] * len(ids)).publish(0)
     assert stopped.value.finding.code == "SF805"
     engine(serve(probe=[-1.005] * 24)).publish(0)  # other kernels, other rounding
 

@@ -150,8 +150,8 @@ def test_groups_without_spread_are_replaced_by_the_next_prompts(grpo: dict[str, 
 
 def test_a_reward_that_fails_on_some_is_a_finding_and_masks_them(grpo: dict[str, Any], tmp_path: Path) -> None:
     body = (
-        "    if len(completions) > 1 or 'a' in completions[0][0]['content']:\n        raise ValueError('an a')\n"
-        "    return [float(len(completions[0][0]['content']))]"
+        "    if any('a' in one[0]['content'] for one in completions):\n        raise ValueError('an a')\n"
+        "    return [float(len(one[0]['content'])) for one in completions]"
     )
     found: list[Any] = []
 
@@ -179,6 +179,24 @@ def test_a_reward_of_one_number_for_each_group_is_a_finding_that_says_so(grpo: d
     rewards = [one["reward"] for one in lines(tmp_path / "run", "completions.jsonl")]
     assert rewards.count(None) == 4
     assert rewards.count(0.5) == 44
+
+
+@pytest.mark.parametrize("why", ["cut", "length"])
+def test_groups_that_teach_nothing_else_are_replaced(grpo: dict[str, Any], tmp_path: Path, why: str) -> None:
+    """All their completions are left out; or they differ in the penalty for their length alone."""
+    given = {"cut": "float(index)", "length": "1.0"}[why]
+    body = f"    return [{given} for index in range(len(completions))]"
+    changes = {"cut": {"mask_truncated_completions": True}, "length": {"soft_overlong_length": 6}}[why]
+    settings = {**grpo, **changes, "reward_funcs": [reward_file(tmp_path, body)], "dynamic_sampling": True}
+    surefoot.train(settings, dynamic_sampling_tries=2, max_steps=1, screen=False)
+    (line,) = lines(tmp_path / "run")
+    if why == "length":
+        assert line["groups_replaced"] == 4
+        return
+    whole = {one["place"] for one in lines(tmp_path / "run", "completions.jsonl") if one["finish"] == "stop"}
+    assert (line["groups_replaced"] == 4) == (len(whole) < 2)
+    if line["grad_norm"] == 0:  # nothing was trained, so nothing was measured
+        assert not {"entropy", "ratio", "importance_ratio", "clip_ratio", "kl"} & set(line)
 
 
 def test_what_fails_in_groups_that_are_replaced_is_told_too(grpo: dict[str, Any], tmp_path: Path) -> None:
@@ -302,8 +320,11 @@ def test_rewards_that_tell_nothing_apart_are_a_finding(grpo: dict[str, Any], tmp
 
 
 def test_a_completion_longer_than_the_context_is_refused_by_row(grpo: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"prompts.jsonl:\d+: a prompt of \d+ tokens and max_completion_length=250 are"):
+    message = r"12 rows are longer than the context of 256 less max_completion_length=6: .* Lower max_compl"
+    with pytest.raises(DataError, match=message):
         surefoot.train(grpo, max_completion_length=250, screen=False)
+    with pytest.raises(ConfigError, match="max_completion_length=256 leaves no room for a prompt in the 256 tokens"):
+        surefoot.train(grpo, max_completion_length=256, screen=False)
     with pytest.raises(DataError, match="rows are longer than max_prompt_length=8"):
         surefoot.train(grpo, max_prompt_length=8, screen=False)
 
@@ -317,7 +338,7 @@ def test_positions_that_were_scaled_are_counted(grpo: dict[str, Any], tmp_path: 
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     settings = {**grpo, "model": str(tmp_path / "model"), "max_completion_length": 64, "max_steps": 1}
     assert surefoot.train(settings, screen=False).status == "completed"
-    with pytest.raises(DataError, match="more than the 256 that the model can see"):
+    with pytest.raises(DataError, match="longer than the context of 256 less max_completion_length"):
         surefoot.train(settings, max_completion_length=250, screen=False, overwrite_output_dir=True)
 
 
@@ -372,7 +393,7 @@ def test_settings_that_make_no_run_are_refused(grpo: dict[str, Any], changes: di
 def test_bad_input_on_the_command_line_ends_with_status_2(grpo: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
         f"model: {grpo['model']}\nmethod: grpo\ndataset: prompts.jsonl\noutput_dir: out\n"
-        f"num_generations: 4\nglobal_batch_size: 8\nreward_funcs: [absent.py:mine]\n"
+        f"num_generations: 4\nglobal_batch_size: 8\nreward_funcs: [absent.py:mine]\nmax_completion_length: 9\n"
     )
     done = command("train", str(tmp_path / "run.yaml"))
     assert done.returncode == 2

@@ -7,6 +7,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -146,6 +148,22 @@ def test_rewards_are_told_of_the_images(grpo: Any, tmp_path: Path) -> None:
         assert one["reward"] == sum(part["type"] == "image" for part in parts) > 0
 
 
+def test_rewards_may_open_images_whose_bytes_stand_in_the_row(grpo: Any, tmp_path: Path) -> None:
+    body = (
+        "    from PIL import Image\n"
+        "    return [float(sum(Image.open(path).size[0] for path in paths)) for paths in columns['images']]"
+    )
+    (tmp_path / "mine.py").write_text(f"def mine(completions, **columns):\n{body}\n")
+    Image.new("RGB", (56, 28), "red").save(tmp_path / "red.png")
+    held = {"bytes": (tmp_path / "red.png").read_bytes(), "path": None}
+    rows = [{"query": f"<image>colour {number}?", "response": "red", "images": [held]} for number in range(4)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    given = grpo(dataset=str(tmp_path / "rows.parquet")) | {"reward_funcs": [f"{tmp_path}/mine.py:mine"]}
+    surefoot.train(given | {"max_steps": 1}, screen=False)
+    made = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert {one["reward"] for one in made} == {56.0}
+
+
 def test_an_image_that_goes_during_a_run_ends_it_with_its_row(grpo: Any, tmp_path: Path) -> None:
     body = (
         f"    for path in pathlib.Path('{tmp_path}/data').glob('*.png'):\n"
@@ -181,11 +199,11 @@ def test_a_server_is_shown_the_pixels_of_training(vision: Any) -> None:
         "finish_reason": "length",
     }
     answer = {"model": "policy", "choices": [choice], "prompt_token_ids": request.prompt}
-    made = completion_of(answer, request, sampling, "policy", 4)
+    made = completion_of(answer, request, sampling, "policy", 4, 1000)
     assert (made.ids, made.logprobs, made.policy_version) == ([5, 6, 7], [-5.0, -6.0, -7.0], 4)
     answer["prompt_token_ids"] = [8, *[token] * (cells[0] + 1), 9, *[token] * cells[1], 7]
     with pytest.raises(ValueError, match="reads the prompt of x:1 as .* tokens.*scales images in another way"):
-        completion_of(answer, request, sampling, "policy", 4)
+        completion_of(answer, request, sampling, "policy", 4, 1000)
 
 
 def test_the_experts_of_rollouts_on_images_are_used_again(grpo: Any, tmp_path: Path, vision_folder: Make) -> None:

@@ -136,6 +136,15 @@ def _check_grpo(run: RunConfig, given: set[str], refuse: Refuse) -> None:
             "soft_overlong_length",
             "max_completion_length",
         )
+    if run.loss_type == "cispo" and run.epsilon_high is not None and run.epsilon_high < 1:
+        refuse(
+            f"epsilon_high={run.epsilon_high} with loss_type=cispo, whose largest ratio it is: every token would be "
+            f"clipped, and the loss be {run.epsilon_high} of itself. Set 5, or 1 and what other losses would have",
+            "epsilon_high",
+            "loss_type",
+        )
+    if run.loss_type == "cispo" and run.epsilon is not None:
+        refuse(f"epsilon={run.epsilon} with loss_type=cispo, which clips no small ratio. Drop it", "epsilon")
     _check_rollouts(run, given, refuse)
     if "" in run.stops:
         refuse("stop holds an empty text, which ends every completion at once", "stop")
@@ -154,7 +163,9 @@ def _check_grpo(run: RunConfig, given: set[str], refuse: Refuse) -> None:
         "expert_parallel_size": run.expert_parallel_size == "auto",
     }
     for name in (name for name, is_asked in unfit.items() if is_asked):
-        refuse(f"{name}={getattr(run, name)} is not available with method: grpo. Drop it", name)
+        value = getattr(run, name)
+        shown = f"{name}={value}" if isinstance(value, str | int | float) else name
+        refuse(f"{shown} is not available with method: grpo. Drop it", name)
 
 
 def _check_rollouts(run: RunConfig, given: set[str], refuse: Refuse) -> None:

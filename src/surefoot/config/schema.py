@@ -149,10 +149,11 @@ class RunConfig(BaseModel):
     """GRPO: worker processes a rank for reward functions."""
     loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo"] = "dapo"
     """GRPO: how a token's ratio and advantage become a loss, and what it is averaged over. See docs/grpo.md."""
-    epsilon: float = Field(default=0.2, ge=0, lt=1)
-    """GRPO: ratios below 1 - epsilon are clipped."""
+    epsilon: float | None = Field(default=None, ge=0, lt=1)
+    """GRPO: ratios below 1 - epsilon are clipped. Default: 0.2; for gspo 3e-4. cispo clips none of them."""
     epsilon_high: float | None = Field(default=None, ge=0)
-    """GRPO: ratios above 1 + epsilon_high are clipped. Default: epsilon. For cispo the largest ratio itself: 5."""
+    """GRPO: ratios above 1 + epsilon_high are clipped. Default: epsilon; for gspo 4e-4, if epsilon is not set either.
+    For cispo the largest ratio itself: 5."""
     beta: float = Field(default=0.0, ge=0)
     """GRPO: weight of the KL divergence from the model without its adapter. 0 does not compute it."""
     num_iterations: int = Field(default=1, gt=0)

@@ -30,12 +30,14 @@ def open_dataset(
     vocab_size: int | None,
     reader: PixelReader | None = None,
     why_blind: str = TEXT_ONLY,
+    context: int | None = None,
     only_waits: bool = False,
     on_progress: OnProgress = lambda _: None,
 ) -> Dataset:
     """A dataset setting of a run, found and its formats told, but not prepared yet; `only_waits`: by another process.
 
-    Rows are samples or, with GRPO, prompts. `reader`: of images, or `why_blind`: why there is none. With
+    Rows are samples or, with GRPO, prompts. `reader`: of images, or `why_blind`: why there is none. `context`: the
+    most tokens that the model has positions for, of which a prompt leaves room for its completion. With
     `eval_fraction`, `dataset` is the training side; `held_out_side` gives the other.
     Raises: DataError for what is missing or of no known format.
     """
@@ -60,10 +62,22 @@ def open_dataset(
         why_blind=why_blind,
     )
     prompts = config.method == "grpo"
+    longest = config.prompt_length if prompts else config.max_length
+    limit = "max_prompt_length" if prompts and config.max_prompt_length else "max_length"
+    way_out = ""
+    if prompts and context is not None and context - config.max_completion_length < longest:
+        longest, limit = context - config.max_completion_length, f"the context of {context} less max_completion_length"
+        way_out = "Lower max_completion_length"
+        if longest < 1:
+            raise ConfigError(
+                f"max_completion_length={config.max_completion_length} leaves no room for a prompt in the {context} "
+                f"tokens that the model can see. Lower it ({loaded.where('max_completion_length')})."
+            )
     reading = Reading(
-        max_length=config.prompt_length if prompts else config.max_length,
+        max_length=longest,
         truncation=config.truncation,
-        limit="max_prompt_length" if prompts and config.max_prompt_length else "max_length",
+        limit=limit,
+        way_out=way_out,
         train_on="all" if prompts else config.train_on,
         skip_bad_rows=config.on_bad_row == "skip",
         vocab_size=vocab_size,

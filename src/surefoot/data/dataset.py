@@ -40,6 +40,8 @@ class Reading:
     truncation: Truncation
     limit: str = "max_length"
     """The setting that `max_length` comes from."""
+    way_out: str = ""
+    """What makes room for longer rows, where it is not that setting."""
     train_on: TrainOn = "assistant"
     skip_bad_rows: bool = False
     vocab_size: int | None = None
@@ -238,9 +240,9 @@ class Dataset:
             cut = "" if with_images == too_long else cut
             raise DataError(
                 f"{too_long} of {counts.read} rows are longer than {self.reading.limit}={self.reading.max_length}: the "
-                f"first is {first_long}, the longest {longest[1]} with {longest[0]} tokens. {why} Set "
-                f"{self.reading.limit}: {longest[0]}, or truncation: drop (leave them out){cut} "
-                f"({self._where})."
+                f"first is {first_long}, the longest {longest[1]} with {longest[0]} tokens. {why} "
+                f"{self.reading.way_out or f'Set {self.reading.limit}: {longest[0]}'}, or truncation: drop (leave them "
+                f"out){cut} ({self._where})."
             )
         if counts.read == 0:
             nothing = f"eval_fraction={self.reading.eval_fraction} holds out no sample. Raise it, or give eval_dataset"
@@ -384,7 +386,8 @@ class Dataset:
             ways = "drop" if has_images[first_long] else f"drop or {side}"
             raise DataError(
                 f"{self._place(ref, int(shard.lines[first_long]))}: {lengths[first_long]} tokens, longer than "
-                f"{reading.limit}={reading.max_length}. Raise it, or set truncation: {ways} ({self._where})."
+                f"{reading.limit}={reading.max_length}. {reading.way_out or 'Raise it'}, or set truncation: {ways} "
+                f"({self._where})."
             )
         skip = view & ((trained == 0) | (too_long & (has_images | (reading.truncation in ("error", "drop")))))
         take = view & ~skip

@@ -40,6 +40,8 @@ ROLES: Mapping[str, str] = {
 }  # fmt: skip
 """Names of roles in the formats -> ours; `calls` is a turn of the assistant that holds tool calls as JSON text."""
 
+IN_THE_ROW = "bytes in the row"
+"""Stands for an image that has no name."""
 ANSWERS = frozenset(("response", "output", "completion"))
 """Columns that a row with a prompt alone does not need."""
 UNTRAINABLE_COLUMNS = ("video", "videos", "audio", "audios")
@@ -226,7 +228,7 @@ class Reader:
         )
         images = Conversation(messages).images
         if images:
-            others["images"] = [source if isinstance(source, str) else "bytes in the row" for source in images]
+            others["images"] = [source if isinstance(source, str) else IN_THE_ROW for source in images]
         if any(answers):
             others.setdefault("response", answers[0])
         for name in format.required & ANSWERS & columns.keys():

@@ -202,7 +202,7 @@ def _fetched(address: str) -> bytes:
     deadline = time.monotonic() + DOWNLOAD_S
     pieces: list[bytes] = []
     with urllib.request.urlopen(address, timeout=ANSWER_S) as answer:
-        while sum(map(len, pieces)) <= MOST_BYTES and (piece := answer.read(1 << 16)):
+        while sum(map(len, pieces)) <= MOST_BYTES and (piece := answer.read1(1 << 16)):
             pieces.append(piece)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not complete after {DOWNLOAD_S:.0f} s")

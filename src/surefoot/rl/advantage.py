@@ -30,11 +30,11 @@ def advantages(groups: Sequence[Sequence[float]], scale: Scale) -> list[list[flo
     GRPO (arXiv:2402.03300, sec. 4.1) divides by the group's; `batch` (arXiv:2508.08221) by that of all rewards, `none`
     (Dr. GRPO, arXiv:2503.20783) by nothing. Deviations are those of samples (n - 1).
     """
-    whole = _deviation([reward for group in groups for reward in group])
+    whole = deviation([reward for group in groups for reward in group])
     result = []
     for group in groups:
         mean = _mean(group)
-        divisor = {"group": _deviation(group), "batch": whole, "none": 1.0 - SCALE_EPSILON}[scale] + SCALE_EPSILON
+        divisor = {"group": deviation(group), "batch": whole, "none": 1.0 - SCALE_EPSILON}[scale] + SCALE_EPSILON
         result.append([(reward - mean) / divisor for reward in group])
     return result
 
@@ -73,8 +73,8 @@ def _mean(rewards: Sequence[float]) -> float:
     return sum(seen) / len(seen) if seen else nan
 
 
-def _deviation(rewards: Sequence[float]) -> float:
-    """0 where fewer than two are known."""
+def deviation(rewards: Sequence[float]) -> float:
+    """Of samples (n - 1), without those that are masked; 0 where fewer than two are known."""
     seen = [reward for reward in rewards if not isnan(reward)]
     if len(seen) < 2:
         return 0.0

@@ -9,9 +9,10 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ START_DEADLINE_S = 120.0
 """For a worker to import the functions' files."""
 END_NOTICE_S = 2.0
 """For a process that closed its files to be gone."""
+SIGN_OF_LIFE_S = 60.0
+"""Between two words to whoever waits for rewards."""
 LARGEST = 1e12
 """Of a reward: the squares of much larger ones are no numbers any more."""
 LONE_TRIES = 2
@@ -85,6 +88,7 @@ class Rewards:
         self._where = where
         for item in items:
             _check(item, where)
+        self._is_over = threading.Event()
         self._workers: queue.Queue[_Worker] = queue.Queue()
         self._all = [_Worker([item.func for item in items]) for _ in range(num_workers)]
         for worker in self._all:
@@ -109,10 +113,13 @@ class Rewards:
             names.append(name if name not in names else f"{name}_{len(names) + 1}")
         return names
 
-    def score(self, groups: Sequence[Answers]) -> list[list[list[Scored]]]:
-        """[group][completion][function]. Never raises for what a function does."""
+    def score(self, groups: Sequence[Answers], waiting: Callable[[], None] = lambda: None) -> list[list[list[Scored]]]:
+        """[group][completion][function]. Never raises for what a function does. `waiting`: called now and then."""
         jobs = [(group, number) for group in groups for number in range(len(self._items))]
-        done = list(self._threads.map(lambda job: self._group(*job), jobs))
+        asked = [self._threads.submit(self._group, *job) for job in jobs]
+        while wait(asked, SIGN_OF_LIFE_S).not_done:  # each call has its deadline
+            waiting()
+        done = [one.result() for one in asked]
         each = len(self._items)
         return [
             [list(of_one) for of_one in zip(*done[begin : begin + each], strict=True)]
@@ -121,6 +128,7 @@ class Rewards:
 
     def end(self) -> None:
         """End the workers."""
+        self._is_over.set()
         for worker in self._all:
             worker.kill()
         self._threads.shutdown(cancel_futures=True)
@@ -137,11 +145,15 @@ class Rewards:
         except _Miscounted as error:
             return [Scored(None, str(error))] * len(everyone)
         except (_Late, _Failed) as error:
-            if len(everyone) == 1:
-                return [Scored(None, str(error))]
+            if len(everyone) == 1 or self._is_over.is_set():
+                return [Scored(None, str(error))] * len(everyone)
+            of_all = str(error)
         scored: list[Scored] = []
         late = 0
         for index in everyone:
+            if self._is_over.is_set():
+                scored.append(Scored(None, "the run is over"))
+                continue
             if late == LONE_TRIES:
                 scored.append(Scored(None, f"not asked again: {late} of its group took over {self._timeout_s:g} s"))
                 continue
@@ -150,7 +162,10 @@ class Rewards:
             except (_Late, _Failed, _Miscounted) as error:
                 late += isinstance(error, _Late)
                 scored.append(Scored(None, str(error)))
-        return scored
+        if any(one.failure for one in scored):
+            return scored
+        # What a function says of a completion alone need not be what it would have said of it among the others.
+        return [Scored(None, f"{of_all}; of each of them alone it says something, which is not used")] * len(everyone)
 
     def _call(self, group: Answers, number: int, chosen: Sequence[int]) -> list[Scored]:
         item = self._items[number]

@@ -6,25 +6,30 @@ Every decision is made on all ranks from the same records, so the ranks never di
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from math import inf, isnan, nan
+from math import isnan, nan
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from surefoot.config import RunConfig
 from surefoot.data.dataset import Dataset
+from surefoot.data.formats import IN_THE_ROW
+from surefoot.data.images import Image
 from surefoot.data.loader import MicroBatch
 from surefoot.data.order import GlobalOrder, Position, SampleKey, StepBatch
 from surefoot.data.pixels import PixelReader
 from surefoot.errors import DataError, StoppedOnFinding, SurefootError
-from surefoot.events import CompletionsMade, Event, FindingMade, Phase
+from surefoot.events import CompletionsMade, Event, FindingMade, Phase, Preparing
 from surefoot.findings import Finding
 from surefoot.parallel.ranks import Ranks
-from surefoot.rl.advantage import Trained, advantages, has_spread, overlong_penalty, token_weights
+from surefoot.rl.advantage import Trained, advantages, deviation, has_spread, overlong_penalty, token_weights
 from surefoot.rl.batch import Trajectory, part_of, policy_batches, trajectory_of
 from surefoot.rl.findings import FlatRewards, failing_rewards, no_rewards
 from surefoot.rl.rewards import Answers, Rewards, Scored
 from surefoot.rl.rollout import Completion, Engine, Prompt, Request, Sampling, Wait
+
+SIGN_OF_LIFE_S = 60.0
+"""Between two words to the supervisor while an engine is waited for."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,10 @@ class _Group:
 
     prompt: Prompt
     answers: list[_Answer]
+    rewards: list[float]
+    """Of each, before the penalty for its length; NaN where it has none."""
     totals: list[float]
-    """The reward of each; NaN where it has none."""
+    """With it."""
 
 
 @dataclass(frozen=True)
@@ -246,8 +253,8 @@ class RolloutSource:
         if not config.dynamic_sampling:  # the engine works while rewards are computed
             self._ask_ahead(rows, step)
         groups = self._groups(asked, completions)
-        kept = [group for group in groups if has_spread(group.totals)]
-        flat = [group for group in groups if not has_spread(group.totals)]
+        kept = [group for group in groups if self._teaches(group)]
+        flat = [group for group in groups if not self._teaches(group)]
         if config.dynamic_sampling:
             for attempt in range(1, config.dynamic_sampling_tries + 1):
                 if len(kept) >= wanted:
@@ -255,7 +262,7 @@ class RolloutSource:
                 rows = self._rows(rows.next, wanted - len(kept))
                 asked = self._ask(rows, step, step, attempt)
                 for group in self._groups(asked, self._completions(asked)):
-                    (kept if has_spread(group.totals) else flat).append(group)
+                    (kept if self._teaches(group) else flat).append(group)
             groups = [*kept, *flat][:wanted]
         trajectories = self._trajectories(groups, step)
         about = self._find(groups, [*kept, *flat], step)
@@ -304,8 +311,8 @@ class RolloutSource:
     def _completions(self, asked: _Asked) -> list[Completion]:
         """Of this rank; the engine has its own deadline. Collective. Raises: StoppedOnFinding (SF801, SF806)."""
         with self._phase(self._engine.phase):
-            made = asked.wait(inf)
-        assert made is not None
+            while (made := asked.wait(SIGN_OF_LIFE_S)) is None:
+                self._emit(Preparing())  # for the supervisor: the engine is waited for, and has its deadline
         return made
 
     def _groups(self, asked: _Asked, completions: Sequence[Completion]) -> list[_Group]:
@@ -323,7 +330,10 @@ class RolloutSource:
         groups = []
         for prompt, made, of_group in zip(prompts, of_prompts, said, strict=True):
             answers = [_Answer(completion, *of_one) for completion, of_one in zip(made, of_group, strict=True)]
-            groups.append(_Group(prompt, answers, [self._total(answer) for answer in answers]))
+            rewards = [self._reward(answer) for answer in answers]
+            penalties = [self._penalty(answer.completion) for answer in answers]
+            totals = [reward + penalty for reward, penalty in zip(rewards, penalties, strict=True)]
+            groups.append(_Group(prompt, answers, rewards, totals))
         return groups
 
     def _prompt(self, key: SampleKey) -> Prompt:
@@ -336,7 +346,7 @@ class RolloutSource:
                 f"are {longest} tokens, more than the {self._context} that the model can see. Lower "
                 "max_completion_length, or max_prompt_length with truncation: drop."
             )
-        return Prompt(ids, sample.place, self._dataset.columns(*key), sample.images)
+        return Prompt(ids, sample.place, _with_files(self._dataset.columns(*key), sample.images), sample.images)
 
     def _text_of(self, completion: Completion) -> str:
         """What reward functions read: without special tokens, as in TRL."""
@@ -349,33 +359,37 @@ class RolloutSource:
             Answers(prompt.columns, of_group, [completion.ids for completion in made])
             for (prompt, made), of_group in zip(groups, texts, strict=True)
         ]
+        scores = self._rewards.score(asked, waiting=lambda: self._emit(Preparing()))
         return [
             [
                 [text, [one.reward for one in of_one], self._failures(of_one)]
                 for text, of_one in zip(of_group, scored, strict=True)
             ]
-            for of_group, scored in zip(texts, self._rewards.score(asked), strict=True)
+            for of_group, scored in zip(texts, scores, strict=True)
         ]
 
     def _failures(self, scored: Sequence[Scored]) -> list[str]:
         """Of each function that failed on a completion, with its name."""
         return [f"{name}: {one.failure}" for name, one in zip(self._rewards.names, scored, strict=True) if one.failure]
 
-    def _total(self, answer: _Answer) -> float:
+    def _reward(self, answer: _Answer) -> float:
         if not answer.is_scored:
             return nan
         pairs = zip(self._config.rewards, answer.rewards, strict=True)
-        total = sum(item.weight * reward for item, reward in pairs if reward is not None)
-        length = len(answer.completion.ids)
-        return total + overlong_penalty(length, self._config.max_completion_length, self._config.soft_overlong_length)
+        return sum(item.weight * reward for item, reward in pairs if reward is not None)
+
+    def _penalty(self, completion: Completion) -> float:
+        config = self._config
+        return overlong_penalty(len(completion.ids), config.max_completion_length, config.soft_overlong_length)
 
     def _is_left_out(self, completion: Completion) -> bool:
         """Of the loss, because it has no end."""
         return self._config.mask_truncated_completions and completion.finish == "length"
 
     def _teaches(self, group: _Group) -> bool:
+        """More than its lengths: DAPO keeps groups that are neither all right nor all wrong (arXiv:2503.14476, 3.2)."""
         pairs = zip(group.answers, group.totals, strict=True)
-        return has_spread(group.totals) and any(
+        return has_spread(group.rewards) and any(
             not isnan(total) and not self._is_left_out(answer.completion) for answer, total in pairs
         )
 
@@ -453,7 +467,7 @@ class RolloutSource:
         )
         for finding in findings:
             self._emit(FindingMade(finding))
-        spreads = [_spread(group.totals) for group in groups]
+        spreads = [deviation(group.totals) for group in groups]
         about = {
             "reward": sum(known) / len(known),
             "reward_std": sum(spreads) / len(spreads),
@@ -470,6 +484,14 @@ class RolloutSource:
         return about
 
 
+def _with_files(columns: Mapping[str, Any], images: Sequence[Image]) -> Mapping[str, Any]:
+    """The columns; images whose bytes stand in the row are given as the files that hold them."""
+    if not images:
+        return columns
+    named = zip(columns["images"], images, strict=True)
+    return {**columns, "images": [image.path if source == IN_THE_ROW else source for source, image in named]}
+
+
 def _there(completions: list[Completion]) -> Wait:
     """Completions that need no waiting."""
     return lambda _seconds: completions
@@ -478,12 +500,3 @@ def _there(completions: list[Completion]) -> Wait:
 def _version(groups: Sequence[_Group]) -> int:
     """Of the oldest policy that completions are of: where some were replaced, these are of a newer one."""
     return min(answer.completion.policy_version for group in groups for answer in group.answers)
-
-
-def _spread(rewards: Sequence[float]) -> float:
-    """The standard deviation of a group, 0 where fewer than two are known."""
-    known = [reward for reward in rewards if not isnan(reward)]
-    if len(known) < 2:
-        return 0.0
-    mean = sum(known) / len(known)
-    return float((sum((reward - mean) ** 2 for reward in known) / (len(known) - 1)) ** 0.5)

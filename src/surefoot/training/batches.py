@@ -19,7 +19,7 @@ from surefoot.data.preparation import Progress
 from surefoot.data.report import DataReport, look
 from surefoot.events import DataCounted, Event, FindingMade, Noted, Preparing
 from surefoot.models.build import load_config, load_tokenizer
-from surefoot.models.sources import resolve_model
+from surefoot.models.sources import longest_context, resolve_model
 from surefoot.parallel.ranks import ALONE, Ranks
 from surefoot.training.metrics import Screen
 
@@ -192,6 +192,7 @@ def open_data(
             vocab_size=vocab_size,
             reader=reader,
             why_blind=why_blind,
+            context=longest_context(model.get_text_config().to_dict()),
             only_waits=waits,
             on_progress=report,
         )

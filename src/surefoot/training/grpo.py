@@ -21,8 +21,10 @@ from surefoot.rl.rollout import Request
 from surefoot.training.loss import TokenLogprobs, probing
 from surefoot.training.step import LossParts, Totals
 
-CISPO_HIGH = 5.0
-"""The largest ratio of cispo where none is set (ScaleRL, arXiv:2510.13786)."""
+EPSILON = 0.2
+OWN_CLIPS = {"cispo": (EPSILON, 5.0), "gspo": (3e-4, 4e-4)}
+"""epsilon and epsilon_high where none is set: the largest ratio of cispo (ScaleRL, arXiv:2510.13786); ratios of whole
+completions lie closer together (GSPO, arXiv:2507.18071, sec. 5.1)."""
 SUMS = ("entropy", "kl", "clip_ratio", "importance_ratio", "logprob_difference", "ratio", "routing_agreement")
 
 
@@ -39,12 +41,14 @@ class PolicyLoss:
 
     @staticmethod
     def of(config: RunConfig) -> "PolicyLoss":
-        """With `epsilon_high` as the loss type has it where it is not set."""
-        default = CISPO_HIGH if config.loss_type == "cispo" else config.epsilon
+        """With clips as the loss type has them where they are not set."""
+        own_low, own_high = OWN_CLIPS.get(config.loss_type, (EPSILON, None))
+        low = config.epsilon if config.epsilon is not None else own_low
+        high = own_high if own_high is not None and config.epsilon is None else low
         return PolicyLoss(
             config.loss_type,
-            config.epsilon,
-            config.epsilon_high if config.epsilon_high is not None else default,
+            low,
+            config.epsilon_high if config.epsilon_high is not None else high,
             config.beta,
             config.importance_correction,
             config.importance_cap,
@@ -228,11 +232,10 @@ class GrpoObjective:
             self._counts = sum_over_ranks(self._counts, self._ranks)
         mine = torch.stack(self._sums).sum(0).tolist() if self._sums else [0.0] * (len(SUMS) + 1)
         *sums, tokens = self._ranks.sum(mine)
-        self._measured = {name: value / max(tokens, 1) for name, value in zip(SUMS, sums, strict=True)}
-        if not self._loss.beta:
-            del self._measured["kl"]
-        if not self._replays:
-            del self._measured["routing_agreement"]
+        there = {"kl": bool(self._loss.beta), "routing_agreement": self._replays}
+        self._measured = {  # nothing where no token was trained
+            name: value / tokens for name, value in zip(SUMS, sums, strict=True) if tokens and there.get(name, True)
+        }
 
     def score(
         self, request: Request, ids: list[int], device: torch.device, reader: PixelReader | None = None

@@ -239,6 +239,7 @@ def _vllm(
         timeout_s=config.rollout_timeout_s,
         probe=ranks.together(lambda: _probe(learner.model, tokenizer, reader)),
         sampling=sampling,
+        vocab_size=int(learner.model.config.get_text_config().vocab_size),
         dtype=getattr(torch, config.dtype),  # in full fine-tuning weights are kept in float32 whatever it is
         has_seeds=config.device != "cpu",
         sleeps=config.vllm_sleep,

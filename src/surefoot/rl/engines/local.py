@@ -33,7 +33,7 @@ from surefoot.rl.rollout import Completion, Request, Sampling, Wait
 DROP_SHARE = 0.25
 """Rows that are complete are dropped once they are so many of all: each dropping copies what is kept."""
 STOP_TAIL = 32
-"""Tokens at the end of a completion in which a stopping text is looked for."""
+"""Tokens at the end of a completion in which a stopping text is looked for; more for one that may have more."""
 
 
 class LocalEngine:
@@ -201,6 +201,7 @@ class _Rows:
     ) -> None:
         self.requests = list(requests)
         self._sampling = sampling
+        self._stop_tail = max([STOP_TAIL, *(len(stop.encode()) for stop in sampling.stops)])
         self._tokenizer = tokenizer
         self._is_real = is_real
         self._in_batch = list(range(len(requests)))
@@ -252,7 +253,7 @@ class _Rows:
     def _says_stop(self, row: int) -> bool:
         if not self._sampling.stops:
             return False
-        text = self._tokenizer.decode(self._ids[row][-STOP_TAIL:])
+        text = self._tokenizer.decode(self._ids[row][-self._stop_tail :])
         return any(stop in text for stop in self._sampling.stops)
 
     def keep_experts_of_prompts(self, chosen: Sequence[Experts]) -> None:

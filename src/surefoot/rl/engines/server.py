@@ -1,6 +1,5 @@
 """A vLLM server: a process of this run, or one at an address. Every request has a deadline; what goes wrong is told."""
 
-import ctypes
 import http.client
 import json
 import os
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 
 from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.findings import CATALOGUE, Finding
-from surefoot.process_end import PARENT_DEATH_SIGNAL, describe_end
+from surefoot.process_end import describe_end, end_with_parent
 
 LOG_TAIL_BYTES = 3000
 POLL_S = 0.5
@@ -25,6 +24,7 @@ END_S = 20.0
 """For a server to end by itself before it is killed."""
 HEALTH_TIMEOUT_S = 5.0
 END_NOTICE_S = 1.0
+PIECE_BYTES = 1 << 16
 
 
 class ServerFailed(Exception):
@@ -50,11 +50,12 @@ class Server:
         return self._ask("GET", path, None, timeout_s)
 
     def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
         connection = http.client.HTTPConnection(self._host, self._port, timeout=max(timeout_s, 0.01))
         try:
             connection.request(method, path, body, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            text = response.read().decode("utf-8", "replace")
+            with connection.getresponse() as response:
+                text = _read(connection, response, deadline).decode("utf-8", "replace")
         except TimeoutError:
             raise ServerFailed(f"{method} {path} was not answered in {timeout_s:.0f} s") from None
         except (OSError, http.client.HTTPException) as error:
@@ -112,7 +113,7 @@ class Server:
 
     def end(self) -> None:
         """End a server of this run; others go on."""
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None:
             return
         for number, seconds in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
             with suppress(ProcessLookupError):
@@ -145,8 +146,8 @@ def start_server(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     arguments = [command, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *options]
-    log.parent.mkdir(parents=True, exist_ok=True)
     try:
+        log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
             process = subprocess.Popen(
                 arguments,
@@ -155,7 +156,7 @@ def start_server(
                 stderr=output,
                 env=dict(environment),
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
     except OSError as error:
         raise ConfigError(
@@ -165,5 +166,19 @@ def start_server(
     return Server(f"http://127.0.0.1:{port}", process, log)
 
 
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
+def _read(connection: http.client.HTTPConnection, response: http.client.HTTPResponse, deadline: float) -> bytes:
+    """The whole answer. A socket's timeout is that of one piece, and a server may send any number of them.
+
+    Raises: TimeoutError.
+    """
+    pieces: list[bytes] = []
+    while True:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        if connection.sock is not None:  # None where the server closes after its answer, which is read by then
+            connection.sock.settimeout(left_s)
+        piece = response.read1(PIECE_BYTES)
+        if not piece:
+            return b"".join(pieces)
+        pieces.append(piece)

@@ -51,6 +51,7 @@ class VllmEngine:
         probe: Request,
         sampling: Sampling,
         dtype: torch.dtype,
+        vocab_size: int,
         has_seeds: bool = True,
         sleeps: bool = False,
         routing: RoutingLayers | None = None,
@@ -71,6 +72,7 @@ class VllmEngine:
         self._probe_prompt = probe
         self._probe_sampling = Sampling(PROBE_TOKENS, sampling.temperature, banned=sampling.banned)
         self._dtype = dtype
+        self._vocab_size = vocab_size
         self._has_seeds = has_seeds
         self._sleeps = sleeps
         self._routing = routing
@@ -231,7 +233,7 @@ class VllmEngine:
             raise self._server.stopped("SF801", f"a completion is missing: {error}") from error
         try:
             layers = None if is_probe else self._routing
-            return completion_of(answer, request, sampling, model, policy_version, layers)
+            return completion_of(answer, request, sampling, model, policy_version, self._vocab_size, layers)
         except ValueError as error:
             raise self._server.stopped("SF806", str(error), model=model) from error
 

@@ -14,6 +14,10 @@ from surefoot.rl.rollout import Completion, Request, Sampling
 
 BAN = -100.0
 """Added to the logit of a token that is never to be drawn."""
+LARGEST = 1e4
+"""No logprob of a token that was drawn is beyond it, in nats."""
+ROUNDING = 1e-3
+"""How far above 0 one may come out."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ def completion_of(
     sampling: Sampling,
     model: str,
     policy_version: int,
+    vocab_size: int,
     routing: RoutingLayers | None = None,
 ) -> Completion:
     """The completion that a server answered with. `routing`: where it was asked for experts too.
@@ -112,6 +117,12 @@ def completion_of(
         raise ValueError(f"a completion is of {of_model}, but {model} was asked for")
     if not ids or len(ids) != len(logprobs) or any(logprob is None for logprob in logprobs):
         raise ValueError(f"a completion has {len(ids)} tokens and {len(logprobs)} logprobs")
+    strange = [one for one in ids if type(one) is not int or not 0 <= one < vocab_size or one in sampling.banned]
+    if strange:
+        raise ValueError(f"a completion has the token {strange[0]!r}, which the model of {vocab_size} cannot draw")
+    odd = [one for one in logprobs if not isinstance(one, int | float) or not -LARGEST <= one <= ROUNDING]
+    if odd:
+        raise ValueError(f"a completion has {odd[0]!r} as a logprob")
     if finish not in ("stop", "length"):
         raise ValueError(f"a completion was ended by '{finish}'")
     if finish == "length" and len(ids) != sampling.max_tokens:
