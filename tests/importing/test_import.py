@@ -1,6 +1,7 @@
 """Runs of other programs as people write them, and what becomes of them here."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import yaml
 
 from surefoot import cli
 from surefoot.config import load_config
+from surefoot.errors import ConfigError
 from surefoot.importing.convert import Imported, convert
 from surefoot.importing.read import read
 
@@ -209,7 +211,8 @@ def test_nothing_is_dropped_in_silence(tmp_path: Path, command: str, said: list[
 
 def test_what_says_the_same_is_not_listed(tmp_path: Path) -> None:
     command = (
-        "trl sft --model_name_or_path m --dataset_name d --optim adamw_torch --save_strategy steps --report_to wandb"
+        "trl sft --model_name_or_path m --dataset_name d --optim adamw_torch --save_strategy steps "
+        "--report_to wandb --assistant_only_loss true"
     )
     made = imported(tmp_path / "a.sh", command)
     assert (made.left_out, made.unknown, values(made)["report_to"]) == ({}, [], ["wandb"])
@@ -330,3 +333,80 @@ def test_towers_of_other_programs_are_adapted_or_trained(tmp_path: Path) -> None
         found = values(imported(tmp_path / "train.sh", command.format(tuning=tuning, frozen=frozen)))
         assert found.get("target_modules") == targets
         assert found.get("freeze_vision_tower") == freezes
+
+
+SWIFT = "swift sft --model m --dataset d "
+
+
+def of_words(words: str) -> Imported:
+    return convert(read(shlex.split(words)))
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "left_out"),
+    [
+        (f"{SWIFT} --lr_scheduler_type constant_with_warmup --warmup_steps 9",
+         {"lr_scheduler_type": "constant", "warmup_steps": 9}, None),
+        (f"{SWIFT} --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{{\"min_lr_rate\": 0.1}}'",
+         {"lr_scheduler_type": "cosine", "min_lr_ratio": 0.1}, None),
+        (f"{SWIFT} --lr_scheduler_type polynomial", {"lr_scheduler_type": None}, "lr_scheduler_type = polynomial"),
+        (f"{SWIFT} --torch_dtype float16", {"dtype": None}, "torch_dtype = float16"),
+        (f"{SWIFT} --max_steps -1 --warmup_ratio 0.1 --warmup_steps 0", {"warmup_ratio": 0.1, "max_steps": None}, None),
+        (f"{SWIFT} --save_steps 0.1", {"save_steps": None}, "save_steps = 0.1"),
+        (f"{SWIFT} --val_dataset e --split_dataset_ratio 0.01", {"eval_dataset": "e"}, "eval_fraction = 0.01"),
+        (f"{SWIFT} --loss_type dft", {"loss_type": None}, "loss_type = dft"),
+        (f"{SWIFT} --columns '{{\"text1\": \"query\"}}'", {"columns": {"query": "text1"}}, None),
+        (f"{SWIFT} --sft_type full", {"tuning": "full", "lora_alpha": None}, None),
+        (f"{SWIFT} --load_in_8bit false --resume_from_checkpoint none", {}, None),
+        ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --use_vllm true --top_k 50 "
+         "--vllm_mode server --vllm_server_host 10.0.0.2 --vllm_server_port 8001",
+         {"vllm_server": "http://10.0.0.2:8001", "max_completion_length": 512, "beta": 0.04, "temperature": 0.9}, None),
+        ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --use_vllm true "
+         "--vllm_gpu_memory_utilization 0.4 --vllm_tensor_parallel_size 2 --vllm_enforce_eager true",
+         {"vllm_args": ["--gpu-memory-utilization=0.4", "--tensor-parallel-size=2", "--enforce-eager"]}, None),
+        ("python swift/cli/sft.py --model m --dataset d", {"tuning": "lora", "num_train_epochs": 3}, None),
+        ("python -m swift.cli.sft --model m --dataset d", {"gradient_accumulation_steps": 16}, None),
+        ("NNODES=2 MASTER_ADDR=10.0.0.1 swift sft --model m --dataset d", {"rdzv_endpoint": "10.0.0.1:29500"}, None),
+        ("trl sft --model_name_or_path m --dataset_name d", {"train_on": "all"}, "train_on, which was not given"),
+        ("trl sft --model_name_or_path m --dataset_name d --assistant_only_loss true", {"train_on": "assistant"}, None),
+        ("trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward",
+         {"max_completion_length": 512, "train_on": None}, None),
+    ],
+)  # fmt: skip
+def test_what_another_program_means(words: str, settings: dict[str, Any], left_out: str | None) -> None:
+    """None: it is not written, or nothing of the kind is left out."""
+    made = of_words(words)
+    assert {name: made.settings.get(name, (None, ""))[0] for name in settings} == settings
+    if left_out is not None:
+        assert left_out in made.left_out
+    else:
+        assert not [what for what in made.left_out if not what.endswith("which was not given")
+                    and not what.startswith(("top_k", "save_steps", "vllm_mode"))]  # fmt: skip
+    assert made.unknown == []
+
+
+def test_values_that_make_no_run_are_left_out_with_their_reason() -> None:
+    made = of_words(f"{SWIFT} --save_steps 0.1 --val_size 100")
+    (save,) = [why for what, why in made.left_out.items() if what == "save_steps = 0.1"]
+    assert "whole number" in save or "integer" in save
+    assert "eval_fraction" not in made.settings
+    assert any(what.startswith("val_size = 100") for what in made.left_out)
+    with pytest.raises(ConfigError, match="tuning"):
+        of_words(f"{SWIFT} --train_type longlora")
+
+
+def test_a_file_that_a_command_names_is_read(tmp_path: Path) -> None:
+    (tmp_path / "t.yaml").write_text("model: m\ndataset: d\nlearning_rate: 3e-5\n")
+    made = imported(tmp_path / "run.sh", "swift sft --config t.yaml --num_train_epochs 2\n")
+    assert made.program == "ms-swift"
+    assert {name: made.settings[name][0] for name in ("model", "dataset", "learning_rate", "num_train_epochs")} == {
+        "model": "m", "dataset": ["d"], "learning_rate": 3e-5, "num_train_epochs": 2,
+    }  # fmt: skip
+
+
+def test_other_commands_of_a_script_are_named(tmp_path: Path) -> None:
+    script = "swift rollout --model m &\nswift sft --model m --dataset d\nswift sft --model other --dataset d\n"
+    made = imported(tmp_path / "run.sh", script)
+    assert made.settings["model"][0] == "m"
+    others = [what for what, why in made.left_out.items() if why.startswith("another command")]
+    assert others == ["swift rollout --model m &", "swift sft --model other --dataset d"]

@@ -12,7 +12,7 @@ ALIASES: dict[str, str] = {
     **dict.fromkeys(["preprocessing_num_workers", "dataset_processes", "dataset_num_workers"], "dataset_num_proc"),
     "truncation_strategy": "truncation",
     **dict.fromkeys(["column", "column_mapping", "column_map"], "columns"),
-    **dict.fromkeys(["finetuning_type", "train_type", "tuner_type", "peft_type"], "tuning"),
+    **dict.fromkeys(["finetuning_type", "train_type", "tuner_type", "peft_type", "sft_type"], "tuning"),
     **dict.fromkeys(["lora_r", "r", "peft_lora_r"], "lora_rank"),
     "peft_lora_alpha": "lora_alpha",
     **dict.fromkeys(["lora_target", "lora_target_modules", "peft_lora_target_modules"], "target_modules"),

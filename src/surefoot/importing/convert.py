@@ -21,11 +21,15 @@ from surefoot.importing.peers import (
     DEFAULTS,
     GRPO,
     LORA_ALPHA_TIMES,
+    OF_GRPO,
     REWARDS,
     SAME_HERE,
     SAME_IF,
-    TRL_GRPO,
+    SWIFT_BATCH,
     TRL_LORA,
+    UNSAID,
+    VLLM_FLAGS,
+    VLLM_OPTIONS,
     WITHOUT,
 )
 from surefoot.importing.read import Told
@@ -51,6 +55,8 @@ PATHS = (
     *DEEPSPEED_KEYS,
 )
 """Settings that may name a file."""
+SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
+"""Names of transformers' schedules; any of ours may be warmed up to."""
 SAMPLED = re.compile(r"^(.*)#(\d+)$")
 
 
@@ -113,6 +119,7 @@ def convert(told: Told) -> Imported:
     """Raises: ConfigError where what was told makes no valid run: an odd value, settings that exclude each other."""
     ours: dict[str, tuple[Any, str]] = {}
     left_out = {f"{name} = {value}": "an option of the launcher" for name, value in told.launcher.items()}
+    left_out |= dict.fromkeys(told.others, "another command of the script: import it by itself")
     unknown: list[str] = []
     if told.method == "grpo":
         ours["method"] = ("grpo", told.program)
@@ -146,7 +153,9 @@ def convert(told: Told) -> Imported:
             if value is True or value not in (False, None, 1, "1"):
                 left_out[said] = NOT_HERE[name]
         elif name in WITHOUT:
-            left_out[said] = WITHOUT[name]
+            left_out |= {} if value in (False, None) else {said: WITHOUT[name]}
+        elif name in VLLM_OPTIONS or name in VLLM_FLAGS or name in ("vllm_server_host", "vllm_server_port"):
+            pass  # below, together
         elif name in SAME_IF:
             same, instead = SAME_IF[name]
             left_out |= {} if isinstance(value, str | bool | None) and value in same else {said: instead}
@@ -158,8 +167,13 @@ def convert(told: Told) -> Imported:
             if not count.isdigit():
                 raise ConfigError(f"{variable}={count} is no whole number.")
             ours.setdefault(name, (int(count), variable))
+    ours |= _of_engine(told, ours)
     for name, value in _defaults(told, ours).items():
         ours.setdefault(name, (value, f"default of {told.program}"))
+    if told.method == "sft":
+        given = {name: origin for name, (_, origin) in ours.items() if not origin.startswith("default of")}
+        notes = UNSAID.get(told.program, {})
+        left_out |= {f"{name}, which was not given": why for name, why in notes.items() if name not in given}
     frozen = ours.pop("freeze_vision_tower", None)
     if frozen is not None and ours.get("tuning", ("", ""))[0] == "full":
         ours["freeze_vision_tower"] = frozen
@@ -168,8 +182,11 @@ def convert(told: Told) -> Imported:
         ours["target_modules"] = ([*([targets] if isinstance(targets, str) else targets), "vision"], frozen[1])
     if ours.get("tuning", ("", ""))[0] == "full":
         for name in ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora"):
-            if name in ours:
-                left_out[f"{name} = {ours.pop(name)[0]}"] = "nothing is adapted in full training"
+            value, origin = ours.pop(name, (None, "default of nobody"))
+            if not origin.startswith("default of"):
+                left_out[f"{name} = {value}"] = "nothing is adapted in full training"
+    if {"eval_dataset", "eval_fraction"} <= ours.keys():
+        left_out[f"eval_fraction = {ours.pop('eval_fraction')[0]}"] = "the evaluation data are named"
     if not {"eval_dataset", "eval_fraction"} & ours.keys() and "eval_steps" in ours:
         left_out[f"eval_steps = {ours.pop('eval_steps')[0]}"] = "there is nothing to evaluate on"
     if told.method == "grpo":
@@ -178,14 +195,71 @@ def convert(told: Told) -> Imported:
                 left_out[f"{name} = {ours.pop(name)[0]}"] = "not available with method: grpo"
     left_out |= _of_deepspeed_left(told, ours)
     ours.setdefault("output_dir", ("run", "nothing was said"))
-    refused = () if told.method == "grpo" else ("method",)
-    _check(told, {name: value for name, (value, _) in ours.items() if name not in refused and value is not None})
+    if ours.get("nnodes", (1, ""))[0] not in (1, None) and "rdzv_endpoint" not in ours:
+        host, port = (told.environment.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+        ours["rdzv_endpoint"] = (f"{host or 'HOST_OF_THE_FIRST_MACHINE'}:{port or 29500}", "where machines meet")
+    left_out |= _drop_what_is_refused(told, ours)
     order = [name for name in RunConfig.model_fields if name in ours] + [
         name for name in ours if name in DEEPSPEED_KEYS
     ]
     settings = {name: ours[name] for name in order if ours[name][0] is not None}
     kept = {name: value for name, value in told.environment.items() if name not in VARIABLES}
     return Imported(told.program, settings, left_out, unknown, list(_odd(told)), kept)
+
+
+def _of_engine(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, tuple[Any, str]]:
+    """A server that was started elsewhere, or what the one of this run is to be started with."""
+    said = told.settings
+    if ours.get("rollout_engine", ("", ""))[0] != "vllm":
+        return {}
+    if "vllm_server_host" in said and "vllm_server" not in ours:
+        hosts, ports = _list(said["vllm_server_host"]), _list(said.get("vllm_server_port", 8000))
+        return {"vllm_server": (f"http://{hosts[0]}:{ports[0]}", f"vllm_server_host of {told.program}")}
+    if "vllm_server" in ours:
+        return {}
+    words = [f"--{option}={said[name]}" for name, option in VLLM_OPTIONS.items() if said.get(name) is not None]
+    words += [f"--{option}" for name, option in VLLM_FLAGS.items() if said.get(name) is True]
+    return {"vllm_args": (words, f"vllm_... of {told.program}")} if words else {}
+
+
+KEPT = frozenset(
+    "model dataset method output_dir tuning rollout_engine reward_funcs nproc_per_node nnodes rdzv_endpoint".split()
+)
+"""Of ours: without what these say it would be another run, so an import ends where they are wrong."""
+
+
+def _drop_what_is_refused(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, str]:
+    """Take out of `ours`, one by one, what makes no valid run; returns them with the reason.
+
+    Raises: ConfigError where that does not help.
+    """
+    refused = () if told.method == "grpo" else ("method",)
+    left: dict[str, str] = {}
+
+    def problem(without: str = "") -> ConfigError | None:
+        left_in = {name: value for name, (value, _) in ours.items() if name not in (*refused, without)}
+        try:
+            _check(told, {name: value for name, value in left_in.items() if value is not None})
+        except ConfigError as error:
+            return error
+        return None
+
+    while (found := problem()) is not None:
+        asked = [name for name in ours if name not in KEPT and name not in DEEPSPEED_KEYS]
+        after = {name: problem(name) for name in asked}
+        helps = [name for name in asked if after[name] is None] or [
+            name for name in asked if str(after[name]) != str(found) and f"{name}=" in str(found)
+        ]
+        if not helps:
+            raise found
+        value, origin = ours[helps[-1]]
+        if isinstance(value, str) and not re.search("str|Literal", str(RunConfig.model_fields[helps[-1]].annotation)):
+            raise found  # no number: that program would not take it either
+        del ours[helps[-1]]
+        said = str(found).splitlines()
+        why = next((line for line in said if f"{helps[-1]}=" in line), said[0])
+        left[f"{origin.partition(' of ')[0]} = {value}"] = why.replace(" (argument)", "")
+    return left
 
 
 def _of_deepspeed_left(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, str]:
@@ -214,8 +288,7 @@ def _check(told: Told, values: dict[str, Any]) -> None:
             file = told.base / value
             values = {key: given for key, given in values.items() if key != name}
             beside = {name: str(file)} if file.is_file() else {}
-    meeting = {"rdzv_endpoint": "node0:29500"} if values.get("nnodes", 1) != 1 else {}
-    load_config(None, [], {**values, **beside, **meeting})
+    load_config(None, [], {**values, **beside})
 
 
 def _list(value: Any) -> list[Any]:
@@ -260,6 +333,19 @@ def _mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
         if not all(isinstance(one, str) for one in sources):
             raise _odd_value(told, name, value, "names of datasets")
         return {"dataset": [_sampled(one) for one in sources]}
+    if name == "assistant_only_loss":
+        return {"train_on": "assistant" if value else "all"}
+    if name == "lr_scheduler_type" and value in SCHEDULES:
+        return {"lr_scheduler_type": SCHEDULES[value]}
+    if name == "lr_scheduler_kwargs":
+        kwargs = json.loads(value) if isinstance(value, str) and value.startswith("{") else value
+        is_known = isinstance(kwargs, dict) and kwargs.keys() == {"min_lr_rate"}
+        return {"min_lr_ratio": kwargs["min_lr_rate"]} if is_known else None
+    if name in ("max_steps", "warmup_steps", "warmup_ratio") and _number(value) in (-1, 0):
+        return {}
+    if name == "columns" and told.program == "ms-swift":
+        named = json.loads(value) if isinstance(value, str) and value.startswith("{") else value
+        return {"columns": {role: column for column, role in named.items()}} if isinstance(named, dict) else None
     if name in FLAG_ALIASES:
         return dict([FLAG_ALIASES[name]]) if value is True else {}
     if name in ("lora_target", "lora_target_modules", "target_modules") and isinstance(value, str):
@@ -342,8 +428,10 @@ def _defaults(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, Any]:
     defaults = dict(DEFAULTS[told.program])
     if told.program == "TRL" and ours.get("tuning", ("full", ""))[0] == "lora":
         defaults |= TRL_LORA
-    if told.program == "TRL" and told.method == "grpo":
-        defaults = {**{name: value for name, value in defaults.items() if name != "max_length"}, **TRL_GRPO}
+    if told.method == "grpo":
+        of_sft = ("max_length", "train_on") if told.program == "TRL" else ()
+        defaults = {name: value for name, value in defaults.items() if name not in of_sft}
+        defaults |= OF_GRPO.get(told.program, {})
     times = LORA_ALPHA_TIMES.get(told.program)
     rank = ours.get("lora_rank", (None, ""))[0]
     if times and isinstance(rank, int):
@@ -351,8 +439,14 @@ def _defaults(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, Any]:
     tuning = ours.get("tuning", (defaults.get("tuning"), ""))[0]
     if tuning == "full" and told.program == "ms-swift":
         defaults["learning_rate"] = 1e-5
+    if told.program == "ms-swift" and told.method == "sft":
+        rows, ranks = (ours.get(name, (1, ""))[0] for name in ("per_device_train_batch_size", "nproc_per_node"))
+        if isinstance(rows, int) and isinstance(ranks, int):
+            defaults["gradient_accumulation_steps"] = -(-SWIFT_BATCH // (rows * ranks))
     if "max_steps" in ours:
         defaults.pop("num_train_epochs", None)
+    if {"warmup_steps", "warmup_ratio"} & ours.keys():
+        defaults.pop("warmup_ratio", None)
     if "global_batch_size" in ours:
         defaults.pop("gradient_accumulation_steps", None)
     if "deepspeed" in ours:  # its JSON may name these itself

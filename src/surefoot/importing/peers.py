@@ -10,9 +10,9 @@ Settings = dict[str, Any]
 
 DEFAULTS: dict[str, Settings] = {
     "ms-swift": {
-        "tuning": "lora", "lora_alpha": 32, "target_modules": "all", "per_device_train_batch_size": 1,
-        "gradient_checkpointing": True, "weight_decay": 0.1, "adam_beta2": 0.95, "truncation": "drop",
-        "save_total_limit": None, "logging_steps": 5,
+        "tuning": "lora", "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all", "num_train_epochs": 3,
+        "per_device_train_batch_size": 1, "gradient_checkpointing": True, "weight_decay": 0.1, "adam_beta2": 0.95,
+        "truncation": "drop", "save_steps": 500, "save_total_limit": None, "logging_steps": 5,
     },
     "LLaMA-Factory": {
         "tuning": "lora", "target_modules": "all", "dataset_dir": "data", "max_length": 2048, "learning_rate": 5e-5,
@@ -22,9 +22,12 @@ DEFAULTS: dict[str, Settings] = {
     "TRL": {
         "tuning": "full", "max_length": 1024, "truncation": "right", "learning_rate": 2e-5, "num_train_epochs": 3,
         "lr_scheduler_type": "linear", "per_device_train_batch_size": 8, "gradient_checkpointing": True,
-        "save_steps": 500, "save_total_limit": None, "logging_steps": 10,
+        "save_steps": 500, "save_total_limit": None, "logging_steps": 10, "train_on": "all",
     },
-    "axolotl": {"tuning": "full", "truncation": "drop", "save_total_limit": 4},
+    "axolotl": {
+        "tuning": "full", "max_length": 512, "truncation": "drop", "per_device_train_batch_size": 1,
+        "warmup_ratio": 0.03, "save_total_limit": 4,
+    },
     "DeepSpeed": {},
 }  # fmt: skip
 """Program -> settings of ours that say what it does where nothing is said; where ours are the same, none."""
@@ -39,7 +42,24 @@ TRL_LORA = {
     "target_modules": ["q_proj", "v_proj"],
 }
 
-TRL_GRPO = {"truncation": "left", "learning_rate": 1e-6}
+OF_GRPO: dict[str, Settings] = {
+    "TRL": {"truncation": "left", "learning_rate": 1e-6, "max_completion_length": 512},
+    "ms-swift": {"max_completion_length": 512, "temperature": 0.9, "beta": 0.04, "loss_type": "grpo"},
+}
+"""The same where a run is one of GRPO."""
+SWIFT_BATCH = 16
+"""Samples a step that ms-swift accumulates to, where nothing is said."""
+
+UNSAID: dict[str, dict[str, str]] = {
+    "ms-swift": {
+        "max_length": "theirs is the model's own maximum; here 2048 tokens, beyond which rows are left out and counted"
+    },
+    "TRL": {
+        "train_on": "theirs depends on the data: all tokens of conversations, and of prompts with completions the "
+        "completions alone. For those write train_on: assistant"
+    },
+}
+"""Program -> setting of ours -> what is to be known where it was not given."""
 
 SAME_HERE = frozenset(
     "do_train do_eval overwrite_cache plot_loss trust_remote_code use_fast_tokenizer ddp_timeout remove_unused_columns "
@@ -101,17 +121,26 @@ WITHOUT: dict[str, str] = {
     "init_adapter",
     "model_name": "it names the model to itself only",
     "model_type": "the architecture is that of the model's config.json",
+    "completion_only_loss": "train_on says which turns are trained",
 }
 """Their setting -> why it is left out, where it may change the run."""
 
+VLLM_OPTIONS = {
+    "vllm_gpu_memory_utilization": "gpu-memory-utilization",
+    "vllm_max_model_len": "max-model-len",
+    "vllm_tensor_parallel_size": "tensor-parallel-size",
+    "vllm_max_num_seqs": "max-num-seqs",
+    "vllm_limit_mm_per_prompt": "limit-mm-per-prompt",
+}
+"""Their settings of an engine -> options of `vllm serve`."""
+VLLM_FLAGS = {"vllm_enforce_eager": "enforce-eager", "vllm_enable_prefix_caching": "enable-prefix-caching"}
+
 GRPO = frozenset(
-    "reward_model repetition_penalty external_plugins use_vllm vllm_mode vllm_gpu_memory_utilization "
-    "vllm_max_model_len vllm_tensor_parallel_size vllm_server_host vllm_server_port vllm_max_num_seqs "
-    "vllm_enforce_eager vllm_limit_mm_per_prompt vllm_enable_prefix_caching num_infer_workers sleep_level "
+    "reward_model repetition_penalty external_plugins use_vllm vllm_mode num_infer_workers sleep_level "
     "offload_model offload_optimizer gc_collect_after_offload move_model_batches async_generate "
     "tensor_parallel_size ref_model log_entropy".split()
 )
-"""Of reinforcement learning with rollouts."""
+"""Of reinforcement learning with rollouts, without a counterpart."""
 
 REWARDS: dict[str, dict[str, Any]] = {
     "ms-swift": {

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,16 @@ OF_MEETING = frozenset(
     "rdzv_endpoint multi_gpu num_cpu_threads_per_process use_deepspeed max_restarts tee log_dir".split()
 )
 """Others of theirs, that say how ranks find each other: here that is said when the run is started."""
+MODULES = {
+    "swift.cli.sft": ("ms-swift", "sft"),
+    "swift.cli.rlhf": ("ms-swift", "rlhf"),
+    "swift.cli.pt": ("ms-swift", "pt"),
+    "trl.scripts.sft": ("TRL", "sft"),
+    "trl.scripts.grpo": ("TRL", "grpo"),
+    "axolotl.cli.train": ("axolotl", "sft"),
+    "llamafactory.launcher": ("LLaMA-Factory", "sft"),
+}
+"""What `python -m` and `accelerate launch -m` are given -> (program, method)."""
 KNOWN = "an ms-swift, LLaMA-Factory, TRL or axolotl command line or YAML, or a DeepSpeed JSON"
 
 
@@ -42,30 +53,36 @@ class Told:
     method: str = "sft"
     launcher: dict[str, Any] = field(default_factory=dict)
     """Options before the script that mean nothing to the program itself."""
+    others: list[str] = field(default_factory=list)
+    """Further commands of known programs in the same script."""
 
 
 def read(source: str | Sequence[str]) -> Told:
     """`source`: a file, or the words of a command line. Raises: ConfigError for what is none of the known ones."""
     if not isinstance(source, str):
         return _read_command(list(source), {}, "command line", Path.cwd())
-    path = Path(source)
+    return _read_file(Path(source), None)
+
+
+def _read_file(path: Path, program: str | None) -> Told:
+    """`program`: that is given the file, where a command says so."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source}: cannot be read: {error}. Give {KNOWN}.") from error
+        raise ConfigError(f"{path}: cannot be read: {error}. Give {KNOWN}.") from error
     if path.suffix in (".yaml", ".yml", ".json"):
-        return _read_mapping(path, text)
+        return _read_mapping(path.resolve() if program else path, text, program)
     return _read_script(path, text)
 
 
-def _read_mapping(path: Path, text: str) -> Told:
+def _read_mapping(path: Path, text: str, program: str | None) -> Told:
     try:
         said = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: is no {path.suffix[1:].upper()}: {error}") from error
     if not isinstance(said, dict) or not all(isinstance(key, str) for key in said):
         raise ConfigError(f"{path}: holds no settings by name. Give {KNOWN}.")
-    program = _program_of(said)
+    program = program or _program_of(said)
     if program is None:
         raise ConfigError(f"{path}: settings of no program that is known: {', '.join(list(said)[:8])}. Give {KNOWN}.")
     lines = {match[1]: number for number, line in enumerate(text.splitlines(), 1)
@@ -95,6 +112,8 @@ def _read_script(path: Path, text: str) -> Told:
     """The first command of a known program in a shell script, with the variables that were set before it."""
     joined = re.sub(r"\\\s*\n", " ", text)
     variables: dict[str, str] = {}
+    found: Told | None = None
+    others: list[str] = []
     for line in joined.splitlines():
         line = line.strip()
         if not line or line.startswith("#"):
@@ -108,9 +127,21 @@ def _read_script(path: Path, text: str) -> Told:
             if match:
                 variables[match[1]] = match[2]
             words = words[1:]
-        if words and _command_of(words) is not None:
-            return _read_command(words, variables, path.name, path.resolve().parent)
+        if not words or (_command_of(words) is None and not _serves(words)):
+            continue
+        if found is None and _command_of(words) is not None:
+            found = _read_command(words, variables, path.name, path.resolve().parent)
+        else:
+            others.append(" ".join(words)[:80])
+    if found is not None:
+        found.others = others
+        return found
     raise ConfigError(f"{path}: holds no command of a program that is known. Give {KNOWN}.")
+
+
+def _serves(words: Sequence[str]) -> bool:
+    """Whether a command starts a server beside a run."""
+    return any(pair in (("swift", "rollout"), ("vllm", "serve"), ("trl", "vllm-serve")) for pair in pairwise(words))
 
 
 def _command_of(words: Sequence[str]) -> tuple[str, str, int] | None:
@@ -118,13 +149,17 @@ def _command_of(words: Sequence[str]) -> tuple[str, str, int] | None:
     for number, word in enumerate(words):
         name = Path(word).name
         following = words[number + 1] if number + 1 < len(words) else ""
+        if word in MODULES:
+            return *MODULES[word], number + 1
+        if name in ("sft.py", "rlhf.py", "pt.py") and "swift" in Path(word).parts:
+            return "ms-swift", name.removesuffix(".py"), number + 1
         if name in ("swift", "megatron") and following in ("sft", "rlhf", "pt"):
             return "ms-swift", following, number + 2
         if name == "trl" and following in ("sft", "grpo"):
             return "TRL", following, number + 2
         if name == "llamafactory-cli" and following == "train":
             return "LLaMA-Factory", "sft", number + 2
-        if name in ("train_bash.py", "train.py") and "src" in Path(word).parts:
+        if name in ("train_bash.py", "train.py", "launcher.py") and "src" in Path(word).parts:
             return "LLaMA-Factory", "sft", number + 1
         if name in ("sft.py", "grpo.py"):
             return "TRL", name.removesuffix(".py"), number + 1
@@ -152,16 +187,18 @@ def _read_command(words: list[str], environment: dict[str, str], place: str, bas
         elif name not in OF_MEETING and name not in ("", "-m", "-u"):
             launcher[name] = value
     rest = words[begin:]
-    if rest and Path(rest[0]).suffix in (".yaml", ".yml", ".json"):  # and options that win over it
-        file = (base / rest[0]).resolve()
-        told = read(str(file))
-        own = settings | _options(rest[1:])
+    options = _options(rest)
+    named = rest[0] if rest and not rest[0].startswith("--") else options.get("config", "")
+    if isinstance(named, str) and Path(named).suffix in (".yaml", ".yml", ".json"):  # and options that win over it
+        told = _read_file(base / named, program)
+        told.method = told.method if method in ("sft", "rlhf") else method
+        own = settings | {name: value for name, value in options.items() if name not in ("", "config")}
         told.settings |= own
         told.places |= dict.fromkeys(own, place)
         told.environment |= environment
         told.launcher |= launcher
         return told
-    settings |= _options(rest)
+    settings |= options
     told = Told(program, settings, dict.fromkeys(settings, place), environment, base, launcher=launcher)
     told.method = _method(program, settings) if method in ("sft", "rlhf") else method
     return told
