@@ -29,6 +29,14 @@ from surefoot.training.record import FindingLog, write_end
 
 SUPERVISED = "SUREFOOT_SUPERVISED"
 """Environment variable: set where someone watches the run already."""
+RANKS_HERE = (
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_NTASKS_PER_NODE",
+)
+"""Environment variables of torchrun, DeepSpeed, Open MPI, Intel MPI and SLURM: how many ranks this machine has."""
 EVERY_S = 1.0
 EARLY_S = 120.0
 """How much sooner than the rank that starts the supervisor others may have begun."""
@@ -91,7 +99,7 @@ def end(watcher: "subprocess.Popen[bytes]") -> None:
 
 def ranks_elsewhere(num_ranks: int) -> int:
     """How many of the ranks are on other machines, in a rank; all but this one where the launcher does not say."""
-    here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or "1"
+    here = next((os.environ[name] for name in RANKS_HERE if os.environ.get(name)), "1")
     return num_ranks - (int(here) if here.isdigit() else 1)
 
 

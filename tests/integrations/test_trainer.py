@@ -1,5 +1,8 @@
 """What the callback hears of transformers' Trainer, in its ring."""
 
+import json
+import math
+import os
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -9,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from surefoot.errors import ConfigError
+from surefoot.health.explain import explain
 from surefoot.health.recorder import Entry, read_history
 from surefoot.integrations import SurefootCallback
 from surefoot.integrations.trainer import MOST_FORWARDS, _Batches
@@ -21,12 +26,13 @@ def trainer(model_folder: Callable[[str], Path], tmp_path: Path) -> Iterator[Cal
     mask = torch.tensor([1, 1, 1, 0, 0, 0, 0, 0])
     rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8), "attention_mask": mask} for _ in range(6)]
 
-    def make(*others: TrainerCallback) -> Trainer:
+    def make(*others: TrainerCallback, **changes: Any) -> Trainer:
         made.append(SurefootCallback())
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path / "out"), per_device_train_batch_size=2, num_train_epochs=2, use_cpu=True,
-            eval_strategy="epoch", save_strategy="epoch", report_to=[], disable_tqdm=True,
-        )  # fmt: skip
+        settings = {
+            "output_dir": str(tmp_path / "out"), "per_device_train_batch_size": 2, "num_train_epochs": 2,
+            "use_cpu": True, "eval_strategy": "epoch", "save_strategy": "epoch", "report_to": [], "disable_tqdm": True,
+        }  # fmt: skip
+        arguments = TrainingArguments(**{**settings, **changes})
         return Trainer(
             AutoModelForCausalLM.from_pretrained(model_folder("llama")), arguments,
             train_dataset=rows, eval_dataset=rows, callbacks=[made[-1], *others],
@@ -114,3 +120,77 @@ def test_a_model_that_is_used_on_after_a_failure_is_not_counted_for_ever() -> No
     assert len(batches._masks) == MOST_FORWARDS
     batches.begin()
     assert batches.take(0, 1).tokens == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_numbers_that_are_none_are_named_once(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    made = trainer(logging_steps=1, logging_nan_inf_filter=False)
+    with torch.no_grad():
+        made.model.model.norm.weight.fill_(math.nan)
+    made.train()
+    (line,) = (tmp_path / "out" / "findings.jsonl").read_text().splitlines()
+    finding = json.loads(line)
+    assert (finding["code"], finding["evidence"]["step"]) == ("SF401", 1)
+    assert finding["cause"] == "loss and grad_norm of the steps up to 1, as logged, are not finite"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_was_evaluated_is_recorded_and_no_step_loses_its_loss(
+    trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    trainer(logging_steps=1).train()
+    found = read_history(tmp_path / "out").entries
+    assert [entry.step for entry in found if entry.kind == "evaluated"] == [3, 6]
+    losses = [entry.values["loss"] for entry in found if entry.kind == "step"]
+    assert all(map(math.isfinite, losses[1:]))
+
+
+class _Stops(TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+        control.should_training_stop = state.global_step == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_after_an_early_stop_no_data_are_waited_for(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    trainer(_Stops(), eval_strategy="steps", eval_steps=2).train()
+    assert phases(read_history(tmp_path / "out").entries)[-1] == "export"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_that_failed_is_over_when_another_one_begins(
+    trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer(_Breaks()).train()
+    trainer(output_dir=str(tmp_path / "second")).train()
+    last = read_history(tmp_path / "out").entries[-1]
+    assert (last.kind, last.values["failed"]) == ("run ended", 1.0)
+    assert [explain(tmp_path / name).status for name in ("out", "second")] == ["failed", "completed"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_program_that_goes_to_another_folder_is_recorded(
+    trainer: Callable[..., Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    made = trainer(output_dir="out")
+    made.add_callback(_Goes())
+    made.train()
+    assert read_history(tmp_path / "out").entries[-1].kind == "run ended"
+    assert not (tmp_path / "elsewhere" / "out" / "evidence").exists()
+    assert not (tmp_path / "elsewhere" / "out" / "events").exists()
+
+
+class _Goes(TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        os.chdir("/tmp" if not Path("elsewhere").is_dir() else "elsewhere")
+
+
+def test_an_address_is_no_webhook(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in ("https://hooks.example.invalid/SECRET", "$NOT_SET_ANYWHERE"):
+        with pytest.raises(ConfigError, match="give `\\$NAME`") as told:
+            SurefootCallback(webhook=given)
+        assert "SECRET" not in str(told.value)
+    monkeypatch.setenv("HOOK", "http://127.0.0.1:9")
+    SurefootCallback(webhook="$HOOK")

@@ -146,6 +146,11 @@ def _once(findings: list[Finding]) -> list[Finding]:
 
 def _status(run_folder: Path, entries: list[Entry]) -> str:
     path = run_folder / "summary.json"
+    if not path.exists():  # of another trainer, or of a run that was killed
+        ends = [last_start(entries, rank)[-1] for rank in sorted({entry.rank for entry in entries})]
+        if not ends or any(entry.kind != "run ended" for entry in ends):
+            return "unknown"
+        return "failed" if any(entry.values["failed"] for entry in ends) else "completed"
     last_s = max((entry.time_s for entry in entries if entry.kind != "run ended"), default=0.0)
     try:
         has_ended = all(rank.doing == ENDED for rank in _ranks(entries))

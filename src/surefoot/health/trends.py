@@ -11,7 +11,7 @@ from surefoot import cgroup
 from surefoot.findings import Finding
 from surefoot.health.accelerators import Accelerators, Look
 from surefoot.health.diagnose.accelerators import find_gpu_errors, find_in_gpus, find_launch_bound, find_worse_gpus
-from surefoot.health.diagnose.memory import name_owner
+from surefoot.health.diagnose.memory import UNCOUNTED, name_owner
 from surefoot.health.diagnose.speed import find_slow, find_straggler, find_swapping, share_of_steps
 from surefoot.health.flight import read_flight
 from surefoot.health.objects import Census, read_census
@@ -51,7 +51,7 @@ class Trends:
         """When a rank was last seen in a long phase, where others wait for it."""
         self._leaking: set[tuple[int, int]] = set()
         """(rank, process) of those whose growth was named."""
-        self._first_census: dict[tuple[int, int], Census] | None = None
+        self._first_census: dict[tuple[int, int], Census | None] | None = None
         """Of the ranks' objects, when the memory of one of them first grew as a leak does."""
         self._said: set[str] = set()
         """What was found in the run's times and numbers: each code is said once, and each number of a GPU's errors."""
@@ -105,21 +105,23 @@ class Trends:
         self._leaking |= {(number, watched[number].ring.process) for number in sure}
         room = room_bytes() / self._num_here
         keys = {number: (number, watched[number].ring.process) for number in sure}
-        owners = {number: name_owner(before.get(key), now.get(key)) for number, key in keys.items()}
+        owners = {
+            number: UNCOUNTED if key in now and now[key] is None else name_owner(before.get(key), now.get(key))
+            for number, key in keys.items()
+        }
         found = (watched[number].memory.finding(room, owners[number]) for number in sure)
         return [finding for finding in found if finding is not None]
 
-    def _take_census(self) -> dict[tuple[int, int], Census]:
-        """By (rank, process), of those of this machine that are there and answer in time."""
+    def _take_census(self) -> dict[tuple[int, int], Census | None]:
+        """By (rank, process), of those of this machine that are there and answer in time; None: too many objects."""
         there = {number: rank for number, rank in self._ranks.items() if not rank.has_ended}
         try:
             answers = self._witnesses.answers(self._witnesses.ask(OBJECTS), there)
         except OSError:  # a full disk: the leak is named without its owner
             return {}
         return {
-            (number, there[number].ring.process): read_census(said)
+            (number, there[number].ring.process): read_census(said) if said is not None else None
             for number, said in answers.items()
-            if said is not None
         }
 
     def _device_memory(self, rank: RankState) -> list[Finding]:

@@ -14,15 +14,29 @@ import subprocess
 import time
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from surefoot.beside import SUPERVISED, Watched, end, ranks_elsewhere, start
-from surefoot.events import BatchDescribed, Event, Observer, Phase, PhaseBegan, PhaseEnded, RunEnded, StepEnded
+from surefoot.errors import ConfigError
+from surefoot.events import (
+    BatchDescribed,
+    Evaluated,
+    Event,
+    Observer,
+    Phase,
+    PhaseBegan,
+    PhaseEnded,
+    RunEnded,
+    StepEnded,
+)
+from surefoot.findings import CATALOGUE, Finding
 from surefoot.health.observers import rank_observers
 from surefoot.health.witness import record_collectives
+from surefoot.terminal import say
 from surefoot.training.record import FindingLog
 
 MOST_FORWARDS = 4096
@@ -30,6 +44,9 @@ MOST_FORWARDS = 4096
 SIGN_EVERY_S = 1.0
 """Between two signs of life in an evaluation."""
 
+
+_LIVE: "WeakSet[SurefootCallback]" = WeakSet()
+"""Those that record a training of this process."""
 
 record_collectives()  # read when process groups are made, which is before a callback hears anything
 
@@ -42,7 +59,12 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, webhook: str | None = None) -> None:
-        """`webhook`: findings are posted there as well: `$NAME` of an environment variable with the address."""
+        """`webhook`: findings are posted there as well: `$NAME` of an environment variable with the address.
+
+        Raises: ConfigError for an address itself, which would stand in the program, and for a name that is not set.
+        """
+        if webhook is not None and not (webhook.startswith("$") and webhook[1:] in os.environ):
+            raise ConfigError("webhook: give `$NAME` of an environment variable that is set and holds the address.")
         self._webhook = webhook
         self._observers: list[Observer] = []
         self._watcher: subprocess.Popen[bytes] | None = None
@@ -57,12 +79,16 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, *_: Any, model: nn.Module | None = None, **__: Any
     ) -> None:
-        self.close()  # of a training that failed, in a process that went on
-        folder = Path(args.output_dir)
+        for other in list(_LIVE):  # of trainings that failed, in a process that went on
+            other.close()
+        _LIVE.add(self)
+        folder = Path(args.output_dir).absolute()  # the program may go elsewhere
+        self._log = FindingLog(folder, self._webhook, "tensorboard" in (args.report_to or []))
+        self._told_not_finite = False
         self._rank, self._step = int(args.process_index), int(state.global_step) + 1
         if args.local_process_index == 0 and SUPERVISED not in os.environ:
             elsewhere = ranks_elsewhere(args.world_size)
-            self._watcher = start(Watched(FindingLog(folder, self._webhook), args.world_size, elsewhere))
+            self._watcher = start(Watched(self._log, args.world_size, elsewhere))
         self._observers = rank_observers(folder, self._rank)
         if model is not None:
             self._batches = _Batches(model)
@@ -87,7 +113,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         self._logged = {}
         self._step, self._step_began_s = min(int(state.global_step) + 1, int(state.max_steps)), now
         if not self._begin_flagged(control):
-            self._begin(_next(state))
+            self._begin(_next(state, control))
 
     def on_epoch_end(self, _: TrainingArguments, __: TrainerState, control: TrainerControl, **___: Any) -> None:
         self._begin_flagged(control)
@@ -98,18 +124,37 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
             self._sign_of_life_s = now
             self._begin("evaluate")
 
-    def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
-        # Of the steps since the last log; told once, with the step that ends next.
-        self._logged = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
+    def on_log(
+        self, _: TrainingArguments, state: TrainerState, *__: Any, logs: dict[str, float] | None = None, **___: Any
+    ) -> None:
+        numbers = {name: float(value) for name, value in (logs or {}).items() if isinstance(value, int | float)}
+        if "loss" in numbers:  # of the steps since the last log; told once, with the step that ends next
+            self._logged = numbers
+            self._look_at(numbers, int(state.global_step))
+        elif "eval_loss" in numbers:
+            self._emit(Evaluated(int(state.global_step), numbers["eval_loss"], 0))
+
+    def _look_at(self, numbers: dict[str, float], step: int) -> None:
+        """Say once that a number is none; on the process that logs."""
+        odd = [name for name in ("loss", "grad_norm") if not math.isfinite(numbers.get(name, 0.0))]
+        if not odd or self._told_not_finite or self._rank:
+            return
+        self._told_not_finite = True
+        code = "SF401" if odd[0] == "loss" else "SF402"
+        shown = {name: str(numbers[name]) for name in odd}
+        cause = f"{' and '.join(odd)} of the steps up to {step}, as logged, {'are' if odd[1:] else 'is'} not finite"
+        finding = Finding(code, cause, {"step": step, **shown}, CATALOGUE[code].fix)
+        self._log.note(finding)
+        say(finding.as_text())
 
     def on_evaluate(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **__: Any) -> None:
         if self._observers:
-            self._begin("save" if control.should_save else _next(state))
+            self._begin("save" if control.should_save else _next(state, control))
             self._step_began_s = time.perf_counter()
 
-    def on_save(self, _: TrainingArguments, state: TrainerState, *__: Any, **___: Any) -> None:
+    def on_save(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **__: Any) -> None:
         if self._observers:
-            self._begin(_next(state))
+            self._begin(_next(state, control))
             self._step_began_s = time.perf_counter()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -158,6 +203,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
 
     def _end(self, summary: dict[str, str]) -> None:
         atexit.unregister(self.close)
+        _LIVE.discard(self)
         self._end_phase()
         self._emit(RunEnded(summary))
         self._observers = []
@@ -211,6 +257,7 @@ class _Batches:
         self._hook.remove()
 
 
-def _next(state: TrainerState) -> Phase:
+def _next(state: TrainerState, control: TrainerControl) -> Phase:
     """After the last step a trainer may still load and write for long."""
-    return "export" if state.global_step >= state.max_steps else "wait for data"
+    is_over = state.global_step >= state.max_steps or control.should_training_stop
+    return "export" if is_over else "wait for data"

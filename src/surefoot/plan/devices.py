@@ -32,26 +32,28 @@ class Device:
     """Where the numbers come from."""
 
 
-def _sheet(name: str, memory_gb: float, tflops: float, link_gb_per_s: float) -> Device:
+def _sheet(name: str, memory_gib: float, tflops: float, link_gb_per_s: float) -> Device:
     return Device(
-        name, int(memory_gb * GB), USED_SHARE * tflops * 1e12, link_gb_per_s * GB,
-        how=f"data sheet: {memory_gb:g} GB, {tflops:g} TFLOP/s bfloat16 dense, of which {USED_SHARE:.0%} are assumed",
+        name, int(memory_gib * GIB), USED_SHARE * tflops * 1e12, link_gb_per_s * GB,
+        how=f"{memory_gib:g} GiB as its driver tells; data sheet: {tflops:g} TFLOP/s bfloat16 dense, of which "
+        f"{USED_SHARE:.0%} are assumed",
     )  # fmt: skip
 
 
 DEVICES = {
     device.name: device
     for device in (
-        _sheet("b200", 180, 2250, 700), _sheet("h200", 141, 989, 360), _sheet("h100", 80, 989, 360),
-        _sheet("h800", 80, 989, 160), _sheet("h20", 96, 148, 360), _sheet("a100", 80, 312, 228),
-        _sheet("a100-40", 40, 312, 228), _sheet("a800", 80, 312, 150), _sheet("a6000", 48, 155, 20),
-        _sheet("l40s", 48, 362, 20), _sheet("l20", 48, 119, 20), _sheet("a10", 24, 125, 20),
-        _sheet("rtx4090", 24, 165, 20), _sheet("rtx5090", 32, 210, 20), _sheet("rtx3090", 24, 71, 12),
+        _sheet("b200", 178.3, 2250, 700), _sheet("h200", 139.7, 989, 360), _sheet("h100", 79.1, 989, 360),
+        _sheet("h800", 79.1, 989, 160), _sheet("h20", 95.0, 148, 360), _sheet("a100", 79.1, 312, 228),
+        _sheet("a100-40", 39.4, 312, 228), _sheet("a800", 79.1, 312, 150), _sheet("a6000", 47.4, 155, 20),
+        _sheet("l40s", 44.4, 362, 20), _sheet("l20", 44.4, 119, 20), _sheet("a10", 22.0, 125, 20),
+        _sheet("rtx4090", 23.6, 165, 20), _sheet("rtx5090", 31.3, 210, 20), _sheet("rtx3090", 23.6, 71, 12),
     )
 }  # fmt: skip
-"""Data sheets of NVIDIA, read 2026-11; links: what an all-reduce carries, measured by others where that is public
-(Azure's node health checks: 363 to 367 GB/s by rings on H100, 228 on A100; 12 to 24 over PCIe 4), else the data sheet's
-share of it."""
+"""Memory: what CUDA says is there, which is less than the name of a card says; torch's out-of-memory messages in public
+reports show it ("total capacity of 79.10 GiB"). Rates: data sheets of NVIDIA, read 2026-11. Links: what an all-reduce
+carries, measured by others where that is public (Azure's node health checks: 363 to 367 GB/s by rings on H100, 228 on
+A100; 12 to 24 over PCIe 4), else the data sheet's share of it."""
 
 
 def named(name: str) -> Device:

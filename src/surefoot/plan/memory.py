@@ -203,10 +203,14 @@ def _gathered(sizes: Sizes, layout: Layout) -> int:
     if not layout.is_sharded:
         return 0
     if layout.zero_stage < 3:
-        experts = sizes.whole.expert_trained // layout.expert_parallel if layout.expert_parallel == 1 else 0
-        return FP32_BYTES * (sizes.whole.trained + experts)
+        return FP32_BYTES * (sizes.whole.trained + _gathered_experts(sizes.whole, layout))
     layers = min(GATHERED_LAYERS, sizes.num_layers)
     return _bytes(sizes.outside, sizes, layout) + layers * _bytes(sizes.layer, sizes, layout)
+
+
+def _gathered_experts(elements: Elements, layout: Layout) -> int:
+    """Of this rank's share of the experts; none where no other rank has the same share."""
+    return elements.expert_trained // layout.expert_parallel if layout.expert_parallel < layout.size else 0
 
 
 def _bytes(elements: Elements, sizes: Sizes, layout: Layout) -> int:
@@ -221,10 +225,12 @@ def _being_summed(sizes: Sizes, layout: Layout, *, is_on_gpu: bool) -> int:
     if not layout.is_sharded or layout.size == 1:
         return 0
     groups = (sizes.layer, sizes.outside) if _is_grouped_by_layer(layout, sizes) else (sizes.whole,)
-    # Shared experts are summed apart, if at all.
-    shared = layout.expert_parallel > 1
     copies = IN_FLIGHT if is_on_gpu else IN_FLIGHT_GLOO
-    return copies * FP32_BYTES * max(one.trained + (0 if shared else one.expert_trained) for one in groups)
+    if layout.expert_parallel > 1:  # experts that are shared out are summed apart, if at all
+        largest = max(_gathered_experts(sizes.layer, layout), *(one.trained for one in groups), 0)
+    else:
+        largest = max(one.trained + one.expert_trained for one in groups)
+    return copies * FP32_BYTES * largest
 
 
 def _placed(owners: Owners, layout: Layout, *, is_on_gpu: bool) -> Owners:

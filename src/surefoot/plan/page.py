@@ -49,7 +49,8 @@ def as_text(told: Forecast, findings: list[Finding], changes: list[tuple[Changed
     if changes:
         lines += ["", "What to change (any one of these; the fastest first):"]
         for number, (changed, other) in enumerate(changes, 1):
-            fits = f"{_gib(other.device_peak[1] or other.host_peak[1])} at the peak"
+            host = _gib(other.host_peak[1])
+            fits = f"{_gib(other.device_peak[1])} at the peak, {host} of host memory" if other.device_peak[1] else host
             lines += [
                 f"\n# {number}: {fits}, {1 / other.seconds_per_token:.0f} tokens/s",
                 ready_to_paste(changed),

@@ -27,7 +27,7 @@ def suggest(told: Forecast, ask: Callable[..., Forecast]) -> list[tuple[Changed,
     if told.fits:
         return []
     give_up_s = time.monotonic() + SEARCH_S
-    for candidates in (_same_ranks(told), _more_ranks(told)):
+    for candidates in (_smaller_waves(told), _same_ranks(told), _more_ranks(told)):
         fitting: list[tuple[Changed, Forecast]] = []
         for changed in candidates:
             if time.monotonic() > give_up_s:
@@ -49,6 +49,18 @@ def suggest(told: Forecast, ask: Callable[..., Forecast]) -> list[tuple[Changed,
 def _is_less(known: Changed, changed: Changed) -> bool:
     """Whether a change that fits already is a part of this one."""
     return known.items() <= changed.items()
+
+
+def _smaller_waves(told: Forecast) -> Iterator[Changed]:
+    """Fewer completions at a time, where it is the rollout that does not fit: the run learns the same."""
+    run = told.run
+    if told.device_peak[0] != "rollout" or run.rollout_engine != "local":
+        return
+    at_a_time = -(-told.sequences_per_step // (run.nproc_per_node * run.nnodes))
+    at_a_time = min(run.rollout_batch_size or at_a_time, at_a_time)
+    while at_a_time > 1:
+        at_a_time //= 2
+        yield {"rollout_batch_size": at_a_time}
 
 
 def _same_ranks(told: Forecast) -> Iterator[Changed]:

@@ -204,12 +204,16 @@ def _ledger(entries: Sequence[Entry]) -> list[Row]:
         in_steps = [one for one in mine if one.step > entry.step]  # the optimizer's state is there from then on
         used = [one.values["anonymous_bytes"] for one in in_steps if one.values.get("anonymous_bytes")]
         known = values["frozen"] + values["trained"] + values["optimizer"]
+        activations = max(used, default=0.0) - min(used, default=0.0) - values["gradients"]
+        if any(one.kind == "device memory" for one in in_steps):  # they lie where `total` was counted
+            peak = max((one.values["peak_memory_bytes"] for one in in_steps if one.kind == "step"), default=0.0)
+            activations = peak - values["total"] - values["gradients"]
         owners = {
             "frozen parameters": values["frozen"],
             "trained parameters": values["trained"],
             "gradients": values["gradients"],
             "optimizer": values["optimizer"],
-            "activations": max(0.0, max(used, default=0.0) - min(used, default=0.0) - values["gradients"]),
+            "activations": max(0.0, activations),
             "other": max(0.0, values["total"] - known),
         }
         rows += [{"rank": str(rank), "owner": owner, "mib": size / 2**20} for owner, size in owners.items()]

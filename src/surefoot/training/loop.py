@@ -34,6 +34,8 @@ from surefoot.training.phases import Phases
 from surefoot.training.saver import Saver
 from surefoot.training.step import Learner, NotFinite, StepResult, Totals, counts_of, train_step
 
+LEDGER_STEPS = 500
+"""Between two counts of what lies in memory: events of long ago are overwritten."""
 LAST_WAIT_S = 5.0
 """For completions that are being made, when a run is told to stop: it may be killed soon."""
 
@@ -139,7 +141,7 @@ def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Lite
                 on_device = sample_device_memory(job.learner.device, job.ranks.rank, state.step)
                 if on_device is not None:
                     job.emit(on_device)
-                if state.step == first:
+                if (state.step - first) % LEDGER_STEPS == 0:
                     job.emit(sample_memory(job.learner, state.step))
                 is_last = job.is_over(state)
                 if job.evaluate and (is_last or (config.eval_steps and state.step % config.eval_steps == 0)):

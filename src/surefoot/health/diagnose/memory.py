@@ -28,6 +28,9 @@ class Owner:
     """As evidence."""
 
 
+UNCOUNTED = Owner("its Python objects are too many to count", "not counted: there are too many")
+
+
 class MemoryTrend:
     """The memory of one start of one rank, step by step."""
 
