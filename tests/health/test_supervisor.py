@@ -60,3 +60,40 @@ def test_a_run_that_has_ended_and_does_not_leave_is_named(tmp_path: Path) -> Non
             supervisor.end()
     assert finding.code == "SF111"
     assert finding.evidence["evidence"].startswith("evidence/stall-")
+
+
+OF_ANOTHER_TRAINER = """
+import sys, time
+from pathlib import Path
+from surefoot.events import PhaseBegan, PhaseEnded, StepEnded
+from surefoot.health.recorder import Recorder
+recorder = Recorder(Path(sys.argv[1]), 0)
+for step in range(1, 6):
+    recorder.observe(PhaseBegan(0, step, 'forward and backward'))
+    recorder.observe(PhaseEnded(0, step, 'forward and backward'))
+    took_s = 2.0 if step == 1 else 0.01
+    recorder.observe(StepEnded(step, 9, False, 0.0, 1.0, 1.0, 1e-4, 1, 1, 1.0, took_s, 0))
+recorder.observe(PhaseBegan(0, 6, 'forward and backward'))
+print('quiet', flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_step_of_another_trainer_may_take_what_its_first_one_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "LEAST_S", 0.5)
+    monkeypatch.setattr(supervising, "BUSY_S", 0.0)
+    supervisor = Supervisor(tmp_path, 1, time.time())
+    command = [sys.executable, "-c", OF_ANOTHER_TRAINER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "quiet\n"
+            began = time.monotonic()
+            (finding,) = watch(supervisor)
+        finally:
+            process.kill()
+            supervisor.end()
+    assert time.monotonic() - began > 2 * 2.0 - 0.5
+    assert finding.code == "SF106"

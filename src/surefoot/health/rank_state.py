@@ -38,6 +38,8 @@ class RankState:
         self.open: list[str] = []
         """The phases it is in, the outer first."""
         self.took_a_step = False
+        self.longest_step_s = 0.0
+        """The first included."""
         self.has_ended = False
         self.sample: ProcessSample = GONE
         self.samples: deque[tuple[float, ProcessSample]] = deque()
@@ -63,6 +65,7 @@ class RankState:
             elif kind == "phase ended" and self.open:
                 self.open.pop()
             elif kind == "step":
+                self.longest_step_s = max(self.longest_step_s, values["step_time_s"])
                 if self.took_a_step:
                     steps.append(values["step_time_s"])
                 self.took_a_step = True

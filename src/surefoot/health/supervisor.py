@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -53,6 +53,8 @@ QUIET_PHASES = LONG_PHASES | {""}
 """Phases in which a rank may be silent for long; a process between phases is loading Python or torch."""
 WHOLE_STEP = "forward and backward"
 """All that other trainers do in a training step."""
+BUSY_S = 120.0
+"""How much longer than a step of another trainer usually takes one that computes may take."""
 LONGEST_S = 600.0
 """Silence that is late in the first steps, even of ranks that compute; of ranks that wait for a disk, for processes
 that work for them, or for other machines that load; before the first rank has begun, and after the last has ended."""
@@ -198,7 +200,13 @@ class Supervisor:
         if len(self._trends.steps_s) < 2:
             is_known = all(rank.phase != WHOLE_STEP for rank in going)  # it may wait for a server that generates
             return quiet_s > LONGEST_S or (is_known and quiet_s > IDLE_S and all(rank.is_idle for rank in going))
-        return quiet_s > self.limit_s
+        return quiet_s > max(self.limit_s, self._whole_step_s(going))
+
+    def _whole_step_s(self, going: Sequence[RankState]) -> float:
+        """In other trainers steps differ in kind: some make completions first, as the first one did, or compile."""
+        inside = [rank for rank in going if rank.phase == WHOLE_STEP]
+        is_busy = any(not rank.is_idle for rank in inside)
+        return max((TIMES_LONGEST * rank.longest_step_s for rank in inside), default=0.0) + (BUSY_S if is_busy else 0.0)
 
     def _diagnose(self, now_s: float) -> Finding:
         evidence = self._collect(now_s)
@@ -258,7 +266,7 @@ class Supervisor:
         return StallEvidence(
             time_s=now_s,
             quiet_s=now_s - self._last_s,
-            limit_s=self._given_s or min(self.limit_s, 1e9),
+            limit_s=self._given_s or (self.limit_s if math.isfinite(self.limit_s) else LONGEST_S),
             ranks=tuple(seen),
             num_ranks=self._num_ranks,
             oom_kills=after - before if before is not None and after is not None else None,
