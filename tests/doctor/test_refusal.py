@@ -12,6 +12,7 @@ from surefoot.cli import main
 from surefoot.config import load_config
 from surefoot.training.refusal import refusal
 
+GRPO = {"method": "grpo", "num_generations": 2, "global_batch_size": 4, "reward_funcs": ["exact_match"]}
 Folders = Callable[[str], Path]
 
 
@@ -38,6 +39,15 @@ def test_a_run_that_would_start(settings: dict[str, Any], model_folder: Folders)
         ({"model": "/nope"}, "/nope"),
         ({"device": "cuda"}, "sees no CUDA device"),
         ({"nproc_per_node": 3, "expert_parallel_size": 2}, "does not divide the 3 ranks"),
+        ({"nproc_per_node": 2, "offload": "cpu"}, "offload=cpu on device=cpu"),
+        ({"dataset": "/none/rows.jsonl"}, "/none/rows.jsonl"),
+        ({"eval_dataset": "/none/other.jsonl"}, "/none/other.jsonl"),
+        ({"init_adapter": "/none"}, "/none"),
+        ({"target_modules": ["nosuch"]}, "'nosuch' matches nothing"),
+        ({"max_pixels": 100}, "max_pixels: a setting of images"),
+        ({"resume_from_checkpoint": "/nope"}, "/nope: no such folder"),
+        ({**GRPO, "reward_funcs": ["/none.py:f"]}, "/none.py does not exist"),
+        ({**GRPO, "rollout_engine": "vllm", "vllm_command": "/no/vllm"}, "there is no /no/vllm here"),
     ],
 )
 def test_what_would_be_refused(settings: dict[str, Any], changes: dict[str, Any], text: str) -> None:

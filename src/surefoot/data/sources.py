@@ -75,12 +75,20 @@ def _source(item: DatasetItem, where: str) -> Source:
     path_text, _, entry = item.path.partition(".json:")
     if entry or Path(item.path).name == "dataset_info.json" or item.name:
         return _from_info(Path(path_text + ".json" if entry else item.path), item.name or entry, item, rows, where)
-    path = Path(item.path)
-    if not path.exists() and not glob.has_magic(item.path) and HUB_ID.match(item.path) and not kind_of(path):
+    if is_of_hub(item):
         files = _from_hub(item.path, item.subset, split["name"] or "train", where)
         return Source(files, tuple(f"{item.path}/{file.name}" for file in files), spec, item.weight, rows)
     files = _local_files(item.path, split["name"], where)
     return Source(files, _names(files), spec, item.weight, rows)
+
+
+def is_of_hub(item: DatasetItem) -> bool:
+    """Whether a source names a dataset of the hub, and nothing that is here."""
+    if item.name or ".json:" in item.path:  # an entry of dataset_info.json
+        return False
+    path = Path(item.path)
+    is_here = path.exists() or glob.has_magic(item.path) or kind_of(path)
+    return not is_here and HUB_ID.match(item.path) is not None
 
 
 def _local_files(text: str, split: str, where: str) -> tuple[Path, ...]:

@@ -87,7 +87,7 @@ class Rewards:
         self._timeout_s = timeout_s
         self._where = where
         for item in items:
-            _check(item, where)
+            check_reward(item, where)
         self._is_over = threading.Event()
         self._workers: queue.Queue[_Worker] = queue.Queue()
         self._all = [_Worker([item.func for item in items]) for _ in range(num_workers)]
@@ -190,7 +190,8 @@ def _scored(reward: float | None) -> Scored:
     return Scored(reward)
 
 
-def _check(item: RewardItem, where: str) -> None:
+def check_reward(item: RewardItem, where: str) -> None:
+    """Raises: ConfigError for a function, a setting or a package that is not there; the function is not loaded."""
     file, colon, function = item.func.rpartition(":")
     if colon and file.endswith(".py"):
         if not Path(file).is_file():

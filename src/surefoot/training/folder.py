@@ -153,16 +153,9 @@ def _decide_resume(loaded: LoadedConfig, config: RunConfig, folder: Path) -> Res
         return Resume(None, [])
     if not explicit:
         return _newest(folder)
+    check_named_checkpoint(loaded)
     path = Path(str(config.resume_from_checkpoint))
     where = loaded.where("resume_from_checkpoint")
-    if not path.is_dir():
-        raise CheckpointError(f"resume_from_checkpoint={path}: no such folder ({where}).")
-    inside = list_checkpoints(path)
-    if inside:
-        raise CheckpointError(
-            f"resume_from_checkpoint={path} is a run folder. Name one of its checkpoints, such as {inside[-1]}, or set "
-            f"output_dir to it and leave resume_from_checkpoint out ({where})."
-        )
     try:
         manifest = verify(path)
     except DamagedCheckpoint as error:
@@ -173,6 +166,21 @@ def _decide_resume(loaded: LoadedConfig, config: RunConfig, folder: Path) -> Res
     if changes:
         raise CheckpointError(f"{path} was written with other settings: {'; '.join(changes)} ({where}).")
     return Resume(path, [])
+
+
+def check_named_checkpoint(loaded: LoadedConfig) -> None:
+    """Raises: CheckpointError where `resume_from_checkpoint` names what is no checkpoint."""
+    if loaded.run.resume_from_checkpoint in ("auto", False):
+        return
+    path, where = Path(str(loaded.run.resume_from_checkpoint)), loaded.where("resume_from_checkpoint")
+    if not path.is_dir():
+        raise CheckpointError(f"resume_from_checkpoint={path}: no such folder ({where}).")
+    inside = list_checkpoints(path)
+    if inside:
+        raise CheckpointError(
+            f"resume_from_checkpoint={path} is a run folder. Name one of its checkpoints, such as {inside[-1]}, or set "
+            f"output_dir to it and leave resume_from_checkpoint out ({where})."
+        )
 
 
 def _newest(folder: Path) -> Resume:

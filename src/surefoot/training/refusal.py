@@ -1,15 +1,22 @@
 """What `surefoot train` would refuse before it reads weights or data, as a check of the doctor."""
 
+import shutil
 from pathlib import Path
 
 from surefoot.config import LoadedConfig
+from surefoot.data.assemble import open_images
+from surefoot.data.sources import find_sources, is_of_hub
 from surefoot.doctor.check import Check, fine, wrong
-from surefoot.errors import SurefootError
-from surefoot.models.build import load_config
+from surefoot.errors import ConfigError, SurefootError
+from surefoot.models.adapter import load_adapter_files
+from surefoot.models.build import load_config, load_tokenizer, meta_model
+from surefoot.models.lora import find_targets
 from surefoot.models.sources import resolve_model
 from surefoot.parallel.layout import Layout
+from surefoot.rl.rewards import check_reward
+from surefoot.training.artifacts import lora_settings
 from surefoot.training.expert_parallel import check_experts
-from surefoot.training.folder import check_folder
+from surefoot.training.folder import check_folder, check_named_checkpoint
 from surefoot.training.resolve import resolve
 from surefoot.training.rollouts import check_routing_replay
 
@@ -24,9 +31,33 @@ def refusal(loaded: LoadedConfig) -> Check:
         check_folder(loaded)
         if Path(run.model).exists() or run.model.startswith(("/", ".", "~")):
             base = resolve_model(run.model, loaded.where("model"))
-            load_config(base)
+            model = load_config(base)
             check_experts(loaded, base)
             check_routing_replay(loaded, base)
+            open_images(loaded, base, model, load_tokenizer(base, run.chat_template))
+            lora = lora_settings(loaded.run)
+            if lora is not None:
+                find_targets(meta_model(base), lora.targets)
+        _check_named_files(loaded)
     except SurefootError as error:
         return wrong(name, "SF743", str(error), is_fatal=True)
     return fine(name, "it would start, as far as can be told without its weights and data")
+
+
+def _check_named_files(loaded: LoadedConfig) -> None:
+    """Those that the run reads are there; what would be fetched is not looked at. Raises: SurefootError."""
+    run = loaded.run
+    for setting in ("dataset", "eval_dataset"):
+        items = [item for item in getattr(run, setting) or () if not is_of_hub(item)]
+        find_sources(items, loaded.where(setting))
+    if run.init_adapter is not None:
+        load_adapter_files(Path(run.init_adapter))
+    for item in run.rewards:
+        check_reward(item, loaded.where("reward_funcs"))
+    starts_server = run.method == "grpo" and run.rollout_engine == "vllm" and run.vllm_server is None
+    if starts_server and shutil.which(run.vllm_command) is None:
+        raise ConfigError(
+            f"vllm_command: there is no {run.vllm_command} here. Give the path of the `vllm` command of its virtual "
+            f"environment, or the address of a server with vllm_server ({loaded.where('vllm_command')})."
+        )
+    check_named_checkpoint(loaded)
