@@ -1,7 +1,12 @@
 """Checks for who asks before a run starts: what it would go on from, and its chat template."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +69,66 @@ def test_a_template_is_tried(settings: dict[str, Any], tmp_path: Path) -> None:
     told.pop("chat_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(told))
     assert asked("chat template", settings, model=str(folder)).status == "not applicable"
+
+
+def test_a_tokenizer_that_is_missing_is_no_matter_of_templates(settings: dict[str, Any], tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(Path(settings["model"], "config.json"), bare)
+    (bare / "tokenizer.json").write_text("{")
+    check = asked("chat template", settings, model=str(bare))
+    assert check.finding is not None
+    assert check.finding.code == "SF718"
+    assert "\n" not in check.text
+
+
+LISTENS = """
+import socket, time
+with socket.create_server(("127.0.0.1", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    time.sleep(600)
+"""
+OF_VLLM = {"method": "grpo", "reward_funcs": ["exact_match"], "rollout_engine": "vllm", "global_batch_size": 8}
+
+
+@contextmanager
+def listening(**environment: str) -> Iterator[str]:
+    own = {**os.environ, **environment}
+    with subprocess.Popen([sys.executable, "-c", LISTENS], env=own, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
+        finally:
+            process.kill()
+
+
+def test_a_server_that_runs_elsewhere_is_compared(settings: dict[str, Any]) -> None:
+    grpo = {**settings, **OF_VLLM}
+    takes_adapters = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with listening() as address:
+        check = asked("rollout server's own", grpo, vllm_server=address)
+        assert (check.status, "will take no adapter" in check.text) == ("failed", True)
+    with listening(**takes_adapters, NCCL_IB_DISABLE="1", CUDA_VISIBLE_DEVICES="7") as address:
+        check = asked("rollout server's own", grpo, vllm_server=address)
+        assert check.status == "warning"
+        assert check.text.endswith("NCCL_IB_DISABLE=1 there, (not set) here")
+    with listening(**takes_adapters) as address:
+        assert asked("rollout server's own", grpo, vllm_server=address).status == "ok"
+    for gone in (address, "http://10.255.255.1:8000"):
+        assert asked("rollout server's own", grpo, vllm_server=gone).status == "not applicable"
+
+
+def test_an_old_server_is_named_before_it_is_started(settings: dict[str, Any], tmp_path: Path) -> None:
+    command = tmp_path / "bin" / "vllm"
+    command.parent.mkdir()
+    command.write_text("#!/bin/sh\n")
+    command.chmod(0o755)
+    grpo = {**settings, **OF_VLLM, "vllm_command": str(command)}
+    assert asked("rollout server's own", grpo).text.endswith("is not known")
+    packages = tmp_path / "lib" / "python3.12" / "site-packages"
+    (packages / "vllm-0.9.2.dist-info").mkdir(parents=True)
+    check = asked("rollout server's own", grpo)
+    assert check.finding is not None
+    assert (check.finding.code, "this is vLLM 0.9.2" in check.text) == ("SF709", True)
+    (packages / "vllm-0.9.2.dist-info").rename(packages / "vllm-0.33.0.dist-info")
+    assert asked("rollout server's own", grpo).text == "vLLM 0.33.0"

@@ -11,6 +11,7 @@ import pytest
 from surefoot.config import LoadedConfig, load_config
 from surefoot.doctor.check import Check
 from surefoot.doctor.examine import changes, examine
+from surefoot.doctor.nvml import visible
 from surefoot.doctor.snapshot import Gpu, Snapshot, snapshot_of
 from tests.doctor.test_checks import NODE, bad
 
@@ -96,15 +97,15 @@ def test_gpus_that_the_run_does_not_use_are_not_judged(run: Any) -> None:
     assert bad(examine(node(pci="00000000:1B:00.0", **others), run())) == {"SF722": "warning"}
     elsewhere = replace(node(**others), cards=tuple(replace(SOUND, pci="00000000:3A:00.0") for _ in range(8)))
     assert bad(examine(elsewhere, run())) == {}
-    for visible, codes in (
+    for named, codes in (
         ("0,1,2", set()),
         ("GPU-3", {"SF722", "SF725", "SF724"}),
         ("2,3", {"SF722", "SF725", "SF724"}),
     ):
-        shown = replace(broken, environment={"CUDA_VISIBLE_DEVICES": visible})
-        ranks = len(visible.split(","))
+        shown = replace(broken, environment={"CUDA_VISIBLE_DEVICES": named})
+        ranks = len(named.split(","))
         found = set(bad(examine(shown, run(nproc_per_node=ranks))))
-        assert found == codes, visible
+        assert found == codes, named
 
 
 def test_cards_without_bridges_have_no_finding(run: Any) -> None:
@@ -173,3 +174,14 @@ def test_nvml_is_read_through_its_own_bindings(nvml_driver: dict[str, str]) -> N
     )
     between = "{'0-1': 'the chipset does not support it'} {'0-1': 'several processors'}"
     assert done.stdout == f"{(first, second)}\n{between}\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("named", "left"),
+    [
+        (None, [0, 1, 2]), ("", []), ("1,0", [1, 0]), ("0,-1,1", [0]), ("0, 2", [0, 2]), ("7", []), ("-1", []),
+        ("GPU-0ab", [0]), ("GPU-0ab-1cd,2", [0, 2]), ("0ab", []), ("1cd", []),
+    ],
+)  # fmt: skip
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(named: str | None, left: list[int]) -> None:
+    assert visible(named, ["GPU-0ab-1cd", "GPU-11-1", "GPU-22-2"]) == left

@@ -1,4 +1,4 @@
-"""The cache of prepared data: which shards a file needs, which are there, and making the others in worker processes.
+"""The cache of prepared data: which shards a file needs, and which are there.
 
     <cache>/data/scans/<path>.json         what a file's bytes told, trusted while size and time of change stay
     <cache>/data/<key>/00000000.safetensors ...  a shard per chunk of rows

@@ -337,6 +337,8 @@ class _Workers:
         status = self._status_of(number)
         how = f"was killed by signal {-status}" if status and status < 0 else f"ended with status {status}"
         advice = "start again, with fewer dataset_num_proc if memory is short" if status == -9 else "start again"
+        if not mine:
+            raise DataError(f"a worker process that had nothing to prepare {how}. What was prepared is kept; {advice}.")
         job, _ = next(iter(mine.values()))
         raise DataError(
             f"{job.file.recipe.name}: a worker process {how} while it prepared chunk {job.chunk.index}"

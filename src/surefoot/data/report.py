@@ -45,9 +45,9 @@ class DataReport:
     duplicates: int
     """Samples that equal an earlier one."""
     lengths: dict[str, int]
+    """min, median, mean, p95, max."""
     images: dict[str, int]
     """How many there are, and tokens of one; empty where there are none."""
-    """min, median, mean, p95, max."""
     histogram: list[tuple[int, int, int]]
     """(from, to, samples)."""
     skipped: list[tuple[str, str]]

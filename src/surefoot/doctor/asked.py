@@ -1,13 +1,27 @@
 """Checks that take seconds, or say what a run would refuse by itself anyway: for who asks before starting one."""
 
 import json
+import re
+import shutil
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
 
 from surefoot.config import RunConfig, changed_fields
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
+from surefoot.doctor.collect import SET_BY_A_RUN
 from surefoot.errors import SurefootError
+
+OF_BOTH = ("NCCL_", "GLOO_", "CUDA_", "OMP_", "PYTORCH_", "TORCH_")
+"""Variables that begin so are about the machine, as a rule."""
+OWN = frozenset(("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+"""But for these, in which a server and training may well differ."""
+LEAST_VLLM = (0, 32)
+"""With which this was tried, 2026-11."""
 
 
 def resume(seen: Seen) -> Check:
@@ -61,6 +75,11 @@ def template(seen: Seen) -> Check:
 
     try:
         tokenizer = load_tokenizer(folder, run.chat_template)
+    except SurefootError as error:
+        said = " ".join(str(error).split())
+        where = seen.loaded.where("model") if seen.loaded else ""
+        return wrong(name, "SF718", said, where=where, fix="Fetch the folder again, with all files of its tokenizer.")
+    try:
         if tokenizer.chat_template is None:
             return not_applicable(name, "the model has none: conversations would be refused, bare texts are fine")
         source = RendererSource.of(tokenizer, run.template_variables, parse_special_tokens=run.parse_special_tokens)
@@ -74,4 +93,75 @@ def template(seen: Seen) -> Check:
     return fine(name, f"of an answer it trains {trained}")
 
 
-CHECKS = (resume, template)
+def server(seen: Seen) -> Check:
+    """The variables and the version of a vLLM server, where it is of this machine."""
+    name, run = "rollout server's own", seen.run
+    if run is None or run.method != "grpo" or run.rollout_engine != "vllm":
+        return not_applicable(name, "no run with a vLLM server is given")
+    if run.vllm_server is None:
+        return _version_of(name, run.vllm_command)
+    parts = urlsplit(run.vllm_server if "//" in run.vllm_server else f"//{run.vllm_server}")
+    if parts.hostname not in ("127.0.0.1", "localhost", "::1", socket.gethostname()):
+        return not_applicable(name, f"{parts.hostname} is another machine: run `surefoot doctor` there")
+    port = parts.port or 80
+    theirs = environment_of_listener(port)
+    if theirs is None:
+        return not_applicable(name, f"nobody listens at port {port}, or who does may not be looked at")
+    if run.tuning == "lora" and theirs.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").lower() not in ("1", "true"):
+        return wrong(
+            name,
+            "SF710",
+            f"the server at {run.vllm_server} has no VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and will take no adapter",
+            fix="Start it anew with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment and --enable-lora.",
+            is_fatal=True,
+        )
+    ours = seen.machine.environment
+    compared = sorted(one for one in {*ours, *theirs} if one.startswith(OF_BOTH) and one not in OWN | SET_BY_A_RUN)
+    differing = [
+        f"{one}={theirs.get(one, '(not set)')} there, {ours.get(one, '(not set)')} here"
+        for one in compared
+        if ours.get(one) != theirs.get(one)
+    ]
+    if differing:
+        return wrong(
+            name,
+            "SF710",
+            f"variables of the server at {run.vllm_server} are not those of the run: {', '.join(differing)}",
+            fix="Start both with the same, where a variable is about this machine and not about one of them.",
+        )
+    return fine(name, f"{run.vllm_server} has the variables of the run")
+
+
+def _version_of(name: str, command: str) -> Check:
+    """By the packages beside the command: to ask it would take as long as to start it."""
+    found = shutil.which(command)
+    if found is None:
+        return not_applicable(name, f"there is no {command} here")
+    packages = Path(found).resolve().parent.parent.glob("lib/python*/site-packages/vllm-*.dist-info")
+    version = next((one.name.split("-")[1].removesuffix(".dist") for one in packages), None)
+    if version is None:
+        return not_applicable(name, f"the version of {found} is not known")
+    numbers = tuple(int(one) for one in re.findall(r"\d+", version)[:2])
+    if numbers < LEAST_VLLM:
+        least = ".".join(map(str, LEAST_VLLM))
+        return wrong(
+            name,
+            "SF709",
+            f"this is vLLM {version}; prompts with images and other endpoints that are used came with {least}",
+            fix="pip install -U vllm in its environment.",
+        )
+    return fine(name, f"vLLM {version}")
+
+
+def environment_of_listener(port: int) -> dict[str, str] | None:
+    """Of the process of this machine that listens at a port; None where there is none, or it may not be looked at."""
+    try:
+        for one in psutil.net_connections("tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port and one.pid is not None:
+                return psutil.Process(one.pid).environ()
+    except (psutil.Error, OSError):  # of another user, or gone
+        pass
+    return None
+
+
+CHECKS = (resume, template, server)

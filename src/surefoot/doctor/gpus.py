@@ -3,7 +3,7 @@
 from collections import Counter
 
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
-from surefoot.doctor.nvml import BETWEEN
+from surefoot.doctor.nvml import BETWEEN, visible
 from surefoot.doctor.snapshot import Gpu
 
 GIB = 1 << 30
@@ -151,17 +151,10 @@ def used(seen: Seen) -> list[Gpu]:
     """Those that the run uses: the first ones that CUDA_VISIBLE_DEVICES leaves, as many as it has ranks here."""
     if not seen.is_on_gpus:
         return []
-    visible = seen.machine.environment.get("CUDA_VISIBLE_DEVICES")
     cards = list(seen.machine.cards)
-    if visible is not None:
-        named = [one.strip() for one in visible.split(",") if one.strip()]
-        meant = [next((card for card in cards if _is_named(card, one)), None) for one in named]
-        cards = [card for card in meant if card is not None]
+    named = seen.machine.environment.get("CUDA_VISIBLE_DEVICES")
+    cards = [cards[number] for number in visible(named, [card.uuid for card in cards])]
     return cards[: seen.local_ranks] if seen.run is not None else cards
-
-
-def _is_named(card: Gpu, name: str) -> bool:
-    return card.index == int(name) if name.isdigit() else card.uuid.startswith(name)
 
 
 def _is_of(xid: str, card: Gpu) -> bool:

@@ -3,7 +3,7 @@
 A driver in trouble may hang whoever asks: `collect` does so in a thread.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import byref
 from functools import partial
@@ -133,3 +133,23 @@ def _fabric(nvml: Any, handle: Any) -> str:
         return ""
     said = FABRIC.get(int(info.state), "")
     return f"{said} with error {info.status}" if said == "completed" and info.status else said
+
+
+def visible(named: str | None, identities: Sequence[str]) -> list[int]:
+    """Numbers of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order, as CUDA reads it; all where it is not set.
+
+    `identities`: the UUID of each. It names them by number or by the beginning of an identity; the first that is none
+    ends the list.
+    """
+    if named is None:
+        return list(range(len(identities)))
+    chosen: list[int] = []
+    for one in (part.strip() for part in named.split(",")):
+        meant = [number for number, name in enumerate(identities) if one == str(number)]
+        meant = meant or [
+            number for number, name in enumerate(identities) if one[:1].isalpha() and name.startswith(one)
+        ]
+        if not meant:
+            break
+        chosen.append(meant[0])
+    return chosen

@@ -70,6 +70,12 @@ PYTORCH = frozenset(
     NO_CUDA_MEMORY_CACHING NVML_BASED_CUDA_CHECK USE_NVFUSER VERSION
     """.split()
 )
+TORCH = frozenset(
+    """
+    CPP_LOG_LEVEL CUDA_ARCH_LIST DISTRIBUTED_DEBUG FR_BUFFER_SIZE FR_DUMP_TEMP_FILE HOME LOGS LOGS_FORMAT LOGS_OUT
+    SHOW_CPP_STACKTRACES SHOW_DISPATCH_TRACE TRACE
+    """.split()
+)
 KNOWN: Mapping[str, tuple[frozenset[str], str]] = {
     "NCCL_": (NCCL, "NCCL"),
     "GLOO_": (GLOO, "gloo"),
@@ -77,6 +83,7 @@ KNOWN: Mapping[str, tuple[frozenset[str], str]] = {
     "OMP_": (OMP, "OpenMP"),
     "TORCH_NCCL_": (TORCH_NCCL, "torch"),
     "PYTORCH_": (PYTORCH, "torch"),
+    "TORCH_": (TORCH, "torch"),
 }
 """What begins so, and who reads it. By their documentation of CUDA 13, OpenMP 6.0 and torch 2.13, read 2026-11."""
 NEAR = 0.85
@@ -98,9 +105,21 @@ SLOW_VALUES = {"NCCL_NVLS_ENABLE": "0", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "NC
 SWITCHES = frozenset(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "CUDA_LAUNCH_BLOCKING"))
 """Of these, what 0 switches off."""
 
+_OPTIONS = """
+backend expandable_segments garbage_collection_threshold graph_capture_record_stream_reuse max_non_split_rounding_mb
+max_split_size_mb per_process_memory_fraction pinned_num_register_threads pinned_reserve_segment_size_mb
+pinned_use_background_threads pinned_use_cuda_host_register release_lock_on_cudamalloc roundup_bypass_threshold_mb
+roundup_power2_divisions throw_on_cudamalloc_oom
+""".split()
+ALLOCATOR = rf"((^|,)({'|'.join(_OPTIONS)}):(\[[^\]]*\]|[^,]+))*,?"
+"""Options of torch's CUDA allocator. Source: torch/csrc/cuda/CUDAAllocatorConfig, 2.13, read 2026-11."""
 VALUES: Mapping[str, tuple[str, str]] = {
     "OMP_NUM_THREADS": (r"\d*[1-9]\d*(,\d*[1-9]\d*)*", "a number from 1 on"),
     "NCCL_IB_TIMEOUT": (r"[1-9]|[12]\d|3[01]", "1 to 31: 4.096 us times 2 to that power"),
+    "NCCL_DEBUG": (r"(?i)NONE|VERSION|WARN|INFO|ABORT|TRACE", "VERSION, WARN, INFO or TRACE"),
+    "TORCH_DISTRIBUTED_DEBUG": (r"(?i)OFF|INFO|DETAIL", "OFF, INFO or DETAIL"),
+    "PYTORCH_CUDA_ALLOC_CONF": (ALLOCATOR, "a list of the allocator's options, such as expandable_segments:True"),
+    "PYTORCH_ALLOC_CONF": (ALLOCATOR, "a list of the allocator's options, such as expandable_segments:True"),
     "CUDA_DEVICE_ORDER": (r"PCI_BUS_ID|FASTEST_FIRST", "PCI_BUS_ID or FASTEST_FIRST"),
 }
 """What a variable may be; another value is ignored, or read as something else."""

@@ -18,7 +18,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from surefoot.doctor.nvml import SLOWING
+from surefoot.doctor.nvml import SLOWING, visible
 from surefoot.health.ring import this_machine
 
 EVERY_S = 2.0
@@ -120,18 +120,12 @@ class Accelerators:
 
 
 def _visible(handles: Sequence[Any]) -> dict[int, Any]:
-    """Those that CUDA_VISIBLE_DEVICES names, by number or by the beginning of an identity; all where it is not set."""
+    """Those that CUDA_VISIBLE_DEVICES leaves, by their numbers."""
     import pynvml
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is None:
-        return dict(enumerate(handles))
-    names = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles] if "-" in named else []
-    chosen: dict[int, Any] = {}
-    for one in (part.strip() for part in named.split(",")):
-        meant = [int(one)] if one.isdigit() else [index for index, name in enumerate(names) if one and one in name]
-        chosen |= {index: handles[index] for index in meant[:1] if index < len(handles)}
-    return chosen
+    names = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles] if named is not None else [""] * len(handles)
+    return {number: handles[number] for number in visible(named, names)}
 
 
 def _sample(index: int, handle: Any) -> GpuSample:
