@@ -276,6 +276,14 @@ def test_a_killed_worker_is_named_with_its_signal(tmp_path: Path, tokenizer: Pre
     assert shards(), "what was prepared is kept"
 
 
+@pytest.mark.usefixtures("always_workers")
+def test_a_killed_worker_without_work_is_named_too(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    dataset = open_dataset(big_file(tmp_path / "a.jsonl", 6_000), tokenizer, num_workers=3)
+    dataset.preparation._on_progress = lambda _: kill_workers()
+    with pytest.raises(DataError, match=r"a worker process (that had nothing to prepare )?was killed by signal 9"):
+        dataset.prepare()
+
+
 def kill_workers() -> None:
     for entry in Path("/proc").iterdir():
         try:

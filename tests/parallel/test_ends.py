@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import surefoot
 from surefoot.errors import StoppedOnFinding
+from surefoot.parallel.launch import FOLDER, kill_ranks
 from surefoot.training.checkpoint import find_newest, list_checkpoints
 from tests.conftest import counting_rows, write_jsonl
 from tests.parallel.conftest import settings_of
@@ -249,6 +250,20 @@ def test_ranks_that_find_nobody_at_the_address_say_so(
     assert f"rank 1 finds nobody at localhost:{names['MASTER_PORT']}" in told.value.finding.cause
     assert told.value.finding.evidence["error"]
     assert not Path(two_ranks["output_dir"]).exists()
+
+
+def test_signals_go_to_ranks_of_the_last_attempt_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of a rank that is gone may be another program's by now."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    with subprocess.Popen(["sleep", "60"]) as other, subprocess.Popen(["sleep", "60"]) as rank:
+        (tmp_path / "pid-0-0").write_text(str(other.pid))
+        (tmp_path / "pid-0-1").write_text(str(rank.pid))
+        kill_ranks()
+        try:
+            assert rank.wait(5) == -signal.SIGKILL
+            assert other.poll() is None
+        finally:
+            other.kill()
 
 
 def test_a_signal_while_ranks_are_starting_stops_them(two_ranks: dict[str, Any]) -> None:

@@ -66,6 +66,20 @@ def test_a_server_that_is_waited_for_is_named_meanwhile(monkeypatch: pytest.Monk
     assert set(heard) == {"waiting for the vLLM server at http://127.0.0.1:9, up to 2 s"}
 
 
+def test_what_a_server_that_is_gone_left_is_ended() -> None:
+    """Its workers may hold the memory of GPUs."""
+    command = ["sh", "-c", "sleep 60 & echo $!; exit 3"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        left = int(process.stdout.readline())
+        assert process.wait(5) == 3
+        Server("http://127.0.0.1:9", process).end()
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(left) and psutil.Process(left).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 @pytest.fixture
 def engine(model_folder: Callable[[str], Path], tmp_path: Path) -> Callable[..., VllmEngine]:
     built = build_model(model_folder("llama"), lora=LORA, device=torch.device("cpu"), dtype=torch.float32)

@@ -1,5 +1,6 @@
 """Interrupted runs end like uninterrupted ones, bit for bit; damaged or foreign checkpoints are named."""
 
+import errno
 import fcntl
 import json
 import os
@@ -23,9 +24,10 @@ from safetensors.torch import load_file
 
 import surefoot
 from surefoot.errors import CheckpointError, ConfigError, DataError, StorageError
-from surefoot.events import StepEnded
+from surefoot.events import CompletionsMade, StepEnded
 from surefoot.training import saver
 from surefoot.training.checkpoint import DamagedCheckpoint, find_newest, list_checkpoints, verify
+from surefoot.training.metrics import CompletionsFile
 from surefoot.training.pieces import Pieces
 from tests.conftest import counting_rows, training_process, write_jsonl
 from tests.conftest import surefoot as command
@@ -188,7 +190,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(settings: dict
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over_in_silence(settings: dict[str, Any]) -> None:
     run = surefoot.train(settings, screen=False, save_steps=2).run_folder
     for path in list_checkpoints(run):
-        (path / "manifest.json").unlink()
+        (path / "manifest.json").unlink(missing_ok=True)
     with pytest.raises(CheckpointError, match="all 2 checkpoints are damaged; the newest: .*step-00000004"):
         surefoot.train(settings, screen=False)
     assert len(list_checkpoints(run)) == 2
@@ -208,6 +210,21 @@ def test_overwriting_deletes_the_old_run_only_when_the_new_one_is_ready(settings
     surefoot.train(settings, screen=False, overwrite_output_dir=True, seed=3)
     assert yaml.safe_load((run / "run.yaml").read_text())["seed"] == 3
     assert not (run / "evidence").exists()
+
+
+def test_overwriting_keeps_what_this_start_found(settings: dict[str, Any], tmp_path: Path) -> None:
+    """TensorBoard's files too: the run failed at its end where they were deleted under it."""
+    rows = [*counting_rows(8), {"messages": [{"role": "user", "content": "no answer"}]}]
+    data = write_jsonl(tmp_path / "some.jsonl", rows)
+    changes = {"dataset": str(data), "eval_dataset": str(data), "on_bad_row": "skip", "report_to": ["tensorboard"]}
+    folder = surefoot.train(settings, **changes, screen=False).run_folder
+    first = (folder / "findings.jsonl").read_text()
+    again = surefoot.train(settings, **changes, overwrite_output_dir=True, screen=False)
+    assert again.status == "completed"
+    second = (folder / "findings.jsonl").read_text()
+    assert first != second
+    assert len(first.splitlines()) == len(second.splitlines()) == len(again.findings) > 0
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
 
 
 def test_naming_a_run_folder_says_which_checkpoint_to_name(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -380,6 +397,48 @@ def test_a_disk_that_fills_during_a_save_loses_nothing(settings: dict[str, Any])
 def test_old_checkpoints_are_deleted_beyond_the_limit(settings: dict[str, Any]) -> None:
     run = surefoot.train(settings, screen=False, max_steps=6, save_steps=1, save_total_limit=2).run_folder
     assert [path.name for path in list_checkpoints(run)] == ["step-00000005", "step-00000006"]
+
+
+def test_a_checkpoint_that_is_being_deleted_is_none(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(path: Path, **_: Any) -> None:
+        (path / "manifest.json").unlink(missing_ok=True)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saver.shutil, "rmtree", half)
+        surefoot.train(settings, save_steps=1, max_steps=4, save_total_limit=2, screen=False)
+    folder = Path(settings["output_dir"])
+    assert [path.name for path in list_checkpoints(folder)] == ["step-00000003", "step-00000004"]
+    assert list((folder / "checkpoints").glob(".step-0000000[12].tmp"))
+    surefoot.train(settings, save_steps=1, max_steps=4, save_total_limit=2, screen=False)
+    assert not list((folder / "checkpoints").glob(".step-*"))
+
+
+def test_a_save_that_fails_in_any_way_is_an_error_of_the_run(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(saver, "write_pieces", broken)
+    with pytest.raises(StorageError, match="RuntimeError: broken on purpose. Older checkpoints stay"):
+        surefoot.train(settings, save_steps=2, screen=False)
+    assert list_checkpoints(Path(settings["output_dir"])) == []
+
+
+def test_a_file_system_without_locks_is_not_taken_for_a_folder_in_use(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match="takes no locks: No locks available"):
+        surefoot.train(settings, screen=False)
+
+
+def test_lines_that_cannot_be_written_end_the_run_with_their_file() -> None:
+    with pytest.raises(StorageError, match=r"/dev/full: could not be written: No space left on device"):
+        CompletionsFile(Path("/dev/full")).observe(CompletionsMade(1, 0, ({"place": "x:1"},)))
 
 
 def test_the_command_line_reports_an_interruption(settings: dict[str, Any], tmp_path: Path) -> None:
