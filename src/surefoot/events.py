@@ -241,6 +241,19 @@ class ExpertsUsed:
     """Rows an expert got on average."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertRanksUsed:
+    """How evenly ranks that share experts out got rows, over many steps and all layers."""
+
+    rank: int
+    step: int
+    """The last of them."""
+    load: float
+    """Rows of the busiest rank, layer by layer, over those of the mean one: 1 where all have as many."""
+    ranks: int
+    """Over which the experts of a layer are shared out."""
+
+
 Event = (
     Preparing
     | DataCounted
@@ -251,6 +264,7 @@ Event = (
     | MemorySampled
     | DeviceMemorySampled
     | ExpertsUsed
+    | ExpertRanksUsed
     | StepEnded
     | Evaluated
     | CheckpointSaved

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import surefoot
+from surefoot.events import ExpertRanksUsed
 from surefoot.findings import Finding
 from surefoot.health.diagnose.numerics import Numbers
 from surefoot.health.explain import explain
@@ -100,14 +101,23 @@ def test_a_trainer_that_logs_now_and_then_is_heard_only_then() -> None:
 
 def counts(steps: int, rows: list[list[int]], tokens: int) -> list[Any]:
     use = ExpertUse(0)
-    said = [use.add(step, torch.tensor(rows), tokens) for step in range(1, steps + 1)]
-    return [one for one in said if one is not None]
+    return [one for step in range(1, steps + 1) for one in use.add(step, torch.tensor(rows), tokens)]
 
 
 def test_use_of_experts_is_added_up_over_many_steps() -> None:
     (used,) = counts(STEPS + 3, [[8, 8, 8, 8], [0, 16, 16, 0]], 16)
     assert (used.step, used.layer, used.silent) == (STEPS, 1, 0)
     assert (used.share, used.even_share, used.rows) == (1.0, 0.5, 8.0 * STEPS)
+
+
+def test_what_ranks_that_share_experts_get_is_told_also_where_routers_are_frozen() -> None:
+    use = ExpertUse(0, trains_routers=False, shared_out=2)
+    said = [
+        one for step in range(1, STEPS + 1) for one in use.add(step, torch.tensor([[8, 4, 2, 2], [1, 3, 4, 8]]), 16)
+    ]
+    assert said == [ExpertRanksUsed(0, STEPS, 1.5, 2)]  # of each layer the busiest rank is waited for
+    alone = ExpertUse(0, trains_routers=False)
+    assert [alone.add(step, torch.tensor([[9, 0]]), 9) for step in range(STEPS)] == [[]] * STEPS
 
 
 @pytest.mark.parametrize(
@@ -132,8 +142,7 @@ def test_what_is_a_collapse(rows: list[list[int]], tokens: int, codes: list[str]
 def test_an_expert_that_is_used_no_more_is_named_and_one_that_never_was_is_not() -> None:
     use, numbers = ExpertUse(0), Numbers()
     for step, rows in enumerate([[[50, 25, 20, 5, 0]]] * STEPS + [[[60, 40, 0, 0, 0]]] * STEPS, 1):
-        used = use.add(step, torch.tensor(rows), 100)
-        if used is not None:
+        for used in use.add(step, torch.tensor(rows), 100):
             values = {name: float(getattr(used, name)) for name in ("layer", "share", "even_share", "silent", "rows")}
             numbers.add("experts", used.step, values)
     (finding,) = numbers.findings()

@@ -13,6 +13,7 @@ from surefoot.health.diagnose.speed import (
     find_slow_in,
     find_straggler,
     find_swapping,
+    find_uneven_experts,
     share_of_steps,
 )
 from surefoot.health.flight import FlightRecord
@@ -128,8 +129,9 @@ def test_a_history_is_judged_by_the_newest_start_of_each_rank() -> None:
     assert find_slow_in([*sound, *slow]) == []  # in this order the older one would count last
 
 
-def flight(asked: Mapping[int, float]) -> FlightRecord:
-    return FlightRecord({}, (), {}, MappingProxyType({("0", number): when for number, when in asked.items()}), {}, {})
+def flight(asked: Mapping[int, float], call: str = "all_reduce of Float [9]") -> FlightRecord:
+    times = MappingProxyType({("0", number): when for number, when in asked.items()})
+    return FlightRecord({}, (), {}, times, {}, dict.fromkeys(times, call))
 
 
 def meetings(late_s: Callable[[int], float], count: int = 100, together: int = 1) -> dict[int, Any]:
@@ -156,6 +158,23 @@ def test_the_rank_that_comes_late_again_and_again_is_named(together: int) -> Non
 )
 def test_ranks_that_come_late_at_times_are_no_stragglers(late_s: Callable[[int], float]) -> None:
     assert find_straggler(meetings(late_s)) is None
+
+
+def test_experts_that_are_used_unevenly_are_named_where_ranks_wait_for_them() -> None:
+    exchanges = {number: number * 1.0 for number in range(100)}
+    travelling = "all_to_all of Float [9, 64]"
+    in_turns = {  # of one layer this rank has the busier experts, of the next the other one
+        0: flight({number: when + 0.3 * (number % 2) for number, when in exchanges.items()}, travelling),
+        1: flight({number: when + 0.3 * (1 - number % 2) for number, when in exchanges.items()}, travelling),
+    }
+    assert find_straggler(in_turns) is None
+    finding = find_uneven_experts(in_turns, 1.6)
+    assert finding is not None
+    assert finding.code == "SF312"
+    assert "in 30% of the time: the busiest gets 1.6 times as many rows" in finding.cause
+    assert find_uneven_experts(in_turns, 1.1) is None, "even experts: something else is slow"
+    others = {rank: flight({key[1]: when for key, when in one.asked.items()}) for rank, one in in_turns.items()}
+    assert find_uneven_experts(others, 1.6) is None, "no tokens travel there"
 
 
 def test_too_little_is_known_of_few_collectives_or_one_rank() -> None:

@@ -88,4 +88,14 @@ PAGES = {
         "Lay rows end to end (TRL: packing or padding_free; LLaMA-Factory: packing, neat_packing; ms-swift: packing, "
         "padding_free; axolotl: sample_packing), or batch rows of like length (group_by_length).",
     ),
+    "SF312": Page(
+        "warning",
+        "ranks wait for those with busier experts",
+        "With expert parallelism: over 50 steps the busiest rank's experts got a quarter more rows than the mean one's, "
+        "and the Flight Recorders show that ranks wait for others in the all-to-alls of experts in a fifth of the "
+        "time or more.",
+        "Set router_aux_loss_coef where routers are trained; use a smaller expert_parallel_size, or "
+        "expert_parallel_size: auto, which measures; more tokens a step even experts out.",
+        ("hpcaitech/ColossalAI#5426",),
+    ),
 }

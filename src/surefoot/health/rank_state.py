@@ -41,6 +41,8 @@ class RankState:
         self.longest_step_s = 0.0
         """The first included."""
         self.has_ended = False
+        self.expert_load = 1.0
+        """Rows of the rank with the busiest experts over the mean one's."""
         self.sample: ProcessSample = GONE
         self.samples: deque[tuple[float, ProcessSample]] = deque()
         """Of the last `WINDOW_S`, while it is silent."""
@@ -69,6 +71,8 @@ class RankState:
                 if self.took_a_step:
                     steps.append(values["step_time_s"])
                 self.took_a_step = True
+            elif kind == "expert ranks":
+                self.expert_load = values["load"]
             elif kind == "run ended":
                 self.has_ended = True
         return steps

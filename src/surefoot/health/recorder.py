@@ -19,6 +19,7 @@ from surefoot.events import (
     DeviceMemorySampled,
     Evaluated,
     Event,
+    ExpertRanksUsed,
     ExpertsUsed,
     MemorySampled,
     Phase,
@@ -36,6 +37,7 @@ from surefoot.health.witness import Witness
 KINDS = (
     "phase began", "phase ended", "batch", "step", "evaluated", "checkpoint", "run started", "run ended", "preparing",
     "memory", "experts", "device memory", "learning rate", "images",
+    "expert ranks",
 )  # fmt: skip
 PHASES: tuple[str, ...] = ("", *get_args(Phase))
 VALUE_NAMES: dict[str, tuple[str, ...]] = {
@@ -45,6 +47,7 @@ VALUE_NAMES: dict[str, tuple[str, ...]] = {
     "images": ("images", "patches"),
     "step": ("loss", "grad_norm", "step_time_s", "peak_memory_bytes", "garbage_s"),
     "experts": ("layer", "share", "even_share", "silent", "rows"),
+    "expert ranks": ("load", "ranks"),
     "device memory": ("allocated", "reserved", "inactive", "retries", "free"),
     "learning rate": ("learning_rate",),
     "memory": ("frozen", "trained", "gradients", "optimizer", "total"),
@@ -183,6 +186,8 @@ class Recorder:
         elif isinstance(event, ExpertsUsed):
             spread = (event.layer, event.share, event.even_share, event.silent, event.rows)
             self._write("experts", event.step, *spread)
+        elif isinstance(event, ExpertRanksUsed):
+            self._write("expert ranks", event.step, event.load, event.ranks)
         elif isinstance(event, StepEnded):
             self._write("learning rate", event.step, event.learning_rate)
             numbers = (event.loss, event.grad_norm, event.step_time_s, event.peak_memory_bytes)

@@ -12,7 +12,13 @@ from surefoot.findings import Finding
 from surefoot.health.accelerators import Accelerators, Look
 from surefoot.health.diagnose.accelerators import find_gpu_errors, find_in_gpus, find_launch_bound, find_worse_gpus
 from surefoot.health.diagnose.memory import UNCOUNTED, name_owner
-from surefoot.health.diagnose.speed import find_slow, find_straggler, find_swapping, share_of_steps
+from surefoot.health.diagnose.speed import (
+    find_slow,
+    find_straggler,
+    find_swapping,
+    find_uneven_experts,
+    share_of_steps,
+)
 from surefoot.health.flight import read_flight
 from surefoot.health.objects import Census, read_census
 from surefoot.health.processes import major_faults, room_bytes, swapped_bytes, swapped_in_bytes, uses_gpus
@@ -178,7 +184,10 @@ class Trends:
         except (OSError, ValueError):  # a full disk, or another version of torch: this cannot be told
             return []
         there = {number: record for number, record in records.items() if record is not None}
-        finding = find_straggler(there) if len(there) == self._num_ranks else None
+        if len(there) < self._num_ranks:
+            return []
+        load = max(rank.expert_load for rank in self._ranks.values())
+        finding = find_uneven_experts(there, load) or find_straggler(there)
         return [finding] if finding is not None else []
 
     def _throttled_share(self, now_s: float) -> float | None:

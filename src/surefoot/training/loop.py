@@ -106,7 +106,7 @@ class Job:
     phases: Phases
     emit: Callable[[Event], None]
     saver: Saver
-    expert_use: ExpertUse | None
+    expert_use: ExpertUse
     """Where routers are trained; frozen ones are as the model came."""
 
     @property
@@ -269,11 +269,10 @@ def _one_step(job: Job, state: TrainState, ready: _Ready) -> TrainState:
     measured = {**rows.about, **job.learner.objective.measured}
     job.emit(_step_ended(job, state, result, measured, learning_rate, step_time_s))
     counts = job.learner.objective.expert_counts
-    if counts is not None and job.expert_use is not None:
+    if counts is not None:
         # SFT counts the rows of all tokens, GRPO those of the trained ones.
         tokens = result.totals.trained if config.method == "grpo" else result.totals.tokens
-        used = job.expert_use.add(state.step, counts, tokens)
-        if used is not None:
+        for used in job.expert_use.add(state.step, counts, tokens):
             job.emit(used)
     return state
 

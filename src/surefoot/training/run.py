@@ -277,7 +277,11 @@ def _assemble(
         phases=phases,
         emit=emit,
         saver=Saver(folder, config.model_dump(mode="json"), config.save_total_limit, ranks),
-        expert_use=ExpertUse(ranks.rank) if trains_routers(learner.model, learner.parameters) else None,
+        expert_use=ExpertUse(
+            ranks.rank,
+            trains_routers=trains_routers(learner.model, learner.parameters),
+            shared_out=int(config.expert_parallel_size),
+        ),
     )
     undo.callback(job.saver.end)
     about = {**environment(device), "ranks": ranks.size, "expert_parallel_size_s": measured}

@@ -38,6 +38,10 @@ LEAST_COLLECTIVES = 40
 MOST_AT_ONCE = 0.2
 """Of the time that is lost to one rank: what is lost in one collective, a save or an evaluation, is no straggler's."""
 STRAGGLER_WINDOW_S = 5.0
+UNEVEN_LOAD = 1.25
+"""Of the rank whose experts are busiest, from which on they may be why others wait."""
+TRAVELLING = "all_to_all"
+"""In the name of the collectives in which tokens travel to experts and back."""
 SLOWED_TIMES = 2.0
 """How many times longer than before steps must take."""
 
@@ -194,19 +198,11 @@ def find_straggler(flights: Mapping[int, FlightRecord]) -> Finding | None:
 
     The clocks of the ranks must be one: those of one machine.
     """
-    if len(flights) < 2:
+    met = _meetings(flights)
+    if met is None:
         return None
-    shared = set.intersection(*(set(flight.asked) for flight in flights.values()))
-    if len(shared) < LEAST_COLLECTIVES:
-        return None
-    waits: dict[int, list[tuple[float, float]]] = {rank: [] for rank in flights}
-    for one in shared:
-        asked = {rank: flight.asked[one] for rank, flight in flights.items()}
-        last = max(asked, key=lambda rank: asked[rank])
-        waits[last].append((median(when for rank, when in asked.items() if rank != last), asked[last]))
-    waits_s = {rank: _together(spans) for rank, spans in waits.items()}
-    times = [flight.asked[one] for flight in flights.values() for one in shared]
-    took_s = max(times) - min(times)
+    shared, took_s, waits = met
+    waits_s = {rank: _together([span for _, span in spans]) for rank, spans in waits.items()}
     rank = max(waits_s, key=lambda number: sum(waits_s[number]))
     lost_s = sum(waits_s[rank])
     is_regular = max(waits_s[rank], default=0.0) < MOST_AT_ONCE * lost_s
@@ -218,13 +214,56 @@ def find_straggler(flights: Mapping[int, FlightRecord]) -> Finding | None:
         f"rank {rank} is slower than the others again and again: they wait for it in {lost_s / took_s:.0%} of the time",
         {
             "rank": rank,
-            "collectives": len(shared),
+            "collectives": shared,
             "seconds": round(took_s, 1),
             "waited_s_by_last_rank": ", ".join(f"rank {one}: {sum(seconds):.1f}" for one, seconds in waits_s.items()),
         },
         "Look at what else runs on its machine or device, at its clocks and temperature, and at its part of the data.",
         confidence=0.9,
     )
+
+
+def find_uneven_experts(flights: Mapping[int, FlightRecord], load: float) -> Finding | None:
+    """Ranks that wait for those whose experts got more rows. `load`: of the busiest rank over the mean one's."""
+    met = _meetings(flights) if load >= UNEVEN_LOAD else None
+    if met is None:
+        return None
+    _, took_s, waits = met
+    calls = {one: call for flight in flights.values() for one, call in flight.over.items()}
+    spans = [span for of_rank in waits.values() for one, span in of_rank if TRAVELLING in calls.get(one, "")]
+    lost_s = sum(_together(spans))
+    if took_s < STRAGGLER_WINDOW_S or lost_s < BEHIND_SHARE * took_s or len(spans) < LEAST_COLLECTIVES:
+        return None
+    return Finding(
+        "SF312",
+        f"ranks wait for those with busier experts in {lost_s / took_s:.0%} of the time: the busiest gets {load:.1f} "
+        "times as many rows as the mean one",
+        {"load": round(load, 2), "waited_s": round(lost_s, 1), "seconds": round(took_s, 1), "exchanges": len(spans)},
+        CATALOGUE["SF312"].fix,
+        confidence=0.8,
+    )
+
+
+Key = tuple[str, int]
+Span = tuple[float, float]
+
+
+def _meetings(flights: Mapping[int, FlightRecord]) -> tuple[int, float, dict[int, list[tuple[Key, Span]]]] | None:
+    """(collectives of all ranks, seconds they span, rank -> those it came last to, from the others' coming to its own);
+    None where there are too few.
+    """
+    if len(flights) < 2:
+        return None
+    shared = set.intersection(*(set(flight.asked) for flight in flights.values()))
+    if len(shared) < LEAST_COLLECTIVES:
+        return None
+    waits: dict[int, list[tuple[Key, Span]]] = {rank: [] for rank in flights}
+    for one in shared:
+        asked = {rank: flight.asked[one] for rank, flight in flights.items()}
+        last = max(asked, key=lambda rank: asked[rank])
+        waits[last].append((one, (median(when for rank, when in asked.items() if rank != last), asked[last])))
+    times = [flight.asked[one] for flight in flights.values() for one in shared]
+    return len(shared), max(times) - min(times), waits
 
 
 def _together(spans: Sequence[tuple[float, float]]) -> list[float]:
