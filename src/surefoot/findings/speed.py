@@ -91,7 +91,7 @@ PAGES = {
     "SF312": Page(
         "warning",
         "ranks wait for those with busier experts",
-        "With expert parallelism: over 50 steps the busiest rank's experts got a quarter more rows than the mean one's, "
+        "With expert parallelism: over 50 steps the busiest rank's experts got a quarter more rows than the mean one, "
         "and the Flight Recorders show that ranks wait for others in the all-to-alls of experts in a fifth of the "
         "time or more.",
         "Set router_aux_loss_coef where routers are trained; use a smaller expert_parallel_size, or "

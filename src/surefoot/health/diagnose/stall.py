@@ -154,7 +154,8 @@ def _mismatched(case: _Case) -> Finding | None:
 def _left_alone(case: _Case) -> Finding | None:
     """A rank is still in a collective that another one is through with: what that one sent does not arrive.
 
-    Where the other one called something else under that number, it is the call that is wrong.
+    Where the other one called something else under that number, it is the call that is wrong. Where a third one may
+    not have come to it yet, that one is waited for: whoever only sends is through at once.
     """
     for rank in case.ranks:
         for one in case.waiting(rank):
@@ -174,7 +175,7 @@ def _left_alone(case: _Case) -> Finding | None:
                     confidence=0.9,
                     group=one.group,
                 )
-            if through:
+            if through and _have_all_come(case, one):
                 return case.finding(
                     "SF108",
                     f"rank {rank.rank} is in {one.call}, {which}, and {_list(list(through))} "
@@ -183,6 +184,12 @@ def _left_alone(case: _Case) -> Finding | None:
                     confidence=0.7,
                 )
     return None
+
+
+def _have_all_come(case: _Case, one: Collective) -> bool:
+    """Whether every rank is known to have come to a collective of its group."""
+    lasts = [flight.last.get(one.group) for flight in case.flights.values()]
+    return len(lasts) == case.evidence.num_ranks and all(last is None or last.number >= one.number for last in lasts)
 
 
 def _crossed(case: _Case) -> Finding | None:
