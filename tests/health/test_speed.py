@@ -9,6 +9,7 @@ import pytest
 
 from surefoot.health.diagnose.speed import (
     RankTimes,
+    find_idle_ranks,
     find_slow,
     find_slow_in,
     find_straggler,
@@ -202,3 +203,21 @@ def test_the_share_of_phases_in_the_newest_steps() -> None:
     share = share_of_steps(times(takes()), ("forward", "backward"))
     assert share == pytest.approx(0.9)
     assert share_of_steps(times(takes(), steps=10), ("forward",)) is None
+
+
+def test_ranks_that_compute_nothing_wait_for_the_network() -> None:
+    ranks = {rank: times(takes()) for rank in range(3)}
+    shares = sum(SOUND.get(phase, 0.0) for phase in ("forward", "backward", "communicate")) / sum(SOUND.values())
+    assert shares > 0.8
+    idle: dict[int, float | None] = dict.fromkeys(ranks, 0.05)
+    finding = find_idle_ranks(ranks, idle)
+    assert finding is not None
+    assert finding.code == "SF304"
+    assert "use 0.05 cores at most" in finding.cause
+    assert find_idle_ranks(ranks, {**idle, 1: 0.9}) is None, "one of them computes"
+    assert find_idle_ranks(ranks, {**idle, 1: None}) is None, "not known yet"
+    assert find_idle_ranks({0: ranks[0]}, {0: 0.05}) is None
+    waiting = {
+        rank: times(lambda _, phase: SOUND[phase] * (20 if phase == "wait for data" else 1)) for rank in range(2)
+    }
+    assert find_idle_ranks(waiting, dict.fromkeys(waiting, 0.05)) is None

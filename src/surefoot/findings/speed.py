@@ -29,7 +29,7 @@ PAGES = {
         "warning",
         "most of the time goes into communication",
         "In nearly every step every rank spends half of the time or more in the phase `communicate`, so none of them "
-        "is the cause.",
+        "is the cause; or, on a CPU, all are in forward, backward and communication and compute nothing.",
         "Raise gradient_accumulation_steps or the batch, use fewer ranks or a lower zero_stage, and check that the "
         "fast network interface is used.",
     ),

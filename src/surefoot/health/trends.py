@@ -13,6 +13,7 @@ from surefoot.health.accelerators import Accelerators, Look
 from surefoot.health.diagnose.accelerators import find_gpu_errors, find_in_gpus, find_launch_bound, find_worse_gpus
 from surefoot.health.diagnose.memory import UNCOUNTED, name_owner
 from surefoot.health.diagnose.speed import (
+    find_idle_ranks,
     find_slow,
     find_straggler,
     find_swapping,
@@ -187,8 +188,15 @@ class Trends:
         if len(there) < self._num_ranks:
             return []
         load = max(rank.expert_load for rank in self._ranks.values())
-        finding = find_uneven_experts(there, load) or find_straggler(there)
+        finding = find_uneven_experts(there, load) or find_straggler(there) or self._idle()
         return [finding] if finding is not None else []
+
+    def _idle(self) -> Finding | None:
+        """Only after no rank was found to be slow: then all of them would be idle but that one."""
+        if any(uses_gpus(rank.ring.process) for rank in self._ranks.values()):
+            return None  # who waits for a device uses a core, or none
+        times = {number: rank.times for number, rank in self._ranks.items()}
+        return find_idle_ranks(times, {number: rank.busy_cores for number, rank in self._ranks.items()})
 
     def _throttled_share(self, now_s: float) -> float | None:
         """Of the kernel's periods of the last seconds, those in which the cgroup had used up its share of the CPUs."""

@@ -32,6 +32,10 @@ SWAPPED_IN_PER_S = float(8 << 20)
 LEAST_SWAPPED_BYTES = 64 << 20
 FAULTS_PER_S = 256.0
 """From which on swap is a loss: what was put there and is never needed costs nothing."""
+IDLE_CORES = 0.25
+WAITING_SHARE = 0.8
+"""Ranks that use so little of a core, in phases that take so much of the time, wait."""
+WITH_COLLECTIVES = ("forward", "backward", "communicate")
 MOST_OF = 0.8
 """Of a window's steps: what is slow only now and then is none of these."""
 LEAST_COLLECTIVES = 40
@@ -290,6 +294,29 @@ def _communicates(windows: Mapping[int, Sequence[StepTimes]]) -> Iterator[Findin
         _seen(next(iter(windows.values()))),
         "Raise gradient_accumulation_steps or the batch, use fewer ranks or a lower zero_stage, and check the network "
         "interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME).",
+    )
+
+
+def find_idle_ranks(ranks: Mapping[int, RankTimes], busy_cores: Mapping[int, float | None]) -> Finding | None:
+    """All ranks are in forward, backward and their meetings, and none computes: what they wait for is on its way.
+
+    Of ranks on a CPU of which none is slower than the others: see `find_straggler`.
+    """
+    windows = {rank: _window(times.steps) for rank, times in ranks.items()}
+    is_idle = all(cores is not None and cores < IDLE_CORES for cores in busy_cores.values())
+    if len(windows) < 2 or not all(windows.values()) or not is_idle:
+        return None
+    shares = [sum(_share(window, phase) for phase in WITH_COLLECTIVES) for window in windows.values()]
+    if min(shares) < WAITING_SHARE:
+        return None
+    cores = max(cores for cores in busy_cores.values() if cores is not None)
+    return Finding(
+        "SF304",
+        f"all ranks are in forward, backward and communication for {min(shares):.0%} of the time and use {cores:.2f} "
+        "cores at most: they wait for what the network carries",
+        _seen(next(iter(windows.values())), busiest_rank_cores=round(cores, 2)),
+        CATALOGUE["SF304"].fix,
+        confidence=0.7,
     )
 
 
