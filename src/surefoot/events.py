@@ -242,6 +242,19 @@ class ExpertsUsed:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelLoaded:
+    """What a model took of host memory on a rank of another trainer, in bytes."""
+
+    rank: int
+    whole: int
+    """All of its parameters, as they are kept."""
+    kept: int
+    """Of them, those in host memory on this rank now."""
+    peak: int
+    """The most memory that the process had of its own until now, Python and libraries included."""
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertRanksUsed:
     """How evenly ranks that share experts out got rows, over many steps and all layers."""
 
@@ -265,6 +278,7 @@ Event = (
     | DeviceMemorySampled
     | ExpertsUsed
     | ExpertRanksUsed
+    | ModelLoaded
     | StepEnded
     | Evaluated
     | CheckpointSaved

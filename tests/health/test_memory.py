@@ -1,12 +1,15 @@
 """Leaks are told from memory that grows once, settles, or belongs to files."""
 
 import mmap
+import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
-from surefoot.health.diagnose.memory import MemoryTrend, find_leaks
+from surefoot.health import memory
+from surefoot.health.diagnose.memory import MemoryTrend, find_leaks, find_replicated_load
 from surefoot.health.memory import OwnMemory
 from surefoot.health.recorder import Entry
 
@@ -69,3 +72,33 @@ def test_own_memory_counts_what_is_allocated_and_no_files() -> None:
     for page in range(0, len(kept), mmap.PAGESIZE):
         kept[page] = 1
     assert memory.anonymous_bytes() - before == pytest.approx(len(kept), rel=0.1)
+
+
+def test_ranks_that_each_held_the_whole_model_are_named() -> None:
+    gib = float(1 << 30)
+    whole = {"whole": 14 * gib, "kept": 0.0, "peak": 15 * gib}
+    finding = find_replicated_load({0: whole, 1: whole})
+    assert finding is not None
+    assert finding.code == "SF206"
+    assert "2 ranks of this machine each held the whole model of 14.0 GiB in host memory" in finding.cause
+    assert "30.0 GiB together" in finding.cause
+    part = {**whole, "peak": 4 * gib}
+    for loads in (
+        {0: whole},
+        {0: whole, 1: part},  # one reads and sends
+        {0: part, 1: part},
+        {0: {**whole, "kept": 14 * gib}, 1: {**whole, "kept": 14 * gib}},  # training on the CPU, each with its copy
+        {0: {**whole, "whole": gib}, 1: {**whole, "whole": gib}},  # a small one
+    ):
+        assert find_replicated_load(loads) is None, loads
+
+
+def test_the_peak_of_a_load_is_seen_after_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "PEAK_EVERY_S", 0.02)
+    before = memory.OwnMemory().anonymous_bytes()
+    watching = memory.LoadPeak()
+    held = bytearray(os.urandom(64 << 20))
+    time.sleep(0.3)
+    del held
+    assert watching.end() - before > 60 << 20
+    assert memory.OwnMemory().anonymous_bytes() - before < 30 << 20

@@ -182,6 +182,15 @@ def test_a_program_that_goes_to_another_folder_is_recorded(
     assert not (tmp_path / "elsewhere" / "out" / "events").exists()
 
 
+def test_what_a_model_took_at_its_load_is_recorded(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    made = trainer()
+    size = sum(parameter.numel() * 4 for parameter in made.model.parameters())
+    made.callback_handler.on_train_begin(made.args, made.state, made.control)
+    (loaded,) = [entry for entry in read_history(tmp_path / "out").entries if entry.kind == "model loaded"]
+    assert (loaded.values["whole"], loaded.values["kept"]) == (size, size)
+    assert loaded.values["peak"] > 50 << 20
+
+
 class _Goes(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, *_: Any, **__: Any) -> None:
         os.chdir("/tmp" if not Path("elsewhere").is_dir() else "elsewhere")

@@ -2,8 +2,11 @@
 
 import gc
 import os
+import threading
 import time
 from contextlib import suppress
+
+PEAK_EVERY_S = 0.5
 
 
 class OwnMemory:
@@ -25,6 +28,25 @@ class OwnMemory:
     def __del__(self) -> None:
         if self._file is not None:
             os.close(self._file)
+
+
+class LoadPeak:
+    """The most memory of its own that this process had, looked at now and then from when this is made until `end`."""
+
+    def __init__(self) -> None:
+        self._memory = OwnMemory()
+        self._most = self._memory.anonymous_bytes()
+        self._is_over = threading.Event()
+        threading.Thread(target=self._look, name="load-peak", daemon=True).start()
+
+    def end(self) -> int:
+        """In bytes."""
+        self._is_over.set()
+        return max(self._most, self._memory.anonymous_bytes())
+
+    def _look(self) -> None:
+        while not self._is_over.wait(PEAK_EVERY_S):
+            self._most = max(self._most, self._memory.anonymous_bytes())
 
 
 class GarbageTime:

@@ -41,6 +41,8 @@ class RankState:
         self.longest_step_s = 0.0
         """The first included."""
         self.has_ended = False
+        self.load: dict[str, float] | None = None
+        """What its model took of host memory, where it said so."""
         self.expert_load = 1.0
         """Rows of the rank with the busiest experts over the mean one's."""
         self.sample: ProcessSample = GONE
@@ -71,6 +73,8 @@ class RankState:
                 if self.took_a_step:
                     steps.append(values["step_time_s"])
                 self.took_a_step = True
+            elif kind == "model loaded":
+                self.load = values
             elif kind == "expert ranks":
                 self.expert_load = values["load"]
             elif kind == "run ended":

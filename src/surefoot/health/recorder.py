@@ -22,6 +22,7 @@ from surefoot.events import (
     ExpertRanksUsed,
     ExpertsUsed,
     MemorySampled,
+    ModelLoaded,
     Phase,
     PhaseBegan,
     PhaseEnded,
@@ -37,7 +38,7 @@ from surefoot.health.witness import Witness
 KINDS = (
     "phase began", "phase ended", "batch", "step", "evaluated", "checkpoint", "run started", "run ended", "preparing",
     "memory", "experts", "device memory", "learning rate", "images",
-    "expert ranks",
+    "expert ranks", "model loaded",
 )  # fmt: skip
 PHASES: tuple[str, ...] = ("", *get_args(Phase))
 VALUE_NAMES: dict[str, tuple[str, ...]] = {
@@ -47,6 +48,7 @@ VALUE_NAMES: dict[str, tuple[str, ...]] = {
     "images": ("images", "patches"),
     "step": ("loss", "grad_norm", "step_time_s", "peak_memory_bytes", "garbage_s"),
     "experts": ("layer", "share", "even_share", "silent", "rows"),
+    "model loaded": ("whole", "kept", "peak"),
     "expert ranks": ("load", "ranks"),
     "device memory": ("allocated", "reserved", "inactive", "retries", "free"),
     "learning rate": ("learning_rate",),
@@ -188,6 +190,8 @@ class Recorder:
             self._write("experts", event.step, *spread)
         elif isinstance(event, ExpertRanksUsed):
             self._write("expert ranks", event.step, event.load, event.ranks)
+        elif isinstance(event, ModelLoaded):
+            self._write("model loaded", 0, event.whole, event.kept, event.peak)
         elif isinstance(event, StepEnded):
             self._write("learning rate", event.step, event.learning_rate)
             numbers = (event.loss, event.grad_norm, event.step_time_s, event.peak_memory_bytes)

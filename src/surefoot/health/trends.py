@@ -11,7 +11,7 @@ from surefoot import cgroup
 from surefoot.findings import Finding
 from surefoot.health.accelerators import Accelerators, Look
 from surefoot.health.diagnose.accelerators import find_gpu_errors, find_in_gpus, find_launch_bound, find_worse_gpus
-from surefoot.health.diagnose.memory import UNCOUNTED, name_owner
+from surefoot.health.diagnose.memory import UNCOUNTED, find_replicated_load, name_owner
 from surefoot.health.diagnose.speed import (
     find_idle_ranks,
     find_slow,
@@ -92,6 +92,9 @@ class Trends:
         worse = find_worse_gpus(self._accelerators.first, looks)
         gpus = [*find_in_gpus(looks), *self._launch_bound(looks), *worse, *find_gpu_errors(*self._gpu_errors())]
         memory = [finding for rank in self._ranks.values() for finding in self._device_memory(rank)]
+        loads = {number: rank.load for number, rank in self._ranks.items() if rank.load is not None}
+        replicated = find_replicated_load(loads) if len(loads) == self._num_here else None
+        memory += [replicated] if replicated is not None else []
         all_of_them = (*slow, *numbers, *gpus, *memory, *self._swapping(now_s))
         new = [finding for finding in all_of_them if _key(finding) not in self._said]
         self._said.update(_key(finding) for finding in new)

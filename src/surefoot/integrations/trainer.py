@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from surefoot.beside import SUPERVISED, Watched, end, ranks_elsewhere, start
@@ -26,6 +27,7 @@ from surefoot.events import (
     BatchDescribed,
     Evaluated,
     Event,
+    ModelLoaded,
     Observer,
     Phase,
     PhaseBegan,
@@ -34,6 +36,7 @@ from surefoot.events import (
     StepEnded,
 )
 from surefoot.findings import CATALOGUE, Finding
+from surefoot.health.memory import LoadPeak
 from surefoot.health.observers import rank_observers
 from surefoot.health.witness import record_collectives
 from surefoot.terminal import say
@@ -47,6 +50,9 @@ SIGN_EVERY_S = 1.0
 
 _LIVE: "WeakSet[SurefootCallback]" = WeakSet()
 """Those that record a training of this process."""
+
+_LOADING = LoadPeak()
+"""From when this is imported, which is before a model is loaded, until the first training begins."""
 
 record_collectives()  # read when process groups are made, which is before a callback hears anything
 
@@ -92,6 +98,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         self._observers = rank_observers(folder, self._rank)
         if model is not None:
             self._batches = _Batches(model)
+            self._emit(_loaded(self._rank, model))
         atexit.register(self.close)  # an exception ends the run without on_train_end; a kill leaves no last word
         self._step_began_s = time.perf_counter()
         self._begin("wait for data")
@@ -213,6 +220,17 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         if self._watcher is not None:
             end(self._watcher)
             self._watcher = None
+
+
+def _loaded(rank: int, model: nn.Module) -> ModelLoaded:
+    """Sizes of parameters: of those that are cut over ranks, as FSDP and DeepSpeed say it."""
+    whole = kept = 0
+    for parameter in model.parameters():
+        count = int(getattr(parameter, "ds_numel", parameter.numel()))
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        whole += count * parameter.element_size()
+        kept += local.numel() * local.element_size() if local.device.type == "cpu" else 0
+    return ModelLoaded(rank, whole, kept, _LOADING.end())
 
 
 class _Batches:

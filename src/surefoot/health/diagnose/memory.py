@@ -4,16 +4,20 @@ Only memory of no file is looked at, so the page cache and mapped data are never
 """
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from surefoot.findings import Finding
+from surefoot.findings import CATALOGUE, Finding
 from surefoot.health.diagnose.growth import MOST_STEPS, PARTS, WARMUP_STEPS, steady_growth
 from surefoot.health.objects import Census
 from surefoot.health.recorder import Entry, newest_starts
 
 SUSPECTED = 0.5
 """Share of the evidence of a leak from which on it is worth while to count Python's objects."""
+HELD, KEPT = 0.9, 0.5
+"""Shares of a model: a rank that had so much memory held it all; one that keeps less than so much need not have."""
+LEAST_MODEL = float(2 << 30)
+"""Bytes: of smaller ones Python and its libraries are no small part of the peak."""
 OWNED = 0.3
 """Share of the growth that a kind of objects must have to be its owner."""
 
@@ -129,6 +133,29 @@ def name_owner(before: Census | None, after: Census | None) -> Owner | None:
     return Owner(
         f"it is {kind} objects{where}",
         f"{kind}: {many} more, {size / 2**20:.0f} MiB of {grown / 2**20:.0f} MiB{where}",
+    )
+
+
+def find_replicated_load(loads: Mapping[int, Mapping[str, float]]) -> Finding | None:
+    """Ranks of one machine that each held the whole model in host memory, and keep a part of it or none.
+
+    `loads`: what ranks said of their model: see `events.ModelLoaded`.
+    """
+    held = {rank: said for rank, said in loads.items() if said["peak"] >= HELD * said["whole"] >= HELD * LEAST_MODEL}
+    if len(held) < 2 or any(said["kept"] > KEPT * said["whole"] for said in held.values()):
+        return None
+    whole, total = max(said["whole"] for said in held.values()), sum(said["peak"] for said in held.values())
+    return Finding(
+        "SF206",
+        f"{len(held)} ranks of this machine each held the whole model of {whole / 2**30:.1f} GiB in host memory while "
+        f"it was loaded, {total / 2**30:.1f} GiB together, and keep a part of it or none",
+        {
+            "ranks": ", ".join(str(rank) for rank in sorted(held)),
+            "model_gib": round(whole / 2**30, 2),
+            "peaks_gib": ", ".join(f"{held[rank]['peak'] / 2**30:.1f}" for rank in sorted(held)),
+        },
+        CATALOGUE["SF206"].fix,
+        confidence=0.8,
     )
 
 
