@@ -46,7 +46,7 @@ PAGES = {
     "SF206": Page(
         "warning",
         "every rank held the whole model in host memory",
-        "In other trainers: while the model was loaded, memory of the ranks' own peaked at the size of all of it on two "
+        "In other trainers: while the model loaded, memory of the ranks' own peaked at the size of all of it, on two "
         "ranks of a machine or more, and they keep half of it at most. Surefoot's own ranks read their slices.",
         "Let each rank read its part: with FSDP cpu_ram_efficient_loading and sync_module_states; with DeepSpeed's "
         "ZeRO-3 create TrainingArguments (HfDeepSpeedConfig) before the model; else device_map to the rank's GPU; or "
