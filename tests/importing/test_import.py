@@ -410,3 +410,15 @@ def test_other_commands_of_a_script_are_named(tmp_path: Path) -> None:
     assert made.settings["model"][0] == "m"
     others = [what for what, why in made.left_out.items() if why.startswith("another command")]
     assert others == ["swift rollout --model m &", "swift sft --model other --dataset d"]
+
+
+def test_settings_of_an_engine_that_is_not_started_are_listed() -> None:
+    grpo = "swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --vllm_max_model_len 4096"
+    for more in ("", " --use_vllm true --vllm_server_host 10.0.0.2"):
+        assert "vllm_max_model_len = 4096" in of_words(grpo + more).left_out
+
+
+@pytest.mark.parametrize("words", ["--columns '{text1'", "--lr_scheduler_kwargs '{0.1}'"])
+def test_json_that_is_none_is_refused(words: str) -> None:
+    with pytest.raises(ConfigError, match="and not a mapping in JSON"):
+        of_words(f"{SWIFT} {words}")

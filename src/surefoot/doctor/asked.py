@@ -74,12 +74,14 @@ def template(seen: Seen) -> Check:
     from surefoot.models.build import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(folder, run.chat_template)
+        tokenizer = load_tokenizer(folder)
     except SurefootError as error:
         said = " ".join(str(error).split())
         where = seen.loaded.where("model") if seen.loaded else ""
         return wrong(name, "SF718", said, where=where, fix="Fetch the folder again, with all files of its tokenizer.")
     try:
+        if run.chat_template is not None:
+            tokenizer = load_tokenizer(folder, run.chat_template)
         if tokenizer.chat_template is None:
             return not_applicable(name, "the model has none: conversations would be refused, bare texts are fine")
         source = RendererSource.of(tokenizer, run.template_variables, parse_special_tokens=run.parse_special_tokens)

@@ -168,6 +168,9 @@ def convert(told: Told) -> Imported:
                 raise ConfigError(f"{variable}={count} is no whole number.")
             ours.setdefault(name, (int(count), variable))
     ours |= _of_engine(told, ours)
+    if "vllm_args" not in ours:
+        of_server = [name for name in told.settings if name in VLLM_OPTIONS or name in VLLM_FLAGS]
+        left_out |= {f"{name} = {told.settings[name]}": "of a server that the run starts itself" for name in of_server}
     for name, value in _defaults(told, ours).items():
         ours.setdefault(name, (value, f"default of {told.program}"))
     if told.method == "sft":
@@ -338,14 +341,15 @@ def _mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
     if name == "lr_scheduler_type" and value in SCHEDULES:
         return {"lr_scheduler_type": SCHEDULES[value]}
     if name == "lr_scheduler_kwargs":
-        kwargs = json.loads(value) if isinstance(value, str) and value.startswith("{") else value
-        is_known = isinstance(kwargs, dict) and kwargs.keys() == {"min_lr_rate"}
-        return {"min_lr_ratio": kwargs["min_lr_rate"]} if is_known else None
+        kwargs = _mapping(told, name, value)
+        if kwargs is None or kwargs.keys() != {"min_lr_rate"}:
+            return None
+        return {"min_lr_ratio": kwargs["min_lr_rate"]}
     if name in ("max_steps", "warmup_steps", "warmup_ratio") and _number(value) in (-1, 0):
         return {}
     if name == "columns" and told.program == "ms-swift":
-        named = json.loads(value) if isinstance(value, str) and value.startswith("{") else value
-        return {"columns": {role: column for column, role in named.items()}} if isinstance(named, dict) else None
+        named = _mapping(told, name, value)
+        return {"columns": {role: column for column, role in named.items()}} if named is not None else None
     if name in FLAG_ALIASES:
         return dict([FLAG_ALIASES[name]]) if value is True else {}
     if name in ("lora_target", "lora_target_modules", "target_modules") and isinstance(value, str):
@@ -383,6 +387,16 @@ def _mappings(told: Told, name: str, value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(one, dict) and one.get("path") for one in value):
         raise _odd_value(told, name, value, "a list of mappings with a path each")
     return value
+
+
+def _mapping(told: Told, name: str, value: Any) -> dict[str, Any] | None:
+    """A mapping, or one that is written as JSON; None for what is none. Raises: ConfigError for JSON that is none."""
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise _odd_value(told, name, value, "a mapping in JSON") from error
+    return value if isinstance(value, dict) else None
 
 
 def _of_axolotl_left(told: Told, value: Any) -> dict[str, str]:
