@@ -77,7 +77,7 @@ def test_own_memory_counts_what_is_allocated_and_no_files() -> None:
 def test_ranks_that_each_held_the_whole_model_are_named() -> None:
     gib = float(1 << 30)
     whole = {"whole": 14 * gib, "kept": 0.0, "peak": 15 * gib}
-    finding = find_replicated_load({0: whole, 1: whole})
+    finding = find_replicated_load({0: whole, 1: whole}, 40 * gib)
     assert finding is not None
     assert finding.code == "SF206"
     assert "2 ranks of this machine each held the whole model of 14.0 GiB in host memory" in finding.cause
@@ -90,7 +90,8 @@ def test_ranks_that_each_held_the_whole_model_are_named() -> None:
         {0: {**whole, "kept": 14 * gib}, 1: {**whole, "kept": 14 * gib}},  # training on the CPU, each with its copy
         {0: {**whole, "whole": gib}, 1: {**whole, "whole": gib}},  # a small one
     ):
-        assert find_replicated_load(loads) is None, loads
+        assert find_replicated_load(loads, 40 * gib) is None, loads
+    assert find_replicated_load({0: whole, 1: whole}, 500 * gib) is None, "there is memory enough"
 
 
 def test_the_peak_of_a_load_is_seen_after_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,5 +101,8 @@ def test_the_peak_of_a_load_is_seen_after_it_is_gone(monkeypatch: pytest.MonkeyP
     held = bytearray(os.urandom(64 << 20))
     time.sleep(0.3)
     del held
-    assert watching.end() - before > 60 << 20
+    peak = watching.end()
+    assert peak is not None
+    assert peak - before > 60 << 20
+    assert watching.end() is None
     assert memory.OwnMemory().anonymous_bytes() - before < 30 << 20

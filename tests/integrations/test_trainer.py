@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 from surefoot.errors import ConfigError
 from surefoot.health.explain import explain
+from surefoot.health.memory import LoadPeak
 from surefoot.health.recorder import Entry, read_history
 from surefoot.integrations import SurefootCallback
 from surefoot.integrations.trainer import MOST_FORWARDS, _Batches
@@ -182,7 +183,10 @@ def test_a_program_that_goes_to_another_folder_is_recorded(
     assert not (tmp_path / "elsewhere" / "out" / "events").exists()
 
 
-def test_what_a_model_took_at_its_load_is_recorded(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+def test_what_a_model_took_at_its_load_is_recorded(
+    trainer: Callable[..., Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("surefoot.integrations.trainer._LOADING", LoadPeak())
     made = trainer()
     size = sum(parameter.numel() * 4 for parameter in made.model.parameters())
     made.callback_handler.on_train_begin(made.args, made.state, made.control)

@@ -39,8 +39,10 @@ class LoadPeak:
         self._is_over = threading.Event()
         threading.Thread(target=self._look, name="load-peak", daemon=True).start()
 
-    def end(self) -> int:
-        """In bytes."""
+    def end(self) -> int | None:
+        """In bytes; None where it ended before."""
+        if self._is_over.is_set():
+            return None
         self._is_over.set()
         return max(self._most, self._memory.anonymous_bytes())
 

@@ -124,6 +124,12 @@ def swapped_in_bytes() -> int | None:
         return None
 
 
+def memory_bytes() -> int:
+    """The memory that processes here may use together: the cgroup's limit, or what the machine has."""
+    limit, total = cgroup.memory_limit_bytes(), psutil.virtual_memory().total
+    return min(limit, total) if limit is not None else int(total)
+
+
 def room_bytes() -> int:
     """What this machine, or the limit of this cgroup, still has for programs, without swap."""
     free = int(psutil.virtual_memory().available)

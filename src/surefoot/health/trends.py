@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
 from surefoot import cgroup
 from surefoot.findings import Finding
 from surefoot.health.accelerators import Accelerators, Look
@@ -22,7 +24,7 @@ from surefoot.health.diagnose.speed import (
 )
 from surefoot.health.flight import read_flight
 from surefoot.health.objects import Census, read_census
-from surefoot.health.processes import major_faults, room_bytes, swapped_bytes, swapped_in_bytes, uses_gpus
+from surefoot.health.processes import major_faults, memory_bytes, room_bytes, swapped_bytes, swapped_in_bytes, uses_gpus
 from surefoot.health.rank_state import WINDOW_S, RankState
 from surefoot.health.witness import FLIGHT, OBJECTS
 from surefoot.health.witnesses import Witnesses
@@ -32,6 +34,8 @@ TRENDS_EVERY_S = 5.0
 MEETINGS_EVERY_S = 45.0
 """Between two looks at when the ranks came to their collectives; each costs a rank some hundredths of a second."""
 THROTTLED_OVER_S = 20.0
+MOST_BUSY_PERCENT = 80.0
+"""Of the machine's cores: where they are all in use, ranks that compute little may just not get one."""
 USUAL_STEPS = 32
 COMPUTING = ("forward", "backward", "optimizer", "forward and backward")
 LONG_PHASES = frozenset({"launch", "load", "tokenise", "save", "evaluate", "export", "rollout"})
@@ -66,6 +70,7 @@ class Trends:
         """When, and the kernel's counts then, of the last `THROTTLED_OVER_S`."""
         self._next_s = began_s
         self._next_meeting_s = began_s + MEETINGS_EVERY_S
+        psutil.cpu_percent()  # its first answer means nothing
 
     def end(self) -> None:
         """Look no more."""
@@ -93,7 +98,7 @@ class Trends:
         gpus = [*find_in_gpus(looks), *self._launch_bound(looks), *worse, *find_gpu_errors(*self._gpu_errors())]
         memory = [finding for rank in self._ranks.values() for finding in self._device_memory(rank)]
         loads = {number: rank.load for number, rank in self._ranks.items() if rank.load is not None}
-        replicated = find_replicated_load(loads) if len(loads) == self._num_here else None
+        replicated = find_replicated_load(loads, memory_bytes()) if len(loads) == self._num_here else None
         memory += [replicated] if replicated is not None else []
         all_of_them = (*slow, *numbers, *gpus, *memory, *self._swapping(now_s))
         new = [finding for finding in all_of_them if _key(finding) not in self._said]
@@ -196,8 +201,9 @@ class Trends:
 
     def _idle(self) -> Finding | None:
         """Only after no rank was found to be slow: then all of them would be idle but that one."""
-        if any(uses_gpus(rank.ring.process) for rank in self._ranks.values()):
-            return None  # who waits for a device uses a core, or none
+        busy_percent = psutil.cpu_percent()  # since the look before
+        if busy_percent > MOST_BUSY_PERCENT or any(uses_gpus(rank.ring.process) for rank in self._ranks.values()):
+            return None  # others have the cores; who waits for a device uses one, or none
         times = {number: rank.times for number, rank in self._ranks.items()}
         return find_idle_ranks(times, {number: rank.busy_cores for number, rank in self._ranks.items()})
 

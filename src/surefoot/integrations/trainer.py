@@ -98,7 +98,9 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         self._observers = rank_observers(folder, self._rank)
         if model is not None:
             self._batches = _Batches(model)
-            self._emit(_loaded(self._rank, model))
+            peak = _LOADING.end()
+            if peak is not None:
+                self._emit(_loaded(self._rank, model, peak))
         atexit.register(self.close)  # an exception ends the run without on_train_end; a kill leaves no last word
         self._step_began_s = time.perf_counter()
         self._begin("wait for data")
@@ -222,7 +224,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
             self._watcher = None
 
 
-def _loaded(rank: int, model: nn.Module) -> ModelLoaded:
+def _loaded(rank: int, model: nn.Module, peak: int) -> ModelLoaded:
     """Sizes of parameters: of those that are cut over ranks, as FSDP and DeepSpeed say it."""
     whole = kept = 0
     for parameter in model.parameters():
@@ -230,7 +232,7 @@ def _loaded(rank: int, model: nn.Module) -> ModelLoaded:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         whole += count * parameter.element_size()
         kept += local.numel() * local.element_size() if local.device.type == "cpu" else 0
-    return ModelLoaded(rank, whole, kept, _LOADING.end())
+    return ModelLoaded(rank, whole, kept, peak)
 
 
 class _Batches:

@@ -16,6 +16,8 @@ SUSPECTED = 0.5
 """Share of the evidence of a leak from which on it is worth while to count Python's objects."""
 HELD, KEPT = 0.9, 0.5
 """Shares of a model: a rank that had so much memory held it all; one that keeps less than so much need not have."""
+WORTH = 0.5
+"""Of the memory that there is."""
 LEAST_MODEL = float(2 << 30)
 """Bytes: of smaller ones Python and its libraries are no small part of the peak."""
 OWNED = 0.3
@@ -136,15 +138,18 @@ def name_owner(before: Census | None, after: Census | None) -> Owner | None:
     )
 
 
-def find_replicated_load(loads: Mapping[int, Mapping[str, float]]) -> Finding | None:
+def find_replicated_load(loads: Mapping[int, Mapping[str, float]], limit_bytes: float) -> Finding | None:
     """Ranks of one machine that each held the whole model in host memory, and keep a part of it or none.
 
-    `loads`: what ranks said of their model: see `events.ModelLoaded`.
+    `loads`: what ranks said of their model: see `events.ModelLoaded`. `limit_bytes`: of memory that there is for them;
+    where they took little of it, nothing is said.
     """
     held = {rank: said for rank, said in loads.items() if said["peak"] >= HELD * said["whole"] >= HELD * LEAST_MODEL}
     if len(held) < 2 or any(said["kept"] > KEPT * said["whole"] for said in held.values()):
         return None
     whole, total = max(said["whole"] for said in held.values()), sum(said["peak"] for said in held.values())
+    if total < WORTH * limit_bytes:
+        return None
     return Finding(
         "SF206",
         f"{len(held)} ranks of this machine each held the whole model of {whole / 2**30:.1f} GiB in host memory while "
@@ -152,6 +157,7 @@ def find_replicated_load(loads: Mapping[int, Mapping[str, float]]) -> Finding | 
         {
             "ranks": ", ".join(str(rank) for rank in sorted(held)),
             "model_gib": round(whole / 2**30, 2),
+            "of_gib": round(limit_bytes / 2**30, 1),
             "peaks_gib": ", ".join(f"{held[rank]['peak'] / 2**30:.1f}" for rank in sorted(held)),
         },
         CATALOGUE["SF206"].fix,
