@@ -14,7 +14,9 @@ import surefoot as package
 from surefoot.drill import settings_of
 from surefoot.errors import ConfigError
 from surefoot.findings import Finding
+from surefoot.health.recorder import Entry
 from surefoot.report.page import write_report
+from surefoot.report.story import _ledger
 from surefoot.training.record import FindingLog
 from tests.conftest import counting_rows, surefoot, write_jsonl
 
@@ -146,3 +148,22 @@ def test_the_page_is_made_at_the_end_and_by_its_verb(run_folder: Path, tmp_path:
     nothing = surefoot("report", str(tmp_path / "nowhere"))
     assert nothing.returncode == 2
     assert "holds no run" in nothing.stderr
+
+
+def test_activations_on_a_gpu_are_those_of_the_gpu() -> None:
+    def entry(kind: str, step: int, **values: float) -> Entry:
+        return Entry(0, 1, 7, float(step), kind, "", step, values)
+
+    gib = float(1 << 30)
+    owners = {"frozen": 8 * gib, "trained": gib, "gradients": gib, "optimizer": gib}
+    entries = [
+        entry("memory", 1, **owners, total=10.5 * gib),
+        entry("phase began", 2, anonymous_bytes=3 * gib),
+        entry("device memory", 2, allocated=10 * gib),
+        entry("step", 2, peak_memory_bytes=70 * gib),
+    ]
+    sizes = {row["owner"]: row["mib"] / 1024 for row in _ledger(entries)}
+    assert sizes["activations"] == 70 - 10.5 - 1
+    assert sizes["other"] == 0.5
+    on_cpu = [one for one in entries if one.kind != "device memory"]
+    assert {row["owner"]: row["mib"] for row in _ledger(on_cpu)}["activations"] == 0

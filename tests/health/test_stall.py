@@ -21,7 +21,15 @@ def alter(evidence: StallEvidence, **changes: object) -> StallEvidence:
 
 @pytest.mark.parametrize("kind", NAMED)
 def test_recorded_evidence_names_the_cause(kind: str) -> None:
-    assert find_stall(read(NAMED[kind])).code == FAULTS[kind].code
+    """`sleeping.three` is of three ranks: one sends what two others wait for from each other."""
+    assert find_stall(read(NAMED[kind])).code == FAULTS[kind.partition(".")[0]].code
+
+
+def test_of_three_ranks_the_one_that_has_not_come_is_named_also_where_it_says_nothing() -> None:
+    evidence = read(NAMED["sleeping.three"])
+    assert find_stall(evidence).evidence["rank"] == 1
+    mute = tuple(replace(rank, flight=None, answered=False) if rank.rank == 1 else rank for rank in evidence.ranks)
+    assert (find_stall(replace(evidence, ranks=mute)).code, mute[1].rank) == ("SF109", 1)
 
 
 def test_what_is_missing_is_named_where_the_cause_is_not() -> None:

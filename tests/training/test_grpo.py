@@ -186,16 +186,15 @@ def test_groups_that_teach_nothing_else_are_replaced(grpo: dict[str, Any], tmp_p
     """All their completions are left out; or they differ in the penalty for their length alone."""
     given = {"cut": "float(index)", "length": "1.0"}[why]
     body = f"    return [{given} for index in range(len(completions))]"
-    changes = {"cut": {"mask_truncated_completions": True}, "length": {"soft_overlong_length": 6}}[why]
+    cut = {"mask_truncated_completions": True, "max_completion_length": 1}
+    changes = cut if why == "cut" else {"soft_overlong_length": 6}
     settings = {**grpo, **changes, "reward_funcs": [reward_file(tmp_path, body)], "dynamic_sampling": True}
     surefoot.train(settings, dynamic_sampling_tries=2, max_steps=1, screen=False)
     (line,) = lines(tmp_path / "run")
-    if why == "length":
-        assert line["groups_replaced"] == 4
-        return
-    whole = {one["place"] for one in lines(tmp_path / "run", "completions.jsonl") if one["finish"] == "stop"}
-    assert (line["groups_replaced"] == 4) == (len(whole) < 2)
-    if line["grad_norm"] == 0:  # nothing was trained, so nothing was measured
+    assert line["groups_replaced"] == 4
+    if why == "cut":  # nothing was trained, so nothing was measured
+        assert {one["finish"] for one in lines(tmp_path / "run", "completions.jsonl")} == {"length"}
+        assert line["grad_norm"] == 0
         assert not {"entropy", "ratio", "importance_ratio", "clip_ratio", "kl"} & set(line)
 
 
