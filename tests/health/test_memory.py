@@ -104,5 +104,4 @@ def test_the_peak_of_a_load_is_seen_after_it_is_gone(monkeypatch: pytest.MonkeyP
     peak = watching.end()
     assert peak is not None
     assert peak - before > 60 << 20
-    assert watching.end() is None
-    assert memory.OwnMemory().anonymous_bytes() - before < 30 << 20
+    assert watching.end() is None, "it is told once"
