@@ -175,10 +175,13 @@ def test_a_program_that_goes_to_another_folder_is_recorded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
-    made = trainer(output_dir="out")
+    made = trainer(output_dir="out", logging_steps=1, logging_nan_inf_filter=False)
+    with torch.no_grad():
+        made.model.model.norm.weight.fill_(math.nan)
     made.add_callback(_Goes())
     made.train()
     assert read_history(tmp_path / "out").entries[-1].kind == "run ended"
+    assert (tmp_path / "out" / "findings.jsonl").is_file()
     assert not (tmp_path / "elsewhere" / "out" / "evidence").exists()
     assert not (tmp_path / "elsewhere" / "out" / "events").exists()
 

@@ -75,11 +75,13 @@ def test_completions_end_where_they_should(model: Any, tokenizer: Any) -> None:
         assert one.finish == "stop" or len(one.ids) == 16
 
 
-def test_a_text_ends_a_completion(model: Any, tokenizer: Any) -> None:
+@pytest.mark.parametrize("end", [6, 44])
+def test_a_text_ends_a_completion(model: Any, tokenizer: Any, end: int) -> None:
+    """Of two tokens, and of more than the engine looks at for a short one."""
     engine = LocalEngine(model, tokenizer)
-    whole = engine.generate(requests(), Sampling(30), 0)
-    stop = tokenizer.decode(whole[0].ids[4:6])
-    cut = engine.generate(requests(), Sampling(30, stops=(stop,)), 0)[0]
+    whole = engine.generate(requests(), Sampling(60), 0)
+    stop = tokenizer.decode(whole[0].ids[4:end])
+    cut = engine.generate(requests(), Sampling(60, stops=(stop,)), 0)[0]
     assert cut.finish == "stop"
     assert cut.ids == whole[0].ids[: len(cut.ids)]
     assert stop in tokenizer.decode(cut.ids)
