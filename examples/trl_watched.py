@@ -1,6 +1,6 @@
 """A TRL run that Surefoot watches: one line more, and a stall, a leak or a death gets a named cause.
 
-pip install surefoot trl datasets
+pip install . trl datasets
 python examples/trl_watched.py MODEL DATA.jsonl OUTPUT [--steps 20]
 surefoot watch OUTPUT        # from another terminal; later: surefoot explain OUTPUT
 """

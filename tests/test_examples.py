@@ -78,6 +78,7 @@ def test_upcycled_real_model_computes_what_the_dense_one_does(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_an_example_trains_the_real_model(orders: dict[str, Any], tmp_path: Path) -> None:
     """Six packed steps of LoRA on the dense model: it learns, and it answers in JSON."""
     train, dev = orders["write"](tmp_path)
@@ -100,6 +101,7 @@ def test_an_example_trains_the_real_model(orders: dict[str, Any], tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_rewards_teach_a_small_model_to_count_what_it_sees(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "pictures.py"), str(tmp_path / "pictures")]
     subprocess.run(command, check=True, timeout=300, capture_output=True)

@@ -128,6 +128,7 @@ def main(told: str) -> None:
             for finding in supervisor.look(time.time()):
                 codes.add(finding.code)
                 _note(run.log, finding)
+            supervisor.told()
         dead = None if codes & {"SF101", "SF201"} else _death(supervisor, folder, began_s - EARLY_S)
     except Exception as error:  # noqa: BLE001 - a defect in looking must not look like one of the run
         say(f"the run goes on without a supervisor: {type(error).__name__}: {error}")

@@ -40,6 +40,18 @@ def cpu_quota() -> float | None:
     return min((quota for folder in _groups("cpu") if (quota := _quota(folder)) is not None), default=None)
 
 
+def tasks() -> tuple[int, int] | None:
+    """(threads of all processes in the group with the lowest limit, that limit); None without a limit."""
+    limits = [
+        (int(said), folder) for folder in _groups("pids") if (said := _text(folder, "pids.max", "pids.max")).isdigit()
+    ]
+    if not limits:
+        return None
+    limit, folder = min(limits)
+    used = _text(folder, "pids.current", "pids.current")
+    return (int(used), limit) if used.isdigit() else None
+
+
 def throttled_periods() -> tuple[int, int] | None:
     """(periods in which the group with that limit waited for its share of the CPUs, periods in which it ran) so far."""
     groups = _groups("cpu")

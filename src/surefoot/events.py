@@ -13,7 +13,7 @@ from surefoot.findings import Finding
 
 @dataclass(frozen=True)
 class Preparing:
-    """Data is being prepared, by this process or one it waits for, or a server is waited for.
+    """Data is being prepared, by this process or one it waits for, a server is waited for, or an evaluation goes on.
 
     `text` says how far, with rate and time left.
     """

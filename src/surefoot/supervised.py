@@ -140,6 +140,7 @@ class _Watch:
                 self.found.append(finding)
                 self._log.note(finding)
                 say(finding.as_text())
+            supervisor.told()
             if supervisor.stood_s is not None and not self._is_blind:
                 say(f"the run goes on again, {supervisor.stood_s:.0f} s later")
             since_s = supervisor.stalled_since_s

@@ -84,6 +84,7 @@ def test_peers_names_and_values(tmp_path: Path, text: str, field: str, value: An
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("stage: sft\n", r"unknown setting 'stage' \(run.yaml:4\)\. It is .*: surefoot import --to NEW.yaml run.yaml"),
         ("learning_rte: 1\n", r"unknown setting 'learning_rte'; did you mean 'learning_rate'\? \(run.yaml:4\)"),
         ("\n\nsequence_length: 3\n", r"did you mean 'sequence_len' \(here: max_length\)\? \(run.yaml:6\)"),
         ("xyzzy: 1\n", r"unknown setting 'xyzzy'.*surefoot settings"),

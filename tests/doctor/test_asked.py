@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,16 @@ def test_a_server_that_runs_elsewhere_is_compared(settings: dict[str, Any]) -> N
         assert asked("rollout server's own", grpo, vllm_server=address).status == "ok"
     for gone in (address, "http://10.255.255.1:8000"):
         assert asked("rollout server's own", grpo, vllm_server=gone).status == "not applicable"
+
+
+def test_segments_that_a_sleeping_server_cannot_have_are_told(settings: dict[str, Any]) -> None:
+    own = {**LAPTOP.environment, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    for sleeps in (False, True):
+        loaded = load_config(None, (), {**settings, **OF_VLLM, "device": "auto", "vllm_sleep": sleeps})
+        checks = examine(replace(LAPTOP, environment=own), loaded, asked=True)
+        (check,) = [check for check in checks if check.name == "rollout server's own"]
+        assert ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True holds for training" in check.text) == sleeps
+        assert (check.finding.code if check.finding else None) == ("SF710" if sleeps else None)
 
 
 def test_an_old_server_is_named_before_it_is_started(settings: dict[str, Any], tmp_path: Path) -> None:

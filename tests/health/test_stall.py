@@ -1,10 +1,14 @@
 """The diagnosis of stalls, on evidence that was recorded in real runs with real faults."""
 
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from surefoot.health import witness
 from surefoot.health.diagnose.stall import find_stall
 from surefoot.health.evidence import RankEvidence, StallEvidence, keep, read
 from surefoot.health.faults import FAULTS
@@ -127,3 +131,69 @@ def test_another_call_under_the_same_number_is_no_matter_of_the_network() -> Non
     finding = find_stall(evidence)
     assert finding.code == "SF104"
     assert "all_reduce" in finding.cause
+
+
+def test_both_recorders_are_dumped_where_torch_has_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(group: str) -> str:
+        one = {"process_group": [group, ""], "collective_seq_id": 3, "is_p2p": False, "retired": False}
+        return json.dumps({"version": "2.10", "entries": [{**one, "profiling_name": "x:all_reduce"}]})
+
+    gloo = SimpleNamespace(_dump_fr_trace_json=lambda **_: of("1"))
+    both = SimpleNamespace(**vars(gloo), _dump_nccl_trace_json=lambda **_: of("0"))
+    for module, groups in ((gloo, ["1"]), (both, ["1", "0"]), (SimpleNamespace(), None)):
+        monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module)
+        said = witness._flight()["flight"]
+        assert (said and [entry["process_group"][0] for entry in said["entries"]]) == groups
+
+
+def entry(group: str, number: int, call: str, *, retired: bool = False) -> dict[str, object]:
+    return {
+        "process_group": [group, ""], "collective_seq_id": number, "profiling_name": f"gloo:{call}", "is_p2p": False,
+        "input_sizes": [[4]], "input_dtypes": ["Float"], "retired": retired,
+    }  # fmt: skip
+
+
+def rank(number: int, *entries: dict[str, object], **changes: object) -> RankEvidence:
+    state = RankEvidence(
+        rank=number, process=number + 1, state="sleeping", has_ended=False, phase="forward", step=9, quiet_s=20.0,
+        cpu_share=0.0, children=(), waits_for_disk=False, answered=True,
+        flight={"entries": list(entries)} if entries else None, syscall="", stacks="",
+    )  # fmt: skip
+    return replace(state, **changes)  # type: ignore[arg-type]
+
+
+def stalled(*ranks: RankEvidence) -> StallEvidence:
+    return StallEvidence(time_s=1.0, quiet_s=20.0, limit_s=10.0, ranks=ranks, num_ranks=len(ranks), oom_kills=0)
+
+
+def test_ranks_that_wait_for_one_that_has_ended_are_told_so() -> None:
+    waiting = rank(0, entry("0", 5, "all_reduce"))
+    finding = find_stall(stalled(waiting, rank(1, has_ended=True), replace(waiting, rank=2)))
+    assert (finding.code, finding.evidence["rank"]) == ("SF106", 1)
+    assert finding.cause.startswith("rank 1 has ended, in forward of step 9, and ranks 0, 2 wait in all_reduce of")
+
+
+def test_groups_that_share_no_rank_do_not_wait_for_each_other() -> None:
+    ranks = [rank(number, entry("1" if number < 2 else "2", 7, "all_to_all")) for number in range(4)]
+    finding = find_stall(stalled(*ranks))
+    assert finding.code == "SF108"
+    assert "all ranks are in the collectives of the groups they share, some in all_to_all" in finding.cause
+    both = entry("2", 6, "all_to_all", retired=True)  # one that is in both groups is missed in the other
+    ranks[1] = rank(1, both, entry("1", 7, "all_to_all"))
+    assert find_stall(stalled(*ranks)).code == "SF105"
+
+
+def test_a_rank_that_saves_beside_waiting_for_another_is_not_blamed() -> None:
+    waiting = rank(0, entry("0", 5, "all_reduce"), waits_for_disk=True)
+    asleep = rank(1, entry("0", 4, "all_reduce", retired=True))
+    finding = find_stall(stalled(waiting, asleep))
+    assert (finding.code, finding.evidence["rank"]) == ("SF106", 1)
+
+
+def test_where_no_rank_answers_none_is_said_to_hold_its_lock() -> None:
+    stacks = 'Current thread 0x1 (most recent call first):\n  File "a.py", line 3 in work\n'
+    mute = [
+        rank(number, answered=False, stacks=stacks, phase=phase) for number, phase in enumerate(("forward", "save"))
+    ]
+    assert find_stall(stalled(*mute)).code == "SF106"
+    assert find_stall(stalled(mute[0], rank(1, entry("0", 5, "all_reduce")))).code == "SF109"

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def test_options_that_are_not_known_are_listed(tmp_path: Path) -> None:
             ["config_file = z.yaml"],
         ),
         ("trl sft --model_name_or_path m --dataset_name d --optim adafactor", ["optim = adafactor: AdamW is used"]),
-        ("trl sft --model_name_or_path m --dataset_name d --save_strategy no", ["save_strategy = no: save_steps"]),
+        ("trl sft --model_name_or_path m --dataset_name d --save_strategy epoch", ["save_strategy = epoch: save_st"]),
         ("trl sft --model_name_or_path m --dataset_name d --push_to_hub", ["push_to_hub = True: nothing is sent"]),
         ("trl sft --model_name_or_path m --dataset_name d --deepspeed z3.json", ["z3.json: the file is not at"]),
     ],
@@ -364,6 +365,34 @@ def of_words(words: str) -> Imported:
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --use_vllm true "
          "--vllm_gpu_memory_utilization 0.4 --vllm_tensor_parallel_size 2 --vllm_enforce_eager true",
          {"vllm_args": ["--gpu-memory-utilization=0.4", "--tensor-parallel-size=2", "--enforce-eager"]}, None),
+        ("trl sft --model_name_or_path m --dataset_name d --save_strategy no", {"save_steps": 0}, None),
+        ("swift sft --model m --dataset d --deepspeed zero2", {"weight_decay": 0.1, "adam_beta2": 0.95}, None),
+        ("NNODES=4 NPROC_PER_NODE=8 MASTER_ADDR=a swift sft --model m --dataset d", {"gradient_accumulation_steps": 1},
+         None),
+        ("accelerate launch --num_machines 2 --num_processes 16 trl/scripts/sft.py --model_name_or_path m "
+         "--dataset_name d", {"nproc_per_node": 8, "nnodes": 2}, None),
+        ("swift sft --model m --dataset AI-ModelScope/alpaca:zh#500 --val_dataset b.jsonl#100",
+         {"dataset": [{"path": "AI-ModelScope/alpaca", "subset": "zh", "split": "[:500]"}],
+          "eval_dataset": {"path": "b.jsonl", "split": "[:100]"}}, "#100 of val_dataset = b.jsonl#100"),
+        ("swift sft --model m --dataset a/b:zh", {}, "dataset = a/b:zh"),
+        ("swift sft --model m --dataset d --dataset_shuffle false", {"shuffle": None}, None),
+        ("swift sft --model m --dataset d --dataset_shuffle false --train_dataloader_shuffle false", {"shuffle": False},
+         None),
+        ("swift sft --model m --dataset d --adapters out/checkpoint-3", {"init_adapter": "out/checkpoint-3"}, None),
+        ("swift sft --model m --dataset d --warmup_steps 0.03", {"warmup_ratio": 0.03, "warmup_steps": None}, None),
+        ("swift sft --model m --dataset d --freeze_aligner false", {}, "freeze_aligner = False"),
+        ("swift sft --model m --dataset d --freeze_aligner true", {}, None),
+        ("swift rlhf --model m --dataset d", {"method": "dpo"}, "method = dpo"),
+        ("trl sft --model_name_or_path m --dataset_name d --max_length null", {"max_length": 1024},
+         "max_length = None"),
+        ("CUDA_VISIBLE_DEVICES=0,1,2,3 llamafactory-cli train --model_name_or_path m --dataset d --template qwen2_vl",
+         {"nproc_per_node": 4, "max_pixels": 589824}, "template = qwen2_vl"),
+        ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --use_vllm true --sleep_level 1",
+         {"vllm_sleep": True, "truncation": "left", "importance_correction": "none", "lora_dropout": None}, None),
+        ("trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward --use_vllm true "
+         "--vllm_mode colocate", {"vllm_args": ["--gpu-memory-utilization=0.3"]}, None),
+        ("trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward --use_vllm true "
+         "--vllm_server_port 8001", {"vllm_server": "http://127.0.0.1:8001"}, None),
         ("python swift/cli/sft.py --model m --dataset d", {"tuning": "lora", "num_train_epochs": 3}, None),
         ("python -m swift.cli.sft --model m --dataset d", {"gradient_accumulation_steps": 16}, None),
         ("NNODES=2 MASTER_ADDR=10.0.0.1 swift sft --model m --dataset d", {"rdzv_endpoint": "10.0.0.1:29500"}, None),
@@ -422,3 +451,59 @@ def test_settings_of_an_engine_that_is_not_started_are_listed() -> None:
 def test_json_that_is_none_is_refused(words: str) -> None:
     with pytest.raises(ConfigError, match="and not a mapping in JSON"):
         of_words(f"{SWIFT} {words}")
+
+
+def test_a_shell_script_is_read_as_a_shell_reads_it(tmp_path: Path) -> None:
+    script = """
+    MODEL=${MODEL:-Qwen/Qwen3-0.6B}
+    LR=4e-5
+    cat > notes <<EOF
+    it's a text
+    EOF
+    export NPROC_PER_NODE=${GPUS:-8} WANDB_API_KEY=abc123 # two
+    FREE=1
+    MAX_PIXELS=64000 USE_FLUX=1 swift sft --model $MODEL --dataset swift/self-cognition#500 \\
+        --learning_rate ${LR:-1e-4} --lora_rank 64 --output_dir out &>train.log; echo done
+    """
+    made = imported(tmp_path / "a.sh", script)
+    known = {"model": "Qwen/Qwen3-0.6B", "learning_rate": 4e-5, "lora_rank": 64, "output_dir": "out",
+             "nproc_per_node": 8, "max_pixels": 64000,
+             "dataset": [{"path": "swift/self-cognition", "split": "[:500]"}]}  # fmt: skip
+    assert {name: values(made)[name] for name in known} == known
+    assert made.variables == {"WANDB_API_KEY": "(not shown)"}
+    assert made.unknown == ["the variable USE_FLUX"]
+    assert "abc123" not in made.as_yaml()
+
+
+def test_what_keeps_everything_keeps_everything(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}")
+    for words in ("swift sft --model m --dataset d", "swift sft --model m --dataset d --save_total_limit null"):
+        text = of_words(words).as_yaml()
+        assert "save_total_limit: null  #" in text
+        (tmp_path / "run.yaml").write_text(text)
+        assert load_config(tmp_path / "run.yaml").run.save_total_limit is None
+    axolotl = imported(tmp_path / "a.yaml", "base_model: m\ndatasets: [{path: d}]\ngradient_checkpointing: offload\n")
+    assert values(axolotl)["gradient_checkpointing"] is True
+
+
+def test_a_file_of_grpo_needs_no_command(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\ndataset_name: d\nuse_peft: true\nreward_funcs: [accuracy_reward]\n"
+    assert values(imported(tmp_path / "a.yaml", text))["method"] == "grpo"
+    text = "model_name_or_path: m\ndatasets: [{path: p, name: main}]\nuse_peft: true\n"
+    assert values(imported(tmp_path / "b.yaml", text))["dataset"] == [{"path": "p", "subset": "main"}]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "NPROC_PER_NODE=0 swift sft --model m --dataset d",
+        "swift sft --model m --dataset d --per_device_train_batch_size 0",
+        "swift sft --model m --dataset d --lr_scheduler_type cosine linear",
+        "MAX_PIXELS=\u00b2 swift sft --model m --dataset d",
+        "accelerate launch --num_machines 3 --num_processes 16 sft.py --model_name_or_path m --dataset_name d",
+        "megatron sft --model m --dataset d",
+    ],
+)
+def test_odd_numbers_are_no_tracebacks(words: str) -> None:
+    with suppress(ConfigError):  # or it becomes a run, without what makes none
+        of_words(words)

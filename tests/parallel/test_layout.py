@@ -1,11 +1,19 @@
 """Sizes of meshes: which fit, and what is said where they do not."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from surefoot.config import DatasetItem, RunConfig
 from surefoot.errors import ConfigError
+from surefoot.models.reading import laid_out_like
+from surefoot.parallel import ranks
 from surefoot.parallel.layout import Layout
 
 
@@ -43,3 +51,33 @@ def test_experts_fewer_than_ranks_are_copied_rather_than_leaving_a_rank_without(
     assert layout(16, zero_stage=3, expert_parallel_size=4).expert_shards(8) == 2
     assert layout(16, zero_stage=0, expert_parallel_size=4).expert_shards(8) == 1
     assert layout(3, zero_stage=3).expert_shards(8) == 3
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_part_is_laid_out_like_its_reference_wherever_it_lies() -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    reference = DTensor.from_local(torch.zeros(4, 3), mesh, [Shard(0)])
+    part = torch.arange(12.0, dtype=torch.bfloat16).view(3, 4).T
+    ours, theirs = laid_out_like(part, reference), DTensor.from_local(part.contiguous(), mesh, [Shard(0)])
+    assert ours._spec == theirs._spec
+    assert torch.equal(ours.full_tensor(), theirs.full_tensor())
+    elsewhere = laid_out_like(torch.empty(4, 3, device="meta"), reference)
+    assert (elsewhere.device.type, elsewhere.to_local().device.type) == ("meta", "meta")
+
+
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert ranks.gpu_of(7, 3) == torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="rank 7 is number 3 on this machine, which has 1 GPUs"):
+        ranks.gpu_of(7, 3)
+    monkeypatch.setenv("SLURM_PROCID", "7")  # srun --gpus-per-task=1
+    assert ranks.gpu_of(7, 3) == torch.device("cuda", 0)

@@ -29,7 +29,7 @@ def reshard(settings: dict[str, Any], target: str, ranks: Ranks) -> None:
         Path(target).mkdir(parents=True)
     with ExitStack() as undo:
         opened = _open(loaded, resume, lambda _: None, ranks)
-        assembled = _assemble(loaded, opened, resume, lambda _: None, undo, ranks)
+        assembled = _assemble(loaded, opened, resume, lambda _: None, undo, ranks, lambda: False)
     learner = assembled.job.learner
     saver = Saver(Path(target), {}, None, ranks)
     saver.save(learner.parameters, learner.optimizer, assembled.state)

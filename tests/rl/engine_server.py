@@ -2,7 +2,7 @@
 
 Each token is 7 with a logprob that the request's model name does not change. FAULT: none, late, dies, error, fewer,
 other_version, no_logprobs, no_experts, few_experts, odd_experts, other_experts, refuses_adapter, no_json, no_sleep,
-sleepless, no_reload, keeps_cache, trickles, or one of ODD.
+sleepless, no_reload, keeps_cache, trickles, busy_twice, or one of ODD.
 """
 
 import json
@@ -60,6 +60,10 @@ class Handler(BaseHTTPRequestHandler):
             os._exit(3)
         if FAULT == "error":
             return self._answer(500, {"error": "the engine is dead"})
+        if FAULT == "busy_twice":  # each third request is taken
+            ASKED["tries"] = ASKED.get("tries", 0) + 1
+            if ASKED["tries"] % 3:
+                return self._answer(503, {"error": "not now"})
         if FAULT == "no_json":
             return self._answer(200, "a page of a proxy")
         answer = self._completion(body, body["max_tokens"] - (FAULT == "fewer"))

@@ -15,7 +15,8 @@ import pytest
 
 from surefoot.config.schema import RewardItem
 from surefoot.errors import ConfigError
-from surefoot.rl.rewards import Answers, Rewards, Scored
+from surefoot.rl.builtin_rewards import columns_problem
+from surefoot.rl.rewards import Answers, Rewards, Scored, _Failed
 
 FUNCTIONS = """
 import os, time
@@ -53,7 +54,7 @@ def text_on_bad(completions, **_):
     return ["1" if one == "bad" else 1.0 for one in completions]
 
 async def asynchronous(completions, **_):
-    return [1.0] * len(completions)
+    return [float(len(one)) for one in completions]
 
 def scalar(completions, **_):
     return 1.0
@@ -194,7 +195,7 @@ def test_a_wrong_count_is_no_reward_for_anyone(rewards: Callable[..., Rewards], 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("asynchronous", "it is asynchronous"), ("scalar", "it returned float, not"), ("unordered", "it returned set")],
+    [("scalar", "it returned float, not"), ("unordered", "it returned set")],
 )
 def test_what_is_no_list_of_numbers_is_told(rewards: Callable[..., Rewards], name: str, reason: str) -> None:
     (scored,) = rewards(name).score([asked()])
@@ -299,7 +300,7 @@ def test_an_endless_pattern_masks_its_sample_and_no_more(rewards: Callable[..., 
 
 def test_rows_without_the_answer_are_named(rewards: Callable[..., Rewards]) -> None:
     (scored,) = rewards(item("exact_match")).score([asked(["x"])])
-    assert "the rows have no column solution, answer" in (scored[0][0].failure or "")
+    assert "the rows have no column of solution, answer" in (scored[0][0].failure or "")
 
 
 def test_workers_live_from_call_to_call(tmp_path: Path) -> None:
@@ -392,6 +393,37 @@ def test_large_texts_travel_in_time(rewards: Callable[..., Rewards]) -> None:
     began = time.monotonic()
     assert values(rewards("count").score([asked([large] * 4)])[0]) == [[3e6]] * 4
     assert time.monotonic() - began < 15  # it was minutes
+
+
+def test_a_row_without_an_answer_is_not_judged(rewards: Callable[..., Rewards]) -> None:
+    for built_in in ("exact_match", "math_verify"):
+        ours = rewards(item(built_in))
+        assert values(ours.score([asked(["4", "None"], answer=None)])[0]) == [[None], [None]]
+        assert values(ours.score([asked(["4", "4.5"], answer=4.0)])[0]) == [[1.0], [0.0]]
+
+
+def test_asynchronous_functions_are_waited_for(rewards: Callable[..., Rewards]) -> None:
+    assert values(rewards("asynchronous").score([asked(["a", "bc"])])[0]) == [[1.0], [2.0]]
+
+
+def test_a_worker_that_starts_while_the_run_ends_is_ended(rewards: Callable[..., Rewards]) -> None:
+    worker = rewards("slow")._all[0]
+    worker.kill()
+    worker.end()
+    with pytest.raises(_Failed, match="was ended with the run"):
+        worker.start()
+    assert worker._process is None
+
+
+def test_a_column_with_answers_is_looked_for_in_a_row() -> None:
+    assert columns_problem("exact_match", {}, {"prompt": "1 + 1", "answer": 2}) is None
+    assert columns_problem("math_verify", {"answer_column": "right"}, {"right": 2}) is None
+    assert columns_problem("length", {}, {"prompt": "1 + 1"}) is None
+    said = columns_problem("exact_match", {"answer_column": "right"}, {"prompt": "1 + 1", "answer": 2})
+    assert said == "the rows have no column right; they have answer, prompt"
+    said = columns_problem("math_verify", {}, {"prompt": "1 + 1"})
+    assert said is not None
+    assert said.startswith("the rows have no column of solution, answer, ")
 
 
 @pytest.mark.parametrize(

@@ -18,18 +18,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from surefoot.config import load_config
 from surefoot.errors import ConfigError, StoppedOnFinding
+from surefoot.events import Event
 from surefoot.models.adapter import WEIGHTS
 from surefoot.models.build import build_model
 from surefoot.models.lora import LoraSettings
+from surefoot.parallel.ranks import ALONE
 from surefoot.rl.chosen_experts import as_text, from_text
 from surefoot.rl.engines import server as serving
-from surefoot.rl.engines import vllm_sync
+from surefoot.rl.engines import vllm, vllm_sync
 from surefoot.rl.engines.server import Server, ServerFailed, start_server
 from surefoot.rl.engines.vllm import VllmEngine
 from surefoot.rl.engines.vllm_protocol import RoutingLayers, call_for, completion_of
 from surefoot.rl.engines.vllm_sync import AdapterSync, FullSync
 from surefoot.rl.rollout import Request, Sampling
+from surefoot.training.rollouts import settle_server, watch_of_engine
 
 SERVER = Path(__file__).with_name("engine_server.py")
 LORA = LoraSettings(rank=4, alpha=8.0, targets=("all",), seed=1)
@@ -233,6 +237,54 @@ def test_experts_of_layers_without_a_router_are_left_out() -> None:
     made = completion_of(answer, Request([1, 2], (0,)), SAMPLING, "policy", 0, 64, RoutingLayers((1, 3), 4, 5))
     assert made.experts is not None
     assert np.array_equal(from_text(made.experts), of_all[:, [1, 3]])
+
+
+def test_a_policy_that_never_arrives_ends_the_run() -> None:
+    given = {"model": "m", "dataset": "d", "output_dir": "o", "method": "grpo", "reward_funcs": ["length"]}
+    config = load_config(None, (), {**given, "rollout_engine": "vllm", "dtype": "float32", "device": "cpu"}).run
+    near, far, late = ({"logprob_difference": one} for one in (0.015, 0.03, 5.0))
+    look = watch_of_engine(config)
+    for step, measured in enumerate((far, far, near, far, {**late, "staleness": 2.0}, {}, far)):
+        look(step, measured)
+    with pytest.raises(StoppedOnFinding, match="in 3 steps in a row, up to step 9, the engine gave") as stopped:
+        look(9, far)
+    assert (stopped.value.finding.code, stopped.value.is_agreed) == ("SF805", True)
+    local = watch_of_engine(config.model_copy(update={"rollout_engine": "local"}))
+    for step in range(5):
+        local(step, late)
+
+
+def test_a_request_that_was_not_taken_is_asked_again(
+    serve: Callable[..., Server], engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "PAUSES_S", (0.01, 0.01))
+    server = serve("busy_twice")
+    ours = engine(server)
+    ours.publish(0)
+    (made,) = ours.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(inf) or []
+    assert made.ids
+    monkeypatch.setattr(vllm, "PAUSES_S", (0.01,))
+    with pytest.raises(StoppedOnFinding, match="a completion is missing.*status 503") as stopped:
+        ours.ask([Request([1, 2], (0, 1))], SAMPLING, 0)(inf)
+    assert stopped.value.finding.code == "SF801"
+
+
+def test_a_server_that_shares_memory_is_asleep_before_the_model_is_loaded(serve: Callable[..., Server]) -> None:
+    server = serve()
+    given = {"model": "m", "dataset": "d", "output_dir": "o", "method": "grpo", "reward_funcs": ["length"]}
+    config = load_config(None, (), given).run
+    heard: list[Event] = []
+    settle_server(config.model_copy(update={"device": "cpu"}), server, ALONE, heard.append)
+    assert server.get("/is_sleeping", 5) == {"is_sleeping": False}
+    settle_server(config.model_copy(update={"vllm_sleep": True}), server, ALONE, heard.append)
+    assert server.get("/is_sleeping", 5) == {"is_sleeping": True}
+    assert heard == []
+    gone = Server("http://127.0.0.1:9")
+    late = config.model_copy(update={"device": "cuda", "vllm_start_timeout_s": 0.7})
+    with pytest.raises(StoppedOnFinding, match="was not ready in 1 s") as stopped:
+        settle_server(late, gone, ALONE, heard.append)
+    assert stopped.value.finding.code == "SF801"
+    settle_server(late.model_copy(update={"vllm_devices": "7"}), gone, ALONE, heard.append)  # nothing is shared
 
 
 def test_a_server_sleeps_between_rollouts(serve: Callable[..., Server], engine: Callable[..., VllmEngine]) -> None:

@@ -1,9 +1,12 @@
 """Runs of GRPO from prompts to an adapter: what they write, how they go on, and what stops them."""
 
 import json
+import os
 import re
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,8 @@ import surefoot
 from surefoot.config import changed_fields, load_config
 from surefoot.data.report import as_text
 from surefoot.errors import ConfigError, DataError, StoppedOnFinding
-from surefoot.events import FindingMade
+from surefoot.events import Event, FindingMade, PhaseBegan
+from surefoot.rl.engines.local import LocalEngine
 from surefoot.training.batches import describe
 from surefoot.training.checkpoint import list_checkpoints
 from surefoot.training.run import train
@@ -111,6 +115,13 @@ def test_a_missing_reward_is_told_before_data_are_prepared(grpo: dict[str, Any])
     bad = write_jsonl(Path(grpo["dataset"]).with_name("bad.jsonl"), [{"prompt": 7}])
     with pytest.raises(ConfigError, match="nowhere.py"):
         surefoot.train(grpo, dataset=str(bad), reward_funcs=["nowhere.py:mine"], screen=False)
+
+
+def test_rows_without_an_answer_are_told_before_the_model_is_loaded(grpo: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**grpo, "reward_funcs": [{"func": "exact_match", "args": {"answer_column": "right"}}]}
+    with pytest.raises(ConfigError, match="exact_match: the rows have no column right; they have answer, prompt, tag"):
+        surefoot.train(settings, screen=False)
+    assert not list(tmp_path.glob("run/completions.jsonl"))
 
 
 def test_a_dense_model_has_no_routing_to_replay(grpo: dict[str, Any]) -> None:
@@ -457,3 +468,25 @@ def test_a_server_is_started_with_what_the_run_asks_of_it(
     assert all(variable in environment.read_text() for variable in variables)
     assert ("VLLM_SERVER_DEV_MODE" in environment.read_text()) == ("DEV_MODE=1" in variables)
     assert ("RESERVED_CPU=0" in environment.read_text()) == ("max_staleness" not in changes)
+
+
+@pytest.mark.parametrize("phase", ["rollout", "reward"])
+def test_a_stop_signal_ends_a_rollout(
+    grpo: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    slow = "    time.sleep(60)" if phase == "reward" else "    return [float(len(text)) for text in completions]"
+    settings = {**grpo, "reward_funcs": [reward_file(tmp_path, slow)], "reward_timeout_s": 120.0}
+    if phase == "rollout":
+        settings |= {"max_completion_length": 190, "max_prompt_length": 60}
+        own = LocalEngine._predict
+        monkeypatch.setattr(LocalEngine, "_predict", lambda *a, **inputs: time.sleep(0.2) or own(*a, **inputs))
+
+    class Told:
+        def observe(self, event: Event) -> None:
+            if isinstance(event, PhaseBegan) and event.phase == phase:
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    began = time.monotonic()
+    result = train(load_config(None, (), settings), [Told()], screen=False)
+    assert (result.status, result.steps) == ("interrupted", 0)
+    assert time.monotonic() - began < 25

@@ -40,8 +40,14 @@ class LateEngine(EagerEngine):
     """One whose completions are never there soon."""
 
     def ask(self, *arguments: Any) -> Wait:
-        made = self.generate(*arguments)
-        return lambda seconds: made if seconds > 10 else None
+        made, waited_s = self.generate(*arguments), 0.0
+
+        def wait(seconds: float) -> list[Completion] | None:
+            nonlocal waited_s
+            waited_s += seconds
+            return made if waited_s > 10 else None
+
+        return wait
 
 
 def broken() -> StoppedOnFinding:

@@ -290,6 +290,20 @@ def test_pictures_are_upright_and_in_colour(tmp_path: Path) -> None:
         assert reader.read([("", [find_image(str(name), tmp_path, SETTINGS)])]).grid.tolist() == [[1, 4, 4]]
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_lies_on_white_as_in_transformers_own_processor(tmp_path: Path, mode: str) -> None:
+    shapes = np.zeros((56, 84, 4), np.uint8)  # black lines on nothing
+    shapes[20:24, :, 3], shapes[:, 40, 3] = 255, 128
+    picture = Pillow.fromarray(shapes)
+    (picture.quantize(8) if mode == "P" else picture.convert(mode)).save(tmp_path / "lines.png")
+    with Pillow.open(tmp_path / "lines.png") as saved:
+        assert (saved.mode, saved.has_transparency_data) == (mode, True)
+        theirs = make_processor()(images=saved, return_tensors="pt")["pixel_values"]
+    ours = PixelReader(make_processor(), SETTINGS).read([("", [find_image("lines.png", tmp_path, SETTINGS)])]).pixels
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert ours.std() > 0.1
+
+
 def test_rows_that_differ_in_their_image_alone_are_two_samples(tmp_path: Path) -> None:
     draw(tmp_path / "1.png", "red")
     draw(tmp_path / "2.png", "blue")

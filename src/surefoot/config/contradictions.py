@@ -129,6 +129,21 @@ def _check_grpo(run: RunConfig, given: set[str], refuse: Refuse) -> None:
             "beta",
             "target_modules",
         )
+    if run.beta and run.init_adapter:
+        refuse(
+            f"beta={run.beta} with init_adapter: the divergence is measured from the model without any adapter, so it "
+            "would pull back to what the model was before that adapter was trained. Merge it first (`surefoot export "
+            "RUN --merge`) and start from the result, or set beta: 0",
+            "beta",
+            "init_adapter",
+        )
+    if run.lora_dropout:
+        refuse(
+            f"lora_dropout={run.lora_dropout} with method=grpo: completions are drawn without dropout, so that each "
+            "token would be trained on under another policy than the one that drew it. Drop it",
+            "lora_dropout",
+            "method",
+        )
     if run.soft_overlong_length > run.max_completion_length:
         refuse(
             f"soft_overlong_length={run.soft_overlong_length} is more than "

@@ -68,6 +68,10 @@ class _Setting:
     """Read from a config of another program."""
 
 
+OF_OTHERS = frozenset({"stage", "do_train", "base_model", "rlhf_type", "train_type", "tuner_type", "model_name"})
+"""Settings by which a config is known for one of LLaMA-Factory, axolotl or ms-swift."""
+
+
 def load_config(
     path: str | Path | None, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None
 ) -> LoadedConfig:
@@ -166,6 +170,12 @@ def _add(settings: dict[str, _Setting], renamed: dict[str, str], key: str, setti
             return
         if key in NOT_HERE:
             raise ConfigError(f"'{key}': {NOT_HERE[key]} ({setting.place}).")
+        if key in OF_OTHERS and ":" in setting.place:
+            file = setting.place.partition(":")[0]
+            raise ConfigError(
+                f"unknown setting '{key}' ({setting.place}). It is one of another program: surefoot import --to "
+                f"NEW.yaml {file}"
+            )
         raise ConfigError(f"unknown setting '{key}'{_suggestion(key)} ({setting.place}).")
     if name != key:
         renamed[key] = name

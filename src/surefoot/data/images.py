@@ -240,6 +240,14 @@ def _read(path: Path) -> bytes:
         raise BadImage(f"image {path} cannot be read: {error.strerror or error}") from error
 
 
+def _in_rgb(picture: Pillow.Image) -> Pillow.Image:
+    """What is transparent lies on white, as processors of models have it; what is drawn on nothing would be lost."""
+    if not picture.has_transparency_data:
+        return picture.convert("RGB")
+    layers = picture.convert("RGBA")
+    return Pillow.alpha_composite(Pillow.new("RGBA", layers.size, "white"), layers).convert("RGB")
+
+
 def _decoded(content: bytes, name: str) -> Pillow.Image:
     """The whole picture, upright and in RGB. Raises: BadImage."""
     if not content:
@@ -247,7 +255,7 @@ def _decoded(content: bytes, name: str) -> Pillow.Image:
     try:
         with Pillow.open(BytesIO(content)) as picture:
             mode = picture.mode
-            upright = ImageOps.exif_transpose(picture).convert("RGB")
+            upright = _in_rgb(ImageOps.exif_transpose(picture))
     except UnidentifiedImageError as error:
         raise BadImage(f"image {name} is broken: it is in no format that Pillow knows") from error
     except Exception as error:  # a decoder is a program that reads what anyone may have written

@@ -18,7 +18,8 @@ from surefoot.errors import SurefootError
 
 OF_BOTH = ("NCCL_", "GLOO_", "CUDA_", "OMP_", "PYTORCH_", "TORCH_")
 """Variables that begin so are about the machine, as a rule."""
-OWN = frozenset(("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+OWN = frozenset(("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", *ALLOCATOR))
 """But for these, in which a server and training may well differ."""
 LEAST_VLLM = (0, 32)
 """With which this was tried, 2026-11."""
@@ -101,6 +102,16 @@ def server(seen: Seen) -> Check:
     if run is None or run.method != "grpo" or run.rollout_engine != "vllm":
         return not_applicable(name, "no run with a vLLM server is given")
     if run.vllm_server is None:
+        segments = [f"{one}={seen.machine.environment[one]}" for one in ALLOCATOR
+                    if "expandable" in seen.machine.environment.get(one, "")]  # fmt: skip
+        if run.vllm_sleep and segments:
+            return wrong(
+                name,
+                "SF710",
+                f"{segments[0]} holds for training alone: the server is started without it, because memory that grows "
+                "in segments cannot be given up while it sleeps",
+                fix="Nothing, if that is what you want; else unset it, or drop vllm_sleep.",
+            )
         return _version_of(name, run.vllm_command)
     parts = urlsplit(run.vllm_server if "//" in run.vllm_server else f"//{run.vllm_server}")
     if parts.hostname not in ("127.0.0.1", "localhost", "::1", socket.gethostname()):

@@ -40,6 +40,8 @@ REDIRECTS = 0b1100
 """Requests and completions between devices below one bridge take the way through the processor."""
 MOST_XIDS = 20
 _IN_TORCH = re.compile(r"^cuda(?::[^=]*)? = '([^']+)'", re.MULTILINE)
+GPUS, WINDOWS_GPU = "proc/driver/nvidia/gpus", "dev/dxg"
+"""What NVIDIA's driver shows of itself, on Linux and in a Linux that Windows runs."""
 
 
 def collect(
@@ -67,12 +69,12 @@ def collect(
         "host_addresses": _host_addresses,
         "interfaces": _interfaces,
         "ports": lambda: tuple(_ports(root)),
-        "gpus": lambda: len(list((root / "proc/driver/nvidia/gpus").glob("*"))),
+        "gpus": lambda: _num_gpus(root),
         "peer_memory": lambda: _peer_memory(root),
         "iommu": lambda: _iommu(root),
         "acs": lambda: _redirecting(root),
     }
-    if gpus and any((root / "proc/driver/nvidia/gpus").glob("*")):
+    if gpus and (any((root / GPUS).glob("*")) or (root / WINDOWS_GPU).exists()):
         parts |= {"cards": read_cards, "peers": read_peers, "topology": read_topology, "xids": _xids}
     if output_dir is not None:
         parts["output"] = lambda: _probed(_disk(existing_folder(output_dir)))
@@ -92,6 +94,12 @@ def collect(
         else:
             values[name] = part.value
     return Snapshot(**values, unknown=unknown)
+
+
+def _num_gpus(root: Path) -> int:
+    """Under Windows (WSL) only NVML tells."""
+    found = len(list((root / GPUS).glob("*")))
+    return found or (len(read_cards()) if (root / WINDOWS_GPU).exists() else 0)
 
 
 class _Part(threading.Thread):

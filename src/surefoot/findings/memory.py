@@ -53,4 +53,24 @@ PAGES = {
         "start fewer ranks a machine.",
         ("QwenLM/Qwen#954",),
     ),
+    "SF207": Page(
+        "warning",
+        "open files or threads grow towards their limit",
+        "What a rank has open (/proc/PID/fd, against its own limit) or its threads (against pids.max of its cgroup) "
+        "have grown through nine tenths of the run's steps by a quarter of the limit, and half of it is used. At the "
+        'limit the run ends with "Too many open files" or "can\'t start new thread".',
+        "Close what each step opens (files, sockets, shared memory of loader workers: "
+        "torch.multiprocessing.set_sharing_strategy), and do not start a thread or a pool in each. ulimit -n and the "
+        "cgroup's pids.max put it off.",
+        ("pytorch/pytorch#973", "pytorch/pytorch#11201"),
+    ),
+    "SF208": Page(
+        "warning",
+        "memory of processes that a rank started grows",
+        "Their own anonymous memory together (Pss_Anon: what they copied of their parent's counts, what they still "
+        "share does not) rises steadily, seen every few seconds. The rank's own memory need not grow.",
+        "In loader workers: keep the samples in arrays or Arrow tables, not in lists and dicts of Python objects, "
+        "whose reference counts copy each page that is read; or fewer workers. In others: look at what they keep.",
+        ("pytorch/pytorch#13246",),
+    ),
 }

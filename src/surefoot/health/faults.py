@@ -9,6 +9,7 @@ import gc
 import mmap
 import os
 import queue
+import resource
 import signal
 import socket
 import struct
@@ -31,6 +32,7 @@ MOST_LIMIT_BYTES = 8 << 30
 SO_ATTACH_FILTER, SO_MAX_PACING_RATE = 26, 47
 """Of Linux; Python's socket module has no names for them."""
 SLOW_BYTES_PER_S = 40_000
+MOST_FILES = 1024
 
 
 @dataclass(frozen=True)
@@ -162,10 +164,20 @@ def _barrier_of_one(_: bool) -> None:
 _KEPT: list[bytearray] = []
 _MAPPED: list[mmap.mmap] = []
 _OBJECTS: list[list[list[int]]] = []
+_OPEN: list[int] = []
+_BEGAN_S = time.monotonic()
 
 
 def _leak(_: bool) -> None:
     _KEPT.append(bytearray(os.urandom(1 << 20)))
+
+
+def _leak_files(_: bool) -> None:
+    """Eight files a second stay open, of 1024 that may be."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_FILES, hard))
+    while len(_OPEN) < 8 * (time.monotonic() - _BEGAN_S):
+        _OPEN.append(os.open(os.devnull, os.O_RDONLY))
 
 
 def _drag(_: bool) -> None:
@@ -275,6 +287,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "network-slow": Fault("a network that is slow", "forward", _slow_network, "SF304", False, on_all=True),
     "leaking": Fault("a list that keeps 1 MiB a step", "forward", _leak, "SF202", in_each_step=True),
+    "leaking-files": Fault("files that stay open", "forward", _leak_files, "SF207", in_each_step=True),
     "frozen": Fault("uninterruptible sleep", "forward", _freeze, "SF103", needs_limits=True),
     "out-of-memory": Fault(
         "memory up to the limit of the cgroup", "forward", _exhaust_memory, "SF201", needs_limits=True

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 from surefoot.health.diagnose.device_memory import DeviceMemory
+from surefoot.health.diagnose.growth import MOST_STEPS
+from surefoot.health.diagnose.limits import LimitTrend
 from surefoot.health.diagnose.memory import MemoryTrend
 from surefoot.health.diagnose.numerics import Numbers
 from surefoot.health.diagnose.speed import RankTimes
@@ -40,11 +42,18 @@ class RankState:
         self.took_a_step = False
         self.longest_step_s = 0.0
         """The first included."""
+        self.longest_s: dict[str, float] = {}
+        """Phase -> the longest time it took here so far."""
+        self._began_s: list[float] = []
         self.has_ended = False
         self.load: dict[str, float] | None = None
         """What its model took of host memory, where it said so."""
         self.expert_load = 1.0
         """Rows of the rank with the busiest experts over the mean one's."""
+        self.open_files = LimitTrend(ring.rank, "open files")
+        self.threads = LimitTrend(ring.rank, "threads")
+        self.helpers: deque[tuple[int, float]] = deque(maxlen=MOST_STEPS)
+        """(step, memory of the processes that it started)."""
         self.sample: ProcessSample = GONE
         self.samples: deque[tuple[float, ProcessSample]] = deque()
         """Of the last `WINDOW_S`, while it is silent."""
@@ -66,8 +75,10 @@ class RankState:
             self._tell(record, kind, values)
             if kind == "phase began":
                 self.open.append(PHASES[record.phase])
+                self._began_s.append(record.time_s)
             elif kind == "phase ended" and self.open:
-                self.open.pop()
+                phase, took_s = self.open.pop(), record.time_s - self._began_s.pop()
+                self.longest_s[phase] = max(took_s, self.longest_s.get(phase, 0.0))
             elif kind == "step":
                 self.longest_step_s = max(self.longest_step_s, values["step_time_s"])
                 if self.took_a_step:
@@ -87,6 +98,8 @@ class RankState:
         self.numbers.add(kind, record.step, values)
         self.device_memory.add(kind, record.step, values)
         self.peaks.add(kind, record.step, values)
+        if kind == "phase ended" and PHASES[record.phase] in ("save", "evaluate"):
+            self.peaks.between()
         if kind in ("phase began", "phase ended"):
             self.memory.add(kind, PHASES[record.phase], record.step, values["anonymous_bytes"])
 
@@ -127,8 +140,12 @@ class RankState:
     def is_idle(self) -> bool:
         """Whether it did nothing for all of a window."""
         is_whole = bool(self.samples) and self.samples[-1][0] - self.samples[0][0] >= WINDOW_S
-        moved = self._per_s(lambda sample: sample.io_bytes)
-        return is_whole and not self.waits_for_disk and self.cpu_share < IDLE_SHARE and moved < IDLE_BYTES_PER_S
+        return is_whole and not self.waits_for_disk and self.cpu_share < IDLE_SHARE and not self.moves_data
+
+    @property
+    def moves_data(self) -> bool:
+        """Whether it reads or writes, over the window."""
+        return self._per_s(lambda sample: sample.io_bytes) >= IDLE_BYTES_PER_S
 
     @property
     def waits_for_disk(self) -> bool:

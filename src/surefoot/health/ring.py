@@ -53,8 +53,17 @@ class Record:
 
 
 def this_machine() -> bytes:
-    """Names this machine among those that share a folder; 16 bytes."""
-    return hashlib.blake2b(socket.gethostname().encode(), digest_size=16).digest()
+    """Names this machine among those that share a folder; 16 bytes.
+
+    Where processes are numbered apart, as in containers that share a host's name, it is another machine.
+    """
+    with suppress(OSError):
+        return _digest(f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}")
+    return _digest(socket.gethostname())
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 class RingWriter:

@@ -22,6 +22,7 @@ from surefoot.health import evidence as kept
 from surefoot.health.diagnose.accelerators import in_words
 from surefoot.health.diagnose.stall import find_stall
 from surefoot.health.evidence import RankEvidence, StallEvidence
+from surefoot.health.flight import read_flight
 from surefoot.health.native import begin_native_stacks
 from surefoot.health.processes import (
     GONE,
@@ -51,13 +52,20 @@ BOUNDED_PHASES = frozenset({"reward", "sync", "wait for completions"})
 """Waits for programs of others, at which the run itself looks at the clock: it ends them, and says why."""
 QUIET_PHASES = LONG_PHASES | {""}
 """Phases in which a rank may be silent for long; a process between phases is loading Python or torch."""
+TALKING = frozenset({"save", "evaluate", "rollout"})
+"""Long phases that say something between their parts, or, as saves, take about as long each time."""
 WHOLE_STEP = "forward and backward"
 """All that other trainers do in a training step."""
 BUSY_S = 120.0
 """How much longer than a step of another trainer usually takes one that computes may take."""
+COLLECTIVE_S = 540.0
+"""Silence that is late in the first steps, and in saves and evaluations that were not seen before, even of ranks that
+compute: whoever waits for a GPU seems to. After ten minutes NCCL ends the processes, and says less."""
+LONGEST_BUSY_S = 1800.0
+"""The same in other long phases (data that are prepared say something between their parts)."""
 LONGEST_S = 600.0
-"""Silence that is late in the first steps, even of ranks that compute; of ranks that wait for a disk, for processes
-that work for them, or for other machines that load; before the first rank has begun, and after the last has ended."""
+"""Silence that is late of ranks that wait for a disk, for processes that work for them, or for other machines that
+load; before the first rank has begun, and after the last has ended."""
 
 
 class Supervisor:
@@ -92,6 +100,7 @@ class Supervisor:
         self._native_stacks = threading.Thread()
         """Writes them, once it is begun."""
         self._last_s = began_s
+        self._waited_since_s, self._are_waiting = math.nan, False
         self._looked_s = time.time()
         self._oom_kills = cgroup.oom_kills()
         self.stalled_since_s: float | None = None
@@ -137,24 +146,37 @@ class Supervisor:
         """Read what is new; a stall or a leak is returned once, when it is found."""
         if now_s - self._looked_s > BLIND_S:
             self._last_s = max(self._last_s, now_s)
-        self._looked_s = now_s
+        began_s = time.monotonic()
+        try:
+            return self._look(now_s)
+        finally:
+            self._looked_s = now_s + time.monotonic() - began_s
+
+    def told(self) -> None:
+        """What was found was written down and sent: the time that took is none in which this process was stopped."""
+        self._looked_s = max(self._looked_s, time.time())
+
+    def _look(self, now_s: float) -> list[Finding]:
         self._open_rings()
         for rank in self._ranks.values():
             self._read(rank)
+            rank.last_s = min(rank.last_s, now_s)  # the clock was set back
+        self._last_s = min(self._last_s, now_s)
         is_silent = now_s - self._last_s > LEAST_S / 2
         for rank in self._ranks.values():
             sample = self._processes.sample(rank.ring.process, with_children=is_silent)
             rank.took(now_s, sample, is_silent=is_silent)
         trends = self._trends.look(now_s)
         self.stood_s = None
-        if not self._is_late(now_s):
+        late_after_s = self._late_after_s()
+        if now_s - self._last_s <= late_after_s:
             if self.stalled_since_s is not None:
                 self.stood_s, self.stalled_since_s = now_s - self.stalled_since_s, None
             return trends
         if self.stalled_since_s is not None:
             return trends
         self.stalled_since_s = now_s
-        return [*trends, self._diagnose(now_s)]
+        return [*trends, self._diagnose(now_s, late_after_s)]
 
     def _open_rings(self) -> None:
         """The newest ring of each rank that was begun since this start."""
@@ -176,31 +198,60 @@ class Supervisor:
         self._trends.steps_s.extend(rank.read())
         self._last_s = max(self._last_s, rank.last_s)
 
-    def _is_late(self, now_s: float) -> bool:
+    def _late_after_s(self) -> float:
+        """Silence that is late, for what the ranks do now."""
         going = [rank for rank in self._ranks.values() if not rank.has_ended]
-        quiet_s = now_s - self._last_s
         if not going:  # no rank has begun, or none leaves
-            return quiet_s > LONGEST_S
+            return LONGEST_S
         if any(rank.sample.state in ("gone", "zombie") for rank in going):
-            return quiet_s > self._gone_s  # whoever started it sees it first and says more, or starts it again
+            return self._gone_s  # whoever started it sees it first and says more, or starts it again
         if self._num_elsewhere and any(not rank.step for rank in going):
-            return quiet_s > LONGEST_S  # they may wait for other machines, which load or prepare
+            return LONGEST_BUSY_S  # they may wait for other machines, which load or prepare
         given_s = self._given_s
         if given_s is not None:
-            return quiet_s > given_s
+            return given_s
         if any(rank.is_served for rank in going if rank.phase == "wait for data"):
-            return quiet_s > LONGEST_S
+            return LONGEST_S
         if any(rank.phase in BOUNDED_PHASES for rank in going):
-            return quiet_s > LONGEST_S
+            return LONGEST_S
         quiet = [rank for rank in going if rank.phase in QUIET_PHASES]
         if quiet:  # the others wait for these, if at all
-            patience_s = IDLE_S if all(rank.step for rank in quiet) else STARTING_IDLE_S
-            is_stuck = any(rank.sample.waits_for_disk for rank in quiet) and quiet_s > LONGEST_S
-            return is_stuck or (quiet_s > patience_s and all(rank.is_idle for rank in quiet))
+            return self._late_in_long_phases_s(going, quiet)
         if len(self._trends.steps_s) < 2:
+            if any(rank.phase == "wait for data" and not rank.is_idle for rank in going):
+                return LONGEST_BUSY_S  # trainers that resume go through all that they have seen
             is_known = all(rank.phase != WHOLE_STEP for rank in going)  # it may wait for a server that generates
-            return quiet_s > LONGEST_S or (is_known and quiet_s > IDLE_S and all(rank.is_idle for rank in going))
-        return quiet_s > max(self.limit_s, self._whole_step_s(going))
+            return IDLE_S if is_known and all(rank.is_idle for rank in going) else COLLECTIVE_S
+        limit_s = max(self.limit_s, self._whole_step_s(going))
+        # Ranks of our own say something in each micro-batch, and their collectives have a deadline.
+        has_deadline = self._num_ranks > 1 and all(rank.phase != WHOLE_STEP for rank in going)
+        return min(limit_s, COLLECTIVE_S) if has_deadline else limit_s
+
+    def _late_in_long_phases_s(self, going: Sequence[RankState], quiet: Sequence[RankState]) -> float:
+        if all(rank.is_idle for rank in quiet):
+            if self._num_elsewhere and self._wait_together(going):
+                return LONGEST_BUSY_S  # for a rank on another machine, which has a supervisor of its own
+            return IDLE_S if all(rank.step for rank in quiet) else STARTING_IDLE_S
+        if any(rank.moves_data for rank in going):
+            return math.inf
+        return LONGEST_S if any(rank.waited_for_disk for rank in quiet) else self._longest_busy_s(quiet)
+
+    def _wait_together(self, going: Sequence[RankState]) -> bool:
+        """Whether each rank of this machine is in a collective. Asked once in each silence."""
+        if self._waited_since_s != self._last_s:
+            self._waited_since_s, self._are_waiting = self._last_s, False
+            with suppress(OSError, ValueError):  # a full disk, or another version of torch: this cannot be told
+                there = {rank.ring.rank: rank for rank in going}
+                answers = self._witnesses.answers(self._witnesses.ask(FLIGHT), there)
+                records = [read_flight(answers.get(number)) for number in there]
+                self._are_waiting = all(record is not None and record.waiting for record in records)
+        return self._are_waiting
+
+    def _longest_busy_s(self, quiet: Sequence[RankState]) -> float:
+        if any(rank.phase not in TALKING for rank in quiet):
+            return LONGEST_BUSY_S
+        saves_s = max((rank.longest_s.get("save", 0.0) for rank in quiet if rank.phase == "save"), default=0.0)
+        return max(COLLECTIVE_S, TIMES_USUAL * saves_s)
 
     def _whole_step_s(self, going: Sequence[RankState]) -> float:
         """In other trainers steps differ in kind: some make completions first, as the first one did, or compile."""
@@ -208,8 +259,8 @@ class Supervisor:
         is_busy = any(not rank.is_idle for rank in inside)
         return max((TIMES_LONGEST * rank.longest_step_s for rank in inside), default=0.0) + (BUSY_S if is_busy else 0.0)
 
-    def _diagnose(self, now_s: float) -> Finding:
-        evidence = self._collect(now_s)
+    def _diagnose(self, now_s: float, late_after_s: float) -> Finding:
+        evidence = self._collect(now_s, late_after_s)
         finding = find_stall(evidence)
         looks = self._trends.looks_at_gpus()
         if looks and any(uses_gpus(rank.ring.process) for rank in self._ranks.values()):
@@ -230,7 +281,7 @@ class Supervisor:
             finding.evidence["evidence"] = f"not kept: {error}"
         return finding
 
-    def _collect(self, now_s: float) -> StallEvidence:
+    def _collect(self, now_s: float, late_after_s: float) -> StallEvidence:
         """Ask every rank that is there for its flight record and its stacks."""
         syscalls = {number: syscall_of(rank.ring.process) for number, rank in self._ranks.items()}
         begins = {number: _size(stacks_path(self._folder, number)) for number in self._ranks}
@@ -266,7 +317,7 @@ class Supervisor:
         return StallEvidence(
             time_s=now_s,
             quiet_s=now_s - self._last_s,
-            limit_s=self._given_s or (self.limit_s if math.isfinite(self.limit_s) else LONGEST_S),
+            limit_s=late_after_s,
             ranks=tuple(seen),
             num_ranks=self._num_ranks,
             oom_kills=after - before if before is not None and after is not None else None,

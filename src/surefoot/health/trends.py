@@ -13,7 +13,7 @@ from surefoot import cgroup
 from surefoot.findings import Finding
 from surefoot.health.accelerators import Accelerators, Look
 from surefoot.health.diagnose.accelerators import find_gpu_errors, find_in_gpus, find_launch_bound, find_worse_gpus
-from surefoot.health.diagnose.memory import UNCOUNTED, find_replicated_load, name_owner
+from surefoot.health.diagnose.memory import UNCOUNTED, find_growing_helpers, find_replicated_load, name_owner
 from surefoot.health.diagnose.speed import (
     find_idle_ranks,
     find_slow,
@@ -24,7 +24,20 @@ from surefoot.health.diagnose.speed import (
 )
 from surefoot.health.flight import read_flight
 from surefoot.health.objects import Census, read_census
-from surefoot.health.processes import major_faults, memory_bytes, room_bytes, swapped_bytes, swapped_in_bytes, uses_gpus
+from surefoot.health.processes import (
+    major_faults,
+    memory_bytes,
+    most_open_files,
+    name_of,
+    num_threads,
+    open_files,
+    proportional_bytes,
+    room_bytes,
+    started_by,
+    swapped_bytes,
+    swapped_in_bytes,
+    uses_gpus,
+)
 from surefoot.health.rank_state import WINDOW_S, RankState
 from surefoot.health.witness import FLIGHT, OBJECTS
 from surefoot.health.witnesses import Witnesses
@@ -38,6 +51,8 @@ MOST_BUSY_PERCENT = 80.0
 """Of the machine's cores: where they are all in use, ranks that compute little may just not get one."""
 USUAL_STEPS = 32
 COMPUTING = ("forward", "backward", "optimizer", "forward and backward")
+EXPLAINED = frozenset({"SF302", "SF304", "SF305", "SF306"})
+"""Causes that make ranks wait for each other, too."""
 LONG_PHASES = frozenset({"launch", "load", "tokenise", "save", "evaluate", "export", "rollout"})
 
 
@@ -83,14 +98,17 @@ class Trends:
 
     def look(self, now_s: float) -> list[Finding]:
         """Leaks and losses of time that were not known; looked for every few seconds."""
-        if now_s < self._next_s:
+        if now_s < self._next_s <= now_s + TRENDS_EVERY_S:  # later than that: the clock was set back
             return []
         self._next_s = now_s + TRENDS_EVERY_S
         found = self._leaks()
         times = {number: rank.times for number, rank in self._ranks.items() if not rank.has_ended}
         slow = find_slow(times, self._throttled_share(now_s), num_ranks=self._num_ranks)
-        if not slow and len(times) == self._num_ranks > 1 and len(self.steps_s) == USUAL_STEPS:
-            slow = self._stragglers(now_s)
+        is_slowed = any(finding.code == "SF301" and _key(finding) not in self._said for finding in slow)
+        is_known = any(finding.code in EXPLAINED for finding in slow)
+        if not is_known and len(times) == self._num_ranks > 1 and len(self.steps_s) == USUAL_STEPS:
+            stragglers = self._stragglers(now_s, at_once=is_slowed)
+            slow = [finding for finding in slow if finding.code != "SF301" or not stragglers] + stragglers
         # These are the same on all ranks: the machine of the first one says them.
         numbers = self._ranks[0].numbers.findings() if 0 in self._ranks else []
         looks = self._looks_at_gpus(now_s)
@@ -100,6 +118,7 @@ class Trends:
         loads = {number: rank.load for number, rank in self._ranks.items() if rank.load is not None}
         replicated = find_replicated_load(loads, memory_bytes()) if len(loads) == self._num_here else None
         memory += [replicated] if replicated is not None else []
+        memory += [finding for number, rank in self._ranks.items() for finding in self._growing(number, rank)]
         all_of_them = (*slow, *numbers, *gpus, *memory, *self._swapping(now_s))
         new = [finding for finding in all_of_them if _key(finding) not in self._said]
         self._said.update(_key(finding) for finding in new)
@@ -144,6 +163,25 @@ class Trends:
         spike = rank.peaks.finding(on_device if on_device is not None else room_bytes() / self._num_here)
         return [*rank.device_memory.findings(), *([spike] if spike is not None else [])]
 
+    def _growing(self, number: int, rank: RankState) -> list[Finding]:
+        """What a rank has open, its threads, and the processes it started."""
+        process = rank.ring.process
+        files, threads, helpers = open_files(process), num_threads(process), started_by(process)
+        found = []
+        if files is not None:
+            rank.open_files.add(rank.step, files)
+            most = most_open_files(process)
+            found += [rank.open_files.finding(files, most, "It")] if most is not None else []
+        if threads is not None:
+            rank.threads.add(rank.step, threads)
+            group = cgroup.tasks()
+            found += [rank.threads.finding(*group, "Its cgroup")] if group is not None else []
+        if rank.step:
+            rank.helpers.append((rank.step, sum(map(proportional_bytes, helpers))))
+            room = room_bytes() / self._num_here
+            found.append(find_growing_helpers(number, list(rank.helpers), list(map(name_of, helpers)), room))
+        return [finding for finding in found if finding is not None]
+
     def _launch_bound(self, looks: list[Look]) -> list[Finding]:
         """By the rank whose process is busiest."""
         rank = max(self._ranks.values(), key=lambda one: one.busy_cores or 0.0, default=None)
@@ -180,9 +218,9 @@ class Trends:
             return []
         return [look for look in self._accelerators.looks() if look[0] > self._long_phase_s]
 
-    def _stragglers(self, now_s: float) -> list[Finding]:
-        """The rank the others wait for, if it is always one; asked for now and then."""
-        if now_s < self._next_meeting_s:
+    def _stragglers(self, now_s: float, *, at_once: bool) -> list[Finding]:
+        """The rank the others wait for, if it is always one; asked for now and then, or before SF301 is said."""
+        if now_s < self._next_meeting_s and not at_once:
             return []
         self._next_meeting_s = now_s + MEETINGS_EVERY_S
         try:
@@ -221,4 +259,6 @@ class Trends:
 
 
 def _key(finding: Finding) -> str:
-    return f"{finding.code} {finding.evidence.get('device', '')} {finding.evidence.get('xid', '')}"
+    names = ("device", "xid", "what", *(("rank",) if finding.code.startswith("SF20") else ()))
+    which = (finding.evidence.get(name, "") for name in names)
+    return f"{finding.code} {' '.join(map(str, which))}"

@@ -9,6 +9,7 @@ The thread answers only while Python can run; that it does not is evidence too. 
 handler in C, which runs while another thread holds Python's lock.
 """
 
+import ctypes
 import faulthandler
 import functools
 import json
@@ -25,6 +26,10 @@ from surefoot.health.objects import take_census
 from surefoot.health.ring import this_machine
 
 EVERY_S = 0.25
+PR_SET_PTRACER = 0x59616D61
+"""Of Linux; refused, without harm, where there is no Yama."""
+RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""What dumps the Flight Recorder of gloo, and that of NCCL, which builds without CUDA do not have."""
 STACKS = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 """The signal that asks for stacks: one that users' own handlers and schedulers do not use, where there is one."""
 
@@ -70,6 +75,7 @@ class Witness:
     def __init__(self, run_folder: Path, rank: int) -> None:
         self._run_folder, self._rank = run_folder, rank
         self._is_over = threading.Event()
+        _allow_to_be_seen()
         self._stacks = open(stacks_path(run_folder, rank), "w")  # noqa: SIM115 - the handlers write to it
         faulthandler.register(STACKS, self._stacks, all_threads=True)
         self._is_enabler = not faulthandler.is_enabled()
@@ -103,6 +109,12 @@ class Witness:
             _write(flight_path(self._run_folder, self._rank), {"request": asked, **_flight()})
 
 
+def _allow_to_be_seen() -> None:
+    """Let a supervisor that is no ancestor take native stacks, where the kernel's Yama allows ancestors alone."""
+    with suppress(OSError, AttributeError):  # a system without prctl
+        ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
+
+
 def _asked(run_folder: Path) -> str:
     try:
         return request_path(run_folder).read_text()
@@ -117,13 +129,18 @@ def _nowhere() -> int:
 
 
 def _flight() -> dict[str, Any]:
-    """The dump; null where torch has none, with the reason where it fails: the function is private and may change."""
+    """The dump; null where torch has none, with the reason where it fails: the functions are private and may change.
+
+    gloo's collectives and NCCL's are in recorders of their own, with the numbers and names of their groups apart.
+    """
     c10d = sys.modules.get("torch._C._distributed_c10d")
-    dump = getattr(c10d, "_dump_fr_trace_json", None)
+    dumps = [dump for name in RECORDERS if (dump := getattr(c10d, name, None)) is not None]
     try:
-        return {"flight": json.loads(dump(includeCollectives=True)) if dump is not None else None}
+        found = [json.loads(dump(includeCollectives=True)) for dump in dumps]
     except (RuntimeError, TypeError, ValueError) as error:
         return {"flight": None, "error": f"{type(error).__name__}: {error}"}
+    entries = [entry for one in found for entry in one.get("entries", ())]
+    return {"flight": {**found[0], "entries": entries} if entries else found[0] if found else None}
 
 
 def _objects() -> dict[str, Any] | None:

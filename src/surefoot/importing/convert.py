@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,15 @@ PATHS = (
 """Settings that may name a file."""
 SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
 """Names of transformers' schedules; any of ours may be warmed up to."""
-SAMPLED = re.compile(r"^(.*)#(\d+)$")
+SAMPLED = re.compile(r"^(?:(HF|MS)::)?(?:([\w.-]+/[\w.-]+):([\w./-]+?)|(.+?))(?:#(\d+))?$")
+"""ms-swift's `HF::owner/name:subset#500`, or a path."""
+SECRET = re.compile("(?i)key|token|secret|password")
+OURS = re.compile(
+    "ACCELERATE_|CUDA_|GLOO_|HF_|MASTER_|MKL_|MLFLOW_|NCCL_|NUMEXPR_|OMP_|OPENBLAS_|PYTORCH_|RDZV_|SWANLAB_|TOKENIZERS_|"
+    "TORCH|TRANSFORMERS_|TRITON_|UCX_|VLLM_|WANDB_|LD_LIBRARY_PATH|PATH$|PYTHONPATH"
+)
+"""Variables that libraries read which are used here, too."""
+USUALLY_TRUE = frozenset({"freeze_aligner", "freeze_multi_modal_projector", "completion_only_loss"})
 
 
 @dataclass(frozen=True)
@@ -138,6 +147,8 @@ def convert(told: Told) -> Imported:
             continue
         if name == "datasets" and told.program == "axolotl":
             left_out |= _of_axolotl_left(told, value)
+        if name in ("dataset", "val_dataset") and told.program == "ms-swift":
+            left_out |= _of_swift_left(name, value)
         mapped = _mapped(told, name, value)
         if name == "report_to":
             others = [one for one in _list(value) if one not in (*TRACKERS, "none", None)]
@@ -146,14 +157,18 @@ def convert(told: Told) -> Imported:
             left_out[said] = WITHOUT["load_in_4bit"]
         if mapped is not None:
             for ours_name, ours_value in mapped.items():
-                ours[ours_name] = (ours_value, origin)
+                if ours_value is None and not _may_be_null(ours_name):
+                    left_out[said] = f"{ours_name} must be said here"
+                else:
+                    ours[ours_name] = (ours_value, origin)
         elif name in GRPO:
             left_out[said] = "of rollouts"
         elif name in NOT_HERE:
             if value is True or value not in (False, None, 1, "1"):
                 left_out[said] = NOT_HERE[name]
         elif name in WITHOUT:
-            left_out |= {} if value in (False, None) else {said: WITHOUT[name]}
+            usual = (True, None) if name in USUALLY_TRUE else (False, None)
+            left_out |= {} if value in usual else {said: WITHOUT[name]}
         elif name in VLLM_OPTIONS or name in VLLM_FLAGS or name in ("vllm_server_host", "vllm_server_port"):
             pass  # below, together
         elif name in SAME_IF:
@@ -164,7 +179,7 @@ def convert(told: Told) -> Imported:
     for variable, name in VARIABLES.items():
         if variable in told.environment:
             count = told.environment[variable]
-            if not count.isdigit():
+            if not count.isdecimal():
                 raise ConfigError(f"{variable}={count} is no whole number.")
             ours.setdefault(name, (int(count), variable))
     ours |= _of_engine(told, ours)
@@ -205,8 +220,11 @@ def convert(told: Told) -> Imported:
     order = [name for name in RunConfig.model_fields if name in ours] + [
         name for name in ours if name in DEEPSPEED_KEYS
     ]
-    settings = {name: ours[name] for name in order if ours[name][0] is not None}
-    kept = {name: value for name, value in told.environment.items() if name not in VARIABLES}
+    settings = {name: ours[name] for name in order if ours[name][0] is not None or _may_be_null(name)}
+    variables = {name: value for name, value in told.environment.items() if name not in VARIABLES}
+    kept = {name: "(not shown)" if SECRET.search(name) else value
+            for name, value in variables.items() if OURS.match(name)}  # fmt: skip
+    unknown += [f"the variable {name}" for name in variables if name not in kept]
     return Imported(told.program, settings, left_out, unknown, list(_odd(told)), kept)
 
 
@@ -215,11 +233,14 @@ def _of_engine(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, tuple[
     said = told.settings
     if ours.get("rollout_engine", ("", ""))[0] != "vllm":
         return {}
-    if "vllm_server_host" in said and "vllm_server" not in ours:
-        hosts, ports = _list(said["vllm_server_host"]), _list(said.get("vllm_server_port", 8000))
-        return {"vllm_server": (f"http://{hosts[0]}:{ports[0]}", f"vllm_server_host of {told.program}")}
+    named = "vllm_server_host" if said.get("vllm_server_host") else "vllm_server_port"
+    if said.get(named) and "vllm_server" not in ours:
+        hosts, ports = _list(said.get("vllm_server_host") or "127.0.0.1"), _list(said.get("vllm_server_port") or 8000)
+        return {"vllm_server": (f"http://{hosts[0]}:{ports[0]}", f"{named} of {told.program}")}
     if "vllm_server" in ours:
         return {}
+    if told.program == "TRL" and said.get("vllm_mode") == "colocate":
+        said = {"vllm_gpu_memory_utilization": 0.3, **said}  # theirs, where nothing is said
     words = [f"--{option}={said[name]}" for name, option in VLLM_OPTIONS.items() if said.get(name) is not None]
     words += [f"--{option}" for name, option in VLLM_FLAGS.items() if said.get(name) is True]
     return {"vllm_args": (words, f"vllm_... of {told.program}")} if words else {}
@@ -242,6 +263,12 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+def _may_be_null(name: str) -> bool:
+    """Whether null is a value of its own, and not what holds where nothing is said."""
+    field = RunConfig.model_fields.get(name)
+    return field is not None and field.default is not None and "None" in str(field.annotation)
+
+
 def _line(text: str) -> str:
     """For a comment, which ends with its line."""
     return text if text.isprintable() else _json(text)
@@ -260,8 +287,24 @@ def _mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
             return special
     if name == "datasets" and told.program == "axolotl":
         return {"dataset": [_axolotl_source(one) for one in _mappings(told, name, value)]}
+    if name == "dataset_shuffle" and told.program == "ms-swift":  # their loader shuffles, too
+        return {"shuffle": False} if value is False and told.settings.get("train_dataloader_shuffle") is False else {}
     if name in ("dataset_shuffle", "shuffle_dataset", "train_sampler_random"):
         return {} if value in (True, None) else {"shuffle": False}
+    if name == "datasets" and told.program == "TRL":
+        entries = [{"subset" if key == "name" else key: given for key, given in one.items()}
+                 for one in _mappings(told, name, value)]  # fmt: skip
+        return {"dataset": entries}
+    if name == "adapters":
+        return {"init_adapter": value[0] if isinstance(value, list) and value else value}
+    if name == "save_strategy" and value == "no":
+        return {"save_steps": 0}
+    if name == "sleep_level":
+        return {"vllm_sleep": True} if _number(value) in (1, 2) else {}
+    if name == "warmup_steps" and isinstance(share := _number(value), float) and 0 < share < 1:
+        return {"warmup_ratio": share}
+    if name == "gradient_checkpointing" and isinstance(value, str):
+        return {"gradient_checkpointing": True}
     if name == "report_to":
         known = [one for one in _list(value) if one in TRACKERS]
         return {"report_to": known} if known else {}
@@ -275,14 +318,17 @@ def _mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
         return {}
     if name == "disable_gradient_checkpointing":
         return {"gradient_checkpointing": not value}
-    if name == "dataset" and told.program == "ms-swift":
+    if name in ("dataset", "val_dataset") and told.program == "ms-swift":
         sources = _list(value)
         if not all(isinstance(one, str) for one in sources):
             raise _odd_value(told, name, value, "names of datasets")
-        return {"dataset": [_sampled(one) for one in sources]}
+        sampled = [_sampled(one) for one in sources]
+        if name == "val_dataset":
+            return {"eval_dataset": sampled[0] if len(sampled) == 1 else sampled}
+        return {"dataset": sampled}
     if name == "assistant_only_loss":
         return {"train_on": "assistant" if value else "all"}
-    if name == "lr_scheduler_type" and value in SCHEDULES:
+    if name == "lr_scheduler_type" and isinstance(value, str) and value in SCHEDULES:
         return {"lr_scheduler_type": SCHEDULES[value]}
     if name == "lr_scheduler_kwargs":
         kwargs = _mapping(told, name, value)
@@ -366,9 +412,26 @@ def _axolotl_source(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sampled(one: str) -> Any:
-    """ms-swift's `name#500`: the first rows of a source (theirs are drawn at random)."""
+    """A source of ms-swift; of `name#500` the first rows."""
     match = SAMPLED.match(one)
-    return {"path": match[1], "split": f"[:{match[2]}]"} if match else one
+    if match is None:
+        return one
+    _, name, subset, path, count = match.groups()
+    source = {"path": name or path, "subset": subset, "split": f"[:{count}]" if count else None}
+    said = {key: given for key, given in source.items() if given}
+    return said["path"] if len(said) == 1 else said
+
+
+def _of_swift_left(name: str, value: Any) -> dict[str, str]:
+    """What its sources mean that is not carried."""
+    left = {}
+    for one in _list(value):
+        match = SAMPLED.match(str(one))
+        if match is not None and match[5]:
+            left[f"#{match[5]} of {name} = {one}"] = "the first rows are taken; theirs are drawn at random"
+        if match is not None and match[2] and match[1] != "HF":
+            left[f"{name} = {one}"] = "ids are those of huggingface.co here; theirs are ModelScope's"
+    return left
 
 
 def _number(value: Any) -> Any:
@@ -398,19 +461,36 @@ def _defaults(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, Any]:
     if tuning == "full" and told.program == "ms-swift":
         defaults["learning_rate"] = 1e-5
     if told.program == "ms-swift" and told.method == "sft":
-        rows, ranks = (ours.get(name, (1, ""))[0] for name in ("per_device_train_batch_size", "nproc_per_node"))
-        if isinstance(rows, int) and isinstance(ranks, int):
-            defaults["gradient_accumulation_steps"] = -(-SWIFT_BATCH // (rows * ranks))
+        names = ("per_device_train_batch_size", "nproc_per_node", "nnodes")
+        counts = [ours.get(name, (1, ""))[0] for name in names]
+        if all(isinstance(count, int) and count > 0 for count in counts):
+            defaults["gradient_accumulation_steps"] = -(-SWIFT_BATCH // prod(counts))
     if "max_steps" in ours:
         defaults.pop("num_train_epochs", None)
     if {"warmup_steps", "warmup_ratio"} & ours.keys():
         defaults.pop("warmup_ratio", None)
     if "global_batch_size" in ours:
         defaults.pop("gradient_accumulation_steps", None)
-    if "deepspeed" in ours:  # its JSON may name these itself
-        for name in ("weight_decay", "adam_beta2"):
-            defaults.pop(name, None)
+    if told.program == "LLaMA-Factory" and "vl" in str(told.settings.get("template", "")):
+        defaults |= {"max_pixels": 768 * 768, "min_pixels": 32 * 32}
+    visible = told.environment.get("CUDA_VISIBLE_DEVICES")
+    if told.program == "LLaMA-Factory" and visible:  # it starts a process for each
+        defaults["nproc_per_node"] = len(visible.split(","))
+    if told.method == "grpo":
+        defaults.pop("lora_dropout", None)  # refused here: see what is said of it there
+    for name in _of_deepspeed(told, ours):
+        defaults.pop(name, None)
     return defaults
+
+
+def _of_deepspeed(told: Told, ours: dict[str, tuple[Any, str]]) -> set[str]:
+    """Settings that a DeepSpeed config names itself; of a file that is not there nothing is known."""
+    names: set[str] = set()
+    for key in DEEPSPEED_KEYS & ours.keys():
+        value, origin = ours[key]
+        if not isinstance(value, str) or value in PRESETS or (told.base / value).is_file():
+            names |= {name for name, _, _ in read_deepspeed(value, told.base, origin)[0]}
+    return names
 
 
 def _odd(told: Told) -> Iterator[Finding]:

@@ -44,7 +44,14 @@ TRL_LORA = {
 
 OF_GRPO: dict[str, Settings] = {
     "TRL": {"truncation": "left", "learning_rate": 1e-6, "max_completion_length": 512},
-    "ms-swift": {"max_completion_length": 512, "temperature": 0.9, "beta": 0.04, "loss_type": "grpo"},
+    "ms-swift": {
+        "max_completion_length": 512,
+        "temperature": 0.9,
+        "beta": 0.04,
+        "loss_type": "grpo",
+        "truncation": "left",
+        "importance_correction": "none",
+    },
 }
 """The same where a run is one of GRPO."""
 SWIFT_BATCH = 16
@@ -122,12 +129,14 @@ WITHOUT: dict[str, str] = {
     "model_name": "it names the model to itself only",
     "model_type": "the architecture is that of the model's config.json",
     "completion_only_loss": "train_on says which turns are trained",
+    "train_dataloader_shuffle": "rows are shuffled by shuffle",
 }
 """Their setting -> why it is left out, where it may change the run."""
 
 VLLM_OPTIONS = {
     "vllm_gpu_memory_utilization": "gpu-memory-utilization",
     "vllm_max_model_len": "max-model-len",
+    "vllm_max_model_length": "max-model-len",
     "vllm_tensor_parallel_size": "tensor-parallel-size",
     "vllm_max_num_seqs": "max-num-seqs",
     "vllm_limit_mm_per_prompt": "limit-mm-per-prompt",
@@ -136,7 +145,7 @@ VLLM_OPTIONS = {
 VLLM_FLAGS = {"vllm_enforce_eager": "enforce-eager", "vllm_enable_prefix_caching": "enable-prefix-caching"}
 
 GRPO = frozenset(
-    "reward_model repetition_penalty external_plugins use_vllm vllm_mode num_infer_workers sleep_level "
+    "reward_model repetition_penalty external_plugins use_vllm vllm_mode num_infer_workers "
     "offload_model offload_optimizer gc_collect_after_offload move_model_batches async_generate "
     "tensor_parallel_size ref_model log_entropy".split()
 )

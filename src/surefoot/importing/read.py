@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,12 @@ from surefoot.errors import ConfigError
 ASSIGNMENT = re.compile(r"^(?:export\s+)?([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 HYDRA = re.compile(r"^\w+=")
 SHORT = re.compile(r"^-[A-Za-z]")
-VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
+VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^}]*))?\}|\$([A-Za-z_]\w*)")
+"""`$NAME`, `${NAME}`, and `${NAME:-what it is otherwise}`."""
+INSIDE = re.compile(r"(?<=[^\s;&|(])#")
+"""A shell's comments begin where words begin."""
+NO_COMMENT = "\ue000"
+REDIRECTION = re.compile(r"^(\d*|&)>")
 LAUNCHERS = {"nproc_per_node": "nproc_per_node", "num_processes": "nproc_per_node", "num_gpus": "nproc_per_node",
              "nnodes": "nnodes", "num_machines": "nnodes", "num_nodes": "nnodes"}  # fmt: skip
 """Options of torchrun, accelerate and deepspeed before the script."""
@@ -112,6 +118,7 @@ def _read_script(path: Path, text: str) -> Told:
     """The first command of a known program in a shell script, with the variables that were set before it."""
     joined = re.sub(r"\\\s*\n", " ", text)
     variables: dict[str, str] = {}
+    exported: dict[str, str] = {}
     found: Told | None = None
     others: list[str] = []
     for line in joined.splitlines():
@@ -119,24 +126,45 @@ def _read_script(path: Path, text: str) -> Told:
         if not line or line.startswith("#"):
             continue
         try:
-            words = shlex.split(VARIABLE.sub(lambda one: variables.get(one[1], one[0]), line), comments=True)
+            words = _words(VARIABLE.sub(partial(_value_of, variables), line))
         except ValueError as error:
+            if _command_of(line.split()) is None:  # a text over several lines, which is no command of interest
+                continue
             raise ConfigError(f"{path}: cannot be read as a shell script: {error}") from error
+        assigned: dict[str, str] = {}
+        is_exported = bool(words) and words[0] == "export"
         while words and (words[0] == "export" or ASSIGNMENT.match(words[0])):
             match = ASSIGNMENT.match(words[0])
             if match:
-                variables[match[1]] = match[2]
+                assigned[match[1]] = match[2]
             words = words[1:]
+        if is_exported:
+            exported |= assigned
+        if not words or is_exported:  # before a command they are the command's alone
+            variables |= assigned
         if not words or (_command_of(words) is None and not _serves(words)):
             continue
         if found is None and _command_of(words) is not None:
-            found = _read_command(words, variables, path.name, path.resolve().parent)
+            known = {name: variables.get(name, value) for name, value in exported.items()}
+            found = _read_command(words, known | assigned, path.name, path.resolve().parent)
         else:
             others.append(" ".join(words)[:80])
     if found is not None:
         found.others = others
         return found
     raise ConfigError(f"{path}: holds no command of a program that is known. Give {KNOWN}.")
+
+
+def _words(line: str) -> list[str]:
+    """As a shell splits them. Raises: ValueError."""
+    split = shlex.split(INSIDE.sub(NO_COMMENT, line), comments=True)
+    return [word.replace(NO_COMMENT, "#") for word in split]
+
+
+def _value_of(variables: Mapping[str, str], use: "re.Match[str]") -> str:
+    """What stands for a variable; where nothing is known of it, it stays."""
+    name, otherwise = use[1] or use[3], use[2]
+    return variables.get(name) or (otherwise if otherwise is not None else use[0])
 
 
 def _serves(words: Sequence[str]) -> bool:
@@ -153,7 +181,7 @@ def _command_of(words: Sequence[str]) -> tuple[str, str, int] | None:
             return *MODULES[word], number + 1
         if name in ("sft.py", "rlhf.py", "pt.py") and "swift" in Path(word).parts:
             return "ms-swift", name.removesuffix(".py"), number + 1
-        if name in ("swift", "megatron") and following in ("sft", "rlhf", "pt"):
+        if name == "swift" and following in ("sft", "rlhf", "pt"):
             return "ms-swift", following, number + 2
         if name == "trl" and following in ("sft", "grpo"):
             return "TRL", following, number + 2
@@ -186,6 +214,8 @@ def _read_command(words: list[str], environment: dict[str, str], place: str, bas
             settings |= {value: True} if value != "no" else {}
         elif name not in OF_MEETING and name not in ("", "-m", "-u"):
             launcher[name] = value
+    if "accelerate" in [Path(word).name for word in words[:begin]]:
+        _per_machine(settings)
     rest = words[begin:]
     options = _options(rest)
     named = rest[0] if rest and not rest[0].startswith("--") else options.get("config", "")
@@ -200,14 +230,27 @@ def _read_command(words: list[str], environment: dict[str, str], place: str, bas
         return told
     settings |= options
     told = Told(program, settings, dict.fromkeys(settings, place), environment, base, launcher=launcher)
-    told.method = _method(program, settings) if method in ("sft", "rlhf") else method
+    told.method = _method(program, settings, method) if method in ("sft", "rlhf") else method
     return told
 
 
-def _method(program: str, settings: Mapping[str, Any]) -> str:
+def _per_machine(settings: dict[str, Any]) -> None:
+    """accelerate's number of processes is that of all machines. Raises: ConfigError where it does not divide."""
+    total, machines = (str(settings.get(name, 1)) for name in ("nproc_per_node", "nnodes"))
+    if total.isdecimal() and machines.isdecimal() and int(machines) > 1:
+        if int(total) % int(machines):
+            raise ConfigError(f"--num_processes {total} is not divided by --num_machines {machines}.")
+        settings["nproc_per_node"] = int(total) // int(machines)
+
+
+def _method(program: str, settings: Mapping[str, Any], subcommand: str = "sft") -> str:
     said = (
         settings.get("rlhf_type") or settings.get("rl") or (settings.get("stage") if program == "LLaMA-Factory" else "")
     )
+    if not said and subcommand == "rlhf":
+        return "dpo"  # what ms-swift does then
+    if not said and program == "TRL" and settings.keys() & {"reward_funcs", "num_generations"}:
+        return "grpo"
     return str(said or "sft")
 
 
@@ -219,8 +262,10 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     name = ""
     for word in words:
-        if word in ("|", ">", ">>", "2>&1", "&", "&&", "&>", ";"):
+        if word in ("|", "||", "&", "&&", ";") or REDIRECTION.match(word):
             break
+        is_last = word.endswith(";")
+        word = word.removesuffix(";")
         if word.startswith("--") or (HYDRA.match(word) and not name):
             name, equals, value = word.removeprefix("--").partition("=")
             name = name.replace("-", "_")
@@ -232,6 +277,8 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
         else:
             before = found.setdefault(name, True)
             found[name] = word if before is True else [*before, word] if isinstance(before, list) else [before, word]
+        if is_last:
+            break
     return {key: _value(value) for key, value in found.items()}
 
 

@@ -41,7 +41,9 @@ def drop_what_is_refused(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[s
         if not helps:
             raise found
         value, origin = ours[helps[-1]]
-        if isinstance(value, str) and not re.search("str|Literal", str(RunConfig.model_fields[helps[-1]].annotation)):
+        if isinstance(value, str) and not re.search(
+            "str|Literal|bool", str(RunConfig.model_fields[helps[-1]].annotation)
+        ):
             raise found  # no number: that program would not take it either
         del ours[helps[-1]]
         said = str(found).splitlines()

@@ -40,6 +40,7 @@ from surefoot.health.memory import LoadPeak
 from surefoot.health.observers import rank_observers
 from surefoot.health.witness import record_collectives
 from surefoot.terminal import say
+from surefoot.training.ledger import peak_memory_bytes, sample_device_memory
 from surefoot.training.record import FindingLog
 
 MOST_FORWARDS = 4096
@@ -90,7 +91,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         _LIVE.add(self)
         folder = Path(args.output_dir).absolute()  # the program may go elsewhere
         self._log = FindingLog(folder, self._webhook, "tensorboard" in (args.report_to or []))
-        self._told_not_finite = False
+        self._told_not_finite = self._scales_losses = False
         self._rank, self._step = int(args.process_index), int(state.global_step) + 1
         if args.local_process_index == 0 and SUPERVISED not in os.environ:
             elsewhere = ranks_elsewhere(args.world_size)
@@ -118,6 +119,9 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         now = time.perf_counter()
         if self._batches is not None:
             self._emit(self._batches.take(self._rank, int(state.global_step)))
+        on_device = sample_device_memory(_device(), self._rank, int(state.global_step)) if self._observers else None
+        if on_device is not None:
+            self._emit(on_device)
         self._emit(self._step_ended(state, now - self._step_began_s))
         self._logged = {}
         self._step, self._step_began_s = min(int(state.global_step) + 1, int(state.max_steps)), now
@@ -134,11 +138,11 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
             self._begin("evaluate")
 
     def on_log(
-        self, _: TrainingArguments, state: TrainerState, *__: Any, logs: dict[str, float] | None = None, **___: Any
+        self, args: TrainingArguments, state: TrainerState, *__: Any, logs: dict[str, float] | None = None, **___: Any
     ) -> None:
         numbers = {name: float(value) for name, value in (logs or {}).items() if isinstance(value, int | float)}
         if "loss" in numbers:  # of the steps since the last log; told once, with the step that ends next
-            self._logged = numbers
+            self._logged, self._scales_losses = numbers, bool(args.fp16)
             self._look_at(numbers, int(state.global_step))
         elif "eval_loss" in numbers:
             self._emit(Evaluated(int(state.global_step), numbers["eval_loss"], 0))
@@ -146,6 +150,8 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
     def _look_at(self, numbers: dict[str, float], step: int) -> None:
         """Say once that a number is none; on the process that logs."""
         odd = [name for name in ("loss", "grad_norm") if not math.isfinite(numbers.get(name, 0.0))]
+        if odd == ["grad_norm"] and self._scales_losses and math.isinf(numbers["grad_norm"]):
+            return  # in float16 steps that overflow are left out, and the loss is scaled by less
         if not odd or self._told_not_finite or self._rank:
             return
         self._told_not_finite = True
@@ -193,7 +199,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
             trained_tokens=0,
             tokens_per_second=math.nan,
             step_time_s=took_s,
-            peak_memory_bytes=0,
+            peak_memory_bytes=peak_memory_bytes(_device()),
         )
 
     def _begin(self, phase: Phase) -> None:
@@ -222,6 +228,13 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         if self._watcher is not None:
             end(self._watcher)
             self._watcher = None
+
+
+def _device() -> torch.device:
+    """What this process trains on; asking does not make a context on a GPU that is not used."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _loaded(rank: int, model: nn.Module, peak: int) -> ModelLoaded:

@@ -6,6 +6,7 @@ another, no mask is ever built, and the cost follows the samples' lengths, not t
 Knows nothing of packing or of models: it gets `lengths` and `cu_seq_lens_q` through the model's keyword arguments.
 """
 
+import inspect
 import itertools
 from typing import Any
 
@@ -19,6 +20,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from surefoot.errors import ModelError
 
 IMPLEMENTATION = "surefoot"
+SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether torch's kernel takes keys and values that several heads share; up to 2.11 they are repeated for it."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -52,7 +55,10 @@ def packed_attention(
         return _shared_prefixes(query, key, value, lengths, continues, scaling, dropout, sliding_window), None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
         window = (sliding_window - 1, 0) if sliding_window else (-1, 0)
-        query_THD, key_THD, value_THD = (t[0].transpose(0, 1).contiguous() for t in _same_heads(query, key, value))
+        options: dict[str, Any] = {"enable_gqa": True} if SHARES_HEADS else {}
+        if not SHARES_HEADS:
+            key, value = (with_heads_of(query, one) for one in (key, value))
+        query_THD, key_THD, value_THD = (one[0].transpose(0, 1).contiguous() for one in (query, key, value))
         out = varlen_attn(
             query_THD,
             key_THD,
@@ -63,9 +69,12 @@ def packed_attention(
             max_length_q,
             scale=scaling,
             window_size=window,
+            **options,
         )
         assert isinstance(out, Tensor)
         return out[None], None
+    if query.is_cuda:  # with heads that are shared only flash attention, which has no float32, forms no scores
+        key, value = (with_heads_of(query, one) for one in (key, value))
     outputs = []
     begin = 0
     for length in lengths:
@@ -145,12 +154,10 @@ def _rows_of(owner: int, continues: tuple[int, ...]) -> list[list[int]]:
     return [[row] for row in rows] if owner < 0 else [rows]
 
 
-def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Key and value repeated to the query's number of heads, as `varlen_attn` of torch 2.10 and 2.11 needs."""
-    repeats = query.shape[1] // key.shape[1]
-    if repeats == 1:
-        return query, key, value
-    return query, key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+def with_heads_of(query: Tensor, key_or_value: Tensor) -> Tensor:
+    """Keys or values repeated to the query's number of heads. Shapes: [1, heads, T, D], [1, kv_heads, T, D]."""
+    repeats = query.shape[1] // key_or_value.shape[1]
+    return key_or_value if repeats == 1 else key_or_value.repeat_interleave(repeats, dim=1)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -7,8 +7,6 @@ parameters.
 Knows nothing of data, loss or optimisers.
 """
 
-import ctypes
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +15,10 @@ from typing import Any, Protocol
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.core_model_loading import Transpose
 from transformers.distributed import DistributedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -32,13 +29,11 @@ from surefoot.errors import ModelError
 from surefoot.models import attention, experts, vision
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
 from surefoot.models.placement import put
+from surefoot.models.reading import offloaded, streamed
 from surefoot.models.routing import RoutingRecorder, keep_routing_on_recompute
 
 LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
 """Names under which configs list the kind of each layer."""
-
-GLIBC_MOST_BYTES = 1 << 25
-"""Where glibc's own tuning of the threshold for large allocations ends."""
 
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "attention"}
 
@@ -199,6 +194,8 @@ def build_model(
     # FSDP wants what it offloads to be on the CPU from the start; the rest goes to the device afterwards.
     is_offloaded = sharding is not None and sharding.is_offloaded
     reads_to = torch.device("cpu") if is_offloaded else device
+    if is_offloaded:
+        cls = offloaded(cls, device)
     model = _load(cls, folder, config, stored, reads_to, experts_implementation, is_sharded=sharding is not None)
     if is_offloaded:
         _move_whole_tensors(model, device)
@@ -277,7 +274,7 @@ def _load(
     with quiet_transformers(), _as_model_errors(folder):
         # One GPU reads ahead in threads: that is faster, and its host memory holds only what is on the way.
         is_streamed = device.type == "cpu" or is_sharded
-        model, info = (_streaming(cls) if is_streamed else cls).from_pretrained(
+        model, info = (streamed(cls) if is_streamed else cls).from_pretrained(
             str(folder),
             config=config,
             dtype=dtype,
@@ -351,56 +348,6 @@ def _sharded(
     return type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__})
 
 
-def _streaming(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A subclass whose weights are read tensor by tensor as they are placed, so that no more than one is held twice.
-
-    transformers' own way maps the files into memory, which counts as every rank's, and reads ahead in threads without
-    limit. With 4 ranks that share one machine that held 2.1 times the checkpoint's bytes; so it is 1.06 times.
-    """
-
-    def load(model: PreTrainedModel, state_dict: Any, files: list[str] | None, *rest: Any) -> Any:
-        if files and all(file.endswith(".safetensors") for file in files):
-            state_dict = _slices(files)
-        with _one_tensor_at_a_time(), _layout_told_by_a_part():
-            return cls._load_pretrained_model(model, state_dict, files, *rest)
-
-    return type(cls.__name__, (cls,), {"_load_pretrained_model": staticmethod(load), "__module__": cls.__module__})
-
-
-@contextmanager
-def _layout_told_by_a_part() -> Iterator[None]:
-    """Stacks of experts are stored in two layouts, which transformers tells apart by the shape of the whole.
-
-    What is read of a stack that is shared out is some of its experts, which then has neither shape; up to 5.23 it was
-    turned over although it lay right. The two dimensions in question are those of one expert.
-    """
-    original = Transpose.convert
-
-    def convert(self: Transpose, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Tensor]:
-        (found,) = input_dict.values()
-        value = found[0] if isinstance(found, list) else found
-        if self.check_dims and value.shape[1:] == kwargs["model"].get_parameter(kwargs["full_layer_name"]).shape[1:]:
-            return {self.get_target_pattern(input_dict, kwargs["source_patterns"], kwargs["target_patterns"]): value}
-        turned: dict[str, Tensor] = original(self, input_dict, **kwargs)
-        return turned
-
-    Transpose.convert = convert
-    try:
-        yield
-    finally:
-        Transpose.convert = original
-
-
-def _slices(files: list[str]) -> dict[str, Any]:
-    """Every tensor of safetensors files, unread; cutting one reads that part."""
-    slices: dict[str, Any] = {}
-    for file in files:
-        pointer: Any = safe_open(file, framework="pt", backend="pread")
-        names: list[str] = pointer.keys()
-        slices |= {name: pointer.get_slice(name) for name in names}
-    return slices
-
-
 def _mark_trainable(model: PreTrainedModel, targets: LoraTargets) -> None:
     """LoRA and targeted routers are trained, everything else is frozen."""
     trained_routers = {f"{name}.weight" for name in targets.routers}
@@ -430,13 +377,6 @@ def trainable_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _move_whole_tensors(model: PreTrainedModel, device: torch.device) -> None:
-    """Move what no group of FSDP manages: frozen weights that every rank has, and buffers."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not isinstance(tensor, DTensor):
-            tensor.data = tensor.data.to(device)
-
-
 def _align(model: PreTrainedModel) -> None:
     """Move weights that lie where they were read to addresses that suit vector instructions."""
     for parameter in model.parameters():
@@ -444,39 +384,11 @@ def _align(model: PreTrainedModel) -> None:
             parameter.data = parameter.data.clone()
 
 
-@contextmanager
-def _one_tensor_at_a_time() -> Iterator[None]:
-    """No threads that read ahead; and what is given back to the allocator is used again, or returned."""
-    name = "HF_DEACTIVATE_ASYNC_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    _tune_allocator(mmap_threshold_bytes=1 << 22, trim_threshold_bytes=1 << 22)
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
-        _tune_allocator(mmap_threshold_bytes=GLIBC_MOST_BYTES)
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc to keep freed memory for the next step instead of returning it and faulting every page in again.
-
-    Training on the CPU allocates the same large activations each step; this saved 5-10 % of the time where measured.
-    """
-    _tune_allocator(mmap_threshold_bytes=1 << 30, trim_threshold_bytes=1 << 30)
-
-
-def _tune_allocator(**thresholds_bytes: int) -> None:
-    """Set thresholds of mallopt(3) where the C library is glibc; with another there is nothing to tune."""
-    names = {"mmap_threshold_bytes": -3, "trim_threshold_bytes": -1}
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-    except OSError:
-        return
-    for threshold, value in thresholds_bytes.items():
-        libc.mallopt(names[threshold], value)
+def _move_whole_tensors(model: PreTrainedModel, device: torch.device) -> None:
+    """Move what no group of FSDP manages: frozen weights that every rank has, and buffers."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.to(device)
 
 
 @contextmanager

@@ -137,6 +137,19 @@ ALONE = Ranks()
 """A run of one process."""
 
 
+def gpu_of(rank: int, local_rank: int) -> torch.device:
+    """The GPU of a rank. Raises: ConfigError where there is none for it."""
+    count = torch.cuda.device_count()
+    if count == 1 and "SLURM_PROCID" in os.environ:  # --gpus-per-task=1: each task sees its own one alone
+        return torch.device("cuda", 0)
+    if local_rank >= count:
+        raise ConfigError(
+            f"nproc_per_node: rank {rank} is number {local_rank} on this machine, which has {count} GPUs. Start one "
+            "rank per GPU."
+        )
+    return torch.device("cuda", local_rank)
+
+
 @contextmanager
 def joined(device_type: str, *, alone_too: bool = False) -> Iterator[Ranks]:
     """Join the other processes of this run, as the launcher's environment names them; leave them at the end.
@@ -170,13 +183,8 @@ def joined(device_type: str, *, alone_too: bool = False) -> Iterator[Ranks]:
     rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     device = None
     if device_type == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            raise ConfigError(
-                f"nproc_per_node: rank {rank} is number {local_rank} on this machine, which has "
-                f"{torch.cuda.device_count()} GPUs. Start one rank per GPU."
-            )
-        torch.cuda.set_device(local_rank)
-        device = torch.device("cuda", local_rank)
+        device = gpu_of(rank, local_rank)
+        torch.cuda.set_device(device)
     is_ours = not dist.is_initialized()
     if is_ours:
         store = meet(rank, size)
@@ -184,11 +192,18 @@ def joined(device_type: str, *, alone_too: bool = False) -> Iterator[Ranks]:
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=size, timeout=DEADLINE, device_id=device
             )
+    are_together = False
     try:
         group = dist.new_group(backend="gloo", timeout=AGREEMENT_DEADLINE, group_desc="agreement")
         yield Ranks(rank, size, local_rank, group)
+        are_together = True
+    except SurefootError as error:
+        are_together = error.is_agreed
+        raise
     finally:
-        if is_ours:
+        # NCCL leaves a group only when all that was asked of it is done: a rank that failed alone would wait there for
+        # those that wait for it, and its reason would never be told. Its process ends now, and the group with it.
+        if is_ours and (are_together or backend == "gloo"):
             dist.destroy_process_group()
 
 

@@ -190,7 +190,8 @@ def forecast(
     rollout = None
     if run.method == "grpo" and run.rollout_engine == "local":
         at_a_time = min(run.rollout_batch_size or sequences, sequences)
-        rollout = Rollout(at_a_time, length, dtype.itemsize)
+        prompts = -(-at_a_time // run.num_generations)
+        rollout = Rollout(at_a_time, length, dtype.itemsize, prompts * run.prompt_length / (each * length))
     server = _server(run, device, sizes)
     phases = forecast_memory(
         sizes,

@@ -43,6 +43,8 @@ class Rollout:
     """Of a prompt and its completion, at most."""
     element_bytes: int
     """Of keys and values."""
+    prompts_share: float = 0.0
+    """Tokens of the prompts that are read in one forward, over those of a forward that trains."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +154,10 @@ def forecast_memory(
     if rollout is not None:
         drawing = {
             "keys and values": rollout.completions * rollout.tokens * sizes.cache_elements * rollout.element_bytes,
-            "drawing tokens": rollout.completions * sizes.vocabulary * DRAWING_BYTES,
         }
+        reading = round(rollout.prompts_share * trace.evaluation_peak)  # one after the other
+        at_work = rollout.completions * sizes.vocabulary * DRAWING_BYTES
+        drawing["reading prompts" if reading > at_work else "drawing tokens"] = max(reading, at_work)
         phases["rollout"] = Owners(
             {**at_rest, **state, "gathered weights": _gathered(sizes, layout), **drawing}, on_host
         )
@@ -194,7 +198,7 @@ def cut(elements: Elements, cuts: Cuts) -> int:
 
 
 def _is_grouped_by_layer(layout: Layout, sizes: Sizes) -> bool:
-    is_full = sizes.whole.frozen + sizes.whole.expert_frozen == 0
+    is_full = sizes.layer.frozen + sizes.layer.expert_frozen == 0  # a frozen tower changes nothing for the decoder
     return layout.zero_stage == 3 or is_full
 
 
@@ -227,7 +231,8 @@ def _being_summed(sizes: Sizes, layout: Layout, *, is_on_gpu: bool) -> int:
     groups = (sizes.layer, sizes.outside) if _is_grouped_by_layer(layout, sizes) else (sizes.whole,)
     copies = IN_FLIGHT if is_on_gpu else IN_FLIGHT_GLOO
     if layout.expert_parallel > 1:  # experts that are shared out are summed apart, if at all
-        largest = max(_gathered_experts(sizes.layer, layout), *(one.trained for one in groups), 0)
+        experts, dense = _gathered_experts(sizes.layer, layout), max(one.trained for one in groups)
+        largest = max(experts, dense) if is_on_gpu else experts + dense  # gloo holds those of both groups
     else:
         largest = max(one.trained + one.expert_trained for one in groups)
     return copies * FP32_BYTES * largest

@@ -4,10 +4,12 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NoReturn
 
+from surefoot.config.contradictions import check
+from surefoot.config.schema import RunConfig
 from surefoot.config.vllm_arguments import MEMORY_SHARE, TENSOR_PARALLEL, tensor_parallel, without
-from surefoot.errors import SurefootError
+from surefoot.errors import ConfigError, SurefootError
 from surefoot.plan.forecast import Forecast
 
 MOST = 3
@@ -34,6 +36,8 @@ def suggest(told: Forecast, ask: Callable[..., Forecast]) -> list[tuple[Changed,
                 break
             try:
                 run = told.run.model_copy(update=changed)
+                if _is_refused(run) and not _is_refused(told.run):
+                    continue
                 if not ask(run, is_least=True).fits:
                     continue
                 other = ask(run)
@@ -44,6 +48,19 @@ def suggest(told: Forecast, ask: Callable[..., Forecast]) -> list[tuple[Changed,
         if fitting:
             return sorted(fitting, key=lambda one: (one[1].seconds_per_token, len(one[0])))[:MOST]
     return []
+
+
+def _is_refused(run: RunConfig) -> bool:
+    """Whether its settings exclude each other."""
+
+    def refuse(text: str, *_: str) -> NoReturn:
+        raise ConfigError(text)
+
+    try:
+        check(run, set(run.model_fields_set), refuse)
+    except ConfigError:
+        return True
+    return False
 
 
 def _is_less(known: Changed, changed: Changed) -> bool:

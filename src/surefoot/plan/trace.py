@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from surefoot.data.loader import MicroBatch
 from surefoot.data.pixels import Vision
+from surefoot.models.attention import SHARES_HEADS, with_heads_of
 from surefoot.models.build import BuiltModel
 from surefoot.models.experts import is_fused_experts
 from surefoot.models.vision import vision_tower
@@ -185,9 +186,8 @@ class _FlashAttention:
             value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
             return self(_module, query, key, value, _mask, lengths=lengths)[0][..., :width], None
         if self.is_on_gpu:
-            repeats = query.shape[1] // key.shape[1]
-            if repeats > 1:
-                key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+            if not SHARES_HEADS:
+                key, value = (with_heads_of(query, one) for one in (key, value))
             query, key, value = (one.transpose(1, 2).contiguous().transpose(1, 2) for one in (query, key, value))
             return ATTEND(query, key, value, 0.0, True)[0].transpose(1, 2), None
         outputs, begin = [], 0

@@ -14,28 +14,38 @@ Completions = Sequence[Any]
 ANSWER_COLUMNS = ("solution", "answer", "response", "ground_truth", "target")
 
 
-def exact_match(completions: Completions, answer_column: str | None = None, **columns: Any) -> list[float]:
-    """1 where a completion is the row's answer, white space around either aside; else 0."""
-    answers = _answers(columns, answer_column)
-    pairs = zip(completions, answers, strict=True)
-    return [float(text_of(completion).strip() == str(answer).strip()) for completion, answer in pairs]
+def exact_match(completions: Completions, answer_column: str | None = None, **columns: Any) -> list[float | None]:
+    """1 where a completion is the row's answer, white space around either aside; else 0. None without an answer."""
+    pairs = zip(completions, _answers(columns, answer_column), strict=True)
+    return [
+        None if answer is None else float(text_of(completion).strip() == _written(answer))
+        for completion, answer in pairs
+    ]
+
+
+def _written(answer: Any) -> str:
+    """A whole number of a column of decimals, as the numbers of tables with gaps become, is written without a point."""
+    return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer).strip()
 
 
 def math_verify(completions: Completions, answer_column: str | None = None, **columns: Any) -> list[float | None]:
     """1 where a completion's formula or number equals the row's answer (package math-verify), else 0.
 
-    None where the row's answer holds no formula.
+    None where the row has no answer, or one without a formula.
     """
     package = importlib.import_module("math_verify")
 
-    def one(completion: str, answer: str) -> float | None:
+    def one(completion: str, answer: Any) -> float | None:
+        if answer is None:
+            return None
+        answer = _written(answer)
         gold = package.parse(answer, parsing_timeout=None) or package.parse(f"${answer}$", parsing_timeout=None)
         if not gold:
             return None
         return float(package.verify(gold, package.parse(completion, parsing_timeout=None), timeout_seconds=None))
 
     pairs = zip(completions, _answers(columns, answer_column), strict=True)
-    return [one(text_of(completion), str(answer)) for completion, answer in pairs]
+    return [one(text_of(completion), answer) for completion, answer in pairs]
 
 
 def regex(completions: Completions, pattern: str, **_: Any) -> list[float]:
@@ -129,9 +139,25 @@ def text_of(completion: Any) -> str:
 
 
 def _answers(columns: Mapping[str, Any], named: str | None) -> Sequence[Any]:
-    for name in (named,) if named else ANSWER_COLUMNS:
-        if name in columns:
-            answers: Sequence[Any] = columns[name]
-            return answers
-    wanted = named or ", ".join(ANSWER_COLUMNS)
-    raise KeyError(f"the rows have no column {wanted}; they have {', '.join(sorted(columns))}")
+    found = _answer_column(columns, named)
+    if found is None:
+        raise KeyError(_no_answers(columns, named))
+    answers: Sequence[Any] = columns[found]
+    return answers
+
+
+def columns_problem(name: str, args: Mapping[str, Any], columns: Mapping[str, Any]) -> str | None:
+    """What a built-in misses in a row that has these columns."""
+    named = args.get("answer_column")
+    if "answer_column" not in SETTINGS_OF[name] or _answer_column(columns, named) is not None:
+        return None
+    return _no_answers(columns, named)
+
+
+def _answer_column(columns: Mapping[str, Any], named: str | None) -> str | None:
+    return next((name for name in ((named,) if named else ANSWER_COLUMNS) if name in columns), None)
+
+
+def _no_answers(columns: Mapping[str, Any], named: str | None) -> str:
+    wanted = f"column {named}" if named else f"column of {', '.join(ANSWER_COLUMNS)}"
+    return f"the rows have no {wanted}; they have {', '.join(sorted(columns))}"

@@ -1,11 +1,12 @@
 """What is wrong with rewards, as findings. Pure."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from surefoot.findings import CATALOGUE, Finding
 
+FAR_STEPS = 3
 FLAT_ROLLOUTS = 10
 """In a row, in which no group has spread."""
 
@@ -34,6 +35,37 @@ def no_rewards(step: int, completions: int, failures: Sequence[str]) -> Finding:
 
 def _by_function(failures: Sequence[str]) -> dict[str, int]:
     return {f"failed_{name}": count for name, count in Counter(f.partition(":")[0] for f in failures).items()}
+
+
+@dataclass
+class EngineDrift:
+    """Watches how far an engine's logprobs lie from training's, where both should have the same weights."""
+
+    tolerance: float
+    """Mean difference, in nats, that is still usual."""
+    steps: int = 0
+
+    def add(self, step: int, measured: Mapping[str, float]) -> Finding | None:
+        """The finding, where it was too far in `FAR_STEPS` steps in a row. `measured`: means of the step's tokens."""
+        difference = measured.get("logprob_difference")
+        if difference is None or measured.get("staleness", 0.0):  # older weights give other numbers
+            return None
+        self.steps = 0 if difference <= self.tolerance else self.steps + 1
+        if self.steps < FAR_STEPS:
+            return None
+        return Finding(
+            "SF805",
+            f"in {self.steps} steps in a row, up to step {step}, the engine gave completions other probabilities than "
+            f"training: logprobs differ by {difference:.3g} on average, where at most {self.tolerance:g} is usual",
+            {
+                "step": step,
+                "mean_difference": float(f"{difference:.4g}"),
+                "importance_ratio": float(f"{measured.get('importance_ratio', 1.0):.4g}"),
+                "tolerance": self.tolerance,
+            },
+            CATALOGUE["SF805"].fix,
+            confidence=0.8,
+        )
 
 
 @dataclass

@@ -4,6 +4,7 @@ The first line on its standard input names the functions, each further one is a 
 functions print goes to standard error. It ends when its input does, or with the process that started it. No torch.
 """
 
+import asyncio
 import difflib
 import importlib.util
 import inspect
@@ -11,7 +12,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -93,12 +94,16 @@ def _call(functions: list[Function], job: Mapping[str, Any]) -> dict[str, Any]:
     try:
         rewards = functions[job["function"]](**job["arguments"])
         if inspect.isawaitable(rewards):
-            raise TypeError("it is asynchronous, and was not waited for: return the numbers themselves")
+            rewards = asyncio.run(_awaited(rewards))
         if not isinstance(rewards, Iterable) or isinstance(rewards, str | bytes | Mapping | Set):
             raise TypeError(f"it returned {type(rewards).__name__}, not a list with a number for each completion")
         return {"rewards": [None if value is None else _number(value) for value in rewards]}
     except Exception as error:  # noqa: BLE001 - a function that somebody else wrote
         return _failure(error)
+
+
+async def _awaited(rewards: Awaitable[Any]) -> Any:
+    return await rewards
 
 
 def _number(value: Any) -> float:

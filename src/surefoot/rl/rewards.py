@@ -25,9 +25,10 @@ from surefoot.rl.builtin_rewards import BUILT_IN, NEEDS, SETTINGS, settings_prob
 
 START_DEADLINE_S = 120.0
 """For a worker to import the functions' files."""
+KILLED_WITHIN_S = 10.0
 END_NOTICE_S = 2.0
 """For a process that closed its files to be gone."""
-SIGN_OF_LIFE_S = 60.0
+SIGN_OF_LIFE_S = 5.0
 """Between two words to whoever waits for rewards."""
 LARGEST = 1e12
 """Of a reward: the squares of much larger ones are no numbers any more."""
@@ -130,8 +131,10 @@ class Rewards:
         """End the workers."""
         self._is_over.set()
         for worker in self._all:
-            worker.kill()
+            worker.end()
         self._threads.shutdown(cancel_futures=True)
+        for worker in self._all:  # no thread asks them any more
+            worker.kill()
 
     def _group(self, group: Answers, number: int) -> list[Scored]:
         """What a function says of a group; where it fails, of each completion alone, so that the culprit is known.
@@ -220,6 +223,7 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = bytearray()
         self._asked = 0
+        self._is_over = False
 
     def start(self) -> None:
         """Raises: _Failed with what its functions' files raised."""
@@ -231,6 +235,8 @@ class _Worker:
             stdout=subprocess.PIPE,
             start_new_session=True,  # so that what functions start can be ended with it
         )
+        if self._is_over:  # meanwhile
+            self.kill()
         self._exchange(list(self._names), START_DEADLINE_S)
 
     def ask(self, function: int, arguments: Mapping[str, Any], timeout_s: float) -> list[float | None]:
@@ -246,16 +252,25 @@ class _Worker:
             raise _Failed("its process answered something else: does the function fork, or write to open files?")
         return rewards
 
-    def kill(self) -> None:
-        if self._process is not None:
+    def end(self) -> None:
+        """From another thread, too: whoever waits for an answer gets none, and none is started any more."""
+        self._is_over = True
+        process = self._process
+        if process is not None:
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # it may hang in the kernel, and is left to it
+                process.wait(KILLED_WITHIN_S)
+            for stream in (process.stdin, process.stdout):
                 assert stream is not None
                 with suppress(BrokenPipeError):
                     stream.close()
-            self._process = None
 
     def _exchange(self, said: Any, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
@@ -281,7 +296,8 @@ class _Worker:
     def _end(self) -> str:
         """How a process ended that answers no more; one that only closed its files is ended."""
         process = self._process
-        assert process is not None
+        if process is None:
+            return "was ended with the run"
         with suppress(subprocess.TimeoutExpired):
             process.wait(END_NOTICE_S)
         is_there = process.returncode is None
@@ -289,7 +305,8 @@ class _Worker:
         return "closed the file that answers go to, and was ended" if is_there else describe_end(process.returncode)
 
     def _write(self, content: bytes, deadline: float) -> None:
-        assert self._process is not None
+        if self._process is None:
+            raise EOFError
         assert self._process.stdin is not None
         descriptor = self._process.stdin.fileno()
         os.set_blocking(descriptor, False)
@@ -299,7 +316,8 @@ class _Worker:
             left = left[os.write(descriptor, left[:65536]) :]
 
     def _read_line(self, deadline: float) -> bytes:
-        assert self._process is not None
+        if self._process is None:
+            raise EOFError
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         seen = 0

@@ -8,6 +8,10 @@ from surefoot.data.images import Image
 from surefoot.events import Phase
 
 
+class RolloutInterrupted(Exception):
+    """The run was told to stop while completions were made or judged; on all ranks where it leaves the source."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """What a group of completions answers."""

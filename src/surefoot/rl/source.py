@@ -4,10 +4,10 @@ Every decision is made on all ranks from the same records, so the ranks never di
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
-from math import isnan, nan
-from typing import Any
+from math import inf, isnan, nan
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -26,10 +26,11 @@ from surefoot.rl.advantage import Trained, advantages, deviation, has_spread, ov
 from surefoot.rl.batch import Trajectory, part_of, policy_batches, trajectory_of
 from surefoot.rl.findings import FlatRewards, failing_rewards, no_rewards
 from surefoot.rl.rewards import Answers, Rewards, Scored
-from surefoot.rl.rollout import Completion, Engine, Prompt, Request, Sampling, Wait
+from surefoot.rl.rollout import Completion, Engine, Prompt, Request, RolloutInterrupted, Sampling, Wait
 
-SIGN_OF_LIFE_S = 60.0
-"""Between two words to the supervisor while an engine is waited for."""
+T = TypeVar("T")
+PIECE_S = 5.0
+"""Of a wait, after which a stop signal is looked at and a sign of life given."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +111,15 @@ class RolloutSource:
         share_prompts: bool,
         reader: PixelReader | None = None,
         is_over: Callable[[int, float], bool],
+        is_told_to_stop: Callable[[], bool] = lambda: False,
         ranks: Ranks,
         phase: Callable[[Phase], AbstractContextManager[None]],
         emit: Callable[[Event], None],
     ) -> None:
         """`context`: the most tokens the model can see. `share_prompts`, `reader`: see `collate_policy`.
 
-        `is_over`: whether the run is, after so many steps and passes over the data.
+        `is_over`: whether the run is, after so many steps and passes over the data. `is_told_to_stop`: whether a signal
+        has asked this rank to end; it ends a rollout too.
         """
         self._config = config
         self._dataset = dataset
@@ -132,6 +135,7 @@ class RolloutSource:
         self._phase = phase
         self._emit = emit
         self._is_over = is_over
+        self._is_told_to_stop = is_told_to_stop
         self._current: _Current | None = None
         self._ahead: list[_Ahead] = []
         """At most two: of the completions that are trained on, and of the next."""
@@ -145,7 +149,7 @@ class RolloutSource:
         `epoch`: the share of the data seen before it. Each step on the same completions counts as a part of them.
 
         With `max_staleness`, the next ones are asked for before these are trained on.
-        Raises: DataError for a prompt; StoppedOnFinding (SF801, SF803, SF805, SF806); on all ranks.
+        Raises: DataError for a prompt; StoppedOnFinding (SF801, SF803, SF805, SF806); RolloutInterrupted; on all ranks.
         """
         use = step % self._config.num_iterations
         if use == 0 or self._current is None:
@@ -203,7 +207,7 @@ class RolloutSource:
             return []
         try:
             with self._phase(self._engine.phase):
-                mine = asked.wait(wait_s)
+                mine = self._waited(asked, wait_s)
         except SurefootError:  # the step that needs them says so; what was learned until then is saved
             return []
         if mine is None:
@@ -311,9 +315,31 @@ class RolloutSource:
     def _completions(self, asked: _Asked) -> list[Completion]:
         """Of this rank; the engine has its own deadline. Collective. Raises: StoppedOnFinding (SF801, SF806)."""
         with self._phase(self._engine.phase):
-            while (made := asked.wait(SIGN_OF_LIFE_S)) is None:
-                self._emit(Preparing())  # for the supervisor: the engine is waited for, and has its deadline
+            made = self._waited(asked, inf, is_told_to_stop=self._is_told_to_stop)
+        assert made is not None
         return made
+
+    def _waited(
+        self, asked: _Asked, seconds: float, *, is_told_to_stop: Callable[[], bool] = lambda: False
+    ) -> list[Completion] | None:
+        """What the engine made, or None after so many seconds. Collective. Raises: RolloutInterrupted."""
+        left_s = seconds
+        while left_s > 0:
+            made = self._unless_stopped(lambda left_s=left_s: asked.wait(min(left_s, PIECE_S)), is_told_to_stop)  # type: ignore[misc]
+            if made is not None:
+                return made
+            left_s -= PIECE_S
+            self._emit(Preparing())  # for the supervisor: the engine is waited for, and has its deadline
+        return None
+
+    def _unless_stopped(self, work: Callable[[], T], is_told_to_stop: Callable[[], bool]) -> T:
+        """What `work` returns. Collective: one sum. Raises: RolloutInterrupted on all ranks where one was told to."""
+        made: list[T] = []
+        with suppress(RolloutInterrupted):
+            made.append(work())
+        if self._ranks.sum([not made or is_told_to_stop()])[0]:
+            raise RolloutInterrupted
+        return made[0]
 
     def _groups(self, asked: _Asked, completions: Sequence[Completion]) -> list[_Group]:
         """Completions with their rewards, the same on all ranks. Each group is judged whole, on one. Collective."""
@@ -324,7 +350,8 @@ class RolloutSource:
         of_prompts = [everyone[begin : begin + each] for begin in range(0, len(everyone), each)]
         mine = part_of(len(prompts), self._ranks.rank, self._ranks.size)
         with self._phase("reward"):
-            judged = self._judged([(prompts[number], of_prompts[number]) for number in mine])
+            ours = [(prompts[number], of_prompts[number]) for number in mine]
+            judged = self._unless_stopped(lambda: self._judged(ours), lambda: False)
         with self._phase("communicate"):
             said = [one for part in self._ranks.gather(judged) for one in part]
         groups = []
@@ -359,7 +386,13 @@ class RolloutSource:
             Answers(prompt.columns, of_group, [completion.ids for completion in made])
             for (prompt, made), of_group in zip(groups, texts, strict=True)
         ]
-        scores = self._rewards.score(asked, waiting=lambda: self._emit(Preparing()))
+
+        def wait() -> None:
+            if self._is_told_to_stop():
+                raise RolloutInterrupted
+            self._emit(Preparing())
+
+        scores = self._rewards.score(asked, waiting=wait)
         return [
             [
                 [text, [one.reward for one in of_one], self._failures(of_one)]

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from surefoot.doctor.collect import collect, existing_folder
 from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.parallel.meeting import shared_store
+from surefoot.parallel.ranks import gpu_of
 from surefoot.self_test import collectives, reach
 from surefoot.self_test.report import Report
 from surefoot.self_test.verdict import checks_of
@@ -214,12 +215,7 @@ def try_out(task: Task, stages: Sequence[Stage] | None = None) -> tuple[Report |
     Raises: ConfigError for an environment that does not fit, or a store that does not answer.
     """
     rank, size, local_rank = _numbers()
-    if task.device == "cuda" and local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"nproc_per_node: rank {rank} is number {local_rank} on this machine, which has "
-            f"{torch.cuda.device_count()} GPUs. Start one rank per GPU."
-        )
-    device = torch.device("cuda", local_rank) if task.device == "cuda" else torch.device("cpu")
+    device = gpu_of(rank, local_rank) if task.device == "cuda" else torch.device("cpu")
     chosen = stages_of(size, is_deep=task.is_deep) if stages is None else stages
     try:
         working = PrefixStore("self-test", shared_store(rank, CONNECT_WITHIN))

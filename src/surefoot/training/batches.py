@@ -1,6 +1,7 @@
 """The data of a run, prepared before or beside training; for SFT, dealt out as micro-batches."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -23,6 +24,8 @@ from surefoot.models.sources import longest_context, resolve_model
 from surefoot.parallel.ranks import ALONE, Ranks
 from surefoot.training.metrics import Screen
 
+SIGN_EVERY_S = 5.0
+"""How often a long evaluation, or rollout, says that it goes on."""
 Emit = Callable[[Event], None]
 T = TypeVar("T")
 
@@ -75,6 +78,12 @@ class RunData:
         chunks = [self.train.chunks[number] for number in wanted]
         self.train.preparation.start([(ref.file, ref.index) for ref in chunks])
         self._count()
+
+    def first_columns(self, position: Position) -> dict[str, object]:
+        """The columns kept of a row in the chunk that is prepared first; none where it gives no sample."""
+        chunk = self.order.windows_from(position)[0][0]
+        samples = self.train.usable(chunk).samples
+        return self.train.columns(chunk, int(samples[0])) if len(samples) else {}
 
     def _check(self) -> None:
         """Everything is prepared: refuse what cannot be trained on, wherever in the order it comes."""
@@ -140,8 +149,13 @@ class RunData:
         """This rank's part of the held-out samples; as many batches on each rank. Collective where images are read."""
         assert self.held_out is not None
         batches = all_batches(self.held_out, self._rows_each, self._ranks.rank, self._ranks.size, self.reader)
+        said_s, done = time.monotonic(), 0
         while batch := self._read(lambda: list(islice(batches, 1))):
             yield from batch
+            done += 1
+            if time.monotonic() - said_s > SIGN_EVERY_S:  # for the supervisor too: this is no standstill
+                said_s = time.monotonic()
+                self._emit(Preparing(f"evaluating: {done} batches"))
 
     def _find(self) -> None:
         for finding in data_findings(self.train.lenient(), self.held_out):

@@ -113,26 +113,28 @@ def _step_time_s(
     """The median time of a step, by the slowest rank; None where a rank's memory was too small.
 
     Collective: after each part all ranks say whether it fitted. One that ran out of memory between the others'
-    collectives leaves them waiting there until their deadline.
+    collectives leaves them waiting there until their deadline, which ends the run on NCCL.
     """
-    learners: list[Learner] = []
     sharding = sharding_of(config, ranks, device)
-    try:
-        build = partial(build_learner, config, base, ranks, device, sharding)
-        if _slowest_s(lambda: learners.append(build()), ranks) is None:
+    step_time_s = _measured_s(partial(build_learner, config, base, ranks, device, sharding), batches, position, ranks)
+    if sharding is not None:  # not where a rank fails: leaving waits for the others
+        sharding.meshes.leave()
+    return step_time_s
+
+
+def _measured_s(build: Callable[[], Learner], batches: Batches, position: Position, ranks: Ranks) -> float | None:
+    learners: list[Learner] = []
+    if _slowest_s(lambda: learners.append(build()), ranks) is None:
+        return None
+    seconds: list[float] = []
+    for _ in range(WARMUP_STEPS + TIMED_STEPS):
+        rows, step = _prepared_step(learners[0], batches, position)
+        taken_s = _slowest_s(step, ranks)
+        if taken_s is None:
             return None
-        seconds: list[float] = []
-        for _ in range(WARMUP_STEPS + TIMED_STEPS):
-            rows, step = _prepared_step(learners[0], batches, position)
-            taken_s = _slowest_s(step, ranks)
-            if taken_s is None:
-                return None
-            seconds.append(taken_s)
-            position = rows.next
-        return statistics.median(seconds[WARMUP_STEPS:])
-    finally:
-        if sharding is not None:
-            sharding.meshes.leave()
+        seconds.append(taken_s)
+        position = rows.next
+    return statistics.median(seconds[WARMUP_STEPS:])
 
 
 def _slowest_s(work: Callable[[], object], ranks: Ranks) -> float | None:

@@ -21,7 +21,7 @@ from surefoot.training.record import FINDINGS, METRICS, drop_findings_before
 
 OWN_ENTRIES = (
     "run.yaml environment.json metrics.jsonl completions.jsonl summary.json findings.jsonl events evidence checkpoints "
-    "adapter model engine tensorboard"
+    "adapter model engine tensorboard report.html"
 ).split()
 """What a run writes into its folder."""
 

@@ -25,6 +25,8 @@ EPSILON = 0.2
 OWN_CLIPS = {"cispo": (EPSILON, 5.0), "gspo": (3e-4, 4e-4)}
 """epsilon and epsilon_high where none is set: the largest ratio of cispo (ScaleRL, arXiv:2510.13786); ratios of whole
 completions lie closer together (GSPO, arXiv:2507.18071, sec. 5.1)."""
+LARGEST_LOG_RATIO = 20.0
+"""Of training's to sampling's probability: larger ones mean no more, and their mean would be no number."""
 SUMS = ("entropy", "kl", "clip_ratio", "importance_ratio", "logprob_difference", "ratio", "routing_agreement")
 
 
@@ -77,7 +79,7 @@ class PolicyLoss:
         if self.loss_type == "gspo":
             count = len(batch.trajectories) or 1
             sums = log_ratio.new_zeros(count).index_add(0, batch.completion, log_ratio)
-            lengths = torch.bincount(batch.completion, minlength=count)
+            lengths = log_ratio.new_zeros(count).index_add(0, batch.completion, torch.ones_like(log_ratio))
             log_ratio = (sums / lengths)[batch.completion]
         ratio = log_ratio.exp()
         if self.loss_type == "cispo":
@@ -89,7 +91,7 @@ class PolicyLoss:
             low, high = ratio < 1 - self.epsilon, ratio > 1 + self.epsilon_high
             is_clipped = (low & (advantages < 0)) | (high & (advantages > 0))
         off_rollout = old - torch.where(is_trained, batch.rollout_logprobs, nothing)
-        importance = off_rollout.exp()
+        importance = off_rollout.clamp(max=LARGEST_LOG_RATIO).exp()
         if self.importance_correction != "none":
             kept = importance.clamp(max=self.importance_cap)
             if self.importance_correction == "mask":
@@ -222,7 +224,7 @@ class GrpoObjective:
         if isinstance(replayed, ReplayedRouting):
             measured["routing_agreement"] = _agreement(replayed.own, layers)[batch.predict_at]
         nothing = torch.zeros_like(entropy)
-        sums = [measured.get(name, nothing)[is_trained].sum() for name in SUMS]
+        sums = [torch.where(is_trained, measured.get(name, nothing), nothing).sum() for name in SUMS]
         self._sums.append(torch.stack([*sums, is_trained.sum()]).double())
         return LossParts((losses * batch.weights).sum())
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from surefoot.config import RunConfig
-from surefoot.models.build import build_model, keep_freed_memory, trainable_parameters
+from surefoot.models.build import build_model, trainable_parameters
+from surefoot.models.reading import keep_freed_memory
 from surefoot.parallel.layout import Layout
 from surefoot.parallel.ranks import Ranks
 from surefoot.parallel.shard import Sharding

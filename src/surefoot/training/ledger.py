@@ -1,5 +1,7 @@
 """To whom the memory of a rank belongs."""
 
+import resource
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -40,6 +42,14 @@ def sample_device_memory(device: torch.device, rank: int, step: int) -> DeviceMe
         retries=counts["num_alloc_retries"],
         free=torch.cuda.mem_get_info(device)[0],
     )
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory used so far: the allocator's on CUDA, the process's resident set elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

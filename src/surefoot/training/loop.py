@@ -3,9 +3,7 @@
 SFT and GRPO share it; what differs comes in through `Job`.
 """
 
-import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,9 +23,10 @@ from surefoot.errors import DataError, StoppedOnFinding, SurefootError
 from surefoot.events import BatchDescribed, CheckpointSaved, Evaluated, Event, StepEnded
 from surefoot.parallel.ranks import Ranks
 from surefoot.process_end import stop_signals
+from surefoot.rl.rollout import RolloutInterrupted
 from surefoot.training.checkpoint import TrainState, checkpoint_folder, list_checkpoints
 from surefoot.training.expert_use import ExpertUse
-from surefoot.training.ledger import sample_device_memory, sample_memory
+from surefoot.training.ledger import peak_memory_bytes, sample_device_memory, sample_memory
 from surefoot.training.nonfinite import not_finite_finding
 from surefoot.training.optim import EPSILON, learning_rate_at
 from surefoot.training.phases import Phases
@@ -106,6 +105,8 @@ class Job:
     phases: Phases
     emit: Callable[[Event], None]
     saver: Saver
+    look_at: Callable[[int, Mapping[str, float]], None]
+    """Told what was measured of each step, which is the same on all ranks. Raises: StoppedOnFinding, on all of them."""
     expert_use: ExpertUse
     """Where routers are trained; frozen ones are as the model came."""
 
@@ -195,6 +196,8 @@ def _get_ready(job: Job, state: TrainState, stop: StopSignal) -> _Ready | None:
     try:
         rows, batches = job.batches(state)  # may be collective, so it comes before what one rank alone can fail at
         job.saver.raise_error()
+    except RolloutInterrupted:
+        return None
     except SurefootError as caught:
         if caught.is_agreed:
             raise
@@ -268,6 +271,7 @@ def _one_step(job: Job, state: TrainState, ready: _Ready) -> TrainState:
     )
     measured = {**rows.about, **job.learner.objective.measured}
     job.emit(_step_ended(job, state, result, measured, learning_rate, step_time_s))
+    job.look_at(state.step, measured)
     counts = job.learner.objective.expert_counts
     if counts is not None:
         # SFT counts the rows of all tokens, GRPO those of the trained ones.
@@ -339,11 +343,3 @@ def _tell_of_saves(job: Job) -> None:
     saved = job.saver.completed()
     if saved is not None:
         job.emit(CheckpointSaved(saved.step, saved.path, saved.save_time_s))
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory used so far: the allocator's on CUDA, the process's resident set elsewhere."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit_bytes = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes

@@ -3,7 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.images import ImageSettings, find_image
 from surefoot.data.pixels import PixelReader
-from surefoot.errors import ConfigError
+from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.events import Event, Noted, Preparing
 from surefoot.models.build import meta_model
 from surefoot.models.experts import experts_of, is_fused_experts
@@ -25,16 +26,18 @@ from surefoot.models.routing import router_names
 from surefoot.models.sources import longest_context
 from surefoot.models.vision import image_tokens
 from surefoot.parallel.ranks import Ranks
+from surefoot.rl.builtin_rewards import BUILT_IN, columns_problem
 from surefoot.rl.engines.local import LocalEngine
 from surefoot.rl.engines.server import Server, ServerFailed, start_server
-from surefoot.rl.engines.vllm import VllmEngine
+from surefoot.rl.engines.vllm import VllmEngine, tolerance_of
 from surefoot.rl.engines.vllm_protocol import RoutingLayers
 from surefoot.rl.engines.vllm_sync import AdapterSync, FullSync, Sync
+from surefoot.rl.findings import EngineDrift
 from surefoot.rl.rewards import Rewards
 from surefoot.rl.rollout import Engine, Request, Sampling
 from surefoot.rl.source import RolloutSource
 from surefoot.training.artifacts import lora_settings, write_artifact
-from surefoot.training.batches import RunData
+from surefoot.training.batches import SIGN_EVERY_S, RunData
 from surefoot.training.grpo import GrpoObjective
 from surefoot.training.loop import is_over
 from surefoot.training.phases import Phases
@@ -62,6 +65,17 @@ def start_rewards(loaded: LoadedConfig) -> Rewards:
         timeout_s=config.reward_timeout_s,
         where=loaded.where("reward_funcs"),
     )
+
+
+def check_answers(loaded: LoadedConfig, columns: Mapping[str, object]) -> None:
+    """Raises: ConfigError where a row with these columns has no answer that a built-in reward compares with."""
+    for item in loaded.run.rewards if columns else ():
+        problem = columns_problem(item.func, item.args, columns) if item.func in BUILT_IN else None
+        if problem is not None:
+            raise ConfigError(
+                f"{item.func}: {problem}. Name the one with the answer: reward_funcs: [{{func: {item.func}, args: "
+                f"{{answer_column: NAME}}}}] ({loaded.where('reward_funcs')})."
+            )
 
 
 def check_routing_replay(loaded: LoadedConfig, base: Path) -> None:
@@ -94,6 +108,47 @@ def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, 
 
     said: str = ranks.from_first(address)
     return started[0] if started else Server(said)
+
+
+def settle_server(config: RunConfig, server: Server, ranks: Ranks, emit: Callable[[Event], None]) -> None:
+    """Where training shares GPUs with a server, let it take its memory first, and give it up again if it sleeps.
+
+    While it starts vLLM measures what is free on a GPU; what others take or give back meanwhile counts as its own.
+    Collective. Raises: StoppedOnFinding (SF801).
+    """
+    starts_here = config.vllm_server is None and config.device == "cuda" and config.vllm_devices is None
+    if config.vllm_sleep or starts_here:
+        ranks.from_first(lambda: _wait_for(server, config, emit))
+    if config.vllm_sleep:
+        ranks.from_first(server.sleep)
+
+
+def _wait_for(server: Server, config: RunConfig, emit: Callable[[Event], None]) -> None:
+    def say(text: str) -> None:
+        emit(Noted(text))
+        emit(Preparing())  # for the supervisor: this is no standstill
+
+    try:
+        server.wait_until_ready(config.vllm_start_timeout_s, say)
+    except ServerFailed as error:
+        raise server.stopped("SF801", str(error)) from error
+
+
+def watch_of_engine(config: RunConfig) -> Callable[[int, Mapping[str, float]], None]:
+    """`Job.look_at`: ends a run whose server answers with other weights than are trained (SF805)."""
+    if config.method != "grpo" or config.rollout_engine != "vllm":
+        return lambda _step, _measured: None
+    # The probe has one sequence, and this the tokens of a step, of which training makes some unlikely.
+    drift = EngineDrift(2 * tolerance_of(getattr(torch, config.dtype)))
+
+    def look(step: int, measured: Mapping[str, float]) -> None:
+        finding = drift.add(step, measured)
+        if finding is not None:
+            stopped = StoppedOnFinding(finding)
+            stopped.is_agreed = True
+            raise stopped
+
+    return look
 
 
 def _options(config: RunConfig, images: ImageSettings | None) -> list[str]:
@@ -134,12 +189,18 @@ def _environment(config: RunConfig) -> dict[str, str]:
     if config.vllm_devices is not None:
         own["CUDA_VISIBLE_DEVICES"] = config.vllm_devices
     if config.vllm_sleep:  # memory that grows in segments cannot be given up
-        own = {name: value for name, value in own.items() if name not in ALLOCATOR or "expandable" not in value}
+        own |= {name: _without_segments(own[name]) for name in ALLOCATOR if name in own}
     if config.tuning == "full" or config.vllm_sleep:  # new weights, sleep and wake are endpoints of this mode
         own["VLLM_SERVER_DEV_MODE"] = "1"
     if config.routing_replay == "rollout":  # the model runner that tells which experts tokens went to
         own.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
-    return {**own, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if config.tuning == "lora":
+        own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    return {**own, "VLLM_NO_USAGE_STATS": "1"}
+
+
+def _without_segments(options: str) -> str:
+    return ",".join(one for one in options.split(",") if not one.strip().startswith("expandable_segments"))
 
 
 def _is_of_launcher(name: str) -> bool:
@@ -156,6 +217,7 @@ def rollout_source(
     server: Server | None,
     phases: Phases,
     emit: Callable[[Event], None],
+    is_told_to_stop: Callable[[], bool],
 ) -> RolloutSource:
     """The batch source of a learner. Collective. Raises: StoppedOnFinding (SF801) where a server does not get ready."""
     text = learner.model.config.get_text_config()
@@ -180,14 +242,10 @@ def rollout_source(
             forward_context=learner.forward_context,
             reader=data.reader,
             routing=learner.objective.routing if config.routing_replay == "rollout" else None,
+            is_told_to_stop=_with_signs_of_life(is_told_to_stop, emit),
         )
     else:
-
-        def say(text: str) -> None:
-            emit(Noted(text))
-            emit(Preparing())  # for the supervisor: this is no standstill
-
-        engine = _vllm(config, learner, tokenizer, server, sampling, data.reader, base, say)
+        engine = _vllm(config, learner, tokenizer, server, sampling, data.reader, base, emit)
     return RolloutSource(
         config,
         data.train,
@@ -201,10 +259,25 @@ def rollout_source(
         share_prompts=learner.device == torch.device("cpu"),
         reader=data.reader,
         is_over=partial(is_over, config),
+        is_told_to_stop=is_told_to_stop,
         ranks=learner.ranks,
         phase=phases,
         emit=emit,
     )
+
+
+def _with_signs_of_life(ask: Callable[[], bool], emit: Callable[[Event], None]) -> Callable[[], bool]:
+    """`ask`, which is asked at each token: a rollout that takes long is no standstill."""
+    said_s = time.monotonic()
+
+    def asked() -> bool:
+        nonlocal said_s
+        if time.monotonic() - said_s > SIGN_EVERY_S:
+            said_s = time.monotonic()
+            emit(Preparing())
+        return ask()
+
+    return asked
 
 
 def _vllm(
@@ -215,18 +288,11 @@ def _vllm(
     sampling: Sampling,
     reader: PixelReader | None,
     base: Path,
-    say: Callable[[str], None],
+    emit: Callable[[Event], None],
 ) -> VllmEngine:
     ranks, objective = learner.ranks, learner.objective
     assert isinstance(objective, GrpoObjective)
-
-    def ready() -> None:
-        try:
-            server.wait_until_ready(config.vllm_start_timeout_s, say)
-        except ServerFailed as error:
-            raise server.stopped("SF801", str(error)) from error
-
-    ranks.from_first(ready)
+    ranks.from_first(lambda: _wait_for(server, config, emit))
 
     def score(request: Request, ids: list[int]) -> list[float]:
         with learner.forward_context():

@@ -20,7 +20,7 @@ from surefoot.events import Event, FindingMade, Noted, Observer, RunEnded, RunSt
 from surefoot.models.build import load_tokenizer
 from surefoot.models.sources import resolve_model
 from surefoot.parallel.layout import Layout
-from surefoot.parallel.ranks import Ranks, joined
+from surefoot.parallel.ranks import Ranks, gpu_of, joined
 from surefoot.storage import write_json, write_text
 from surefoot.training.artifacts import lora_settings, write_artifact
 from surefoot.training.batches import RunData, open_data
@@ -35,7 +35,15 @@ from surefoot.training.metrics import build_observers
 from surefoot.training.phases import Phases
 from surefoot.training.record import FindingLog, RunRecord, RunResult, Status, completed_earlier, read_result
 from surefoot.training.resolve import device_type, resolve
-from surefoot.training.rollouts import check_routing_replay, open_server, rollout_source, start_rewards
+from surefoot.training.rollouts import (
+    check_answers,
+    check_routing_replay,
+    open_server,
+    rollout_source,
+    settle_server,
+    start_rewards,
+    watch_of_engine,
+)
 from surefoot.training.saver import Saver
 from surefoot.training.sft import SftObjective
 
@@ -97,7 +105,7 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *,
                 complete = earlier or record.result("completed")
                 emit(RunEnded(complete.as_dict()))
                 return agreed(complete)
-            assembled = _assemble(loaded, opened, resume, emit, undo, ranks)
+            assembled = _assemble(loaded, opened, resume, emit, undo, ranks, lambda: stop.received is not None)
             state, status = fit(assembled.job, assembled.state, stop)
             assembled.data.end()
             train_loss = state.loss_sum / state.step if state.step else None
@@ -212,7 +220,13 @@ def _open(loaded: LoadedConfig, resume: Resume, emit: Emit, ranks: Ranks) -> _Op
 
 
 def _assemble(
-    loaded: LoadedConfig, opened: _Opened, resume: Resume, emit: Emit, undo: ExitStack, ranks: Ranks
+    loaded: LoadedConfig,
+    opened: _Opened,
+    resume: Resume,
+    emit: Emit,
+    undo: ExitStack,
+    ranks: Ranks,
+    is_told_to_stop: Callable[[], bool],
 ) -> _Assembled:
     """Prepared data, model, optimizer and state.
 
@@ -220,7 +234,7 @@ def _assemble(
     """
     config, folder = loaded.run, loaded.run.run_folder
     base, data, state = opened.base, opened.data, opened.state
-    device = torch.device(config.device, ranks.local_rank) if config.device == "cuda" else torch.device("cpu")
+    device = gpu_of(ranks.rank, ranks.local_rank) if config.device == "cuda" else torch.device("cpu")
     phases = Phases(emit, ranks.rank)
     undo.callback(data.stop)
     rewards, server = None, None
@@ -233,8 +247,12 @@ def _assemble(
                 undo.callback(server.end)
     with phases("tokenise"):
         ranks.node_by_node(lambda: data.prepare(state.position))
+        if rewards is not None:
+            ranks.node_by_node(lambda: check_answers(loaded, data.first_columns(state.position)))
     if server is not None:
         ranks.together(server.check_alive, names_rank=False)
+        with phases("load"):
+            settle_server(config, server, ranks, emit)
 
     with phases("load"):
         config, measured = choose_expert_parallel(config, base, data.batches, state.position, ranks, device)
@@ -249,7 +267,9 @@ def _assemble(
 
     if rewards is not None:
         with phases("load"):
-            source = rollout_source(config, data, learner, opened.tokenizer, base, rewards, server, phases, emit)
+            source = rollout_source(
+                config, data, learner, opened.tokenizer, base, rewards, server, phases, emit, is_told_to_stop
+            )
         undo.callback(source.end)
         source.restore(state.pending)
         state = replace(state, pending=[])
@@ -276,6 +296,7 @@ def _assemble(
         learner=learner,
         phases=phases,
         emit=emit,
+        look_at=watch_of_engine(config),
         saver=Saver(folder, config.model_dump(mode="json"), config.save_total_limit, ranks),
         expert_use=ExpertUse(
             ranks.rank,

@@ -17,9 +17,13 @@ BUSY = 0.9
 IDLE_POWER = 0.25
 """Of its limit: a card that computes draws more, one whose kernels only wait does not. An H100 of 700 W draws about
 70 W then."""
+ALONE_POWER = 0.15
+"""The same for a card that has no other to wait for: small kernels that only read memory draw little, too."""
 HALF_BUSY, ONE_CORE, MOST_COMPUTING = 0.6, 0.9, 0.7
 """What tells a program that cannot start kernels fast enough: a GPU less busy than that, a process that uses about one
 core or more, and steps that are mostly computing."""
+MOST_CORES = 2.0
+"""That such a program uses; one that uses more computes by itself."""
 XIDS = {
     13: "an exception of a kernel",
     31: "a memory page fault of a kernel",
@@ -81,7 +85,7 @@ def find_launch_bound(looks: Sequence[Look], cores: float | None, computing: flo
 
     `cores` that a rank's own process uses; `computing`: share of its steps in forward, backward and optimizer.
     """
-    if cores is None or computing is None or cores < ONE_CORE or computing < MOST_COMPUTING:
+    if cores is None or computing is None or not ONE_CORE <= cores <= MOST_CORES or computing < MOST_COMPUTING:
         return None
     use = [gpu.utilisation for _, gpus in _newest(looks) for gpu in gpus if gpu.utilisation is not None]
     if not use or median(use) > HALF_BUSY:
@@ -158,7 +162,7 @@ def _spinning(gpus: dict[int, list[GpuSample]]) -> Iterator[Finding]:
         if not known:
             continue
         busy, power = median(one for one, _ in known), median(one for _, one in known)
-        if busy >= BUSY and power <= IDLE_POWER:
+        if busy >= BUSY and power <= (IDLE_POWER if len(gpus) > 1 else ALONE_POWER):
             spinning[index] = (busy, power)
     if not spinning:
         return

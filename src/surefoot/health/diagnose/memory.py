@@ -165,6 +165,33 @@ def find_replicated_load(loads: Mapping[int, Mapping[str, float]], limit_bytes: 
     )
 
 
+def find_growing_helpers(
+    rank: int, points: Sequence[tuple[int, float]], names: Sequence[str], room_bytes: float | None = None
+) -> Finding | None:
+    """Memory of the processes that a rank started, where it grows.
+
+    `points`: (step, bytes of all of them together), seen at equal times. `names`: what they are.
+    """
+    growth = steady_growth(points)
+    if growth is None or growth.last_step == growth.first_step:
+        return None
+    per_step = growth.grown / (growth.last_step - growth.first_step)
+    return Finding(
+        "SF208",
+        f"memory of the {len(names)} processes that rank {rank} started grows by {per_step / 2**20:.2f} MiB a step"
+        f"{growth.forecast(room_bytes)}",
+        {
+            "rank": rank,
+            "steps": f"{growth.first_step} to {growth.last_step}",
+            "anonymous_memory": f"{growth.first_bytes / 2**20:.0f} -> {growth.last_bytes / 2**20:.0f} MiB",
+            "grown_in": f"{growth.growing_parts} of {PARTS} parts of this time",
+            "processes": ", ".join(sorted(set(names))),
+        },
+        CATALOGUE["SF208"].fix,
+        confidence=0.8,
+    )
+
+
 def find_leaks(entries: Sequence[Entry]) -> list[Finding]:
     """A finding for each rank whose memory grows, from a whole history; of the newest start of each."""
     trends: dict[int, MemoryTrend] = {}

@@ -372,7 +372,7 @@ def _slowed(ranks: Mapping[int, RankTimes], windows: Mapping[int, Sequence[StepT
             continue
         best = min(whole, key=_pace_s)
         times = _pace_s(window) / _pace_s(best)
-        if times < SLOWED_TIMES:
+        if times < SLOWED_TIMES or _typical_s(window) <= _typical_s(best):  # fewer tokens, in less time
             continue
         grown = {name: _per_step(window, name) - _per_step(best, name) for name in window[-1].by_phase}
         phase = max(grown, key=lambda name: grown[name])
@@ -380,7 +380,7 @@ def _slowed(ranks: Mapping[int, RankTimes], windows: Mapping[int, Sequence[StepT
             "SF301",
             f"steps take {times:.1f} times as long for the same number of tokens as in steps {best[0].step} to "
             f"{best[-1].step}; most of it was added in {phase}",
-            _seen(window, rank=rank, phase=phase, step_time_before_s=round(median(one.took_s for one in best), 3)),
+            _seen(window, rank=rank, phase=phase, step_time_before_s=round(_typical_s(best), 3)),
             "Look at what else runs on this machine, at its clocks and temperature, and at what that phase does more.",
             confidence=0.7,
         )
@@ -390,6 +390,10 @@ def _slowed(ranks: Mapping[int, RankTimes], windows: Mapping[int, Sequence[StepT
 def _pace_s(steps: Sequence[StepTimes]) -> float:
     """Seconds a step takes, as if all were of one size."""
     return median(one.took_s / one.tokens for one in steps)
+
+
+def _typical_s(steps: Sequence[StepTimes]) -> float:
+    return median(one.took_s for one in steps)
 
 
 def _per_step(steps: Sequence[StepTimes], phase: str) -> float:

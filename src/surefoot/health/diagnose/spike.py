@@ -28,6 +28,7 @@ class Peaks:
         self._batch = dict.fromkeys(SIZES, 0.0)
         self._peak = 0.0
         self._seen = self._rise_seen = 0
+        self._was_between = False
         self._rise: tuple[int, float, float, Mapping[str, float]] | None = None
         """(step, peak before, peak after, sizes of its batch) of the newest rise."""
 
@@ -39,13 +40,18 @@ class Peaks:
             self._batch["patches"] = values["patches"]
         elif kind == "step":
             peak = values["peak_memory_bytes"]
-            if self._seen >= LEAST_STEPS and peak >= max(TIMES * self._peak, self._peak + LEAST_BYTES):
+            is_rise = self._seen >= LEAST_STEPS and peak >= max(TIMES * self._peak, self._peak + LEAST_BYTES)
+            if is_rise and not self._was_between:
                 self._rise, self._rise_seen = (step, self._peak, peak, self._batch), self._seen
             else:
                 for name, size in self._batch.items():
                     if size:  # what is usual of images is told by batches that have some
                         self._usual[name].append(size)
-            self._seen, self._peak = self._seen + 1, max(self._peak, peak)
+            self._seen, self._peak, self._was_between = self._seen + 1, max(self._peak, peak), False
+
+    def between(self) -> None:
+        """A save or an evaluation took place: the next peak may be its own."""
+        self._was_between = True
 
     def finding(self, room_bytes: float) -> Finding | None:
         """The rise, where `room_bytes`, that were left at the peak, are less than another one like it would take."""

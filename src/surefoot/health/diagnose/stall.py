@@ -43,6 +43,12 @@ class _Case:
         """The collectives a rank is in."""
         return self.flights[rank.rank].waiting if rank.rank in self.flights else ()
 
+    def is_full(self, group: str) -> bool:
+        """Whether all ranks that are known to have used a group wait in it."""
+        members = {number for number, flight in self.flights.items() if group in flight.last}
+        inside = {rank.rank for rank in self.ranks if any(one.group == group for one in self.waiting(rank))}
+        return members <= inside
+
     def is_usual(self, call: str) -> bool:
         """Whether a rank called this before and it went well."""
         return any(flight.done[call] for flight in self.flights.values() if call in flight.done)
@@ -72,10 +78,12 @@ def _not_under_way(case: _Case) -> Finding | None:
     if case.ranks:
         return None
     ended = [rank for rank in case.evidence.ranks if rank.has_ended]
-    what = "all ranks have ended, and the run does not" if ended else "no rank has begun"
+    said = f"{case.evidence.quiet_s:.0f} s"
     return case.finding(
         "SF111",
-        f"{what}, {case.evidence.quiet_s:.0f} s long",
+        f"all ranks have ended, and the run is still there after {said}"
+        if ended
+        else f"no rank has begun within {said}",
         "A thread or a process that was started by the run may still be waited for: look at `py-spy dump`."
         if ended
         else "Do all machines run, with the same nnodes and rdzv_endpoint? Can torch be imported (a hung file system)?",
@@ -91,7 +99,7 @@ def _dead(case: _Case) -> Finding | None:
     if by_kernel:
         return case.finding(
             "SF201",
-            f"{_names(gone)} was killed by the kernel because the memory limit of its cgroup was reached, "
+            f"{_names(gone, 'was', 'were')} killed by the kernel because the memory limit of the cgroup was reached, "
             f"{_where(gone[0])}",
             "Lower per_device_train_batch_size or max_length, set gradient_checkpointing: true or zero_stage: 3, or "
             "give the job more memory.",
@@ -101,7 +109,7 @@ def _dead(case: _Case) -> Finding | None:
     why = "" if by_kernel is not None else "; whether for memory cannot be told: the kernel's count is not readable"
     return case.finding(
         "SF101",
-        f"{_names(gone)} is dead without a word, {_where(gone[0])}{why}",
+        f"{_names(gone, 'is', 'are')} dead without a word, {_where(gone[0])}{why}",
         "Look at what it printed last, and at who may have killed it: the scheduler, a person, the kernel (dmesg).",
         rank=gone[0].rank,
     )
@@ -112,15 +120,18 @@ def _stopped(case: _Case) -> Finding | None:
     if held:
         return case.finding(
             "SF102",
-            f"{_names(held)} was stopped by a signal (SIGSTOP, or a debugger), {_where(held[0])}",
+            f"{_names(held, 'was', 'were')} stopped by a signal (SIGSTOP, or a debugger), {_where(held[0])}",
             f"Let it go on: kill -CONT {' '.join(str(rank.process) for rank in held)}",
             rank=held[0].rank,
         )
-    blocked = [rank for rank in case.ranks if rank.state == "disk-sleep" or rank.waits_for_disk]
+    # A rank that waits for others may have a thread that saves meanwhile.
+    blocked = [
+        rank for rank in case.ranks if (rank.state == "disk-sleep" or rank.waits_for_disk) and not case.waiting(rank)
+    ]
     if blocked:
         return case.finding(
             "SF103",
-            f"{_names(blocked)} waits in the kernel for a disk or a device, {_where(blocked[0])}",
+            f"{_names(blocked, 'waits', 'wait')} in the kernel for a disk or a device, {_where(blocked[0])}",
             "Look at the file system that the run reads and writes (a hung NFS mount?), and at dmesg.",
             confidence=0.8,
             rank=blocked[0].rank,
@@ -195,7 +206,7 @@ def _have_all_come(case: _Case, one: Collective) -> bool:
 def _crossed(case: _Case) -> Finding | None:
     """Each rank waits in a group in which the others are not: they go through two groups in different order."""
     groups = {rank.rank: {one.group for one in case.waiting(rank)} for rank in case.ranks}
-    if len(groups) < 2 or not all(groups.values()):
+    if len(groups) < 2 or not all(groups.values()) or all(map(case.is_full, set.union(*groups.values()))):
         return None
     together = set.intersection(*groups.values())
     if together:
@@ -224,6 +235,8 @@ def _progress(rank: RankEvidence) -> tuple[int, int]:
 
 def _locked(case: _Case) -> Finding | None:
     """A rank whose threads could not run, not even the witness: something holds Python's lock."""
+    if len(case.ranks) > 1 and not any(rank.answered for rank in case.ranks):
+        return None  # the machine is too busy to answer in time
     for rank in case.ranks:
         if not rank.answered and not case.waiting(rank) and rank.stacks and rank.state in ("sleeping", "running"):
             return case.finding(
@@ -236,6 +249,23 @@ def _locked(case: _Case) -> Finding | None:
     return None
 
 
+def _ended(case: _Case) -> Finding | None:
+    """All that are left wait for ranks that are through."""
+    ended = [rank for rank in case.evidence.ranks if rank.has_ended]
+    if not ended or not all(case.waiting(rank) for rank in case.ranks):
+        return None
+    call = case.waiting(case.ranks[0])[0]
+    return case.finding(
+        "SF106",
+        f"{_names(ended, 'has', 'have')} ended, {_where(ended[0])}, and {_names(case.ranks, 'waits', 'wait')} in "
+        f"{call.call}, number {call.number} of {_meaning(case, call.group)}",
+        "Give all ranks as many batches as each other, and look at what the ranks that ended printed: one that failed "
+        "must end the others, too (srun --kill-on-bad-exit=1).",
+        confidence=0.9,
+        rank=ended[0].rank,
+    )
+
+
 def _behind(case: _Case) -> Finding | None:
     """Some ranks wait in a collective; the others never came."""
     absent = [rank for rank in case.ranks if not case.waiting(rank)]
@@ -246,7 +276,9 @@ def _behind(case: _Case) -> Finding | None:
     missed = ""
     if inside:
         call = case.waiting(inside[0])[0]
-        missed = f"; {_names(inside)} waits in {call.call}, number {call.number} of {_meaning(case, call.group)}"
+        missed = (
+            f"; {_names(inside, 'waits', 'wait')} in {call.call}, number {call.number} of {_meaning(case, call.group)}"
+        )
     if rank.phase == "wait for data":
         dead = [state for state in rank.children if state in ("zombie", "dead")]
         held = [state for state in rank.children if state == "stopped"]
@@ -282,15 +314,16 @@ def _behind(case: _Case) -> Finding | None:
 def _all_inside(case: _Case) -> Finding | None:
     """All ranks are in the same collective, and it does not end."""
     calls = [set(case.waiting(rank)) for rank in case.ranks]
-    if not calls or len(case.ranks) < case.evidence.num_ranks:
+    if not calls or not all(calls) or len(case.ranks) < case.evidence.num_ranks:
         return None
     shared = set.intersection(*calls)
-    if not shared:
+    if not shared and not all(case.is_full(one.group) for one in set.union(*calls)):
         return None
-    call = min(shared, key=lambda one: (one.group, one.number))
+    call = min(shared or set.union(*calls), key=lambda one: (one.group, one.number))
+    who = "all ranks are in" if shared else "all ranks are in the collectives of the groups they share, some in"
     return case.finding(
         "SF108",
-        f"all ranks are in {call.call}, number {call.number} of {_meaning(case, call.group)}, and it does not end: "
+        f"{who} {call.call}, number {call.number} of {_meaning(case, call.group)}, and it does not end: "
         "the network between them does not carry it",
         CATALOGUE["SF108"].fix,
         confidence=0.8,
@@ -333,6 +366,7 @@ RULES: Sequence[Rule] = (
     _left_alone,
     _crossed,
     _locked,
+    _ended,
     _behind,
     _all_inside,
 )
@@ -357,8 +391,8 @@ def _meaning(case: _Case, group: str) -> str:
     return f"group {group} ({meaning})" if meaning else f"group {group}"
 
 
-def _names(ranks: Sequence[RankEvidence]) -> str:
-    return _list([rank.rank for rank in ranks])
+def _names(ranks: Sequence[RankEvidence], verb: str, verb_of_many: str) -> str:
+    return f"{_list([rank.rank for rank in ranks])} {verb_of_many if len(ranks) > 1 else verb}"
 
 
 def _list(ranks: Sequence[int]) -> str:

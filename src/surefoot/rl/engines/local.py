@@ -28,7 +28,7 @@ from surefoot.models.vision import see
 from surefoot.parallel.ranks import ALONE, Ranks
 from surefoot.parallel.shard import gathered, put_to_rest
 from surefoot.rl.chosen_experts import Experts, as_text
-from surefoot.rl.rollout import Completion, Request, Sampling, Wait
+from surefoot.rl.rollout import Completion, Request, RolloutInterrupted, Sampling, Wait
 
 DROP_SHARE = 0.25
 """Rows that are complete are dropped once they are so many of all: each dropping copies what is kept."""
@@ -52,12 +52,15 @@ class LocalEngine:
         forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
         reader: PixelReader | None = None,
         routing: RoutingRecorder | None = None,
+        is_told_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """`in_step`: each forward of a rank needs the others (ZeRO 3, expert parallelism), so all take as many.
 
         `batch_size`: the most completions that are generated at a time. `reader`: of images, where the model sees.
-        `routing`: of a model whose completions shall say which experts their tokens went to.
+        `routing`: of a model whose completions shall say which experts their tokens went to. `is_told_to_stop`: asked
+        at each token; then `RolloutInterrupted` is raised, on all ranks that go in step.
         """
+        self._is_told_to_stop = is_told_to_stop
         self._model = model
         self._tokenizer = tokenizer
         self._ranks = ranks
@@ -92,9 +95,11 @@ class LocalEngine:
         waves += [[] for _ in range(max(most, 1) - len(waves))]
         completions: list[Completion] = []
         with generating(self._model), self._forward_context():
-            for wave in waves:
-                completions += self._wave(wave, sampling, policy_version)
-        put_to_rest(self._model)
+            try:
+                for wave in waves:
+                    completions += self._wave(wave, sampling, policy_version)
+            finally:
+                put_to_rest(self._model)
         return completions
 
     def _predict(self, **inputs: Any) -> Tensor:
@@ -161,7 +166,10 @@ class LocalEngine:
         logits, mask, positions = _select((logits, mask, positions), cache, of_row)
         while True:
             drawn = rows.draw(logits)
-            if not self._in_step.sum([rows.num_going])[0]:
+            going, stops = self._in_step.sum([rows.num_going, self._is_told_to_stop()])
+            if stops:
+                raise RolloutInterrupted
+            if not going:
                 return rows.completions(policy_version)
             kept = rows.drop_complete()
             if kept is not None:

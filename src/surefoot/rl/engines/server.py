@@ -22,13 +22,22 @@ POLL_S = 0.5
 WORD_EVERY_S = 15.0
 END_S = 20.0
 """For a server to end by itself before it is killed."""
+BUSY = frozenset({502, 503, 504})
+"""What servers, and proxies before them, answer to what they cannot take now."""
 HEALTH_TIMEOUT_S = 5.0
+SLEEP_TIMEOUT_S = 300.0
+"""For a server to move its weights to host memory, or back."""
 END_NOTICE_S = 1.0
 PIECE_BYTES = 1 << 16
 
 
 class ServerFailed(Exception):
     """A request was not answered as it should; the text says why."""
+
+    def __init__(self, text: str, *, may_pass: bool = False) -> None:
+        """`may_pass`: the request was not taken, for a reason that may be over soon."""
+        super().__init__(text)
+        self.may_pass = may_pass
 
 
 class Server:
@@ -59,11 +68,13 @@ class Server:
         except TimeoutError:
             raise ServerFailed(f"{method} {path} was not answered in {timeout_s:.0f} s") from None
         except (OSError, http.client.HTTPException) as error:
-            raise ServerFailed(f"{method} {path}: {type(error).__name__}: {error}{self._end()}") from error
+            text = f"{method} {path}: {type(error).__name__}: {error}{self._end()}"
+            raise ServerFailed(text, may_pass=isinstance(error, ConnectionError)) from error
         finally:
             connection.close()
         if response.status != http.client.OK:
-            raise ServerFailed(f"{method} {path} was answered with status {response.status}: {text[:1000]}")
+            said = f"{method} {path} was answered with status {response.status}: {text[:1000]}"
+            raise ServerFailed(said, may_pass=response.status in BUSY)
         try:
             answer = json.loads(text or "{}")
         except ValueError:
@@ -88,6 +99,34 @@ class Server:
                 raise ServerFailed(f"the server {describe_end(self._process.returncode)} before it was ready")
             time.sleep(POLL_S)
         raise ServerFailed(f"the server at {self.address} was not ready in {timeout_s:.0f} s")
+
+    def sleep(self) -> None:
+        """Give up the memory of its GPUs; its weights stay in host memory. Raises: StoppedOnFinding (SF801)."""
+        self._ask_to("/sleep?level=1", is_asleep=True)  # level 2 would lose the weights
+
+    def wake(self) -> None:
+        """Take the memory again. Raises: StoppedOnFinding (SF801)."""
+        self._ask_to("/wake_up", is_asleep=False)
+
+    def _ask_to(self, path: str, *, is_asleep: bool) -> None:
+        try:
+            self.post(path, {}, SLEEP_TIMEOUT_S)
+            said = self.get("/is_sleeping", SLEEP_TIMEOUT_S).get("is_sleeping")
+        except ServerFailed as error:
+            raise self.stopped(
+                "SF801",
+                f"the server did not answer POST {path}: {error}. It must run with --enable-sleep-mode, and "
+                "VLLM_SERVER_DEV_MODE=1 in its environment; or set vllm_sleep: false",
+            ) from error
+        if said is not is_asleep:
+            raise self.stopped(
+                "SF801", f"after POST {path} the server says is_sleeping: {said}. Set vllm_sleep: false", path=path
+            )
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its process is, where it is one of this run."""
+        return self._process is None or self._process.poll() is None
 
     def check_alive(self) -> None:
         """Raises: StoppedOnFinding (SF801) where the process of a server has ended."""

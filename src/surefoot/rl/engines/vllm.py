@@ -13,6 +13,7 @@ from contextlib import suppress
 from math import inf
 from queue import Empty, SimpleQueue
 from threading import Thread
+from typing import Any
 
 import torch
 
@@ -22,15 +23,23 @@ from surefoot.errors import StoppedOnFinding, SurefootError
 from surefoot.events import Phase
 from surefoot.parallel.ranks import ALONE, Ranks
 from surefoot.rl.engines.server import Server, ServerFailed
-from surefoot.rl.engines.vllm_protocol import RoutingLayers, call_for, completion_of
-from surefoot.rl.engines.vllm_sync import SYNC_TIMEOUT_S, Sync
+from surefoot.rl.engines.vllm_protocol import Call, RoutingLayers, call_for, completion_of
+from surefoot.rl.engines.vllm_sync import Sync
 from surefoot.rl.rollout import Completion, Request, Sampling, Wait
 
+PAUSES_S = (0.5, 2.0, 5.0)
+"""Before a request that the server did not take is sent again."""
 MOST_AT_ONCE = 256
 """Requests under way at a time; the server batches them as it can."""
 PROBE_TOKENS = 24
 PROBE_TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
 """Mean difference of logprobs, in nats, that other kernels of this precision may make."""
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """See `PROBE_TOLERANCE`."""
+    return PROBE_TOLERANCE.get(dtype, max(PROBE_TOLERANCE.values()))
+
 
 Score = Callable[[Request, list[int]], list[float]]
 """(prompt, tokens that follow) -> the trainer's logprobs of these. Collective."""
@@ -95,6 +104,8 @@ class VllmEngine:
 
         Raises: StoppedOnFinding (SF801, SF805) on all ranks.
         """
+        if self._sleeps:  # what torch keeps for later is given back on every rank before the server takes its share
+            self._ranks.together(_give_back_cached_memory)
         self._ranks.from_first(self._wake)
         if self._version == policy_version:
             return
@@ -147,28 +158,13 @@ class VllmEngine:
 
     def _wake(self) -> None:
         if self._sleeps and self._is_asleep is not False:
-            self._ask_to("/wake_up", is_asleep=False)
+            self._server.wake()
+            self._is_asleep = False
 
     def _sleep(self) -> None:
         if self._sleeps:
-            self._ask_to("/sleep?level=1", is_asleep=True)
-
-    def _ask_to(self, path: str, *, is_asleep: bool) -> None:
-        """Level 1 keeps the weights in host memory; level 2 would lose them. Raises: StoppedOnFinding (SF801)."""
-        try:
-            self._server.post(path, {}, SYNC_TIMEOUT_S)
-            said = self._server.get("/is_sleeping", SYNC_TIMEOUT_S).get("is_sleeping")
-        except ServerFailed as error:
-            raise self._server.stopped(
-                "SF801",
-                f"the server did not answer POST {path}: {error}. It must run with --enable-sleep-mode, and "
-                "VLLM_SERVER_DEV_MODE=1 in its environment; or set vllm_sleep: false",
-            ) from error
-        if said is not is_asleep:
-            raise self._server.stopped(
-                "SF801", f"after POST {path} the server says is_sleeping: {said}. Set vllm_sleep: false", path=path
-            )
-        self._is_asleep = is_asleep
+            self._server.sleep()
+            self._is_asleep = True
 
     def _probe(self) -> None:
         """Let both sides score a sequence that the server made. Collective. Raises: StoppedOnFinding (SF805, SF801)."""
@@ -187,7 +183,7 @@ class VllmEngine:
     def _compare(self, ours: Sequence[float], theirs: Sequence[float]) -> None:
         differences = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
         mean = sum(differences) / len(differences)
-        tolerance = PROBE_TOLERANCE.get(self._dtype, max(PROBE_TOLERANCE.values()))
+        tolerance = tolerance_of(self._dtype)
         if not mean <= tolerance:  # NaN is no agreement
             raise self._server.stopped(
                 "SF805",
@@ -227,15 +223,29 @@ class VllmEngine:
                 f"the {self._timeout_s:.0f} s of rollout_timeout_s were over before the last completions were asked "
                 f"for: {MOST_AT_ONCE} are under way at a time",
             )
-        try:
-            answer = self._server.post(call.path, call.body, left_s)
-        except ServerFailed as error:
-            raise self._server.stopped("SF801", f"a completion is missing: {error}") from error
+        answer = self._answer(call, deadline)
         try:
             layers = None if is_probe else self._routing
             return completion_of(answer, request, sampling, model, policy_version, self._vocab_size, layers)
         except ValueError as error:
             raise self._server.stopped("SF806", str(error), model=model) from error
+
+    def _answer(self, call: Call, deadline: float) -> dict[str, Any]:
+        """Asks again where a request was not taken: the same question has the same answer. Raises: StoppedOnFinding."""
+        for pause_s in (*PAUSES_S, None):
+            try:
+                return self._server.post(call.path, call.body, max(deadline - time.monotonic(), 0.0))
+            except ServerFailed as error:
+                has_time = pause_s is not None and time.monotonic() + pause_s < deadline
+                if not error.may_pass or not has_time or not self._server.is_there:
+                    raise self._server.stopped("SF801", f"a completion is missing: {error}") from error
+                time.sleep(pause_s or 0.0)
+        raise AssertionError("the last try answers or raises")
+
+
+def _give_back_cached_memory() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 class _Calls:

@@ -1,0 +1,56 @@
+"""What the system gives a process only so many of: open files and threads. Pure."""
+
+from collections import deque
+from itertools import pairwise
+
+from surefoot.findings import CATALOGUE, Finding
+
+USED = 0.5
+"""Share of a limit from which on what grows towards it is named."""
+GROWN = 0.25
+"""Share of the limit by which it must have grown since the first step."""
+MOST_POINTS = 2000
+PARTS = 10
+LEAST_GROWING_PARTS = 8
+"""In how many of them it must grow: a cache of open files that is full, or a pool that was started, is no leak."""
+
+
+class LimitTrend:
+    """Of one thing that one rank uses: `open files` or `threads`."""
+
+    def __init__(self, rank: int, what: str) -> None:
+        self._rank, self._what = rank, what
+        self._points: deque[tuple[int, int]] = deque(maxlen=MOST_POINTS)
+        """(step, how many it had then)."""
+
+    def add(self, step: int, count: int) -> None:
+        """As it is seen every few seconds; what is seen before the first step is no part of the trend."""
+        if step:
+            self._points.append((step, count))
+
+    def finding(self, used: int, most: int, whose: str) -> Finding | None:
+        """`used` of `most` are in use now by `whose`: the rank alone, or all processes that share the limit."""
+        if len(self._points) <= PARTS or used < USED * most:
+            return None
+        (first_step, first), (last_step, last) = self._points[0], self._points[-1]
+        bounds = [self._points[round(part * (len(self._points) - 1) / PARTS)][1] for part in range(PARTS + 1)]
+        growing = sum(later > earlier for earlier, later in pairwise(bounds))
+        if last - first < GROWN * most or growing < LEAST_GROWING_PARTS or last_step == first_step:
+            return None
+        per_step = (last - first) / (last_step - first_step)
+        return Finding(
+            "SF207",
+            f"{self._what} of rank {self._rank} grow by {per_step:.2g} a step: {first} in step {first_step}, {last} in "
+            f"step {last_step}. {whose} has {used} of {most}: the rest is used up at about step "
+            f"{last_step + round((most - used) / per_step)}",
+            {
+                "rank": self._rank,
+                "what": self._what,
+                "steps": f"{first_step} to {last_step}",
+                "count": f"{first} -> {last}",
+                "used": used,
+                "limit": most,
+            },
+            CATALOGUE["SF207"].fix,
+            confidence=0.9,
+        )
