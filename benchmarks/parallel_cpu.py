@@ -73,8 +73,9 @@ def rank_steps(folder: Path, tuning: str) -> dict[str, list[float]]:
     """Seconds of each step: `ddp` and `zero2`, taken in turns."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from surefoot.models.build import build_model, keep_freed_memory, trainable_parameters
+    from surefoot.models.build import build_model, trainable_parameters
     from surefoot.models.lora import LoraSettings
+    from surefoot.models.reading import keep_freed_memory
     from surefoot.parallel.layout import Layout
     from surefoot.parallel.ranks import joined
     from surefoot.parallel.shard import Sharding
