@@ -157,6 +157,7 @@ for step in range(1, 100_000):
 
 def test_a_process_of_a_rank_that_leaks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trends, "TRENDS_EVERY_S", 0.03)
+    monkeypatch.setattr(trends, "HELPERS_EVERY_S", 0.03)
     supervisor = Supervisor(tmp_path, 1, time.time())
     with subprocess.Popen([sys.executable, "-c", GROWS, str(tmp_path)]) as rank:
         try:

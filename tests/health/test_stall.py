@@ -140,7 +140,9 @@ def test_both_recorders_are_dumped_where_torch_has_both(monkeypatch: pytest.Monk
 
     gloo = SimpleNamespace(_dump_fr_trace_json=lambda **_: of("1"))
     both = SimpleNamespace(**vars(gloo), _dump_nccl_trace_json=lambda **_: of("0"))
-    for module, groups in ((gloo, ["1"]), (both, ["1", "0"]), (SimpleNamespace(), None)):
+    same = SimpleNamespace(_dump_fr_trace_json=lambda **_: of("1"), _dump_nccl_trace_json=lambda **_: of("1"))
+    cases = ((gloo, ["1"]), (both, ["1", "0"]), (same, ["1", "1 of NCCL"]), (SimpleNamespace(), None))
+    for module, groups in cases:
         monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module)
         said = witness._flight()["flight"]
         assert (said and [entry["process_group"][0] for entry in said["entries"]]) == groups
@@ -181,6 +183,8 @@ def test_groups_that_share_no_rank_do_not_wait_for_each_other() -> None:
     both = entry("2", 6, "all_to_all", retired=True)  # one that is in both groups is missed in the other
     ranks[1] = rank(1, both, entry("1", 7, "all_to_all"))
     assert find_stall(stalled(*ranks)).code == "SF105"
+    first = (rank(0, entry("1", 1, "all_reduce")), rank(1, entry("2", 1, "all_reduce")))  # both never used before
+    assert find_stall(stalled(*first)).code == "SF105"
 
 
 def test_a_rank_that_saves_beside_waiting_for_another_is_not_blamed() -> None:

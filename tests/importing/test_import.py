@@ -459,18 +459,20 @@ def test_a_shell_script_is_read_as_a_shell_reads_it(tmp_path: Path) -> None:
     LR=4e-5
     cat > notes <<EOF
     it's a text
+    swift sft --model other --dataset d
     EOF
-    export NPROC_PER_NODE=${GPUS:-8} WANDB_API_KEY=abc123 # two
-    FREE=1
+    NPROC_PER_NODE=${GPUS:-8}
+    export NPROC_PER_NODE WANDB_API_KEY=abc123 TOKENIZERS_PARALLELISM=false # two
+    FREE= MORE=""
     MAX_PIXELS=64000 USE_FLUX=1 swift sft --model $MODEL --dataset swift/self-cognition#500 \\
-        --learning_rate ${LR:-1e-4} --lora_rank 64 --output_dir out &>train.log; echo done
+        --learning_rate ${LR:-1e-4} --lora_rank 64 --output_dir out $MORE < /dev/null &>train.log; echo done
     """
     made = imported(tmp_path / "a.sh", script)
     known = {"model": "Qwen/Qwen3-0.6B", "learning_rate": 4e-5, "lora_rank": 64, "output_dir": "out",
              "nproc_per_node": 8, "max_pixels": 64000,
              "dataset": [{"path": "swift/self-cognition", "split": "[:500]"}]}  # fmt: skip
     assert {name: values(made)[name] for name in known} == known
-    assert made.variables == {"WANDB_API_KEY": "(not shown)"}
+    assert made.variables == {"WANDB_API_KEY": "(not shown)", "TOKENIZERS_PARALLELISM": "false"}
     assert made.unknown == ["the variable USE_FLUX"]
     assert "abc123" not in made.as_yaml()
 

@@ -73,11 +73,13 @@ def test_a_part_is_laid_out_like_its_reference_wherever_it_lies() -> None:
 
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "0")  # of the script that starts a launcher
+    monkeypatch.setenv("SLURM_LOCALID", "0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert ranks.gpu_of(7, 3) == torch.device("cuda", 3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="rank 7 is number 3 on this machine, which has 1 GPUs"):
         ranks.gpu_of(7, 3)
     monkeypatch.setenv("SLURM_PROCID", "7")  # srun --gpus-per-task=1
+    monkeypatch.setenv("SLURM_LOCALID", "3")
     assert ranks.gpu_of(7, 3) == torch.device("cuda", 0)

@@ -242,7 +242,7 @@ def _read(path: Path) -> bytes:
 
 def _in_rgb(picture: Pillow.Image) -> Pillow.Image:
     """What is transparent lies on white, as processors of models have it; what is drawn on nothing would be lost."""
-    if not picture.has_transparency_data:
+    if picture.mode.startswith(("I", "F")) or not picture.has_transparency_data:
         return picture.convert("RGB")
     layers = picture.convert("RGBA")
     return Pillow.alpha_composite(Pillow.new("RGBA", layers.size, "white"), layers).convert("RGB")

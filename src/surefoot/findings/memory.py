@@ -57,7 +57,7 @@ PAGES = {
         "warning",
         "open files or threads grow towards their limit",
         "What a rank has open (/proc/PID/fd, against its own limit) or its threads (against pids.max of its cgroup) "
-        "have grown through nine tenths of the run's steps by a quarter of the limit, and half of it is used. At the "
+        "have grown through eight tenths of the run's steps by a quarter of the limit, and half of it is used. At the "
         'limit the run ends with "Too many open files" or "can\'t start new thread".',
         "Close what each step opens (files, sockets, shared memory of loader workers: "
         "torch.multiprocessing.set_sharing_strategy), and do not start a thread or a pool in each. ulimit -n and the "

@@ -1,6 +1,6 @@
 """What PyTorch's Flight Recorder says of one rank: which collectives it asked for, and in which it still is.
 
-Read from `_dump_fr_trace_json`. With gloo every entry is `scheduled` and no group has a description of its own, so only
+Read from torch's dumps. With gloo every entry is `scheduled` and no group has a description of its own, so only
 what holds for gloo and NCCL alike is used: numbers within a group, names, sizes, types, and whether it was retired.
 Standard library only.
 """

@@ -113,8 +113,8 @@ def swapped_bytes(process: int) -> int:
 def started_by(process: int) -> list[int]:
     """The processes that one started and that are there, and those they started; none where that may not be seen."""
     found: list[int] = []
-    for path in Path(f"/proc/{process}/task").glob("*/children"):
-        with suppress(OSError):
+    with suppress(OSError):  # it ends meanwhile
+        for path in Path(f"/proc/{process}/task").glob("*/children"):
             found += [int(child) for child in path.read_text().split() if int(child) != os.getpid()]  # not who watches
     return [*found, *(one for child in found for one in started_by(child))]
 

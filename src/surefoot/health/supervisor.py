@@ -59,13 +59,13 @@ WHOLE_STEP = "forward and backward"
 BUSY_S = 120.0
 """How much longer than a step of another trainer usually takes one that computes may take."""
 COLLECTIVE_S = 540.0
-"""Silence that is late in the first steps, and in saves and evaluations that were not seen before, even of ranks that
+"""Silence of several ranks that is late in the first steps, in evaluations, rollouts and first saves, even where they
 compute: whoever waits for a GPU seems to. After ten minutes NCCL ends the processes, and says less."""
 LONGEST_BUSY_S = 1800.0
 """The same in other long phases (data that are prepared say something between their parts)."""
 LONGEST_S = 600.0
-"""Silence that is late of ranks that wait for a disk, for processes that work for them, or for other machines that
-load; before the first rank has begun, and after the last has ended."""
+"""Silence that is late of ranks that wait for a disk, or for processes that work for them; in the first steps of one
+rank alone; before the first rank has begun, and after the last has ended."""
 
 
 class Supervisor:
@@ -101,6 +101,8 @@ class Supervisor:
         """Writes them, once it is begun."""
         self._last_s = began_s
         self._waited_since_s, self._are_waiting = math.nan, False
+        self._moved_s = began_s
+        """When a rank in a long phase last read or wrote."""
         self._looked_s = time.time()
         self._oom_kills = cgroup.oom_kills()
         self.stalled_since_s: float | None = None
@@ -161,15 +163,18 @@ class Supervisor:
         for rank in self._ranks.values():
             self._read(rank)
             rank.last_s = min(rank.last_s, now_s)  # the clock was set back
-        self._last_s = min(self._last_s, now_s)
+        self._last_s, self._moved_s = min(self._last_s, now_s), min(self._moved_s, now_s)
         is_silent = now_s - self._last_s > LEAST_S / 2
         for rank in self._ranks.values():
             sample = self._processes.sample(rank.ring.process, with_children=is_silent)
             rank.took(now_s, sample, is_silent=is_silent)
         trends = self._trends.look(now_s)
         self.stood_s = None
-        late_after_s = self._late_after_s()
-        if now_s - self._last_s <= late_after_s:
+        going = [rank for rank in self._ranks.values() if not rank.has_ended]
+        if any(rank.moves_data for rank in going) and any(rank.phase in QUIET_PHASES for rank in going):
+            self._moved_s = now_s
+        late_after_s = self._late_after_s(going)
+        if now_s - max(self._last_s, self._moved_s) <= late_after_s:
             if self.stalled_since_s is not None:
                 self.stood_s, self.stalled_since_s = now_s - self.stalled_since_s, None
             return trends
@@ -198,9 +203,8 @@ class Supervisor:
         self._trends.steps_s.extend(rank.read())
         self._last_s = max(self._last_s, rank.last_s)
 
-    def _late_after_s(self) -> float:
+    def _late_after_s(self, going: Sequence[RankState]) -> float:
         """Silence that is late, for what the ranks do now."""
-        going = [rank for rank in self._ranks.values() if not rank.has_ended]
         if not going:  # no rank has begun, or none leaves
             return LONGEST_S
         if any(rank.sample.state in ("gone", "zombie") for rank in going):
@@ -221,7 +225,9 @@ class Supervisor:
             if any(rank.phase == "wait for data" and not rank.is_idle for rank in going):
                 return LONGEST_BUSY_S  # trainers that resume go through all that they have seen
             is_known = all(rank.phase != WHOLE_STEP for rank in going)  # it may wait for a server that generates
-            return IDLE_S if is_known and all(rank.is_idle for rank in going) else COLLECTIVE_S
+            if is_known and all(rank.is_idle for rank in going):
+                return IDLE_S
+            return COLLECTIVE_S if self._num_ranks > 1 else LONGEST_S
         limit_s = max(self.limit_s, self._whole_step_s(going))
         # Ranks of our own say something in each micro-batch, and their collectives have a deadline.
         has_deadline = self._num_ranks > 1 and all(rank.phase != WHOLE_STEP for rank in going)
@@ -248,7 +254,7 @@ class Supervisor:
         return self._are_waiting
 
     def _longest_busy_s(self, quiet: Sequence[RankState]) -> float:
-        if any(rank.phase not in TALKING for rank in quiet):
+        if self._num_ranks == 1 or any(rank.phase not in TALKING for rank in quiet):
             return LONGEST_BUSY_S
         saves_s = max((rank.longest_s.get("save", 0.0) for rank in quiet if rank.phase == "save"), default=0.0)
         return max(COLLECTIVE_S, TIMES_USUAL * saves_s)

@@ -46,6 +46,7 @@ from surefoot.kernel_log import GpuError, KernelLog, gpu_errors
 TRENDS_EVERY_S = 5.0
 MEETINGS_EVERY_S = 45.0
 """Between two looks at when the ranks came to their collectives; each costs a rank some hundredths of a second."""
+HELPERS_EVERY_S = 30.0
 THROTTLED_OVER_S = 20.0
 MOST_BUSY_PERCENT = 80.0
 """Of the machine's cores: where they are all in use, ranks that compute little may just not get one."""
@@ -85,6 +86,7 @@ class Trends:
         """When, and the kernel's counts then, of the last `THROTTLED_OVER_S`."""
         self._next_s = began_s
         self._next_meeting_s = began_s + MEETINGS_EVERY_S
+        self._next_helpers_s = began_s
         psutil.cpu_percent()  # its first answer means nothing
 
     def end(self) -> None:
@@ -108,6 +110,8 @@ class Trends:
         is_known = any(finding.code in EXPLAINED for finding in slow)
         if not is_known and len(times) == self._num_ranks > 1 and len(self.steps_s) == USUAL_STEPS:
             stragglers = self._stragglers(now_s, at_once=is_slowed)
+            if stragglers:  # the steps became slow because of them
+                self._said.update(_key(finding) for finding in slow if finding.code == "SF301")
             slow = [finding for finding in slow if finding.code != "SF301" or not stragglers] + stragglers
         # These are the same on all ranks: the machine of the first one says them.
         numbers = self._ranks[0].numbers.findings() if 0 in self._ranks else []
@@ -118,7 +122,10 @@ class Trends:
         loads = {number: rank.load for number, rank in self._ranks.items() if rank.load is not None}
         replicated = find_replicated_load(loads, memory_bytes()) if len(loads) == self._num_here else None
         memory += [replicated] if replicated is not None else []
-        memory += [finding for number, rank in self._ranks.items() for finding in self._growing(number, rank)]
+        is_due = not now_s < self._next_helpers_s <= now_s + HELPERS_EVERY_S
+        self._next_helpers_s = now_s + HELPERS_EVERY_S if is_due else self._next_helpers_s
+        for number, rank in self._ranks.items():
+            memory += [*self._using_up(rank), *(self._helpers(number, rank) if is_due else ())]
         all_of_them = (*slow, *numbers, *gpus, *memory, *self._swapping(now_s))
         new = [finding for finding in all_of_them if _key(finding) not in self._said]
         self._said.update(_key(finding) for finding in new)
@@ -163,11 +170,10 @@ class Trends:
         spike = rank.peaks.finding(on_device if on_device is not None else room_bytes() / self._num_here)
         return [*rank.device_memory.findings(), *([spike] if spike is not None else [])]
 
-    def _growing(self, number: int, rank: RankState) -> list[Finding]:
-        """What a rank has open, its threads, and the processes it started."""
+    def _using_up(self, rank: RankState) -> list[Finding]:
+        """What a rank has open, and its threads."""
         process = rank.ring.process
-        files, threads, helpers = open_files(process), num_threads(process), started_by(process)
-        found = []
+        files, threads, found = open_files(process), num_threads(process), []
         if files is not None:
             rank.open_files.add(rank.step, files)
             most = most_open_files(process)
@@ -176,11 +182,17 @@ class Trends:
             rank.threads.add(rank.step, threads)
             group = cgroup.tasks()
             found += [rank.threads.finding(*group, "Its cgroup")] if group is not None else []
-        if rank.step:
-            rank.helpers.append((rank.step, sum(map(proportional_bytes, helpers))))
-            room = room_bytes() / self._num_here
-            found.append(find_growing_helpers(number, list(rank.helpers), list(map(name_of, helpers)), room))
         return [finding for finding in found if finding is not None]
+
+    def _helpers(self, number: int, rank: RankState) -> list[Finding]:
+        """The processes that a rank started; to count their pages takes time."""
+        if not rank.step:
+            return []
+        helpers = started_by(rank.ring.process)
+        rank.helpers.append((rank.step, sum(map(proportional_bytes, helpers))))
+        room = room_bytes() / self._num_here
+        finding = find_growing_helpers(number, list(rank.helpers), list(map(name_of, helpers)), room)
+        return [finding] if finding is not None else []
 
     def _launch_bound(self, looks: list[Look]) -> list[Finding]:
         """By the rank whose process is busiest."""

@@ -131,7 +131,7 @@ def _nowhere() -> int:
 def _flight() -> dict[str, Any]:
     """The dump; null where torch has none, with the reason where it fails: the functions are private and may change.
 
-    gloo's collectives and NCCL's are in recorders of their own, with the numbers and names of their groups apart.
+    gloo's collectives and NCCL's are in recorders of their own. A group that has both counts them apart.
     """
     c10d = sys.modules.get("torch._C._distributed_c10d")
     dumps = [dump for name in RECORDERS if (dump := getattr(c10d, name, None)) is not None]
@@ -139,7 +139,12 @@ def _flight() -> dict[str, Any]:
         found = [json.loads(dump(includeCollectives=True)) for dump in dumps]
     except (RuntimeError, TypeError, ValueError) as error:
         return {"flight": None, "error": f"{type(error).__name__}: {error}"}
-    entries = [entry for one in found for entry in one.get("entries", ())]
+    entries: list[dict[str, Any]] = []
+    for one in found:
+        known = {entry["process_group"][0] for entry in entries}
+        for entry in one.get("entries", ()):
+            name, *about = entry["process_group"]
+            entries.append({**entry, "process_group": [f"{name} of NCCL" if name in known else name, *about]})
     return {"flight": {**found[0], "entries": entries} if entries else found[0] if found else None}
 
 

@@ -34,6 +34,7 @@ from surefoot.importing.peers import (
 )
 from surefoot.importing.read import Told
 from surefoot.importing.refused import drop_what_is_refused
+from surefoot.importing.sources import axolotl_left, axolotl_source, mappings, odd_value, swift_left, swift_source
 
 LARGEST_CARD_GB = 141
 BILLIONS = re.compile(r"(\d+(?:\.\d+)?)\s*[bB](?![a-zA-Z0-9])")
@@ -43,7 +44,6 @@ VARIABLES = {
     "MAX_PIXELS": "max_pixels",
     "MIN_PIXELS": "min_pixels",
 }
-AXOLOTL_FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": None, "completion": "text"}
 TRACKERS = ("tensorboard", "wandb", "trackio")
 PATHS = (
     "model",
@@ -58,9 +58,7 @@ PATHS = (
 """Settings that may name a file."""
 SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
 """Names of transformers' schedules; any of ours may be warmed up to."""
-SAMPLED = re.compile(r"^(?:(HF|MS)::)?(?:([\w.-]+/[\w.-]+):([\w./-]+?)|(.+?))(?:#(\d+))?$")
-"""ms-swift's `HF::owner/name:subset#500`, or a path."""
-SECRET = re.compile("(?i)key|token|secret|password")
+SECRET = re.compile("(?i)(key|token|secret|password)$")
 OURS = re.compile(
     "ACCELERATE_|CUDA_|GLOO_|HF_|MASTER_|MKL_|MLFLOW_|NCCL_|NUMEXPR_|OMP_|OPENBLAS_|PYTORCH_|RDZV_|SWANLAB_|TOKENIZERS_|"
     "TORCH|TRANSFORMERS_|TRITON_|UCX_|VLLM_|WANDB_|LD_LIBRARY_PATH|PATH$|PYTHONPATH"
@@ -146,9 +144,9 @@ def convert(told: Told) -> Imported:
             left_out |= {f"{name} = {one}": "a function of yours: name it as file.py:function" for one in others}
             continue
         if name == "datasets" and told.program == "axolotl":
-            left_out |= _of_axolotl_left(told, value)
+            left_out |= axolotl_left(told, value)
         if name in ("dataset", "val_dataset") and told.program == "ms-swift":
-            left_out |= _of_swift_left(name, value)
+            left_out |= swift_left(name, value)
         mapped = _mapped(told, name, value)
         if name == "report_to":
             others = [one for one in _list(value) if one not in (*TRACKERS, "none", None)]
@@ -157,7 +155,11 @@ def convert(told: Told) -> Imported:
             left_out[said] = WITHOUT["load_in_4bit"]
         if mapped is not None:
             for ours_name, ours_value in mapped.items():
-                if ours_value is None and not _may_be_null(ours_name):
+                if (
+                    ours_value is None
+                    and RunConfig.model_fields[ours_name].default is not None
+                    and not (_may_be_null(ours_name))
+                ):
                     left_out[said] = f"{ours_name} must be said here"
                 else:
                     ours[ours_name] = (ours_value, origin)
@@ -234,7 +236,7 @@ def _of_engine(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, tuple[
     if ours.get("rollout_engine", ("", ""))[0] != "vllm":
         return {}
     named = "vllm_server_host" if said.get("vllm_server_host") else "vllm_server_port"
-    if said.get(named) and "vllm_server" not in ours:
+    if said.get(named) and "vllm_server" not in ours and said.get("vllm_mode") != "colocate":
         hosts, ports = _list(said.get("vllm_server_host") or "127.0.0.1"), _list(said.get("vllm_server_port") or 8000)
         return {"vllm_server": (f"http://{hosts[0]}:{ports[0]}", f"{named} of {told.program}")}
     if "vllm_server" in ours:
@@ -286,18 +288,18 @@ def _mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
         if special is not None:
             return special
     if name == "datasets" and told.program == "axolotl":
-        return {"dataset": [_axolotl_source(one) for one in _mappings(told, name, value)]}
+        return {"dataset": [axolotl_source(one) for one in mappings(told, name, value)]}
     if name == "dataset_shuffle" and told.program == "ms-swift":  # their loader shuffles, too
         return {"shuffle": False} if value is False and told.settings.get("train_dataloader_shuffle") is False else {}
     if name in ("dataset_shuffle", "shuffle_dataset", "train_sampler_random"):
         return {} if value in (True, None) else {"shuffle": False}
     if name == "datasets" and told.program == "TRL":
         entries = [{"subset" if key == "name" else key: given for key, given in one.items()}
-                 for one in _mappings(told, name, value)]  # fmt: skip
+                 for one in mappings(told, name, value)]  # fmt: skip
         return {"dataset": entries}
     if name == "adapters":
         return {"init_adapter": value[0] if isinstance(value, list) and value else value}
-    if name == "save_strategy" and value == "no":
+    if name == "save_strategy" and value in ("no", False):
         return {"save_steps": 0}
     if name == "sleep_level":
         return {"vllm_sleep": True} if _number(value) in (1, 2) else {}
@@ -321,8 +323,8 @@ def _mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
     if name in ("dataset", "val_dataset") and told.program == "ms-swift":
         sources = _list(value)
         if not all(isinstance(one, str) for one in sources):
-            raise _odd_value(told, name, value, "names of datasets")
-        sampled = [_sampled(one) for one in sources]
+            raise odd_value(told, name, value, "names of datasets")
+        sampled = [swift_source(one) for one in sources]
         if name == "val_dataset":
             return {"eval_dataset": sampled[0] if len(sampled) == 1 else sampled}
         return {"dataset": sampled}
@@ -369,69 +371,14 @@ def _of_axolotl(name: str, value: Any) -> dict[str, Any] | None:
     return None
 
 
-def _odd_value(told: Told, name: str, value: Any, wanted: str) -> ConfigError:
-    return ConfigError(f"{name}={value!r}, and not {wanted} ({told.places.get(name, told.program)}).")
-
-
-def _mappings(told: Told, name: str, value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(one, dict) and one.get("path") for one in value):
-        raise _odd_value(told, name, value, "a list of mappings with a path each")
-    return value
-
-
 def _mapping(told: Told, name: str, value: Any) -> dict[str, Any] | None:
     """A mapping, or one that is written as JSON; None for what is none. Raises: ConfigError for JSON that is none."""
     if isinstance(value, str) and value.startswith("{"):
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise _odd_value(told, name, value, "a mapping in JSON") from error
+            raise odd_value(told, name, value, "a mapping in JSON") from error
     return value if isinstance(value, dict) else None
-
-
-def _of_axolotl_left(told: Told, value: Any) -> dict[str, str]:
-    """What its sources say that is not carried."""
-    left = {}
-    for item in _mappings(told, "datasets", value):
-        for name, given in item.items():
-            if name == "type" and (not isinstance(given, str) or given not in AXOLOTL_FORMATS):
-                left[f"type = {given} of {item['path']}"] = "name its columns with `columns`, or its form with `format`"
-            elif name not in ("path", "name", "split", "type"):
-                left[f"{name} = {given} of {item['path']}"] = "sources have path, subset, split, format and columns"
-    return left
-
-
-def _axolotl_source(item: dict[str, Any]) -> dict[str, Any]:
-    source = {"path": item.get("path")}
-    if item.get("name"):
-        source["subset"] = item["name"]
-    if item.get("split"):
-        source["split"] = item["split"]
-    known = AXOLOTL_FORMATS.get(str(item.get("type")))
-    return {**source, **({"format": known} if known else {})}
-
-
-def _sampled(one: str) -> Any:
-    """A source of ms-swift; of `name#500` the first rows."""
-    match = SAMPLED.match(one)
-    if match is None:
-        return one
-    _, name, subset, path, count = match.groups()
-    source = {"path": name or path, "subset": subset, "split": f"[:{count}]" if count else None}
-    said = {key: given for key, given in source.items() if given}
-    return said["path"] if len(said) == 1 else said
-
-
-def _of_swift_left(name: str, value: Any) -> dict[str, str]:
-    """What its sources mean that is not carried."""
-    left = {}
-    for one in _list(value):
-        match = SAMPLED.match(str(one))
-        if match is not None and match[5]:
-            left[f"#{match[5]} of {name} = {one}"] = "the first rows are taken; theirs are drawn at random"
-        if match is not None and match[2] and match[1] != "HF":
-            left[f"{name} = {one}"] = "ids are those of huggingface.co here; theirs are ModelScope's"
-    return left
 
 
 def _number(value: Any) -> Any:

@@ -22,7 +22,8 @@ VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^}]*))?\}|\$([A-Za-z_]\w*)")
 INSIDE = re.compile(r"(?<=[^\s;&|(])#")
 """A shell's comments begin where words begin."""
 NO_COMMENT = "\ue000"
-REDIRECTION = re.compile(r"^(\d*|&)>")
+REDIRECTION = re.compile(r"^(\d*|&)[<>]")
+HEREDOC = re.compile(r"<<-?\s*[\"']?(\w+)")
 LAUNCHERS = {"nproc_per_node": "nproc_per_node", "num_processes": "nproc_per_node", "num_gpus": "nproc_per_node",
              "nnodes": "nnodes", "num_machines": "nnodes", "num_nodes": "nnodes"}  # fmt: skip
 """Options of torchrun, accelerate and deepspeed before the script."""
@@ -121,10 +122,14 @@ def _read_script(path: Path, text: str) -> Told:
     exported: dict[str, str] = {}
     found: Told | None = None
     others: list[str] = []
+    until = ""
     for line in joined.splitlines():
         line = line.strip()
-        if not line or line.startswith("#"):
+        if until or not line or line.startswith("#"):
+            until = "" if line == until else until
             continue
+        document = HEREDOC.search(line)
+        until = document[1] if document else ""
         try:
             words = _words(VARIABLE.sub(partial(_value_of, variables), line))
         except ValueError as error:
@@ -133,11 +138,12 @@ def _read_script(path: Path, text: str) -> Told:
             raise ConfigError(f"{path}: cannot be read as a shell script: {error}") from error
         assigned: dict[str, str] = {}
         is_exported = bool(words) and words[0] == "export"
-        while words and (words[0] == "export" or ASSIGNMENT.match(words[0])):
-            match = ASSIGNMENT.match(words[0])
-            if match:
+        while words and (is_exported or ASSIGNMENT.match(words[0])):
+            word, *words = words
+            if match := ASSIGNMENT.match(word):
                 assigned[match[1]] = match[2]
-            words = words[1:]
+            elif word in variables:
+                assigned[word] = variables[word]
         if is_exported:
             exported |= assigned
         if not words or is_exported:  # before a command they are the command's alone
@@ -164,7 +170,9 @@ def _words(line: str) -> list[str]:
 def _value_of(variables: Mapping[str, str], use: "re.Match[str]") -> str:
     """What stands for a variable; where nothing is known of it, it stays."""
     name, otherwise = use[1] or use[3], use[2]
-    return variables.get(name) or (otherwise if otherwise is not None else use[0])
+    if name in variables and (variables[name] or otherwise is None):
+        return variables[name]
+    return otherwise if otherwise is not None else use[0]
 
 
 def _serves(words: Sequence[str]) -> bool:

@@ -150,7 +150,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
     def _look_at(self, numbers: dict[str, float], step: int) -> None:
         """Say once that a number is none; on the process that logs."""
         odd = [name for name in ("loss", "grad_norm") if not math.isfinite(numbers.get(name, 0.0))]
-        if odd == ["grad_norm"] and self._scales_losses and math.isinf(numbers["grad_norm"]):
+        if odd == ["grad_norm"] and self._scales_losses:
             return  # in float16 steps that overflow are left out, and the loss is scaled by less
         if not odd or self._told_not_finite or self._rank:
             return

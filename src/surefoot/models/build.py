@@ -8,7 +8,7 @@ Knows nothing of data, loss or optimisers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from surefoot.errors import ModelError
 from surefoot.models import attention, experts, vision
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
 from surefoot.models.placement import put
-from surefoot.models.reading import offloaded, streamed
+from surefoot.models.reading import computing_on, laid_out_like, parts_stay_in_host_memory, streamed
 from surefoot.models.routing import RoutingRecorder, keep_routing_on_recompute
 
 LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
@@ -195,8 +195,9 @@ def build_model(
     is_offloaded = sharding is not None and sharding.is_offloaded
     reads_to = torch.device("cpu") if is_offloaded else device
     if is_offloaded:
-        cls = offloaded(cls, device)
-    model = _load(cls, folder, config, stored, reads_to, experts_implementation, is_sharded=sharding is not None)
+        cls = computing_on(cls, device)
+    with parts_stay_in_host_memory() if is_offloaded else nullcontext():
+        model = _load(cls, folder, config, stored, reads_to, experts_implementation, is_sharded=sharding is not None)
     if is_offloaded:
         _move_whole_tensors(model, device)
     targets = found[-1] if lora is not None else None
@@ -385,10 +386,17 @@ def _align(model: PreTrainedModel) -> None:
 
 
 def _move_whole_tensors(model: PreTrainedModel, device: torch.device) -> None:
-    """Move what no group of FSDP manages: frozen weights that every rank has, and buffers."""
+    """Move what no group of FSDP manages: frozen weights that every rank has or that are shared out, and buffers."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)
+    for name, parameter in list(model.named_parameters()):
+        if not isinstance(parameter, DTensor):
+            continue
+        if not {"fsdp", "dp_replicate"} & set(parameter.device_mesh.mesh_dim_names or ()):
+            owner, _, leaf = name.rpartition(".")
+            moved = laid_out_like(parameter.to_local().to(device), parameter)
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(moved, requires_grad=parameter.requires_grad))
 
 
 @contextmanager

@@ -34,26 +34,23 @@ def streamed(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return type(cls.__name__, (cls,), {"_load_pretrained_model": staticmethod(load), "__module__": cls.__module__})
 
 
-def offloaded(cls: type[PreTrainedModel], device: torch.device) -> type[PreTrainedModel]:
-    """A subclass whose parts are read into host memory and stay there, and that computes on `device` all the same.
+def computing_on(cls: type[PreTrainedModel], device: torch.device) -> type[PreTrainedModel]:
+    """A subclass that takes `device` for its own, wherever its first parameter lies: inputs belong there."""
+    return type(cls.__name__, (cls,), {"device": property(lambda _: device), "__module__": cls.__module__})
 
-    `DTensor.from_local`, with which transformers' loader places them, would move them to the mesh's device. And what
-    transformers takes for the device of a model is that of its first parameter, where inputs do not belong.
-    """
 
-    def load(*arguments: Any) -> Any:
-        names = [(module, "_dtensor_from_local_like") for module in (core_model_loading, modeling_utils)]
-        originals = [getattr(module, name) for module, name in names]
-        try:
-            for module, name in names:
-                setattr(module, name, laid_out_like)
-            return cls._load_pretrained_model(*arguments)
-        finally:
-            for (module, name), original in zip(names, originals, strict=True):
-                setattr(module, name, original)
-
-    methods = {"_load_pretrained_model": staticmethod(load), "device": property(lambda _: device)}
-    return type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__})
+@contextmanager
+def parts_stay_in_host_memory() -> Iterator[None]:
+    """`DTensor.from_local`, with which transformers' loader places parts, would move them to their mesh's device."""
+    names = [(module, "_dtensor_from_local_like") for module in (core_model_loading, modeling_utils)]
+    originals = [getattr(module, name) for module, name in names]
+    try:
+        for module, name in names:
+            setattr(module, name, laid_out_like)
+        yield
+    finally:
+        for (module, name), original in zip(names, originals, strict=True):
+            setattr(module, name, original)
 
 
 def laid_out_like(local: Tensor, reference: DTensor) -> DTensor:

@@ -140,7 +140,8 @@ ALONE = Ranks()
 def gpu_of(rank: int, local_rank: int) -> torch.device:
     """The GPU of a rank. Raises: ConfigError where there is none for it."""
     count = torch.cuda.device_count()
-    if count == 1 and "SLURM_PROCID" in os.environ:  # --gpus-per-task=1: each task sees its own one alone
+    task = os.environ.get("SLURM_PROCID"), os.environ.get("SLURM_LOCALID")
+    if count == 1 and task == (str(rank), str(local_rank)):  # --gpus-per-task=1: each task sees its own one alone
         return torch.device("cuda", 0)
     if local_rank >= count:
         raise ConfigError(

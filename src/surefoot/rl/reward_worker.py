@@ -94,12 +94,18 @@ def _call(functions: list[Function], job: Mapping[str, Any]) -> dict[str, Any]:
     try:
         rewards = functions[job["function"]](**job["arguments"])
         if inspect.isawaitable(rewards):
-            rewards = asyncio.run(_awaited(rewards))
+            rewards = _runner().run(_awaited(rewards))
         if not isinstance(rewards, Iterable) or isinstance(rewards, str | bytes | Mapping | Set):
             raise TypeError(f"it returned {type(rewards).__name__}, not a list with a number for each completion")
         return {"rewards": [None if value is None else _number(value) for value in rewards]}
     except Exception as error:  # noqa: BLE001 - a function that somebody else wrote
         return _failure(error)
+
+
+@cache
+def _runner() -> asyncio.Runner:
+    """One for all calls: what functions keep open belongs to its loop."""
+    return asyncio.Runner()
 
 
 async def _awaited(rewards: Awaitable[Any]) -> Any:

@@ -24,6 +24,8 @@ from surefoot.models.sources import longest_context, resolve_model
 from surefoot.parallel.ranks import ALONE, Ranks
 from surefoot.training.metrics import Screen
 
+MOST_LOOKED_AT = 256
+"""Rows."""
 SIGN_EVERY_S = 5.0
 """How often a long evaluation, or rollout, says that it goes on."""
 Emit = Callable[[Event], None]
@@ -80,10 +82,12 @@ class RunData:
         self._count()
 
     def first_columns(self, position: Position) -> dict[str, object]:
-        """The columns kept of a row in the chunk that is prepared first; none where it gives no sample."""
+        """The columns that rows of the chunk which is prepared first have; none where it gives no sample."""
         chunk = self.order.windows_from(position)[0][0]
-        samples = self.train.usable(chunk).samples
-        return self.train.columns(chunk, int(samples[0])) if len(samples) else {}
+        columns: dict[str, object] = {}
+        for sample in self.train.usable(chunk).samples[:MOST_LOOKED_AT]:
+            columns |= self.train.columns(chunk, int(sample))
+        return columns
 
     def _check(self) -> None:
         """Everything is prepared: refuse what cannot be trained on, wherever in the order it comes."""

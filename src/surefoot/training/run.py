@@ -251,7 +251,7 @@ def _assemble(
             ranks.node_by_node(lambda: check_answers(loaded, data.first_columns(state.position)))
     if server is not None:
         ranks.together(server.check_alive, names_rank=False)
-        with phases("load"):
+        with phases("sync"):
             settle_server(config, server, ranks, emit)
 
     with phases("load"):

@@ -1,6 +1,5 @@
 """What the system gives a process only so many of: open files and threads. Pure."""
 
-from collections import deque
 from itertools import pairwise
 
 from surefoot.findings import CATALOGUE, Finding
@@ -20,13 +19,15 @@ class LimitTrend:
 
     def __init__(self, rank: int, what: str) -> None:
         self._rank, self._what = rank, what
-        self._points: deque[tuple[int, int]] = deque(maxlen=MOST_POINTS)
-        """(step, how many it had then)."""
+        self._points: list[tuple[int, int]] = []
+        """(step, how many it had then), over the whole run."""
 
     def add(self, step: int, count: int) -> None:
         """As it is seen every few seconds; what is seen before the first step is no part of the trend."""
         if step:
             self._points.append((step, count))
+        if len(self._points) > MOST_POINTS:
+            self._points = self._points[::2]
 
     def finding(self, used: int, most: int, whose: str) -> Finding | None:
         """`used` of `most` are in use now by `whose`: the rank alone, or all processes that share the limit."""

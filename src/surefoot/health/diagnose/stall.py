@@ -47,7 +47,7 @@ class _Case:
         """Whether all ranks that are known to have used a group wait in it."""
         members = {number for number, flight in self.flights.items() if group in flight.last}
         inside = {rank.rank for rank in self.ranks if any(one.group == group for one in self.waiting(rank))}
-        return members <= inside
+        return members <= inside and (len(members) > 1 or len(self.flights) == 1)  # alone it waits for others
 
     def is_usual(self, call: str) -> bool:
         """Whether a rank called this before and it went well."""

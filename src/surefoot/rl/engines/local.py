@@ -97,6 +97,9 @@ class LocalEngine:
         with generating(self._model), self._forward_context():
             try:
                 for wave in waves:
+                    # Where prompts are read together, ranks stop together: between waves.
+                    if self._reader is not None and self._ranks.sum([self._is_told_to_stop()])[0]:
+                        raise RolloutInterrupted
                     completions += self._wave(wave, sampling, policy_version)
             finally:
                 put_to_rest(self._model)
@@ -166,8 +169,9 @@ class LocalEngine:
         logits, mask, positions = _select((logits, mask, positions), cache, of_row)
         while True:
             drawn = rows.draw(logits)
-            going, stops = self._in_step.sum([rows.num_going, self._is_told_to_stop()])
-            if stops:
+            is_told = self._is_told_to_stop()
+            going, stops = self._in_step.sum([rows.num_going, is_told])
+            if stops and (self._reader is None or self._in_step is self._ranks):
                 raise RolloutInterrupted
             if not going:
                 return rows.completions(policy_version)
