@@ -174,7 +174,9 @@ class Supervisor:
         if any(rank.moves_data for rank in going) and any(rank.phase in QUIET_PHASES for rank in going):
             self._moved_s = now_s
         late_after_s = self._late_after_s(going)
-        if now_s - max(self._last_s, self._moved_s) <= late_after_s:
+        # A deadline that a user gave holds whatever a rank does.
+        since_s = self._last_s if self._given_s is not None else max(self._last_s, self._moved_s)
+        if now_s - since_s <= late_after_s:
             if self.stalled_since_s is not None:
                 self.stood_s, self.stalled_since_s = now_s - self.stalled_since_s, None
             return trends
