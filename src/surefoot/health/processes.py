@@ -121,36 +121,31 @@ def started_by(process: int) -> list[int]:
 
 def name_of(process: int) -> str:
     """What the system calls it; empty where there is none."""
-    try:
-        return Path(f"/proc/{process}/comm").read_text().strip()
-    except OSError:
-        return ""
+    with suppress(psutil.Error):
+        return str(psutil.Process(process).name())
+    return ""
 
 
 def open_files(process: int) -> int | None:
     """How many files, sockets and pipes a process has open; None where that may not be seen."""
-    try:
-        return sum(1 for _ in os.scandir(f"/proc/{process}/fd"))
-    except OSError:
-        return None
+    with suppress(psutil.Error):
+        return int(psutil.Process(process).num_fds())
+    return None
 
 
 def most_open_files(process: int) -> int | None:
     """How many it may have open (its soft limit); None without a limit, or where that may not be seen."""
-    try:
-        lines = Path(f"/proc/{process}/limits").read_text().splitlines()
-    except OSError:
-        return None
-    soft = next((line.split()[3] for line in lines if line.startswith("Max open files")), "")
-    return int(soft) if soft.isdigit() else None
+    with suppress(psutil.Error, OSError):
+        soft = int(psutil.Process(process).rlimit(psutil.RLIMIT_NOFILE)[0])
+        return soft if soft != psutil.RLIM_INFINITY else None
+    return None
 
 
 def num_threads(process: int) -> int | None:
     """Of a process; None where there is none."""
-    try:
-        return sum(1 for _ in os.scandir(f"/proc/{process}/task"))
-    except OSError:
-        return None
+    with suppress(psutil.Error):
+        return int(psutil.Process(process).num_threads())
+    return None
 
 
 def proportional_bytes(process: int) -> int:
