@@ -44,6 +44,12 @@ def test_a_card_that_is_busy_at_idle_power_spins() -> None:
     assert "GPU 0 100% busy at 10% of its power" in finding.cause
 
 
+def test_a_card_alone_may_run_small_kernels() -> None:
+    small = replace(SPINNING, power_w=150.0)
+    assert codes(looks(small)) == []
+    assert codes(looks(small, replace(small, index=1))) == ["SF307"]
+
+
 def test_a_card_that_is_too_hot_is_named_with_its_reason() -> None:
     (finding,) = find_in_gpus(looks(HOT))
     assert (finding.code, finding.evidence["gpu"], finding.evidence["clock_mhz"]) == ("SF308", 0, 900)

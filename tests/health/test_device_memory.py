@@ -58,9 +58,11 @@ def test_healthy_counts(said: Counts) -> None:
     assert codes(said) == []
 
 
-def peaks(rise_at: int = 40, *, tokens: float = 4000.0, rise: float = 8 * GIB) -> Peaks:
+def peaks(rise_at: int = 40, *, tokens: float = 4000.0, rise: float = 8 * GIB, saved_before: int = 0) -> Peaks:
     found = Peaks(0)
     for step in range(1, 61):
+        if step == saved_before:
+            found.between()
         found.add("batch", step, {"tokens": tokens if step == rise_at else 1000.0})
         found.add("step", step, {"peak_memory_bytes": 16 * GIB + (rise if step >= rise_at else 0.0)})
     return found
@@ -71,6 +73,10 @@ def test_a_step_that_nearly_did_not_fit_is_named_with_its_batch() -> None:
     assert finding is not None
     assert (finding.code, finding.evidence["step"]) == ("SF205", 40)
     assert "its batch has 4000 tokens, 1000 are usual" in finding.cause
+
+
+def test_a_save_long_before_excuses_no_peak() -> None:
+    assert peaks(saved_before=39).finding(room_bytes=2 * GIB) is not None
 
 
 def test_large_images_are_named_before_their_tokens() -> None:
@@ -94,8 +100,8 @@ def test_a_usual_batch_is_not_blamed() -> None:
 
 @pytest.mark.parametrize(
     ("seen", "room"),
-    [(peaks(), 20 * GIB), (peaks(rise_at=10), 0.0), (peaks(rise=2 * GIB), 0.0)],
-    ids=["there is room", "while it warms up", "a little more"],
+    [(peaks(), 20 * GIB), (peaks(rise_at=10), 0.0), (peaks(rise=2 * GIB), 0.0), (peaks(saved_before=40), 0.0)],
+    ids=["there is room", "while it warms up", "a little more", "a save came before it"],
 )
 def test_healthy_peaks(seen: Peaks, room: float) -> None:
     assert seen.finding(room) is None

@@ -109,6 +109,12 @@ def test_longer_batches_are_no_slowness() -> None:
 
     grown = times(lambda step, phase: SOUND[phase] * size(step), steps=90, tokens=lambda step: 100 * size(step))
     assert codes(grown) == []
+    shrunk = times(
+        lambda step, phase: SOUND[phase] * (0.8 if step > 40 else 1.0),
+        steps=90,
+        tokens=lambda step: 100.0 if step > 40 else 500.0,
+    )
+    assert codes(shrunk) == [], "fewer tokens, in less time"
 
 
 def test_a_history_is_judged_by_the_newest_start_of_each_rank() -> None:
