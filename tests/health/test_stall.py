@@ -181,10 +181,11 @@ def test_a_collective_of_experts_is_one_of_a_layer() -> None:
     finding = find_stall(stalled(rank(0, travelling, layer=12), rank(1, came, layer=12)))
     assert (finding.code, finding.evidence["rank"]) == ("SF106", 1)
     assert "in forward of step 9, in layer 12" in finding.cause
-    assert "number 7 of group 4 (the ranks that share experts: tokens travelling to them and back, layer 12)" in (
+    assert "number 7 of group 4 (the ranks that share experts, tokens travelling to experts and back, layer 12)" in (
         finding.cause
     )
-    gathers = {**travelling, "process_group": ["4", "mesh_fsdp"]}  # those of the next layer are asked for before
+    # weights are gathered for the layers to come, too
+    gathers = {**entry("4", 7, "all_gather"), "process_group": ["4", "mesh_fsdp"]}
     assert "gathers and sums)" in find_stall(stalled(rank(0, gathers, layer=12), rank(1, layer=12))).cause
 
 

@@ -15,9 +15,11 @@ MEANINGS = {
     "agreement": "what the ranks agree on: batch sizes, stop signals, errors",
     "mesh_fsdp": "the ranks that share sharded weights: their gathers and sums",
     "mesh_dp_replicate": "the copies of sharded weights: their sums",
-    "mesh_ep": "the ranks that share experts: tokens travelling to them and back",
+    "mesh_ep": "the ranks that share experts",
 }
-"""Description of a process group -> what goes over it."""
+"""Description of a process group -> what goes over it. Where all ranks share experts they do so in `default_pg`."""
+TRAVELLING = "all_to_all"
+"""In the name of the collectives in which tokens travel to experts and back."""
 
 
 @dataclass(frozen=True)

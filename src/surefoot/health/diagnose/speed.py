@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from surefoot.findings import CATALOGUE, Finding
-from surefoot.health.flight import FlightRecord
+from surefoot.health.flight import TRAVELLING, FlightRecord
 from surefoot.health.recorder import Entry, newest_starts
 
 WARMUP_STEPS = 5
@@ -44,8 +44,6 @@ MOST_AT_ONCE = 0.2
 STRAGGLER_WINDOW_S = 5.0
 UNEVEN_LOAD = 1.25
 """Of the rank whose experts are busiest, from which on they may be why others wait."""
-TRAVELLING = "all_to_all"
-"""In the name of the collectives in which tokens travel to experts and back."""
 SLOWED_TIMES = 2.0
 """How many times longer than before steps must take."""
 

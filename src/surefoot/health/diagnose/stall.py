@@ -9,7 +9,7 @@ from typing import Any
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.health import stacks
 from surefoot.health.evidence import RankEvidence, StallEvidence
-from surefoot.health.flight import MEANINGS, Collective, FlightRecord, read_flight
+from surefoot.health.flight import TRAVELLING, Collective, FlightRecord, read_flight
 
 IDLE_SHARE = 0.05
 """Of a core: below it a process waits."""
@@ -389,9 +389,12 @@ def _where(rank: RankEvidence) -> str:
 
 def _meaning(case: _Case, group: str) -> str:
     meaning = next((f.meanings[group] for f in case.flights.values() if group in f.meanings), "")
-    layers = {rank.layer for rank in case.ranks if any(one.group == group for one in case.waiting(rank))} - {None}
-    if meaning == MEANINGS["mesh_ep"] and len(layers) == 1:  # weights are gathered for the layers to come, too
-        meaning += f", layer {layers.pop()}"
+    asked = [(rank.layer, one.kind) for rank in case.ranks for one in case.waiting(rank) if one.group == group]
+    if meaning and asked and all(TRAVELLING in kind for _, kind in asked):
+        meaning += ", tokens travelling to experts and back"
+        layers = {layer for layer, _ in asked} - {None}
+        if len(layers) == 1:  # weights are gathered for the layers to come, too: there the layer would say nothing
+            meaning += f", layer {layers.pop()}"
     return f"group {group} ({meaning})" if meaning else f"group {group}"
 
 
