@@ -62,6 +62,7 @@ int nvmlDeviceGetNvLinkState(Device *device, unsigned int link, unsigned int *ac
     *active = !(device->index && link == 17);
     return 0;
 }
+int nvmlDeviceGetCudaComputeCapability(Device *device, int *major, int *minor) { *major = 9; *minor = 0; return 0; }
 int nvmlDeviceGetCurrPcieLinkWidth(Device *device, unsigned int *lanes) { *lanes = device->index ? 8 : 16; return 0; }
 int nvmlDeviceGetMaxPcieLinkWidth(Device *device, unsigned int *lanes) { *lanes = 16; return 0; }
 int nvmlDeviceGetMaxPcieLinkGeneration(Device *device, unsigned int *generation) { *generation = 5; return 0; }

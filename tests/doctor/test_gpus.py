@@ -89,6 +89,20 @@ def test_what_is_wrong_with_one_gpu_is_named(run: Any, changed: Any, code: str, 
     assert said in text
 
 
+@pytest.mark.parametrize(
+    ("capability", "cuda", "is_known"),
+    [("12.0", "12.6", False), ("12.0", "12.8", True), ("7.0", "13.0", False), ("7.0", "12.6", True),
+     ("9.0", "11.8", True), ("9.0", "11.7", False), ("8.6", "11.7", True), ("12.1", "13.1", True), ("", "13.0", True)],
+)  # fmt: skip
+def test_a_gpu_that_torch_was_not_built_for_is_named(run: Any, capability: str, cuda: str, is_known: bool) -> None:
+    versions = {"torch": "2.13.0", "cuda": cuda, "driver": "595.1"}
+    checks = examine(replace(node(capability=capability), versions=versions), run())
+    assert bad(checks) == ({} if is_known else {"SF709": "warning"})
+    said = line(checks, "versions").text
+    assert is_known or f"GPU 3, NVIDIA H100 80GB HBM3, has compute capability {capability}" in said
+    assert bad(examine(replace(node(capability=capability), versions=versions), run(nproc_per_node=3))) == {}
+
+
 def test_gpus_that_the_run_does_not_use_are_not_judged(run: Any) -> None:
     broken = node(remap="failed", pcie_width=4, links=())
     assert bad(examine(broken, run(nproc_per_node=3))) == {}
@@ -158,7 +172,8 @@ def test_nvml_is_read_through_its_own_bindings(nvml_driver: dict[str, str]) -> N
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **nvml_driver}, capture_output=True, text=True, timeout=60
     )
-    first = replace(SOUND, uuid="GPU-a0000000", temperature_c=None, memory_used_bytes=3 * GIB, pci="00000000:1B:00.0")
+    first = replace(SOUND, uuid="GPU-a0000000", temperature_c=None, memory_used_bytes=3 * GIB, pci="00000000:1B:00.0",
+                    capability="9.0")  # fmt: skip
     second = replace(
         first,
         index=1,

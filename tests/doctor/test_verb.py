@@ -1,6 +1,7 @@
 """`surefoot doctor`, and what `surefoot train` asks of it before it starts."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,25 @@ def test_a_run_knows_its_machine_and_what_changed_since(
 def test_against_what_is_no_run(config: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--against", str(Path(config).with_name(path))]) == 2
     assert "is no snapshot of a machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_model_that_was_fetched_before_is_looked_at(config: str, tmp_path: Path, is_whole: bool) -> None:
+    given = json.loads(Path(config).read_text())
+    kept = tmp_path / "hub/models--some--model"
+    shutil.copytree(given["model"], kept / "snapshots/1a2b")
+    (kept / "refs").mkdir()
+    (kept / "refs/main").write_text("1a2b")
+    if not is_whole:  # the rest is fetched when the run starts
+        (kept / "snapshots/1a2b/model.safetensors").unlink()
+    Path(config).write_text(json.dumps({**given, "model": "some/model", "max_length": 10**6}))
+    done = surefoot_command("doctor", config, "--json", env={"HF_HUB_CACHE": str(tmp_path / "hub")})
+    assert done.returncode == 0, done.stderr
+    said = {check["name"]: (check["status"], check["text"]) for check in json.loads(done.stdout)["checks"]}
+    if is_whole:
+        assert said["model"][1].endswith("files are whole")
+        assert said["chat template"][0] == "ok"
+        assert said["context"][0] == "warning"
+    else:
+        assert said["model"] == ("not applicable", "some/model is not here yet: it is fetched when the run starts")
+        assert said["host memory"][1] == "the size of the model is not known"

@@ -407,7 +407,10 @@ def of_words(words: str) -> Imported:
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy format --reward_weights 1.0 0.1",
          {"reward_weights": [1.0, 0.1], "top_p": 0.9, "top_k": 50}, None),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --use_vllm true --top_p 0.9 "
-         "--top_k 50", {"top_p": None, "top_k": None}, "top_p = 0.9"),
+         "--top_k 50", {"top_p": 0.9, "top_k": 50, "temperature": 0.9, "importance_correction": "none"}, None),
+        ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --use_vllm true --top_p 0.9 "
+         "--rollout_importance_sampling_mode token_truncate", {"top_p": 0.9, "temperature": None},
+         "temperature = 0.9"),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --save_steps 0.05", {"save_steps": None},
          "save_steps = 0.05"),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --scale_rewards none", {"scale_rewards": "none"},

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from surefoot.errors import ModelError
 from surefoot.models.build import build_model, trainable_parameters
-from surefoot.models.lora import LoraLinear, LoraSettings, attach, find_targets, initial_value
+from surefoot.models.generate import generating
+from surefoot.models.lora import LoraLinear, LoraSettings, attach, find_targets, initial_value, noisy_adapter
 from tests.conftest import make_model
 
 CPU = torch.device("cpu")
@@ -155,3 +156,17 @@ def test_no_weight_stays_in_the_checkpoint_file(model_folder: Callable[[str], Pa
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(model_folder("mixtral")) in line]
     spans = [tuple(int(end, 16) for end in line.split(" ")[0].split("-")) for line in mapped]
     assert not any(begin <= p.data_ptr() < end for begin, end in spans for p in built.model.parameters())
+
+
+def test_noise_in_an_adapter_is_gone_afterwards(model_folder: Callable[[str], Path]) -> None:
+    model = build_model(model_folder("mixtral"), lora=settings(), device=CPU, dtype=torch.float32).model.eval()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    ids = torch.arange(8)[None]
+    with torch.no_grad(), generating(model):
+        usual = model(ids).logits
+        with noisy_adapter(model, 0.1):
+            changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+            assert (model(ids).logits - usual).abs().max() > 1e-3
+        assert torch.equal(model(ids).logits, usual)
+    assert changed == set(trainable_parameters(model))
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())

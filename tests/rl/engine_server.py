@@ -1,8 +1,8 @@
 """A server with vLLM's endpoints on a real port, whose answers can be wrong: `engine_server.py PORT FAULT`.
 
-Each token is 7 with a logprob that the request's model name does not change. FAULT: none, late, dies, error, fewer,
-other_version, no_logprobs, no_experts, few_experts, odd_experts, other_experts, refuses_adapter, no_json, no_sleep,
-sleepless, no_reload, keeps_cache, trickles, busy_twice, or one of ODD.
+Each token is 7 with a logprob that the request's model name does not change, but for a trial. FAULT: none, late, dies,
+error, fewer, other_version, no_logprobs, no_experts, few_experts, odd_experts, other_experts, refuses_adapter, no_json,
+no_sleep, sleepless, no_reload, keeps_cache, trickles, busy_twice, ignores_adapters, or one of ODD.
 """
 
 import json
@@ -74,7 +74,8 @@ class Handler(BaseHTTPRequestHandler):
         return self._answer(200, answer)
 
     def _completion(self, body: dict[str, Any], count: int) -> dict[str, Any]:
-        logprobs = (json.loads(os.environ.get("PROBE_LOGPROBS", "null")) or [-1.0] * count)[:count]
+        usual = -2.0 if body["model"].startswith("trial") and FAULT != "ignores_adapters" else -1.0
+        logprobs = (json.loads(os.environ.get("PROBE_LOGPROBS", "null")) or [usual] * count)[:count]
         choice: dict[str, Any] = {
             "token_ids": [7] * count,
             "logprobs": {"token_logprobs": logprobs},

@@ -1,6 +1,7 @@
 """The loss of tokens, worked out by hand, and its gradient against TRL's trainer."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,6 +41,15 @@ def losses(
     found.sum().backward()
     assert at.grad is not None
     return found.tolist(), at.grad.tolist()
+
+
+def test_an_engine_whose_logprobs_are_of_fewer_tokens_is_not_compared() -> None:
+    batch = batch_of(trajectory([5, 6, 7], 1.0, rollout_logprobs=[0.0, -0.1, -3.0]))
+    knows = PolicyLoss("dapo", 0.2, 0.2, 0.0, "none", 2.0)
+    found, measured = knows(torch.tensor([-1.0, -1.0, -1.0]), batch)
+    cut, less = replace(knows, knows_rollout_logprobs=False)(torch.tensor([-1.0, -1.0, -1.0]), batch)
+    assert torch.equal(found, cut)
+    assert set(measured) - set(less) == {"importance_ratio", "logprob_difference"}
 
 
 def test_the_first_step_on_completions_is_the_policy_gradient() -> None:

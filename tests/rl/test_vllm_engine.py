@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -135,7 +136,7 @@ def test_an_adapter_is_a_small_part_of_the_model(
         ("dies", "SF801", "the server ended with status 3"),
         ("error", "SF801", "status 500: .*the engine is dead"),
         ("fewer", "SF806", "ended for its length after 4 of 5 tokens"),
-        ("other_version", "SF806", "a completion is of policy-0, but policy-0-.* was asked for"),
+        ("other_version", "SF806", "a completion is of policy-0, but policy-00000000-.* was asked for"),
         ("no_logprobs", "SF806", "5 tokens and 4 logprobs"),
         ("no_json", "SF806", "a page of a proxy"),
         ("no_experts", "SF806", "without the experts of its tokens. Start the server with --enable-return-routed"),
@@ -223,6 +224,8 @@ def test_a_server_that_an_earlier_run_left_asleep_is_woken(
 def test_a_models_own_generation_settings_are_overruled() -> None:
     body = call_for(Request([1], (0,)), SAMPLING, "policy").body
     assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1.0, 0, 0.0, 1.0)
+    body = call_for(Request([1], (0,)), Sampling(4, top_p=0.9, top_k=20), "policy").body
+    assert (body["top_p"], body["top_k"]) == (0.9, 20)
 
 
 def test_experts_of_layers_without_a_router_are_left_out() -> None:
@@ -338,7 +341,7 @@ def test_full_fine_tuning_lets_the_server_read_the_whole_model(
     for fault, cause in (("no_reload", "404.*DEV_MODE"), ("keeps_cache", "success: false")):
         server = serve(fault)
         ours = engine(server, sync=FullSync(server, write, tmp_path / "weights", 60.0))
-        with pytest.raises(StoppedOnFinding, match=f"did not take the weights of version 0: .*{cause}") as stopped:
+        with pytest.raises(StoppedOnFinding, match=f"did not take the weights policy-00000000: .*{cause}") as stopped:
             ours.publish(0)
         assert stopped.value.finding.code == "SF801"
 
@@ -354,8 +357,8 @@ def changes_one(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("break_it", "cause"),
     [
-        (loses_one, "adapter of version 0 is not whole"),
-        (changes_one, r"1 of \d+ tensors of the adapter of version 0 are not what"),
+        (loses_one, "adapter policy-00000000 is not whole"),
+        (changes_one, r"1 of \d+ tensors of the adapter policy-00000000 are not what"),
     ],
 )
 def test_an_adapter_that_is_not_what_was_trained_is_a_finding(
@@ -387,6 +390,48 @@ def test_a_server_with_other_probabilities_is_a_finding(
         engine(serve(), score=lambda _, ids: [logprob] * len(ids)).publish(0)
     assert stopped.value.finding.code == "SF805"
     engine(serve(probe=[-1.005] * 24)).publish(0)  # other kernels, other rounding
+
+
+@pytest.mark.parametrize(
+    ("fault", "enough", "cause"),
+    [
+        ("none", 0.1, None),
+        ("ignores_adapters", 0.1, "changes the trainer's logprobs by 1 on average: the server does not apply it"),
+        ("none", 1e9, "noise of 16 in the adapter changes the trainer's own logprobs by 0"),
+    ],
+)
+def test_a_server_must_show_that_it_applies_adapters(
+    serve: Callable[..., Server],
+    engine: Callable[..., VllmEngine],
+    tmp_path: Path,
+    fault: str,
+    enough: float,
+    cause: str | None,
+) -> None:
+    """The first adapter of a run does nothing: a server that leaves it out gives the same numbers."""
+    tried = [0.0]
+
+    @contextmanager
+    def noisy(noise: float) -> Iterator[None]:
+        tried.append(noise)
+        yield
+        tried.append(0.0)
+
+    def score(_: Request, ids: list[int]) -> list[float]:
+        return [-2.0 if tried[-1] > enough else -1.0] * len(ids)
+
+    ours = engine(serve(fault), noisy=noisy, score=score)
+    if cause is not None:
+        with pytest.raises(StoppedOnFinding, match=cause) as stopped:
+            ours.publish(0)
+        assert stopped.value.finding.code == "SF805"
+        return
+    ours.publish(0)
+    assert max(tried) == 0.125, "the least noise that shows"
+    count = len(tried)
+    ours.publish(1)
+    assert len(tried) == count, "once is enough"
+    assert [path.name for path in (tmp_path / "adapters").iterdir()] == ["policy-00000001"]
 
 
 def test_a_policy_that_did_not_work_is_not_taken_for_published(

@@ -89,12 +89,14 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 def test_completions_are_made_while_others_are_trained_on(tmp_path: Path) -> None:
     """Also where the run goes on: a checkpoint keeps those that were under way."""
-    path = settings(tmp_path, max_staleness=1, save_steps=1, save_total_limit=None, max_steps=4)
+    staleness = {"max_staleness": 1, "save_steps": 1, "save_total_limit": None, "max_steps": 4}
+    path = settings(tmp_path, top_p=0.9, top_k=50, **staleness)
     done = surefoot("train", str(path), timeout_s=500)
     assert done.returncode == 0, done.stderr[-3000:]
     metrics = metrics_of(tmp_path / "run")
     assert [line["policy_version"] for line in metrics] == [0, 0, 1, 2]
     assert [line["staleness"] for line in metrics] == [0, 1, 1, 1]
+    assert metrics[0]["logprob_difference"] < 5e-3  # also of tokens that are cut from fewer than all
     kept = json.loads((tmp_path / "run/checkpoints/step-00000002/state.json").read_text())["pending"]
     assert [len(one["completions"]) for one in kept] == [8]
     for folder in ("step-00000003", "step-00000004"):

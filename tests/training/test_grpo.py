@@ -402,7 +402,7 @@ def test_positions_that_were_scaled_are_counted(grpo: dict[str, Any], tmp_path: 
         ({"truncation": "right"}, "truncation=right would cut off the end of a prompt"),
         ({"rollout_engine": "vllm", "vllm_server": "https://x:1"}, "is no address of the form"),
         ({"rollout_engine": "vllm", "vllm_server": "http://127.0.0.1:99999"}, "is no address of the form"),
-        ({"rollout_engine": "vllm", "top_p": 0.9}, "rollout_engine=vllm with top_p or top_k"),
+        ({"rollout_engine": "vllm", "top_p": 0.9, "temperature": 0.9}, "rollout_engine=vllm with top_p or top_k"),
         ({"rollout_engine": "vllm", "target_modules": ["router"]}, "routers are trained in full"),
         ({"method": "sft"}, "is a setting of GRPO. Set method: grpo"),
         ({"reward_funcs": [{"func": "regex", "pattern": "x"}]}, r"reward_funcs\[0\].pattern: there is no such key"),
@@ -462,6 +462,12 @@ def test_a_run_that_comes_to_no_step_says_nothing_of_a_page(grpo: dict[str, Any]
             ["LORA_UPDATING=1"],
         ),
         ({"tuning": "full", "lora_rank": None}, [], ["DEV_MODE=1"]),
+        ({"top_k": 20}, ["--logprobs-mode raw_logprobs"], []),
+        (
+            {"top_k": 20, "temperature": 0.9, "importance_correction": "none"},
+            ["--logprobs-mode processed_logprobs"],
+            [],
+        ),
         ({"max_staleness": 1, "vllm_args": ["--seed", "7"]}, ["--seed 42 .*--seed 7$"], ["LORA_UPDATING=1"]),
     ],
 )

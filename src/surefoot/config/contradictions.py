@@ -241,13 +241,16 @@ def _check_vllm(run: RunConfig, given: set[str], refuse: Refuse) -> None:
             "vllm_sleep",
             "max_staleness",
         )
-    if run.top_p < 1 or run.top_k:
+    if run.importance_correction != "none" and not run.knows_rollout_logprobs:
         refuse(
-            "rollout_engine=vllm with top_p or top_k: the server's logprobs are then those of what is left after "
-            "cutting, which training cannot compare with its own. Drop them, or set rollout_engine: local",
-            "rollout_engine",
+            f"rollout_engine=vllm with top_p or top_k at temperature={run.temperature:g}: the server's logprobs are "
+            "then those of what is left after cutting, which "
+            f"importance_correction={run.importance_correction} cannot compare with training's. Set temperature: 1.0, "
+            "importance_correction: none or rollout_engine: local, or drop top_p and top_k",
             "top_p",
             "top_k",
+            "temperature",
+            "importance_correction",
         )
     address = VLLM_ADDRESS.match(run.vllm_server or "http://127.0.0.1:1")
     if address is None or int(address[1]) > MOST_PORT:

@@ -57,6 +57,8 @@ ALIASES: dict[str, str] = {
     "max_resample_times": "dynamic_sampling_tries",
     "dynamic_sample": "dynamic_sampling",
     **dict.fromkeys(["vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"], "importance_cap"),
+    "rollout_importance_sampling_threshold": "importance_cap",
+    "rollout_importance_sampling_mode": "importance_correction",
 }
 """Names of TRL, ms-swift, LLaMA-Factory, Unsloth and axolotl for the same settings."""
 
@@ -74,6 +76,7 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
     "truncation": {"delete": "drop", "raise": "error"},
     "dtype": {"bf16": "bfloat16", "fp32": "float32"},
     "target_modules": {"all-linear": "all"},
+    "importance_correction": {"token_truncate": "truncate", "token_mask": "mask"},
 }
 """Peers' names for the same values."""
 

@@ -15,6 +15,7 @@ from surefoot.config import RunConfig, changed_fields
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
 from surefoot.doctor.collect import SET_BY_A_RUN
 from surefoot.errors import SurefootError
+from surefoot.models.sources import folder_here
 
 OF_BOTH = ("NCCL_", "GLOO_", "CUDA_", "OMP_", "PYTORCH_", "TORCH_")
 """Variables that begin so are about the machine, as a rule."""
@@ -67,9 +68,9 @@ def template(seen: Seen) -> Check:
     name, run = "chat template", seen.run
     if run is None:
         return not_applicable(name, "no run is given")
-    folder = Path(run.model)
-    if not folder.is_dir():
-        return not_applicable(name, f"{run.model} is no folder here")
+    folder = folder_here(run.model)
+    if folder is None:
+        return not_applicable(name, f"{run.model} is not here yet")
     from surefoot.data.conversation import BadRow, Conversation, Message
     from surefoot.data.render import Renderer, RendererSource
     from surefoot.models.build import load_tokenizer

@@ -9,7 +9,7 @@ from surefoot.config.vllm_arguments import memory_share
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
 from surefoot.doctor.gpus import used
 from surefoot.doctor.sizes import Weights, weights_of
-from surefoot.models.sources import longest_context
+from surefoot.models.sources import folder_here, longest_context
 
 GIB = 1 << 30
 FP32_BYTES, HALF_BYTES = 4, 2
@@ -43,13 +43,13 @@ def devices(seen: Seen) -> Check:
 
 
 def model(seen: Seen) -> Check:
-    """Whether the files of a model that is in a folder here are whole."""
+    """Whether the files of a model that is on this machine are whole."""
     name, run = "model", seen.run
     if run is None:
         return not_applicable(name, "no run is given")
-    folder = Path(run.model)
-    if not folder.is_dir():
-        return not_applicable(name, f"{run.model} is no folder here: it is fetched when the run starts")
+    folder = folder_here(run.model)
+    if folder is None:
+        return not_applicable(name, f"{run.model} is not here yet: it is fetched when the run starts")
     try:
         weights = weights_of(folder)
     except ValueError as error:
@@ -208,7 +208,7 @@ def context(seen: Seen) -> Check:
     name, run = "context", seen.run
     if run is None:
         return not_applicable(name, "no run is given")
-    most = longest_context(_text_config(Path(run.model)) or {})
+    most = longest_context(_text_config(folder_here(run.model)) or {})
     if most is None:
         return not_applicable(name, "the model's config.json is not here, or names no max_position_embeddings")
     longest, said = run.max_length, f"samples of up to max_length={run.max_length} tokens"
@@ -223,8 +223,10 @@ def context(seen: Seen) -> Check:
     return fine(name, f"{said}; the model has positions for {most}")
 
 
-def _text_config(folder: Path) -> dict[str, Any] | None:
+def _text_config(folder: Path | None) -> dict[str, Any] | None:
     """Of config.json what is about the language model; None where there is none."""
+    if folder is None:
+        return None
     try:
         told = json.loads((folder / "config.json").read_text("utf-8"))
         return dict(told.get("text_config", told))
@@ -239,8 +241,9 @@ def _ranks(count: int) -> str:
 def _weights(seen: Seen) -> Weights | None:
     """None where they are not here, or damaged: `model` says so."""
     assert seen.run is not None
+    folder = folder_here(seen.run.model)
     try:
-        return weights_of(Path(seen.run.model))
+        return weights_of(folder) if folder is not None else None
     except ValueError:
         return None
 

@@ -3,11 +3,15 @@
 import re
 
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
+from surefoot.doctor.gpus import used
 from surefoot.doctor.variables import variables
 
 LEAST_DRIVER = {13: (580,), 12: (525, 60, 13), 11: (450, 80, 2)}
 """CUDA's major version -> the oldest Linux driver that runs it.
 Source: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, read 2026-11"""
+CAPABILITIES = {(13, 0): ((7, 5), None), (12, 8): ((5, 0), None), (11, 8): ((3, 5), (9, 0)), (0,): ((3, 5), (8, 9))}
+"""From which CUDA on -> the oldest and the newest GPUs for which it compiles, as compute capabilities; the first that
+fits holds. Source: CUDA's release notes of 11.8, 12.8 and 13.0, read 2026-11"""
 LEAST_KERNEL = (5, 5)
 """Source: huggingface/accelerate#1929, which also warns of older ones."""
 BAD_DRIVERS = {"545.23.08": ("peer-to-peer between GPUs hangs", "Lightning-AI/pytorch-lightning#19425")}
@@ -39,11 +43,31 @@ def versions(seen: Seen) -> Check:
             what, where = BAD_DRIVERS[driver]
             return wrong(name, "SF709", f"with driver {driver} {what} ({where})", driver=driver,
                          fix="Use another driver, or export NCCL_P2P_DISABLE=1.")  # fmt: skip
+        strange = next((card for card in used(seen) if cuda and not _is_compiled_for(card.capability, cuda)), None)
+        if strange is not None:
+            return wrong(
+                name,
+                "SF709",
+                f"GPU {strange.index}, {strange.name}, has compute capability {strange.capability}, and a torch that "
+                f"was built with CUDA {cuda} has no code for it",
+                fix="pip install a torch that was built with another CUDA: from 12.8 on for 10.0 and newer, 12.6 for "
+                "what is older than 7.5. torch.cuda.get_arch_list() tells what it has code for.",
+                capability=strange.capability,
+                cuda=cuda,
+            )
     kernel = seen.machine.kernel
     if gpus > 1 and seen.uses_nccl and kernel and _numbers(kernel) < LEAST_KERNEL:
         return wrong(name, "SF709", f"the kernel is {seen.machine.kernel}; before 5.5 ranks are known to hang in their "
                      "first meeting", kernel=seen.machine.kernel)  # fmt: skip
     return fine(name, said) if said else not_applicable(name, seen.machine.unknown.get("versions", "not known"))
+
+
+def _is_compiled_for(capability: str, cuda: str) -> bool:
+    if not capability:  # not told
+        return True
+    oldest, newest = next(both for since, both in CAPABILITIES.items() if _numbers(cuda) >= since)
+    # What is compiled for one runs on later ones of the same major version.
+    return oldest <= _numbers(capability) and (newest is None or _numbers(capability)[0] <= newest[0])
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -101,6 +101,7 @@ def _card(nvml: Any, index: int) -> Gpu:
         name=_text(ask(nvml.nvmlDeviceGetName)),
         uuid=_text(ask(nvml.nvmlDeviceGetUUID)),
         pci=_text(getattr(ask(nvml.nvmlDeviceGetPciInfo), "busId", "")),
+        capability=".".join(map(str, ask(nvml.nvmlDeviceGetCudaComputeCapability) or ())),
         slowed_by=tuple(words for bit, words in SLOWING.items() if reasons & bit),
         power_limit_w=limit / 1000 if limit is not None else None,
         power_default_w=default / 1000 if default is not None else None,

@@ -66,6 +66,8 @@ class Gpu:
     uuid: str = ""
     pci: str = ""
     """Its PCI address."""
+    capability: str = ""
+    """Its compute capability, such as 9.0; empty where it is not told."""
     slowed_by: tuple[str, ...] = ()
     """Why its clocks are low right now, where that means trouble."""
     power_limit_w: float | None = None

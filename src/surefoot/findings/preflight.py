@@ -69,7 +69,12 @@ PAGES = {
         "versions that do not work together",
         "From a table of what each needs and what is known to be broken, with its sources in doctor/environment.py.",
         "Update the driver or the kernel, or install a torch that was built for this driver.",
-        ("hiyouga/LlamaFactory#2672", "Lightning-AI/pytorch-lightning#19425", "huggingface/accelerate#1929"),
+        (
+            "hiyouga/LlamaFactory#2672",
+            "Lightning-AI/pytorch-lightning#19425",
+            "huggingface/accelerate#1929",
+            "pytorch/pytorch#167244",
+        ),
     ),
     "SF710": Page(
         "warning",

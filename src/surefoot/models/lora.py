@@ -11,6 +11,7 @@ Source: Hu et al., https://arxiv.org/abs/2106.09685; rank-stabilised scaling: Ka
 import difflib
 import hashlib
 import math
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError
 from surefoot.models.experts import PROJECTIONS, is_fused_experts
+from surefoot.models.placement import block_of
 from surefoot.models.routing import router_names
 from surefoot.models.vision import vision_tower
 
@@ -277,3 +279,18 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
     finally:
         for module, scaling in scalings.items():
             module.lora_scaling = scaling
+
+
+@contextmanager
+def noisy_adapter(model: nn.Module, noise: float) -> Iterator[None]:
+    """The model with normal noise of this deviation in its LoRA parameters, alike on ranks that hold copies."""
+    parts = {name: block_of(parameter).local for name, parameter in model.named_parameters() if is_lora(name)}
+    before = {name: part.clone() for name, part in parts.items()}
+    try:
+        for name, part in parts.items():
+            drawn = torch.randn(part.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+            part.add_(drawn.to(part), alpha=noise)
+        yield
+    finally:
+        for name, part in parts.items():
+            part.copy_(before[name])

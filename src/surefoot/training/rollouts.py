@@ -5,6 +5,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -22,6 +23,7 @@ from surefoot.events import Event, Noted, Preparing
 from surefoot.models.build import meta_model
 from surefoot.models.experts import experts_of, is_fused_experts
 from surefoot.models.generate import end_tokens
+from surefoot.models.lora import noisy_adapter
 from surefoot.models.routing import router_names
 from surefoot.models.sources import longest_context
 from surefoot.models.vision import image_tokens
@@ -156,7 +158,7 @@ def _options(config: RunConfig, images: ImageSettings | None) -> list[str]:
     options: dict[str, Any] = {
         "--dtype": config.dtype,
         "--max-model-len": max(config.prompt_length + config.max_completion_length, LEAST_CONTEXT),
-        "--logprobs-mode": "processed_logprobs",  # those of logits / temperature, as in training
+        "--logprobs-mode": config.logprobs_mode,
         "--generation-config": "vllm",  # not the model's own top_p, top_k and penalties
         "--seed": config.seed,
     }
@@ -304,7 +306,7 @@ def _vllm(
         score,
         timeout_s=config.rollout_timeout_s,
         probe=ranks.together(lambda: _probe(learner.model, tokenizer, reader)),
-        sampling=sampling,
+        sampling=sampling if config.knows_rollout_logprobs else replace(sampling, top_p=1.0, top_k=0),
         vocab_size=int(learner.model.config.get_text_config().vocab_size),
         dtype=getattr(torch, config.dtype),  # in full fine-tuning weights are kept in float32 whatever it is
         has_seeds=config.device != "cpu",
@@ -312,6 +314,7 @@ def _vllm(
         routing=_routing_layers(learner) if config.routing_replay == "rollout" else None,
         reader=reader,
         ranks=ranks,
+        noisy=partial(noisy_adapter, learner.model) if config.tuning == "lora" else None,
     )
 
 

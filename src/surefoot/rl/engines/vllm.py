@@ -1,15 +1,17 @@
 """Completions from a vLLM server: tokens in, tokens and logprobs out.
 
-After each sync a sequence is scored by both sides, which shows another base model, another precision or weights without
-effect. One step changes a policy less than kernels differ: a server that went on with the last policy under a new name
-would show in `logprob_difference` only, after some steps.
+After each sync a sequence is scored by both sides, which shows another base model or another precision. A new adapter
+does nothing, and one step changes a policy less than kernels differ: so the first that is sent is one with noise in it,
+whose effect both sides must see alike.
 """
 
 import time
 from base64 import b64encode
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -41,8 +43,15 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return PROBE_TOLERANCE.get(dtype, max(PROBE_TOLERANCE.values()))
 
 
+CLEAR_TIMES = 5.0
+"""How many times more than kernels noise in an adapter must change logprobs, for its effect to be seen."""
+NOISES = tuple(2.0**power for power in range(-8, 5))
+"""Standard deviations to try, in turn."""
+
 Score = Callable[[Request, list[int]], list[float]]
 """(prompt, tokens that follow) -> the trainer's logprobs of these. Collective."""
+Noisy = Callable[[float], AbstractContextManager[object]]
+"""(standard deviation) -> the policy with such noise in all that is trained, for as long as it lasts."""
 
 
 class VllmEngine:
@@ -66,20 +75,22 @@ class VllmEngine:
         routing: RoutingLayers | None = None,
         reader: PixelReader | None = None,
         ranks: Ranks = ALONE,
+        noisy: Noisy | None = None,
     ) -> None:
-        """`timeout_s`: for a whole rollout. `probe`: the prompt of the sequence that both sides score, whose tokens are
-        drawn as `sampling`, that of the run, has it.
+        """`timeout_s`: for a whole rollout. `probe`: the prompt of the sequence that both sides score; `sampling`: how
+        its tokens are drawn.
 
         `has_seeds`: each request has a seed of its own; vLLM's CPU build (0.32) ends when it gets several. `sleeps`:
         between rollouts the server gives up its memory. `routing`: of a model whose completions shall say which experts
-        their tokens went to. `reader`: of images, where the model sees.
+        their tokens went to. `reader`: of images, where the model sees. `noisy`: of an adapter, whose effect is tried
+        before the first policy is sent.
         """
         self._server = server
         self._sync = sync
         self._score = score
         self._timeout_s = timeout_s
         self._probe_prompt = probe
-        self._probe_sampling = Sampling(PROBE_TOKENS, sampling.temperature, banned=sampling.banned)
+        self._probe_sampling = replace(sampling, max_tokens=PROBE_TOKENS, ends=frozenset(), stops=())
         self._dtype = dtype
         self._vocab_size = vocab_size
         self._has_seeds = has_seeds
@@ -87,6 +98,7 @@ class VllmEngine:
         self._routing = routing
         self._reader = reader
         self._ranks = ranks
+        self._noisy = noisy
         self._version: int | None = None
         self._model = ""
         """What the server calls the published policy."""
@@ -110,7 +122,10 @@ class VllmEngine:
         if self._version == policy_version:
             return
         self._version = None  # until it is seen to work
-        self._model = self._sync.send(policy_version)
+        if self._noisy is not None:
+            self._try_adapter(self._noisy)
+            self._noisy = None
+        self._model = self._sync.send(f"policy-{policy_version:08d}")
         self._probe()
         self._ranks.from_first(self._sync.settle)
         self._version = policy_version
@@ -166,7 +181,33 @@ class VllmEngine:
             self._server.sleep()
             self._is_asleep = True
 
-    def _probe(self) -> None:
+    def _try_adapter(self, noisy: Noisy) -> None:
+        """See that the server applies adapters. Collective. Raises: StoppedOnFinding (SF805, SF801)."""
+        request = self._probe_prompt
+        tokens = [token for token in request.prompt[-PROBE_TOKENS:] if token not in self._probe_sampling.banned]
+        without = self._score(request, tokens)
+        change = 0.0
+        for noise in NOISES:
+            with noisy(noise):
+                change = self._ranks.from_first(partial(_mean_difference, self._score(request, tokens), without))
+                if change >= CLEAR_TIMES * tolerance_of(self._dtype):
+                    self._model = self._sync.send("trial")
+                    self._probe(
+                        f". The adapter had noise in it, which changes the trainer's logprobs by {change:.3g} on "
+                        "average: the server does not apply it, or not all of it"
+                    )
+                    return
+
+        def tell() -> None:
+            raise self._server.stopped(
+                "SF805",
+                f"noise of {NOISES[-1]:g} in the adapter changes the trainer's own logprobs by {change:.3g}: nothing "
+                "can show whether the server applies it",
+            )
+
+        self._ranks.from_first(tell)
+
+    def _probe(self, note: str = "") -> None:
         """Let both sides score a sequence that the server made. Collective. Raises: StoppedOnFinding (SF805, SF801)."""
         sampling, request = self._probe_sampling, self._probe_prompt
         deadline = time.monotonic() + self._timeout_s
@@ -178,20 +219,20 @@ class VllmEngine:
 
         ids, theirs = self._ranks.from_first(made)
         ours = self._score(request, [int(token) for token in ids])
-        self._ranks.from_first(lambda: self._compare(ours, theirs))  # ranks' own numbers may differ in a rounding
+        self._ranks.from_first(lambda: self._compare(ours, theirs, note))  # ranks' own numbers may differ in a rounding
 
-    def _compare(self, ours: Sequence[float], theirs: Sequence[float]) -> None:
-        differences = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
-        mean = sum(differences) / len(differences)
+    def _compare(self, ours: Sequence[float], theirs: Sequence[float], note: str) -> None:
+        mean = _mean_difference(ours, theirs)
+        largest = max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
         tolerance = tolerance_of(self._dtype)
         if not mean <= tolerance:  # NaN is no agreement
             raise self._server.stopped(
                 "SF805",
                 f"the server gives the tokens of a probe other probabilities than the trainer: their logprobs differ "
-                f"by {mean:.3g} on average, {max(differences):.3g} at most, where {tolerance:g} is usual",
+                f"by {mean:.3g} on average, {largest:.3g} at most, where {tolerance:g} is usual{note}",
                 model=self._model,
                 mean_difference=float(f"{mean:.4g}"),
-                largest_difference=float(f"{max(differences):.4g}"),
+                largest_difference=float(f"{largest:.4g}"),
                 tolerance=tolerance,
             )
 
@@ -241,6 +282,10 @@ class VllmEngine:
                     raise self._server.stopped("SF801", f"a completion is missing: {error}") from error
                 time.sleep(pause_s or 0.0)
         raise AssertionError("the last try answers or raises")
+
+
+def _mean_difference(some: Sequence[float], others: Sequence[float]) -> float:
+    return sum(abs(one - other) for one, other in zip(some, others, strict=True)) / len(some)
 
 
 def _give_back_cached_memory() -> None:

@@ -53,9 +53,9 @@ def call_for(
     drawn: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
-        # Said, since a model's generation_config.json may say otherwise.
-        "top_p": 1.0,
-        "top_k": 0,
+        # All are said, since a model's generation_config.json may say otherwise.
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,

@@ -29,8 +29,9 @@ class Sync(Protocol):
     bytes_sent: int
     """Of the last policy: what the server was given to read."""
 
-    def send(self, policy_version: int) -> str:
-        """Let the server have the weights as they are now; returns the name of the model to ask for. Collective.
+    def send(self, label: str) -> str:
+        """Let the server have the weights as they are now, which are called so; returns the name of the model to ask
+        for. Collective.
 
         Raises: StoppedOnFinding (SF801, SF805) on all ranks.
         """
@@ -63,11 +64,11 @@ class AdapterSync:
         """On rank 0: adapters that the server has, oldest first."""
         self.bytes_sent = 0
 
-    def send(self, policy_version: int) -> str:
+    def send(self, label: str) -> str:
         """See `Sync`. Only trained parameters are gathered, one at a time."""
-        target = self._folder / f"policy-{policy_version:08d}"
+        target = self._folder / label
         wanted = self._write(target)
-        said: list[Any] = self._ranks.from_first(lambda: list(self._load(target, policy_version, wanted)))
+        said: list[Any] = self._ranks.from_first(lambda: list(self._load(target, wanted)))
         self.bytes_sent = int(said[1])
         return str(said[0])
 
@@ -115,30 +116,28 @@ class AdapterSync:
         self._ranks.together(write, names_rank=False)
         return digests
 
-    def _load(self, target: Path, version: int, wanted: Mapping[str, str]) -> tuple[str, int]:
+    def _load(self, target: Path, wanted: Mapping[str, str]) -> tuple[str, int]:
         """See that the file holds every tensor, and let the server load it. Returns its name and size in bytes."""
         shapes = {name: parameter.shape for name, parameter in trainable_parameters(self._model).items()}
         try:
             found = {name: _digest(value) for name, value in read_adapter(target, shapes, self._settings).items()}
         except ModelError as error:
-            raise self._server.stopped("SF805", f"the adapter of version {version} is not whole: {error}") from error
+            raise self._server.stopped("SF805", f"the adapter {target.name} is not whole: {error}") from error
         wrong = sorted(name for name in wanted if found.get(name) != wanted[name])
         if wrong:
             raise self._server.stopped(
                 "SF805",
-                f"{len(wrong)} of {len(wanted)} tensors of the adapter of version {version} are not what was "
+                f"{len(wrong)} of {len(wanted)} tensors of the adapter {target.name} are not what was "
                 f"trained, {wrong[0]} first",
                 tensors=len(wanted),
                 wrong=", ".join(wrong[:8]),
             )
         checksum = hashlib.sha256("".join(wanted[name] for name in sorted(wanted)).encode()).hexdigest()[:12]
-        name = f"policy-{version}-{checksum}-{self._start}"
+        name = f"{target.name}-{checksum}-{self._start}"
         try:
             self._server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(target)}, SYNC_TIMEOUT_S)
         except ServerFailed as error:
-            raise self._server.stopped(
-                "SF801", f"the adapter of version {version} could not be loaded: {error}"
-            ) from error
+            raise self._server.stopped("SF801", f"the adapter {target.name} could not be loaded: {error}") from error
         self._loaded[name] = target
         return name, _size(target)
 
@@ -160,12 +159,12 @@ class FullSync:
         self._ranks = ranks
         self.bytes_sent = 0
 
-    def send(self, policy_version: int) -> str:
+    def send(self, label: str) -> str:
         """See `Sync`."""
-        target = self._folder / f"policy-{policy_version:08d}"
+        target = self._folder / label
         self._ranks.from_first(lambda: shutil.rmtree(self._folder, ignore_errors=True))
         self._write(target)
-        said: list[Any] = self._ranks.from_first(lambda: list(self._load(target, policy_version)))
+        said: list[Any] = self._ranks.from_first(lambda: list(self._load(target)))
         self.bytes_sent = int(said[1])
         return str(said[0])
 
@@ -177,7 +176,7 @@ class FullSync:
         """See `Sync`."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _load(self, target: Path, version: int) -> tuple[str, int]:
+    def _load(self, target: Path) -> tuple[str, int]:
         """Returns the name that the server calls its model, and the bytes it read."""
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
         try:
@@ -191,7 +190,7 @@ class FullSync:
         except (ServerFailed, LookupError, TypeError) as error:
             raise self._server.stopped(
                 "SF801",
-                f"the server did not take the weights of version {version}: {error}. It must run with "
+                f"the server did not take the weights {target.name}: {error}. It must run with "
                 "VLLM_SERVER_DEV_MODE=1 in its environment",
             ) from error
 
