@@ -192,28 +192,14 @@ def _read_command(words: list[str], environment: dict[str, str], place: str, bas
     if command is None:
         raise ConfigError(f"{' '.join(words[:4]) or 'nothing'}: no command of a program that is known. Give {KNOWN}.")
     program, method, begin = command
-    settings: dict[str, Any] = {}
-    launcher: dict[str, Any] = {}
-    meeting: dict[str, str] = {}
-    for name, value in _options(words[: begin - 1])[0].items():
-        if name in LAUNCHERS:
-            settings[LAUNCHERS[name]] = value
-            unset |= {LAUNCHERS[name]} if UNSET in str(value) else set()
-        elif name in MEETING:
-            meeting[MEETING[name]] = _plain(str(value))
-        elif name == "zero_stage":
-            settings[name] = value
-        elif name == "mixed_precision" and value in ("no", "fp16", "bf16"):  # of accelerate
-            settings |= {value: True} if value != "no" else {}
-        elif name not in OF_MEETING and name not in ("", "-m", "-u"):
-            launcher[name] = value
-    launcher = {name: _clean(value) for name, value in launcher.items()}
+    launcher = _launcher_of(words[: begin - 1])
+    unset |= launcher.unset
     options, loose = _options(words[begin:])
     rest = [_plain(word) for word in words[begin:]]
     notes = dict.fromkeys(loose, "the script does not say what it stands for: its options are not in this file")
     unset |= {name for name, value in options.items() if UNSET in str(value)}
     options = {name: _clean(value) for name, value in options.items()}
-    settings = {name: _clean(value) for name, value in settings.items()}
+    settings = launcher.settings
     named = rest[0] if rest and not rest[0].startswith("--") else options.get("config", "")
     if isinstance(named, str) and Path(named).suffix in (".yaml", ".yml", ".json"):  # and options that win over it
         told = _read_file(found_at(base, named), program)
@@ -222,18 +208,46 @@ def _read_command(words: list[str], environment: dict[str, str], place: str, bas
         told.settings |= own
         told.places |= dict.fromkeys(own, place)
         told.environment |= environment
-        told.launcher |= launcher
+        told.launcher |= launcher.others
     else:
         settings |= options
-        told = Told(program, settings, dict.fromkeys(settings, place), environment, base, launcher=launcher)
+        told = Told(program, settings, dict.fromkeys(settings, place), environment, base, launcher=launcher.others)
         told.method = _method(program, settings, method) if method in ("sft", "rlhf") else method
-    told.unset, told.notes, told.meeting = frozenset(unset), notes, meeting
-    config_file = launcher.get("config_file")
+    told.unset, told.notes, told.meeting = frozenset(unset), notes, launcher.meeting
+    config_file = launcher.others.get("config_file")
     if "accelerate" in [Path(word).name for word in words[:begin]]:
         if isinstance(config_file, str):
             _of_accelerate(told, config_file)
         _per_machine(told.settings)
     return told
+
+
+@dataclass
+class _Launcher:
+    """What the options of torchrun, accelerate or deepspeed say, before the program."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    meeting: dict[str, str] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
+    unset: set[str] = field(default_factory=set)
+    """Settings whose value the script does not say."""
+
+
+def _launcher_of(words: Sequence[str]) -> _Launcher:
+    said = _Launcher()
+    for name, value in _options(words)[0].items():
+        if name in LAUNCHERS:
+            said.settings[LAUNCHERS[name]] = _clean(value)
+            said.unset |= {LAUNCHERS[name]} if UNSET in str(value) else set()
+        elif name in MEETING:
+            said.meeting[MEETING[name]] = _plain(str(value))
+        elif name == "zero_stage":
+            said.settings[name] = _clean(value)
+        elif name == "mixed_precision" and value in ("no", "fp16", "bf16"):  # of accelerate
+            said.settings |= {value: True} if value != "no" else {}
+        elif name not in OF_MEETING and name not in ("", "-m", "-u"):
+            said.others[name] = _clean(value)
+    return said
 
 
 def _clean(value: Any) -> Any:
