@@ -92,7 +92,7 @@ def test_what_is_wrong_with_one_gpu_is_named(run: Any, changed: Any, code: str, 
 @pytest.mark.parametrize(
     ("capability", "cuda", "is_known"),
     [("12.0", "12.6", False), ("12.0", "12.8", True), ("7.0", "13.0", False), ("7.0", "12.6", True),
-     ("9.0", "11.8", True), ("9.0", "11.7", False), ("8.6", "11.7", True), ("12.1", "13.1", True), ("", "13.0", True)],
+     ("7.0", "12.8", False), ("10.0", "11.8", True), ("9.0", "12.1", True), ("12.1", "13.1", True), ("", "13.0", True)],
 )  # fmt: skip
 def test_a_gpu_that_torch_was_not_built_for_is_named(run: Any, capability: str, cuda: str, is_known: bool) -> None:
     versions = {"torch": "2.13.0", "cuda": cuda, "driver": "595.1"}
@@ -154,6 +154,8 @@ def test_what_lies_between_gpus_is_told(run: Any) -> None:
     moved = replace(seen, topology={**ways, "0-1": "several processors"})
     assert changes(seen, moved) == ["topology.0-1: one PCIe switch -> several processors"]
     assert changes(seen, node()) == [], "an older version did not look"
+    assert changes(node(), node(capability="9.0")) == [], "nor at this"
+    assert changes(node(capability="8.0"), node(capability="9.0")) == ["cards.3.capability: 8.0 -> 9.0"]
 
 
 def test_a_snapshot_with_cards_comes_back_from_json() -> None:

@@ -184,9 +184,15 @@ def test_a_collective_of_experts_is_one_of_a_layer() -> None:
     assert "number 7 of group 4 (the ranks that share experts, tokens travelling to experts and back, layer 12)" in (
         finding.cause
     )
-    # weights are gathered for the layers to come, too
-    gathers = {**entry("4", 7, "all_gather"), "process_group": ["4", "mesh_fsdp"]}
-    assert "gathers and sums)" in find_stall(stalled(rank(0, gathers, layer=12), rank(1, layer=12))).cause
+    # With gloo gradients are summed by the same call; of a group of all ranks its phase tells.
+    for group in ("mesh_fsdp", "default_pg"):
+        sums = {**travelling, "process_group": ["4", group]}
+        said = find_stall(stalled(rank(0, sums, layer=12, phase="backward"), rank(1, layer=12))).cause
+        assert "tokens travelling" not in said
+    everywhere = {**travelling, "process_group": ["4", "default_pg"]}
+    assert "(all ranks, tokens travelling to experts and back, layer 12)" in (
+        find_stall(stalled(rank(0, everywhere, layer=12), rank(1, layer=12))).cause
+    )
 
 
 def test_groups_that_share_no_rank_do_not_wait_for_each_other() -> None:

@@ -58,7 +58,7 @@ ALIASES: dict[str, str] = {
     "dynamic_sample": "dynamic_sampling",
     **dict.fromkeys(["vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"], "importance_cap"),
     "rollout_importance_sampling_threshold": "importance_cap",
-    "rollout_importance_sampling_mode": "importance_correction",
+    **dict.fromkeys(["rollout_importance_sampling_mode", "vllm_importance_sampling_mode"], "importance_correction"),
 }
 """Names of TRL, ms-swift, LLaMA-Factory, Unsloth and axolotl for the same settings."""
 

@@ -71,6 +71,8 @@ def template(seen: Seen) -> Check:
     folder = folder_here(run.model)
     if folder is None:
         return not_applicable(name, f"{run.model} is not here yet")
+    if not Path(run.model).is_dir() and not (folder / "tokenizer_config.json").is_file():
+        return not_applicable(name, f"the tokenizer of {run.model} is not here yet")
     from surefoot.data.conversation import BadRow, Conversation, Message
     from surefoot.data.render import Renderer, RendererSource
     from surefoot.models.build import load_tokenizer

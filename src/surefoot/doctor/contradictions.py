@@ -53,7 +53,8 @@ def model(seen: Seen) -> Check:
     try:
         weights = weights_of(folder)
     except ValueError as error:
-        return wrong(name, "SF718", str(error), is_fatal=True, where=_where(seen))
+        is_fatal = Path(run.model).is_dir()  # of what was fetched, the run may fetch another version
+        return wrong(name, "SF718", str(error), is_fatal=is_fatal, where=_where(seen))
     if weights is None:
         return not_applicable(name, f"no safetensors files in {run.model}")
     return fine(name, f"{weights.parameters / 1e9:.2f} G parameters, {weights.bytes / GIB:.1f} GiB, files are whole")

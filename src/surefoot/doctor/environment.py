@@ -9,9 +9,9 @@ from surefoot.doctor.variables import variables
 LEAST_DRIVER = {13: (580,), 12: (525, 60, 13), 11: (450, 80, 2)}
 """CUDA's major version -> the oldest Linux driver that runs it.
 Source: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, read 2026-11"""
-CAPABILITIES = {(13, 0): ((7, 5), None), (12, 8): ((5, 0), None), (11, 8): ((3, 5), (9, 0)), (0,): ((3, 5), (8, 9))}
-"""From which CUDA on -> the oldest and the newest GPUs for which it compiles, as compute capabilities; the first that
-fits holds. Source: CUDA's release notes of 11.8, 12.8 and 13.0, read 2026-11"""
+CAPABILITIES = {(12, 8): ((7, 5), None), (12,): ((5, 0), (9, 0))}
+"""From which CUDA on -> the oldest and the newest GPUs that PyTorch's builds have code for, as compute capabilities;
+the first that fits holds. Source: release notes of CUDA 12.8 and 13.0, pytorch/pytorch#157517, #172352, read 2026-11"""
 LEAST_KERNEL = (5, 5)
 """Source: huggingface/accelerate#1929, which also warns of older ones."""
 BAD_DRIVERS = {"545.23.08": ("peer-to-peer between GPUs hangs", "Lightning-AI/pytorch-lightning#19425")}
@@ -48,8 +48,8 @@ def versions(seen: Seen) -> Check:
             return wrong(
                 name,
                 "SF709",
-                f"GPU {strange.index}, {strange.name}, has compute capability {strange.capability}, and a torch that "
-                f"was built with CUDA {cuda} has no code for it",
+                f"GPU {strange.index}, {strange.name}, has compute capability {strange.capability}, and PyTorch's "
+                f"own builds with CUDA {cuda} have no code for it",
                 fix="pip install a torch that was built with another CUDA: from 12.8 on for 10.0 and newer, 12.6 for "
                 "what is older than 7.5. torch.cuda.get_arch_list() tells what it has code for.",
                 capability=strange.capability,
@@ -65,7 +65,10 @@ def versions(seen: Seen) -> Check:
 def _is_compiled_for(capability: str, cuda: str) -> bool:
     if not capability:  # not told
         return True
-    oldest, newest = next(both for since, both in CAPABILITIES.items() if _numbers(cuda) >= since)
+    known = [both for since, both in CAPABILITIES.items() if _numbers(cuda) >= since]
+    if not known:
+        return True
+    oldest, newest = known[0]
     # What is compiled for one runs on later ones of the same major version.
     return oldest <= _numbers(capability) and (newest is None or _numbers(capability)[0] <= newest[0])
 

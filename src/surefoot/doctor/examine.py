@@ -55,10 +55,11 @@ def changes(before: Snapshot, now: Snapshot) -> list[str]:
     if not (before.topology and now.topology):  # older versions did not look
         before, now = replace(before, topology={}), replace(now, topology={})
     then, here = _flat("", asdict(before)), _flat("", asdict(now))
+    unknown = {name for name in {**then, **here} if name.endswith(".capability") and not then.get(name)}
     names = [
         name
         for name in {**then, **here}
-        if name.rpartition(".")[2] not in VOLATILE and name.partition(".")[0] not in OF_A_RUN
+        if name not in unknown and name.rpartition(".")[2] not in VOLATILE and name.partition(".")[0] not in OF_A_RUN
     ]
     return [
         f"{name}: {then.get(name, 'not there')} -> {here.get(name, 'not there')}"

@@ -60,7 +60,10 @@ def folder_here(source: str) -> Path | None:
         return folder if folder.is_dir() else None
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(source, "config.json")
+    try:
+        found = try_to_load_from_cache(source, "config.json")
+    except ValueError:  # the hub has no such names
+        return None
     if not isinstance(found, str):
         return None
     files = weight_files(Path(found).parent)

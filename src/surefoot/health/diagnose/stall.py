@@ -9,7 +9,7 @@ from typing import Any
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.health import stacks
 from surefoot.health.evidence import RankEvidence, StallEvidence
-from surefoot.health.flight import TRAVELLING, Collective, FlightRecord, read_flight
+from surefoot.health.flight import MEANINGS, TRAVELLING, Collective, FlightRecord, read_flight
 
 IDLE_SHARE = 0.05
 """Of a core: below it a process waits."""
@@ -389,12 +389,13 @@ def _where(rank: RankEvidence) -> str:
 
 def _meaning(case: _Case, group: str) -> str:
     meaning = next((f.meanings[group] for f in case.flights.values() if group in f.meanings), "")
-    asked = [(rank.layer, one.kind) for rank in case.ranks for one in case.waiting(rank) if one.group == group]
-    if meaning and asked and all(TRAVELLING in kind for _, kind in asked):
+    asked = [(rank, one.kind) for rank in case.ranks for one in case.waiting(rank) if one.group == group]
+    # With gloo gradients are summed by the same call, in backward; weights are gathered for the layers to come, too.
+    is_of_experts = meaning == MEANINGS["mesh_ep"] or all(rank.phase == "forward" for rank, _ in asked)
+    if meaning and asked and is_of_experts and all(TRAVELLING in kind for _, kind in asked):
         meaning += ", tokens travelling to experts and back"
-        layers = {layer for layer, _ in asked} - {None}
-        if len(layers) == 1:  # weights are gathered for the layers to come, too: there the layer would say nothing
-            meaning += f", layer {layers.pop()}"
+        layers = {rank.layer for rank, _ in asked} - {None}
+        meaning += f", layer {layers.pop()}" if len(layers) == 1 else ""
     return f"group {group} ({meaning})" if meaning else f"group {group}"
 
 

@@ -10,7 +10,6 @@ from base64 import b64encode
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
@@ -45,9 +44,9 @@ def tolerance_of(dtype: torch.dtype) -> float:
 
 CLEAR_TIMES = 5.0
 """How many times more than kernels noise in an adapter must change logprobs, for its effect to be seen."""
-TRIAL_TIMES = 2.0
-"""How many times more than kernels both sides may differ then: large changes are also larger in their rounding."""
-NOISES = tuple(2.0**power for power in range(-8, 5))
+TRIAL_TIMES, TRIAL_SHARE = 2.0, 0.25
+"""What both sides may differ by then: times their usual difference, or this share of the change where that is more."""
+NOISES = tuple(2.0**power for power in range(-16, 5, 2))
 """Standard deviations to try, in turn."""
 
 Score = Callable[[Request, list[int]], list[float]]
@@ -92,7 +91,9 @@ class VllmEngine:
         self._score = score
         self._timeout_s = timeout_s
         self._probe_prompt = probe
-        self._probe_sampling = replace(sampling, max_tokens=PROBE_TOKENS, ends=frozenset(), stops=())
+        # Where sampling is cut to one token, a server that tells logprobs of what is left says 0 for each.
+        top_k = 1 if sampling.top_p < 1 or sampling.top_k else 0
+        self._probe_sampling = Sampling(PROBE_TOKENS, sampling.temperature, top_k=top_k, banned=sampling.banned)
         self._dtype = dtype
         self._vocab_size = vocab_size
         self._has_seeds = has_seeds
@@ -128,7 +129,7 @@ class VllmEngine:
             self._try_adapter(self._noisy)
             self._noisy = None
         self._model = self._sync.send(f"policy-{policy_version:08d}")
-        self._probe(1.0)
+        self._probe()
         self._ranks.from_first(self._sync.settle)
         self._version = policy_version
 
@@ -185,21 +186,22 @@ class VllmEngine:
 
     def _try_adapter(self, noisy: Noisy) -> None:
         """See that the server applies adapters. Collective. Raises: StoppedOnFinding (SF805, SF801)."""
-        request = self._probe_prompt
+        request, clear = self._probe_prompt, CLEAR_TIMES * tolerance_of(self._dtype)
         tokens = [token for token in request.prompt[-PROBE_TOKENS:] if token not in self._probe_sampling.banned]
-        without = self._score(request, tokens)
-        change = 0.0
+        without, change = self._score(request, tokens), 0.0
         for noise in NOISES:
             with noisy(noise):
-                change = self._ranks.from_first(partial(_mean_difference, self._score(request, tokens), without))
-                if change >= CLEAR_TIMES * tolerance_of(self._dtype):
-                    self._model = self._sync.send("trial")
-                    self._probe(
-                        TRIAL_TIMES,
-                        f". The adapter had noise in it, which changes the trainer's logprobs by {change:.3g} on "
-                        "average: the server does not apply it, or not all of it",
-                    )
-                    return
+                change = self._first_difference(self._score(request, tokens), without)
+                if not change >= clear:
+                    continue
+                self._model = self._sync.send("trial")
+                made, theirs = self._sequence()
+                ours = self._score(request, made)
+            clean = self._score(request, made)
+            change = self._first_difference(ours, clean)
+            if change >= clear:  # of the tokens that the server drew, too
+                self._ranks.from_first(partial(self._judge_trial, ours, theirs, clean))
+                return
 
         def tell() -> None:
             raise self._server.stopped(
@@ -210,33 +212,57 @@ class VllmEngine:
 
         self._ranks.from_first(tell)
 
-    def _probe(self, times: float, note: str = "") -> None:
-        """Let both sides score a sequence that the server made; `times` their usual difference is allowed. Collective.
+    def _judge_trial(self, ours: Sequence[float], theirs: Sequence[float], clean: Sequence[float]) -> None:
+        change, tolerance = _mean_difference(ours, clean), tolerance_of(self._dtype)
+        if _mean_difference(theirs, clean) <= min(2 * tolerance, change / 2):
+            raise self._server.stopped(
+                "SF805",
+                f"the server does not apply the adapter: noise in it changes the trainer's logprobs by {change:.3g} on "
+                f"average, and the server's are those without it ({_mean_difference(theirs, clean):.3g} apart)",
+                model=self._model,
+                change=float(f"{change:.4g}"),
+            )
+        note = f". The adapter had noise in it, which changes the trainer's by {change:.3g}"
+        self._compare(ours, theirs, max(TRIAL_TIMES * tolerance, TRIAL_SHARE * change), note)
 
-        Raises: StoppedOnFinding (SF805, SF801).
-        """
+    def _probe(self) -> None:
+        """Let both sides score a sequence that the server made. Collective. Raises: StoppedOnFinding (SF805, SF801)."""
+        made, theirs = self._sequence()
+        ours = self._score(self._probe_prompt, made)
+        # Ranks' own numbers may differ in a rounding: those of the first count.
+        self._ranks.from_first(lambda: self._compare(ours, theirs, tolerance_of(self._dtype)))
+
+    def _sequence(self) -> tuple[list[int], list[float]]:
+        """Tokens that the server draws after the probe's prompt, and their logprobs. Collective."""
         sampling, request = self._probe_sampling, self._probe_prompt
         deadline = time.monotonic() + self._timeout_s
 
         def made() -> list[list[float]]:
             pictures = list(self._pictures([request]).values())
             one = self._complete(request, sampling, self._model, 0, deadline, pictures, is_probe=True)
+            if sampling.top_k == 1 and not any(one.logprobs):
+                raise self._server.stopped(
+                    "SF805",
+                    "the server's logprobs are those of the tokens that top_p and top_k leave: each is 0 where the "
+                    "likeliest alone is left. Start it with --logprobs-mode raw_logprobs",
+                )
             return [list(one.ids), one.logprobs]
 
-        ids, theirs = self._ranks.from_first(made)
-        ours = self._score(request, [int(token) for token in ids])
-        # Ranks' own numbers may differ in a rounding: those of the first count.
-        self._ranks.from_first(lambda: self._compare(ours, theirs, times, note))
+        ids, logprobs = self._ranks.from_first(made)
+        return [int(token) for token in ids], logprobs
 
-    def _compare(self, ours: Sequence[float], theirs: Sequence[float], times: float, note: str) -> None:
+    def _first_difference(self, some: Sequence[float], others: Sequence[float]) -> float:
+        """The mean difference as rank 0 sees it, so that all ranks take the same way. Collective."""
+        return float(self._ranks.from_first(partial(_mean_difference, some, others)))
+
+    def _compare(self, ours: Sequence[float], theirs: Sequence[float], tolerance: float, note: str = "") -> None:
         mean = _mean_difference(ours, theirs)
         largest = max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
-        tolerance = times * tolerance_of(self._dtype)
         if not mean <= tolerance:  # NaN is no agreement
             raise self._server.stopped(
                 "SF805",
                 f"the server gives the tokens of a probe other probabilities than the trainer: their logprobs differ "
-                f"by {mean:.3g} on average, {largest:.3g} at most, where {tolerance:g} is usual{note}",
+                f"by {mean:.3g} on average, {largest:.3g} at most, where {tolerance:.3g} is usual{note}",
                 model=self._model,
                 mean_difference=float(f"{mean:.4g}"),
                 largest_difference=float(f"{largest:.4g}"),
