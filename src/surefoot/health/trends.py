@@ -46,6 +46,8 @@ from surefoot.kernel_log import GpuError, KernelLog, gpu_errors
 TRENDS_EVERY_S = 5.0
 MEETINGS_EVERY_S = 45.0
 """Between two looks at when the ranks came to their collectives; each costs a rank some hundredths of a second."""
+MEETINGS_OF_IDLE_S = 15.0
+"""The same while all ranks are idle, which are as slow as their network: with steps of seconds 45 would be too many."""
 HELPERS_EVERY_S = 30.0
 THROTTLED_OVER_S = 20.0
 MOST_IN_LINE = 0.2
@@ -107,8 +109,11 @@ class Trends:
         slow = find_slow(times, self._throttled_share(now_s), num_ranks=self._num_ranks)
         is_slowed = any(finding.code == "SF301" and _key(finding) not in self._said for finding in slow)
         is_known = any(finding.code in EXPLAINED for finding in slow)
-        if not is_known and len(times) == self._num_ranks > 1 and len(self.steps_s) == USUAL_STEPS:
-            stragglers = self._stragglers(now_s, at_once=is_slowed)
+        is_told = any(key.startswith(("SF303", "SF304")) for key in self._said)
+        is_idle = not is_known and not is_told and self._idle() is not None
+        if not is_known and len(times) == self._num_ranks > 1 and (len(self.steps_s) == USUAL_STEPS or is_idle):
+            since_s = now_s - self._next_meeting_s + MEETINGS_EVERY_S
+            stragglers = self._stragglers(now_s, at_once=is_slowed or (is_idle and since_s >= MEETINGS_OF_IDLE_S))
             if stragglers:  # the steps became slow because of them
                 self._said.update(_key(finding) for finding in slow if finding.code == "SF301")
             slow = [finding for finding in slow if finding.code != "SF301" or not stragglers] + stragglers
