@@ -154,6 +154,8 @@ def test_the_rank_that_comes_late_again_and_again_is_named(together: int) -> Non
     assert finding is not None
     assert (finding.code, finding.evidence["rank"]) == ("SF303", 1)
     assert re.search(r"in 4[012]% of the time", finding.cause)
+    assert find_straggler(meetings(lambda _: 0.4, together=together), are_idle=True) is None, "it may be the network"
+    assert find_straggler(meetings(lambda _: 0.8, together=together), are_idle=True) is not None
 
 
 @pytest.mark.parametrize(

@@ -216,13 +216,15 @@ class Trends:
         if len(there) < self._num_ranks:
             return []
         load = max(rank.expert_load for rank in self._ranks.values())
-        finding = find_uneven_experts(there, load) or find_straggler(there) or self._idle()
+        idle = self._idle()
+        straggler = find_straggler(there, are_idle=idle is not None)
+        finding = find_uneven_experts(there, load) or straggler or idle
         if finding is None or (finding.code == "SF303" and has_own_cause(self._ranks[finding.evidence["rank"]].times)):
             return []  # what makes that rank slow is told soon
         return [finding]
 
     def _idle(self) -> Finding | None:
-        """Only after no rank was found to be slow: then all of them would be idle but that one."""
+        """That all ranks are: of a slow network, or of one of them that sleeps, which `find_straggler` tells apart."""
         if self._are_in_line() or any(uses_gpus(rank.ring.process) for rank in self._ranks.values()):
             return None  # others have the cores; who waits for a device uses one, or none
         times = {number: rank.times for number, rank in self._ranks.items()}

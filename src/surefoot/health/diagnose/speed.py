@@ -22,6 +22,7 @@ KEPT_STEPS = 2000
 DATA_SHARE = 0.25
 COMMUNICATION_SHARE = 0.5
 BEHIND_SHARE = 0.2
+IDLE_BEHIND_SHARE = 0.5
 GARBAGE_SHARE = 0.1
 PADDING_SHARE = 0.25
 THROTTLED_SHARE = 0.25
@@ -195,10 +196,11 @@ def _waits_for_data(windows: Mapping[int, Sequence[StepTimes]]) -> Iterator[Find
     )
 
 
-def find_straggler(flights: Mapping[int, FlightRecord]) -> Finding | None:
+def find_straggler(flights: Mapping[int, FlightRecord], *, are_idle: bool = False) -> Finding | None:
     """The rank for which the others wait again and again, from when each asked for the collectives they share.
 
-    The clocks of the ranks must be one: those of one machine.
+    `are_idle`: no rank computes; then a slow network, which lets one of them come last, too, must be told from it. The
+    clocks of the ranks must be one: those of one machine.
     """
     met = _meetings(flights)
     if met is None:
@@ -209,7 +211,8 @@ def find_straggler(flights: Mapping[int, FlightRecord]) -> Finding | None:
     lost_s = sum(waits_s[rank])
     is_regular = max(waits_s[rank], default=0.0) < MOST_AT_ONCE * lost_s
     is_always_it = lost_s >= MOST_OF * sum(sum(waits) for waits in waits_s.values())
-    if took_s < STRAGGLER_WINDOW_S or lost_s < BEHIND_SHARE * took_s or not (is_regular and is_always_it):
+    least_share = IDLE_BEHIND_SHARE if are_idle else BEHIND_SHARE
+    if took_s < STRAGGLER_WINDOW_S or lost_s < least_share * took_s or not (is_regular and is_always_it):
         return None
     return Finding(
         "SF303",
