@@ -43,7 +43,8 @@ PAGES = {
         "the rollout engine does not have the policy's weights",
         "With each sync an adapter's file is read back and compared tensor by tensor, and one sequence is scored by "
         "the server and by the trainer: tensors are missing or changed, or the logprobs disagree. And in each step the "
-        "server's logprobs are compared with training's: three steps in a row too far from each other end the run.",
+        "server's logprobs are compared with training's, unless top_p or top_k cut them at another temperature than 1: "
+        "three steps in a row too far from each other end the run.",
         "Compare the base model, its type and chat template on both sides, and the options of a server that was "
         "started by hand with those in docs/grpo.md. A server that merges adapters, or does not adapt all modules of "
         "target_modules (experts, in some versions), gives other numbers: train the modules that it can serve, or set "
