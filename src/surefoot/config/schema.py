@@ -320,11 +320,6 @@ class RunConfig(BaseModel):
         return self.rollout_engine == "local" or not self.cuts_sampling or self.temperature == 1.0
 
     @property
-    def logprobs_mode(self) -> Literal["raw_logprobs", "processed_logprobs"]:
-        """Of vLLM: logprobs before both temperature and cut, or after both."""
-        return "raw_logprobs" if self.cuts_sampling and self.temperature == 1.0 else "processed_logprobs"
-
-    @property
     def rewards(self) -> list[RewardItem]:
         """`reward_funcs` with the weights that count."""
         weights = self.reward_weights or [item.weight for item in self.reward_funcs]

@@ -155,10 +155,12 @@ def watch_of_engine(config: RunConfig) -> Callable[[int, Mapping[str, float]], N
 
 def _options(config: RunConfig, images: ImageSettings | None) -> list[str]:
     """Of `vllm serve`; those of `vllm_args` come last, and win."""
+    is_cut_alone = config.cuts_sampling and config.temperature == 1.0
     options: dict[str, Any] = {
         "--dtype": config.dtype,
         "--max-model-len": max(config.prompt_length + config.max_completion_length, LEAST_CONTEXT),
-        "--logprobs-mode": config.logprobs_mode,
+        # Those before both temperature and cut, or after both: as in training, where one of them is.
+        "--logprobs-mode": "raw_logprobs" if is_cut_alone else "processed_logprobs",
         "--generation-config": "vllm",  # not the model's own top_p, top_k and penalties
         "--seed": config.seed,
     }
