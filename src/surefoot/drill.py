@@ -11,12 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -33,6 +34,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 CONTROLLERS = ("cpu", "memory", "freezer")
 LIMIT_BYTES = 2 << 30
 """Of the memory of a run that is to use up its limit."""
+Run = TypeVar("Run")
+Result = TypeVar("Result")
 WORDS = "one two three four five six seven eight nine ten"
 
 
@@ -78,16 +81,30 @@ def drill(kinds: Sequence[str] = (), *, seeds: int = 1, overrides: Sequence[str]
     if beyond:
         raise ConfigError(f"{', '.join(beyond)}: no cgroup may be made here. Run as root where version 1 is mounted.")
     chosen = kinds or [kind for kind in faults() if not FAULTS[kind].needs_limits or can_limit()]
-    with tempfile.TemporaryDirectory(prefix="surefoot-drill-") as name, ThreadPoolExecutor(TOGETHER) as pool:
+    with tempfile.TemporaryDirectory(prefix="surefoot-drill-") as name:
         settings = write_job(Path(name)) | {"nproc_per_node": 2}
         ranks = load_config(None, overrides, settings | {"output_dir": name}).run.nproc_per_node
-        runs = [(kind, seed) for seed in range(seeds) for kind in chosen]
-        started = [
-            pool.submit(strike, kind, settings, Path(name, f"{kind}-{seed}"), seed, overrides, ranks=ranks)
-            for kind, seed in runs
-        ]
-        for one in as_completed(started):
-            yield one.result()
+        runs = {
+            (kind, seed): partial(strike, kind, settings, Path(name, f"{kind}-{seed}"), seed, overrides, ranks=ranks)
+            for seed in range(seeds)
+            for kind in chosen
+        }
+        with started(runs, alone=[(kind, seed) for kind, seed in runs if FAULTS[kind].takes_cores]) as outcomes:
+            for one in as_completed(outcomes.values()):
+                yield one.result()
+
+
+@contextmanager
+def started(runs: Mapping[Run, Callable[[], Result]], alone: Collection[Run]) -> Iterator[dict[Run, Future[Result]]]:
+    """Some at the same time; when these are over those that must be `alone` on this machine."""
+    with ThreadPoolExecutor(TOGETHER) as pool, ThreadPoolExecutor(1) as one_by_one:
+        together = {run: pool.submit(start) for run, start in runs.items() if run not in alone}
+
+        def after(start: Callable[[], Result]) -> Result:
+            wait(together.values())
+            return start()
+
+        yield together | {run: one_by_one.submit(after, start) for run, start in runs.items() if run in alone}
 
 
 def faults() -> list[str]:

@@ -6,13 +6,13 @@ ranks in turn.
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from surefoot.drill import TOGETHER, can_limit, faults, settings_of, strike
+from surefoot.drill import can_limit, faults, settings_of, started, strike
 from surefoot.health.faults import FAULTS
 from tests.conftest import counting_rows, write_jsonl
 from tests.health.healthy import HEALTHY, healthy
@@ -27,7 +27,9 @@ Run = tuple[str, int]
 def results(
     request: pytest.FixtureRequest, model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[Run], dict[str, Any]]]:
-    """Starts every fault and every healthy run that a chosen test asks for, some at the same time."""
+    """Starts every fault that a chosen test asks for, some at the same time; then the healthy runs, one by one: they
+    would not be healthy where other runs take their cores.
+    """
     root = tmp_path_factory.mktemp("campaign")
     settings = settings_of(model_folder("mixtral"), write_jsonl(root / "rows.jsonl", counting_rows(200)))
     chosen = [item.callspec.params["run"] for item in request.session.items if item.fspath == request.node.fspath]
@@ -41,8 +43,8 @@ def results(
             else strike(kind, settings, folder, seed, ranks=2 + seed % 3).as_dict()
         )
 
-    with ThreadPoolExecutor(TOGETHER) as pool:
-        runs = {run: pool.submit(start, run) for run in chosen}
+    alone = [(kind, seed) for kind, seed in chosen if kind in HEALTHY or FAULTS[kind].takes_cores]
+    with started({run: partial(start, run) for run in chosen}, alone) as runs:
         yield lambda run: runs[run].result()
 
 

@@ -2,15 +2,17 @@
 
 import mmap
 import os
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
-from surefoot.health import memory
+from surefoot.health import own_process
 from surefoot.health.diagnose.memory import MemoryTrend, find_leaks, find_replicated_load
-from surefoot.health.memory import OwnMemory
+from surefoot.health.own_process import OwnMemory, TimeInLine
 from surefoot.health.recorder import Entry
 
 MIB = 1 << 20
@@ -95,9 +97,9 @@ def test_ranks_that_each_held_the_whole_model_are_named() -> None:
 
 
 def test_the_peak_of_a_load_is_seen_after_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "PEAK_EVERY_S", 0.02)
-    before = memory.OwnMemory().anonymous_bytes()
-    watching = memory.LoadPeak()
+    monkeypatch.setattr(own_process, "PEAK_EVERY_S", 0.02)
+    before = OwnMemory().anonymous_bytes()
+    watching = own_process.LoadPeak()
     held = bytearray(os.urandom(64 << 20))
     time.sleep(0.3)
     del held
@@ -105,3 +107,33 @@ def test_the_peak_of_a_load_is_seen_after_it_is_gone(monkeypatch: pytest.MonkeyP
     assert peak is not None
     assert peak - before > 60 << 20
     assert watching.end() is None, "it is told once"
+
+
+def test_time_in_line_is_what_others_had_the_core_for() -> None:
+    told: list[float] = []
+
+    def work(core: int) -> None:
+        os.sched_setaffinity(threading.get_native_id(), {core})
+        waits = TimeInLine()
+        for _ in range(2):
+            until = time.thread_time() + 0.2
+            while time.thread_time() < until:
+                pass
+            told.append(waits.since_last_s())
+        time.sleep(0.3)
+        told.append(waits.since_last_s())
+        waits.end()
+
+    core = max(os.sched_getaffinity(0))
+    crowd = [subprocess.Popen(["taskset", "-c", str(core), "sh", "-c", "while :; do :; done"]) for _ in range(2)]
+    try:
+        thread = threading.Thread(target=work, args=(core,))
+        thread.start()
+        thread.join(60)
+    finally:
+        for one in crowd:
+            one.kill()
+            one.wait()
+    first, second, asleep = told
+    assert min(first, second) > 0.1, "two others had it for twice as long"
+    assert asleep < 0.1, "who sleeps waits for no core"

@@ -36,6 +36,7 @@ def times(
     garbage_s: float = 0.0,
     tokens: Callable[[int], float] = lambda _: 100.0,
     padding: float = 0.0,
+    in_line_s: Callable[[int], float] = lambda _: 0.0,
 ) -> RankTimes:
     """One rank whose phases take as long as `takes_s(step, phase)` says."""
     found, now = RankTimes(), 1000.0
@@ -46,6 +47,7 @@ def times(
             found.add("phase began", phase, step, now, {})
             now += takes_s(step, phase)
             found.add("phase ended", phase, step, now, {})
+        found.add("learning rate", "", step, now, {"learning_rate": 1.0, "in_line_s": in_line_s(step)})
         found.add("step", "", step, now, {"step_time_s": now - began, "garbage_s": garbage_s})
     return found
 
@@ -104,6 +106,29 @@ def test_steps_that_become_slower_are_named_with_the_phase() -> None:
     assert "2.5 times as long" in finding.cause
 
 
+def test_steps_that_wait_for_cores_are_told_from_those_that_do_more() -> None:
+    def slower(in_line_s: float) -> RankTimes:
+        return times(
+            lambda step, phase: SOUND[phase] * (4 if phase == "backward" and step > 40 else 1),
+            steps=90,
+            in_line_s=lambda step: 0.3 + in_line_s * (step > 40),  # 1.5 s are added
+        )
+
+    (finding,) = find_slow({0: slower(0.1), 1: slower(1.3), 2: slower(0.9)})
+    assert (finding.code, finding.evidence["rank"], finding.evidence["in_line"]) == ("SF313", 1, "64%")
+    assert "2.5 times as long" in finding.cause
+    assert codes(slower(0.5)) == ["SF301"], "most of it is not for want of a core"
+    assert codes(times(takes(), steps=90, in_line_s=lambda _: 0.8)) == [], "it was always so"
+
+
+def test_ranks_without_cores_are_not_said_to_communicate() -> None:
+    def waiting(in_line_s: float) -> RankTimes:
+        return times(takes(communicate=2.0), in_line_s=lambda _: in_line_s)
+
+    assert codes(waiting(0.5), waiting(0.5)) == ["SF304"]
+    assert codes(waiting(0.5), waiting(1.5)) == []
+
+
 def test_longer_batches_are_no_slowness() -> None:
     def size(step: int) -> float:
         return 4.0 if step > 40 else 1.0
@@ -156,6 +181,17 @@ def test_the_rank_that_comes_late_again_and_again_is_named(together: int) -> Non
     assert re.search(r"in 4[012]% of the time", finding.cause)
     assert find_straggler(meetings(lambda _: 0.4, together=together), are_idle=True) is None, "it may be the network"
     assert find_straggler(meetings(lambda _: 0.8, together=together), are_idle=True) is not None
+
+
+def test_a_rank_that_is_late_for_want_of_a_core_is_no_straggler() -> None:
+    def late(late_s: float, in_line: Mapping[int, float]) -> str | None:
+        finding = find_straggler(meetings(lambda _: late_s), in_line=in_line)
+        return finding.code if finding is not None else None
+
+    assert late(0.8, {0: 0.1, 1: 0.6}) == "SF313"
+    assert late(0.4, {0: 0.1, 1: 0.6}) is None, "others lose less than half of the time"
+    assert late(0.4, {0: 0.1, 1: 0.2}) == "SF303", "it waits hardly longer than they do"
+    assert late(0.8, {0: 0.6, 1: 0.6}) == "SF303", "all want cores, and one is slow"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from transformers import (
 
 from surefoot.errors import ConfigError
 from surefoot.health.explain import explain
-from surefoot.health.memory import LoadPeak
+from surefoot.health.own_process import LoadPeak
 from surefoot.health.recorder import Entry, read_history
 from surefoot.integrations import SurefootCallback
 from surefoot.integrations.batches import ENDLESS_STEPS, MOST_FORWARDS, Batches, Counted, Labels

@@ -97,4 +97,13 @@ PAGES = {
         "Set router_aux_loss_coef where routers are trained; use a smaller expert_parallel_size, or "
         "expert_parallel_size: auto, which measures; more tokens a step even experts out.",
     ),
+    "SF313": Page(
+        "warning",
+        "a rank waits for a core that other processes have",
+        "The kernel counts how long a thread is ready to run and gets no core (/proc/PID/task/TID/schedstat). Either "
+        "steps take twice as long as they did, and half of what was added or more is such waiting; or the others wait "
+        "for one rank in half of the time, because it waits for a core.",
+        "See with `top` what else runs on those cores: another job, data workers, more threads than cores "
+        "(OMP_NUM_THREADS), or ranks that are bound to one core (taskset, --cpu-bind). Give each rank its own cores.",
+    ),
 }

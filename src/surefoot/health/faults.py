@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -33,6 +34,8 @@ SO_ATTACH_FILTER, SO_MAX_PACING_RATE = 26, 47
 """Of Linux; Python's socket module has no names for them."""
 SLOW_BYTES_PER_S = 40_000
 MOST_FILES = 1024
+CROWD = 8
+"""Processes that want the core of a rank, too."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Fault:
     """Before which it does not strike."""
     needs_limits: bool = False
     """Whether the run must be in a cgroup of its own."""
+    takes_cores: bool = False
+    """Whether other runs on this machine become slow of it."""
 
 
 def _signal(number: int) -> Callable[[bool], None]:
@@ -198,6 +203,15 @@ def _throttle(_: bool) -> None:
     file.write_text("20000 100000" if file.name == "cpu.max" else "20000")
 
 
+def _crowd(_: bool) -> None:
+    """All threads of the rank on one core, which other processes want, too, for as long as the rank is there."""
+    core = max(os.sched_getaffinity(0))
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {core})
+    for _number in range(CROWD):
+        subprocess.Popen(["sh", "-c", 'while kill -0 "$PPID"; do :; done'], stderr=subprocess.DEVNULL)
+
+
 def _freeze(_: bool) -> None:
     """Into the kernel's freezer, where a process is in uninterruptible sleep as behind a disk that does not answer."""
     mine = cgroup.control_file("memory", "memory.max", "memory.limit_in_bytes")
@@ -300,6 +314,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "slowed": Fault(
         "steps that become slow", "optimizer", _drag, "SF301", False, on_all=True, in_each_step=True, first_step=40
+    ),
+    "crowded": Fault(
+        "other processes on the core of one rank", "forward", _crowd, "SF313", first_step=40, takes_cores=True
     ),
     "hiccup": Fault("a step of six seconds", "forward", _hiccup, ""),
     "page-cache": Fault("a file that is mapped, 1 MiB a step", "forward", _map_a_file, "", in_each_step=True),

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from heapq import nlargest
 from typing import Any
 
-from surefoot.health.memory import OwnMemory
+from surefoot.health.own_process import OwnMemory
 
 MOST_OBJECTS = 700_000
 """Counting more would hold up the program for seconds; one with torch and transformers loaded has about 400,000."""

@@ -32,7 +32,7 @@ from surefoot.events import (
     RunStarted,
     StepEnded,
 )  # fmt: skip
-from surefoot.health.memory import GarbageTime, OwnMemory
+from surefoot.health.own_process import GarbageTime, OwnMemory, TimeInLine
 from surefoot.health.ring import Record, RingError, RingReader, RingWriter, Values
 from surefoot.health.witness import Witness
 
@@ -52,7 +52,7 @@ VALUE_NAMES: dict[str, tuple[str, ...]] = {
     "model loaded": ("whole", "kept", "peak"),
     "expert ranks": ("load", "ranks"),
     "device memory": ("allocated", "reserved", "inactive", "retries", "free"),
-    "learning rate": ("learning_rate",),
+    "learning rate": ("learning_rate", "in_line_s"),
     "memory": ("frozen", "trained", "gradients", "optimizer", "total"),
     "evaluated": ("eval_loss",),
     "checkpoint": ("save_time_s",),
@@ -164,6 +164,8 @@ class Recorder:
         self._witness: Witness | None = None
         self._memory = OwnMemory()
         self._garbage = GarbageTime()
+        self._in_line: TimeInLine | None = None
+        """Of the thread that trains."""
         self._is_over = False
 
     def observe(self, event: Event) -> None:
@@ -199,7 +201,8 @@ class Recorder:
         elif isinstance(event, ModelLoaded):
             self._write("model loaded", 0, event.whole, event.kept, event.peak)
         elif isinstance(event, StepEnded):
-            self._write("learning rate", event.step, event.learning_rate)
+            self._in_line = self._in_line or TimeInLine()
+            self._write("learning rate", event.step, event.learning_rate, self._in_line.since_last_s())
             numbers = (event.loss, event.grad_norm, event.step_time_s, event.peak_memory_bytes)
             self._write("step", event.step, *numbers, self._garbage.since_last_s())
         elif isinstance(event, Evaluated):
@@ -241,6 +244,9 @@ class Recorder:
     def _end(self) -> None:
         self._is_over = True
         self._garbage.end()
+        if self._in_line is not None:
+            self._in_line.end()
+            self._in_line = None
         if self._witness is not None:
             self._witness.end()
             self._witness = None

@@ -13,12 +13,14 @@ from surefoot.health.accelerators import Accelerators, Look
 from surefoot.health.diagnose.accelerators import find_gpu_errors, find_in_gpus, find_launch_bound, find_worse_gpus
 from surefoot.health.diagnose.memory import find_growing_helpers, find_replicated_load
 from surefoot.health.diagnose.speed import (
+    MOST_IN_LINE,
     find_idle_ranks,
     find_slow,
     find_straggler,
     find_swapping,
     find_uneven_experts,
     has_own_cause,
+    share_in_line,
     share_of_steps,
 )
 from surefoot.health.flight import read_flight
@@ -50,11 +52,9 @@ MEETINGS_OF_IDLE_S = 15.0
 """The same while all ranks are idle, which are as slow as their network: with steps of seconds 45 would be too many."""
 HELPERS_EVERY_S = 30.0
 THROTTLED_OVER_S = 20.0
-MOST_IN_LINE = 0.2
-"""Of a core's time, for which a rank's threads waited for one: beyond it ranks that compute little get none."""
 USUAL_STEPS = 32
 COMPUTING = ("forward", "backward", "optimizer", "forward and backward")
-EXPLAINED = frozenset({"SF302", "SF304", "SF305", "SF306"})
+EXPLAINED = frozenset({"SF302", "SF304", "SF305", "SF306", "SF313"})
 """Causes that make ranks wait for each other, too."""
 LONG_PHASES = frozenset({"launch", "load", "tokenise", "save", "evaluate", "export", "rollout"})
 
@@ -109,7 +109,7 @@ class Trends:
         slow = find_slow(times, self._throttled_share(now_s), num_ranks=self._num_ranks)
         is_slowed = any(finding.code == "SF301" and _key(finding) not in self._said for finding in slow)
         is_known = any(finding.code in EXPLAINED for finding in slow)
-        is_told = any(key.startswith(("SF303", "SF304")) for key in self._said)
+        is_told = any(key.startswith(("SF303", "SF304", "SF313")) for key in self._said)
         is_idle = not is_known and not is_told and self._idle() is not None
         if not is_known and len(times) == self._num_ranks > 1 and (len(self.steps_s) == USUAL_STEPS or is_idle):
             since_s = now_s - self._next_meeting_s + MEETINGS_EVERY_S
@@ -217,7 +217,8 @@ class Trends:
             return []
         load = max(rank.expert_load for rank in self._ranks.values())
         idle = self._idle()
-        straggler = find_straggler(there, are_idle=idle is not None)
+        in_line = {number: share_in_line(rank.times) for number, rank in self._ranks.items()}
+        straggler = find_straggler(there, are_idle=idle is not None, in_line=in_line)
         finding = find_uneven_experts(there, load) or straggler or idle
         if finding is None or (finding.code == "SF303" and has_own_cause(self._ranks[finding.evidence["rank"]].times)):
             return []  # what makes that rank slow is told soon

@@ -36,8 +36,8 @@ from surefoot.events import (
     StepEnded,
 )
 from surefoot.findings import CATALOGUE, Finding
-from surefoot.health.memory import LoadPeak
 from surefoot.health.observers import rank_observers
+from surefoot.health.own_process import LoadPeak
 from surefoot.health.witness import record_collectives
 from surefoot.integrations.batches import Batches, Counted, Labels
 from surefoot.terminal import say

@@ -47,6 +47,10 @@ UNEVEN_LOAD = 1.25
 """Of the rank whose experts are busiest, from which on they may be why others wait."""
 SLOWED_TIMES = 2.0
 """How many times longer than before steps must take."""
+FOR_CORES_SHARE = 0.5
+"""Of the time that is lost, from which on it is for want of a core."""
+MOST_IN_LINE = 0.2
+"""Of the time: a rank that waits longer for cores says nothing of its network."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class StepTimes:
     tokens: float
     """Of this rank's part of the batch, with the padding."""
     padding: float = 0.0
+    in_line_s: float = 0.0
+    """For which the thread that trains was ready and waited for a core."""
 
     def of(self, phase: str) -> float:
         return self.by_phase.get(phase, 0.0)
@@ -78,6 +84,7 @@ class RankTimes:
     _by_phase: dict[str, float] = field(default_factory=dict)
     _tokens: float = 0.0
     _padding: float = 0.0
+    _in_line_s: float = 0.0
     _seen: int = 0
 
     def add(self, kind: str, phase: str, step: int, time_s: float, values: Mapping[str, float]) -> None:
@@ -90,11 +97,14 @@ class RankTimes:
                 self._by_phase[name] = self._by_phase.get(name, 0.0) + time_s - began_s
         elif kind == "batch":
             self._tokens, self._padding = values["tokens"], values.get("padding", 0.0)
+        elif kind == "learning rate":  # before its step
+            self._in_line_s = values.get("in_line_s", 0.0)
         elif kind == "step":
             self._seen += 1
             if self._seen > self.warmup_steps:
                 by_phase, batch = dict(self._by_phase), (self._tokens, self._padding)
-                self.steps.append(StepTimes(step, time_s, values["step_time_s"], by_phase, values["garbage_s"], *batch))
+                took_s, garbage_s = values["step_time_s"], values["garbage_s"]
+                self.steps.append(StepTimes(step, time_s, took_s, by_phase, garbage_s, *batch, self._in_line_s))
             self._by_phase.clear()
 
 
@@ -196,11 +206,14 @@ def _waits_for_data(windows: Mapping[int, Sequence[StepTimes]]) -> Iterator[Find
     )
 
 
-def find_straggler(flights: Mapping[int, FlightRecord], *, are_idle: bool = False) -> Finding | None:
+def find_straggler(
+    flights: Mapping[int, FlightRecord], *, are_idle: bool = False, in_line: Mapping[int, float] | None = None
+) -> Finding | None:
     """The rank for which the others wait again and again, from when each asked for the collectives they share.
 
     `are_idle`: no rank computes; then a slow network, which lets one of them come last, too, must be told from it. The
-    clocks of the ranks must be one: those of one machine.
+    clocks of the ranks must be one: those of one machine. `in_line`: of each rank's time, that in which it waited for
+    a core; where that is why it is late, others must lose half of the time, and SF313 is the finding.
     """
     met = _meetings(flights)
     if met is None:
@@ -211,9 +224,21 @@ def find_straggler(flights: Mapping[int, FlightRecord], *, are_idle: bool = Fals
     lost_s = sum(waits_s[rank])
     is_regular = max(waits_s[rank], default=0.0) < MOST_AT_ONCE * lost_s
     is_always_it = lost_s >= MOST_OF * sum(sum(waits) for waits in waits_s.values())
-    least_share = IDLE_BEHIND_SHARE if are_idle else BEHIND_SHARE
+    rest = [share for one, share in (in_line or {}).items() if one != rank]
+    more_in_line = in_line[rank] - median(rest) if in_line and rank in in_line and rest else 0.0
+    is_in_line = took_s > 0 and more_in_line >= FOR_CORES_SHARE * lost_s / took_s
+    least_share = IDLE_BEHIND_SHARE if are_idle or is_in_line else BEHIND_SHARE
     if took_s < STRAGGLER_WINDOW_S or lost_s < least_share * took_s or not (is_regular and is_always_it):
         return None
+    if is_in_line and in_line is not None:
+        return Finding(
+            "SF313",
+            f"rank {rank} waits for a core in {in_line[rank]:.0%} of the time, because others have it, and the other "
+            f"ranks wait for that rank in {lost_s / took_s:.0%}",
+            {"rank": rank, "in_line": f"{in_line[rank]:.0%}", "collectives": shared, "seconds": round(took_s, 1)},
+            CATALOGUE["SF313"].fix,
+            confidence=0.9,
+        )
     return Finding(
         "SF303",
         f"rank {rank} is slower than the others again and again: they wait for it in {lost_s / took_s:.0%} of the time",
@@ -226,6 +251,16 @@ def find_straggler(flights: Mapping[int, FlightRecord], *, are_idle: bool = Fals
         "Look at what else runs on its machine or device, at its clocks and temperature, and at its part of the data.",
         confidence=0.9,
     )
+
+
+def share_in_line(times: RankTimes) -> float:
+    """Of the newest steps' time, that in which the rank was ready and waited for a core."""
+    return _in_line(list(times.steps)[-WINDOW_STEPS:])
+
+
+def _in_line(steps: Sequence[StepTimes]) -> float:
+    took_s = sum(one.took_s for one in steps)
+    return sum(one.in_line_s for one in steps) / took_s if took_s > 0 else 0.0
 
 
 def has_own_cause(times: RankTimes) -> bool:
@@ -292,7 +327,8 @@ def _together(spans: Sequence[tuple[float, float]]) -> list[float]:
 def _communicates(windows: Mapping[int, Sequence[StepTimes]]) -> Iterator[Finding]:
     """Every rank spends most of its time at the meeting point, so none of them is the cause."""
     if len(windows) < 2 or not all(
-        _is_usual(window, "communicate", COMMUNICATION_SHARE) for window in windows.values()
+        _is_usual(window, "communicate", COMMUNICATION_SHARE) and _in_line(window) <= MOST_IN_LINE
+        for window in windows.values()
     ):
         return
     share = min(_share(window, "communicate") for window in windows.values())
@@ -370,34 +406,79 @@ def _throttled(windows: Mapping[int, Sequence[StepTimes]], share: float | None) 
     )
 
 
+@dataclass(frozen=True)
+class _Slower:
+    """A rank whose steps take longer than they did."""
+
+    rank: int
+    window: Sequence[StepTimes]
+    best: Sequence[StepTimes]
+    times: float
+    """As long, for the same number of tokens."""
+    for_cores: float
+    """Of what was added, the share in which the rank waited for a core."""
+
+
 def _slowed(ranks: Mapping[int, RankTimes], windows: Mapping[int, Sequence[StepTimes]]) -> Iterator[Finding]:
-    """Steps take much longer than they did, for as many tokens, and none of the rules above knows why."""
-    for rank, window in windows.items():
-        before = [one for one in ranks[rank].steps if one.step < window[0].step]
-        earlier = [before[first : first + WINDOW_STEPS] for first in range(0, len(before), WINDOW_STEPS)]
-        whole = [block for block in earlier if len(block) == WINDOW_STEPS]
-        if not whole or not all(one.tokens for one in (*before, *window)):  # without their number nothing is comparable
-            continue
-        best = min(whole, key=_pace_s)
-        times = _pace_s(window) / _pace_s(best)
-        if times < SLOWED_TIMES or _typical_s(window) <= _typical_s(best):  # fewer tokens, in less time
-            continue
-        grown = {name: _per_step(window, name) - _per_step(best, name) for name in window[-1].by_phase}
-        phase = max(grown, key=lambda name: grown[name])
+    """Steps take much longer than they did, for as many tokens, and none of the rules above knows why.
+
+    Unless ranks wait for cores: then the one that waits longest is named.
+    """
+    slower = [one for one in (_slower(rank, ranks[rank], window) for rank, window in windows.items()) if one]
+    if not slower:
+        return
+    one = max(slower, key=lambda rank: rank.for_cores)
+    is_crowded = one.for_cores >= FOR_CORES_SHARE
+    one = one if is_crowded else slower[0]
+    longer = (
+        f"steps take {one.times:.1f} times as long for the same number of tokens as in steps {one.best[0].step} to "
+        f"{one.best[-1].step}"
+    )
+    before_s = round(_typical_s(one.best), 3)
+    if is_crowded:
+        share = f"{_in_line(one.window):.0%}"
         yield Finding(
-            "SF301",
-            f"steps take {times:.1f} times as long for the same number of tokens as in steps {best[0].step} to "
-            f"{best[-1].step}; most of it was added in {phase}",
-            _seen(window, rank=rank, phase=phase, step_time_before_s=round(_typical_s(best), 3)),
-            "Look at what else runs on this machine, at its clocks and temperature, and at what that phase does more.",
-            confidence=0.7,
+            "SF313",
+            f"{longer}: rank {one.rank} is ready and waits for a core in {share} of the time, because others have it",
+            _seen(one.window, rank=one.rank, in_line=share, step_time_before_s=before_s),
+            CATALOGUE["SF313"].fix,
+            confidence=0.9,
         )
         return
+    grown = {name: _per_step(one.window, name) - _per_step(one.best, name) for name in one.window[-1].by_phase}
+    phase = max(grown, key=lambda name: grown[name])
+    yield Finding(
+        "SF301",
+        f"{longer}; most of it was added in {phase}",
+        _seen(one.window, rank=one.rank, phase=phase, step_time_before_s=before_s),
+        "Look at what else runs on this machine, at its clocks and temperature, and at what that phase does more.",
+        confidence=0.7,
+    )
+
+
+def _slower(rank: int, times: RankTimes, window: Sequence[StepTimes]) -> _Slower | None:
+    """None where its steps take no longer, or that cannot be known."""
+    before = [one for one in times.steps if one.step < window[0].step]
+    earlier = [before[first : first + WINDOW_STEPS] for first in range(0, len(before), WINDOW_STEPS)]
+    whole = [block for block in earlier if len(block) == WINDOW_STEPS]
+    if not whole or not all(one.tokens for one in (*before, *window)):  # without their number nothing is comparable
+        return None
+    best = min(whole, key=_pace_s)
+    as_long = _pace_s(window) / _pace_s(best)
+    if as_long < SLOWED_TIMES or _typical_s(window) <= _typical_s(best):  # fewer tokens, in less time
+        return None
+    in_line_s = _in_line_pace_s(window) - _in_line_pace_s(best)
+    return _Slower(rank, window, best, as_long, in_line_s / (_pace_s(window) - _pace_s(best)))
 
 
 def _pace_s(steps: Sequence[StepTimes]) -> float:
     """Seconds a step takes, as if all were of one size."""
     return median(one.took_s / one.tokens for one in steps)
+
+
+def _in_line_pace_s(steps: Sequence[StepTimes]) -> float:
+    """The same of the time that a rank waits for a core."""
+    return median(one.in_line_s / one.tokens for one in steps)
 
 
 def _typical_s(steps: Sequence[StepTimes]) -> float:

@@ -1,4 +1,4 @@
-"""How much memory this process has of its own, and how long Python looks for what it can give back."""
+"""What this process says of itself: its own memory, and the time that it loses to the collector and to others."""
 
 import gc
 import os
@@ -28,6 +28,29 @@ class OwnMemory:
     def __del__(self) -> None:
         if self._file is not None:
             os.close(self._file)
+
+
+class TimeInLine:
+    """Seconds for which the thread that asks was ready and waited for a core that others had."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        self._told_s = 0.0
+        with suppress(OSError):  # of a kernel that does not count it: then every answer is 0
+            self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        self.since_last_s()
+
+    def since_last_s(self) -> float:
+        """Since it was last asked, or made; always by the thread that made it."""
+        if self._file is None:
+            return 0.0
+        before_s, self._told_s = self._told_s, int(os.pread(self._file, 128, 0).split()[1]) / 1e9
+        return self._told_s - before_s
+
+    def end(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 class LoadPeak:
