@@ -41,9 +41,24 @@ def test_an_argument_is_taken_out_with_its_value() -> None:
         ["--gpu-memory-utilization", "0"],
         ["--tensor-parallel-size", "0"],
         ["-tp", "two"],
+        ["--max-model-len", "plenty"],
+        ["--max_model_len=600"],
+        ["--host", "0.0.0.0"],
+        ["--logprobs-mode=raw_logprobs"],
+        ["--served-model-name", "mine"],
     ],
 )
 def test_nonsense_is_refused(arguments: list[str]) -> None:
     grpo = {"method": "grpo", "reward_funcs": ["length"], "rollout_engine": "vllm", "vllm_args": arguments}
     with pytest.raises(ConfigError, match=r"vllm_args: --"):
         load_config(None, (), {"model": "m", "dataset": "d.jsonl", "output_dir": "o", **grpo})
+
+
+@pytest.mark.parametrize("most", ["1024", "-1", "auto", "16k", "1M"])
+def test_a_context_with_room_is_the_users_to_set(most: str) -> None:
+    lengths = {"max_prompt_length": 512, "max_completion_length": 512}
+    grpo = {"method": "grpo", "reward_funcs": ["length"], "rollout_engine": "vllm", **lengths}
+    given = {"model": "m", "dataset": "d.jsonl", "output_dir": "o", **grpo}
+    assert load_config(None, (), given | {"vllm_args": ["--max-model-len", most]}).run.vllm_args
+    with pytest.raises(ConfigError, match="--max-model-len 1023 has no room for a prompt of 512 tokens with a compl"):
+        load_config(None, (), given | {"vllm_args": ["--max-model-len", "1023"]})

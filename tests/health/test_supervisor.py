@@ -119,7 +119,9 @@ while True:
 """
 
 
-@pytest.mark.parametrize(("phase", "ranks", "after_s"), [("evaluate", 2, 8.0), ("evaluate", 1, 10.0)])
+@pytest.mark.parametrize(
+    ("phase", "ranks", "after_s"), [pytest.param("evaluate", 2, 8.0, marks=pytest.mark.matrix), ("evaluate", 1, 10.0)]
+)
 def test_a_long_phase_that_computes_for_ever_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, ranks: int, after_s: float
 ) -> None:

@@ -104,6 +104,8 @@ def test_the_script_that_hangs_at_its_start_has_three_contradictions(tmp_path: P
     assert made.unknown == []
     assert made.variables == {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
     assert made.settings["max_pixels"] == (640000, "MAX_PIXELS")
+    assert "vllm_max_model_len = 2048" in made.left_out, "the run asks for what it needs"
+    assert values(made)["vllm_args"] == ["--gpu-memory-utilization=0.3"]
     (tmp_path / "run.yaml").write_text(made.as_yaml())
     run = load_config(tmp_path / "run.yaml", ["deepspeed=null"]).run
     assert (run.method, run.num_generations, run.temperature, run.max_completion_length) == ("grpo", 4, 1.1, 2048)

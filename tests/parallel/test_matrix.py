@@ -81,9 +81,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "one_expert-full": {"model": "one_expert", "tuning": "full", "router_aux_loss_coef": 0.01, "global_batch_size": 3},
 }
 FAST = ("1", "2-zero2", "2-zero3", "2-ep2-zero3")
-FAST_JOBS = (
-    "llama-full", "mixtral-full", "qwen2_moe-lora", "qwen2_moe-grpo", "qwen3_vl_moe-full", "qwen2_5_vl-grpo",
-)  # fmt: skip
+FAST_JOBS = ("llama-full", "mixtral-full", "qwen2_moe-lora", "qwen2_moe-grpo")
 """These on those in `make test`; all others in `make test-matrix`."""
 
 RESUMED_JOBS = ("qwen2_moe-lora", "mixtral-full", "qwen2_moe-grpo")

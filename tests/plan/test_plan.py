@@ -51,7 +51,7 @@ def test_what_lies_at_rest_is_what_the_ledger_of_a_run_counts(
 @pytest.mark.parametrize(
     "more",
     [
-        {"zero_stage": 2},
+        pytest.param({"zero_stage": 2}, marks=pytest.mark.matrix),
         {"zero_stage": 3},
         {"zero_stage": 3, "tuning": "full", "lora_rank": 8},
         {"zero_stage": 2, "tuning": "full", "lora_rank": 8, "expert_parallel_size": 2},

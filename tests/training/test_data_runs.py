@@ -109,7 +109,7 @@ def prepared_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "length"),
     [
         ("big.jsonl", {"max_steps": None, "num_train_epochs": 3e-4, "packing": True}),
-        ("big.jsonl.gz", {"max_steps": None, "num_train_epochs": 3e-4}),
+        pytest.param("big.jsonl.gz", {"max_steps": None, "num_train_epochs": 3e-4}, marks=pytest.mark.matrix),
         ("big.parquet", {"max_steps": 3}),
     ],
 )

@@ -7,7 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 from surefoot.config.schema import RunConfig
-from surefoot.config.vllm_arguments import MEMORY_SHARE, TENSOR_PARALLEL, memory_share, tensor_parallel
+from surefoot.config.vllm_arguments import (
+    MEMORY_SHARE,
+    MOST_TOKENS,
+    OF_THE_RUN,
+    TENSOR_PARALLEL,
+    memory_share,
+    most_tokens,
+    tensor_parallel,
+    value_of,
+)
 
 ENDPOINT = re.compile(r"^[^\s:]+:(\d{1,5})$")
 VLLM_ADDRESS = re.compile(r"^http://[^\s/:]+:(\d{1,5})/?$")
@@ -267,11 +276,27 @@ def _check_vllm(run: RunConfig, given: set[str], refuse: Refuse) -> None:
             "rollout_engine",
             "target_modules",
         )
-    for name, read in ((MEMORY_SHARE, memory_share), (TENSOR_PARALLEL, tensor_parallel)):
+    readers: dict[str, Callable[[list[str]], float | None]] = {
+        MEMORY_SHARE: memory_share,
+        TENSOR_PARALLEL: tensor_parallel,
+        MOST_TOKENS: most_tokens,
+    }
+    for name, read in readers.items():
         try:
             read(run.vllm_args)
         except ValueError as error:
             refuse(f"vllm_args: {name}: {error}", "vllm_args")
+    for name, reason in OF_THE_RUN.items():
+        if value_of(run.vllm_args, name) is not None:
+            refuse(f"vllm_args: {name} is not yours to set: {reason}. Leave it out", "vllm_args")
+    room, longest = most_tokens(run.vllm_args), run.prompt_length + run.max_completion_length
+    if room is not None and room < longest:
+        refuse(
+            f"vllm_args: {MOST_TOKENS} {room} has no room for a prompt of {run.prompt_length} tokens with a completion "
+            f"of {run.max_completion_length}. Leave it out, and it is {longest}",
+            "vllm_args",
+            "max_completion_length",
+        )
     started = given & {"vllm_command", "vllm_args", "vllm_devices"}
     if run.vllm_server is not None and started:
         refuse(

@@ -1,9 +1,19 @@
-"""What `vllm_args` say of the GPUs that a server takes. Both spellings are read, and the last word counts."""
+"""What `vllm_args` say of the server that a run starts. Both spellings are read, and the last word counts."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 
 MEMORY_SHARE, TENSOR_PARALLEL = "--gpu-memory-utilization", "--tensor-parallel-size"
+MOST_TOKENS = "--max-model-len"
+OF_THE_RUN = {
+    "--host": "the server listens on this machine alone",
+    "--port": "the run takes a free one",
+    "--api-key": "the run sends none to a server of its own",
+    "--served-model-name": "the run asks for the model by its own name",
+    "--logprobs-mode": "it follows from temperature, top_p and top_k",
+    "--generation-config": "completions are drawn as the run's settings say, not as the model's folder does",
+}
+"""Arguments that the run gives itself, and why another value would break it."""
 SHORT = {"-tp": TENSOR_PARALLEL}
 USUAL_SHARE = 0.92
 """Of a GPU that vLLM 0.32 takes where it is not told."""
@@ -31,6 +41,17 @@ def without(arguments: Sequence[str], unwanted: str) -> list[str]:
             kept.append(one)
         is_value = is_unwanted and not has_value
     return kept
+
+
+def most_tokens(arguments: Sequence[str]) -> int | None:
+    """Of a prompt with its completion; None where it is not given, or in a form that vLLM reads itself: `16k`.
+
+    Raises: ValueError for what is no number of tokens.
+    """
+    given = value_of(arguments, MOST_TOKENS)
+    if given is None or given in ("-1", "auto") or (given[-1:].lower() in "kmgt" and given[:-1].isdecimal()):
+        return None
+    return int(given)
 
 
 def memory_share(arguments: Sequence[str]) -> float:

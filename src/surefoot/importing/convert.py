@@ -11,7 +11,7 @@ from surefoot.config.names import NOT_HERE
 from surefoot.config.schema import RunConfig
 from surefoot.errors import ConfigError
 from surefoot.importing.imported import PATHS, Imported
-from surefoot.importing.mapped import TRACKERS, listed, mapped, may_be_null, rewards_of
+from surefoot.importing.mapped import TRACKERS, listed, mapped, may_be_null, number_of, rewards_of
 from surefoot.importing.odd import find_odd
 from surefoot.importing.peers import (
     DEFAULTS,
@@ -201,6 +201,7 @@ def _choose_engine(draft: _Draft) -> None:
         else:
             if told.program == "TRL" and said.get("vllm_mode") != "server":
                 said = {"vllm_gpu_memory_utilization": 0.3, **said}  # theirs, where nothing is said
+            said = {name: value for name, value in said.items() if not _has_no_room(draft, name, value)}
             words = [f"--{option}={said[name]}" for name, option in VLLM_OPTIONS.items() if said.get(name) is not None]
             words += [f"--{option}" for name, option in VLLM_FLAGS.items() if said.get(name) is True]
             draft.ours |= {"vllm_args": (words, f"vllm_... of {told.program}")} if words else {}
@@ -208,6 +209,21 @@ def _choose_engine(draft: _Draft) -> None:
         of_server = [name for name in told.settings if name in VLLM_OPTIONS or name in VLLM_FLAGS]
         why = "of a server that the run starts itself"
         draft.left_out |= {f"{name} = {told.settings[name]}": why for name in of_server}
+
+
+def _has_no_room(draft: _Draft, name: str, value: Any) -> bool:
+    """Whether it is a server's context that is shorter than this run's prompts and completions; then it is left out."""
+    fields = RunConfig.model_fields
+    usual = {field: fields[field].default for field in ("max_length", "max_completion_length")}
+    prompt = draft.value("max_prompt_length") or draft.value("max_length", usual["max_length"])
+    completion = draft.value("max_completion_length", usual["max_completion_length"])
+    given = (number_of(value), prompt, completion)
+    if VLLM_OPTIONS.get(name) != "max-model-len" or not all(isinstance(one, int) for one in given):
+        return False
+    if given[0] >= prompt + completion:
+        return False
+    draft.left_out[f"{name} = {value}"] = f"prompts of {prompt} and completions of {completion} tokens need more"
+    return True
 
 
 def _say_once(draft: _Draft) -> None:
