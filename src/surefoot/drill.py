@@ -89,7 +89,7 @@ def drill(kinds: Sequence[str] = (), *, seeds: int = 1, overrides: Sequence[str]
             for seed in range(seeds)
             for kind in chosen
         }
-        with started(runs, alone=[(kind, seed) for kind, seed in runs if FAULTS[kind].takes_cores]) as outcomes:
+        with started(runs, alone=[(kind, seed) for kind, seed in runs if FAULTS[kind].is_alone]) as outcomes:
             for one in as_completed(outcomes.values()):
                 yield one.result()
 

@@ -43,7 +43,7 @@ def results(
             else strike(kind, settings, folder, seed, ranks=2 + seed % 3).as_dict()
         )
 
-    alone = [(kind, seed) for kind, seed in chosen if kind in HEALTHY or FAULTS[kind].takes_cores]
+    alone = [(kind, seed) for kind, seed in chosen if kind in HEALTHY or FAULTS[kind].is_alone]
     with started({run: partial(start, run) for run in chosen}, alone) as runs:
         yield lambda run: runs[run].result()
 

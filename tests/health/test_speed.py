@@ -117,6 +117,11 @@ def test_steps_that_wait_for_cores_are_told_from_those_that_do_more() -> None:
     (finding,) = find_slow({0: slower(0.1), 1: slower(1.3), 2: slower(0.9)})
     assert (finding.code, finding.evidence["rank"], finding.evidence["in_line"]) == ("SF313", 1, "64%")
     assert "2.5 times as long" in finding.cause
+    nearly = times(lambda step, phase: SOUND[phase] * (2.8 if phase == "backward" and step > 40 else 1), steps=90,
+                   in_line_s=lambda step: 0.7 * (step > 40))  # fmt: skip
+    assert codes(slower(0.1)) == ["SF301"]
+    assert codes(slower(0.1), nearly) == ["SF313"], "the others are slow because of it"
+    assert codes(nearly) == [], "1.9 times"
     assert codes(slower(0.5)) == ["SF301"], "most of it is not for want of a core"
     assert codes(times(takes(), steps=90, in_line_s=lambda _: 0.8)) == [], "it was always so"
 

@@ -58,8 +58,8 @@ class Fault:
     """Before which it does not strike."""
     needs_limits: bool = False
     """Whether the run must be in a cgroup of its own."""
-    takes_cores: bool = False
-    """Whether other runs on this machine become slow of it."""
+    is_alone: bool = False
+    """Whether no other run may be there: one that takes its cores, or whose cores it takes."""
 
 
 def _signal(number: int) -> Callable[[bool], None]:
@@ -299,7 +299,9 @@ FAULTS: dict[str, Fault] = {
     "network-cut": Fault(
         "a network that carries nothing any more", "forward", _cut_network, "SF108", False, on_all=True
     ),
-    "network-slow": Fault("a network that is slow", "forward", _slow_network, "SF304", False, on_all=True),
+    "network-slow": Fault(
+        "a network that is slow", "forward", _slow_network, "SF304", False, on_all=True, is_alone=True
+    ),  # seen by cores that are free and are not used
     "leaking": Fault("a list that keeps 1 MiB a step", "forward", _leak, "SF202", in_each_step=True),
     "leaking-files": Fault("files that stay open", "forward", _leak_files, "SF207", in_each_step=True),
     "frozen": Fault("uninterruptible sleep", "forward", _freeze, "SF103", needs_limits=True),
@@ -316,7 +318,7 @@ FAULTS: dict[str, Fault] = {
         "steps that become slow", "optimizer", _drag, "SF301", False, on_all=True, in_each_step=True, first_step=40
     ),
     "crowded": Fault(
-        "other processes on the core of one rank", "forward", _crowd, "SF313", first_step=40, takes_cores=True
+        "other processes on the core of one rank", "forward", _crowd, "SF313", first_step=40, is_alone=True
     ),
     "hiccup": Fault("a step of six seconds", "forward", _hiccup, ""),
     "page-cache": Fault("a file that is mapped, 1 MiB a step", "forward", _map_a_file, "", in_each_step=True),

@@ -47,6 +47,8 @@ UNEVEN_LOAD = 1.25
 """Of the rank whose experts are busiest, from which on they may be why others wait."""
 SLOWED_TIMES = 2.0
 """How many times longer than before steps must take."""
+NEARLY_SLOWED_TIMES = 1.5
+"""The same of a rank whose want of cores may be why others reach it: ranks that meet are slow together, not equally."""
 FOR_CORES_SHARE = 0.5
 """Of the time that is lost, from which on it is for want of a core."""
 MOST_IN_LINE = 0.2
@@ -425,11 +427,11 @@ def _slowed(ranks: Mapping[int, RankTimes], windows: Mapping[int, Sequence[StepT
     Unless ranks wait for cores: then the one that waits longest is named.
     """
     slower = [one for one in (_slower(rank, ranks[rank], window) for rank, window in windows.items()) if one]
-    if not slower:
+    if not any(one.times >= SLOWED_TIMES for one in slower):
         return
     one = max(slower, key=lambda rank: rank.for_cores)
     is_crowded = one.for_cores >= FOR_CORES_SHARE
-    one = one if is_crowded else slower[0]
+    one = one if is_crowded else next(rank for rank in slower if rank.times >= SLOWED_TIMES)
     longer = (
         f"steps take {one.times:.1f} times as long for the same number of tokens as in steps {one.best[0].step} to "
         f"{one.best[-1].step}"
@@ -457,7 +459,7 @@ def _slowed(ranks: Mapping[int, RankTimes], windows: Mapping[int, Sequence[StepT
 
 
 def _slower(rank: int, times: RankTimes, window: Sequence[StepTimes]) -> _Slower | None:
-    """None where its steps take no longer, or that cannot be known."""
+    """None where its steps take hardly longer, or that cannot be known."""
     before = [one for one in times.steps if one.step < window[0].step]
     earlier = [before[first : first + WINDOW_STEPS] for first in range(0, len(before), WINDOW_STEPS)]
     whole = [block for block in earlier if len(block) == WINDOW_STEPS]
@@ -465,7 +467,7 @@ def _slower(rank: int, times: RankTimes, window: Sequence[StepTimes]) -> _Slower
         return None
     best = min(whole, key=_pace_s)
     as_long = _pace_s(window) / _pace_s(best)
-    if as_long < SLOWED_TIMES or _typical_s(window) <= _typical_s(best):  # fewer tokens, in less time
+    if as_long < NEARLY_SLOWED_TIMES or _typical_s(window) <= _typical_s(best):  # fewer tokens, in less time
         return None
     in_line_s = _in_line_pace_s(window) - _in_line_pace_s(best)
     return _Slower(rank, window, best, as_long, in_line_s / (_pace_s(window) - _pace_s(best)))
