@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,8 @@ def _crowd(_: bool) -> None:
     """All threads of the rank on one core, which other processes want, too, for as long as the rank is there."""
     core = max(os.sched_getaffinity(0))
     for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), {core})
+        with suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread.name), {core})
     for _number in range(CROWD):
         subprocess.Popen(["sh", "-c", 'while kill -0 "$PPID"; do :; done'], stderr=subprocess.DEVNULL)
 
