@@ -305,7 +305,9 @@ FAULTS: dict[str, Fault] = {
         "a network that is slow", "forward", _slow_network, "SF304", False, on_all=True, is_alone=True
     ),  # seen by cores that are free and are not used
     "leaking": Fault("a list that keeps 1 MiB a step", "forward", _leak, "SF202", in_each_step=True),
-    "leaking-files": Fault("files that stay open", "forward", _leak_files, "SF207", in_each_step=True),
+    "leaking-files": Fault(
+        "files that stay open", "forward", _leak_files, "SF207", in_each_step=True, is_alone=True
+    ),  # seen after a minute, in which ranks that other runs hold up are named for it
     "frozen": Fault("uninterruptible sleep", "forward", _freeze, "SF103", needs_limits=True),
     "out-of-memory": Fault(
         "memory up to the limit of the cgroup", "forward", _exhaust_memory, "SF201", needs_limits=True
