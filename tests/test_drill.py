@@ -1,10 +1,13 @@
 """The drill, as a user starts it."""
 
 import json
+import threading
+from concurrent.futures import wait
+from functools import partial
 
 import pytest
 
-from surefoot.drill import drill
+from surefoot.drill import TOGETHER, drill, started
 from surefoot.errors import ConfigError
 from tests.conftest import surefoot
 
@@ -38,3 +41,24 @@ def test_settings_that_make_no_run_are_no_fault_that_was_missed() -> None:
 def test_a_fault_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="no such fault: nonsense. There are: killed"):
         next(drill(["nonsense"]))
+
+
+def test_an_interrupted_drill_begins_no_more_of_its_faults() -> None:
+    begun: list[int] = []
+    at_work = threading.Event()
+
+    def strike(number: int) -> None:
+        begun.append(number)
+        at_work.wait(30)
+
+    runs = {number: partial(strike, number) for number in range(9)}
+
+    def interrupt() -> None:
+        with started(runs, alone=[7, 8]) as outcomes:
+            assert not wait(outcomes.values(), timeout=0.2).done
+            threading.Timer(0.2, at_work.set).start()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert sorted(begun) == list(range(TOGETHER))

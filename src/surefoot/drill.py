@@ -10,9 +10,10 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -96,15 +97,27 @@ def drill(kinds: Sequence[str] = (), *, seeds: int = 1, overrides: Sequence[str]
 
 @contextmanager
 def started(runs: Mapping[Run, Callable[[], Result]], alone: Collection[Run]) -> Iterator[dict[Run, Future[Result]]]:
-    """Some at the same time; when these are over those that must be `alone` on this machine."""
+    """Some at the same time; when these are over those that must be `alone` on this machine.
+
+    What has not begun when the caller leaves never does.
+    """
+    is_left = threading.Event()
     with ThreadPoolExecutor(TOGETHER) as pool, ThreadPoolExecutor(1) as one_by_one:
         together = {run: pool.submit(start) for run, start in runs.items() if run not in alone}
 
         def after(start: Callable[[], Result]) -> Result:
             wait(together.values())
+            if is_left.is_set():
+                raise CancelledError
             return start()
 
-        yield together | {run: one_by_one.submit(after, start) for run, start in runs.items() if run in alone}
+        outcomes = together | {run: one_by_one.submit(after, start) for run, start in runs.items() if run in alone}
+        try:
+            yield outcomes
+        finally:  # on Ctrl-C, too
+            is_left.set()
+            for one in outcomes.values():
+                one.cancel()
 
 
 def faults() -> list[str]:

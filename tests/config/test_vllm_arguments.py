@@ -54,7 +54,7 @@ def test_nonsense_is_refused(arguments: list[str]) -> None:
         load_config(None, (), {"model": "m", "dataset": "d.jsonl", "output_dir": "o", **grpo})
 
 
-@pytest.mark.parametrize("most", ["1024", "-1", "auto", "16k", "1M"])
+@pytest.mark.parametrize("most", ["1024", "-1", "auto", "16k", "25.6k", "1M"])
 def test_a_context_with_room_is_the_users_to_set(most: str) -> None:
     lengths = {"max_prompt_length": 512, "max_completion_length": 512}
     grpo = {"method": "grpo", "reward_funcs": ["length"], "rollout_engine": "vllm", **lengths}

@@ -1,7 +1,7 @@
 """Real faults in real runs are found and named, and healthy runs have no findings.
 
-`make test` strikes a few, `make campaign` all of them, with as many seeds as SEEDS says, on 2, 3 and 4
-ranks in turn.
+`make test` strikes with one, `make test-matrix` with two, `make campaign` with all others, and with as many seeds
+as SEEDS says, on 2, 3 and 4 ranks in turn.
 """
 
 import os
@@ -18,7 +18,8 @@ from tests.conftest import counting_rows, write_jsonl
 from tests.health.healthy import HEALTHY, healthy
 
 SEEDS = range(int(os.environ.get("SEEDS", "1")))
-FAST = ("gil-held", "skipped-collective", "stopped")
+FAST = ("skipped-collective",)
+MATRIX = ("gil-held", "stopped")
 KINDS = faults()
 Run = tuple[str, int]
 
@@ -48,18 +49,19 @@ def results(
         yield lambda run: runs[run].result()
 
 
-def _cases(kinds: list[str], fast: tuple[str, ...]) -> list[Any]:
+def _cases(kinds: list[str]) -> list[Any]:
+    def target(kind: str, seed: int) -> Any:
+        if seed == 0 and kind in FAST:
+            return ()
+        return pytest.mark.matrix if seed == 0 and kind in MATRIX else pytest.mark.campaign
+
     return [
-        pytest.param(
-            (kind, seed), id=f"{kind}-{seed}", marks=() if kind in fast and seed == 0 else pytest.mark.campaign
-        )
-        for seed in SEEDS
-        for kind in kinds
+        pytest.param((kind, seed), id=f"{kind}-{seed}", marks=target(kind, seed)) for seed in SEEDS for kind in kinds
     ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", _cases(KINDS, FAST))
+@pytest.mark.parametrize("run", _cases(KINDS))
 def test_a_fault_is_found_and_named(
     results: Callable[[Run], dict[str, Any]], run: Run, request: pytest.FixtureRequest
 ) -> None:
@@ -78,7 +80,7 @@ def test_a_fault_is_found_and_named(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", _cases(list(HEALTHY), ()))
+@pytest.mark.parametrize("run", _cases(list(HEALTHY)))
 def test_a_healthy_run_has_no_finding(results: Callable[[Run], dict[str, Any]], run: Run) -> None:
     result = results(run)
     assert (result["status"], result["found"]) == (0, []), result

@@ -234,7 +234,8 @@ def test_a_kill_during_a_save_leaves_the_checkpoint_before(two_ranks: dict[str, 
     assert findings == []
 
 
-@pytest.mark.parametrize("tuning", ["full", pytest.param("lora", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("tuning", ["full", "lora"])
 def test_an_artifact_that_cannot_be_written_ends_all_ranks(two_ranks: dict[str, Any], tuning: str) -> None:
     settings = {**two_ranks, "max_steps": 60, "tuning": tuning}
     process = start(settings)

@@ -1,6 +1,7 @@
 """`surefoot plan`: what it adds up, what it suggests, and what it refuses."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,17 @@ GIB = 1 << 30
 CPU = Device("cpu", 1 << 40, 1e11, 1e9, is_gpu=False)
 LOCAL = ("rollout_engine=local", "vllm_args=null")
 """What makes the run of the example answer itself."""
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The example of Qwen2.5-VL-72B with a vision tower of four layers, for what is no matter of its size."""
+    folder = tmp_path_factory.mktemp("shallow")
+    model = Path(shutil.copytree(PLANS / "qwen2.5-vl-72b", folder / "plans" / "qwen2.5-vl-72b"))
+    config = json.loads((model / "config.json").read_text())
+    config["vision_config"] |= {"depth": 4, "fullatt_block_indexes": [3]}
+    (model / "config.json").write_text(json.dumps(config))
+    return str(shutil.copy(PLANS.parent / "qwen2.5-vl-72b-grpo.yaml", folder))
 
 
 def told(settings: dict[str, Any], device: Device = CPU, **more: Any) -> Forecast:
@@ -226,11 +238,10 @@ def test_a_server_must_hold_the_model_in_its_share() -> None:
         (["device=cpu", "nproc_per_node=2"], set()),
     ],
 )
-def test_a_server_takes_its_share_of_the_devices_that_train(more: list[str], holds: set[str]) -> None:
-    path = str(PLANS.parent / "qwen2.5-vl-72b-grpo.yaml")
+def test_a_server_takes_its_share_of_the_devices_that_train(shallow: str, more: list[str], holds: set[str]) -> None:
     share = ["vllm_args=null"] if "vllm_server" in "".join(more) else ["vllm_args=[--gpu-memory-utilization, '0.5']"]
     device = [] if "device=cpu" in more else ["device=a100"]
-    phases = plan(path, [*device, "rollout_engine=vllm", *share, *more]).forecast.phases
+    phases = plan(shallow, [*device, "rollout_engine=vllm", *share, *more]).forecast.phases
     owners = {name: {**phase.device, **phase.host}.get("vLLM server") for name, phase in phases.items()}
     half = int(DEVICES["a100"].memory_bytes * 0.5)
     assert {name: size for name, size in owners.items() if size} == dict.fromkeys(holds, half)
@@ -359,9 +370,9 @@ def test_experts_that_are_whole_on_a_rank_are_not_offloaded() -> None:
         plan(str(PLANS / "mixtral-8x7b-full-ep.yaml"), ["device=h100", "offload=cpu"])
 
 
-def test_a_rollout_that_does_not_fit_is_cut_into_waves() -> None:
+def test_a_rollout_that_does_not_fit_is_cut_into_waves(shallow: str) -> None:
     more = ["device=a100", *LOCAL, "max_prompt_length=16000", "global_batch_size=512", "max_completion_length=256"]
-    changes = plan(str(PLANS.parent / "qwen2.5-vl-72b-grpo.yaml"), more).changes
+    changes = plan(shallow, more).changes
     assert changes[0][0].keys() == {"rollout_batch_size"}
 
 
@@ -376,30 +387,29 @@ def test_experts_that_several_ranks_share_are_gathered() -> None:
     assert gathered(2) - gathered(4) == pytest.approx(experts_bytes / 4, rel=0.01)
 
 
-def test_a_frozen_tower_takes_no_more_than_a_trained_one() -> None:
-    path = str(PLANS.parent / "qwen2.5-vl-72b-grpo.yaml")
+def test_a_frozen_tower_takes_no_more_than_a_trained_one(shallow: str) -> None:
     full = ["method=sft", "reward_funcs=null", "num_generations=null", "max_completion_length=null", *LOCAL,
             "rollout_engine=null", "max_prompt_length=null", "target_modules=null", "lora_rank=null",
             "lora_alpha=null", "tuning=full", "zero_stage=2", "nnodes=8", "rdzv_endpoint=a:29500",
             "device=b200"]  # fmt: skip
     frozen, trained = (
-        plan(path, [*full, f"freeze_vision_tower={freezes}"]).forecast.phases["step"].device["gradients"]
+        plan(shallow, [*full, f"freeze_vision_tower={freezes}"]).forecast.phases["step"].device["gradients"]
         for freezes in ("true", "false")
     )
     assert frozen <= trained
 
 
-def test_what_the_config_refuses_is_not_suggested() -> None:
-    path = str(PLANS.parent / "qwen2.5-vl-72b-grpo.yaml")
-    stale = plan(path, ["device=a100", "max_staleness=1", 'vllm_args=["-tp", "8", "--gpu-memory-utilization", "0.7"]'])
+def test_what_the_config_refuses_is_not_suggested(shallow: str) -> None:
+    stale = plan(
+        shallow, ["device=a100", "max_staleness=1", 'vllm_args=["-tp", "8", "--gpu-memory-utilization", "0.7"]']
+    )
     assert not stale.forecast.fits
     assert not any("vllm_sleep" in changed for changed, _ in stale.changes)
 
 
-def test_prompts_that_are_read_count() -> None:
-    path = str(PLANS.parent / "qwen2.5-vl-72b-grpo.yaml")
+def test_prompts_that_are_read_count(shallow: str) -> None:
     few, many = (
-        plan(path, ["device=a100", *LOCAL, "max_prompt_length=16000", *more]).forecast.phases["rollout"].device
+        plan(shallow, ["device=a100", *LOCAL, "max_prompt_length=16000", *more]).forecast.phases["rollout"].device
         for more in (["num_generations=8"], ["num_generations=2"])
     )
     assert many["reading prompts"] == pytest.approx(4 * few["reading prompts"], rel=0.01)

@@ -110,7 +110,7 @@ def prepared_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("big.jsonl", {"max_steps": None, "num_train_epochs": 3e-4, "packing": True}),
         pytest.param("big.jsonl.gz", {"max_steps": None, "num_train_epochs": 3e-4}, marks=pytest.mark.matrix),
-        ("big.parquet", {"max_steps": 3}),
+        pytest.param("big.parquet", {"max_steps": 3}, marks=pytest.mark.matrix),
     ],
 )
 def test_training_begins_before_all_data_are_prepared_and_sees_the_same(

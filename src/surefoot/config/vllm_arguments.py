@@ -1,5 +1,6 @@
 """What `vllm_args` say of the server that a run starts. Both spellings are read, and the last word counts."""
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -49,7 +50,7 @@ def most_tokens(arguments: Sequence[str]) -> int | None:
     Raises: ValueError for what is no number of tokens.
     """
     given = value_of(arguments, MOST_TOKENS)
-    if given is None or given in ("-1", "auto") or (given[-1:].lower() in "kmgt" and given[:-1].isdecimal()):
+    if given is None or given in ("-1", "auto") or re.fullmatch(r"\d+(\.\d+)?[kKmMgGtT]", given):
         return None
     return int(given)
 
