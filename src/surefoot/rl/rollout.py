@@ -1,11 +1,15 @@
 """What travels between prompts, engines, rewards and training, as frozen records. Knows no engine."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from surefoot.data.images import Image
 from surefoot.events import Phase
+from surefoot.parallel.ranks import Ranks
+
+T = TypeVar("T")
 
 
 class RolloutInterrupted(Exception):
@@ -99,3 +103,13 @@ class Engine(Protocol):
 
     def end(self) -> None:
         """The run is over, well or not."""
+
+
+def unless_stopped(ranks: Ranks, work: Callable[[], T], is_told_to_stop: Callable[[], bool] = lambda: False) -> T:
+    """What `work` returns. Collective: one sum. Raises: RolloutInterrupted on all ranks where one was told to."""
+    made: list[T] = []
+    with suppress(RolloutInterrupted):
+        made.append(work())
+    if ranks.sum([not made or is_told_to_stop()])[0]:
+        raise RolloutInterrupted
+    return made[0]

@@ -4,10 +4,11 @@ Every decision is made on all ranks from the same records, so the ranks never di
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass, replace
-from math import inf, isnan, nan
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import inf, isnan
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,43 +23,15 @@ from surefoot.errors import DataError, StoppedOnFinding, SurefootError
 from surefoot.events import CompletionsMade, Event, FindingMade, Phase, Preparing
 from surefoot.findings import Finding
 from surefoot.parallel.ranks import Ranks
-from surefoot.rl.advantage import Trained, advantages, deviation, has_spread, overlong_penalty, token_weights
+from surefoot.rl.advantage import deviation, has_spread
 from surefoot.rl.batch import Trajectory, part_of, policy_batches, trajectory_of
 from surefoot.rl.findings import FlatRewards, failing_rewards, no_rewards
-from surefoot.rl.rewards import Answers, Rewards, Scored
-from surefoot.rl.rollout import Completion, Engine, Prompt, Request, RolloutInterrupted, Sampling, Wait
+from surefoot.rl.groups import Group, Judge
+from surefoot.rl.rewards import Rewards
+from surefoot.rl.rollout import Completion, Engine, Prompt, Request, Sampling, Wait, unless_stopped
 
-T = TypeVar("T")
 PIECE_S = 5.0
 """Of a wait, after which a stop signal is looked at and a sign of life given."""
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """A completion with what was said of it."""
-
-    completion: Completion
-    text: str
-    rewards: list[float | None]
-    """Of each function."""
-    failures: list[str]
-
-    @property
-    def is_scored(self) -> bool:
-        """Whether no function failed on it and one judged it."""
-        return not self.failures and any(reward is not None for reward in self.rewards)
-
-
-@dataclass(frozen=True)
-class _Group:
-    """The completions of one prompt."""
-
-    prompt: Prompt
-    answers: list[_Answer]
-    rewards: list[float]
-    """Of each, before the penalty for its length; NaN where it has none."""
-    totals: list[float]
-    """With it."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +98,6 @@ class RolloutSource:
         self._dataset = dataset
         self._order = order
         self._engine = engine
-        self._rewards = rewards
-        self._tokenizer = tokenizer
         self._sampling = sampling
         self._context = context
         self._share_prompts = share_prompts
@@ -136,6 +107,9 @@ class RolloutSource:
         self._emit = emit
         self._is_over = is_over
         self._is_told_to_stop = is_told_to_stop
+        self._judge = Judge(
+            config, rewards, tokenizer, is_told_to_stop=is_told_to_stop, ranks=ranks, phase=phase, emit=emit
+        )
         self._current: _Current | None = None
         self._ahead: list[_Ahead] = []
         """At most two: of the completions that are trained on, and of the next."""
@@ -256,19 +230,20 @@ class RolloutSource:
         completions = self._completions(asked)
         if not config.dynamic_sampling:  # the engine works while rewards are computed
             self._ask_ahead(rows, step)
-        groups = self._groups(asked, completions)
-        kept = [group for group in groups if self._teaches(group)]
-        flat = [group for group in groups if not self._teaches(group)]
+        groups = self._judge.groups(asked.prompts, completions)
+        kept = [group for group in groups if self._judge.teaches(group)]
+        flat = [group for group in groups if not self._judge.teaches(group)]
         if config.dynamic_sampling:
             for attempt in range(1, config.dynamic_sampling_tries + 1):
                 if len(kept) >= wanted:
                     break
                 rows = self._rows(rows.next, wanted - len(kept))
                 asked = self._ask(rows, step, step, attempt)
-                for group in self._groups(asked, self._completions(asked)):
-                    (kept if self._teaches(group) else flat).append(group)
+                for group in self._judge.groups(asked.prompts, self._completions(asked)):
+                    (kept if self._judge.teaches(group) else flat).append(group)
             groups = [*kept, *flat][:wanted]
-        trajectories = self._trajectories(groups, step)
+        trajectories, lines = self._judge.trajectories(groups)
+        self._emit(CompletionsMade(step + 1, _version(groups), tuple(lines)))
         about = self._find(groups, [*kept, *flat], step)
         if config.dynamic_sampling:
             about["groups_replaced"] = float(len(kept) + len(flat) - wanted)
@@ -325,43 +300,12 @@ class RolloutSource:
         """What the engine made, or None after so many seconds. Collective. Raises: RolloutInterrupted."""
         left_s = seconds
         while left_s > 0:
-            made = self._unless_stopped(lambda left_s=left_s: asked.wait(min(left_s, PIECE_S)), is_told_to_stop)  # type: ignore[misc]
+            made = unless_stopped(self._ranks, partial(asked.wait, min(left_s, PIECE_S)), is_told_to_stop)
             if made is not None:
                 return made
             left_s -= PIECE_S
             self._emit(Preparing())  # for the supervisor: the engine is waited for, and has its deadline
         return None
-
-    def _unless_stopped(self, work: Callable[[], T], is_told_to_stop: Callable[[], bool]) -> T:
-        """What `work` returns. Collective: one sum. Raises: RolloutInterrupted on all ranks where one was told to."""
-        made: list[T] = []
-        with suppress(RolloutInterrupted):
-            made.append(work())
-        if self._ranks.sum([not made or is_told_to_stop()])[0]:
-            raise RolloutInterrupted
-        return made[0]
-
-    def _groups(self, asked: _Asked, completions: Sequence[Completion]) -> list[_Group]:
-        """Completions with their rewards, the same on all ranks. Each group is judged whole, on one. Collective."""
-        each, prompts = self._config.num_generations, asked.prompts
-        with self._phase("communicate"):
-            gathered = self._ranks.gather([asdict(completion) for completion in completions])
-        everyone = [Completion(**one) for part in gathered for one in part]
-        of_prompts = [everyone[begin : begin + each] for begin in range(0, len(everyone), each)]
-        mine = part_of(len(prompts), self._ranks.rank, self._ranks.size)
-        with self._phase("reward"):
-            ours = [(prompts[number], of_prompts[number]) for number in mine]
-            judged = self._unless_stopped(lambda: self._judged(ours), lambda: False)
-        with self._phase("communicate"):
-            said = [one for part in self._ranks.gather(judged) for one in part]
-        groups = []
-        for prompt, made, of_group in zip(prompts, of_prompts, said, strict=True):
-            answers = [_Answer(completion, *of_one) for completion, of_one in zip(made, of_group, strict=True)]
-            rewards = [self._reward(answer) for answer in answers]
-            penalties = [self._penalty(answer.completion) for answer in answers]
-            totals = [reward + penalty for reward, penalty in zip(rewards, penalties, strict=True)]
-            groups.append(_Group(prompt, answers, rewards, totals))
-        return groups
 
     def _prompt(self, key: SampleKey) -> Prompt:
         sample = self._dataset.sample(*key)
@@ -375,104 +319,7 @@ class RolloutSource:
             )
         return Prompt(ids, sample.place, _with_files(self._dataset.columns(*key), sample.images), sample.images)
 
-    def _text_of(self, completion: Completion) -> str:
-        """What reward functions read: without special tokens, as in TRL."""
-        return str(self._tokenizer.decode(completion.ids, skip_special_tokens=True))
-
-    def _judged(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[list[Any]]]:
-        """[group][completion]: the text, the rewards and the failures, as `_Answer` takes them."""
-        texts = [[self._text_of(completion) for completion in made] for _, made in groups]
-        asked = [
-            Answers(prompt.columns, of_group, [completion.ids for completion in made])
-            for (prompt, made), of_group in zip(groups, texts, strict=True)
-        ]
-
-        def wait() -> None:
-            if self._is_told_to_stop():
-                raise RolloutInterrupted
-            self._emit(Preparing())
-
-        scores = self._rewards.score(asked, waiting=wait)
-        return [
-            [
-                [text, [one.reward for one in of_one], self._failures(of_one)]
-                for text, of_one in zip(of_group, scored, strict=True)
-            ]
-            for of_group, scored in zip(texts, scores, strict=True)
-        ]
-
-    def _failures(self, scored: Sequence[Scored]) -> list[str]:
-        """Of each function that failed on a completion, with its name."""
-        return [f"{name}: {one.failure}" for name, one in zip(self._rewards.names, scored, strict=True) if one.failure]
-
-    def _reward(self, answer: _Answer) -> float:
-        if not answer.is_scored:
-            return nan
-        pairs = zip(self._config.rewards, answer.rewards, strict=True)
-        return sum(item.weight * reward for item, reward in pairs if reward is not None)
-
-    def _penalty(self, completion: Completion) -> float:
-        config = self._config
-        return overlong_penalty(len(completion.ids), config.max_completion_length, config.soft_overlong_length)
-
-    def _is_left_out(self, completion: Completion) -> bool:
-        """Of the loss, because it has no end."""
-        return self._config.mask_truncated_completions and completion.finish == "length"
-
-    def _teaches(self, group: _Group) -> bool:
-        """More than its lengths: DAPO keeps groups that are neither all right nor all wrong (arXiv:2503.14476, 3.2)."""
-        pairs = zip(group.answers, group.totals, strict=True)
-        return has_spread(group.rewards) and any(
-            not isnan(total) and not self._is_left_out(answer.completion) for answer, total in pairs
-        )
-
-    def _trajectories(self, groups: Sequence[_Group], step: int) -> list[Trajectory]:
-        """What is trained on, and what is told of it. Masked: without a reward, or cut where that is asked for."""
-        config = self._config
-        by_group = advantages([group.totals for group in groups], config.scale_rewards)
-        trajectories = []
-        lengths = []
-        for group, of_group in zip(groups, by_group, strict=True):
-            for answer, advantage in zip(group.answers, of_group, strict=True):
-                one = answer.completion
-                lengths.append(Trained(len(one.ids), isnan(advantage) or self._is_left_out(one)))
-                value = 0.0 if isnan(advantage) else advantage
-                prompt = group.prompt
-                trajectories.append(
-                    Trajectory(
-                        prompt.ids,
-                        one.ids,
-                        one.logprobs,
-                        value,
-                        0.0,
-                        prompt.place,
-                        prompt.images,
-                        experts=one.experts,
-                    )
-                )
-        weights = token_weights(config.loss_type, lengths, config.max_completion_length)
-        self._emit(CompletionsMade(step + 1, _version(groups), tuple(self._samples(groups, by_group))))
-        return [replace(one, weight=weight) for one, weight in zip(trajectories, weights, strict=True)]
-
-    def _samples(self, groups: Sequence[_Group], by_group: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
-        """The lines of completions.jsonl."""
-        return [
-            {
-                "place": group.prompt.place,
-                "prompt": group.prompt.columns.get("prompt"),
-                "completion": answer.text,
-                "tokens": len(answer.completion.ids),
-                "finish": answer.completion.finish,
-                "reward": None if isnan(total) else total,
-                "rewards": dict(zip(self._rewards.names, answer.rewards, strict=True)),
-                "advantage": None if isnan(advantage) else advantage,
-                **({"failures": answer.failures} if answer.failures else {}),
-            }
-            for group, of_group in zip(groups, by_group, strict=True)
-            for answer, total, advantage in zip(group.answers, group.totals, of_group, strict=True)
-        ]
-
-    def _find(self, groups: Sequence[_Group], made: Sequence[_Group], step: int) -> dict[str, float]:
+    def _find(self, groups: Sequence[Group], made: Sequence[Group], step: int) -> dict[str, float]:
         """Metrics of a rollout, and findings. `made`: those that were replaced as well, on which functions fail too.
 
         Raises: StoppedOnFinding where no completion has a reward.
@@ -495,8 +342,8 @@ class RolloutSource:
         truncated = sum(answer.completion.finish == "length" for answer in answers) / len(answers)
         findings += self._flat.add(
             step + 1,
-            teaches=any(map(self._teaches, groups)),
-            is_truncated=flat < len(groups) or all(self._is_left_out(answer.completion) for answer in answers),
+            teaches=any(map(self._judge.teaches, groups)),
+            is_truncated=flat < len(groups) or all(self._judge.is_left_out(answer.completion) for answer in answers),
             truncated_share=truncated,
             rewards=known,
         )
@@ -512,7 +359,7 @@ class RolloutSource:
             "rewards_failed": float(sum(bool(answer.failures) for answer in judged)),
             "policy_version": float(_version(groups)),
         }
-        for number, name in enumerate(self._rewards.names):
+        for number, name in enumerate(self._judge.names):
             of_one = [reward for answer in answers if (reward := answer.rewards[number]) is not None]
             if of_one:
                 about[f"reward/{name}"] = sum(of_one) / len(of_one)
@@ -532,6 +379,6 @@ def _there(completions: list[Completion]) -> Wait:
     return lambda _seconds: completions
 
 
-def _version(groups: Sequence[_Group]) -> int:
+def _version(groups: Sequence[Group]) -> int:
     """Of the oldest policy that completions are of: where some were replaced, these are of a newer one."""
     return min(answer.completion.policy_version for group in groups for answer in group.answers)

@@ -1,0 +1,195 @@
+"""Completions of the same prompt: judged by the reward functions, and made into what is trained on."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from math import isnan, nan
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from surefoot.config import RunConfig
+from surefoot.events import Event, Phase, Preparing
+from surefoot.parallel.ranks import Ranks
+from surefoot.rl.advantage import Trained, advantages, has_spread, overlong_penalty, token_weights
+from surefoot.rl.batch import Trajectory, part_of
+from surefoot.rl.rewards import Answers, Rewards, Scored
+from surefoot.rl.rollout import Completion, Prompt, RolloutInterrupted, unless_stopped
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A completion with what was said of it."""
+
+    completion: Completion
+    text: str
+    rewards: list[float | None]
+    """Of each function."""
+    failures: list[str]
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether no function failed on it and one judged it."""
+        return not self.failures and any(reward is not None for reward in self.rewards)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The completions of one prompt."""
+
+    prompt: Prompt
+    answers: list[Answer]
+    rewards: list[float]
+    """Of each, before the penalty for its length; NaN where it has none."""
+    totals: list[float]
+    """With it."""
+
+
+class Judge:
+    """Says what completions are worth, and what is trained on of them."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        rewards: Rewards,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        is_told_to_stop: Callable[[], bool],
+        ranks: Ranks,
+        phase: Callable[[Phase], AbstractContextManager[None]],
+        emit: Callable[[Event], None],
+    ) -> None:
+        """See `RolloutSource`."""
+        self._config = config
+        self._rewards = rewards
+        self._tokenizer = tokenizer
+        self._is_told_to_stop = is_told_to_stop
+        self._ranks = ranks
+        self._phase = phase
+        self._emit = emit
+
+    @property
+    def names(self) -> list[str]:
+        """Of the reward functions."""
+        return self._rewards.names
+
+    def groups(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Group]:
+        """The same on all ranks; `completions`: those of this one. Each group is judged whole, on one. Collective.
+
+        Raises: RolloutInterrupted on all ranks where one is told to stop.
+        """
+        each = self._config.num_generations
+        with self._phase("communicate"):
+            gathered = self._ranks.gather([asdict(completion) for completion in completions])
+        everyone = [Completion(**one) for part in gathered for one in part]
+        of_prompts = [everyone[begin : begin + each] for begin in range(0, len(everyone), each)]
+        mine = part_of(len(prompts), self._ranks.rank, self._ranks.size)
+        with self._phase("reward"):
+            ours = [(prompts[number], of_prompts[number]) for number in mine]
+            judged = unless_stopped(self._ranks, lambda: self._judged(ours))
+        with self._phase("communicate"):
+            said = [one for part in self._ranks.gather(judged) for one in part]
+        groups = []
+        for prompt, made, of_group in zip(prompts, of_prompts, said, strict=True):
+            answers = [Answer(completion, *of_one) for completion, of_one in zip(made, of_group, strict=True)]
+            rewards = [self._reward(answer) for answer in answers]
+            penalties = [self._penalty(answer.completion) for answer in answers]
+            totals = [reward + penalty for reward, penalty in zip(rewards, penalties, strict=True)]
+            groups.append(Group(prompt, answers, rewards, totals))
+        return groups
+
+    def is_left_out(self, completion: Completion) -> bool:
+        """Of the loss, because it has no end."""
+        return self._config.mask_truncated_completions and completion.finish == "length"
+
+    def teaches(self, group: Group) -> bool:
+        """More than its lengths: DAPO keeps groups that are neither all right nor all wrong (arXiv:2503.14476, 3.2)."""
+        pairs = zip(group.answers, group.totals, strict=True)
+        return has_spread(group.rewards) and any(
+            not isnan(total) and not self.is_left_out(answer.completion) for answer, total in pairs
+        )
+
+    def trajectories(self, groups: Sequence[Group]) -> tuple[list[Trajectory], list[dict[str, Any]]]:
+        """What is trained on, and the lines of completions.jsonl that tell of it.
+
+        Masked: completions without a reward, or cut where that is asked for.
+        """
+        config = self._config
+        by_group = advantages([group.totals for group in groups], config.scale_rewards)
+        everyone = [
+            (group.prompt, answer, total, advantage)
+            for group, of_group in zip(groups, by_group, strict=True)
+            for answer, total, advantage in zip(group.answers, group.totals, of_group, strict=True)
+        ]
+        lengths = [
+            Trained(len(answer.completion.ids), isnan(advantage) or self.is_left_out(answer.completion))
+            for _, answer, _, advantage in everyone
+        ]
+        weights = token_weights(config.loss_type, lengths, config.max_completion_length)
+        trajectories = [
+            Trajectory(
+                prompt.ids,
+                answer.completion.ids,
+                answer.completion.logprobs,
+                0.0 if isnan(advantage) else advantage,
+                weight,
+                prompt.place,
+                prompt.images,
+                experts=answer.completion.experts,
+            )
+            for (prompt, answer, _, advantage), weight in zip(everyone, weights, strict=True)
+        ]
+        return trajectories, [self._line(*one) for one in everyone]
+
+    def _line(self, prompt: Prompt, answer: Answer, total: float, advantage: float) -> dict[str, Any]:
+        return {
+            "place": prompt.place,
+            "prompt": prompt.columns.get("prompt"),
+            "completion": answer.text,
+            "tokens": len(answer.completion.ids),
+            "finish": answer.completion.finish,
+            "reward": None if isnan(total) else total,
+            "rewards": dict(zip(self.names, answer.rewards, strict=True)),
+            "advantage": None if isnan(advantage) else advantage,
+            **({"failures": answer.failures} if answer.failures else {}),
+        }
+
+    def _judged(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[list[Any]]]:
+        """[group][completion]: the text, the rewards and the failures, as `Answer` takes them."""
+        texts = [[self._text_of(completion) for completion in made] for _, made in groups]
+        asked = [
+            Answers(prompt.columns, of_group, [completion.ids for completion in made])
+            for (prompt, made), of_group in zip(groups, texts, strict=True)
+        ]
+
+        def wait() -> None:
+            if self._is_told_to_stop():
+                raise RolloutInterrupted
+            self._emit(Preparing())
+
+        scores = self._rewards.score(asked, waiting=wait)
+        return [
+            [
+                [text, [one.reward for one in of_one], self._failures(of_one)]
+                for text, of_one in zip(of_group, scored, strict=True)
+            ]
+            for of_group, scored in zip(texts, scores, strict=True)
+        ]
+
+    def _text_of(self, completion: Completion) -> str:
+        """What reward functions read: without special tokens, as in TRL."""
+        return str(self._tokenizer.decode(completion.ids, skip_special_tokens=True))
+
+    def _failures(self, scored: Sequence[Scored]) -> list[str]:
+        """Of each function that failed on a completion, with its name."""
+        return [f"{name}: {one.failure}" for name, one in zip(self.names, scored, strict=True) if one.failure]
+
+    def _reward(self, answer: Answer) -> float:
+        if not answer.is_scored:
+            return nan
+        pairs = zip(self._config.rewards, answer.rewards, strict=True)
+        return sum(item.weight * reward for item, reward in pairs if reward is not None)
+
+    def _penalty(self, completion: Completion) -> float:
+        config = self._config
+        return overlong_penalty(len(completion.ids), config.max_completion_length, config.soft_overlong_length)
