@@ -123,29 +123,7 @@ def _check_grpo(run: RunConfig, given: set[str], refuse: Refuse) -> None:
             "global_batch_size",
             "num_generations",
         )
-    if run.beta and run.tuning == "full":
-        refuse(
-            f"beta={run.beta} with tuning=full: the divergence is measured from the model without its adapter, and "
-            "there is none. Set tuning: lora, or beta: 0",
-            "beta",
-            "tuning",
-        )
-    targets = [run.target_modules] if isinstance(run.target_modules, str) else run.target_modules
-    if run.beta and "router" in targets:
-        refuse(
-            f"beta={run.beta} with router in target_modules: routers are trained in full, so the model without its "
-            "adapter is not the one that training began with. Leave router out, or set beta: 0",
-            "beta",
-            "target_modules",
-        )
-    if run.beta and run.init_adapter:
-        refuse(
-            f"beta={run.beta} with init_adapter: the divergence is measured from the model without any adapter, so it "
-            "would pull back to what the model was before that adapter was trained. Merge it first (`surefoot export "
-            "RUN --merge`) and start from the result, or set beta: 0",
-            "beta",
-            "init_adapter",
-        )
+    _check_divergence(run, refuse)
     if run.lora_dropout:
         refuse(
             f"lora_dropout={run.lora_dropout} with method=grpo: completions are drawn without dropout, so that each "
@@ -190,6 +168,35 @@ def _check_grpo(run: RunConfig, given: set[str], refuse: Refuse) -> None:
         value = getattr(run, name)
         shown = f"{name}={value}" if isinstance(value, str | int | float) else name
         refuse(f"{shown} is not available with method: grpo. Drop it", name)
+
+
+def _check_divergence(run: RunConfig, refuse: Refuse) -> None:
+    """What the divergence from the model without its adapter needs."""
+    if not run.beta:
+        return
+    if run.tuning == "full":
+        refuse(
+            f"beta={run.beta} with tuning=full: the divergence is measured from the model without its adapter, and "
+            "there is none. Set tuning: lora, or beta: 0",
+            "beta",
+            "tuning",
+        )
+    targets = [run.target_modules] if isinstance(run.target_modules, str) else run.target_modules
+    if "router" in targets:
+        refuse(
+            f"beta={run.beta} with router in target_modules: routers are trained in full, so the model without its "
+            "adapter is not the one that training began with. Leave router out, or set beta: 0",
+            "beta",
+            "target_modules",
+        )
+    if run.init_adapter:
+        refuse(
+            f"beta={run.beta} with init_adapter: the divergence is measured from the model without any adapter, so it "
+            "would pull back to what the model was before that adapter was trained. Merge it first (`surefoot export "
+            "RUN --merge`) and start from the result, or set beta: 0",
+            "beta",
+            "init_adapter",
+        )
 
 
 def _check_rollouts(run: RunConfig, given: set[str], refuse: Refuse) -> None:
