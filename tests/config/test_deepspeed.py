@@ -169,3 +169,10 @@ def test_json_that_is_broken_says_the_line(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text('{"a": 1,\n]')
     with pytest.raises(ConfigError, match=r"broken.json:2: not valid JSON.*\(run.yaml:1\)"):
         load(tmp_path, "broken.json")
+
+
+def test_a_later_config_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    assert load(tmp_path, "not-there.json", "deepspeed=null").run.zero_stage == 2, "as where nothing is said"
+    run = load(tmp_path, ZERO3_OFFLOAD, f"deepspeed={tmp_path}/other.json").run
+    assert (run.zero_stage, run.offload, run.max_grad_norm, run.adam_beta1) == (1, None, 1.0, 0.9)

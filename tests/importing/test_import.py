@@ -75,6 +75,37 @@ torchrun --nnodes 1 --nproc_per_node 8 --master_port 12088 src/train_bash.py  \\
 """
 """As in hiyouga/LLaMA-Factory#1998, where ZeRO-3 with a MoE hangs."""
 
+QWEN_MOE_ZERO3 = """
+deepspeed --num_gpus 8 ../../src/train_bash.py \\
+    --deepspeed ../deepspeed/ds_z3_config.json \\
+    --stage sft \\
+    --do_train \\
+    --model_name_or_path Qwen1.5-MoE-A2.7B-Chat \\
+    --dataset custom_data\\
+    --dataset_dir ../../data \\
+    --template default \\
+    --finetuning_type full \\
+    --output_dir ../../saves/moe/full/sft \\
+    --overwrite_cache \\
+    --overwrite_output_dir \\
+    --cutoff_len 3000 \\
+    --preprocessing_num_workers 16 \\
+    --per_device_train_batch_size 1 \\
+    --per_device_eval_batch_size 1 \\
+    --gradient_accumulation_steps 2 \\
+    --lr_scheduler_type cosine \\
+    --logging_steps 10 \\
+    --warmup_steps 20 \\
+    --save_steps 1000 \\
+    --learning_rate 5e-5 \\
+    --num_train_epochs 1.0 \\
+    --ddp_timeout 180000000 \\
+    --plot_loss \\
+    --fp16 \\
+    --save_total_limit 1
+"""
+"""As in hiyouga/LLaMA-Factory#3147: all GPUs at 100 %, and no step is ever done."""
+
 ZERO3 = {"train_batch_size": "auto", "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
 
 
@@ -120,11 +151,46 @@ def test_a_mixture_of_experts_with_zero_3_becomes_a_run(tmp_path: Path) -> None:
     assert (run.max_length, run.target_modules, run.lora_alpha) == (4096, ["q_proj", "v_proj"], 16)
     assert (run.num_train_epochs, run.learning_rate, run.gradient_checkpointing) == (1.0, 5e-5, True)
     assert run.output_dir == str(tmp_path / "output")
-    assert [finding.evidence for finding in made.findings] == [{}]
-    assert "fp16" in made.findings[0].cause
+    experts, fp16 = made.findings
+    assert "ZeRO-3 gathers each expert" in experts.cause
+    assert "fp16" in fp16.cause
     assert any(what.startswith("template = mistral") for what in made.left_out)
     assert any(what.startswith("fp16 = True") for what in made.left_out)
     assert made.unknown == []
+
+
+def test_experts_that_hang_under_zero_3_are_named_with_the_timeout_that_hides_it(tmp_path: Path) -> None:
+    made = imported(tmp_path / "train.sh", QWEN_MOE_ZERO3)
+    experts, fp16 = made.findings
+    assert [experts.code, fp16.code] == ["SF720", "SF720"]
+    assert "ZeRO-3 gathers each expert" in experts.cause
+    assert "ddp_timeout=180000000 s, 2083 days" in experts.cause
+    assert "fp16" in fp16.cause
+    settings = values(made)
+    assert (settings["model"], settings["dataset"]) == ("Qwen1.5-MoE-A2.7B-Chat", "custom_data")
+    assert (settings["tuning"], settings["nproc_per_node"], settings["max_length"]) == ("full", 8, 3000)
+    assert (settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]) == (1, 2)
+    assert (settings["warmup_steps"], settings["save_total_limit"], settings["logging_steps"]) == (20, 1, 10)
+    assert settings["gradient_checkpointing"] is True, "as LLaMA-Factory does where nothing is said"
+    assert any(what.startswith("deepspeed = ../deepspeed/ds_z3_config.json") for what in made.left_out)
+    assert made.unknown == []
+    (tmp_path / "run.yaml").write_text(made.as_yaml())
+    run = load_config(tmp_path / "run.yaml", ["deepspeed=null", "zero_stage=3"]).run
+    assert (run.zero_stage, run.expert_parallel_size, run.tuning) == (3, 1, "full")
+
+
+@pytest.mark.parametrize(
+    ("command", "hangs"),
+    [
+        ("swift sft --model Qwen/Qwen3-30B-A3B --dataset a --deepspeed zero3_offload", True),
+        ("swift sft --model Qwen/Qwen3-30B-A3B --dataset a --deepspeed zero2", False),
+        ("swift sft --model Qwen/Qwen3-32B --dataset a --deepspeed zero3", False),
+        ("trl sft --model_name_or_path mistralai/Mixtral-8x7B-v0.1 --dataset_name d --deepspeed stage3.json", True),
+    ],
+)
+def test_it_takes_both_experts_and_zero_3(tmp_path: Path, command: str, hangs: bool) -> None:
+    made = imported(tmp_path / "a.sh", command)
+    assert any("gathers each expert" in finding.cause for finding in made.findings) == hangs
 
 
 FILES = {

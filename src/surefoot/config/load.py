@@ -83,6 +83,9 @@ def load_config(
     settings: dict[str, _Setting] = {}
     renamed: dict[str, str] = {}
     leftover: list[str] = []
+    later = _later(overrides, values or {})
+    # One DeepSpeed config takes the place of another, of which nothing holds then.
+    last = max((number for number, (key, _) in enumerate(later) if key in DEEPSPEED_KEYS), default=None)
 
     def add(key: str, setting: _Setting, *, replace: bool) -> None:
         if key not in DEEPSPEED_KEYS:
@@ -94,15 +97,11 @@ def load_config(
         base = Path(path).resolve().parent if Path(path).is_file() else Path.cwd()  # a pipe has no folder of its own
         # What the file itself says comes before what it points to.
         for key, value, place in sorted(_read_yaml(Path(path)), key=lambda entry: entry[0] in DEEPSPEED_KEYS):
-            add(key, _Setting(value, place, base), replace=False)
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"'{text}' is not of the form key=value (command line).")
-        add(key.lstrip("-"), _Setting(_parse_value(value), "command line", Path.cwd()), replace=True)
-    for key, value in (values or {}).items():
-        value = str(value) if isinstance(value, Path) else value
-        add(key, _Setting(value, "argument", Path.cwd()), replace=True)
+            if key not in DEEPSPEED_KEYS or last is None:
+                add(key, _Setting(value, place, base), replace=False)
+    for number, (key, setting) in enumerate(later):
+        if key not in DEEPSPEED_KEYS or number == last:
+            add(key, setting, replace=True)
     places = {name: setting.place for name, setting in settings.items()}
     run = _validate(settings)
     notes = [
@@ -117,6 +116,20 @@ def load_config(
     loaded = LoadedConfig(run, places, renamed, notes)
     _check_contradictions(loaded)
     return loaded
+
+
+def _later(overrides: Sequence[str], values: Mapping[str, Any]) -> list[tuple[str, _Setting]]:
+    """(key, setting) of what comes after the file, in its order. Raises: ConfigError for what is no `key=value`."""
+    later = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"'{text}' is not of the form key=value (command line).")
+        later.append((key.lstrip("-"), _Setting(_parse_value(value), "command line", Path.cwd())))
+    for key, value in values.items():
+        value = str(value) if isinstance(value, Path) else value
+        later.append((key, _Setting(value, "argument", Path.cwd())))
+    return later
 
 
 def _read_yaml(path: Path) -> list[tuple[str, Any, str]]:

@@ -150,7 +150,7 @@ PAGES = {
         "settings of another program work against each other",
         "`surefoot import` reads the command line or file as that program would, and adds up what it asks for.",
         "Change the settings that the finding names, there too.",
-        ("modelscope/ms-swift#3592", "hiyouga/LLaMA-Factory#1998"),
+        ("modelscope/ms-swift#3592", "hiyouga/LLaMA-Factory#1998", "hiyouga/LLaMA-Factory#3147"),
     ),
     "SF721": Page(
         "warning",

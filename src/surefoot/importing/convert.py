@@ -46,6 +46,8 @@ OURS = re.compile(
 """Variables that libraries read which are used here, too."""
 USUALLY_TRUE = frozenset({"freeze_aligner", "freeze_multi_modal_projector", "completion_only_loss"})
 
+ZERO3_NAME = re.compile(r"(?i)(zero|z|stage)[-_]?3")
+"""As DeepSpeed configs with that stage are called: zero3, ds_z3_config.json, stage3.json."""
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora")
 OF_EVALUATION = ("eval_dataset", "eval_fraction")
 NOT_SAID = "the script does not say what stands there"
@@ -331,7 +333,17 @@ def _finished(draft: _Draft) -> Imported:
     kept = {name: "(not shown)" if SECRET.search(name) else value
             for name, value in variables.items() if OURS.match(name)}  # fmt: skip
     unknown = [*draft.unknown, *(f"the variable {name}" for name in variables if name not in kept)]
-    return Imported(told.program, settings, draft.left_out, unknown, list(find_odd(told)), kept)
+    findings = list(find_odd(told, is_zero3=_is_zero3(draft)))
+    return Imported(told.program, settings, draft.left_out, unknown, findings, kept)
+
+
+def _is_zero3(draft: _Draft) -> bool:
+    """By what its DeepSpeed config says, or is called where it is not there."""
+    known = _of_deepspeed(draft.told, draft.ours)
+    if "zero_stage" in known:
+        return bool(known["zero_stage"] == 3)
+    names = [draft.value(key) for key in DEEPSPEED_KEYS]
+    return draft.value("zero_stage") == 3 or any(ZERO3_NAME.search(str(name)) for name in names if name)
 
 
 def _is_there(told: Told, config: Any) -> bool:
@@ -383,11 +395,11 @@ def _defaults(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, Any]:
     return defaults
 
 
-def _of_deepspeed(told: Told, ours: dict[str, tuple[Any, str]]) -> set[str]:
+def _of_deepspeed(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, Any]:
     """Settings that a DeepSpeed config names itself; of a file that is not there nothing is known."""
-    names: set[str] = set()
+    said: dict[str, Any] = {}
     for key in DEEPSPEED_KEYS & ours.keys():
         value, origin = ours[key]
         if _is_there(told, value):
-            names |= {name for name, _, _ in read_deepspeed(_whole(told, value), told.base, origin)[0]}
-    return names
+            said |= {name: its for name, its, _ in read_deepspeed(_whole(told, value), told.base, origin)[0]}
+    return said

@@ -10,10 +10,16 @@ from surefoot.importing.read import Told
 
 LARGEST_CARD_GB = 141
 BILLIONS = re.compile(r"(\d+(?:\.\d+)?)\s*[bB](?![a-zA-Z0-9])")
+MOE_NAME = re.compile(r"(?i)moe|mixtral|\dB-A\d")
+"""As in Qwen1.5-MoE-A2.7B and Qwen3-30B-A3B."""
+DAY_S = 86_400
 
 
-def find_odd(told: Told) -> Iterator[Finding]:
-    """Settings that work against each other, whatever program they are of."""
+def find_odd(told: Told, *, is_zero3: bool) -> Iterator[Finding]:
+    """Settings that work against each other, whatever program they are of.
+
+    `is_zero3`: what its DeepSpeed config asks for.
+    """
     said = {name: number_of(value) for name, value in told.settings.items()}
     uses_vllm = said.get("use_vllm") is True
     counts = {name: value for name, value in said.items() if isinstance(value, int | float)}
@@ -40,7 +46,17 @@ def find_odd(told: Told) -> Iterator[Finding]:
                 "Raise vllm_tensor_parallel_size, or give the engine GPUs of its own.",
                 needed_gb=round(needed_gb), room_gb=round(room_gb),
             )  # fmt: skip
-    is_zero3 = "zero3" in str(said.get("deepspeed", ""))
+    if is_zero3 and MOE_NAME.search(str(said.get("model") or said.get("model_name_or_path") or "")):
+        patience_s = counts.get("ddp_timeout") or 0
+        hidden = f", and ddp_timeout={patience_s} s, {patience_s // DAY_S} days, keeps that from being noticed"
+        yield _finding(
+            "ZeRO-3 gathers each expert where it is used: in a batch of which one rank has no token for an expert, the "
+            "other ranks wait in its gather for ever (transformers 4, where each expert is a module of its own)"
+            + (hidden if patience_s > DAY_S else ""),
+            "Nothing is to be changed here: the experts of a layer are one parameter, which all ranks gather. There, "
+            "make the MoE blocks leaf modules (deepspeed.utils.set_z3_leaf_modules), or use ZeRO-2.",
+            **({"ddp_timeout_s": patience_s} if patience_s else {}),
+        )
     if uses_vllm and is_zero3 and size and "move_model_batches" not in said:
         yield _finding(
             f"ZeRO-3 gathers the whole model, about {2 * float(size[1]):.0f} GB, on each GPU to hand it to vLLM",
