@@ -83,6 +83,28 @@ def test_sound_machines_have_no_finding(run: Any) -> None:
     assert bad(examine(LAPTOP, run(device="cpu", nproc_per_node=2, nnodes=1, rdzv_endpoint=None))) == {}
 
 
+@pytest.mark.parametrize(
+    ("changes", "of_run"),
+    [
+        ({"versions": {**NODE.versions, "nccl": "2.29.3"}, "architecture": "aarch64"}, {}),
+        ({"versions": {**NODE.versions, "nccl": "2.29.7"}}, {"nnodes": 1, "rdzv_endpoint": None}),
+        ({"versions": {**NODE.versions, "nccl": "2.29.7"}, "environment": {"NCCL_PXN_DISABLE": "1"}}, {}),
+        ({"versions": {**NODE.versions, "nccl": "2.30.7"}}, {}),
+        ({"versions": {**NODE.versions, "nccl": "2.29.2"}}, {"nproc_per_node": 1, "nnodes": 1, "rdzv_endpoint": None}),
+    ],
+)
+def test_bad_versions_are_told_of_where_they_do_harm(run: Any, changes: Any, of_run: Any) -> None:
+    assert "SF709" not in bad(examine(replace(NODE, **changes), run(**of_run)))
+
+
+@pytest.mark.parametrize("adapters", ["mlx5_0", "mlx5", "=mlx5_0:1", "^mlx5_1", "^=mlx5", "mlx5_7,mlx5_0"])
+def test_ports_that_a_variable_leaves_out_need_not_be_active(run: Any, adapters: str) -> None:
+    down = replace(PORT, device="mlx5_1", state="DOWN")
+    machine = replace(NODE, ports=(PORT, down), environment={"NCCL_IB_HCA": adapters})
+    is_left_in = adapters in ("mlx5", "^=mlx5")
+    assert bad(examine(machine, run())) == ({"SF706": "warning"} if is_left_in else {})
+
+
 def environment(**variables: str) -> dict[str, Any]:
     return {"environment": variables}
 
@@ -108,10 +130,18 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
     ("SF706", "warning", environment(NCCL_IB_GID_INDEX="7"), "that GID of mlx5_0 is not set"),
     ("SF706", "warning", environment(NCCL_IB_GID_INDEX="0"), "which is not routed"),
     ("SF706", "warning", environment(NCCL_IB_DISABLE="1"), "although ports are active"),
+    ("SF706", "warning", environment(NCCL_IB_HCA="mlx4"), "leaves no port of this machine"),
+    ("SF706", "warning", environment(NCCL_IB_HCA="=mlx5"), "leaves no port of this machine"),
+    ("SF706", "warning", environment(NCCL_IB_HCA="mlx5_0:2"), "leaves no port of this machine"),
+    ("SF706", "warning", environment(NCCL_IB_HCA="^mlx5"), "leaves no port of this machine"),
     ("SF707", "warning", {"peer_memory": False}, "nvidia_peermem is not loaded"),
     ("SF708", "warning", {"iommu": "on (intel_iommu=on)"}, "8 GPUs talk to each other"),
     ("SF709", "warning", {"versions": {**NODE.versions, "driver": "535.54.03"}}, "needs a driver from 580 on"),
-    ("SF709", "warning", {"versions": {"torch": "2.5.1", "cuda": "12.4", "driver": "545.23.08"}}, "peer-to-peer"),
+    ("SF709", "warning", {"versions": {**NODE.versions, "cuda": "12.4", "driver": "545.23.08"}}, "GPUs hang"),
+    ("SF709", "warning", {"versions": {**NODE.versions, "cuda": "12.4", "driver": "560.35.03"}}, "GPUs can hang"),
+    ("SF709", "warning", {"versions": {**NODE.versions, "nccl": "2.29.2"}}, "with nccl 2.29.2 collectives can hang"),
+    ("SF709", "warning", {"versions": {**NODE.versions, "nccl": "2.29.7"}}, "over InfiniBand"),
+    ("SF709", "warning", {"architecture": "aarch64"}, "nccl 2.28.3 collectives hang on ARM"),
     ("SF709", "warning", {"versions": {"torch": "2.13.0+cpu"}}, "built without CUDA"),
     ("SF709", "warning", {"kernel": "5.4.0-150-generic"}, "before 5.5"),
     ("SF709", "warning", environment(LD_PRELOAD="/opt/nccl/libnccl.so"), "before the NCCL that torch came with"),

@@ -60,6 +60,7 @@ def collect(
     parts: dict[str, Callable[[], Any]] = {
         "host": socket.gethostname,
         "kernel": platform.release,
+        "architecture": platform.machine,
         "versions": lambda: _versions(root),
         "environment": _variables,
         "limits": _limits,

@@ -1,9 +1,8 @@
 """Checks of versions and of what the environment loads. Pure."""
 
-import re
-
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
 from surefoot.doctor.gpus import used
+from surefoot.doctor.known_bad import known_bad, numbers
 from surefoot.doctor.variables import variables
 
 LEAST_DRIVER = {13: (580,), 12: (525, 60, 13), 11: (450, 80, 2)}
@@ -14,8 +13,6 @@ CAPABILITIES = {(12, 8): ((7, 5), None), (12,): ((5, 0), (9, 0))}
 the first that fits holds. Source: release notes of CUDA 12.8 and 13.0, pytorch/pytorch#157517, #172352, read 2026-11"""
 LEAST_KERNEL = (5, 5)
 """Source: huggingface/accelerate#1929, which also warns of older ones."""
-BAD_DRIVERS = {"545.23.08": ("peer-to-peer between GPUs hangs", "Lightning-AI/pytorch-lightning#19425")}
-"""Versions that are known not to work, as of 2026-11: what happens, and where it was found."""
 
 
 def versions(seen: Seen) -> Check:
@@ -34,15 +31,15 @@ def versions(seen: Seen) -> Check:
             torch=found["torch"],
         )
     if seen.is_on_gpus:
-        least = LEAST_DRIVER.get(_numbers(cuda or "0")[0])
-        if driver and least and _numbers(driver) < least:
+        least = LEAST_DRIVER.get(numbers(cuda or "0")[0])
+        if driver and least and numbers(driver) < least:
             needed = ".".join(map(str, least))
             return wrong(name, "SF709", f"torch was built for CUDA {cuda}, which needs a driver from {needed} on, and "
                          f"this machine's is {driver}", driver=driver, cuda=cuda, needed=needed)  # fmt: skip
-        if driver in BAD_DRIVERS and seen.uses_nccl and seen.machine.environment.get("NCCL_P2P_DISABLE") != "1":
-            what, where = BAD_DRIVERS[driver]
-            return wrong(name, "SF709", f"with driver {driver} {what} ({where})", driver=driver,
-                         fix="Use another driver, or export NCCL_P2P_DISABLE=1.")  # fmt: skip
+        bad = known_bad(seen)
+        if bad is not None:
+            version = f"{bad.package} {found[bad.package]}"
+            return wrong(name, "SF709", f"with {version} {bad.what} ({bad.source})", fix=bad.fix, version=version)
         strange = next((card for card in used(seen) if cuda and not _is_compiled_for(card.capability, cuda)), None)
         if strange is not None:
             return wrong(
@@ -56,7 +53,7 @@ def versions(seen: Seen) -> Check:
                 cuda=cuda,
             )
     kernel = seen.machine.kernel
-    if gpus > 1 and seen.uses_nccl and kernel and _numbers(kernel) < LEAST_KERNEL:
+    if gpus > 1 and seen.uses_nccl and kernel and numbers(kernel) < LEAST_KERNEL:
         return wrong(name, "SF709", f"the kernel is {seen.machine.kernel}; before 5.5 ranks are known to hang in their "
                      "first meeting", kernel=seen.machine.kernel)  # fmt: skip
     return fine(name, said) if said else not_applicable(name, seen.machine.unknown.get("versions", "not known"))
@@ -65,16 +62,12 @@ def versions(seen: Seen) -> Check:
 def _is_compiled_for(capability: str, cuda: str) -> bool:
     if not capability:  # not told
         return True
-    known = [both for since, both in CAPABILITIES.items() if _numbers(cuda) >= since]
+    known = [both for since, both in CAPABILITIES.items() if numbers(cuda) >= since]
     if not known:
         return True
     oldest, newest = known[0]
     # What is compiled for one runs on later ones of the same major version.
-    return oldest <= _numbers(capability) and (newest is None or _numbers(capability)[0] <= newest[0])
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(one) for one in re.findall(r"\d+", text)[:3]) or (0,)
+    return oldest <= numbers(capability) and (newest is None or numbers(capability)[0] <= newest[0])
 
 
 def library_path(seen: Seen) -> Check:

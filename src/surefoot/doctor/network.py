@@ -4,7 +4,7 @@ import ipaddress
 from collections.abc import Sequence
 
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
-from surefoot.doctor.snapshot import ELSEWHERE, LISTENS
+from surefoot.doctor.snapshot import ELSEWHERE, LISTENS, Port
 
 NAMING = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_OOB_NET_IFNAME")
 """Variables that name network interfaces."""
@@ -78,16 +78,21 @@ def _misnamed(variable: str, value: str, seen: Seen) -> Check | None:
 
 
 def infiniband(seen: Seen) -> Check:
-    name, ports = "InfiniBand", seen.machine.ports
-    if not ports:
+    name, environment = "InfiniBand", seen.machine.environment
+    if not seen.machine.ports:
         return not_applicable(name, "no device")
-    active = [port for port in ports if "ACTIVE" in port.state]
-    said = ", ".join(f"{port.device}:{port.port} {port.state} {port.rate}" for port in ports)
-    environment = seen.machine.environment
+    said = _as_text(seen.machine.ports)
     if not seen.uses_nccl or seen.nodes == 1:
         return fine(name, f"{said}; only NCCL between machines uses it")
-    if environment.get("NCCL_IB_DISABLE") == "1" and active:
+    if environment.get("NCCL_IB_DISABLE") == "1" and any("ACTIVE" in port.state for port in seen.machine.ports):
         return wrong(name, "SF706", f"NCCL_IB_DISABLE=1 although ports are active: {said}", ports=said)
+    adapters = environment.get("NCCL_IB_HCA", "")
+    ports = [port for port in seen.machine.ports if not adapters or _is_meant(port, adapters)]
+    if not ports:
+        return wrong(name, "SF706", f"NCCL_IB_HCA={adapters} leaves no port of this machine, which has {said}: NCCL "
+                     "falls back to sockets", ports=said, fix="Name adapters that `ibstat` shows, or unset NCCL_IB_HCA."
+                     )  # fmt: skip
+    active, said = [port for port in ports if "ACTIVE" in port.state], _as_text(ports)
     if len(active) < len(ports):
         return wrong(name, "SF706", f"not all ports are active: {said}", ports=said)
     roce = [port for port in active if port.link_layer == "Ethernet"]
@@ -102,6 +107,26 @@ def infiniband(seen: Seen) -> Check:
     if small:
         return wrong(name, "SF713", f"RoCE over {small}", interfaces=small)
     return fine(name, said)
+
+
+def _as_text(ports: Sequence[Port]) -> str:
+    return ", ".join(f"{port.device}:{port.port} {port.state} {port.rate}" for port in ports)
+
+
+def _is_meant(port: Port, adapters: str) -> bool:
+    """Whether NCCL_IB_HCA leaves a port in: `mlx5` means all that begin so, `=mlx5_0:1` one port, `^` all but these.
+
+    Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-ib-hca
+    """
+    is_exact = adapters.lstrip("^").startswith("=")
+
+    def names(wanted: str) -> bool:
+        device, _, number = wanted.partition(":")
+        fits = port.device == device if is_exact else port.device.startswith(device)
+        return fits and number in ("", str(port.port))
+
+    is_named = any(names(wanted.strip()) for wanted in adapters.lstrip("^=").split(",") if wanted.strip())
+    return is_named != adapters.startswith("^")
 
 
 def _with_small_packets(seen: Seen, names: Sequence[str]) -> str:

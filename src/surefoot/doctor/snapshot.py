@@ -104,6 +104,8 @@ class Snapshot:
 
     host: str = ""
     kernel: str = ""
+    architecture: str = ""
+    """Of its processors: x86_64, aarch64."""
     versions: dict[str, str] = field(default_factory=dict)
     """Package, `python`, `cuda` (of torch), `nccl` (of torch), `driver` -> version."""
     environment: dict[str, str] = field(default_factory=dict)

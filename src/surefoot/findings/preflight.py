@@ -43,7 +43,7 @@ PAGES = {
         "warning",
         "InfiniBand is not used as it could be",
         "From the ports and GIDs under /sys/class/infiniband: a port that is not active, an index without an address "
-        "that is routed, or a variable that switches it off.",
+        "that is routed, or a variable that switches it off or names no adapter of this machine.",
         "Look at `ibstat` and `show_gids`; on RoCE set NCCL_IB_GID_INDEX to a RoCE v2 GID with an IP address, or unset "
         "it: NCCL finds one since 2.21.",
         ("NVIDIA/nccl#426", "pytorch/pytorch#81628"),
@@ -67,13 +67,15 @@ PAGES = {
     "SF709": Page(
         "warning",
         "versions that do not work together",
-        "From a table of what each needs and what is known to be broken, with its sources in doctor/environment.py.",
+        "From a table of what each needs and what is known to be broken, with its sources in doctor/known_bad.py and "
+        "doctor/environment.py.",
         "Update the driver or the kernel, or install a torch that was built for this driver.",
         (
             "hiyouga/LlamaFactory#2672",
             "Lightning-AI/pytorch-lightning#19425",
             "huggingface/accelerate#1929",
             "pytorch/pytorch#167244",
+            "pytorch/pytorch#174338",
         ),
     ),
     "SF710": Page(

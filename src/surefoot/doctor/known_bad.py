@@ -1,0 +1,81 @@
+"""Versions of drivers and NCCL that are known to hang, as of 2026-11, and where that was found. Pure."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from surefoot.doctor.check import Seen
+
+NEWER_NCCL = (
+    "pip install -U nvidia-nccl-cu13 (-cu12 where torch was built for that): torch takes what is installed. Or a torch "
+    "that comes with a newer one."
+)
+
+
+@dataclass(frozen=True)
+class KnownBad:
+    """Versions of one thing that do not work."""
+
+    package: str
+    """As in `Snapshot.versions`: driver or nccl."""
+    since: str
+    before: str
+    """The first that works again."""
+    what: str
+    """What happens."""
+    source: str
+    fix: str
+    avoided_by: tuple[str, str] = ("", "")
+    """A variable, and its value that keeps it from happening."""
+    where: Callable[[Seen], bool] = lambda _: True
+    """On which machines and in which runs; only those that use NCCL are asked about."""
+
+
+def _is_arm(seen: Seen) -> bool:
+    return seen.machine.architecture == "aarch64"
+
+
+def _is_over_infiniband(seen: Seen) -> bool:
+    return seen.nodes > 1 and bool(seen.machine.ports)
+
+
+KNOWN_BAD = (
+    KnownBad(
+        "driver", "545.23.08", "545.29", "copies between GPUs hang", "Lightning-AI/pytorch-lightning#19425",
+        "Use another driver, or export NCCL_P2P_DISABLE=1.", ("NCCL_P2P_DISABLE", "1"),
+    ),
+    KnownBad(
+        "driver", "560", "570", "copies between GPUs can hang", "dmlc/xgboost#11242",
+        "Use a driver from 570 on, or export NCCL_P2P_DISABLE=1.", ("NCCL_P2P_DISABLE", "1"),
+    ),
+    KnownBad(
+        "nccl", "2.29.2", "2.29.3", "collectives can hang", "pytorch/pytorch#174338", NEWER_NCCL,
+    ),
+    KnownBad(
+        "nccl", "2", "2.29.3", "collectives hang on ARM after a while, with all GPUs at 100 %",
+        "marin-community/marin#8038, release notes of NCCL 2.29.3", NEWER_NCCL, where=_is_arm,
+    ),
+    KnownBad(
+        "nccl", "2.29.7", "2.30.7", "collectives over InfiniBand between machines can hang",
+        "known issues of cuBLASMp, docs.nvidia.com", f"export NCCL_PXN_DISABLE=1, or {NEWER_NCCL}",
+        ("NCCL_PXN_DISABLE", "1"), where=_is_over_infiniband,
+    ),
+)  # fmt: skip
+
+
+def known_bad(seen: Seen) -> KnownBad | None:
+    """What of this machine is known not to work, if anything; only NCCL's users are asked about."""
+    if not seen.uses_nccl:
+        return None
+    for one in KNOWN_BAD:
+        found = seen.machine.versions.get(one.package)
+        variable, value = one.avoided_by
+        is_avoided = bool(variable) and seen.machine.environment.get(variable) == value
+        if found and numbers(one.since) <= numbers(found) < numbers(one.before) and not is_avoided and one.where(seen):
+            return one
+    return None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The first three numbers of a version, which compare as versions do."""
+    return tuple(int(one) for one in re.findall(r"\d+", version)[:3]) or (0,)
