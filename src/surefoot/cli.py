@@ -177,7 +177,8 @@ def _train(arguments: argparse.Namespace) -> int:
     from surefoot.config import load_config
 
     loaded = load_config(arguments.config, arguments.overrides)
-    if loaded.run.preflight and not is_rank() and not _preflight(loaded):
+    asks = not is_rank() or os.environ.get("LOCAL_RANK") == "0"  # torchrun ends the others with the one that is refused
+    if loaded.run.preflight and asks and not _preflight(loaded):
         return StoppedOnFinding.exit_status
     if is_rank() or not loaded.run.health:
         return train_loaded(loaded, as_json=arguments.json)
@@ -214,8 +215,9 @@ def _data(arguments: argparse.Namespace) -> int:
 
 def _preflight(loaded: "LoadedConfig") -> bool:
     """Say what the doctor finds; returns whether the run may start."""
-    from surefoot.doctor.examine import examine, snapshot_for
+    from surefoot.doctor.examine import as_launched, examine, snapshot_for
 
+    loaded = as_launched(loaded)
     checks = examine(snapshot_for(loaded), loaded)
     for check in checks:
         if check.status == "warning" and check.finding is not None:
@@ -230,12 +232,13 @@ def _preflight(loaded: "LoadedConfig") -> bool:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from surefoot.config import load_config
-    from surefoot.doctor.examine import as_text, changes, examine, snapshot_for
+    from surefoot.doctor.examine import as_launched, as_text, changes, examine, snapshot_for
     from surefoot.doctor.snapshot import read_snapshot
 
     loaded = load_config(arguments.config, arguments.overrides) if arguments.config is not None else None
-    machine = snapshot_for(loaded, patient=True)
-    checks = examine(machine, loaded, asked=True)
+    launched = as_launched(loaded) if loaded is not None else None
+    machine = snapshot_for(launched, patient=True)
+    checks = examine(machine, launched, asked=True)
     if loaded is not None:
         from surefoot.training.refusal import refusal
 

@@ -1,7 +1,10 @@
 """`surefoot doctor`, and what `surefoot train` asks of it before it starts."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ import pytest
 import surefoot
 from surefoot import cli
 from surefoot.cli import main
+from surefoot.config import load_config
+from surefoot.doctor.examine import as_launched
 from tests.conftest import surefoot as surefoot_command
 
 
@@ -59,12 +64,31 @@ def test_train_does_not_start_what_cannot_work(config: str) -> None:
     assert started.returncode not in (0, 3), "what is refused does not work"
 
 
+def test_ranks_of_torchrun_are_not_started_either(config: str) -> None:
+    """One rank, as which the config alone would be read, needs no network."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    broken = {**os.environ, "GLOO_SOCKET_IFNAME": "ib7", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*torchrun, "-m", "surefoot", "train", config], env=broken, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1, "torchrun's own"
+    assert done.stderr.count("SF705 a network interface") == 1, done.stderr
+    assert "the run was not started" in done.stderr
+    assert not Path(json.loads(Path(config).read_text())["output_dir"]).exists()
+
+
+def test_ranks_of_a_launcher_count_as_the_launcher_says(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    launched = as_launched(load_config(config, ["rdzv_endpoint=node0:29500", "nnodes=2"])).run
+    assert (launched.nproc_per_node, launched.nnodes, launched.rdzv_endpoint) == (4, 2, None)
+
+
 def test_warnings_are_said_and_stop_nothing(
     config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAMES", "lo")
-    loaded = surefoot.config.load_config(config)  # type: ignore[attr-defined]
-    assert cli._preflight(loaded)
+    assert cli._preflight(load_config(config))
     said = capsys.readouterr().err
     assert (
         said

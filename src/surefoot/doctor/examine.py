@@ -1,5 +1,6 @@
 """All checks, cheap to expensive, and what they say together."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -38,6 +39,15 @@ def snapshot_for(loaded: LoadedConfig | None, *, patient: bool = False) -> Snaps
     if loaded is None:
         return collect(patient=patient)
     return collect(loaded.run.run_folder, loaded.run.rdzv_endpoint, patient=patient)
+
+
+def as_launched(loaded: LoadedConfig) -> LoadedConfig:
+    """A run with the ranks that torchrun started, where this is one of them: it also says where they meet."""
+    if not {"WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+        return loaded
+    ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    sizes = {"nproc_per_node": here, "nnodes": max(1, ranks // here), "rdzv_endpoint": None}
+    return replace(loaded, run=loaded.run.model_copy(update=sizes))
 
 
 def as_text(checks: Sequence[Check]) -> str:
