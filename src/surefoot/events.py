@@ -77,11 +77,11 @@ class StepEnded:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The loss on the evaluation data was measured."""
+    """The evaluation data were gone through."""
 
     step: int
-    eval_loss: float
-    eval_trained_tokens: int
+    measured: Mapping[str, float]
+    """By name: eval_loss and eval_trained_tokens; with GRPO eval_reward and what else is said of completions."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,8 @@ class CompletionsMade:
     """Steps that the weights had seen when they were generated."""
     samples: tuple[Mapping[str, Any], ...]
     """place, prompt, completion, tokens, finish, reward, rewards, advantage, and failures where there are any."""
+    is_evaluation: bool = False
+    """Nothing learns from them; `step` is then the one after which they were made."""
 
 
 @dataclass(frozen=True)

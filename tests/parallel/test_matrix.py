@@ -73,10 +73,16 @@ JOBS: dict[str, dict[str, Any]] = {
         "num_iterations": 2,
         "routing_replay": "rollout",
     },
-    "llama-full-grpo": {"model": "llama", "tuning": "full", **GRPO},
+    "llama-full-grpo": {"model": "llama", "tuning": "full", **GRPO, "eval_fraction": 0.2},
     "qwen2_5_vl-lora": {"model": "qwen2_5_vl", "target_modules": ["all", "vision"], "max_length": 256},
     "qwen3_vl_moe-full": {"model": "qwen3_vl_moe", "tuning": "full", "freeze_vision_tower": False, "max_length": 256},
-    "qwen2_5_vl-grpo": {"model": "qwen2_5_vl", **GRPO, "target_modules": ["all", "vision"], "max_length": 256},
+    "qwen2_5_vl-grpo": {
+        "model": "qwen2_5_vl",
+        **GRPO,
+        "target_modules": ["all", "vision"],
+        "max_length": 256,
+        "eval_fraction": 0.2,
+    },
     "one_expert-lora": {"model": "one_expert", "global_batch_size": 1},
     "one_expert-full": {"model": "one_expert", "tuning": "full", "router_aux_loss_coef": 0.01, "global_batch_size": 3},
 }
@@ -197,7 +203,7 @@ def test_a_run_is_the_same_on_every_topology(runs: Runs, topology: str, job: str
         assert other.keys() == one.keys()
         for name in one.keys() & {"loss", "grad_norm", "aux_loss", "eval_loss", "entropy", "kl", "ratio"}:
             assert other[name] == pytest.approx(one[name], rel=TOLERANCE, abs=CANCELLED), (name, one["step"])
-        for name in ("reward", "reward_std", "completion_length", "policy_version"):
+        for name in ("reward", "reward_std", "completion_length", "policy_version", "eval_reward"):
             assert other.get(name) == one.get(name), (name, one["step"])
         for name in ("tokens", "trained_tokens", "epoch", "learning_rate", "expert_load"):  # the same rows
             assert other.get(name) == one.get(name), (name, one["step"])

@@ -395,7 +395,6 @@ def test_positions_that_were_scaled_are_counted(grpo: dict[str, Any], tmp_path: 
         ({"target_modules": ["all", "vision"], "rollout_engine": "vllm"}, "with vision in target_modules"),
         ({"routing_replay": "first"}, "there is one forward on each completion"),
         ({"packing": True}, "packing=True is not available with method: grpo"),
-        ({"eval_fraction": 0.5}, "eval_fraction=0.5 is not available with method: grpo"),
         ({"soft_overlong_length": 7}, "soft_overlong_length=7 is more than max_completion_length=6"),
         ({"stop": ""}, "stop holds an empty text"),
         ({"temperature": 0.0}, "temperature=0.0"),

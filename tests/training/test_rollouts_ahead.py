@@ -6,7 +6,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -14,26 +14,10 @@ import surefoot
 from surefoot.errors import StoppedOnFinding
 from surefoot.events import CompletionsMade
 from surefoot.rl.engines.local import LocalEngine
-from surefoot.rl.engines.server import Server
 from surefoot.rl.rollout import Completion, Wait
-from surefoot.training import rollouts, run
 from surefoot.training.checkpoint import list_checkpoints
-from tests.training.conftest import lines
+from tests.training.conftest import EagerEngine, broken, lines
 from tests.training.test_resume import SignalAfter, assert_same_run, train_with
-
-
-class EagerEngine(LocalEngine):
-    """Makes completions when it is asked, like a server: by the weights as they are then."""
-
-    versions: ClassVar[list[int]] = []
-    """Of the policies that it was asked for."""
-    ends: ClassVar[list[frozenset[int]]] = []
-
-    def ask(self, *arguments: Any) -> Wait:
-        self.versions.append(arguments[2])
-        self.ends.append(arguments[1].ends)
-        made = self.generate(*arguments)
-        return lambda _seconds: made
 
 
 class LateEngine(EagerEngine):
@@ -48,10 +32,6 @@ class LateEngine(EagerEngine):
             return made if waited_s > 10 else None
 
         return wait
-
-
-def broken() -> StoppedOnFinding:
-    return Server("http://127.0.0.1:9").stopped("SF801", "a completion is missing")
 
 
 class BrokenEngine(EagerEngine):
@@ -72,16 +52,6 @@ class UnreachableEngine(EagerEngine):
     def publish(self, policy_version: int) -> None:
         if policy_version == 1:
             raise broken()
-
-
-@pytest.fixture
-def ahead(grpo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    def settings(engine: type[LocalEngine] = EagerEngine, **changes: Any) -> dict[str, Any]:
-        monkeypatch.setattr(run, "open_server", lambda *_: Server("http://127.0.0.1:9"))
-        monkeypatch.setattr(rollouts, "_vllm", lambda _, learner, tokenizer, *__: engine(learner.model, tokenizer))
-        return {**grpo, "rollout_engine": "vllm", "max_staleness": 1, **changes}
-
-    return settings
 
 
 def test_the_next_completions_are_of_the_weights_before(ahead: Callable[..., Any], tmp_path: Path) -> None:

@@ -158,8 +158,6 @@ def _check_grpo(run: RunConfig, given: set[str], refuse: Refuse) -> None:
     unfit = {
         "packing": run.packing,
         "train_on": run.train_on != "assistant",
-        "eval_dataset": run.eval_dataset is not None,
-        "eval_fraction": run.eval_fraction > 0,
         "router_aux_loss_coef": run.router_aux_loss_coef > 0,
         "compile": run.compile,
         "expert_parallel_size": run.expert_parallel_size == "auto",

@@ -70,7 +70,7 @@ class RunConfig(BaseModel):
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that cannot be read or rendered stops the run when it is come to, or is left out and counted."""
     eval_dataset: list[DatasetItem] | None = Field(default=None, min_length=1)
-    """Held-out data; its loss is measured every `eval_steps` and at the end. Same forms as `dataset`."""
+    """Held-out data: its loss, with GRPO its rewards, every `eval_steps` and at the end. Same forms as `dataset`."""
     eval_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Hold out about this share of `dataset` instead. Equal samples fall on one side, whatever their order."""
     dataset_num_proc: int | None = Field(default=None, ge=0)
@@ -286,7 +286,7 @@ class RunConfig(BaseModel):
     logging_steps: int = Field(default=1, gt=0)
     """Write metrics every so many steps."""
     eval_steps: int | None = Field(default=None, gt=0)
-    """Measure the loss on `eval_dataset` every so many steps; default: only at the end."""
+    """Evaluate on `eval_dataset` every so many steps; default: only at the end."""
     report: bool = True
     """Write report.html, a page with the charts and findings of the run, when it ends."""
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = []

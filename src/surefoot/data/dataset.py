@@ -300,11 +300,15 @@ class Dataset:
         place = self._place(self.chunks[chunk], int(shard.lines[sample]))
         return Sample(ids, weights[first:last], place, shard.images(sample))
 
-    def __iter__(self) -> Iterator[Sample]:
-        """All samples, in the files' order."""
+    def sample_keys(self) -> Iterator[tuple[int, int]]:
+        """(chunk, sample) of all samples, in the files' order."""
         for number in range(len(self.chunks)):
             for sample in self.usable(number).samples:
-                yield self.sample(number, int(sample))
+                yield number, int(sample)
+
+    def __iter__(self) -> Iterator[Sample]:
+        """All samples, in the files' order."""
+        return (self.sample(*key) for key in self.sample_keys())
 
     def file_of(self, ref: ChunkRef) -> CachedFile:
         """The file a chunk is from."""

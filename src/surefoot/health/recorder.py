@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import get_args
 
@@ -54,7 +55,7 @@ VALUE_NAMES: dict[str, tuple[str, ...]] = {
     "device memory": ("allocated", "reserved", "inactive", "retries", "free"),
     "learning rate": ("learning_rate", "in_line_s"),
     "memory": ("frozen", "trained", "gradients", "optimizer", "total"),
-    "evaluated": ("eval_loss",),
+    "evaluated": ("measured",),
     "checkpoint": ("save_time_s",),
     "run ended": ("failed",),
 }
@@ -206,7 +207,7 @@ class Recorder:
             numbers = (event.loss, event.grad_norm, event.step_time_s, event.peak_memory_bytes)
             self._write("step", event.step, *numbers, self._garbage.since_last_s())
         elif isinstance(event, Evaluated):
-            self._write("evaluated", event.step, event.eval_loss)
+            self._write("evaluated", event.step, next(iter(event.measured.values()), nan))
         elif isinstance(event, CheckpointSaved):
             self._write("checkpoint", event.step, event.save_time_s)
         elif isinstance(event, Preparing):

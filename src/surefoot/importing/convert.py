@@ -290,7 +290,7 @@ def _leave_out_evaluation(draft: _Draft) -> None:
     if not draft.evaluates:
         draft.leave_out("eval_steps", "there is nothing to evaluate on")
     if draft.told.method == "grpo":
-        for name in (*OF_EVALUATION, "eval_steps", "packing", "train_on"):
+        for name in ("packing", "train_on"):
             draft.leave_out(name, "not available with method: grpo")
 
 

@@ -149,7 +149,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
             self._hides_losses = bool(args.logging_nan_inf_filter)
             self._look_at(numbers, int(state.global_step))
         elif "eval_loss" in numbers:
-            self._emit(Evaluated(int(state.global_step), numbers["eval_loss"], 0))
+            self._emit(Evaluated(int(state.global_step), {"eval_loss": numbers["eval_loss"]}))
 
     def _describe(self, step: int, counted: Counted) -> None:
         """Tell of a step's batch, and, on the first process, of what is wrong with it."""

@@ -7,6 +7,7 @@ import altair as alt
 from surefoot.report.story import Row, Story
 
 HEIGHT = 220
+HELD_OUT = "#e45756"
 PHASE_ORDER = (
     "wait for data", "communicate", "forward", "forward and backward", "backward", "optimizer", "evaluate", "save",
     "sync", "rollout", "wait for completions", "reward",
@@ -19,7 +20,7 @@ OWNER_ORDER = ("frozen parameters", "trained parameters", "gradients", "optimize
 def charts(story: Story) -> dict[str, tuple[str, dict[str, Any]]]:
     """Name -> (title, specification), of those that have something to show."""
     made = {
-        "reward": ("Reward: mean of a step, and spread within groups", _reward(story)),
+        "reward": ("Reward: mean of a step, spread within groups; points: held-out prompts", _reward(story)),
         "length": ("Tokens of a completion", _line(story.rollouts, "completion_length", "tokens")),
         "entropy": ("Entropy of the policy", _line(story.rollouts, "entropy", "nats")),
         "importance": ("Trainer's over the engine's probability", _line(story.rollouts, "importance_ratio", "ratio")),
@@ -72,14 +73,28 @@ def _reward(story: Story) -> Any:
     tooltip = ["step:Q", alt.Tooltip("reward:Q", format=".3f")]
     line = alt.Chart(_data(rows)).mark_line(point=len(rows) < 2).encode(x=x, y="reward:Q", tooltip=tooltip)
     band = alt.Chart(_data(rows)).mark_area(opacity=0.2).encode(x=x, y=alt.Y("low:Q", title="reward"), y2="high:Q")
-    return _sized(alt.layer(band, line))
+    held_out = [
+        {"step": row["step"], "reward": row["eval_reward"]} for row in story.evaluations if "eval_reward" in row
+    ]
+    if not held_out:
+        return _sized(alt.layer(band, line))
+    points = (
+        alt.Chart(_data(held_out))
+        .mark_point(filled=True, size=60, color=HELD_OUT)
+        .encode(x=x, y="reward:Q", tooltip=[alt.Tooltip("reward:Q", format=".3f", title="reward, held out"), "step:Q"])
+    )
+    return _sized(alt.layer(band, line, points))
 
 
 def _loss(story: Story) -> Any:
     rows = [
         {"step": row["step"], "loss": row["loss"], "of": "training"} for row in story.steps if row["loss"] is not None
     ]
-    held_out = [{"step": row["step"], "loss": row["eval_loss"], "of": "held out"} for row in story.evaluations]
+    held_out = [
+        {"step": row["step"], "loss": row["eval_loss"], "of": "held out"}
+        for row in story.evaluations
+        if "eval_loss" in row
+    ]
     encoding = {
         "x": alt.X("step:Q", title="step"),
         "y": alt.Y("loss:Q", title="loss", scale=alt.Scale(zero=False)),

@@ -24,6 +24,7 @@ ROLLOUT_NAMES = (
     "step", "reward", "reward_std", "completion_length", "entropy", "clip_ratio", "importance_ratio", "kl",
 )  # fmt: skip
 COMPLETIONS_SHOWN = 16
+EVALUATED = ("eval_loss", "eval_reward")
 """Of each step that is shown: the first, one in the middle, and the last."""
 LONG_PHASES = ("launch", "load", "tokenise", "save", "evaluate", "export")
 """Shown one by one on the time line; the others make up the steps."""
@@ -40,7 +41,7 @@ class Story:
     steps: list[Row]
     """step, loss, learning_rate, grad_norm, tokens_per_second, step_time_s; of logged steps."""
     evaluations: list[Row]
-    """step, eval_loss."""
+    """step, and eval_loss or eval_reward."""
     rollouts: list[Row]
     """step, and of GRPO reward, reward_std, completion_length, entropy, clip_ratio, importance_ratio, kl."""
     completions: list[Row]
@@ -77,7 +78,7 @@ def read_story(run_folder: Path) -> Story:
         told=told,
         steps=_thinned([{name: line[name] for name in names if name in line} for line in steps], MOST_POINTS),
         evaluations=_thinned(
-            [{"step": line["step"], "eval_loss": line["eval_loss"]} for line in lines if "eval_loss" in line],
+            [{"step": line["step"], name: line[name]} for line in lines for name in EVALUATED if name in line],
             MOST_POINTS,
         ),
         rollouts=_thinned(

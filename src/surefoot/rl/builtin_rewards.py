@@ -146,18 +146,20 @@ def _answers(columns: Mapping[str, Any], named: str | None) -> Sequence[Any]:
     return answers
 
 
-def columns_problem(name: str, args: Mapping[str, Any], columns: Mapping[str, Any]) -> str | None:
-    """What a built-in misses in a row that has these columns."""
+def columns_problem(
+    name: str, args: Mapping[str, Any], columns: Mapping[str, Any], which: str = "the rows"
+) -> str | None:
+    """What a built-in misses in rows that have these columns; `which` they are."""
     named = args.get("answer_column")
     if "answer_column" not in SETTINGS_OF[name] or _answer_column(columns, named) is not None:
         return None
-    return _no_answers(columns, named)
+    return _no_answers(columns, named, which)
 
 
 def _answer_column(columns: Mapping[str, Any], named: str | None) -> str | None:
     return next((name for name in ((named,) if named else ANSWER_COLUMNS) if name in columns), None)
 
 
-def _no_answers(columns: Mapping[str, Any], named: str | None) -> str:
+def _no_answers(columns: Mapping[str, Any], named: str | None, which: str = "the rows") -> str:
     wanted = f"column {named}" if named else f"column of {', '.join(ANSWER_COLUMNS)}"
-    return f"the rows have no {wanted}; they have {', '.join(sorted(columns))}"
+    return f"{which} have no {wanted}; they have {', '.join(sorted(columns))}"

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from surefoot.config import RunConfig
 from surefoot.events import Event, Phase, Preparing
 from surefoot.parallel.ranks import Ranks
-from surefoot.rl.advantage import Trained, advantages, has_spread, overlong_penalty, token_weights
+from surefoot.rl.advantage import Trained, advantages, deviation, has_spread, overlong_penalty, token_weights
 from surefoot.rl.batch import Trajectory, part_of
 from surefoot.rl.rewards import Answers, Rewards, Scored
 from surefoot.rl.rollout import Completion, Prompt, RolloutInterrupted, unless_stopped
@@ -141,6 +141,14 @@ class Judge:
         ]
         return trajectories, [self._line(*one) for one in everyone]
 
+    def lines(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
+        """Those of completions that nothing learns from."""
+        return [
+            self._line(group.prompt, answer, total, nan)
+            for group in groups
+            for answer, total in zip(group.answers, group.totals, strict=True)
+        ]
+
     def _line(self, prompt: Prompt, answer: Answer, total: float, advantage: float) -> dict[str, Any]:
         return {
             "place": prompt.place,
@@ -193,3 +201,22 @@ class Judge:
     def _penalty(self, completion: Completion) -> float:
         config = self._config
         return overlong_penalty(len(completion.ids), config.max_completion_length, config.soft_overlong_length)
+
+
+def measured_of(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float]:
+    """Means over completions, by name; without rewards where none is known. `names`: of the reward functions."""
+    answers = [answer for group in groups for answer in group.answers]
+    known = [total for group in groups for total in group.totals if not isnan(total)]
+    spreads = [deviation(group.totals) for group in groups]
+    about = {"reward": sum(known) / len(known), "reward_std": sum(spreads) / len(spreads)} if known else {}
+    about |= {
+        "completion_length": sum(len(answer.completion.ids) for answer in answers) / len(answers),
+        "truncated_share": sum(answer.completion.finish == "length" for answer in answers) / len(answers),
+        "groups_without_spread": float(sum(not has_spread(group.totals) for group in groups)),
+        "rewards_failed": float(sum(bool(answer.failures) for answer in answers)),
+    }
+    for number, name in enumerate(names):
+        of_one = [reward for answer in answers if (reward := answer.rewards[number]) is not None]
+        if of_one:
+            about[f"reward/{name}"] = sum(of_one) / len(of_one)
+    return about

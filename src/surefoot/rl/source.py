@@ -5,7 +5,7 @@ Every decision is made on all ranks from the same records, so the ranks never di
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf, isnan
 from typing import Any
@@ -23,13 +23,14 @@ from surefoot.errors import DataError, StoppedOnFinding, SurefootError
 from surefoot.events import CompletionsMade, Event, FindingMade, Phase, Preparing
 from surefoot.findings import Finding
 from surefoot.parallel.ranks import Ranks
-from surefoot.rl.advantage import deviation, has_spread
 from surefoot.rl.batch import Trajectory, part_of, policy_batches, trajectory_of
 from surefoot.rl.findings import FlatRewards, failing_rewards, no_rewards
-from surefoot.rl.groups import Group, Judge
+from surefoot.rl.groups import Group, Judge, measured_of
 from surefoot.rl.rewards import Rewards
 from surefoot.rl.rollout import Completion, Engine, Prompt, Request, Sampling, Wait, unless_stopped
 
+EVALUATION = 1 << 32
+"""In the seeds of evaluations, where those of steps have a step's number."""
 PIECE_S = 5.0
 """Of a wait, after which a stop signal is looked at and a sign of life given."""
 
@@ -41,7 +42,7 @@ class _Asked:
     rows: StepBatch
     prompts: list[Prompt]
     wait: Wait
-    """For those of this rank."""
+    """For the completions of this rank."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class RolloutSource:
             return []
         try:
             with self._phase(self._engine.phase):
-                mine = self._waited(asked, wait_s)
+                mine = self._waited(asked.wait, wait_s)
         except SurefootError:  # the step that needs them says so; what was learned until then is saved
             return []
         if mine is None:
@@ -204,9 +205,34 @@ class RolloutSource:
             rows = self._rows(begin, self._prompts_each)
             completions = [Completion(**completion) for completion in one["completions"]]
             mine = part_of(len(completions), self._ranks.rank, self._ranks.size)
-            self._ahead.append(
-                _Ahead(begin, _Asked(rows, self._prompts(rows), _there(completions[mine.start : mine.stop])))
-            )
+            prompts = self._prompts_of(rows)
+            self._ahead.append(_Ahead(begin, _Asked(rows, prompts, _there(completions[mine.start : mine.stop]))))
+
+    def evaluate(self, held_out: Dataset, step: int) -> dict[str, float]:
+        """What completions of held-out prompts get by the weights after `step` of them, by name. Collective.
+
+        `num_generations` of each prompt, with the same seeds each time: two evaluations differ by the weights alone.
+        Raises: as `batches`.
+        """
+        self._await_ahead()
+        keys = list(held_out.sample_keys())
+        groups: list[Group] = []
+        for begin in range(0, len(keys), self._prompts_each):
+            prompts = self._prompts(held_out, keys[begin : begin + self._prompts_each])
+            wait = self._begin(prompts, (EVALUATION, begin), step)
+            groups += self._judge.groups(prompts, self._completions(wait))
+        lines = tuple(self._judge.lines(groups))
+        self._emit(CompletionsMade(step, step, lines, is_evaluation=True))
+        for finding in self._failing(groups, step):
+            self._emit(FindingMade(finding))
+        return {f"eval_{name}": value for name, value in measured_of(groups, self._judge.names).items()}
+
+    def _await_ahead(self) -> None:
+        """Have what was asked for ahead: the engine is wanted for others. Collective."""
+        for number, ahead in enumerate(self._ahead):
+            if isinstance(ahead.asked, _Asked):
+                made = self._completions(ahead.asked.wait)
+                self._ahead[number] = replace(ahead, asked=replace(ahead.asked, wait=_there(made)))
 
     def end(self) -> None:
         """The run is over, well or not; rewards and a server are ended by whoever started them."""
@@ -227,7 +253,7 @@ class RolloutSource:
             raise asked
         rows = asked.rows
         wanted = len(rows.rows)  # fewer at the end of an epoch
-        completions = self._completions(asked)
+        completions = self._completions(asked.wait)
         if not config.dynamic_sampling:  # the engine works while rewards are computed
             self._ask_ahead(rows, step)
         groups = self._judge.groups(asked.prompts, completions)
@@ -239,7 +265,7 @@ class RolloutSource:
                     break
                 rows = self._rows(rows.next, wanted - len(kept))
                 asked = self._ask(rows, step, step, attempt)
-                for group in self._judge.groups(asked.prompts, self._completions(asked)):
+                for group in self._judge.groups(asked.prompts, self._completions(asked.wait)):
                     (kept if self._judge.teaches(group) else flat).append(group)
             groups = [*kept, *flat][:wanted]
         trajectories, lines = self._judge.trajectories(groups)
@@ -267,48 +293,56 @@ class RolloutSource:
     def _rows(self, position: Position, count: int) -> StepBatch:
         return self._ranks.together(lambda: self._order.step(position, count))
 
-    def _prompts(self, rows: StepBatch) -> list[Prompt]:
+    def _prompts_of(self, rows: StepBatch) -> list[Prompt]:
+        return self._prompts(self._dataset, [row[0] for row in rows.rows])
+
+    def _prompts(self, dataset: Dataset, keys: Sequence[SampleKey]) -> list[Prompt]:
         with self._phase("wait for data"):
-            return self._ranks.together(lambda: [self._prompt(row[0]) for row in rows.rows])
+            return self._ranks.together(lambda: [self._prompt(dataset, key) for key in keys])
 
     def _ask(self, rows: StepBatch, step: int, for_step: int, attempt: int) -> _Asked:
-        """Let the engine begin on completions of some prompts, by the policy after `step`. Collective."""
-        config, prompts = self._config, self._prompts(rows)
-        each = config.num_generations
+        """Let the engine begin on completions of a step's prompts, by the policy after `step`. Collective."""
+        prompts = self._prompts_of(rows)
+        return _Asked(rows, prompts, self._begin(prompts, (for_step, attempt), step))
+
+    def _begin(self, prompts: Sequence[Prompt], draw: tuple[int, int], step: int) -> Wait:
+        """Let the engine begin on a group for each prompt, by the policy after `step`. Collective.
+
+        `draw`: of the seeds; other numbers, other completions.
+        """
+        config, each = self._config, self._config.num_generations
         requests = [
-            Request(
-                prompt.ids, (config.seed, for_step, attempt, index // each, index % each), prompt.images, prompt.place
-            )
+            Request(prompt.ids, (config.seed, *draw, index // each, index % each), prompt.images, prompt.place)
             for index in part_of(len(prompts) * each, self._ranks.rank, self._ranks.size)
             for prompt in [prompts[index // each]]
         ]
         with self._phase("sync"):
             self._engine.publish(step)
         with self._phase(self._engine.phase):
-            return _Asked(rows, prompts, self._engine.ask(requests, self._sampling, step))
+            return self._engine.ask(requests, self._sampling, step)
 
-    def _completions(self, asked: _Asked) -> list[Completion]:
+    def _completions(self, wait: Wait) -> list[Completion]:
         """Of this rank; the engine has its own deadline. Collective. Raises: StoppedOnFinding (SF801, SF806)."""
         with self._phase(self._engine.phase):
-            made = self._waited(asked, inf, is_told_to_stop=self._is_told_to_stop)
+            made = self._waited(wait, inf, is_told_to_stop=self._is_told_to_stop)
         assert made is not None
         return made
 
     def _waited(
-        self, asked: _Asked, seconds: float, *, is_told_to_stop: Callable[[], bool] = lambda: False
+        self, wait: Wait, seconds: float, *, is_told_to_stop: Callable[[], bool] = lambda: False
     ) -> list[Completion] | None:
         """What the engine made, or None after so many seconds. Collective. Raises: RolloutInterrupted."""
         left_s = seconds
         while left_s > 0:
-            made = unless_stopped(self._ranks, partial(asked.wait, min(left_s, PIECE_S)), is_told_to_stop)
+            made = unless_stopped(self._ranks, partial(wait, min(left_s, PIECE_S)), is_told_to_stop)
             if made is not None:
                 return made
             left_s -= PIECE_S
             self._emit(Preparing())  # for the supervisor: the engine is waited for, and has its deadline
         return None
 
-    def _prompt(self, key: SampleKey) -> Prompt:
-        sample = self._dataset.sample(*key)
+    def _prompt(self, dataset: Dataset, key: SampleKey) -> Prompt:
+        sample = dataset.sample(*key)
         ids = [int(token) for token in sample.ids]
         longest = len(ids) + self._sampling.max_tokens
         if self._context is not None and longest > self._context:
@@ -317,7 +351,7 @@ class RolloutSource:
                 f"are {longest} tokens, more than the {self._context} that the model can see. Lower "
                 "max_completion_length, or max_prompt_length with truncation: drop."
             )
-        return Prompt(ids, sample.place, _with_files(self._dataset.columns(*key), sample.images), sample.images)
+        return Prompt(ids, sample.place, _with_files(dataset.columns(*key), sample.images), sample.images)
 
     def _find(self, groups: Sequence[Group], made: Sequence[Group], step: int) -> dict[str, float]:
         """Metrics of a rollout, and findings. `made`: those that were replaced as well, on which functions fail too.
@@ -325,45 +359,36 @@ class RolloutSource:
         Raises: StoppedOnFinding where no completion has a reward.
         """
         answers = [answer for group in groups for answer in group.answers]
-        judged = [answer for group in made for answer in group.answers]
-        failures = [failure for answer in judged for failure in answer.failures]
         known = [total for group in groups for total in group.totals if not isnan(total)]
         if not known:
+            failures = [failure for group in made for answer in group.answers for failure in answer.failures]
             stopped = StoppedOnFinding(no_rewards(step + 1, len(answers), failures))
             stopped.is_agreed = True
             raise stopped
-        flat = sum(not has_spread(group.totals) for group in groups)
-        failing = {failure.partition(":")[0] for failure in failures}
-        findings: list[Finding] = []
-        if failing - self._told_of:
-            failed = sum(bool(answer.failures) for answer in judged)
-            findings.append(failing_rewards(step + 1, failed, len(judged), failures))
-            self._told_of |= failing
-        truncated = sum(answer.completion.finish == "length" for answer in answers) / len(answers)
+        about = measured_of(groups, self._judge.names)
+        about["rewards_failed"] = measured_of(made, ())["rewards_failed"]
+        about["policy_version"] = float(_version(groups))
+        has_flat_alone = about["groups_without_spread"] == len(groups)
+        findings = self._failing(made, step + 1)
         findings += self._flat.add(
             step + 1,
             teaches=any(map(self._judge.teaches, groups)),
-            is_truncated=flat < len(groups) or all(self._judge.is_left_out(answer.completion) for answer in answers),
-            truncated_share=truncated,
+            is_truncated=not has_flat_alone or all(self._judge.is_left_out(answer.completion) for answer in answers),
+            truncated_share=about["truncated_share"],
             rewards=known,
         )
         for finding in findings:
             self._emit(FindingMade(finding))
-        spreads = [deviation(group.totals) for group in groups]
-        about = {
-            "reward": sum(known) / len(known),
-            "reward_std": sum(spreads) / len(spreads),
-            "completion_length": sum(len(answer.completion.ids) for answer in answers) / len(answers),
-            "truncated_share": truncated,
-            "groups_without_spread": float(flat),
-            "rewards_failed": float(sum(bool(answer.failures) for answer in judged)),
-            "policy_version": float(_version(groups)),
-        }
-        for number, name in enumerate(self._judge.names):
-            of_one = [reward for answer in answers if (reward := answer.rewards[number]) is not None]
-            if of_one:
-                about[f"reward/{name}"] = sum(of_one) / len(of_one)
         return about
+
+    def _failing(self, groups: Sequence[Group], step: int) -> list[Finding]:
+        """Reward functions that fail, of which nothing was said yet."""
+        answers = [answer for group in groups for answer in group.answers]
+        failures = [failure for answer in answers for failure in answer.failures]
+        failing = {failure.partition(":")[0] for failure in failures} - self._told_of
+        self._told_of |= failing
+        failed = sum(bool(answer.failures) for answer in answers)
+        return [failing_rewards(step, failed, len(answers), failures)] if failing else []
 
 
 def _with_files(columns: Mapping[str, Any], images: Sequence[Image]) -> Mapping[str, Any]:

@@ -83,11 +83,11 @@ class RunData:
 
     def first_columns(self, position: Position) -> dict[str, object]:
         """The columns that rows of the chunk which is prepared first have; none where it gives no sample."""
-        chunk = self.order.windows_from(position)[0][0]
-        columns: dict[str, object] = {}
-        for sample in self.train.usable(chunk).samples[:MOST_LOOKED_AT]:
-            columns |= self.train.columns(chunk, int(sample))
-        return columns
+        return _columns(self.train, self.order.windows_from(position)[0][0])
+
+    def held_out_columns(self) -> dict[str, object]:
+        """Those of held-out rows; none without any."""
+        return {} if self.held_out is None else _columns(self.held_out, 0)
 
     def _check(self) -> None:
         """Everything is prepared: refuse what cannot be trained on, wherever in the order it comes."""
@@ -175,6 +175,13 @@ class RunData:
             self._emit(Noted(f"{counts.skipped} of {counts.read} rows skipped: {shown}"))
         if counts.cut_inside:
             self._emit(Noted(f"{counts.cut_inside} of {counts.truncated} truncated rows lost a part of a trained turn"))
+
+
+def _columns(dataset: Dataset, chunk: int) -> dict[str, object]:
+    columns: dict[str, object] = {}
+    for sample in dataset.usable(chunk).samples[:MOST_LOOKED_AT]:
+        columns |= dataset.columns(chunk, int(sample))
+    return columns
 
 
 def describe(loaded: LoadedConfig, *, show: int) -> DataReport:

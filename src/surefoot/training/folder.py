@@ -20,8 +20,8 @@ from surefoot.training.checkpoint import DamagedCheckpoint, find_newest, list_ch
 from surefoot.training.record import FINDINGS, METRICS, drop_findings_before
 
 OWN_ENTRIES = (
-    "run.yaml environment.json metrics.jsonl completions.jsonl summary.json findings.jsonl events evidence checkpoints "
-    "adapter model engine tensorboard report.html"
+    "run.yaml environment.json metrics.jsonl completions.jsonl eval_completions.jsonl summary.json findings.jsonl "
+    "events evidence checkpoints adapter model engine tensorboard report.html"
 ).split()
 """What a run writes into its folder."""
 

@@ -95,8 +95,8 @@ class Job:
     """None where the data say how many and are not counted; then a share of the rows says how far the run is."""
     batches: Callable[[TrainState], tuple[StepBatch, list[MicroBatch]]]
     """The step after a state, and its micro-batches; emits its own phases."""
-    evaluate: Callable[[], tuple[float, int]] | None
-    """(mean loss, trained tokens) on held-out samples; None without any. Collective."""
+    evaluate: Callable[[int], Mapping[str, float]] | None
+    """What the weights after so many steps reach on held-out samples, by name; None without any. Collective."""
     before_evaluation: Callable[[], None]
     """Waits for held-out samples that are still being prepared."""
     pending: Callable[[TrainState, float], list[dict[str, Any]]]
@@ -316,9 +316,15 @@ def _evaluate(job: Job, state: TrainState) -> None:
     assert job.evaluate is not None
     with job.phases("wait for data"):
         job.ranks.together(job.before_evaluation)
-    with job.phases("evaluate"), job.learner.forward_context():
-        loss, trained = job.evaluate()
-    job.emit(Evaluated(state.step, loss, trained))
+    try:
+        with job.phases("evaluate"):
+            measured = job.evaluate(state.step)
+    except RolloutInterrupted:  # all ranks were told to stop, and do so before the next step
+        return
+    except StoppedOnFinding:
+        _save_if_new(job, state)
+        raise
+    job.emit(Evaluated(state.step, measured))
 
 
 def _save(job: Job, state: TrainState) -> None:

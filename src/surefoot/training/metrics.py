@@ -27,7 +27,7 @@ from surefoot.events import (
 )
 from surefoot.storage import storage_error, write_text
 from surefoot.terminal import write
-from surefoot.training.record import COMPLETIONS, METRICS
+from surefoot.training.record import COMPLETIONS, EVAL_COMPLETIONS, METRICS
 
 LINE_EVERY_S = 5.0
 
@@ -36,7 +36,7 @@ def as_metrics(event: StepEnded | Evaluated) -> dict[str, Any]:
     """The numbers of an event, without those the model does not have."""
     left_out = ("total_steps", "is_last", "measured")
     own = {name: value for name, value in asdict(event).items() if value is not None and name not in left_out}
-    return own | (dict(event.measured) if isinstance(event, StepEnded) else {})
+    return own | dict(event.measured)
 
 
 class MetricsFile:
@@ -63,17 +63,23 @@ class MetricsFile:
 
 
 class CompletionsFile:
-    """Appends a line per completion to completions.jsonl; a resumed run first drops those beyond its checkpoint."""
+    """Appends a line per completion to completions.jsonl, or to that of evaluations.
 
-    def __init__(self, path: Path) -> None:
+    A resumed run first drops those beyond its checkpoint.
+    """
+
+    def __init__(self, path: Path, of_evaluations: Path) -> None:
         self._path = path
+        self._of_evaluations = of_evaluations
 
     def observe(self, event: Event) -> None:
         if isinstance(event, RunStarted):
-            drop_lines_from(self._path, event.first_step)
+            for path in (self._path, self._of_evaluations):
+                drop_lines_from(path, event.first_step)
         elif isinstance(event, CompletionsMade):
+            path = self._of_evaluations if event.is_evaluation else self._path
             about = {"step": event.step, "policy_version": event.policy_version}
-            with _named(self._path), open(self._path, "a", encoding="utf-8") as file:
+            with _named(path), open(path, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps({**about, **one}, ensure_ascii=False) + "\n" for one in event.samples)
 
 
@@ -134,7 +140,9 @@ class Screen:
         elif isinstance(event, StepEnded) and is_logged(event, self._every):
             self._write(self._progress(event), end="\n" if event.is_last or not self._live else "")
         elif isinstance(event, Evaluated):
-            self._line(f"step {event.step}: eval_loss {event.eval_loss:.4f}")
+            name = next((one for one in ("eval_loss", "eval_reward") if one in event.measured), None)
+            said = f"{name} {event.measured[name]:.4f}" if name is not None else "no completion was given a reward"
+            self._line(f"step {event.step}: {said}")
         elif isinstance(event, CheckpointSaved):
             self._line(f"step {event.step}: checkpoint {event.path.name} ({event.save_time_s:.1f} s)")
         elif isinstance(event, Noted):
@@ -242,7 +250,7 @@ def build_observers(run_folder: Path, logging_steps: int, report_to: list[str], 
     """The observers a config asks for. Raises: ConfigError where a package is missing."""
     observers: list[Observer] = [
         MetricsFile(run_folder / METRICS, logging_steps),
-        CompletionsFile(run_folder / COMPLETIONS),
+        CompletionsFile(run_folder / COMPLETIONS, run_folder / EVAL_COMPLETIONS),
     ]
     if screen:
         observers.append(Screen(logging_steps))

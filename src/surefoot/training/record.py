@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
-COMPLETIONS = "completions.jsonl"
+COMPLETIONS, EVAL_COMPLETIONS = "completions.jsonl", "eval_completions.jsonl"
 FINDINGS = "findings.jsonl"
 Status = Literal["completed", "interrupted", "failed"]
 

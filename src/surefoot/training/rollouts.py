@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.images import ImageSettings, find_image
+from surefoot.data.order import Position
 from surefoot.data.pixels import PixelReader
 from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.events import Event, Noted, Preparing
@@ -69,10 +71,12 @@ def start_rewards(loaded: LoadedConfig) -> Rewards:
     )
 
 
-def check_answers(loaded: LoadedConfig, columns: Mapping[str, object]) -> None:
-    """Raises: ConfigError where a row with these columns has no answer that a built-in reward compares with."""
-    for item in loaded.run.rewards if columns else ():
-        problem = columns_problem(item.func, item.args, columns) if item.func in BUILT_IN else None
+def check_answers(loaded: LoadedConfig, data: RunData, position: Position) -> None:
+    """Raises: ConfigError where rows at a position, or those held out, lack what a built-in reward compares with."""
+    rows = [("the rows", data.first_columns(position)), ("the held-out rows", data.held_out_columns())]
+    for item, (which, columns) in product(loaded.run.rewards, rows):
+        is_told = columns and item.func in BUILT_IN
+        problem = columns_problem(item.func, item.args, columns, which) if is_told else None
         if problem is not None:
             raise ConfigError(
                 f"{item.func}: {problem}. Name the one with the answer: reward_funcs: [{{func: {item.func}, args: "

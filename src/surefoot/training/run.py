@@ -1,7 +1,7 @@
 """The composition root: from a config to a finished run. Reads as a list of what a run is made of."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -259,7 +259,7 @@ def _assemble(
     with phases("tokenise"):
         ranks.node_by_node(lambda: data.prepare(state.position))
         if rewards is not None:
-            ranks.node_by_node(lambda: check_answers(loaded, data.first_columns(state.position)))
+            ranks.node_by_node(lambda: check_answers(loaded, data, state.position))
     if server is not None:
         ranks.together(server.check_alive, names_rank=False)
         with phases("sync"):
@@ -284,9 +284,14 @@ def _assemble(
         with phases("wait for data"):
             return data.batches(state.position)
 
-    def evaluate() -> tuple[float, int]:
+    def evaluate(step: int) -> Mapping[str, float]:
+        if rewards is not None:
+            assert data.held_out is not None
+            return source.evaluate(data.held_out, step)
         assert isinstance(learner.objective, SftObjective)
-        return learner.objective.evaluate(batch.to(device) for batch in data.eval_batches())
+        with learner.forward_context():
+            loss, trained = learner.objective.evaluate(batch.to(device) for batch in data.eval_batches())
+        return {"eval_loss": loss, "eval_trained_tokens": trained}
 
     job = Job(
         config=config,
