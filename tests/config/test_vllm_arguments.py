@@ -46,6 +46,10 @@ def test_an_argument_is_taken_out_with_its_value() -> None:
         ["--host", "0.0.0.0"],
         ["--logprobs-mode=raw_logprobs"],
         ["--served-model-name", "mine"],
+        ["--max-lora-rank=4"],
+        ["--no-enable-lora"],
+        ["--config", "server.yaml"],
+        ["--max-model-len", "0.5k"],
     ],
 )
 def test_nonsense_is_refused(arguments: list[str]) -> None:

@@ -109,6 +109,11 @@ def test_a_run_knows_its_machine_and_what_changed_since(
     assert capsys.readouterr().out.endswith("environment.NCCL_DEBUG: not there -> WARN\n")
 
 
+def test_a_model_folder_that_is_not_there_is_not_fetched(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", config, "model=/none/llama"]) == 3
+    assert "FAILED  model                         /none/llama: no such folder" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("path", ["nowhere", "run.yaml"])
 def test_against_what_is_no_run(config: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--against", str(Path(config).with_name(path))]) == 2

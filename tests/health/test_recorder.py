@@ -13,7 +13,8 @@ import yaml
 
 import surefoot
 from surefoot.errors import InputError
-from surefoot.health.recorder import KEPT_STARTS, Entry, read_history
+from surefoot.events import PhaseBegan, PhaseEnded, StepEnded
+from surefoot.health.recorder import KEPT_STARTS, Entry, Recorder, read_history
 from tests.conftest import training_process
 
 STEP = ["wait for data", "communicate", "forward", "backward", "communicate", "backward", "communicate", "optimizer"]
@@ -113,3 +114,29 @@ def test_memory_is_counted_by_owner(settings: dict[str, Any]) -> None:
     assert sampled.values["optimizer"] >= 2 * 4 * lora
     assert sampled.values["frozen"] == pytest.approx(4 * base + buffers, rel=0.02)
     assert sampled.values["total"] > sampled.values["optimizer"]
+
+
+def test_cores_that_are_waited_for_between_steps_are_no_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Waits:
+        """A thread that has waited a second for each phase or step that ends, ten for an evaluation."""
+
+        waited_s = 0.0
+
+        def since_last_s(self) -> float:
+            seconds, self.waited_s = self.waited_s, 0.0
+            return seconds
+
+        def end(self) -> None:
+            pass
+
+    waits = Waits()
+    monkeypatch.setattr("surefoot.health.recorder.TimeInLine", lambda: waits)
+    recorder = Recorder(tmp_path, 0)
+    for step in (1, 2, 3):
+        waits.waited_s += 1
+        recorder.observe(StepEnded(step, 3, False, 0.0, 1.0, 1.0, 1e-3, 9, 9, 9.0, 0.1, 9))
+        recorder.observe(PhaseBegan(0, step, "evaluate"))
+        waits.waited_s += 10
+        recorder.observe(PhaseEnded(0, step, "evaluate"))
+    found = [entry.values["in_line_s"] for entry in read_history(tmp_path).entries if entry.kind == "learning rate"]
+    assert found == [1, 1, 1]

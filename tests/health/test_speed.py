@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +19,7 @@ from surefoot.health.diagnose.speed import (
     has_own_cause,
     share_of_steps,
 )
-from surefoot.health.flight import FlightRecord
+from surefoot.health.flight import MEANINGS, FlightRecord
 from surefoot.health.recorder import Entry
 
 SOUND = {"wait for data": 0.02, "forward": 0.4, "backward": 0.5, "communicate": 0.05, "optimizer": 0.03}
@@ -226,6 +227,8 @@ def test_experts_that_are_used_unevenly_are_named_where_ranks_wait_for_them() ->
     assert find_uneven_experts(in_turns, 1.1) is None, "even experts: something else is slow"
     others = {rank: flight({key[1]: when for key, when in one.asked.items()}) for rank, one in in_turns.items()}
     assert find_uneven_experts(others, 1.6) is None, "no tokens travel there"
+    sums = {rank: replace(one, meanings={"0": MEANINGS["mesh_fsdp"]}) for rank, one in in_turns.items()}
+    assert find_uneven_experts(sums, 1.6) is None, "gradients do, with gloo by the same call"
 
 
 def test_too_little_is_known_of_few_collectives_or_one_rank() -> None:

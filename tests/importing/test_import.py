@@ -504,6 +504,16 @@ def of_words(words: str) -> Imported:
         ("trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward --use_vllm true "
          "--vllm_importance_sampling_correction false",
          {"importance_correction": "none", "vllm_args": ["--gpu-memory-utilization=0.3"]}, None),
+        ("trl grpo --model_name_or_path m --dataset_name d --vllm_importance_sampling_correction false "
+         "--vllm_importance_sampling_mode token_truncate", {"importance_correction": "none"}, None),
+        ("trl grpo --model_name_or_path m --dataset_name d --vllm_importance_sampling_mode sequence_truncate", {},
+         "vllm_importance_sampling_mode = sequence_truncate"),
+        ("swift rlhf --rlhf_type grpo --model m --dataset d --rollout_importance_sampling_mode none",
+         {"importance_correction": "none"}, None),
+        ("swift rlhf --rlhf_type grpo --model m --dataset d --use_vllm true --vllm_mode colocate "
+         "--vllm_max_model_len 2400", {"vllm_args": None, "max_completion_length": 512}, "vllm_max_model_len = 2400"),
+        ("swift rlhf --rlhf_type grpo --model m --dataset d --use_vllm true --vllm_mode colocate "
+         "--vllm_max_model_len 2600", {"vllm_args": ["--max-model-len=2600"], "max_completion_length": 512}, None),
         ("accelerate launch --zero_stage 3 --num_machines 2 --num_processes 4 --main_process_ip 10.0.0.7 "
          "--main_process_port 6000 sft.py --model_name_or_path m --dataset_name d",
          {"zero_stage": 3, "nproc_per_node": 2, "rdzv_endpoint": "10.0.0.7:6000"}, None),

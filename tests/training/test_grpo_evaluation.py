@@ -150,7 +150,7 @@ class BusyEngine(EagerEngine):
         return made
 
     def publish(self, policy_version: int) -> None:
-        assert not self.under_way
+        assert not self.under_way, policy_version
 
 
 def test_what_is_under_way_is_waited_for_before_an_evaluation(

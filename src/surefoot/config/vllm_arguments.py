@@ -13,8 +13,15 @@ OF_THE_RUN = {
     "--served-model-name": "the run asks for the model by its own name",
     "--logprobs-mode": "it follows from temperature, top_p and top_k",
     "--generation-config": "completions are drawn as the run's settings say, not as the model's folder does",
+    "--max-lora-rank": "it follows from lora_rank",
+    "--max-loras": "the newest adapter is there before the one before it goes",
+    "--no-enable-lora": "adapters are what the server is sent",
+    "--uds": "the run reaches the server over a port",
+    "--config": "what it says could not be compared with the run. Give its arguments one by one",
 }
-"""Arguments that the run gives itself, and why another value would break it."""
+"""Arguments that follow from the run, and why another value would break it."""
+UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+"""Behind a number of tokens, as vLLM reads them."""
 SHORT = {"-tp": TENSOR_PARALLEL}
 USUAL_SHARE = 0.92
 """Of a GPU that vLLM 0.32 takes where it is not told."""
@@ -45,14 +52,15 @@ def without(arguments: Sequence[str], unwanted: str) -> list[str]:
 
 
 def most_tokens(arguments: Sequence[str]) -> int | None:
-    """Of a prompt with its completion; None where it is not given, or in a form that vLLM reads itself: `16k`.
+    """Of a prompt with its completion; None where it is not given, or the server is to find it out.
 
     Raises: ValueError for what is no number of tokens.
     """
     given = value_of(arguments, MOST_TOKENS)
-    if given is None or given in ("-1", "auto") or re.fullmatch(r"\d+(\.\d+)?[kKmMgGtT]", given):
+    if given is None or given in ("-1", "auto"):
         return None
-    return int(given)
+    with_unit = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT])", given)
+    return int(float(with_unit[1]) * UNITS[with_unit[2]]) if with_unit else int(given)
 
 
 def memory_share(arguments: Sequence[str]) -> float:

@@ -71,7 +71,8 @@ def template(seen: Seen) -> Check:
     folder = folder_here(run.model)
     if folder is None:
         return not_applicable(name, f"{run.model} is not here yet")
-    if not Path(run.model).is_dir() and not (folder / "tokenizer_config.json").is_file():
+    is_fetched = not Path(run.model).is_dir()  # of what was fetched before, some files may still be missing
+    if is_fetched and not (folder / "tokenizer_config.json").is_file():
         return not_applicable(name, f"the tokenizer of {run.model} is not here yet")
     from surefoot.data.conversation import BadRow, Conversation, Message
     from surefoot.data.render import Renderer, RendererSource
@@ -80,12 +81,16 @@ def template(seen: Seen) -> Check:
     try:
         tokenizer = load_tokenizer(folder)
     except SurefootError as error:
+        if is_fetched:
+            return not_applicable(name, f"the tokenizer of {run.model} is not all here yet")
         said = " ".join(str(error).split())
         where = seen.loaded.where("model") if seen.loaded else ""
         return wrong(name, "SF718", said, where=where, fix="Fetch the folder again, with all files of its tokenizer.")
     try:
         if run.chat_template is not None:
             tokenizer = load_tokenizer(folder, run.chat_template)
+        if tokenizer.chat_template is None and is_fetched and not (folder / "chat_template.jinja").is_file():
+            return not_applicable(name, f"no template of {run.model} is here yet")
         if tokenizer.chat_template is None:
             return not_applicable(name, "the model has none: conversations would be refused, bare texts are fine")
         source = RendererSource.of(tokenizer, run.template_variables, parse_special_tokens=run.parse_special_tokens)

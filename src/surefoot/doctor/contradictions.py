@@ -9,7 +9,7 @@ from surefoot.config.vllm_arguments import memory_share
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
 from surefoot.doctor.gpus import used
 from surefoot.doctor.sizes import Weights, weights_of
-from surefoot.models.sources import folder_here, longest_context
+from surefoot.models.sources import folder_here, longest_context, may_be_fetched
 
 GIB = 1 << 30
 FP32_BYTES, HALF_BYTES = 4, 2
@@ -48,6 +48,9 @@ def model(seen: Seen) -> Check:
     if run is None:
         return not_applicable(name, "no run is given")
     folder = folder_here(run.model)
+    if folder is None and not may_be_fetched(run.model):
+        return wrong(name, "SF718", f"{run.model}: no such folder", is_fatal=True, where=_where(seen),
+                     fix="Give the folder of a model, or a name that the hub knows.")  # fmt: skip
     if folder is None:
         return not_applicable(name, f"{run.model} is not here yet: it is fetched when the run starts")
     try:

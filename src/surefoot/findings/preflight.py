@@ -134,8 +134,9 @@ PAGES = {
     ),
     "SF718": Page(
         "error",
-        "the model's files are damaged",
-        "The header of a safetensors file cannot be read, or its tensors reach beyond its end.",
+        "the model's files are missing or damaged",
+        "There is no such folder; or the header of a safetensors file cannot be read, or its tensors reach beyond its "
+        "end.",
         "Fetch or copy the folder again: a download or a copy was cut short.",
     ),
     "SF719": Page(

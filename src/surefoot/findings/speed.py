@@ -99,11 +99,14 @@ PAGES = {
     ),
     "SF313": Page(
         "warning",
-        "a rank waits for a core that other processes have",
-        "The kernel counts how long a thread is ready to run and gets no core (/proc/PID/task/TID/schedstat). Either "
-        "steps take twice as long as they did, and half of what was added or more is such waiting; or the others wait "
-        "for one rank in half of the time, because it waits for a core.",
-        "See with `top` what else runs on those cores: another job, data workers, more threads than cores "
-        "(OMP_NUM_THREADS), or ranks that are bound to one core (taskset, --cpu-bind). Give each rank its own cores.",
+        "a rank waits for a core",
+        "The kernel counts how long a thread is ready to run and gets no core (/proc/PID/task/TID/schedstat), which is "
+        "read of the thread that trains. Either some rank's steps take twice as long as they did, and half of what was "
+        "added or more is such waiting; or the others wait for one rank in half of the time, because it waits for a "
+        "core. Where cores are too few from the first step on there is nothing to compare with: the doctor counts "
+        "them before (SF714).",
+        "See with `top` what else runs on those cores: another job, data workers, threads of the run itself "
+        "(OMP_NUM_THREADS). Where nothing does, the container's share is used up: look at nr_throttled in cpu.stat of "
+        "its cgroup. Give each rank cores of its own.",
     ),
 }

@@ -150,6 +150,10 @@ def _in_words(ring: RingReader, start: int, record: Record) -> Entry:
     return Entry(ring.rank, start, ring.process, record.time_s, kind, PHASES[record.phase], record.step, values)
 
 
+BETWEEN_STEPS = ("evaluate", "save")
+"""Phases whose waits for a core are no part of the step that ends after them."""
+
+
 class Recorder:
     """Writes what happens on one rank, to a ring of its own for each start. It costs microseconds and changes nothing.
 
@@ -181,6 +185,8 @@ class Recorder:
                 self._before.append((time.time(), kind))
                 return
             self._write(kind, event.step, self._memory.anonymous_bytes(), phase=event.phase)
+            if kind == "phase ended" and event.phase in BETWEEN_STEPS and self._in_line is not None:
+                self._in_line.since_last_s()  # no step's
             if self._ring is not None:
                 self._ring.enter_layer(None)
         elif isinstance(event, BatchDescribed):

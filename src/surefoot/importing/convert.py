@@ -149,6 +149,10 @@ def _left_beside(told: Told, name: str, value: Any, said: str) -> dict[str, str]
         return axolotl_left(told, value)
     if name in ("dataset", "val_dataset") and told.program == "ms-swift":
         return swift_left(name, value)
+    if name.endswith("_importance_sampling_mode") and str(value).startswith("sequence"):
+        return {
+            said: "a token is corrected by its own ratio here, not by that of its completion: importance_correction"
+        }
     if name in ("model", "model_id_or_path") and is_of_modelscope(str(value)):
         return {said: OF_MODELSCOPE}
     if name == "report_to":
@@ -215,9 +219,11 @@ def _choose_engine(draft: _Draft) -> None:
 
 def _has_no_room(draft: _Draft, name: str, value: Any) -> bool:
     """Whether it is a server's context that is shorter than this run's prompts and completions; then it is left out."""
-    fields = RunConfig.model_fields
-    usual = {field: fields[field].default for field in ("max_length", "max_completion_length")}
-    prompt = draft.value("max_prompt_length") or draft.value("max_length", usual["max_length"])
+    fields, theirs = RunConfig.model_fields, _defaults(draft.told, draft.ours)
+    usual = {field: theirs.get(field, fields[field].default) for field in ("max_length", "max_completion_length")}
+    prompt = draft.value("max_prompt_length", theirs.get("max_prompt_length")) or draft.value(
+        "max_length", usual["max_length"]
+    )
     completion = draft.value("max_completion_length", usual["max_completion_length"])
     given = (number_of(value), prompt, completion)
     if VLLM_OPTIONS.get(name) != "max-model-len" or not all(isinstance(one, int) for one in given):

@@ -54,8 +54,13 @@ def mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
         return {"scale_rewards": "group" if value else "none"}
     if name == "vllm_importance_sampling_correction":
         return {} if value else {"importance_correction": "none"}
-    if name.endswith("_importance_sampling_mode") and str(value).startswith("sequence"):
-        return None
+    if name.endswith("_importance_sampling_mode"):
+        if number_of(told.settings.get("vllm_importance_sampling_correction")) is False:
+            return {}  # switched off, whatever its mode would be
+        if str(value).startswith("sequence"):
+            return {}  # told of beside
+        if str(value).lower() in ("none", "null"):
+            return {"importance_correction": "none"}
     if name == "adapters":
         return {"init_adapter": value[0] if isinstance(value, list) and value else value}
     if name == "save_strategy" and value in ("no", False):

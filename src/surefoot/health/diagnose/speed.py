@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from surefoot.findings import CATALOGUE, Finding
-from surefoot.health.flight import TRAVELLING, FlightRecord
+from surefoot.health.flight import MEANINGS, TRAVELLING, FlightRecord
 from surefoot.health.recorder import Entry, newest_starts
 
 WARMUP_STEPS = 5
@@ -53,6 +53,9 @@ FOR_CORES_SHARE = 0.5
 """Of the time that is lost, from which on it is for want of a core."""
 MOST_IN_LINE = 0.2
 """Of the time: a rank that waits longer for cores says nothing of its network."""
+
+
+OF_SHARDED_WEIGHTS = (MEANINGS["mesh_fsdp"], MEANINGS["mesh_dp_replicate"])
 
 
 @dataclass(frozen=True)
@@ -235,8 +238,8 @@ def find_straggler(
     if is_in_line and in_line is not None:
         return Finding(
             "SF313",
-            f"rank {rank} waits for a core in {in_line[rank]:.0%} of the time, because others have it, and the other "
-            f"ranks wait for that rank in {lost_s / took_s:.0%}",
+            f"rank {rank} is ready and gets no core in {in_line[rank]:.0%} of the time, and the other ranks wait for "
+            f"that rank in {lost_s / took_s:.0%}",
             {"rank": rank, "in_line": f"{in_line[rank]:.0%}", "collectives": shared, "seconds": round(took_s, 1)},
             CATALOGUE["SF313"].fix,
             confidence=0.9,
@@ -279,7 +282,16 @@ def find_uneven_experts(flights: Mapping[int, FlightRecord], load: float) -> Fin
         return None
     _, took_s, waits = met
     calls = {one: call for flight in flights.values() for one, call in flight.over.items()}
-    spans = [span for of_rank in waits.values() for one, span in of_rank if TRAVELLING in calls.get(one, "")]
+    # With gloo gradients are summed by the same call.
+    others = {
+        group for flight in flights.values() for group, what in flight.meanings.items() if what in OF_SHARDED_WEIGHTS
+    }
+    spans = [
+        span
+        for of_rank in waits.values()
+        for one, span in of_rank
+        if TRAVELLING in calls.get(one, "") and one[0] not in others
+    ]
     lost_s = sum(_together(spans))
     if took_s < STRAGGLER_WINDOW_S or lost_s < BEHIND_SHARE * took_s or len(spans) < LEAST_COLLECTIVES:
         return None
@@ -441,7 +453,7 @@ def _slowed(ranks: Mapping[int, RankTimes], windows: Mapping[int, Sequence[StepT
         share = f"{_in_line(one.window):.0%}"
         yield Finding(
             "SF313",
-            f"{longer}: rank {one.rank} is ready and waits for a core in {share} of the time, because others have it",
+            f"{longer}: rank {one.rank} is ready and gets no core in {share} of the time",
             _seen(one.window, rank=one.rank, in_line=share, step_time_before_s=before_s),
             CATALOGUE["SF313"].fix,
             confidence=0.9,

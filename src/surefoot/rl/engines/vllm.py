@@ -10,6 +10,7 @@ from base64 import b64encode
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
@@ -91,9 +92,9 @@ class VllmEngine:
         self._score = score
         self._timeout_s = timeout_s
         self._probe_prompt = probe
-        # Where sampling is cut to one token, a server that tells logprobs of what is left says 0 for each.
-        top_k = 1 if sampling.top_p < 1 or sampling.top_k else 0
-        self._probe_sampling = Sampling(PROBE_TOKENS, sampling.temperature, top_k=top_k, banned=sampling.banned)
+        self._probe_sampling = Sampling(PROBE_TOKENS, sampling.temperature, banned=sampling.banned)
+        self._must_see_mode = bool(sampling.top_p < 1 or sampling.top_k)
+        """Of the server's logprobs: see `_see_mode`."""
         self._dtype = dtype
         self._vocab_size = vocab_size
         self._has_seeds = has_seeds
@@ -129,6 +130,9 @@ class VllmEngine:
             self._try_adapter(self._noisy)
             self._noisy = None
         self._model = self._sync.send(f"policy-{policy_version:08d}")
+        if self._must_see_mode:
+            self._ranks.from_first(self._see_mode)
+            self._must_see_mode = False
         self._probe()
         self._ranks.from_first(self._sync.settle)
         self._version = policy_version
@@ -234,22 +238,31 @@ class VllmEngine:
 
     def _sequence(self) -> tuple[list[int], list[float]]:
         """Tokens that the server draws after the probe's prompt, and their logprobs. Collective."""
-        sampling, request = self._probe_sampling, self._probe_prompt
-        deadline = time.monotonic() + self._timeout_s
 
         def made() -> list[list[float]]:
-            pictures = list(self._pictures([request]).values())
-            one = self._complete(request, sampling, self._model, 0, deadline, pictures, is_probe=True)
-            if sampling.top_k == 1 and not any(one.logprobs):
-                raise self._server.stopped(
-                    "SF805",
-                    "the server's logprobs are those of the tokens that top_p and top_k leave: each is 0 where the "
-                    "likeliest alone is left. Start it with --logprobs-mode raw_logprobs",
-                )
+            one = self._probed(self._probe_sampling)
             return [list(one.ids), one.logprobs]
 
         ids, logprobs = self._ranks.from_first(made)
         return [int(token) for token in ids], logprobs
+
+    def _see_mode(self) -> None:
+        """See that the server tells logprobs of all tokens, not of those that top_p and top_k leave.
+
+        Where they leave one token alone, the latter are all 0. Raises: StoppedOnFinding (SF805, SF801).
+        """
+        if not any(self._probed(replace(self._probe_sampling, top_k=1)).logprobs):
+            raise self._server.stopped(
+                "SF805",
+                "the server's logprobs are those of the tokens that top_p and top_k leave: each is 0 where the "
+                "likeliest alone is left. Start it with --logprobs-mode raw_logprobs",
+            )
+
+    def _probed(self, sampling: Sampling) -> Completion:
+        """What the server answers the probe. On one rank. Raises: StoppedOnFinding (SF801, SF806)."""
+        pictures = list(self._pictures([self._probe_prompt]).values())
+        deadline = time.monotonic() + self._timeout_s
+        return self._complete(self._probe_prompt, sampling, self._model, 0, deadline, pictures, is_probe=True)
 
     def _first_difference(self, some: Sequence[float], others: Sequence[float]) -> float:
         """The mean difference as rank 0 sees it, so that all ranks take the same way. Collective."""
