@@ -86,8 +86,22 @@ def test_the_page_of_grpo_shows_rewards_and_completions(grpo_folder: Path) -> No
     assert {"reward", "length", "entropy", "importance", "kl"} <= set(json.loads(written[1]))
     assert EVIL not in text
     tables = re.findall(r"<summary>completions of step (\d)</summary><table>(.*?)</table>", text, re.S)
-    assert [step for step, _ in tables] == ["1", "3", "5"]
-    assert [rows.count("<tr>") for _, rows in tables] == [9, 9, 9]
+    assert [step for step, _ in tables] == ["1", "2", "3", "4", "5"]
+    assert [rows.count("<tr>") for _, rows in tables] == [9] * 5
+
+
+def test_of_a_long_run_a_few_steps_and_the_beginnings_of_answers_are_shown(grpo_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "long"
+    shutil.copytree(grpo_folder, folder)
+    line = json.loads((folder / "completions.jsonl").read_text().splitlines()[0])
+    made = [{**line, "step": step, "completion": "x" * 5000} for step in range(1, 101) for _ in range(32)]
+    (folder / "completions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in made))
+    text = write_report(folder).read_text()
+    shown = [int(step) for step in re.findall(r"<summary>completions of step (\d+)</summary>", text)]
+    assert (shown[0], shown[-1]) == (1, 100)
+    assert 10 <= len(shown) <= 13
+    assert text.count("x ... (3000 more characters)") == 8 * len(shown)
+    assert len(text) < 1.5e6
 
 
 @pytest.mark.slow

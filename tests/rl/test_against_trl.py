@@ -22,6 +22,8 @@ from surefoot.training.step import Totals
 MAX_LENGTH = 9
 TEMPERATURE = 0.7
 TOLERANCE = 1e-5
+LEFT_OUT = 2
+"""The completion that is masked, as TRL masks those without an end."""
 LOSSES = {"grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo", "bnpo": "bnpo", "gspo": "grpo", "cispo": "cispo"}
 """Ours -> TRL's, which has GSPO as ratios of sequences."""
 
@@ -97,7 +99,8 @@ def test_the_gradient_is_that_of_trl(
     )  # fmt: skip
     built = build_model(model_folder("llama"), lora=None, device=torch.device("cpu"), dtype=torch.float32)
     objective = GrpoObjective(built, config)
-    weights = token_weights(loss_type, [Trained(len(one.ids), False) for one in rows], MAX_LENGTH)
+    trained = [Trained(len(one.ids), number == LEFT_OUT) for number, one in enumerate(rows)]
+    weights = token_weights(loss_type, trained, MAX_LENGTH)
     for number, (one, weight) in enumerate(zip(rows, weights, strict=True)):
         one.weight, one.rollout_logprobs = weight, [0.0] * len(one.ids)
         (alone,) = policy_batches([one], 1, share_prompts=False)
@@ -117,7 +120,7 @@ def test_the_gradient_is_that_of_trl(
     trainer.importance_sampling_level = "sequence" if loss_type == "gspo" else "token"
     trainer.epsilon_low, trainer.epsilon_high = config.epsilon, config.epsilon_high
     trainer.use_vllm, trainer.vllm_importance_sampling_correction = correction != "none", True
-    mask = padded([[1] * len(one.ids) for one in rows], 0)
+    mask = padded([[int(number != LEFT_OUT)] * len(one.ids) for number, one in enumerate(rows)], 0)
     old = padded([one.old_logprobs or [] for one in rows], 0.0)
     importance = (old - padded([one.rollout_logprobs for one in rows], 0.0)).exp()
     kept = importance.clamp(max=1.2) if correction == "truncate" else importance * (importance <= 1.2)

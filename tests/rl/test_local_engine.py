@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from surefoot.errors import StoppedOnFinding
 from surefoot.models.build import build_model
 from surefoot.models.lora import LoraSettings
 from surefoot.rl.batch import Trajectory, collate_policy
@@ -116,6 +117,15 @@ def test_tokens_are_drawn_as_the_distribution_says(model_folder: Callable[[str],
     assert [one.logprobs[0] for one in cut] == pytest.approx(
         [np.log(probabilities[one.ids[0]]) for one in cut], abs=1e-5
     )
+
+
+def test_a_rollout_has_a_deadline(model: Any, tokenizer: Any) -> None:
+    engine = LocalEngine(model, tokenizer, batch_size=2, timeout_s=1e-3)
+    with pytest.raises(StoppedOnFinding, match=r"completions of a rollout were not generated in the 0.001 s") as late:
+        engine.generate(requests(), Sampling(16), 0)
+    assert late.value.finding.code == "SF801"
+    assert late.value.finding.evidence["missing"] == len(requests())
+    assert late.value.is_agreed
 
 
 def test_no_request_gives_no_completion(model: Any, tokenizer: Any) -> None:

@@ -276,6 +276,19 @@ def test_a_reward_has_the_deadline_of_the_settings(grpo: dict[str, Any], tmp_pat
     assert "it took over 0.2 s" in stopped.value.finding.cause
 
 
+@pytest.mark.matrix
+def test_completions_that_cannot_be_written_end_all_ranks(grpo: dict[str, Any], tmp_path: Path) -> None:
+    grpo["lr_scheduler_type"] = "constant"
+    surefoot.train(grpo, max_steps=1, screen=False)
+    (tmp_path / "run/completions.jsonl").unlink()
+    (tmp_path / "run/completions.jsonl").symlink_to("/dev/full")
+    (tmp_path / "run.json").write_text(json.dumps({**grpo, "nproc_per_node": 2}))
+    done = command("train", str(tmp_path / "run.json"), timeout_s=60)
+    assert done.returncode == 1, done.stderr
+    assert "completions.jsonl: could not be written: No space left on device" in done.stderr
+    assert "SF1" not in done.stderr, "no rank waits for the other"
+
+
 def test_a_step_without_any_reward_stops_the_run(grpo: dict[str, Any], tmp_path: Path) -> None:
     settings = {**grpo, "reward_funcs": [reward_file(tmp_path, "    return [None] * len(completions)")]}
     with pytest.raises(StoppedOnFinding) as stopped:

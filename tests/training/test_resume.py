@@ -438,7 +438,13 @@ def test_a_file_system_without_locks_is_not_taken_for_a_folder_in_use(
 
 def test_lines_that_cannot_be_written_end_the_run_with_their_file() -> None:
     with pytest.raises(StorageError, match=r"/dev/full: could not be written: No space left on device"):
-        CompletionsFile(Path("/dev/full")).observe(CompletionsMade(1, 0, ({"place": "x:1"},)))
+        CompletionsFile(Path("/dev/full"), Path("/dev/full")).observe(CompletionsMade(1, 0, ({"place": "x:1"},)))
+
+
+def test_half_a_character_is_written_as_json_would_escape_it(tmp_path: Path) -> None:
+    path = tmp_path / "completions.jsonl"
+    CompletionsFile(path, path).observe(CompletionsMade(1, 0, ({"prompt": "\ud800 é"},)))
+    assert json.loads(path.read_text("utf-8"))["prompt"] == "\ud800 é"
 
 
 def test_the_command_line_reports_an_interruption(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -18,10 +18,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 import surefoot
 from surefoot.errors import DataError
 from surefoot.models.build import trainable_parameters
+from surefoot.parallel.ranks import Ranks
 from surefoot.rl.batch import Trajectory, collate_policy
 from surefoot.rl.engines.local import LocalEngine
 from surefoot.rl.engines.vllm_protocol import call_for, completion_of
-from surefoot.rl.rollout import Request, Sampling
+from surefoot.rl.rollout import Request, RolloutInterrupted, Sampling
 from surefoot.training.loss import TokenLogprobs
 from tests.conftest import write_jsonl
 from tests.training.test_resume import SignalAfter, assert_same_run, train_with
@@ -84,6 +85,23 @@ def test_the_likeliest_tokens_are_those_of_transformers(kind: str, vision: Any, 
         theirs.model.rope_deltas = None  # left there by the row before
         expected = theirs.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert one.ids == expected[0, ids.shape[1] :].tolist()
+
+
+def test_a_rank_that_reads_images_with_others_stops_at_the_next_token(vision: Any, vision_folder: Make) -> None:
+    """Where it generates by itself, too: the others hear of it when they meet."""
+    requests, reader = asked(vision("qwen2_5_vl"))
+    model = built(vision_folder("qwen2_5_vl")).model
+    tokenizer = AutoTokenizer.from_pretrained(vision_folder("qwen2_5_vl"))
+    times = []
+
+    def told() -> bool:
+        times.append(len(times))
+        return len(times) > 5
+
+    engine = LocalEngine(model, tokenizer, ranks=Ranks(), reader=reader, is_told_to_stop=told)
+    with pytest.raises(RolloutInterrupted):
+        engine.generate(requests, Sampling(200), 0)
+    assert len(times) < 10
 
 
 def test_equal_prompts_with_other_images_are_other_prompts(vision: Any, vision_folder: Make, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import base64
 import json
+import struct
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -311,6 +313,23 @@ def test_rows_that_differ_in_their_image_alone_are_two_samples(tmp_path: Path) -
     assert one.ids.tolist() == two.ids.tolist()
     assert one.digest != two.digest
     assert one.digest == again.digest
+
+
+def deep_png() -> bytes:
+    """16 bits a channel, in colour: Pillow cannot write one, and reads it as one of 8."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", 60, 60, 16, 2, 0, 0, 0)
+    pixels = zlib.compress((b"\0" + bytes(6 * 60)) * 60)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+def test_colours_of_more_than_eight_bits_would_be_cut_off_too(tmp_path: Path) -> None:
+    (tmp_path / "deep.png").write_bytes(deep_png())
+    with pytest.raises(BadRow, match=r"deep\.png has more than 8 bits a channel \(RGB;16B\)"):
+        rendered({"query": "?", "response": "a", "images": ["deep.png"]}, tmp_path)
 
 
 def test_more_than_eight_bits_would_be_cut_off(tmp_path: Path) -> None:

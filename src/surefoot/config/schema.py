@@ -180,7 +180,7 @@ class RunConfig(BaseModel):
     rollout_engine: Literal["local", "vllm"] = "local"
     """GRPO: what generates. `local`: the trained model itself. `vllm`: a server, to which weights are sent."""
     rollout_timeout_s: float = Field(default=1200.0, gt=0)
-    """GRPO: seconds in which the server must have answered a whole rollout; then the run stops and says why."""
+    """GRPO: seconds in which all completions of a rollout must be there; then the run stops and says why."""
     vllm_server: str | None = None
     """GRPO: the address of a server that is there already: `http://127.0.0.1:8000`. Default: the run starts one."""
     vllm_command: str = "vllm"

@@ -196,7 +196,10 @@ class Reader:
             if likely is not None:
                 raise BadRow(f"a turn says {PLACEHOLDER}, and no column is `images`. Set columns: {{images: {likely}}}")
         if sources and conversation.kind in ("completion", "text", "text prompt"):
-            raise BadRow("the row has images, but bare texts instead of messages, in which they could stand")
+            raise BadRow(
+                "the row has images, but bare texts instead of messages, in which they could stand. Give messages, or "
+                "name the text as a question: columns: {query: prompt}"
+            )
         return replace(conversation, messages=place(conversation.messages, sources))
 
     def _prompt(self, format: Format, columns: Columns) -> Conversation:

@@ -248,19 +248,31 @@ def _in_rgb(picture: Pillow.Image) -> Pillow.Image:
     return Pillow.alpha_composite(Pillow.new("RGBA", layers.size, "white"), layers).convert("RGB")
 
 
+def _deep_mode(picture: Pillow.Image) -> str | None:
+    """How the file holds more than 8 bits a channel, where it does; pixels must not have been read yet.
+
+    A PNG or TIFF of 16 bits a channel in colour is given as one of 8: only the decoder's arguments tell.
+    """
+    if picture.mode.startswith(("I", "F")):
+        return picture.mode
+    given = [tile[3] for tile in getattr(picture, "tile", ())]
+    told = [one for each in given for one in (each if isinstance(each, tuple) else (each,))]
+    return next((one for one in told if isinstance(one, str) and one.endswith((";16B", ";16L", ";16N"))), None)
+
+
 def _decoded(content: bytes, name: str) -> Pillow.Image:
     """The whole picture, upright and in RGB. Raises: BadImage."""
     if not content:
         raise BadImage(f"image {name} is broken: the file is empty")
     try:
         with Pillow.open(BytesIO(content)) as picture:
-            mode = picture.mode
+            mode = _deep_mode(picture)
             upright = _in_rgb(ImageOps.exif_transpose(picture))
     except UnidentifiedImageError as error:
         raise BadImage(f"image {name} is broken: it is in no format that Pillow knows") from error
     except Exception as error:  # a decoder is a program that reads what anyone may have written
         raise BadImage(f"image {name} is broken: {type(error).__name__}: {str(error)[:200]}") from error
-    if mode.startswith(("I", "F")):
+    if mode is not None:
         raise BadImage(f"image {name} has more than 8 bits a channel ({mode}), which would be cut off. Scale it")
     return upright
 

@@ -6,8 +6,9 @@ PAGES = {
     "SF801": Page(
         "error",
         "the rollout engine does not answer",
-        "A request to the server was not answered by its deadline (`rollout_timeout_s`), was refused, or the server's "
-        "process ended. The evidence holds the end of the server's log and what became of its process.",
+        "The completions of a rollout were not there by its deadline (`rollout_timeout_s`), whatever engine makes "
+        "them; or a request to a server was refused, or the server's process ended. The evidence holds the end of the "
+        "server's log and what became of its process.",
         "Read the end of its log. Out of memory: lower the engine's share (`vllm_args: "
         '[--gpu-memory-utilization, "0.5"]`) or its --max-model-len. Only slow: raise rollout_timeout_s.',
         ("modelscope/ms-swift#3592",),

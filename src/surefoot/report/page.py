@@ -9,8 +9,8 @@ from surefoot.report.story import Row, Story, read_story
 from surefoot.storage import write_text
 
 REPORT = "report.html"
-PROMPT_SHOWN = 300
-"""Characters of a prompt in the table of completions."""
+PROMPT_SHOWN, COMPLETION_SHOWN = 300, 2000
+"""Characters in the table of completions."""
 
 STYLE = """
 :root { color-scheme: light dark; --line: #d5d5d5; --card: #fff; --page: #f5f5f4; --text: #1c1917; --soft: #57534e; }
@@ -140,7 +140,7 @@ def _completions(story: Story) -> str:
         rows = "".join(
             f"<tr><td>{escape(_number(row['reward'], '.3g') or 'failed')}</td>"
             f"<td>{escape(_number(row['advantage'], '+.2f'))}</td><td>{row['tokens']}</td>"
-            f"<td>{escape(_words(row['prompt']))}</td><td>{escape(row['completion'])}</td></tr>"
+            f"<td>{escape(_words(row['prompt']))}</td><td>{escape(_cut(row['completion']))}</td></tr>"
             for row in story.completions
             if row["step"] == step
         )
@@ -149,6 +149,11 @@ def _completions(story: Story) -> str:
             f"<th>tokens</th><th>prompt</th><th>completion</th></tr>{rows}</table></details>"
         )
     return f"<section><h2>Completions</h2>{''.join(tables)}</section>" if tables else ""
+
+
+def _cut(text: str) -> str:
+    more = len(text) - COMPLETION_SHOWN
+    return text if more <= 0 else f"{text[:COMPLETION_SHOWN]} ... ({more} more characters)"
 
 
 def _words(prompt: Any) -> str:

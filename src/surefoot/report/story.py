@@ -23,7 +23,8 @@ MOST_CELLS = 4000
 ROLLOUT_NAMES = (
     "step", "reward", "reward_std", "completion_length", "entropy", "clip_ratio", "importance_ratio", "kl",
 )  # fmt: skip
-COMPLETIONS_SHOWN = 16
+STEPS_SHOWN, COMPLETIONS_SHOWN = 12, 8
+"""Of completions.jsonl: steps, and completions of each."""
 EVALUATED = ("eval_loss", "eval_reward")
 """Of each step that is shown: the first, one in the middle, and the last."""
 LONG_PHASES = ("launch", "load", "tokenise", "save", "evaluate", "export")
@@ -103,13 +104,12 @@ def read_story(run_folder: Path) -> Story:
 
 
 def _completions(path: Path) -> list[Row]:
-    """Of a few steps, so that a reader sees how answers change."""
-    lines = _lines(path)
-    steps = sorted({line["step"] for line in lines})
-    shown = {steps[0], steps[len(steps) // 2], steps[-1]} if steps else set()
-    return [
-        line for step in sorted(shown) for line in [one for one in lines if one["step"] == step][:COMPLETIONS_SHOWN]
-    ]
+    """Of steps from the first to the last, so that a reader sees how answers change."""
+    of_step: dict[int, list[Row]] = {}
+    for line in _lines(path):
+        of_step.setdefault(line["step"], []).append(line)
+    shown = _thinned([{"step": step} for step in of_step], STEPS_SHOWN)
+    return [line for row in shown for line in of_step[row["step"]][:COMPLETIONS_SHOWN]]
 
 
 def _lines(path: Path) -> list[Row]:

@@ -52,7 +52,7 @@ def token_weights(loss_type: str, completions: Sequence[Trained], max_length: in
     """What each token of a completion weighs in the loss of the step, over all ranks; 0 where it is masked.
 
     grpo, gspo: mean over a completion's tokens, then over completions (arXiv:2402.03300; 2507.18071, eq. 5).
-    dapo, bnpo, cispo: mean over all trained tokens (arXiv:2503.14476, eq. 8; 2506.02864; 2506.13585, eq. 4).
+    dapo, bnpo, cispo: mean over all trained tokens (arXiv:2503.14476, eq. 8; bnpo: TRL; 2506.13585, eq. 4).
     dr_grpo: sum over tokens, over completions times `max_length` (arXiv:2503.20783).
     """
     trained = sum(one.length for one in completions if not one.is_masked)

@@ -34,6 +34,8 @@ LARGEST = 1e12
 """Of a reward: the squares of much larger ones are no numbers any more."""
 LONE_TRIES = 2
 """Deadlines spent on finding which completions of a late group are to blame; the rest of it is masked with them."""
+LATE_GROUPS = 2
+"""In which every call was late: then a function that hangs would cost each further group its deadlines."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class Rewards:
         for item in items:
             check_reward(item, where)
         self._is_over = threading.Event()
+        self._late_groups = [0] * len(items)
+        """Of each function: groups in which it was late every time, since it last said something."""
         self._workers: queue.Queue[_Worker] = queue.Queue()
         self._all = [_Worker([item.func for item in items]) for _ in range(num_workers)]
         for worker in self._all:
@@ -116,6 +120,7 @@ class Rewards:
 
     def score(self, groups: Sequence[Answers], waiting: Callable[[], None] = lambda: None) -> list[list[list[Scored]]]:
         """[group][completion][function]. Never raises for what a function does. `waiting`: called now and then."""
+        self._late_groups = [0] * len(self._items)
         jobs = [(group, number) for group in groups for number in range(len(self._items))]
         asked = [self._threads.submit(self._group, *job) for job in jobs]
         while wait(asked, SIGN_OF_LIFE_S).not_done:  # each call has its deadline
@@ -143,6 +148,9 @@ class Rewards:
         for a completion's own.
         """
         everyone = range(len(group.texts))
+        if self._late_groups[number] >= LATE_GROUPS:
+            why = f"not asked: all calls for {LATE_GROUPS} groups of this step took over {self._timeout_s:g} s"
+            return [Scored(None, why)] * len(everyone)
         try:
             return self._call(group, number, everyone)
         except _Miscounted as error:
@@ -165,6 +173,8 @@ class Rewards:
             except (_Late, _Failed, _Miscounted) as error:
                 late += isinstance(error, _Late)
                 scored.append(Scored(None, str(error)))
+        if late and not any(one.reward is not None for one in scored):
+            self._late_groups[number] += 1
         if any(one.failure for one in scored):
             return scored
         # What a function says of a completion alone need not be what it would have said of it among the others.
@@ -180,6 +190,7 @@ class Rewards:
             rewards = worker.ask(number, {**arguments, **item.args}, self._timeout_s)
         finally:
             self._workers.put(worker)
+        self._late_groups[number] = 0
         if len(rewards) != len(chosen):
             raise _Miscounted(f"it returned {len(rewards)} rewards for {len(chosen)} completions")
         return [_scored(reward) for reward in rewards]
@@ -290,7 +301,8 @@ class _Worker:
             self.kill()
             raise _Failed("its process answered something else: does the function fork, or write to open files?")
         if "error" in answer:
-            raise _Failed(f"{answer['error']}\n{answer['trace']}".rstrip())
+            said = f"{answer['error']}\n{answer['trace']}".rstrip()
+            raise _Failed(said.encode("utf-8", "backslashreplace").decode())  # it may quote half a character
         return answer
 
     def _end(self) -> str:

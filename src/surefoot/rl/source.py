@@ -222,9 +222,8 @@ class RolloutSource:
             wait = self._begin(prompts, (EVALUATION, begin), step)
             groups += self._judge.groups(prompts, self._completions(wait))
         lines = tuple(self._judge.lines(groups))
-        self._emit(CompletionsMade(step, step, lines, is_evaluation=True))
-        for finding in self._failing(groups, step):
-            self._emit(FindingMade(finding))
+        findings = map(FindingMade, self._failing(groups, step))
+        self._tell(CompletionsMade(step, step, lines, is_evaluation=True), *findings)
         return {f"eval_{name}": value for name, value in measured_of(groups, self._judge.names).items()}
 
     def _await_ahead(self) -> None:
@@ -269,7 +268,7 @@ class RolloutSource:
                     (kept if self._judge.teaches(group) else flat).append(group)
             groups = [*kept, *flat][:wanted]
         trajectories, lines = self._judge.trajectories(groups)
-        self._emit(CompletionsMade(step + 1, _version(groups), tuple(lines)))
+        self._tell(CompletionsMade(step + 1, _version(groups), tuple(lines)))
         about = self._find(groups, [*kept, *flat], step)
         if config.dynamic_sampling:
             about["groups_replaced"] = float(len(kept) + len(flat) - wanted)
@@ -377,9 +376,15 @@ class RolloutSource:
             truncated_share=about["truncated_share"],
             rewards=known,
         )
-        for finding in findings:
-            self._emit(FindingMade(finding))
+        self._tell(*map(FindingMade, findings))
         return about
+
+    def _tell(self, *events: Event) -> None:
+        """What all ranks know, and rank 0 writes down: where it cannot, all hear of it. Collective.
+
+        Raises: StorageError on all ranks.
+        """
+        self._ranks.together(lambda: [self._emit(event) for event in events], names_rank=False)
 
     def _failing(self, groups: Sequence[Group], step: int) -> list[Finding]:
         """Reward functions that fail, of which nothing was said yet."""

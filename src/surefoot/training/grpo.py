@@ -66,8 +66,9 @@ class PolicyLoss:
         arXiv:1707.06347, eq. 7; GRPO, arXiv:2402.03300, eq. 3). gspo: the same with r of the whole completion, the
         geometric mean of its tokens' (arXiv:2507.18071, eq. 7). cispo: -min(r, epsilon_high) A log p, with no gradient
         through r (arXiv:2506.13585, eq. 4).
-        Times p_old / p_rollout, up to `importance_cap` (truncate) or 0 beyond it (mask): the engine's numbers are not
-        the trainer's (arXiv:2510.18855). Plus beta times the divergence from the reference (arXiv:2402.03300, eq. 4),
+        Times p_old / p_rollout, because the engine's numbers are not the trainer's: up to `importance_cap` (truncate:
+        importance sampling as in IMPALA, arXiv:1802.01561, eq. 1) or 0 beyond it (mask: IcePop, arXiv:2510.18855,
+        without its lower bound). Plus beta times the divergence from the reference (arXiv:2402.03300, eq. 4),
         times r, which makes its gradient unbiased (DeepSeek-V3.2, arXiv:2512.02556).
         """
         assert batch.weights is not None

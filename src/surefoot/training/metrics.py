@@ -79,7 +79,8 @@ class CompletionsFile:
         elif isinstance(event, CompletionsMade):
             path = self._of_evaluations if event.is_evaluation else self._path
             about = {"step": event.step, "policy_version": event.policy_version}
-            with _named(path), open(path, "a", encoding="utf-8") as file:
+            # Half a character, as data in JSON may hold, is written as JSON would escape it.
+            with _named(path), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.writelines(json.dumps({**about, **one}, ensure_ascii=False) + "\n" for one in event.samples)
 
 

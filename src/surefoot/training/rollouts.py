@@ -251,6 +251,7 @@ def rollout_source(
             forward_context=learner.forward_context,
             reader=data.reader,
             routing=learner.objective.routing if config.routing_replay == "rollout" else None,
+            timeout_s=config.rollout_timeout_s,
             is_told_to_stop=_with_signs_of_life(is_told_to_stop, emit),
         )
     else:

@@ -5,8 +5,10 @@ rank and whoever else is generated; ranks that share parameters must take their 
 group is read once. (On two CPU cores it takes half the time of continuous batching: docs/grpo.md.)
 """
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,9 @@ from transformers.generation.logits_process import (
 )
 
 from surefoot.data.pixels import PixelReader, Vision
+from surefoot.errors import StoppedOnFinding
 from surefoot.events import Phase
+from surefoot.findings import Finding
 from surefoot.models.generate import generating
 from surefoot.models.routing import LayerRouting, RoutingRecorder
 from surefoot.models.vision import see
@@ -52,14 +56,16 @@ class LocalEngine:
         forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
         reader: PixelReader | None = None,
         routing: RoutingRecorder | None = None,
+        timeout_s: float = inf,
         is_told_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """`in_step`: each forward of a rank needs the others (ZeRO 3, expert parallelism), so all take as many.
 
         `batch_size`: the most completions that are generated at a time. `reader`: of images, where the model sees.
-        `routing`: of a model whose completions shall say which experts their tokens went to. `is_told_to_stop`: asked
-        at each token; then `RolloutInterrupted` is raised, on all ranks that go in step.
+        `routing`: of a model whose completions shall say which experts their tokens went to. `timeout_s`: for a whole
+        rollout. `is_told_to_stop`: asked at each token; then `RolloutInterrupted` is raised, on all ranks.
         """
+        self._timeout_s = timeout_s
         self._is_told_to_stop = is_told_to_stop
         self._model = model
         self._tokenizer = tokenizer
@@ -80,7 +86,7 @@ class LocalEngine:
         """Nothing: the weights are the model's own."""
 
     def ask(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> Wait:
-        """See `Engine`: they are generated when they are waited for, however long it takes."""
+        """See `Engine`: they are generated when they are waited for."""
         return lambda _seconds: self.generate(requests, sampling, policy_version)
 
     def end(self) -> None:
@@ -88,7 +94,11 @@ class LocalEngine:
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> list[Completion]:
-        """A completion for each request, in order. Collective, also without a request: a forward may gather weights."""
+        """A completion for each request, in order. Collective, also without a request: a forward may gather weights.
+
+        Raises: StoppedOnFinding (SF801), RolloutInterrupted; on all ranks.
+        """
+        began_s = time.monotonic()
         each = self._batch_size or max(len(requests), 1)
         waves = [requests[begin : begin + each] for begin in range(0, len(requests), each)]
         most = max(self._ranks.gather(len(waves)))
@@ -100,9 +110,16 @@ class LocalEngine:
                     # Where prompts are read together, ranks stop together: between waves.
                     if self._reader is not None and self._ranks.sum([self._is_told_to_stop()])[0]:
                         raise RolloutInterrupted
-                    completions += self._wave(wave, sampling, policy_version)
+                    completions += self._wave(wave, sampling, policy_version, began_s + self._timeout_s)
             finally:
                 put_to_rest(self._model)
+        told, missing = self._ranks.sum([self._is_told_to_stop(), len(requests) - len(completions)])
+        if told:
+            raise RolloutInterrupted
+        if missing:
+            stopped = StoppedOnFinding(_late(round(missing), self._timeout_s))
+            stopped.is_agreed = True
+            raise stopped
         return completions
 
     def _predict(self, **inputs: Any) -> Tensor:
@@ -154,7 +171,10 @@ class LocalEngine:
         logits: Tensor = self._model.get_output_embeddings()(hidden[:, -1])
         return logits
 
-    def _wave(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> list[Completion]:
+    def _wave(
+        self, requests: Sequence[Request], sampling: Sampling, policy_version: int, deadline_s: float
+    ) -> list[Completion]:
+        """Those of some requests; none where it is told to stop or late, of which all ranks hear after the last."""
         rows = _Rows(requests or [Request([0], (0,))], sampling, self._tokenizer, is_real=bool(requests))
         prompts = list({(tuple(request.prompt), request.images): request for request in rows.requests}.values())
         device = self._model.device
@@ -169,12 +189,12 @@ class LocalEngine:
         logits, mask, positions = _select((logits, mask, positions), cache, of_row)
         while True:
             drawn = rows.draw(logits)
-            is_told = self._is_told_to_stop()
-            going, stops = self._in_step.sum([rows.num_going, is_told])
-            if stops and (self._reader is None or self._in_step is self._ranks):
-                raise RolloutInterrupted
+            is_over = self._is_told_to_stop() or time.monotonic() > deadline_s
+            going, stops = self._in_step.sum([rows.num_going, is_over])
             if not going:
                 return rows.completions(policy_version)
+            if stops:
+                return []
             kept = rows.drop_complete()
             if kept is not None:
                 drawn, mask, positions = _select((drawn, mask, positions), cache, torch.tensor(kept, device=device))
@@ -192,6 +212,16 @@ class LocalEngine:
 
     def _recording(self) -> AbstractContextManager[list[LayerRouting]]:
         return nullcontext([]) if self._routing is None else self._routing.recording()
+
+
+def _late(missing: int, timeout_s: float) -> Finding:
+    return Finding(
+        "SF801",
+        f"{missing} completions of a rollout were not generated in the {timeout_s:g} s of rollout_timeout_s",
+        {"missing": missing, "rollout_timeout_s": timeout_s},
+        "Raise rollout_timeout_s, lower max_completion_length or the batch, or let a server generate "
+        "(rollout_engine: vllm).",
+    )
 
 
 def _chosen(layers: Sequence[LayerRouting]) -> Tensor:

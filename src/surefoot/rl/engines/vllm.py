@@ -310,14 +310,14 @@ class VllmEngine:
                 f"the {self._timeout_s:.0f} s of rollout_timeout_s were over before the last completions were asked "
                 f"for: {MOST_AT_ONCE} are under way at a time",
             )
-        answer = self._answer(call, deadline)
+        answer = self._answer(call, deadline, request.place)
         try:
             layers = None if is_probe else self._routing
             return completion_of(answer, request, sampling, model, policy_version, self._vocab_size, layers)
         except ValueError as error:
             raise self._server.stopped("SF806", str(error), model=model) from error
 
-    def _answer(self, call: Call, deadline: float) -> dict[str, Any]:
+    def _answer(self, call: Call, deadline: float, place: str) -> dict[str, Any]:
         """Asks again where a request was not taken: the same question has the same answer. Raises: StoppedOnFinding."""
         for pause_s in (*PAUSES_S, None):
             try:
@@ -325,7 +325,12 @@ class VllmEngine:
             except ServerFailed as error:
                 has_time = pause_s is not None and time.monotonic() + pause_s < deadline
                 if not error.may_pass or not has_time or not self._server.is_there:
-                    raise self._server.stopped("SF801", f"a completion is missing: {error}") from error
+                    raise self._server.stopped(
+                        "SF801",
+                        f"a completion is missing: {error}",
+                        prompt=place,
+                        waited_s=round(self._timeout_s - (deadline - time.monotonic()), 1),
+                    ) from error
                 time.sleep(pause_s or 0.0)
         raise AssertionError("the last try answers or raises")
 
