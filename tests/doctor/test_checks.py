@@ -124,6 +124,14 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
     ("SF704", "warning", {"host_addresses": (), "unknown": {"host_addresses": "gaierror"}}, "has no address: gaierror"),
     ("SF705", "failed", environment(NCCL_SOCKET_IFNAME="eno1"), "names no interface"),
     ("SF705", "failed", environment(GLOO_SOCKET_IFNAME="eth"), "names no interface"),
+    ("SF705", "failed", environment(GLOO_SOCKET_IFNAME="^docker0"), "names no interface"),
+    ("SF705", "failed", environment(GLOO_SOCKET_IFNAME="=eth0"), "names no interface"),
+    ("SF705", "failed", environment(GLOO_SOCKET_IFNAME="eth0,nope"), "names nope, which is none, of this machine"),
+    ("SF705", "warning", environment(NCCL_SOCKET_IFNAME="lo"), "reaches no other machine"),
+    ("SF709", "warning", {"other_nccl": ("/opt/nccl/lib/libnccl.so.2",)}, "LD_LIBRARY_PATH puts /opt/nccl/lib/libnccl"),
+    ("SF710", "warning", environment(NCCL_DISABLE_P2P="1"), "NCCL_DISABLE_P2P is no variable of NCCL"),
+    ("SF710", "warning", environment(NCCL_IFNAME="eth0"), "NCCL_IFNAME is no variable of NCCL"),
+    ("SF710", "warning", environment(NCCL_P2P_LEVEL="FOO"), "is not LOC, NVL"),
     ("SF705", "failed", environment(NCCL_SOCKET_IFNAME="=down0"), "which is down"),
     ("SF705", "warning", environment(NCCL_SOCKET_IFNAME="^docker0"), "leaves the loopback interface in"),
     ("SF706", "warning", {"ports": (replace(PORT, state="DOWN"),)}, "not all ports are active"),
@@ -363,8 +371,19 @@ def test_one_checkpoint_that_does_not_fit_is_refused(run: Any) -> None:
     loaded = run(**ALONE, tuning="full")
     machine = replace(LAPTOP, output=Disk("/home", "ext4", 10_000, -1, 0.01))
     assert bad(examine(machine, loaded)) == {"SF717": "failed"}
-    (loaded.run.run_folder / "checkpoints").mkdir(parents=True)  # of a run that goes on
-    assert bad(examine(machine, loaded)) == {}
+    (loaded.run.run_folder / "checkpoints/step-00000002").mkdir(parents=True)  # of a run that goes on
+    assert bad(examine(machine, loaded)) == {"SF717": "warning"}
+
+
+def test_checkpoints_that_are_all_kept_are_all_counted(run: Any) -> None:
+    def said(**changes: Any) -> str:
+        loaded = run(**{**ALONE, "tuning": "full", "save_steps": 100, **changes})
+        (check,) = [one for one in examine(LAPTOP, loaded) if one.name == "checkpoints"]
+        return check.text
+
+    assert said(save_total_limit=None, max_steps=10_000).startswith("101 checkpoints of")
+    assert said(save_total_limit=3, max_steps=10_000).startswith("4 checkpoints of")
+    assert said(save_total_limit=None, max_steps=None).startswith("2 checkpoints at the least, since all are kept, of")
 
 
 @pytest.mark.parametrize(
@@ -451,6 +470,32 @@ def test_a_server_that_shares_gpus_with_training(
     assert bad(checks).get("SF721") == status
     if status is not None:
         assert said in as_text(checks)
+
+
+@pytest.mark.parametrize(("max_pixels", "fits"), [(28 * 28 * 100, True), (28 * 28 * 1000, False), (None, True)])
+def test_an_image_must_fit_into_what_it_stands_in(run: Any, tmp_path: Path, max_pixels: int | None, fits: bool) -> None:
+    (tmp_path / "model").mkdir()
+    sees = {"model_type": "qwen2_5_vl", "vision_config": {"patch_size": 14, "spatial_merge_size": 2}}
+    sees |= {"text_config": {"max_position_embeddings": 32768}}
+    (tmp_path / "model/config.json").write_text(json.dumps(sees))
+    (tmp_path / "model/model.safetensors").write_bytes(b"")
+    for lengths in ({"max_length": 512}, {**SERVED, "max_length": 4096, "max_prompt_length": 512}):
+        loaded = run(**{**lengths, "model": str(tmp_path / "model"), "max_pixels": max_pixels})
+        (check,) = [one for one in examine(NODE, loaded) if one.name == "context"]
+        assert (check.status == "ok") == fits, check.text
+        if not fits:
+            assert "an image of max_pixels=784000 is up to 1000 tokens" in check.text
+            assert check.finding is not None
+            assert "Lower max_pixels to 401408 or less" in check.finding.fix
+
+
+def test_what_may_not_be_read_is_not_applicable(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("surefoot.doctor.contradictions.weights_of", refuse)
+    statuses = {check.name: check.status for check in examine(NODE, run())}
+    assert statuses["model"] == "not applicable"
 
 
 def test_every_code_of_the_catalogue_has_a_case() -> None:

@@ -1,15 +1,18 @@
 """Checks of GPUs: on snapshots written by hand, and through NVIDIA's bindings from a library that a test compiles."""
 
+import json
 import os
+import struct
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from surefoot.config import LoadedConfig, load_config
-from surefoot.doctor.check import Check
+from surefoot.doctor.check import Check, Seen
 from surefoot.doctor.examine import changes, examine
 from surefoot.doctor.nvml import visible
 from surefoot.doctor.snapshot import Gpu, Snapshot, snapshot_of
@@ -101,6 +104,51 @@ def test_a_gpu_that_torch_was_not_built_for_is_named(run: Any, capability: str, 
     said = line(checks, "versions").text
     assert is_known or f"GPU 3, NVIDIA H100 80GB HBM3, has compute capability {capability}" in said
     assert bad(examine(replace(node(capability=capability), versions=versions), run(nproc_per_node=3))) == {}
+
+
+def header_of(parameters: int) -> bytes:
+    """A safetensors file that says how large a model is, without its weights."""
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [parameters], "data_offsets": [0, 0]}}).encode()
+    return struct.pack("<Q", len(header)) + header
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more", "said"),
+    [
+        (["--gpu-memory-utilization=0.2", "-tp", "8"], {}, None),
+        (
+            ["--gpu-memory-utilization=0.4", "-tp", "8"],
+            {},
+            "32.0 GiB and the 59.6 GiB that training keeps there are more",
+        ),
+        (["--gpu-memory-utilization=0.4", "-tp", "8"], {"zero_stage": 3}, None),
+        (["--gpu-memory-utilization=0.4", "-tp", "1"], {"zero_stage": 3}, "its part of the weights are 59.6 GiB"),
+        (["--gpu-memory-utilization=0.2", "-tp", "16"], {"zero_stage": 3}, "it is cut over 16 of 8 GPUs"),
+    ],
+)
+def test_a_server_and_training_must_fit_on_a_gpu_together(
+    run: Any, tmp_path: Path, arguments: list[str], more: dict[str, Any], said: str | None
+) -> None:
+    """Of a model of 32 G parameters, on eight cards of 80 GiB."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model/model.safetensors").write_bytes(header_of(32 * 10**9))
+    grpo = {"method": "grpo", "reward_funcs": ["length"], "rollout_engine": "vllm", "num_generations": 8}
+    sizes = {"global_batch_size": 8, "packing": False}
+    loaded = run(model=str(tmp_path / "model"), vllm_args=arguments, **grpo, **sizes, **more)
+    check = line(examine(node(), loaded), "rollout server")
+    assert check.status == ("ok" if said is None else "failed")
+    assert said is None or said in check.text
+
+
+@pytest.mark.parametrize(
+    ("named", "count"),
+    [("7", 0), ("GPU-9", 0), ("0 1", 0), ("a", 0), ("1,-1,0", 1), ("0,0", 1), ("GPU-3,2", 2), ("", 0)],
+)
+def test_gpus_are_counted_as_cuda_reads_their_names(named: str, count: int) -> None:
+    two = replace(node(), gpus=8, environment={"CUDA_VISIBLE_DEVICES": named})
+    seen = Seen(replace(two, cards=two.cards[:4], gpus=4))
+    assert seen.gpus == count
 
 
 def test_gpus_that_the_run_does_not_use_are_not_judged(run: Any) -> None:

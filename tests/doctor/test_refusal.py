@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import surefoot
 from surefoot.cli import main
 from surefoot.config import load_config
 from surefoot.training.refusal import refusal
@@ -68,6 +69,14 @@ def test_files_that_are_no_folder_or_no_model(settings: dict[str, Any], tmp_path
         (broken / "config.json").write_text(text)
         status, cause = said(settings, model=str(broken))
         assert (status, reason in cause) == ("failed", True), cause
+
+
+def test_a_folder_of_another_run_would_be_refused(settings: dict[str, Any]) -> None:
+    surefoot.train(settings, screen=False, max_steps=1)
+    assert said(settings, max_steps=1)[0] == "ok"
+    status, cause = said(settings, max_steps=1, learning_rate=0.5)
+    assert (status, "holds another run" in cause) == ("failed", True)
+    assert said(settings, max_steps=1, learning_rate=0.5, overwrite_output_dir=True)[0] == "ok"
 
 
 def test_the_verb_fails_with_it(settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

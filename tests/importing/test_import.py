@@ -1,6 +1,7 @@
 """Runs of other programs as people write them, and what becomes of them here."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -172,10 +173,10 @@ def test_experts_that_hang_under_zero_3_are_named_with_the_timeout_that_hides_it
     assert (settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]) == (1, 2)
     assert (settings["warmup_steps"], settings["save_total_limit"], settings["logging_steps"]) == (20, 1, 10)
     assert settings["gradient_checkpointing"] is True, "as LLaMA-Factory does where nothing is said"
-    assert any(what.startswith("deepspeed = ../deepspeed/ds_z3_config.json") for what in made.left_out)
+    assert "zero_stage is 3 by its name" in made.left_out["deepspeed = ../deepspeed/ds_z3_config.json"]
     assert made.unknown == []
     (tmp_path / "run.yaml").write_text(made.as_yaml())
-    run = load_config(tmp_path / "run.yaml", ["deepspeed=null", "zero_stage=3"]).run
+    run = load_config(tmp_path / "run.yaml").run
     assert (run.zero_stage, run.expert_parallel_size, run.tuning) == (3, 1, "full")
 
 
@@ -514,6 +515,16 @@ def of_words(words: str) -> Imported:
          "--vllm_max_model_len 2400", {"vllm_args": None, "max_completion_length": 512}, "vllm_max_model_len = 2400"),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --use_vllm true --vllm_mode colocate "
          "--vllm_max_model_len 2600", {"vllm_args": ["--max-model-len=2600"], "max_completion_length": 512}, None),
+        ("accelerate launch --deepspeed_config_file ds_z3.json --offload_optimizer_device cpu --gradient_clipping 0.5 "
+         "--gradient_accumulation_steps 8 sft.py --model_name_or_path m --dataset_name d",
+         {"zero_stage": 3, "offload": "cpu", "max_grad_norm": 0.5, "gradient_accumulation_steps": 8, "deepspeed": None},
+         "deepspeed = ds_z3.json"),
+        ("accelerate launch --config_file none.yaml sft.py --model_name_or_path m --dataset_name d", {},
+         "config_file = none.yaml"),
+        ("deepspeed --include localhost:0,1,2,3 src/train_bash.py --stage sft --model_name_or_path m --dataset d",
+         {"nproc_per_node": 4}, None),
+        ("swift sft --model m --dataset d --deepspeed default-zero3", {"zero_stage": 3, "deepspeed": None},
+         "deepspeed = default-zero3"),
         ("accelerate launch --zero_stage 3 --num_machines 2 --num_processes 4 --main_process_ip 10.0.0.7 "
          "--main_process_port 6000 sft.py --model_name_or_path m --dataset_name d",
          {"zero_stage": 3, "nproc_per_node": 2, "rdzv_endpoint": "10.0.0.7:6000"}, None),
@@ -559,6 +570,12 @@ def test_other_commands_of_a_script_are_named(tmp_path: Path) -> None:
     assert made.settings["model"][0] == "m"
     others = [what for what, why in made.left_out.items() if why.startswith("another command")]
     assert others == ["swift rollout --model m", "swift sft --model other --dataset d"]
+
+
+def test_secrets_are_not_repeated() -> None:
+    made = of_words("swift sft --model m --dataset d --swanlab_token abcdef --hub_token ghijkl")
+    assert not {"abcdef", "ghijkl"} & set(re.findall(r"\w+", made.as_yaml()))
+    assert "swanlab_token = (not shown)" in made.unknown
 
 
 def test_settings_of_an_engine_that_is_not_started_are_listed() -> None:

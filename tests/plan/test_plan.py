@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from surefoot.plan.devices import DEVICES, Device
 from surefoot.plan.forecast import Forecast, forecast
 from surefoot.plan.suggest import ready_to_paste, suggest
 from surefoot.plan.verb import plan
+from tests.conftest import surefoot as surefoot_command
 
 PLANS = Path(__file__).parents[2] / "examples" / "plans"
 GIB = 1 << 30
@@ -348,6 +350,61 @@ def test_offloaded_gradients_lie_in_host_memory(settings: dict[str, Any]) -> Non
     assert away.phases["update"].host["gradients"] == trained
     assert away.phases["update"].host["optimizer"] == 2 * trained
     assert not {"trained weights", "optimizer", "gradients"} & away.phases["update"].device.keys()
+
+
+def test_rows_of_one_micro_batch_cost_what_they_cost_apart(settings: dict[str, Any]) -> None:
+    """Attention is within a sample: as many tokens in fewer, larger micro-batches are no more products."""
+    card = replace(DEVICES["a100"], memory_bytes=1 << 40)
+    settings |= {"device": "cuda", "packing": False, "max_length": 2048, "global_batch_size": 8}
+    times = [told(settings, card, per_device_train_batch_size=rows).step_s for rows in (1, 4, 8)]
+    assert times[1:] == [pytest.approx(times[0], rel=0.02)] * 2
+
+
+def test_a_price_is_in_the_json_too(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(json.dumps({**settings, "device": "auto"}))
+    assert cli.main(["plan", str(tmp_path / "run.yaml"), "device=h100", "price=3", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["cost_per_1000_steps"] == pytest.approx(3 * said["device_hours_per_1000_steps"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("qwen2_moe", {"num_experts": None}, "has no num_experts, and without it"),
+        ("qwen2_moe", {"moe_intermediate_size": None}, "has no moe_intermediate_size, and without it"),
+        ("qwen2_moe", {"num_experts_per_tok": 99}, "num_experts_per_tok=99 is more than the 6 experts there are"),
+        ("llama", {"num_key_value_heads": 0}, "num_key_value_heads=0 is no size"),
+        ("llama", {"head_dim": 0}, "head_dim=0 is no size"),
+    ],
+)
+def test_experts_and_heads_that_are_not_said_are_named(
+    settings: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path, kind: str, changes: Any, message: str
+) -> None:
+    model = Path(shutil.copytree(model_folder(kind), tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text()) | changes
+    (model / "config.json").write_text(json.dumps({name: v for name, v in config.items() if v is not None}))
+    (tmp_path / "run.yaml").write_text(json.dumps({**settings, "model": str(model)}))
+    with pytest.raises(ModelError, match=message):
+        plan(str(tmp_path / "run.yaml"), [])
+
+
+def test_code_of_a_model_is_never_run(
+    settings: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Although a config names it, and nobody is asked."""
+    model = Path(shutil.copytree(model_folder("llama"), tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "theirs", "auto_map": {"AutoConfig": "configuration_theirs.TheirConfig"}}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "configuration_theirs.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')\n")
+    (tmp_path / "run.yaml").write_text(json.dumps({**settings, "model": str(model)}))
+    for verb in ("plan", "doctor", "train"):
+        done = surefoot_command(verb, str(tmp_path / "run.yaml"))
+        assert done.returncode in (2, 3), done.stderr
+        assert "Traceback" not in done.stderr
+    assert not (tmp_path / "was_run").exists()
 
 
 def test_values_narrower_than_queries_are_planned(tmp_path: Path) -> None:

@@ -94,9 +94,10 @@ def load_config(
             leftover.extend(_add_deepspeed(settings, renamed, setting, replace=replace))
 
     if path is not None:
+        entries = _read_yaml(Path(path))
         base = Path(path).resolve().parent if Path(path).is_file() else Path.cwd()  # a pipe has no folder of its own
         # What the file itself says comes before what it points to.
-        for key, value, place in sorted(_read_yaml(Path(path)), key=lambda entry: entry[0] in DEEPSPEED_KEYS):
+        for key, value, place in sorted(entries, key=lambda entry: entry[0] in DEEPSPEED_KEYS):
             if key not in DEEPSPEED_KEYS or last is None:
                 add(key, _Setting(value, place, base), replace=False)
     for number, (key, setting) in enumerate(later):

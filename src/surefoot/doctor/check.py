@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from surefoot.config import LoadedConfig, RunConfig
+from surefoot.doctor.nvml import visible
 from surefoot.doctor.snapshot import Snapshot
 from surefoot.findings import CATALOGUE, Finding
 
@@ -36,10 +37,12 @@ class Seen:
     @property
     def gpus(self) -> int:
         """GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide."""
-        visible = self.machine.environment.get("CUDA_VISIBLE_DEVICES")
-        if visible is None:
-            return self.machine.gpus
-        return min(self.machine.gpus, len([one for one in visible.split(",") if one.strip() not in ("", "-1")]))
+        cards = self.machine.cards
+        identities = [card.uuid for card in cards] if cards else [""] * self.machine.gpus
+        named = self.machine.environment.get("CUDA_VISIBLE_DEVICES")
+        if named is not None and not cards and any(one.strip()[:1].isalpha() for one in named.split(",")):
+            return min(self.machine.gpus, len(named.split(",")))  # by identities, which nobody told
+        return len(set(visible(named, identities)))
 
     @property
     def is_on_gpus(self) -> bool:

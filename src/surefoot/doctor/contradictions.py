@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.config import RunConfig
-from surefoot.config.vllm_arguments import memory_share
+from surefoot.config.vllm_arguments import memory_share, tensor_parallel
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
 from surefoot.doctor.gpus import used
 from surefoot.doctor.sizes import Weights, weights_of
@@ -159,16 +159,17 @@ def checkpoints(seen: Seen) -> Check:
         return not_applicable(name, "the size of the model is not known")
     if run.tuning != "full":
         return not_applicable(name, "adapters are small")
-    if (run.run_folder / "checkpoints").is_dir():
-        return not_applicable(name, "some of them are there already")
-    kept = run.save_total_limit + 1 if run.save_total_limit else 2  # the newest is written before the oldest goes
-    if not run.save_steps:
-        kept = 0
-    elif run.max_steps is not None:
-        kept = min(kept, run.max_steps // run.save_steps + 1)
+    there = len(list((run.run_folder / "checkpoints").glob("step-*")))
+    ever = run.max_steps // run.save_steps + 1 if run.save_steps and run.max_steps is not None else None
+    # The newest is written before the oldest goes; where all are kept and none knows how many, two at the least.
+    kept = run.save_total_limit + 1 if run.save_total_limit else ever or 2
+    kept = 0 if not run.save_steps else min(kept, ever or kept)
+    kept = max(kept - there, min(kept, 1))
+    keeps_all = run.save_steps and not run.save_total_limit and ever is None
     each = weights.parameters * CHECKPOINT_BYTES
+    counted = f"{kept} checkpoint{'s' * (kept != 1)}" + (" at the least, since all are kept," if keeps_all else "")
     said = (
-        f"{kept} checkpoints of {each / GIB:.1f} GiB and a model of {weights.bytes / GIB:.1f} GiB, "
+        f"{counted} of {each / GIB:.1f} GiB and a model of {weights.bytes / GIB:.1f} GiB, "
         f"{disk.free_bytes / GIB:.1f} GiB free at {disk.path}"
     )
     needed = kept * each + weights.bytes
@@ -178,7 +179,7 @@ def checkpoints(seen: Seen) -> Check:
             name,
             "SF717",
             said,
-            is_fatal=max(one, weights.bytes) > disk.free_bytes,
+            is_fatal=not there and max(one, weights.bytes) > disk.free_bytes,
             needed_bytes=needed,
             free_bytes=disk.free_bytes,
             where=_where(seen, "save_total_limit"),
@@ -202,9 +203,33 @@ def rollout_server(seen: Seen) -> Check:
     # A server that sleeps takes its share too, when it starts and at each rollout: then the model lies there.
     share = memory_share(run.vllm_args)
     said = f"the server takes {share:.0%} of each of its GPUs, and training uses {', '.join(sorted(shared))} of them"
+    beside = _beside_training(seen, run, share)
+    if beside:
+        return wrong(name, "SF721", f"{said}: {beside}", is_fatal=True, share=share, fix=PLAN_IT,
+                     where=_where(seen, "vllm_args", "rollout_engine"))  # fmt: skip
     if share > MOST_SHARED:
         return wrong(name, "SF721", said, share=share, where=_where(seen, "vllm_args", "rollout_engine"))
     return fine(name, said)
+
+
+def _beside_training(seen: Seen, run: RunConfig, share: float) -> str:
+    """Why a server's share of a GPU does not do beside training, where that can be said: it is the least of both."""
+    weights, sizes = _weights(seen), [card.memory_bytes for card in used(seen) if card.memory_bytes]
+    cut = tensor_parallel(run.vllm_args)
+    if cut > seen.gpus:
+        return f"it is cut over {cut} of {seen.gpus} GPUs"
+    if weights is None or not sizes:
+        return ""
+    gpu, its_own = min(sizes), weights.parameters * HALF_BYTES // cut
+    if its_own > share * gpu:
+        return f"its part of the weights are {its_own / GIB:.1f} GiB, and its share {share * gpu / GIB:.1f} GiB"
+    least, _ = _least_device_bytes(run, weights)
+    if least + share * gpu > gpu:  # asleep it gives its share up, but not while it makes completions
+        return (
+            f"{share * gpu / GIB:.1f} GiB and the {least / GIB:.1f} GiB that training keeps there are more than the "
+            f"{gpu / GIB:.1f} GiB of a GPU"
+        )
+    return ""
 
 
 def context(seen: Seen) -> Check:
@@ -221,10 +246,29 @@ def context(seen: Seen) -> Check:
         longest = run.prompt_length + run.max_completion_length
         said = f"a prompt of {run.prompt_length} tokens and a completion of {run.max_completion_length}"
         settings = ["max_prompt_length", "max_completion_length"]
+    room, tokens = run.prompt_length if run.method == "grpo" else run.max_length, _largest_image_tokens(run)
+    if tokens > room:
+        return wrong(name, "SF738", f"an image of max_pixels={run.max_pixels} is up to {tokens} tokens, and {said} "
+                     "hold none of them; images are never cut", image_tokens=tokens, room=room,
+                     fix=f"Lower max_pixels to {run.max_pixels * room // tokens if run.max_pixels else 0} or less, or "
+                     f"raise {settings[0]}.", where=_where(seen, "max_pixels", *settings))  # fmt: skip
     if longest > most:
         return wrong(name, "SF738", f"{said}, and the model has positions for {most}", longest=longest,
                      max_position_embeddings=most, where=_where(seen, *settings))  # fmt: skip
     return fine(name, f"{said}; the model has positions for {most}")
+
+
+def _largest_image_tokens(run: RunConfig) -> int:
+    """Of the model's largest image, where the run says how large that is; 0 for models without a vision tower."""
+    folder = folder_here(run.model)
+    if folder is None or run.max_pixels is None:
+        return 0
+    try:
+        vision = json.loads((folder / "config.json").read_text("utf-8"))["vision_config"]
+        side = int(vision["patch_size"]) * int(vision.get("spatial_merge_size", 2))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0
+    return run.max_pixels // side**2
 
 
 def _text_config(folder: Path | None) -> dict[str, Any] | None:

@@ -84,6 +84,11 @@ def library_path(seen: Seen) -> Check:
             fix="unset LD_PRELOAD, unless it is meant: then all machines must have the same.",
             LD_PRELOAD=environment["LD_PRELOAD"],
         )
+    if seen.machine.other_nccl:
+        found = seen.machine.other_nccl[0]
+        return wrong(name, "SF709", f"LD_LIBRARY_PATH puts {found} before the NCCL that torch came with", found=found,
+                     fix="Take its folder out of LD_LIBRARY_PATH, unless it is meant: then all machines must have the "
+                     "same. `surefoot doctor --deep` says which one is loaded.")  # fmt: skip
     return fine(name, f"torch's own, {seen.machine.versions.get('nccl', 'version not known')}")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from surefoot.config import LoadedConfig
 from surefoot.doctor import contradictions, environment, gpus, network, system
 from surefoot.doctor.asked import CHECKS as ASKED
-from surefoot.doctor.check import Check, Examine, Seen
+from surefoot.doctor.check import Check, Examine, Seen, not_applicable
 from surefoot.doctor.collect import collect
 from surefoot.doctor.snapshot import Snapshot
 
@@ -31,7 +31,16 @@ OF_A_RUN = ("output", "rendezvous", "unknown")
 def examine(machine: Snapshot, loaded: LoadedConfig | None = None, *, asked: bool = False) -> list[Check]:
     """Every check of a machine, and of a run on it; with those that are for who asks before a run starts."""
     seen = Seen(machine, loaded)
-    return [check(seen) for check in ((*CHECKS, *ASKED) if asked else CHECKS)]
+    return [_looked(check, seen) for check in ((*CHECKS, *ASKED) if asked else CHECKS)]
+
+
+def _looked(check: Examine, seen: Seen) -> Check:
+    """What a check says; where the system does not let it look, why."""
+    try:
+        return check(seen)
+    except OSError as error:
+        name = getattr(check, "__name__", "a check").replace("_", " ")
+        return not_applicable(name, f"cannot be looked at: {error}")
 
 
 def snapshot_for(loaded: LoadedConfig | None, *, patient: bool = False) -> Snapshot:

@@ -1,14 +1,17 @@
 """Checks of names, interfaces and InfiniBand. Pure."""
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
-from surefoot.doctor.snapshot import ELSEWHERE, LISTENS, Port
+from surefoot.doctor.snapshot import ELSEWHERE, LISTENS, Interface, Port
 
 NAMING = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_OOB_NET_IFNAME")
 """Variables that name network interfaces."""
 LEAST_ROCE_MTU = 4200
+GLOO_NAMES = (
+    "Gloo takes names as they are, without ^ and =. Set it to an interface that `ip addr` shows with an address."
+)
 
 
 def host_name(seen: Seen) -> Check:
@@ -56,6 +59,15 @@ def _matters(variable: str, seen: Seen) -> bool:
 def _misnamed(variable: str, value: str, seen: Seen) -> Check | None:
     """What is wrong with the interfaces that a variable names, if anything."""
     name, there, said = "interfaces", seen.machine.interfaces, f"{variable}={value}"
+    if variable.startswith("GLOO"):
+        # It knows no prefixes and no signs, and uses every interface of its list.
+        asked = value.split(",")
+        missing = [one for one in asked if one not in there or not there[one].addresses]
+        if missing:
+            which = "no interface" if len(missing) == len(asked) else f"{', '.join(missing)}, which is none,"
+            cause = f"{said} names {which} of this machine, which has {_names(there)}"
+            fix = GLOO_NAMES if any(one.startswith(("^", "=")) for one in missing) else ""
+            return wrong(name, "SF705", cause, is_fatal=True, variable=said, fix=fix)
     wanted = value.lstrip("^=").split(",")
     if value.startswith("^"):
         if seen.nodes > 1 and not any("lo".startswith(one) for one in wanted if one):
@@ -67,14 +79,28 @@ def _misnamed(variable: str, value: str, seen: Seen) -> Check | None:
                 variable=said,
             )
         return None
-    is_exact = value.startswith("=") or variable.startswith("GLOO")
+    is_exact = value.startswith("=")
     meant = [one for one in there if any(one == want or (not is_exact and one.startswith(want)) for want in wanted)]
     if not meant:
-        cause = f"{said} names no interface of this machine, which has {', '.join(sorted(there))}"
+        cause = f"{said} names no interface of this machine, which has {_names(there)}"
         return wrong(name, "SF705", cause, is_fatal=True, variable=said)
     if not any(there[one].is_up for one in meant):
         return wrong(name, "SF705", f"{said} names {', '.join(meant)}, which is down", is_fatal=True, variable=said)
+    unfit = [one for one in meant if not _reaches_others(one, there[one])]
+    if seen.nodes > 1 and len(unfit) == len(meant):
+        cause = f"{said} names {', '.join(meant)}, which reaches no other machine"
+        return wrong(name, "SF705", cause, variable=said)
     return None
+
+
+def _names(there: Mapping[str, Interface]) -> str:
+    return ", ".join(sorted(there))
+
+
+def _reaches_others(name: str, about: Interface) -> bool:
+    """Whether it may be one of a network: not of this machine's containers alone, and with an address."""
+    is_inside = all(_is_loopback(address) for address in about.addresses)  # also where there is none
+    return not is_inside and not name.startswith(("docker", "veth", "virbr", "br-"))
 
 
 def infiniband(seen: Seen) -> Check:

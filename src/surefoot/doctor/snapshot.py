@@ -134,6 +134,8 @@ class Snapshot:
     """Errors of GPUs in the kernel's log, the newest last."""
     acs: tuple[str, ...] | None = None
     """PCI bridges that send traffic between devices through the processor; None where that cannot be read."""
+    other_nccl: tuple[str, ...] = ()
+    """Files of LD_LIBRARY_PATH that would be loaded in place of torch's NCCL."""
     peer_memory: bool | None = None
     """Whether a module that lets network cards read GPU memory is loaded; None without a GPU or such a card."""
     iommu: str = ""
@@ -173,7 +175,7 @@ def snapshot_of(told: Mapping[str, Any]) -> Snapshot:
         Gpu(**{**one, **{name: tuple(one[name]) for name in ("slowed_by", "links", "processes")}})
         for one in values.get("cards", ())
     )
-    for name in ("host_addresses", "xids"):
+    for name in ("host_addresses", "xids", "other_nccl"):
         values[name] = tuple(values.get(name, ()))
     values["acs"] = tuple(values["acs"]) if values.get("acs") is not None else None
     return Snapshot(**values)

@@ -86,6 +86,8 @@ KNOWN: Mapping[str, tuple[frozenset[str], str]] = {
     "TORCH_": (TORCH, "torch"),
 }
 """What begins so, and who reads it. By their documentation of CUDA 13, OpenMP 6.0 and torch 2.13, read 2026-11."""
+USUAL = {"SOCKET_IFNAME": 0}
+"""Of names that fit as well, the one that is meant."""
 NEAR = 0.85
 """A name that is not known is called wrong only where it is so like one that is: vendors have names of their own."""
 SLOW = {
@@ -97,12 +99,13 @@ SLOW = {
     "NCCL_MAX_NCHANNELS": "it limits how much of the links NCCL uses",
     "NCCL_NVLS_ENABLE": "it switches the switches' own sums off, where it is 0",
     "CUDA_LAUNCH_BLOCKING": "the host waits for every kernel",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "each tensor is asked of the driver",
     "TORCH_DISTRIBUTED_DEBUG": "each collective is checked by another one, where it is DETAIL",
     "NCCL_DEBUG": "every call is written to the log, where it is TRACE",
 }
 """Variables for looking for a fault, that make every run slow: what they do."""
 SLOW_VALUES = {"NCCL_NVLS_ENABLE": "0", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "NCCL_DEBUG": "TRACE"}
-SWITCHES = frozenset(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "CUDA_LAUNCH_BLOCKING"))
+SWITCHES = frozenset(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"))
 """Of these, what 0 switches off."""
 
 _OPTIONS = """
@@ -116,6 +119,10 @@ ALLOCATOR = rf"((^|,)({'|'.join(_OPTIONS)}):(\[[^\]]*\]|[^,]+))*,?"
 VALUES: Mapping[str, tuple[str, str]] = {
     "OMP_NUM_THREADS": (r"\d*[1-9]\d*(,\d*[1-9]\d*)*", "a number from 1 on"),
     "NCCL_IB_TIMEOUT": (r"[1-9]|[12]\d|3[01]", "1 to 31: 4.096 us times 2 to that power"),
+    "NCCL_IB_GID_INDEX": (r"-?\d+", "a number"),
+    "NCCL_BUFFSIZE": (r"\d+", "a number of bytes"),
+    "NCCL_P2P_LEVEL": (r"(?i)LOC|NVL|PIX|PXB|PHB|SYS|\d", "LOC, NVL, PIX, PXB, PHB or SYS"),
+    "NCCL_NET_GDR_LEVEL": (r"(?i)LOC|PIX|PXB|PHB|SYS|\d", "LOC, PIX, PXB, PHB or SYS"),
     "NCCL_DEBUG": (r"(?i)NONE|VERSION|WARN|INFO|ABORT|TRACE", "VERSION, WARN, INFO or TRACE"),
     "TORCH_DISTRIBUTED_DEBUG": (r"(?i)OFF|INFO|DETAIL", "OFF, INFO or DETAIL"),
     "PYTORCH_CUDA_ALLOC_CONF": (ALLOCATOR, "a list of the allocator's options, such as expandable_segments:True"),
@@ -146,9 +153,19 @@ def _unknown(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         if prefix is None:
             continue
         names, reader = KNOWN[prefix]
-        near = difflib.get_close_matches(variable.removeprefix(prefix), names, 1, cutoff=NEAR)
-        if near and variable.removeprefix(prefix) not in names:
+        name = variable.removeprefix(prefix)
+        if name in names:
+            continue
+        near = difflib.get_close_matches(name, names, 1, cutoff=NEAR) or _of_the_same_words(name, names)
+        if near:
             yield f"{variable} is no variable of {reader}, which would ignore it", f"Did you mean {prefix}{near[0]}?"
+
+
+def _of_the_same_words(name: str, names: frozenset[str]) -> list[str]:
+    """Those that have the same words in another order, or one more: DISABLE_P2P, IFNAME."""
+    words = set(name.split("_"))
+    near = [one for one in names if words <= set(one.split("_")) and len(one.split("_")) <= len(words) + 1]
+    return sorted(near, key=lambda one: (len(one.split("_")), USUAL.get(one, 1), one))
 
 
 def _odd(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
@@ -38,7 +39,7 @@ VARIABLES = {
     "MIN_PIXELS": "min_pixels",
 }
 SECRET = re.compile("(?i)(key|token|secret|password)$")
-SECRET_OPTION = re.compile("(?i)((api|access|auth|hub|hf|wandb).*(key|token)|secret|password)$")
+SECRET_OPTION = re.compile("(?i)((api|access|auth|hub|hf|wandb|swanlab|trackio|mlflow).*(key|token)|secret|password)$")
 OURS = re.compile(
     "ACCELERATE_|CUDA_|GLOO_|HF_|MASTER_|MKL_|MLFLOW_|NCCL_|NUMEXPR_|OMP_|OPENBLAS_|PYTORCH_|RDZV_|SWANLAB_|TOKENIZERS_|"
     "TORCH|TRANSFORMERS_|TRITON_|UCX_|VLLM_|WANDB_|LD_LIBRARY_PATH|PATH$|PYTHONPATH"
@@ -46,8 +47,8 @@ OURS = re.compile(
 """Variables that libraries read which are used here, too."""
 USUALLY_TRUE = frozenset({"freeze_aligner", "freeze_multi_modal_projector", "completion_only_loss"})
 
-ZERO3_NAME = re.compile(r"(?i)(zero|z|stage)[-_]?3")
-"""As DeepSpeed configs with that stage are called: zero3, ds_z3_config.json, stage3.json."""
+STAGE_NAME = re.compile(r"(?i)(?:zero|z|stage)[-_]?([0-3])(?!\d)")
+"""As DeepSpeed configs with a stage are called: zero3, ds_z3_config.json, stage3.json."""
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora")
 OF_EVALUATION = ("eval_dataset", "eval_fraction")
 NOT_SAID = "the script does not say what stands there"
@@ -308,9 +309,16 @@ def _look_into_deepspeed(draft: _Draft) -> None:
         if _is_there(told, value):
             for entry in read_deepspeed(_whole(told, value), told.base, origin)[1]:
                 draft.left_out[f"{name}: {entry}"] = "DeepSpeed's own, without a counterpart"
-        else:
-            why = f"the file is not at {told.base}: what it says could not be looked at"
-            draft.left_out[f"{name} = {value}"] = why
+            continue
+        del draft.ours[name]  # a run that names it would not start
+        why = f"the file is not at {told.base}: what it says could not be looked at"
+        stage = STAGE_NAME.search(Path(str(value)).name)
+        if stage is not None:
+            draft.ours.setdefault("zero_stage", (int(stage[1]), f"the name of {Path(str(value)).name}"))
+            why += f", and zero_stage is {stage[1]} by its name"
+        if "offload" in str(value).lower():
+            draft.ours.setdefault("offload", ("cpu", f"the name of {Path(str(value)).name}"))
+        draft.left_out[f"{name} = {value}"] = why
 
 
 def _name_where_machines_meet(draft: _Draft) -> None:
@@ -323,7 +331,7 @@ def _name_where_machines_meet(draft: _Draft) -> None:
 
 def _note_what_is_missing(draft: _Draft) -> None:
     rewards = ("reward_funcs",) if draft.told.method == "grpo" else ()
-    for name in ("model", "dataset", *rewards) if draft.told.program != "DeepSpeed" else ():
+    for name in ("model", "dataset", *rewards):
         if name not in draft.ours:
             draft.left_out[f"{name}, which was not given"] = "write it into the file: nothing starts without it"
 
@@ -346,10 +354,7 @@ def _finished(draft: _Draft) -> Imported:
 def _is_zero3(draft: _Draft) -> bool:
     """By what its DeepSpeed config says, or is called where it is not there."""
     known = _of_deepspeed(draft.told, draft.ours)
-    if "zero_stage" in known:
-        return bool(known["zero_stage"] == 3)
-    names = [draft.value(key) for key in DEEPSPEED_KEYS]
-    return draft.value("zero_stage") == 3 or any(ZERO3_NAME.search(str(name)) for name in names if name)
+    return bool(known.get("zero_stage", draft.value("zero_stage")) == 3)
 
 
 def _is_there(told: Told, config: Any) -> bool:

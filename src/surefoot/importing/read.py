@@ -21,6 +21,9 @@ SPEAKING = frozenset({"echo", "printf", "cat", "ls", "cd", "source", "."})
 LAUNCHERS = {"nproc_per_node": "nproc_per_node", "num_processes": "nproc_per_node", "num_gpus": "nproc_per_node",
              "nnodes": "nnodes", "num_machines": "nnodes", "num_nodes": "nnodes"}  # fmt: skip
 """Options of torchrun, accelerate and deepspeed before the script."""
+OF_ACCELERATE = {"zero_stage": "zero_stage", "deepspeed_config_file": "deepspeed", "gradient_clipping": "max_grad_norm",
+                 "gradient_accumulation_steps": "gradient_accumulation_steps"}  # fmt: skip
+"""Of accelerate's before the script -> ours."""
 MEETING = {"master_addr": "host", "main_process_ip": "host", "master_port": "port", "main_process_port": "port",
            "rdzv_endpoint": "endpoint"}  # fmt: skip
 """Others of theirs -> what they say of where machines meet."""
@@ -113,7 +116,13 @@ def _program_of(said: Mapping[str, Any]) -> str | None:
         return "LLaMA-Factory"
     if names & {"train_type", "tuner_type", "rlhf_type"} and "model" in names:
         return "ms-swift"
-    if names & {"model_name_or_path", "dataset_name"} and names & {"use_peft", "dataset_name", "trl", "max_length"}:
+    if names & {"model_name_or_path", "dataset_name"} and names & {
+        "use_peft",
+        "dataset_name",
+        "trl",
+        "max_length",
+        "datasets",
+    }:
         return "TRL"
     return None
 
@@ -241,8 +250,12 @@ def _launcher_of(words: Sequence[str]) -> _Launcher:
             said.unset |= {LAUNCHERS[name]} if UNSET in str(value) else set()
         elif name in MEETING:
             said.meeting[MEETING[name]] = _plain(str(value))
-        elif name == "zero_stage":
-            said.settings[name] = _clean(value)
+        elif name in OF_ACCELERATE:
+            said.settings[OF_ACCELERATE[name]] = _clean(value)
+        elif name in ("offload_optimizer_device", "offload_param_device"):
+            said.settings |= {"offload": "cpu"} if value not in ("none", "auto") else {}
+        elif name == "include" and ":" in str(value):  # of deepspeed: host:0,1,2,3
+            said.settings["nproc_per_node"] = len(str(value).partition("@")[0].partition(":")[2].split(","))
         elif name == "mixed_precision" and value in ("no", "fp16", "bf16"):  # of accelerate
             said.settings |= {value: True} if value != "no" else {}
         elif name not in OF_MEETING and name not in ("", "-m", "-u"):
@@ -265,7 +278,9 @@ def _of_accelerate(told: Told, name: str) -> None:
     """What the file of `accelerate launch --config_file` says; options win over it. Raises: ConfigError."""
     path = found_at(told.base, name)
     if not path.is_file():
-        return  # it stays among the launcher's options
+        del told.launcher["config_file"]
+        told.notes[f"config_file = {name}"] = f"the file is not at {told.base}: its stage and offload are not known"
+        return
     try:
         said = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:

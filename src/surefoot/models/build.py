@@ -67,7 +67,9 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrained
     Raises: ModelError where there is none or it cannot be read.
     """
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     except (ValueError, OSError, KeyError) as error:
         raise ModelError(f"{folder}: its tokenizer cannot be read: {error}") from error
     if chat_template is not None:
@@ -84,7 +86,9 @@ def load_config(folder: Path) -> PreTrainedConfig:
     Raises: ModelError for an architecture that transformers itself does not have, and for quantised weights.
     """
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
         raise ModelError(
             f"{folder}: transformers {transformers.__version__} cannot read its config.json: "

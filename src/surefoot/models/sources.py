@@ -81,13 +81,19 @@ def _of_package(requirement: str) -> Path:
 
 def _check_folder(folder: Path, where: str, weights: bool = True) -> Path:
     config = folder / "config.json"
-    if not config.is_file():
+    try:
+        is_there = config.is_file()
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be read: {error.strerror or error} ({where}).") from error
+    if not is_there:
         raise ModelError(
             f"{folder} is no model folder: it has no config.json. It holds "
             f"{sorted(p.name for p in folder.iterdir())[:5]}. Give the folder that save_pretrained wrote ({where})."
         )
     try:
         model_type = json.loads(config.read_text("utf-8")).get("model_type")
+    except OSError as error:
+        raise ModelError(f"{config} cannot be read: {error.strerror or error} ({where}).") from error
     except (ValueError, AttributeError) as error:
         raise ModelError(f"{config}: not a readable JSON object: {error} ({where}).") from error
     if not model_type:

@@ -6,16 +6,21 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig
+from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from surefoot.errors import ModelError
-from surefoot.models.build import BuiltModel
+from surefoot.models.build import BuiltModel, load_config
 from surefoot.models.experts import experts_of, is_fused_experts
 
 FP32_BYTES = 4
-FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+FIELDS = (
+    "hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size moe_intermediate_size "
+    "num_experts num_local_experts n_routed_experts num_experts_per_tok"
+).split()
 """Of a config, that its size depends on; by transformers' names for them."""
+COUNTS = (*FIELDS, "num_key_value_heads", "head_dim")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class Sizes:
     """Of the layer with the most; 0 for a dense model."""
     layers_are_equal: bool
     vocabulary: int
+    num_heads: int
+    """Of attention, in a layer."""
     cache_elements: int
     """Keys and values of one token, in all layers."""
 
@@ -87,8 +94,15 @@ def sizes_of(built: BuiltModel) -> Sizes:
         num_experts=max((experts_of(module) for module in expert_modules), default=0),
         layers_are_equal=len({_shapes(layer) for layer in layers}) == 1,
         vocabulary=int(text.vocab_size),
-        cache_elements=2 * len(layers) * int(heads or text.num_attention_heads) * int(width),
+        num_heads=int(text.num_attention_heads),
+        cache_elements=len(layers) * (_latent(text) or 2 * int(heads or text.num_attention_heads) * int(width)),
     )
+
+
+def _latent(text: PreTrainedConfig) -> int:
+    """What a layer keeps of a token where keys and values are made of one latent vector; 0 where they are not."""
+    rank, rotary = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
+    return rank + rotary if isinstance(rank, int) and isinstance(rotary, int) else 0
 
 
 def _values(elements: Elements) -> tuple[int, ...]:
@@ -112,13 +126,17 @@ def check_fields(base: Path) -> None:
     said = json.loads(path.read_text("utf-8"))
     text = said.get("text_config", said)
     for field, value in text.items():
-        if field in FIELDS and isinstance(value, int) and value < 1:
+        if field in COUNTS and isinstance(value, int) and value < 1:
             raise ModelError(f"{path}: {field}={value} is no size. Correct it.")
-    config = AutoConfig.from_pretrained(base).get_text_config()
+    config = load_config(base).get_text_config()
     for field in (name for name in FIELDS if hasattr(config, name)):
         own = getattr(config, "attribute_map", {}).get(field, field)
         if text is said and not {field, own} & said.keys():  # nested ones leave defaults out
             raise ModelError(f"{path}: has no {own}, and without it the model's size is not known. Add it.")
+    chosen = getattr(config, "num_experts_per_tok", None)
+    most = next((getattr(config, name) for name in EXPERTS if isinstance(getattr(config, name, None), int)), None)
+    if isinstance(chosen, int) and most is not None and chosen > most:
+        raise ModelError(f"{path}: num_experts_per_tok={chosen} is more than the {most} experts there are. Correct it.")
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     is_even = not isinstance(heads, int) or not isinstance(width, int) or width % heads == 0
     if not is_even and not {"head_dim", "qk_nope_head_dim"} & text.keys():

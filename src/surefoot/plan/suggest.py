@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from surefoot.config.contradictions import check
 from surefoot.config.schema import RunConfig
-from surefoot.config.vllm_arguments import MEMORY_SHARE, TENSOR_PARALLEL, tensor_parallel, without
+from surefoot.config.vllm_arguments import MEMORY_SHARE, TENSOR_PARALLEL, memory_share, tensor_parallel, without
 from surefoot.errors import ConfigError, SurefootError
 from surefoot.plan.forecast import Forecast
 
@@ -57,7 +57,9 @@ def _is_refused(run: RunConfig) -> bool:
         raise ConfigError(text)
 
     try:
-        check(run, set(run.model_fields_set), refuse)
+        fields = RunConfig.model_fields
+        given = {name for name in run.model_fields_set if getattr(run, name) != fields[name].get_default()}
+        check(run, given, refuse)
     except ConfigError:
         return True
     return False
@@ -92,7 +94,7 @@ def _same_ranks(told: Forecast) -> Iterator[Changed]:
         "per_device_train_batch_size": list(dict.fromkeys(rows)),
     }
     if told.server is not None and told.server.share_bytes:
-        options["vllm_args"] = list(_server_arguments(told))
+        options["vllm_args"] = list(map(list, dict.fromkeys(map(tuple, _server_arguments(told)))))
         options["vllm_sleep"] = [run.vllm_sleep, True] if told.server.bytes_here else [run.vllm_sleep]
     for values in product(*options.values()):
         changed = {name: value for name, value in zip(options, values, strict=True) if getattr(run, name) != value}
@@ -109,13 +111,16 @@ def _server_arguments(told: Forecast) -> Iterator[list[str]]:
     run = told.run
     assert told.server is not None
     yield run.vllm_args
+    is_low = memory_share(run.vllm_args) <= float(LESS)
     gpus = len(run.vllm_devices.split(",")) if run.vllm_devices is not None else run.nproc_per_node
     cut = [*without(run.vllm_args, TENSOR_PARALLEL), TENSOR_PARALLEL, str(gpus)]
-    if tensor_parallel(run.vllm_args) != gpus:
+    can_be_cut = tensor_parallel(run.vllm_args) != gpus and told.sizes.num_heads % gpus == 0
+    if can_be_cut:
         yield cut
-    if told.server.bytes_here:
+    if told.server.bytes_here and not is_low:
         yield [*without(run.vllm_args, MEMORY_SHARE), MEMORY_SHARE, LESS]
-        yield [*without(cut, MEMORY_SHARE), MEMORY_SHARE, LESS]
+        if can_be_cut:
+            yield [*without(cut, MEMORY_SHARE), MEMORY_SHARE, LESS]
 
 
 _NO_ACCUMULATION: Changed = {"gradient_accumulation_steps": None}

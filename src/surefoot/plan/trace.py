@@ -189,6 +189,9 @@ class _FlashAttention:
             if not SHARES_HEADS:
                 key, value = (with_heads_of(query, one) for one in (key, value))
             query, key, value = (one.transpose(1, 2).contiguous().transpose(1, 2) for one in (query, key, value))
+            if len(lengths) > 1 and len(set(lengths)) == 1:  # samples see themselves alone, and each costs as much
+                rows = (one.unflatten(2, (len(lengths), -1))[0].transpose(0, 1) for one in (query, key, value))
+                return ATTEND(*rows, 0.0, True)[0].transpose(1, 2).flatten(0, 1)[None], None
             return ATTEND(query, key, value, 0.0, True)[0].transpose(1, 2), None
         outputs, begin = [], 0
         for length in lengths:

@@ -34,12 +34,24 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         return {
             **self.forecast.as_dict(),
+            **self._cost(self.forecast),
             "findings": [finding.as_dict() for finding in self.findings],
             "changes": [
-                {"settings": changed, "yaml": ready_to_paste(changed), "tokens_per_second": 1 / told.seconds_per_token}
+                {
+                    "settings": changed,
+                    "yaml": ready_to_paste(changed),
+                    "tokens_per_second": 1 / told.seconds_per_token,
+                    "device_peak_bytes": told.device_peak[1],
+                    "host_peak_bytes": told.host_peak[1],
+                    **self._cost(told),
+                }
                 for changed, told in self.changes
             ],
         }
+
+    def _cost(self, told: Forecast) -> dict[str, float]:
+        """Of a thousand steps; nothing where no price was given."""
+        return {"cost_per_1000_steps": told.device_hours(1000) * self.price} if self.price else {}
 
 
 def plan(config: str, overrides: Sequence[str]) -> Plan:

@@ -168,6 +168,18 @@ def _decide_resume(loaded: LoadedConfig, config: RunConfig, folder: Path) -> Res
     return Resume(path, [])
 
 
+def check_resume(loaded: LoadedConfig) -> None:
+    """Raises: ConfigError or CheckpointError where `output_dir` holds what this run would not go on from.
+
+    Checksums are not compared, and nothing is touched.
+    """
+    config, folder = loaded.run, loaded.run.run_folder
+    if config.overwrite_output_dir:
+        _refuse_own_inputs(loaded, config, folder)
+    elif _holds_run(folder):
+        _refuse_other_run(loaded, config, folder)
+
+
 def check_named_checkpoint(loaded: LoadedConfig) -> None:
     """Raises: CheckpointError where `resume_from_checkpoint` names what is no checkpoint."""
     if loaded.run.resume_from_checkpoint in ("auto", False):

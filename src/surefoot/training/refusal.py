@@ -16,7 +16,7 @@ from surefoot.parallel.layout import Layout
 from surefoot.rl.rewards import check_reward
 from surefoot.training.artifacts import lora_settings
 from surefoot.training.expert_parallel import check_experts
-from surefoot.training.folder import check_folder, check_named_checkpoint
+from surefoot.training.folder import check_folder, check_named_checkpoint, check_resume
 from surefoot.training.resolve import resolve
 from surefoot.training.rollouts import check_routing_replay
 
@@ -29,6 +29,7 @@ def refusal(loaded: LoadedConfig) -> Check:
         loaded = resolve(loaded, ranks)
         Layout.of(loaded.run, ranks, loaded.where)
         check_folder(loaded)
+        check_resume(loaded)
         if Path(run.model).exists() or run.model.startswith(("/", ".", "~")):
             base = resolve_model(run.model, loaded.where("model"))
             model = load_config(base)
@@ -39,7 +40,7 @@ def refusal(loaded: LoadedConfig) -> Check:
             if lora is not None:
                 find_targets(meta_model(base), lora.targets)
         _check_named_files(loaded)
-    except SurefootError as error:
+    except (SurefootError, OSError) as error:
         return wrong(name, "SF743", str(error), is_fatal=True)
     return fine(name, "it would start, as far as can be told without its weights and data")
 
