@@ -27,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     parsed, extra = parser.parse_known_args(arguments)
     if extra and not (hasattr(parsed, "overrides") and all("=" in text for text in extra)):
-        parser.error(f"unrecognized arguments: {' '.join(extra)}")
+        hint = ". Settings are written key=value: max_steps=2" if hasattr(parsed, "overrides") else ""
+        parser.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
     if extra:  # key=value behind an option, and --key=value
         parsed.overrides += extra
     return run_verb(lambda: parsed.verb(parsed))
@@ -305,7 +306,7 @@ def _import(arguments: argparse.Namespace) -> int:
         print(made.as_yaml(), end="")
     for finding in made.findings:
         say(finding.as_text())
-    return DONE
+    return DONE if told.method in ("sft", "grpo") else InputError.exit_status  # it is written, and trains nothing
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -428,7 +429,9 @@ def _chat(arguments: argparse.Namespace) -> int:
     say("Type a message; an empty line or Ctrl-D ends.")
     while True:
         try:
-            text = input("> ").strip()
+            text = (
+                input("> ").strip().encode("utf-8", "replace").decode()
+            )  # what is no text in UTF-8 has a question mark
         except EOFError:
             return DONE
         if not text:

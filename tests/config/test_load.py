@@ -264,3 +264,26 @@ def test_paths_in_a_config_from_a_pipe_are_relative_to_the_current_folder(
     os.close(end)
     assert run.output_dir == str(tmp_path / "out")
     assert run.dataset[0].path == str(tmp_path / "d.jsonl")
+
+
+@pytest.mark.parametrize("text", ["q_proj,v_proj", "q_proj v_proj", "q_proj, v_proj"])
+def test_names_in_one_text_are_a_list(tmp_path: Path, text: str) -> None:
+    assert load(tmp_path, f"lora_target: {text}\n").target_modules == ["q_proj", "v_proj"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("max_samples: 10", "split: '[:1000]'"),
+        ("quantization_bit: 4", "weights are not quantised here"),
+        ("template: qwen", "the model's own chat template is used"),
+        ("dataloader_num_workers: 4", "dataset_num_proc processes"),
+        ("save_strategy: steps", "save_steps and logging_steps say when"),
+    ],
+)
+def test_settings_of_others_that_are_none_here_say_what_to_do(tmp_path: Path, line: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown setting '{line.partition(':')[0]}' \(run.yaml:4\): .*"):
+        load(tmp_path, f"{line}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, f"{line}\n")
+    assert said in str(caught.value)

@@ -170,7 +170,7 @@ def test_a_run_that_is_killed_with_all_who_watch_it_is_explained_from_its_folder
     folder = Path(settings["output_dir"])
     process = start({**settings, "max_steps": 100_000, "nproc_per_node": 2})
     wait_for(lambda: (folder / "checkpoints" / "step-00000005").is_dir())
-    assert explain(folder).status == "unknown", "it goes on"
+    assert explain(folder).status == "running"
     everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     for one in everyone:
         one.suspend()  # or one of them would tell of another's end
@@ -193,7 +193,7 @@ def test_a_run_that_is_killed_with_all_who_watch_it_is_explained_from_its_folder
 
 
 def test_a_younger_process_of_the_same_number_is_no_rank(tmp_path: Path) -> None:
-    for began_s, status in ((1000.0, "killed"), (time.time(), "unknown")):
+    for began_s, status in ((1000.0, "killed"), (time.time(), "running")):
         folder = tmp_path / status
         ring = RingWriter(folder / "events" / "rank-00000-1.ring", 0)
         ring.write(began_s, KINDS.index("phase began"), PHASES.index("forward"), 7, (0.0,) * 5)

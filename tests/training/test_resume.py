@@ -23,12 +23,15 @@ import yaml
 from safetensors.torch import load_file
 
 import surefoot
-from surefoot.errors import CheckpointError, ConfigError, DataError, StorageError
+from surefoot.errors import CheckpointError, ConfigError, DataError, ModelError, StorageError
 from surefoot.events import CompletionsMade, StepEnded
+from surefoot.findings import Finding
+from surefoot.health.explain import explain
 from surefoot.training import saver
 from surefoot.training.checkpoint import DamagedCheckpoint, find_newest, list_checkpoints, verify
 from surefoot.training.metrics import CompletionsFile
 from surefoot.training.pieces import Pieces
+from surefoot.training.record import FindingLog
 from tests.conftest import counting_rows, training_process, write_jsonl
 from tests.conftest import surefoot as command
 
@@ -546,3 +549,39 @@ def test_a_rank_is_through_with_its_note_before_rank_0_can_see_it(
     monkeypatch.setattr(os, "replace", replace_and_take_away)
     saver._leave_note(folder / "rank-00001.json", {"files": {}})
     assert seen == [{"files": {}}]
+
+
+def test_a_run_that_is_beyond_its_new_end_says_so(settings: dict[str, Any]) -> None:
+    settings |= {"lr_scheduler_type": "constant", "save_steps": 2}
+    surefoot.train(settings, max_steps=4, screen=False)
+    with pytest.raises(ConfigError, match=r"max_steps=2, and the run in .* is at step 4 already. Raise it"):
+        surefoot.train(settings, max_steps=2, screen=False)
+    assert json.loads((Path(settings["output_dir"]) / "summary.json").read_text())["status"] == "completed"
+
+
+def test_a_run_of_another_length_is_told_how_to_go_on_from_it(settings: dict[str, Any]) -> None:
+    settings |= {"lr_scheduler_type": "cosine"}
+    surefoot.train(settings, max_steps=2, screen=False)
+    with pytest.raises(CheckpointError, match=r"a run of another length: max_steps: 2 -> 5.*init_adapter: .*/adapter"):
+        surefoot.train(settings, max_steps=5, screen=False)
+
+
+def test_the_newest_of_failed_starts_is_on_record(settings: dict[str, Any]) -> None:
+    folder = Path(settings["output_dir"])
+    for name in ("foo", "bar"):
+        with pytest.raises(ModelError, match=name):
+            surefoot.train(settings, target_modules=[name], screen=False)
+    assert "'bar'" in json.loads((folder / "summary.json").read_text())["error"]
+
+
+def test_a_finding_of_an_earlier_start_is_told_as_one(settings: dict[str, Any]) -> None:
+    settings |= {"lr_scheduler_type": "constant"}
+    folder = surefoot.train(settings, max_steps=1, screen=False).run_folder
+    FindingLog(folder).note(Finding("SF101", "rank 0 was killed", {"rank": 0}, "See why."))
+    assert "when: in an earlier start" not in explain(folder).as_text()
+    surefoot.train(settings, max_steps=2, screen=False)
+    told = explain(folder)
+    assert (told.status, "SF101" in told.as_text()) == ("completed", True)
+    assert "when: in an earlier start of this run" in told.as_text()
+    (said,) = told.as_dict()["findings"]
+    assert said["is_of_earlier_start"]

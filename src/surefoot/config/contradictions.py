@@ -191,7 +191,7 @@ def _check_divergence(run: RunConfig, refuse: Refuse) -> None:
         refuse(
             f"beta={run.beta} with init_adapter: the divergence is measured from the model without any adapter, so it "
             "would pull back to what the model was before that adapter was trained. Merge it first (`surefoot export "
-            "RUN --merge`) and start from the result, or set beta: 0",
+            "RUN FOLDER --merge`) and start from the result, or set beta: 0",
             "beta",
             "init_adapter",
         )

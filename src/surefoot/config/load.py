@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from surefoot.config.contradictions import check
 from surefoot.config.deepspeed import CHANGES_TRAINING, read_deepspeed
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
-from surefoot.config.names import ALIASES, FLAG_ALIASES, NOT_HERE, VALUE_ALIASES
+from surefoot.config.names import ALIASES, FLAG_ALIASES, INSTEAD, NOT_HERE, VALUE_ALIASES
 from surefoot.config.schema import FREE_ON_RESUME, DatasetItem, RewardItem, RunConfig
 from surefoot.errors import ConfigError
 
@@ -184,12 +184,14 @@ def _add(settings: dict[str, _Setting], renamed: dict[str, str], key: str, setti
             return
         if key in NOT_HERE:
             raise ConfigError(f"'{key}': {NOT_HERE[key]} ({setting.place}).")
-        if key in OF_OTHERS and ":" in setting.place:
-            file = setting.place.partition(":")[0]
+        if key in OF_OTHERS:
+            file = setting.place.partition(":")[0] if ":" in setting.place else "FILE"
             raise ConfigError(
                 f"unknown setting '{key}' ({setting.place}). It is one of another program: surefoot import --to "
                 f"NEW.yaml {file}"
             )
+        if key in INSTEAD:
+            raise ConfigError(f"unknown setting '{key}' ({setting.place}): {INSTEAD[key]}.")
         raise ConfigError(f"unknown setting '{key}'{_suggestion(key)} ({setting.place}).")
     if name != key:
         renamed[key] = name
@@ -292,6 +294,8 @@ def _normalise(name: str, setting: _Setting) -> Any:
         value = VALUE_ALIASES.get(name, {}).get(value, value) if isinstance(value, str) else value
     if name == "report_to":
         value = [] if value in ("none", None) else [value] if isinstance(value, str) else value
+    if name == "target_modules" and isinstance(value, str) and len(names := re.split(r"[,\s]+", value.strip())) > 1:
+        return names  # q_proj,v_proj, as LLaMA-Factory has it
     if name == "reward_funcs":
         return _reward_items(setting)
     if name == "reward_weights" and isinstance(value, list):

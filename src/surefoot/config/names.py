@@ -84,6 +84,30 @@ _NO_TENSOR_PARALLEL = (
     "tensor parallelism of the trained model is not available. zero_stage: 3 cuts every weight over the ranks, and "
     "expert_parallel_size the experts; both keep each matrix product on one GPU"
 )
+INSTEAD: dict[str, str] = {
+    **dict.fromkeys(
+        ["load_in_4bit", "load_in_8bit", "quantization_bit", "bnb_4bit_quant_type"],
+        "weights are not quantised here; `surefoot plan` says what they take in bfloat16",
+    ),
+    **dict.fromkeys(["optim", "optimizer"], "AdamW is the optimizer; drop it"),
+    **dict.fromkeys(
+        ["attn_implementation", "attn_impl", "flash_attn", "flash_attention", "use_liger_kernel"],
+        "attention and loss are chosen for the device and for packing; drop it",
+    ),
+    **dict.fromkeys(["template", "system"], "the model's own chat template is used; chat_template names another file"),
+    "max_samples": "write it as a split of the source: dataset: {path: ..., split: '[:1000]'}",
+    "dataset_text_field": "name the column: columns: {text: NAME}",
+    "dataloader_num_workers": "samples are prepared by dataset_num_proc processes, and batches need none; drop it",
+    "assistant_only_loss": "train_on: assistant, which is the default",
+    **dict.fromkeys(["save_strategy", "logging_strategy"], "save_steps and logging_steps say when"),
+    **dict.fromkeys(["eval_strategy", "evaluation_strategy"], "eval_steps says when, eval_dataset whether"),
+    **dict.fromkeys(["run_name", "logging_dir"], "a run is called by its output_dir, and everything lies there"),
+    "push_to_hub": "nothing is sent anywhere; upload the artifact yourself",
+    "neftune_noise_alpha": "there is no noise on embeddings here",
+    "early_stopping_patience": "there is no early stopping here: watch eval_loss, and stop with Ctrl-C, which saves",
+    "ddp_timeout": "waits have deadlines of their own, and a stall is named in seconds; drop it",
+}
+"""Peers' settings that are none here -> what to do about them."""
 NOT_HERE: dict[str, str] = {
     **dict.fromkeys(
         ["tensor_parallel_size", "tensor_model_parallel_size", "tp_size", "tensor_parallel_degree"], _NO_TENSOR_PARALLEL

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class Explanation:
     run_folder: Path
     status: str
     """Of summary.json. Where there is none that is newer than what the ranks did: `killed` if ranks of this machine are
-    gone together with whoever watched them, else `unknown`: it goes on."""
+    gone together with whoever watched them, `running` if all are there, else `unknown`."""
     ranks: list[RankNow]
     findings: list[Finding]
     """Written down during the run, and made again from its evidence."""
@@ -53,6 +54,8 @@ class Explanation:
     """Evidence that could not be read."""
     error: str | None = None
     """Why it failed, by summary.json."""
+    earlier: frozenset[tuple[str, str]] = frozenset()
+    """(code, cause) of findings that were written down in an earlier start of this run."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -60,9 +63,12 @@ class Explanation:
             "status": self.status,
             "error": self.error,
             "ranks": [vars(rank) for rank in self.ranks],
-            "findings": [finding.as_dict() for finding in self.findings],
+            "findings": [{**one.as_dict(), "is_of_earlier_start": self._is_earlier(one)} for one in self.findings],
             "missing": self.missing,
         }
+
+    def _is_earlier(self, finding: Finding) -> bool:
+        return (finding.code, finding.cause) in self.earlier
 
     def as_text(self) -> str:
         """For a person."""
@@ -72,7 +78,10 @@ class Explanation:
             f"last heard of {rank.silent_s:.0f} s ago"
             for rank in self.ranks
         ]
-        lines += [finding.as_text() for finding in self.findings] or ["no findings"]
+        lines += [
+            one.as_text() + ("\n  when: in an earlier start of this run" if self._is_earlier(one) else "")
+            for one in self.findings
+        ] or ["no findings"]
         lines += [f"missing: {what}" for what in self.missing]
         return "\n".join(lines)
 
@@ -89,8 +98,12 @@ def explain(run_folder: Path, history: History | None = None) -> Explanation:
         )
     history = history or read_history(run_folder)
     missing = list(history.unreadable)
-    written, unreadable = _written(run_folder / "findings.jsonl")
+    written, unreadable, times = _written(run_folder / "findings.jsonl")
     entries = history.entries
+    newest = [last_start(entries, rank)[0].time_s for rank in {entry.rank for entry in entries}]
+    earlier = {
+        (one.code, one.cause): bool(newest) and when < min(newest) for one, when in zip(written, times, strict=True)
+    }
     again = [
         *find_leaks(entries), *find_in_device_memory(entries), *find_slow_in(entries), *find_numerics_in(entries),
     ]  # fmt: skip
@@ -111,13 +124,16 @@ def explain(run_folder: Path, history: History | None = None) -> Explanation:
     if status == "unknown":
         there = [rank for rank in ranks if (rank.rank, rank.start) not in history.away and rank.doing != ENDED]
         gone = [rank for rank in there if rank.silent_s > GONE_AFTER_S and not _is_there(rank)]
+        if there and all(map(_is_there, there)):
+            status = "running"
         if gone:
             status = "killed"
             found.append(_killed(gone, history))
         away = [str(rank.rank) for rank in ranks if (rank.rank, rank.start) in history.away and rank.doing != ENDED]
         if away:
             missing.append(f"whether ranks {', '.join(away)} still run: they are of another machine, ask there")
-    return Explanation(run_folder, status, ranks, _once(found), missing, why)
+    of_earlier = frozenset(key for key, is_earlier in earlier.items() if is_earlier)
+    return Explanation(run_folder, status, ranks, _once(found), missing, why, of_earlier)
 
 
 def _is_there(rank: RankNow) -> bool:
@@ -169,11 +185,11 @@ def _summary(run_folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _written(path: Path) -> tuple[list[Finding], list[str]]:
-    """(findings of findings.jsonl, what of it cannot be read)."""
+def _written(path: Path) -> tuple[list[Finding], list[str], list[float]]:
+    """(findings of findings.jsonl, what of it cannot be read, when each was written down)."""
     if not path.is_file():
-        return [], []
-    found, unreadable = [], []
+        return [], [], []
+    found, unreadable, times = [], [], []
     for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
         try:
             said = json.loads(line)
@@ -181,9 +197,10 @@ def _written(path: Path) -> tuple[list[Finding], list[str]]:
             if finding.code not in CATALOGUE:
                 raise KeyError(finding.code)
             found.append(finding)
+            times.append(float(said.get("time_s", inf)))
         except (ValueError, KeyError, TypeError):
             unreadable.append(f"{path.name}:{number} is no finding that this version knows")
-    return found, unreadable
+    return found, unreadable, times
 
 
 def _ranks(entries: list[Entry]) -> list[RankNow]:

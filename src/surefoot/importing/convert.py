@@ -111,7 +111,7 @@ def _begin(draft: _Draft) -> None:
         draft.ours["method"] = ("grpo", told.program)
     elif told.method != "sft":
         draft.left_out[f"method = {told.method}"] = (
-            "only sft and grpo are available; the line below keeps this from being trained as sft"
+            f"only sft and grpo are available; `method: {told.method}` keeps this from being trained as one of them"
         )
         draft.ours["method"] = (told.method, "not available yet")
 

@@ -3,6 +3,7 @@
 SFT and GRPO share it; what differs comes in through `Job`.
 """
 
+import os
 import signal
 import threading
 import time
@@ -24,6 +25,7 @@ from surefoot.events import BatchDescribed, CheckpointSaved, Evaluated, Event, S
 from surefoot.parallel.ranks import Ranks
 from surefoot.process_end import stop_signals
 from surefoot.rl.rollout import RolloutInterrupted
+from surefoot.terminal import say
 from surefoot.training.checkpoint import TrainState, checkpoint_folder, list_checkpoints
 from surefoot.training.expert_use import ExpertUse
 from surefoot.training.ledger import peak_memory_bytes, sample_device_memory, sample_memory
@@ -71,6 +73,8 @@ class StopSignal:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if not self._deferred or (self.received and number == signal.SIGINT):
             raise KeyboardInterrupt(signal.Signals(number).name)
+        if self.received is None and number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+            say("the run stops after this step, and saves; Ctrl-C again ends it at once, unsaved")
         self.received = signal.Signals(number).name
 
 

@@ -90,7 +90,8 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *,
 
         def finish(status: Status, **details: object) -> RunResult:
             result = record.result(status, **details)  # type: ignore[arg-type]
-            keep = not record.has_started and (folder / "summary.json").exists()  # what an earlier start achieved
+            before = None if record.has_started else read_result(folder)
+            keep = before is not None and before.status != "failed"  # what an earlier start achieved
             if ranks.is_first and not keep:
                 write_json(folder / "summary.json", result.as_dict())
             emit(RunEnded(result.as_dict()))
@@ -227,6 +228,12 @@ def _open(loaded: LoadedConfig, resume: Resume, emit: Emit, ranks: Ranks) -> _Op
     if resume.checkpoint is not None:
         path, fingerprint = resume.checkpoint, state.data_fingerprint
         state = ranks.together(lambda: _resumed(loaded, path, fingerprint))
+        if config.max_steps is not None and state.step > config.max_steps:
+            raise ConfigError(
+                f"max_steps={config.max_steps}, and the run in {config.run_folder} is at step {state.step} already. "
+                "Raise it, choose another output_dir, or take a checkpoint with `surefoot export RUN FOLDER --step N` "
+                f"({loaded.where('max_steps')})."
+            )
     return _Opened(base, tokenizer, data, state)
 
 
