@@ -242,3 +242,11 @@ def test_half_of_what_a_launcher_says_starts_no_job_of_its_own(
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_file_that_may_not_be_read_is_named_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def refused() -> int:
+        raise PermissionError(13, "Permission denied", "/data/rows.jsonl")
+
+    assert cli.run_verb(refused) == 2
+    assert "error: /data/rows.jsonl: Permission denied." in capsys.readouterr().err

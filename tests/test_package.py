@@ -47,5 +47,5 @@ def test_the_wheel_builds_installs_and_trains_outside_the_repository(
     where = run(sys.executable, "-c", "import surefoot; print(surefoot.__file__)", env=environment)
     assert where.startswith(str(installed))
     shown = run(sys.executable, "-m", "surefoot", "train", "run.yaml", env=environment)
-    assert "completed after 1 steps" in shown
+    assert "completed after 1 step," in shown
     assert (installed / "bin" / "surefoot").is_file()

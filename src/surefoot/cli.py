@@ -48,6 +48,9 @@ def run_verb(verb: Callable[[], int]) -> int:
         if not is_said and not isinstance(error, StoppedOnFinding):  # a finding has been shown when it was made
             say(f"error: {error}")
         return error.exit_status
+    except PermissionError as error:  # of whatever file: it is the user's to change
+        say(f"error: {error.filename or 'a file'}: {error.strerror}. Give this user the right to read it.")
+        return InputError.exit_status
     except KeyboardInterrupt:
         say("interrupted")
         return FAILED
@@ -199,7 +202,8 @@ def train_loaded(loaded: "LoadedConfig", *, as_json: bool) -> int:
         speed = f", {result.tokens_per_second:.0f} tok/s" if result.tokens_per_second else ""
         loss = f", train_loss {result.train_loss:.4f}" if result.train_loss is not None else ""
         made = f"artifact: {result.artifact}" if result.artifact else f"run folder: {result.run_folder}"
-        write(sys.stdout, f"{result.status} after {result.steps} steps{loss}{speed}\n{made}\n")
+        steps = f"{result.steps} step{'s' * (result.steps != 1)}"
+        write(sys.stdout, f"{result.status} after {steps}{loss}{speed}\n{made}\n")
     return DONE if result.status == "completed" else FAILED
 
 

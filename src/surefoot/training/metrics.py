@@ -133,7 +133,9 @@ class Screen:
         elif isinstance(event, RunStarted):
             self._began, self._first_step = time.perf_counter(), event.first_step
             share = event.trainable_parameters / event.all_parameters
-            steps = f"{event.total_steps} steps, " if event.total_steps is not None else ""
+            steps = (
+                f"{event.total_steps} step{'s' * (event.total_steps != 1)}, " if event.total_steps is not None else ""
+            )
             self._line(
                 f"training {event.trainable_parameters / 1e6:.2f} M of {event.all_parameters / 1e6:.1f} M parameters "
                 f"({share:.2%}), {steps}into {event.run_folder}"
