@@ -66,7 +66,7 @@ def processors(seen: Seen) -> Check:
     said = f"{allowed:g} of {cpus['count']:g} CPUs"
     threads = seen.machine.environment.get("OMP_NUM_THREADS", "")
     each = int(threads) if threads.isdigit() else 1
-    if each * seen.local_ranks > 2 * allowed:
+    if seen.local_ranks > allowed or each * seen.local_ranks > 2 * allowed:
         what = f"{seen.local_ranks} ranks" + (f" x OMP_NUM_THREADS={threads}" if each > 1 else "")
         cause = f"{what} want {each * seen.local_ranks} CPUs, and this process may use {allowed:g}"
         return wrong(name, "SF714", cause, usable=allowed)

@@ -107,9 +107,10 @@ PAGES = {
     ),
     "SF714": Page(
         "warning",
-        "more threads than CPUs",
+        "more ranks or threads than CPUs",
         "What the ranks start, against the affinity and the quota of this process.",
-        "Set OMP_NUM_THREADS to the CPUs per rank.",
+        "Give the run more cores (taskset, --cpus-per-task, limits of the container), start fewer ranks, or set "
+        "OMP_NUM_THREADS to the CPUs per rank.",
     ),
     "SF715": Page(
         "warning",
