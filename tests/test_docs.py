@@ -45,6 +45,14 @@ def test_the_page_is_made_from_the_catalogue() -> None:
     assert (ROOT / "docs" / "coverage.md").read_text() == made, "python docs/coverage.py"
 
 
+def test_the_curve_is_drawn_from_the_table() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "sums_curve.py"))
+    curves = made["read_table"]((ROOT / "docs" / "grpo.md").read_text("utf-8"))
+    assert [(name, len(rewards)) for name, rewards in curves] == [("local", 8), ("vLLM 0.32 on the CPU", 6)]
+    assert all(max(rewards) - rewards[0] >= 0.25 for _, rewards in curves)
+    assert (ROOT / "docs" / "sums.svg").read_text("utf-8") == made["draw"](curves), "python docs/sums_curve.py"
+
+
 def test_what_is_claimed_names_a_test() -> None:
     for cause in yaml.safe_load((ROOT / "docs" / "causes.yaml").read_text()):
         is_claimed = cause["how"] in ("named", "prevented")

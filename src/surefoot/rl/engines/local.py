@@ -98,7 +98,7 @@ class LocalEngine:
 
         Raises: StoppedOnFinding (SF801), RolloutInterrupted; on all ranks.
         """
-        began_s = time.monotonic()
+        deadline_s = time.monotonic() + self._timeout_s
         each = self._batch_size or max(len(requests), 1)
         waves = [requests[begin : begin + each] for begin in range(0, len(requests), each)]
         most = max(self._ranks.gather(len(waves)))
@@ -110,7 +110,9 @@ class LocalEngine:
                     # Where prompts are read together, ranks stop together: between waves.
                     if self._reader is not None and self._ranks.sum([self._is_told_to_stop()])[0]:
                         raise RolloutInterrupted
-                    completions += self._wave(wave, sampling, policy_version, began_s + self._timeout_s)
+                    if self._reader is None and self._in_step is ALONE and self._is_over(deadline_s):
+                        break  # no other rank waits for this one's forwards
+                    completions += self._wave(wave, sampling, policy_version, deadline_s)
             finally:
                 put_to_rest(self._model)
         told, missing = self._ranks.sum([self._is_told_to_stop(), len(requests) - len(completions)])
@@ -189,8 +191,7 @@ class LocalEngine:
         logits, mask, positions = _select((logits, mask, positions), cache, of_row)
         while True:
             drawn = rows.draw(logits)
-            is_over = self._is_told_to_stop() or time.monotonic() > deadline_s
-            going, stops = self._in_step.sum([rows.num_going, is_over])
+            going, stops = self._in_step.sum([rows.num_going, self._is_over(deadline_s)])
             if not going:
                 return rows.completions(policy_version)
             if stops:
@@ -209,6 +210,9 @@ class LocalEngine:
                 )
             if layers:
                 rows.keep_experts(_chosen(layers).numpy())
+
+    def _is_over(self, deadline_s: float) -> bool:
+        return self._is_told_to_stop() or time.monotonic() > deadline_s
 
     def _recording(self) -> AbstractContextManager[list[LayerRouting]]:
         return nullcontext([]) if self._routing is None else self._routing.recording()
