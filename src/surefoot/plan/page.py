@@ -43,6 +43,11 @@ def as_text(told: Forecast, findings: list[Finding], changes: list[tuple[Changed
             f"each further token of a rollout gathers {told.gathered_bytes_per_token / GIB:.1f} GiB of weights, about "
             f"{_duration(seconds)}, for all completions of a rank together"
         )
+    if whole.expert_trained and ranks > told.sizes.num_experts:
+        lines.append(
+            f"experts are cut over at most as many ranks as there are of them: {told.sizes.num_experts} of the {ranks}, "
+            "so that more ranks save no more of their memory"
+        )
     if told.communication_bytes:
         lines.append(f"each rank sends about {told.communication_bytes / GIB:.2f} GiB in a step")
     lines += ["", *(finding.as_text() for finding in findings)] if findings else []
