@@ -74,6 +74,7 @@ def test_a_server_that_ignores_adapters_is_found_before_the_first_step(run: Call
     assert_no_server_is_left()
 
 
+@pytest.mark.matrix
 def test_a_server_whose_probabilities_drift_ends_the_run_after_three_steps(
     run: Callable[..., Any], tmp_path: Path
 ) -> None:
