@@ -18,7 +18,9 @@ LEAST_KERNEL = (5, 5)
 def versions(seen: Seen) -> Check:
     name, found, gpus = "versions", seen.machine.versions, seen.gpus
     said = ", ".join(
-        f"{one} {found[one]}" for one in ("torch", "cuda", "nccl", "driver", "transformers", "peft", "vllm") if one in found
+        f"{one} {found[one]}"
+        for one in ("torch", "cuda", "nccl", "driver", "transformers", "peft", "vllm")
+        if one in found
     )
     driver, cuda = found.get("driver"), found.get("cuda")
     wants_gpus = gpus > 0 and (seen.run is None or seen.run.device != "cpu")
