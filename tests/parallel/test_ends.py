@@ -250,6 +250,7 @@ def test_an_artifact_that_cannot_be_written_ends_all_ranks(two_ranks: dict[str, 
 
 
 @pytest.mark.matrix
+@pytest.mark.matrix
 def test_a_config_that_can_be_read_only_once_reaches_all_ranks(two_ranks: dict[str, Any]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "surefoot", "train", "/dev/stdin", "max_steps=2", "--json"],
@@ -283,6 +284,7 @@ def test_a_rank_that_does_not_come_is_named_and_ends_the_run(two_ranks: dict[str
     assert not Path(two_ranks["output_dir"]).exists()
 
 
+@pytest.mark.matrix
 def test_ranks_that_find_nobody_at_the_address_say_so(
     two_ranks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,6 +372,7 @@ def free_port() -> int:
     return port
 
 
+@pytest.mark.matrix
 def test_machines_with_different_configs_do_not_train_together(two_ranks: dict[str, Any], tmp_path: Path) -> None:
     settings = {**two_ranks, "nproc_per_node": 1, "nnodes": 2, "rdzv_endpoint": f"localhost:{free_port()}"}
     other = {"learning_rate": 2e-3, "output_dir": str(tmp_path / "elsewhere")}
@@ -382,6 +385,7 @@ def test_machines_with_different_configs_do_not_train_together(two_ranks: dict[s
     assert not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.matrix
 def test_a_port_at_which_another_service_is_silent_is_named(two_ranks: dict[str, Any]) -> None:
     with socket.create_server(("localhost", 0)) as server:
         endpoint = f"localhost:{server.getsockname()[1]}"

@@ -87,7 +87,7 @@ def trainer(model_folder: Callable[[str], Path], tokenizer: Any, tmp_path_factor
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("correction", ["truncate", "mask", "none"])
 @pytest.mark.parametrize("loss_type", list(LOSSES))
-@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("share_prompts", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_the_gradient_is_that_of_trl(
     trainer: Any, model_folder: Callable[[str], Path], loss_type: str, correction: str, share_prompts: bool
 ) -> None:

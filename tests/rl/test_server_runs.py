@@ -64,6 +64,7 @@ def assert_no_server_is_left() -> None:
     assert left == []
 
 
+@pytest.mark.matrix
 def test_a_server_that_ignores_adapters_is_found_before_the_first_step(run: Callable[..., Any], tmp_path: Path) -> None:
     done = run("ignores_adapters")
     assert done.returncode == 3, done.stderr[-3000:]
