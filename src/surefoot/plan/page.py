@@ -45,8 +45,8 @@ def as_text(told: Forecast, findings: list[Finding], changes: list[tuple[Changed
         )
     if whole.expert_trained and ranks > told.sizes.num_experts:
         lines.append(
-            f"experts are cut over {told.sizes.num_experts} of the {ranks} ranks, as many as there are of them: more ranks "
-            "save no more of their memory"
+            f"experts are cut over {told.sizes.num_experts} of the {ranks} ranks, as many as there are of them: "
+            "more ranks save no more of their memory"
         )
     if told.communication_bytes:
         lines.append(f"each rank sends about {told.communication_bytes / GIB:.2f} GiB in a step")
