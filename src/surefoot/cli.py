@@ -433,9 +433,8 @@ def _chat(arguments: argparse.Namespace) -> int:
     say("Type a message; an empty line or Ctrl-D ends.")
     while True:
         try:
-            text = (
-                input("> ").strip().encode("utf-8", "replace").decode()
-            )  # what is no text in UTF-8 has a question mark
+            # What is no text in UTF-8 gets question marks.
+            text = input("> ").strip().encode("utf-8", "replace").decode()
         except EOFError:
             return DONE
         if not text:

@@ -21,6 +21,7 @@ FIELDS = (
 """Of a config, that its size depends on; by transformers' names for them."""
 COUNTS = (*FIELDS, "num_key_value_heads", "head_dim")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+OF_EXPERTS = (*EXPERTS, "moe_intermediate_size", "num_experts_per_tok")
 
 
 @dataclass(frozen=True)
@@ -126,16 +127,17 @@ def check_fields(base: Path) -> None:
     said = json.loads(path.read_text("utf-8"))
     text = said.get("text_config", said)
     for field, value in text.items():
-        if field in COUNTS and isinstance(value, int) and value < 1:
+        least = 0 if field in OF_EXPERTS else 1  # a dense model of a family with experts has none
+        if field in COUNTS and isinstance(value, int) and value < least:
             raise ModelError(f"{path}: {field}={value} is no size. Correct it.")
     config = load_config(base).get_text_config()
-    for field in (name for name in FIELDS if hasattr(config, name)):
+    for field in (name for name in FIELDS if getattr(config, name, None)):  # of a dense model nothing of experts
         own = getattr(config, "attribute_map", {}).get(field, field)
         if text is said and not {field, own} & said.keys():  # nested ones leave defaults out
             raise ModelError(f"{path}: has no {own}, and without it the model's size is not known. Add it.")
     chosen = getattr(config, "num_experts_per_tok", None)
     most = next((getattr(config, name) for name in EXPERTS if isinstance(getattr(config, name, None), int)), None)
-    if isinstance(chosen, int) and most is not None and chosen > most:
+    if isinstance(chosen, int) and most and chosen > most:
         raise ModelError(f"{path}: num_experts_per_tok={chosen} is more than the {most} experts there are. Correct it.")
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     is_even = not isinstance(heads, int) or not isinstance(width, int) or width % heads == 0
