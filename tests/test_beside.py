@@ -78,6 +78,7 @@ def test_a_run_from_python_that_is_killed_is_named(settings: dict[str, Any], tmp
     assert (found["code"], found["evidence"]["rank"], found["evidence"]["last_step"]) == ("SF101", 0, 7)
 
 
+@pytest.mark.matrix
 def test_a_run_under_torchrun_that_stands_still_is_named(
     settings: dict[str, Any], tmp_path: Path, start: Start
 ) -> None:

@@ -245,9 +245,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
     machine = snapshot_for(launched, patient=True)
     checks = examine(machine, launched, asked=True)
     if loaded is not None:
+        from surefoot.training.first_rows import first_rows
         from surefoot.training.refusal import refusal
 
-        checks.append(refusal(loaded))
+        checks += [refusal(loaded), first_rows(loaded)]
     if arguments.deep or is_local_rank():
         from surefoot.self_test.start import self_test
 
@@ -262,7 +263,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.against is not None:
         path = Path(arguments.against)
         try:
-            differences = changes(read_snapshot(path / "environment.json" if path.is_dir() else path), machine)
+            before = read_snapshot(path / "environment.json" if path.is_dir() else path, machine.host)
+            differences = changes(before, machine)
         except ValueError as error:
             raise ConfigError(f"--against: {error}. Give the output_dir of a run, or what --json printed.") from error
     if arguments.json:

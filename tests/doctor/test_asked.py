@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import surefoot
 from surefoot.config import load_config
@@ -118,8 +121,25 @@ def test_a_server_that_runs_elsewhere_is_compared(settings: dict[str, Any]) -> N
         assert check.text.endswith("NCCL_IB_DISABLE=1 there, (not set) here")
     with listening(**takes_adapters) as address:
         assert asked("rollout server's own", grpo, vllm_server=address).status == "ok"
-    for gone in (address, "http://10.255.255.1:8000"):
-        assert asked("rollout server's own", grpo, vllm_server=gone).status == "not applicable"
+    silent = asked("rollout server's own", grpo, vllm_server=address)
+    assert (silent.status, silent.finding and silent.finding.code) == ("warning", "SF801")
+    assert "Connection refused. A run waits 900 s for it" in silent.text
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_a_server_on_another_machine_is_reached(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, reachable: bool
+) -> None:
+    def connect(address: tuple[str, int], _within_s: float) -> socket.socket:
+        assert address == ("10.255.255.1", 8000)
+        if not reachable:
+            raise TimeoutError("timed out")
+        return socket.socket()
+
+    monkeypatch.setattr("socket.create_connection", connect)
+    check = asked("rollout server's own", {**settings, **OF_VLLM}, vllm_server="http://10.255.255.1:8000")
+    assert check.status == ("not applicable" if reachable else "warning")
+    assert ("can be reached: run `surefoot doctor` there" if reachable else "timed out") in check.text
 
 
 def test_segments_that_a_sleeping_server_cannot_have_are_told(settings: dict[str, Any]) -> None:

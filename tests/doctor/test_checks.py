@@ -367,6 +367,16 @@ def test_checkpoints_are_counted_against_the_disk(run: Any, changes: dict[str, A
     assert bad(examine(machine, loaded)).get("SF717") == status
 
 
+def test_what_a_server_is_sent_is_counted_against_the_disk(run: Any) -> None:
+    grpo = {"method": "grpo", "reward_funcs": ["length"], "num_generations": 2, "tuning": "full", "max_steps": 10}
+    for engine, status in (("local", None), ("vllm", "warning")):
+        loaded = run(**ALONE, **grpo, save_steps=0, rollout_engine=engine)
+        weights = weights_of(Path(loaded.run.model))
+        assert weights is not None
+        machine = replace(LAPTOP, output=Disk("/home", "ext4", weights.bytes + weights.parameters, -1, 0.01))
+        assert bad(examine(machine, loaded)).get("SF717") == status
+
+
 def test_one_checkpoint_that_does_not_fit_is_refused(run: Any) -> None:
     loaded = run(**ALONE, tuning="full")
     machine = replace(LAPTOP, output=Disk("/home", "ext4", 10_000, -1, 0.01))

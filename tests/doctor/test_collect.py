@@ -15,7 +15,7 @@ import pytest
 from surefoot.doctor import collect as collecting
 from surefoot.doctor.collect import collect
 from surefoot.doctor.examine import changes
-from surefoot.doctor.snapshot import read_snapshot
+from surefoot.doctor.snapshot import Snapshot, read_snapshot
 
 
 def test_this_machine_is_known(tmp_path: Path) -> None:
@@ -37,6 +37,15 @@ def test_a_snapshot_comes_back_from_its_file(tmp_path: Path) -> None:
     (tmp_path / "environment.json").write_text(json.dumps({"machine": seen.as_dict()}))
     assert read_snapshot(tmp_path / "environment.json") == seen
     assert changes(seen, read_snapshot(tmp_path / "environment.json")) == []
+
+
+def test_of_a_run_on_several_machines_each_is_compared_with_itself(tmp_path: Path) -> None:
+    path = tmp_path / "environment.json"
+    first, second = Snapshot(host="one", kernel="6.1"), Snapshot(host="two", kernel="5.4")
+    path.write_text(json.dumps({"machine": first.as_dict(), "other_machines": [second.as_dict()]}))
+    assert read_snapshot(path, "two") == second
+    assert read_snapshot(path, "one") == first
+    assert read_snapshot(path, "three") == first
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": 3}', '{"machine": {"interfaces": {"a": {}}}}'])

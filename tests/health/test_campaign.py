@@ -1,7 +1,7 @@
 """Real faults in real runs are found and named, and healthy runs have no findings.
 
-`make test` strikes with one, `make test-matrix` with two, `make campaign` with all others, and with as many seeds
-as SEEDS says, on 2, 3 and 4 ranks in turn.
+`make test-matrix` strikes with three, `make campaign` with all others, and with as many seeds as SEEDS says, on 2, 3
+and 4 ranks in turn.
 """
 
 import os
@@ -18,8 +18,7 @@ from tests.conftest import counting_rows, write_jsonl
 from tests.health.healthy import HEALTHY, healthy
 
 SEEDS = range(int(os.environ.get("SEEDS", "1")))
-FAST = ("skipped-collective",)
-MATRIX = ("gil-held", "stopped")
+MATRIX = ("skipped-collective", "gil-held", "stopped")
 KINDS = faults()
 Run = tuple[str, int]
 
@@ -51,8 +50,6 @@ def results(
 
 def _cases(kinds: list[str]) -> list[Any]:
     def target(kind: str, seed: int) -> Any:
-        if seed == 0 and kind in FAST:
-            return ()
         return pytest.mark.matrix if seed == 0 and kind in MATRIX else pytest.mark.campaign
 
     return [

@@ -725,3 +725,16 @@ def test_the_launchers_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     options = "accelerate launch --config_file configs/z3.yaml src/train.py --learning_rate 1\n"
     with pytest.raises(ConfigError, match="no command of a program"):  # a script of another program
         imported(tmp_path / "scripts" / "run.sh", options)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "docker run --gpus all image bash -c 'export NPROC_PER_NODE=2; swift sft --model m --dataset rows.jsonl'",
+        'srun --ntasks 1 bash -lc "NPROC_PER_NODE=2 swift sft --model m --dataset rows.jsonl > log 2>&1"',
+    ],
+)
+def test_what_another_shell_is_given_is_read(script: str, tmp_path: Path) -> None:
+    made = imported(tmp_path / "train.sh", script)
+    assert (made.program, values(made)["nproc_per_node"], values(made)["model"]) == ("ms-swift", 2, "m")
+    assert values(convert(read(shlex.split(script))))["nproc_per_node"] == 2

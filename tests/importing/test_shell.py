@@ -47,6 +47,26 @@ def test_the_words_are_those_of_a_shell(script: str, tmp_path: Path) -> None:
     assert [words[1:] for words in words_of(script) if words[0] == "run"] == expected
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        "A=1; bash -c 'run --a $A; run --b 2'",
+        "export A=1; bash -c 'run --a $A'",
+        'A="x y"; bash -lc "run --a $A"',
+        "A=2 bash -c 'run --a $A && run'",
+        'nohup bash -c "A=\'x y\'; run \\"\\$A\\""',
+        "env A=3 /bin/bash -ec 'bash -c \"run $B\"'",
+    ],
+)
+def test_a_shell_that_is_given_a_script_runs_it(script: str) -> None:
+    told = "run() { printf '%s\\0' \"$@\" END; }; export -f run\n"
+    done = subprocess.run(["bash", "-c", told + script], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    expected = [output.split("\0")[:-1] for output in done.stdout.split("END\0")[:-1]]
+    found = [[word for word in words[1:] if not word.startswith("§")] for words in words_of(script)]
+    assert found == expected
+
+
 def test_what_a_script_does_not_say_is_marked() -> None:
     script = "run --lr $LR \"$@\" ${ARGS[@]} --out runs/$(date +%F) --day `date` '$HOME' \\$5"
     (words,) = words_of(script)

@@ -250,7 +250,6 @@ def test_an_artifact_that_cannot_be_written_ends_all_ranks(two_ranks: dict[str, 
 
 
 @pytest.mark.matrix
-@pytest.mark.matrix
 def test_a_config_that_can_be_read_only_once_reaches_all_ranks(two_ranks: dict[str, Any]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "surefoot", "train", "/dev/stdin", "max_steps=2", "--json"],
@@ -326,6 +325,7 @@ def test_a_signal_while_ranks_are_starting_stops_them(two_ranks: dict[str, Any])
     assert "step 10/" not in stderr
 
 
+@pytest.mark.matrix
 def test_ranks_of_a_launcher_that_is_killed_while_they_start_do_not_stay(two_ranks: dict[str, Any]) -> None:
     process = start({**two_ranks, "max_steps": 5000})
     deadline = time.monotonic() + 60
@@ -395,6 +395,7 @@ def test_a_port_at_which_another_service_is_silent_is_named(two_ranks: dict[str,
     assert f"rdzv_endpoint={endpoint}: something accepts connections there and says nothing" in stderr
 
 
+@pytest.mark.matrix
 def test_launchers_leave_nothing_behind_and_clear_away_what_killed_ones_left(
     two_ranks: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from surefoot.health.recorder import read_history
 from surefoot.plan import forecast as forecasting
 from surefoot.plan.devices import DEVICES, Device
 from surefoot.plan.forecast import Forecast, forecast
+from surefoot.plan.page import as_text
 from surefoot.plan.suggest import ready_to_paste, suggest
 from surefoot.plan.verb import plan
 
@@ -65,7 +66,7 @@ def test_what_lies_at_rest_is_what_the_ledger_of_a_run_counts(
     "more",
     [
         pytest.param({"zero_stage": 2}, marks=pytest.mark.matrix),
-        {"zero_stage": 3},
+        pytest.param({"zero_stage": 3}, marks=pytest.mark.matrix),
         pytest.param({"zero_stage": 3, "tuning": "full", "lora_rank": 8}, marks=pytest.mark.matrix),
         {"zero_stage": 2, "tuning": "full", "lora_rank": 8, "expert_parallel_size": 2},
     ],
@@ -148,6 +149,7 @@ def test_the_seeds_own_cases(name: str, more: list[str], fits: bool) -> None:
     assert plan(str(PLANS / f"{name}.yaml"), more).forecast.fits is fits
 
 
+@pytest.mark.matrix
 def test_the_run_that_hung_at_its_start_fits_without_ever_gathering_the_model() -> None:
     path = str(PLANS.parent / "qwen2.5-vl-72b-grpo.yaml")
     assert plan(path, ["device=a100"]).forecast.fits
@@ -248,9 +250,22 @@ def test_a_server_takes_its_share_of_the_devices_that_train(shallow: str, more: 
     share = ["vllm_args=null"] if "vllm_server" in "".join(more) else ["vllm_args=[--gpu-memory-utilization, '0.5']"]
     device = [] if "device=cpu" in more else ["device=a100"]
     phases = plan(shallow, [*device, "rollout_engine=vllm", *share, *more]).forecast.phases
-    owners = {name: {**phase.device, **phase.host}.get("vLLM server") for name, phase in phases.items()}
+    owners = {name: _of_vllm({**phase.device, **phase.host}) for name, phase in phases.items()}
     half = int(DEVICES["a100"].memory_bytes * 0.5)
-    assert {name: size for name, size in owners.items() if size} == dict.fromkeys(holds, half)
+    assert {name: sum(sizes) for name, sizes in owners.items() if sizes} == dict.fromkeys(holds, half)
+    assert all(min(sizes) > 0 for sizes in owners.values() if sizes), "weights, and keys and values"
+
+
+def _of_vllm(owners: dict[str, int]) -> list[int]:
+    return [size for owner, size in owners.items() if owner.startswith("vLLM's")]
+
+
+@pytest.mark.parametrize(("more", "size"), [((), "134.65"), (("dtype=float32",), "269.29")])
+def test_full_fine_tuning_sends_a_server_the_whole_model(more: tuple[str, ...], size: str) -> None:
+    grpo = ("method=grpo", "packing=false", "reward_funcs=length", "rollout_engine=vllm", "nproc_per_node=8")
+    run = load_config(str(PLANS / "qwen-72b-lora.yaml"), [*grpo, "tuning=full", *more]).run
+    said = as_text(forecast(run, PLANS / "qwen-72b", DEVICES["h200"]), [], [], 0.0)
+    assert f"a sync writes the whole model to output_dir, {size} GiB, and the server reads it" in said
 
 
 def test_parameters_are_those_that_the_models_are_known_by() -> None:
@@ -392,6 +407,19 @@ def test_experts_and_heads_that_are_not_said_are_named(
     (tmp_path / "run.yaml").write_text(json.dumps({**settings, "model": str(model)}))
     with pytest.raises(ModelError, match=message):
         plan(str(tmp_path / "run.yaml"), [])
+
+
+@pytest.mark.parametrize("left_out", [(), ("moe_intermediate_size", "num_experts_per_tok")])
+def test_a_dense_model_of_a_family_with_experts_is_planned(
+    settings: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path, left_out: tuple[str, ...]
+) -> None:
+    model = Path(shutil.copytree(model_folder("qwen2_moe"), tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text()) | {"num_experts": 0}
+    (model / "config.json").write_text(json.dumps({name: v for name, v in config.items() if name not in left_out}))
+    (tmp_path / "run.yaml").write_text(json.dumps({**settings, "model": str(model)}))
+    sizes = plan(str(tmp_path / "run.yaml"), []).forecast.sizes
+    assert sizes.num_experts == 0
+    assert sizes.whole.expert_frozen == sizes.whole.expert_trained == 0
 
 
 def test_code_of_a_model_is_never_run(

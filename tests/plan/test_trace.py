@@ -108,7 +108,7 @@ def test_the_peak_of_grpo_is_that_of_real_tensors(loss_type: str, is_kept: bool,
 
 
 @pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
-@pytest.mark.parametrize("share", [1.0, 0.125])
+@pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.matrix), 0.125])
 def test_equal_layers_lie_on_a_line(
     lora: LoraSettings | None, share: float, model_folder: Folders, tmp_path: Path
 ) -> None:

@@ -444,7 +444,7 @@ def test_prompts_can_be_looked_at(grpo: dict[str, Any]) -> None:
     assert text.endswith("<|im_start|>user\nCount to 0<|im_end|>\n<|im_start|>assistant\n")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_slow_reward_is_no_stall(grpo: dict[str, Any], tmp_path: Path) -> None:
     """It has a deadline of its own; the supervisor, which takes 12 s of doing nothing for a stall, leaves it alone."""
     body = "    time.sleep(16)\n    return [float(i) for i in range(len(completions))]"

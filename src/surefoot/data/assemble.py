@@ -14,7 +14,7 @@ from surefoot.data.images import ImageSettings
 from surefoot.data.pixels import PROCESSORS, PixelReader, limits_of, load_processor
 from surefoot.data.preparation import OnProgress
 from surefoot.data.render import TEXT_ONLY, RendererSource
-from surefoot.data.sources import find_sources
+from surefoot.data.sources import Source, find_sources
 from surefoot.errors import ConfigError, DataError
 
 MAX_WORKERS = 16
@@ -42,17 +42,6 @@ def open_dataset(
     Raises: DataError for what is missing or of no known format.
     """
     config = loaded.run
-    items: list[DatasetItem] = getattr(config, setting)
-    own = [
-        item.model_copy(
-            update={
-                "format": item.format if item.format != "auto" else config.dataset_format,
-                "columns": item.columns or config.columns,
-            }
-        )
-        for item in items
-    ]
-    where = loaded.where(setting)
     renderer = RendererSource.of(
         tokenizer,
         config.template_variables,
@@ -84,17 +73,34 @@ def open_dataset(
         side="train" if config.eval_fraction and setting == "dataset" else "all",
         eval_fraction=config.eval_fraction,
     )
-    sources = find_sources(own, where)
     return Dataset(
-        [replace(source, spec=replace(source.spec, prompts=prompts)) for source in sources],
+        sources_of(loaded, setting),
         renderer,
         reading,
         num_workers=num_workers(config.dataset_num_proc),
         keep_columns=prompts,
         only_waits=only_waits,
         on_progress=on_progress,
-        where=where,
+        where=loaded.where(setting),
     )
+
+
+def sources_of(loaded: LoadedConfig, setting: Literal["dataset", "eval_dataset"]) -> list[Source]:
+    """The files of a dataset setting, and how their rows are read. What is on the hub is fetched. Raises: DataError."""
+    config = loaded.run
+    items: list[DatasetItem] = getattr(config, setting)
+    own = [
+        item.model_copy(
+            update={
+                "format": item.format if item.format != "auto" else config.dataset_format,
+                "columns": item.columns or config.columns,
+            }
+        )
+        for item in items
+    ]
+    prompts = config.method == "grpo"
+    sources = find_sources(own, loaded.where(setting))
+    return [replace(source, spec=replace(source.spec, prompts=prompts)) for source in sources]
 
 
 OF_IMAGES = ("min_pixels", "max_pixels", "image_dir", "allow_image_urls")

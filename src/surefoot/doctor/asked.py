@@ -22,6 +22,7 @@ OF_BOTH = ("NCCL_", "GLOO_", "CUDA_", "OMP_", "PYTORCH_", "TORCH_")
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 OWN = frozenset(("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", *ALLOCATOR))
 """But for these, in which a server and training may well differ."""
+CONNECT_WITHIN_S = 2.0
 LEAST_VLLM = (0, 32)
 """With which this was tried, 2026-11."""
 
@@ -122,12 +123,23 @@ def server(seen: Seen) -> Check:
             )
         return _version_of(name, run.vllm_command)
     parts = urlsplit(run.vllm_server if "//" in run.vllm_server else f"//{run.vllm_server}")
-    if parts.hostname not in ("127.0.0.1", "localhost", "::1", socket.gethostname()):
-        return not_applicable(name, f"{parts.hostname} is another machine: run `surefoot doctor` there")
-    port = parts.port or 80
+    host, port = parts.hostname or "", parts.port or 80
+    try:
+        socket.create_connection((host, port), CONNECT_WITHIN_S).close()
+    except OSError as error:
+        return wrong(
+            name,
+            "SF801",
+            f"nobody can be reached at {host}:{port}, where vllm_server says that the server is: {error}. A run waits "
+            f"{run.vllm_start_timeout_s:.0f} s for it",
+            fix="Start it, correct the address, or open the port to this machine.",
+            where=seen.loaded.where("vllm_server") if seen.loaded else "",
+        )
+    if host not in ("127.0.0.1", "localhost", "::1", socket.gethostname()):
+        return not_applicable(name, f"{host} is another machine, and can be reached: run `surefoot doctor` there")
     theirs = environment_of_listener(port)
     if theirs is None:
-        return not_applicable(name, f"nobody listens at port {port}, or who does may not be looked at")
+        return not_applicable(name, f"the process that listens at port {port} may not be looked at")
     if run.tuning == "lora" and theirs.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").lower() not in ("1", "true"):
         return wrong(
             name,

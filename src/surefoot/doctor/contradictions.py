@@ -172,7 +172,12 @@ def checkpoints(seen: Seen) -> Check:
         f"{counted} of {each / GIB:.1f} GiB and a model of {weights.bytes / GIB:.1f} GiB, "
         f"{disk.free_bytes / GIB:.1f} GiB free at {disk.path}"
     )
-    needed = kept * each + weights.bytes
+    sent = 0
+    if run.method == "grpo" and run.rollout_engine == "vllm":  # each policy lies in output_dir for the server to read
+        is_float32 = run.dtype == "float32" or (run.dtype == "auto" and not seen.is_on_gpus)
+        sent = weights.parameters * (FP32_BYTES if is_float32 else HALF_BYTES)
+        said += f"; what the server is sent is {sent / GIB:.1f} GiB more"
+    needed = kept * each + weights.bytes + sent
     if needed > disk.free_bytes:
         one = min(kept, 1) * each
         return wrong(

@@ -149,13 +149,16 @@ class Snapshot:
         return asdict(self)
 
 
-def read_snapshot(path: Path) -> Snapshot:
+def read_snapshot(path: Path, host: str = "") -> Snapshot:
     """A snapshot in environment.json of a run, or one that `surefoot doctor --json` printed.
 
+    Of a run on several machines the one of `host`; where that took no part, the one of rank 0.
     Raises: ValueError for a file that is none.
     """
     try:
-        return snapshot_of(json.loads(path.read_text("utf-8"))["machine"])
+        told = json.loads(path.read_text("utf-8"))
+        machines = [told["machine"], *told.get("other_machines", [])]
+        return snapshot_of(next((one for one in machines if one.get("host") == host), machines[0]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no snapshot of a machine: {error!r}") from error
 

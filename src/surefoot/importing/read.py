@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from surefoot.errors import ConfigError
-from surefoot.importing.shell import ASSIGNMENT, UNSET, commands
+from surefoot.importing.shell import ASSIGNMENT, UNSET, commands, script_of
 
 HYDRA = re.compile(r"^\w+=")
 SHORT = re.compile(r"^-[A-Za-z]")
@@ -73,6 +73,9 @@ class Told:
 def read(source: str | Sequence[str]) -> Told:
     """`source`: a file, or the words of a command line. Raises: ConfigError for what is none of the known ones."""
     if not isinstance(source, str):
+        inside = script_of(source)
+        if inside is not None:
+            return _read_script(Path.cwd() / "command line", inside)
         return _read_command(list(source), {}, "command line", Path.cwd())
     return _read_file(Path(source), None)
 

@@ -6,7 +6,7 @@ means something to a shell is moved to a code point of private use, and back whe
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 HIDDEN = "<>|&;#()'\"\\$` \t\r\n"
@@ -31,6 +31,9 @@ CALCULATION = re.compile(rf"\${chr(PRIVATE + ord('('))}[\w{chr(PRIVATE)}-{chr(PR
 """A substitution, hidden, whose variables are filled in."""
 OPENING = frozenset({"if", "for", "while", "until", "case", "select"})
 CLOSING = frozenset({"fi", "done", "esac"})
+SHELLS = frozenset({"bash", "sh", "zsh"})
+RUNS_TEXT = re.compile(r"-[a-z]*c")
+"""Options of a shell that is given a script as a word: -c, -lc, -exc."""
 PREFIXES = frozenset({"then", "else", "elif", "do", "!", "time", "{", "}", "function", "if", "while", "until"})
 
 
@@ -46,10 +49,13 @@ class Command:
     """Variables in it that are set in a branch or a loop, too -> the value that was taken."""
 
 
-def commands(text: str) -> Iterator[Command]:
-    """Those of a script, in their order. Raises: ValueError for quotes that do not end."""
-    variables: dict[str, str | list[str]] = {}
-    exported: set[str] = set()
+def commands(text: str, inherited: Mapping[str, str] | None = None) -> Iterator[Command]:
+    """Those of a script, in their order; of `bash -c "..."` those in the quotes.
+
+    `inherited`: variables of its environment. Raises: ValueError for quotes that do not end.
+    """
+    variables: dict[str, str | list[str]] = dict(inherited or {})
+    exported: set[str] = set(variables)
     uncertain: set[str] = set()
     depth, follows = 0, ""
     for piece in SEPARATOR.split(REDIRECTION.sub(" ", _hide_what_is_held(text))):
@@ -81,11 +87,21 @@ def commands(text: str) -> Iterator[Command]:
                 variables[name] = value if is_certain else variables.get(name, value)
         if words and not is_declared:
             known = {name: value for name, value in variables.items() if name in exported} | own
-            yield Command(
+            command = Command(
                 [_shown(word) for word in words],
                 {name: value for name, value in known.items() if isinstance(value, str)},
                 {name: str(variables[name]) for name in sorted(used & uncertain)},
             )
+            inside = script_of(command.words)
+            yield from [command] if inside is None else commands(inside, command.environment)
+
+
+def script_of(words: Sequence[str]) -> str | None:
+    """What `bash -c` is given, also behind srun, docker run or nohup; None where a command is none such."""
+    for number, word in enumerate(words[:-2]):
+        if word.rpartition("/")[2] in SHELLS and RUNS_TEXT.fullmatch(words[number + 1]):
+            return words[number + 2].replace(UNSET, "$")
+    return None
 
 
 def _hide(text: str) -> str:

@@ -19,13 +19,12 @@ from surefoot.models.lora import LoraSettings
 from surefoot.parallel.layout import Layout
 from surefoot.plan.devices import GB, GIB, Device
 from surefoot.plan.memory import Cuts, Owners, Rollout, Server, cut, forecast_memory, gradient_share
-from surefoot.plan.sizes import FP32_BYTES, Elements, Sizes, check_fields, sizes_of
+from surefoot.plan.sizes import FP32_BYTES, HALF_BYTES, Elements, Sizes, check_fields, sizes_of
 from surefoot.plan.tower import Pictures, pictures_of, show
 from surefoot.plan.trace import ATTENTION, NOTHING, Trace, likelihood, policy_loss, shaped_batch, trace_step
 from surefoot.training.artifacts import lora_settings
 from surefoot.training.grpo import PolicyLoss
 
-HALF_BYTES = 2
 FEW, MORE = 2, 4
 """Layers that are run; the rest of equal ones is on the line through both."""
 RESERVE = 0.06

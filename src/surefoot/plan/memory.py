@@ -58,7 +58,7 @@ class Server:
     share_bytes: int = 0
     """What it may take of each of its devices; 0 where that is not known."""
     weights_bytes: int = 0
-    """Of the model, on each of its devices."""
+    """Of the model, on each of its devices. The rest of its share is for keys and values, and what it computes with."""
     asleep_bytes: int = 0
     """Of host memory for each rank, where its weights lie while it sleeps."""
 
@@ -167,7 +167,8 @@ def forecast_memory(
         phases["sync"] = Owners({**at_rest, **state, **written.device}, {**on_host, **written.host})
     phases["export"] = Owners({**at_rest, **state, **written.device}, {**process, **written.host})
     if server is not None and server.bytes_here:
-        shared = {"vLLM server": server.bytes_here}
+        weights = min(server.weights_bytes, server.bytes_here)
+        shared = {"vLLM's weights": weights, "vLLM's keys and values": server.bytes_here - weights}
         for name in ("rollout", "sync") if server.sleeps else tuple(phases):
             phases[name] = Owners({**phases[name].device, **shared}, phases[name].host)
     if server is not None and server.asleep_bytes:

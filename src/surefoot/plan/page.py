@@ -4,7 +4,7 @@ from surefoot.config import LoadedConfig
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.plan.devices import GIB
 from surefoot.plan.forecast import Forecast
-from surefoot.plan.sizes import FP32_BYTES
+from surefoot.plan.sizes import FP32_BYTES, HALF_BYTES
 from surefoot.plan.suggest import Changed, ready_to_paste
 
 LEAST_SHOWN_BYTES = 1 << 20
@@ -31,11 +31,9 @@ def as_text(told: Forecast, findings: list[Finding], changes: list[tuple[Changed
     if run.method == "grpo":
         left_out = "rewards, and what drawing tokens takes," if told.rollout_s else "rollouts and rewards"
         lines[-1] += f"; {left_out} are not in it"
-        if run.rollout_engine == "vllm":
-            sent = whole.all_trained * FP32_BYTES
-            merged = (whole.total - whole.all_trained) * told.sizes.frozen_bytes_each
-            lines.append(f"a sync sends the adapter alone, {sent / GIB:.2f} GiB: {sent / merged:.2%} of a merged model")
-            if not any("vLLM server" in owners.device for owners in told.phases.values()):
+        if told.server is not None:
+            lines.append(_sync(told))
+            if not told.server.bytes_here:
                 lines.append("the vLLM server has devices of its own, which are not in the table")
     if told.gathered_bytes_per_token:
         seconds = told.gathered_bytes_per_token / told.device.link_bytes_per_s
@@ -107,6 +105,18 @@ def findings_of(told: Forecast, loaded: LoadedConfig) -> list[Finding]:
             )
         )
     return found
+
+
+def _sync(told: Forecast) -> str:
+    """What a server is sent of each policy."""
+    whole = told.sizes.whole
+    if told.run.tuning == "full":
+        is_float32 = told.run.dtype == "float32" or (told.run.dtype == "auto" and not told.device.is_gpu)
+        size = whole.total * (FP32_BYTES if is_float32 else HALF_BYTES)
+        return f"a sync writes the whole model to output_dir, {size / GIB:.2f} GiB, and the server reads it"
+    sent = whole.all_trained * FP32_BYTES
+    merged = (whole.total - whole.all_trained) * told.sizes.frozen_bytes_each
+    return f"a sync sends the adapter alone, {sent / GIB:.2f} GiB: {sent / merged:.2%} of a merged model"
 
 
 def _table(told: Forecast) -> list[str]:

@@ -13,7 +13,7 @@ from surefoot.errors import ModelError
 from surefoot.models.build import BuiltModel, load_config
 from surefoot.models.experts import experts_of, is_fused_experts
 
-FP32_BYTES = 4
+FP32_BYTES, HALF_BYTES = 4, 2
 FIELDS = (
     "hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size moe_intermediate_size "
     "num_experts num_local_experts n_routed_experts num_experts_per_tok"
@@ -131,12 +131,13 @@ def check_fields(base: Path) -> None:
         if field in COUNTS and isinstance(value, int) and value < least:
             raise ModelError(f"{path}: {field}={value} is no size. Correct it.")
     config = load_config(base).get_text_config()
-    for field in (name for name in FIELDS if getattr(config, name, None)):  # of a dense model nothing of experts
+    most = next((getattr(config, name) for name in EXPERTS if isinstance(getattr(config, name, None), int)), 0)
+    needed = [name for name in FIELDS if getattr(config, name, None) and (most or name not in OF_EXPERTS)]
+    for field in needed:
         own = getattr(config, "attribute_map", {}).get(field, field)
         if text is said and not {field, own} & said.keys():  # nested ones leave defaults out
             raise ModelError(f"{path}: has no {own}, and without it the model's size is not known. Add it.")
     chosen = getattr(config, "num_experts_per_tok", None)
-    most = next((getattr(config, name) for name in EXPERTS if isinstance(getattr(config, name, None), int)), None)
     if isinstance(chosen, int) and most and chosen > most:
         raise ModelError(f"{path}: num_experts_per_tok={chosen} is more than the {most} experts there are. Correct it.")
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)

@@ -375,9 +375,12 @@ def _describe_machines(
     about = {**environment(device), "ranks": ranks.size, "expert_parallel_size_s": measured}
     is_first_here = ranks.local_rank == 0
     machine = collect(config.run_folder if is_first_here else None, gpus=is_first_here).as_dict()
-    ranks.from_first(lambda: _begin_folder(config, {**about, "machine": machine}, resume.claimed_s))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    everywhere = ranks.gather({"host": machine["host"], "facts": facts_of({**machine, "device": name})})
+    facts = facts_of({**machine, "device": name})
+    everywhere = ranks.gather({"host": machine["host"], "facts": facts, "machine": machine if is_first_here else None})
+    machines = [one["machine"] for one in everywhere if one["machine"] is not None]
+    about |= {"machine": machines[0], "other_machines": machines[1:]}
+    ranks.from_first(lambda: _begin_folder(config, about, resume.claimed_s))
     differing = ranks_differ([one["facts"] for one in everywhere], [one["host"] for one in everywhere])
     if differing is not None:
         emit(FindingMade(differing))

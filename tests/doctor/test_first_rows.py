@@ -1,0 +1,49 @@
+"""The doctor reads the first rows of a run's data: what is no row is named before a run starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.config import load_config
+from surefoot.doctor.check import Check
+from surefoot.training.first_rows import LOOKED_AT, first_rows
+from tests.conftest import counting_rows, write_jsonl
+
+
+def said(settings: dict[str, Any], **changes: Any) -> Check:
+    return first_rows(load_config(None, (), {**settings, **changes}))
+
+
+def test_rows_of_text(settings: dict[str, Any], tmp_path: Path) -> None:
+    check = said(settings)
+    assert check.status == "ok"
+    assert "all of them text" in check.text
+    bad = write_jsonl(tmp_path / "late.jsonl", [*counting_rows(LOOKED_AT), {"messages": []}])
+    assert said(settings, dataset=str(bad)).text == f"{LOOKED_AT} read, all of them text", "no more are looked at"
+
+
+@pytest.mark.parametrize(("on_bad_row", "status"), [("error", "failed"), ("skip", "warning")])
+def test_a_bad_row_is_named(settings: dict[str, Any], tmp_path: Path, on_bad_row: str, status: str) -> None:
+    bad = write_jsonl(tmp_path / "bad.jsonl", [*counting_rows(3), {"messages": []}])
+    check = said(settings, dataset=str(bad), on_bad_row=on_bad_row)
+    assert (check.status, check.finding and check.finding.code) == (status, "SF743")
+    assert "bad.jsonl:4: 'messages' must be a non-empty list" in check.text
+
+
+def test_columns_of_no_known_format_are_named(settings: dict[str, Any], tmp_path: Path) -> None:
+    check = said(settings, dataset=str(write_jsonl(tmp_path / "odd.jsonl", [{"title": "a", "body": "b"}])))
+    assert check.status == "failed"
+    assert "odd.jsonl:1: the columns (body, title) fit no known format" in check.text
+
+
+def test_a_file_that_is_broken_is_named(settings: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1 and nothing more")
+    check = said(settings, dataset=str(tmp_path / "rows.parquet"))
+    assert check.status == "failed"
+    assert "rows.parquet" in check.text
+
+
+def test_data_of_the_hub_are_not_fetched(settings: dict[str, Any]) -> None:
+    assert said(settings, dataset="someone/rows").status == "not applicable"
+    assert said(settings, model="someone/model").status == "not applicable"

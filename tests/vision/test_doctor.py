@@ -1,0 +1,28 @@
+"""The doctor says what becomes of images beside text."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from surefoot.config import load_config
+from surefoot.doctor.check import Check
+from surefoot.training.first_rows import first_rows
+from tests.conftest import write_jsonl
+from tests.vision.conftest import picture_rows
+
+
+def said(settings: dict[str, Any]) -> Check:
+    return first_rows(load_config(None, (), settings))
+
+
+def test_text_beside_images(vision: Callable[..., dict[str, Any]], settings: dict[str, Any], tmp_path: Path) -> None:
+    mixed = said(vision())
+    assert mixed.status == "ok"
+    assert "8 of 12 have images and 4 are text: ranks that get text alone show the tower a blank image" in mixed.text
+    seen = [row for row in picture_rows(tmp_path / "more") if row.get("images")]
+    assert (
+        said(vision(dataset=str(write_jsonl(tmp_path / "more" / "seen.jsonl", seen)))).text == "8 of 8 have images: all"
+    )
+    blind = said({**vision(), "model": settings["model"]})
+    assert blind.status == "failed"
+    assert "8 of 12 have images; this model reads text only" in blind.text
