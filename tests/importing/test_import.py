@@ -407,6 +407,8 @@ def test_towers_of_other_programs_are_adapted_or_trained(tmp_path: Path) -> None
 
 
 SWIFT = "swift sft --model m --dataset d "
+SWIFT_GRPO = "swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy"
+TRL_GRPO = "trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward --use_vllm true"
 
 
 def of_words(words: str) -> Imported:
@@ -453,8 +455,8 @@ def of_words(words: str) -> Imported:
         ("swift sft --model m --dataset d --freeze_aligner false", {}, "freeze_aligner = False"),
         ("swift sft --model m --dataset d --freeze_aligner true", {}, None),
         ("swift rlhf --model m --dataset d", {"method": "dpo"}, "method = dpo"),
-        ("trl sft --model_name_or_path m --dataset_name d --max_length null", {"max_length": 1024},
-         "max_length = None"),
+        ("trl sft --model_name_or_path m --dataset_name d --max_length null",
+         {"max_length": None, "truncation": "error"}, "max_length = None"),
         ("CUDA_VISIBLE_DEVICES=0,1,2,3 llamafactory-cli train --model_name_or_path m --dataset d --template qwen2_vl",
          {"nproc_per_node": 4, "max_pixels": 589824}, "template = qwen2_vl"),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --use_vllm true --sleep_level 1",
@@ -531,6 +533,39 @@ def of_words(words: str) -> Imported:
         ("llamafactory-cli train --model_name_or_path m --dataset d", {"nproc_per_node": None},
          "nproc_per_node, which was not given"),
         ("trl sft --model_name_or_path m", {"model": "m"}, "dataset, which was not given"),
+        ("accelerate launch --use_fsdp --fsdp_sharding_strategy 2 --fsdp_offload_params true sft.py "
+         "--model_name_or_path m --dataset_name d", {"zero_stage": 2, "offload": "cpu"}, None),
+        ("accelerate launch --use_fsdp true sft.py --model_name_or_path m --dataset_name d", {"zero_stage": 3}, None),
+        ("swift sft --model m --dataset d --fsdp fsdp2", {"zero_stage": 3}, None),
+        ("trl sft --model_name_or_path m --dataset_name d --fsdp 'no_shard auto_wrap'", {"zero_stage": 0}, None),
+        ("NNODES=2 NPROC_PER_NODE=8 swift sft --model m --dataset d --fsdp 'hybrid_shard offload'",
+         {"zero_stage": 3, "offload": "cpu"}, None),
+        ("swift sft --model Qwen/Qwen3-30B-A3B --dataset d", {"lora_dropout": None, "target_modules": "all"},
+         "lora_dropout = 0.05"),
+        ("swift sft --model Qwen/Qwen3-30B-A3B --dataset d --target_modules q_proj", {"lora_dropout": 0.05}, None),
+        ("swift sft --model m --dataset d --freeze_llm true --freeze_vit false", {"target_modules": ["vision"]}, None),
+        (f"{TRL_GRPO} --vllm_mode server", {"vllm_server": "http://127.0.0.1:8000", "vllm_args": None,
+         "importance_correction": "mask", "importance_cap": 3.0}, None),
+        (f"{TRL_GRPO} --vllm_server_host a b", {"vllm_server": "http://a:8000"}, "vllm_server_host = b"),
+        (f"{TRL_GRPO} --vllm_device cuda:7", {"vllm_devices": "7"}, None),
+        (f"{TRL_GRPO} --vllm_device auto", {"vllm_devices": None}, "vllm_device = auto"),
+        (f"{SWIFT_GRPO} --importance_sampling_level sequence --epsilon 3e-4", {"loss_type": "gspo", "epsilon": 3e-4},
+         None),
+        (f"{SWIFT_GRPO} --loss_type grpo --importance_sampling_level sequence", {"loss_type": "gspo"}, None),
+        (f"{SWIFT_GRPO} --loss_type grpo --importance_sampling_level token", {"loss_type": "grpo"}, None),
+        (f"{SWIFT_GRPO} --loss_type bnpo --importance_sampling_level sequence", {"loss_type": "bnpo"},
+         "importance_sampling_level = sequence"),
+        (f"{SWIFT_GRPO} --soft_cache_length 19", {"soft_overlong_length": None}, None),
+        ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy soft_overlong --soft_cache_length "
+         "19", {"soft_overlong_length": 19}, None),
+        ("swift sft --model m --dataset d --target_modules all-linear all-router", {"target_modules": ["all", "router"]},
+         None),
+        ("swift sft --model m --dataset d --learning_rate 1e-4 --lr_scheduler_type cosine_with_min_lr "
+         "--lr_scheduler_kwargs '{\"min_lr\": 1e-5}'", {"min_lr_ratio": pytest.approx(0.1)}, None),
+        ("llamafactory-cli train --model_name_or_path m --dataset a/b --dataset_dir ONLINE", {"dataset_dir": None},
+         "nproc_per_node, which was not given"),
+        ("llamafactory-cli train --model_name_or_path m --dataset d --dataset_dir REMOTE:a/b", {"dataset_dir": None},
+         "dataset_dir = REMOTE:a/b"),
     ],
 )  # fmt: skip
 def test_what_another_program_means(words: str, settings: dict[str, Any], left_out: str | None) -> None:
@@ -543,6 +578,54 @@ def test_what_another_program_means(words: str, settings: dict[str, Any], left_o
         assert not [what for what in made.left_out if not what.endswith("which was not given")
                     and not what.startswith(("top_k", "top_p", "save_steps", "vllm_mode"))]  # fmt: skip
     assert made.unknown == []
+
+
+def test_sharding_of_files_is_carried(tmp_path: Path) -> None:
+    fsdp2 = "fsdp_config:\n  offload_params: true\n  reshard_after_forward: true\n  activation_checkpointing: true\n"
+    axolotl = f"base_model: m\ndatasets:\n- path: d\n  type: chat_template\nfsdp_version: 2\n{fsdp2}"
+    made = values(imported(tmp_path / "a.yml", axolotl))
+    assert (made["zero_stage"], made["offload"], made["gradient_checkpointing"]) == (3, "cpu", True)
+    axolotl = axolotl.replace("reshard_after_forward: true", "reshard_after_forward: false")
+    assert values(imported(tmp_path / "b.yml", axolotl))["zero_stage"] == 2
+    (tmp_path / "f.yaml").write_text("distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n"
+                                     "  fsdp_sharding_strategy: HYBRID_SHARD\n  fsdp_offload_params: false\n")  # fmt: skip
+    launched = "accelerate launch --config_file f.yaml sft.py --model_name_or_path m --dataset_name d"
+    made = values(imported(tmp_path / "run.sh", launched))
+    assert (made["zero_stage"], made["nproc_per_node"], made.get("offload")) == (3, 4, None)
+    made = values(imported(tmp_path / "c.yml", axolotl.replace("fsdp_version", "batch_size: 64\nmicro_batch_size")))
+    assert (made["per_device_train_batch_size"], made["gradient_accumulation_steps"]) == (2, 32)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--train_type full --freeze_llm true --freeze_vit false",
+        "--freeze_llm true",
+        "--freeze_llm true --freeze_vit true",
+    ],
+)
+def test_what_trains_no_language_model_is_not_made_to(words: str) -> None:
+    with pytest.raises(ConfigError, match="freeze_llm=True .*nothing but the vision tower"):
+        of_words(f"{SWIFT} {words}")
+
+
+def test_what_is_odd_is_said_of_runs_that_cannot_be_made_too() -> None:
+    words = f"NNODES=2 {SWIFT_GRPO} --use_vllm true --vllm_max_model_len 4096 --max_length 4096"
+    with pytest.raises(ConfigError, match=r"nnodes=2[\s\S]*SF720[\s\S]*vllm_max_model_len=4096 holds no prompt"):
+        of_words(f"{words} --max_completion_length 4096")
+
+
+@pytest.mark.parametrize(("window", "is_odd"), [(14336, False), (14335, True)])
+def test_a_window_that_fits_exactly_is_not_odd(window: int, is_odd: bool) -> None:
+    words = f"{SWIFT_GRPO} --use_vllm true --max_length 12288 --max_completion_length 2048"
+    assert bool(of_words(f"{words} --vllm_max_model_len {window}").findings) is is_odd
+
+
+@pytest.mark.parametrize(("model", "said"), [("Qwen2.5-1.5B", ""), ("Qwen2.5-72B", "Hand over the adapter alone.")])
+def test_a_gathered_model_is_odd_where_it_is_large(model: str, said: str) -> None:
+    words = f"accelerate launch --zero_stage 3 grpo.py --model_name_or_path {model} --dataset_name d"
+    found = of_words(f"{words} --reward_funcs accuracy_reward --use_vllm true").findings
+    assert [finding.fix for finding in found if "ZeRO-3" in finding.cause] == ([said] if said else [])
 
 
 def test_values_that_make_no_run_are_left_out_with_their_reason() -> None:

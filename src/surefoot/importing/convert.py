@@ -11,9 +11,10 @@ from surefoot.config.deepspeed import PRESETS, read_deepspeed
 from surefoot.config.names import NOT_HERE
 from surefoot.config.schema import RunConfig
 from surefoot.errors import ConfigError
+from surefoot.findings import Finding
 from surefoot.importing.imported import PATHS, Imported
-from surefoot.importing.mapped import TRACKERS, listed, mapped, may_be_null, number_of, rewards_of
-from surefoot.importing.odd import find_odd
+from surefoot.importing.mapped import TRACKERS, is_null, listed, mapped, may_be_null, number_of, rewards_of
+from surefoot.importing.odd import MOE_NAME, find_odd
 from surefoot.importing.peers import (
     DEFAULTS,
     GRPO,
@@ -23,6 +24,7 @@ from surefoot.importing.peers import (
     SAME_IF,
     SWIFT_BATCH,
     TRL_LORA,
+    TRL_WITH_VLLM,
     UNSAID,
     VLLM_FLAGS,
     VLLM_OPTIONS,
@@ -91,13 +93,18 @@ def convert(told: Told) -> Imported:
         draft.ours.setdefault(name, (value, f"default of {told.program}"))
     _note_what_was_not_said(draft)
     _choose_what_is_trained(draft)
+    _leave_out_dropout_of_experts(draft)
     _leave_out_evaluation(draft)
     _look_into_deepspeed(draft)
     _name_where_machines_meet(draft)
     draft.ours.setdefault("output_dir", ("run", "nothing was said"))
-    draft.left_out |= drop_what_is_refused(told, draft.ours)
+    findings = list(find_odd(told, is_zero3=_is_zero3(draft)))
+    try:
+        draft.left_out |= drop_what_is_refused(told, draft.ours)
+    except ConfigError as error:  # what is odd about it is worth knowing all the more
+        raise ConfigError("\n\n".join([str(error), *(finding.as_text() for finding in findings)])) from error
     _note_what_is_missing(draft)
-    return _finished(draft)
+    return _finished(draft, findings)
 
 
 def _begin(draft: _Draft) -> None:
@@ -154,6 +161,10 @@ def _left_beside(told: Told, name: str, value: Any, said: str) -> dict[str, str]
         return {
             said: "a token is corrected by its own ratio here, not by that of its completion: importance_correction"
         }
+    if name == "max_length" and told.program == "TRL" and is_null(value):
+        return {
+            said: "there always is a limit here, 2048 tokens unless you set it; longer rows are named, and none cut"
+        }
     if name in ("model", "model_id_or_path") and is_of_modelscope(str(value)):
         return {said: OF_MODELSCOPE}
     if name == "report_to":
@@ -200,13 +211,16 @@ def _choose_engine(draft: _Draft) -> None:
     """A server that was started elsewhere, or what the one of this run is to be started with."""
     told, said = draft.told, draft.told.settings
     if draft.value("rollout_engine") == "vllm" and "vllm_server" not in draft.ours:
-        named = "vllm_server_host" if said.get("vllm_server_host") else "vllm_server_port"
-        if said.get(named) and said.get("vllm_mode") != "colocate":
+        named = next((name for name in ("vllm_server_host", "vllm_server_port") if said.get(name)), "vllm_mode")
+        if said.get("vllm_mode") == "server" or (named != "vllm_mode" and said.get("vllm_mode") != "colocate"):
             host, port = said.get("vllm_server_host") or "127.0.0.1", said.get("vllm_server_port") or 8000
             address = f"http://{listed(host)[0]}:{listed(port)[0]}"
             draft.ours["vllm_server"] = (address, f"{named} of {told.program}")
+            draft.left_out |= {f"{name} = {one}": "one server makes all completions"
+                               for name in ("vllm_server_host", "vllm_server_port")
+                               for one in listed(said.get(name))[1:]}  # fmt: skip
         else:
-            if told.program == "TRL" and said.get("vllm_mode") != "server":
+            if told.program == "TRL":
                 said = {"vllm_gpu_memory_utilization": 0.3, **said}  # theirs, where nothing is said
             said = {name: value for name, value in said.items() if not _has_no_room(draft, name, value)}
             words = [f"--{option}={said[name]}" for name, option in VLLM_OPTIONS.items() if said.get(name) is not None]
@@ -277,6 +291,10 @@ def _choose_what_is_trained(draft: _Draft) -> None:
     """The vision tower, and what LoRA alone has."""
     is_full = draft.value("tuning") == "full"
     frozen = draft.ours.pop("freeze_vision_tower", None)
+    for name in ("freeze_llm", "freeze_language_model"):
+        if number_of(draft.told.settings.get(name)) is True:
+            _train_the_tower_alone(draft, name, is_full=is_full, trains_tower=frozen is not None and not frozen[0])
+            return
     if frozen is not None and is_full:
         draft.ours["freeze_vision_tower"] = frozen
     elif frozen is not None and not frozen[0]:  # with LoRA they adapt the tower then
@@ -285,6 +303,26 @@ def _choose_what_is_trained(draft: _Draft) -> None:
         value, origin = draft.ours.pop(name, (None, "default of nobody"))
         if not origin.startswith("default of"):
             draft.left_out[f"{name} = {value}"] = "nothing is adapted in full training"
+
+
+def _train_the_tower_alone(draft: _Draft, name: str, *, is_full: bool, trains_tower: bool) -> None:
+    """Raises: ConfigError where that is not available."""
+    where = draft.told.places.get(name, draft.told.program)
+    if is_full or not trains_tower:
+        raise ConfigError(
+            f"{name}=True ({where}): nothing but the vision tower or what joins it to the language model is trained "
+            "there. Here full training always trains the language model. LoRA can adapt the tower alone: tuning: lora, "
+            "target_modules: [vision]."
+        )
+    draft.ours["target_modules"] = (["vision"], f"{name} of {where}")
+
+
+def _leave_out_dropout_of_experts(draft: _Draft) -> None:
+    """LoRA of stacked experts has no dropout, here as in PEFT."""
+    targets = listed(draft.value("target_modules", "all"))
+    is_moe = MOE_NAME.search(str(draft.value("model", "")))
+    if is_moe and draft.value("lora_dropout") and {"all", "experts"} & {str(one) for one in targets}:
+        draft.leave_out("lora_dropout", "not available where experts are adapted: they are one grouped product")
 
 
 def _leave_out_evaluation(draft: _Draft) -> None:
@@ -336,7 +374,7 @@ def _note_what_is_missing(draft: _Draft) -> None:
             draft.left_out[f"{name}, which was not given"] = "write it into the file: nothing starts without it"
 
 
-def _finished(draft: _Draft) -> Imported:
+def _finished(draft: _Draft, findings: list[Finding]) -> Imported:
     """Our settings in the order of the documentation, and the variables that act on their own."""
     told, ours = draft.told, draft.ours
     order = [name for name in RunConfig.model_fields if name in ours] + [
@@ -347,7 +385,6 @@ def _finished(draft: _Draft) -> Imported:
     kept = {name: "(not shown)" if SECRET.search(name) else value
             for name, value in variables.items() if OURS.match(name)}  # fmt: skip
     unknown = [*draft.unknown, *(f"the variable {name}" for name in variables if name not in kept)]
-    findings = list(find_odd(told, is_zero3=_is_zero3(draft)))
     return Imported(told.program, settings, draft.left_out, unknown, findings, kept)
 
 
@@ -376,6 +413,10 @@ def _defaults(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, Any]:
         of_sft = ("max_length", "train_on") if told.program == "TRL" else ()
         defaults = {name: value for name, value in defaults.items() if name not in of_sft}
         defaults |= OF_GRPO.get(told.program, {})
+        if told.program == "TRL" and ours.get("rollout_engine", ("", ""))[0] == "vllm":
+            defaults |= TRL_WITH_VLLM
+        if ours.get("importance_correction", ("", ""))[0] == "none":
+            defaults.pop("importance_cap", None)
     times = LORA_ALPHA_TIMES.get(told.program)
     rank = ours.get("lora_rank", (None, ""))[0]
     if times and isinstance(rank, int):
@@ -390,6 +431,10 @@ def _defaults(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, Any]:
             defaults["gradient_accumulation_steps"] = -(-SWIFT_BATCH // prod(counts))
     if "max_steps" in ours:
         defaults.pop("num_train_epochs", None)
+    if told.program == "TRL" and is_null(told.settings.get("max_length", 0)):
+        defaults.pop("max_length", None)
+    if str(told.settings.get("dataset_dir")).upper().startswith(("ONLINE", "REMOTE:")):
+        defaults.pop("dataset_dir", None)
     if {"warmup_steps", "warmup_ratio"} & ours.keys():
         defaults.pop("warmup_ratio", None)
     if "global_batch_size" in ours:

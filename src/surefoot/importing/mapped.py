@@ -7,8 +7,9 @@ from typing import Any
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.names import ALIASES, FLAG_ALIASES
 from surefoot.config.schema import RunConfig
-from surefoot.importing.peers import REWARDS, WITHOUT
+from surefoot.importing.peers import DEFAULTS, OF_LENGTH, REWARDS, WITHOUT
 from surefoot.importing.read import Told
+from surefoot.importing.sharding import is_fsdp, of_fsdp
 from surefoot.importing.sources import axolotl_source, mappings, odd_value, swift_source
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -18,6 +19,8 @@ LOSS_SCALES: dict[str, dict[str, Any]] = {
     "default": {}, "last_round": {"train_on": "last_assistant"}, "all": {"train_on": "all"},
 }  # fmt: skip
 """What ms-swift calls which turns are trained."""
+GROUPS = {"all-linear": "all", "all-router": "router", "all-embedding": "embed_tokens"}
+"""ms-swift's groups of modules; PEFT has the first."""
 PATTERN = re.compile(r"[\\\[\](|^$*+]")
 """What a regular expression has, and names of modules have not."""
 
@@ -25,9 +28,11 @@ PATTERN = re.compile(r"[\\\[\](|^$*+]")
 def mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
     """Settings of ours; None where there are none of that meaning."""
     if told.program == "axolotl":
-        special = _of_axolotl(name, value)
+        special = _of_axolotl(told, name, value)
         if special is not None:
             return special
+    if is_fsdp(name):
+        return _given_or_none(of_fsdp(told.settings), value)
     if name == "datasets" and told.program == "axolotl":
         return {"dataset": [axolotl_source(one) for one in mappings(told, name, value)]}
     if name == "dataset_shuffle" and told.program == "ms-swift":  # their loader shuffles, too
@@ -61,6 +66,21 @@ def mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
             return {}  # told of beside
         if str(value).lower() in ("none", "null"):
             return {"importance_correction": "none"}
+    if name in ("freeze_llm", "freeze_language_model"):
+        return {}  # with what is adapted
+    if name == "vllm_device":
+        devices = [str(one).removeprefix("cuda:") for one in listed(value)]
+        return {"vllm_devices": ",".join(devices)} if all(one.isdecimal() for one in devices) else None
+    if name == "importance_sampling_level":
+        return {"token": {}, "sequence": {"loss_type": "gspo"} if _is_gspo(told) else None}.get(str(value))
+    if name == "loss_type" and value == "grpo" and _is_gspo(told):
+        return {"loss_type": "gspo"}
+    if name == "soft_cache_length" and "soft_overlong" not in listed(told.settings.get("reward_funcs")):
+        return {}  # it is read by that reward alone
+    if name == "max_length" and told.program == "TRL" and is_null(value):
+        return {"truncation": "error"}  # theirs cuts nothing then
+    if name == "dataset_dir" and str(value).upper().startswith(("ONLINE", "REMOTE:")):
+        return {} if str(value).upper() == "ONLINE" else None
     if name == "adapters":
         return {"init_adapter": value[0] if isinstance(value, list) and value else value}
     if name == "save_strategy" and value in ("no", False):
@@ -98,6 +118,10 @@ def mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
         return {"lr_scheduler_type": SCHEDULES[value]}
     if name == "lr_scheduler_kwargs":
         kwargs = _mapping(told, name, value)
+        if kwargs is not None and kwargs.keys() == {"min_lr"}:
+            least, most = number_of(kwargs["min_lr"]), number_of(_learning_rate_of(told))
+            is_known = isinstance(least, int | float) and isinstance(most, int | float) and most > 0
+            return {"min_lr_ratio": least / most} if is_known else None
         if kwargs is None or kwargs.keys() != {"min_lr_rate"}:
             return None
         return {"min_lr_ratio": kwargs["min_lr_rate"]}
@@ -114,7 +138,8 @@ def mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
             return {}
         if PATTERN.search("".join(names)):
             return None
-        return {"target_modules": names[0].replace("all-linear", "all") if len(names) == 1 else names}
+        names = [GROUPS.get(one, one) for one in names]
+        return {"target_modules": names[0] if len(names) == 1 else names}
     if name in WITHOUT:
         return None
     ours = name if name in RunConfig.model_fields else ALIASES.get(name)
@@ -130,10 +155,34 @@ def mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
 def rewards_of(program: str, names: list[str]) -> tuple[list[Any], list[str]]:
     """The reward functions of a program that come with Surefoot, as items; the names of the others."""
     known = REWARDS.get(program, {})
+    names = [name for name in names if name not in OF_LENGTH]
     return [known[name] for name in names if name in known], [name for name in names if name not in known]
 
 
-def _of_axolotl(name: str, value: Any) -> dict[str, Any] | None:
+def _learning_rate_of(told: Told) -> Any:
+    return told.settings.get("learning_rate", DEFAULTS[told.program].get("learning_rate"))
+
+
+def _is_gspo(told: Told) -> bool:
+    """Whether ratios are those of whole sequences, in a loss that is not another one of its own."""
+    is_of_sequences = told.settings.get("importance_sampling_level") == "sequence"
+    return is_of_sequences and told.settings.get("loss_type", "grpo") == "grpo"
+
+
+def is_null(value: Any) -> bool:
+    return value is None or str(value).lower() in ("none", "null")
+
+
+def _given_or_none(found: dict[str, Any], value: Any) -> dict[str, Any] | None:
+    """None for what was asked for, and nothing here says."""
+    return found or (None if value else {})
+
+
+def _of_axolotl(told: Told, name: str, value: Any) -> dict[str, Any] | None:
+    if name == "batch_size" and "gradient_accumulation_steps" not in told.settings:
+        each, total = (number_of(one) for one in (told.settings.get("micro_batch_size", 1), value))
+        if isinstance(each, int) and isinstance(total, int) and each > 0 and total % each == 0:
+            return {"gradient_accumulation_steps": total // each}
     if name == "adapter":
         return {"tuning": "lora"} if value in ("lora", "qlora") else {"tuning": "full"}
     if name == "lora_target_linear":

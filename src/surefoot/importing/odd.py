@@ -9,6 +9,8 @@ from surefoot.importing.mapped import number_of
 from surefoot.importing.read import Told
 
 LARGEST_CARD_GB = 141
+GATHERED_GB = 40
+"""Beside what training has on a card, from which a gathered model crowds it: half of one of 80 GB."""
 BILLIONS = re.compile(r"(\d+(?:\.\d+)?)\s*[bB](?![a-zA-Z0-9])")
 MOE_NAME = re.compile(r"(?i)moe|mixtral|\dB-A\d")
 """As in Qwen1.5-MoE-A2.7B and Qwen3-30B-A3B."""
@@ -26,7 +28,7 @@ def find_odd(told: Told, *, is_zero3: bool) -> Iterator[Finding]:
     window, prompt, completion = (
         counts.get(name) for name in ("vllm_max_model_len", "max_length", "max_completion_length")
     )
-    if uses_vllm and window and completion and window <= completion + (prompt or 0):
+    if uses_vllm and window and completion and window < completion + (prompt or 1):
         yield _finding(
             f"vllm_max_model_len={window} holds no prompt of max_length={prompt} with a completion of "
             f"max_completion_length={completion}"
@@ -57,10 +59,11 @@ def find_odd(told: Told, *, is_zero3: bool) -> Iterator[Finding]:
             "make the MoE blocks leaf modules (deepspeed.utils.set_z3_leaf_modules), or use ZeRO-2.",
             **({"ddp_timeout_s": patience_s} if patience_s else {}),
         )
-    if uses_vllm and is_zero3 and size and "move_model_batches" not in said:
+    is_large = size is not None and 2 * float(size[1]) > GATHERED_GB
+    if uses_vllm and is_zero3 and size and is_large and "move_model_batches" not in said:
         yield _finding(
             f"ZeRO-3 gathers the whole model, about {2 * float(size[1]):.0f} GB, on each GPU to hand it to vLLM",
-            "Hand over the adapter alone, or set move_model_batches.",
+            "Hand over the adapter alone" + (", or set move_model_batches." if told.program == "ms-swift" else "."),
             gathered_gb=round(2 * float(size[1])),
         )
     if said.get("fp16") is True:

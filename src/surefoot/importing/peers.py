@@ -56,6 +56,8 @@ OF_GRPO: dict[str, Settings] = {
     },
 }
 """The same where a run is one of GRPO."""
+TRL_WITH_VLLM: Settings = {"importance_correction": "mask", "importance_cap": 3.0}
+"""It masks a whole completion by the product of its ratios, where nothing is said; here each token by its own."""
 SWIFT_BATCH = 16
 """Samples a step that ms-swift accumulates to, where nothing is said."""
 
@@ -88,7 +90,7 @@ SAME_HERE = frozenset(
     "pad_to_sequence_len dataset_prepared_path xformers_attention wandb_project wandb_entity wandb_name wandb_run_id "
     "wandb_log_model hub_model_id ddp_backend log_level disable_tqdm "
     "low_cpu_mem_usage local_rank group_by_length "
-    "vllm_device log_completions strategy flash_attn_2 gradient_checkpointing_use_reentrant do_predict".split()
+    "log_completions strategy flash_attn_2 gradient_checkpointing_use_reentrant do_predict".split()
 )
 """Tell how, not what: here it is done some way of its own, or always."""
 
@@ -128,14 +130,14 @@ WITHOUT: dict[str, str] = {
     "lora_bias": "biases are not trained beside LoRA",
     "modules_to_save": "only LoRA and, as `router`, routers are trained",
     "additional_target": "only LoRA and, as `router`, routers are trained",
-    "freeze_llm": "the language model is what LoRA adapts",
     "freeze_aligner": "what joins tower and decoder is part of the tower: freeze_vision_tower is of both",
     "freeze_multi_modal_projector": "what joins tower and decoder is part of the tower: freeze_vision_tower is of both",
     "rope_scaling": "the rotary embedding is the one of the model's config.json",
     "system": "no system message is added: write it into the data",
     "ray_scope": "there is no ray here",
-    "fsdp": "sharding is set by zero_stage",
-    "fsdp_config": "sharding is set by zero_stage",
+    "vllm_device": "say which GPUs are the server's: vllm_devices",
+    "dataset_dir": "entries of a dataset_info.json that lies on the hub are not read: name their files as dataset",
+    **dict.fromkeys(("fsdp", "fsdp_config", "use_fsdp"), "sharding is set by zero_stage"),
     "dataset_num_samples": "write it as a split of the source: {path: ..., split: '[:1000]'}",
     "resume_from_checkpoint": "checkpoints of other programs cannot be gone on from: start from the adapter with "
     "init_adapter",
@@ -182,3 +184,5 @@ REWARDS: dict[str, dict[str, Any]] = {
     },
 }
 """Program -> its reward function -> the same here."""
+OF_LENGTH = ("soft_overlong",)
+"""Rewards of ms-swift that are a setting of GRPO here: soft_overlong_length, its soft_cache_length."""

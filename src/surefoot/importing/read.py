@@ -257,6 +257,10 @@ def _launcher_of(words: Sequence[str]) -> _Launcher:
             said.settings[OF_ACCELERATE[name]] = _clean(value)
         elif name in ("offload_optimizer_device", "offload_param_device"):
             said.settings |= {"offload": "cpu"} if value not in ("none", "auto") else {}
+        elif name == "use_fsdp":
+            said.settings[name] = value
+        elif name.startswith("fsdp_"):
+            said.settings.setdefault("fsdp_config", {})[name] = _clean(value)
         elif name == "include" and ":" in str(value):  # of deepspeed: host:0,1,2,3
             said.settings["nproc_per_node"] = len(str(value).partition("@")[0].partition(":")[2].split(","))
         elif name == "mixed_precision" and value in ("no", "fp16", "bf16"):  # of accelerate
@@ -313,8 +317,8 @@ def _of_accelerate(told: Told, name: str) -> None:
         if sharding.get(key) not in (None, "none", "auto"):
             told.settings.setdefault("offload", "cpu")
             told.places.setdefault("offload", path.name)
-    if said.get("fsdp_config"):
-        told.settings.setdefault("fsdp_config", "of accelerate")
+    if said.get("fsdp_config") and str(said.get("distributed_type", "FSDP")).upper().startswith("FSDP"):
+        told.settings.setdefault("fsdp_config", said["fsdp_config"])
         told.places.setdefault("fsdp_config", path.name)
 
 

@@ -134,8 +134,10 @@ def check_fields(base: Path) -> None:
     most = next((getattr(config, name) for name in EXPERTS if isinstance(getattr(config, name, None), int)), 0)
     needed = [name for name in FIELDS if getattr(config, name, None) and (most or name not in OF_EXPERTS)]
     for field in needed:
-        own = getattr(config, "attribute_map", {}).get(field, field)
-        if text is said and not {field, own} & said.keys():  # nested ones leave defaults out
+        alike = getattr(config, "attribute_map", {})  # other names of fields, in whichever direction a family has them
+        own = alike.get(field, field)
+        names = {field, own} | {name for name, meant in alike.items() if meant in (field, own)}
+        if text is said and not names & said.keys():  # nested ones leave defaults out
             raise ModelError(f"{path}: has no {own}, and without it the model's size is not known. Add it.")
     chosen = getattr(config, "num_experts_per_tok", None)
     if isinstance(chosen, int) and most and chosen > most:
