@@ -2,7 +2,9 @@
 
 import errno
 import os
+import select
 import sys
+from contextlib import suppress
 from typing import TextIO
 
 GONE = (errno.EIO, errno.EPIPE)
@@ -12,6 +14,13 @@ GONE = (errno.EIO, errno.EPIPE)
 def say(text: str) -> None:
     """A line on standard error."""
     write(sys.stderr, f"{text}\n")
+
+
+def say_at_once(text: str) -> None:
+    """A line on standard error, from a signal handler: the stream may be in the middle of another one, and be full."""
+    with suppress(OSError):
+        if select.select([], [sys.stderr.fileno()], [], 0)[1]:
+            os.write(sys.stderr.fileno(), f"{text}\n".encode())
 
 
 def write(stream: TextIO, text: str) -> None:

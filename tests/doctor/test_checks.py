@@ -90,6 +90,7 @@ def test_sound_machines_have_no_finding(run: Any) -> None:
         ({"versions": {**NODE.versions, "nccl": "2.29.7"}}, {"nnodes": 1, "rdzv_endpoint": None}),
         ({"versions": {**NODE.versions, "nccl": "2.29.7"}, "environment": {"NCCL_PXN_DISABLE": "1"}}, {}),
         ({"versions": {**NODE.versions, "nccl": "2.30.7"}}, {}),
+        ({"versions": {**NODE.versions, "nccl": "2.29.7"}, "environment": {"NCCL_IB_DISABLE": "1"}}, {}),
         ({"versions": {**NODE.versions, "nccl": "2.29.2"}}, {"nproc_per_node": 1, "nnodes": 1, "rdzv_endpoint": None}),
     ],
 )
@@ -127,7 +128,17 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
     ("SF705", "failed", environment(GLOO_SOCKET_IFNAME="^docker0"), "names no interface"),
     ("SF705", "failed", environment(GLOO_SOCKET_IFNAME="=eth0"), "names no interface"),
     ("SF705", "failed", environment(GLOO_SOCKET_IFNAME="eth0,nope"), "names nope, which is none, of this machine"),
+    (
+        "SF705",
+        "failed",
+        {"interfaces": {**NODE.interfaces, "ib1": Interface((), True, 2044)}, **environment(GLOO_SOCKET_IFNAME="ib1")},
+        "names ib1, which has no address",
+    ),
     ("SF705", "warning", environment(NCCL_SOCKET_IFNAME="lo"), "reaches no other machine"),
+    ("SF710", "warning", environment(NCCL_TIMEOUT="3600"), "NCCL_TIMEOUT is no variable of NCCL"),
+    ("SF710", "warning", environment(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:true"), "is not a list of the"),
+    ("SF710", "warning", environment(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:abc"), "is not a list of the"),
+    ("SF710", "warning", environment(PYTORCH_CUDA_ALLOC_CONF="garbage_collection_threshold:2"), "is not a list of"),
     ("SF709", "warning", {"other_nccl": ("/opt/nccl/lib/libnccl.so.2",)}, "LD_LIBRARY_PATH puts /opt/nccl/lib/libnccl"),
     ("SF710", "warning", environment(NCCL_DISABLE_P2P="1"), "NCCL_DISABLE_P2P is no variable of NCCL"),
     ("SF710", "warning", environment(NCCL_IFNAME="eth0"), "NCCL_IFNAME is no variable of NCCL"),
@@ -262,6 +273,10 @@ def test_what_is_wrong_with_a_machine_is_named(
         {"NCCL_SOCKET_IFNAME": "=eth0"},
         {"NCCL_SOCKET_IFNAME": "^docker0,lo"},
         {"GLOO_SOCKET_IFNAME": "eth0"},
+        {"GLOO_SOCKET_IFNAME": "eth0,"},
+        {"NCCL_DIR": "/opt/nccl", "CUDA_ROOT_DIR": "/usr/local/cuda", "TORCH_DEBUG": "1"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128,garbage_collection_threshold:0.8"},
+        {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync,roundup_power2_divisions:[256:1,512:2,>:4]"},
         {"NCCL_IB_GID_INDEX": "3"},
         {"NCCL_P2P_DISABLE": "0", "NCCL_DEBUG": "INFO"},
         {"NCCL_MY_VENDORS_PLUGIN_SWITCH": "1", "CUDA_MY_VENDORS_OWN": "1", "TORCH_LOGS": "+dynamo"},
@@ -270,6 +285,13 @@ def test_what_is_wrong_with_a_machine_is_named(
 )
 def test_variables_that_are_in_order(run: Any, variables: dict[str, str]) -> None:
     assert bad(examine(replace(NODE, **environment(**variables)), run())) == {}
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:29500", "localhost:29500"])
+def test_machines_that_are_to_meet_at_their_own_address_are_told(run: Any, endpoint: str) -> None:
+    checks = examine(replace(NODE, rendezvous="on this machine"), run(rdzv_endpoint=endpoint))
+    assert bad(checks) == {"SF712": "warning"}
+    assert any("is each machine itself, and 2 machines are to meet there" in check.text for check in checks)
 
 
 def test_a_kernel_that_is_not_told_is_not_judged(run: Any) -> None:
@@ -391,7 +413,7 @@ def test_checkpoints_that_are_all_kept_are_all_counted(run: Any) -> None:
         (check,) = [one for one in examine(LAPTOP, loaded) if one.name == "checkpoints"]
         return check.text
 
-    assert said(save_total_limit=None, max_steps=10_000).startswith("101 checkpoints of")
+    assert said(save_total_limit=None, max_steps=10_000).startswith("100 checkpoints of")
     assert said(save_total_limit=3, max_steps=10_000).startswith("4 checkpoints of")
     assert said(save_total_limit=None, max_steps=None).startswith("2 checkpoints at the least, since all are kept, of")
 

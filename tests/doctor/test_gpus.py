@@ -123,7 +123,11 @@ def header_of(parameters: int) -> bytes:
         ),
         (["--gpu-memory-utilization=0.4", "-tp", "8"], {"zero_stage": 3}, None),
         (["--gpu-memory-utilization=0.4", "-tp", "1"], {"zero_stage": 3}, "its part of the weights are 59.6 GiB"),
-        (["--gpu-memory-utilization=0.2", "-tp", "16"], {"zero_stage": 3}, "it is cut over 16 of 8 GPUs"),
+        (["--gpu-memory-utilization=0.2", "-tp", "16"], {"zero_stage": 3}, "it is cut over 16 GPUs, and has 8"),
+        (["--gpu-memory-utilization=0.2", "-pp", "8"], {}, None),
+        (["--gpu-memory-utilization=0.2", "--quantization", "fp8"], {}, None),
+        (["-tp", "4"], {"vllm_devices": "0"}, "it is cut over 4 GPUs, and has 1"),
+        (["--gpu-memory-utilization=0.2", "-tp", "16"], {"vllm_devices": ",".join(map(str, range(16)))}, None),
     ],
 )
 def test_a_server_and_training_must_fit_on_a_gpu_together(

@@ -45,6 +45,7 @@ def test_a_run_that_would_start(settings: dict[str, Any], model_folder: Folders)
         ({"eval_dataset": "/none/other.jsonl"}, "/none/other.jsonl"),
         ({"init_adapter": "/none"}, "/none"),
         ({"target_modules": ["nosuch"]}, "'nosuch' matches nothing"),
+        ({"target_modules": "all", "lora_dropout": 0.1}, "expert stacks among the targets: dropout cannot be applied"),
         ({"max_pixels": 100}, "max_pixels: a setting of images"),
         ({"resume_from_checkpoint": "/nope"}, "/nope: no such folder"),
         ({**GRPO, "reward_funcs": ["/none.py:f"]}, "/none.py does not exist"),
@@ -55,6 +56,14 @@ def test_what_would_be_refused(settings: dict[str, Any], changes: dict[str, Any]
     status, cause = said(settings, **changes)
     assert status == "failed"
     assert text in cause
+
+
+def test_a_balance_of_routers_that_are_not_there_would_be_refused(
+    settings: dict[str, Any], model_folder: Folders
+) -> None:
+    status, cause = said(settings, model=str(model_folder("llama")), router_aux_loss_coef=0.01)
+    assert (status, "LlamaForCausalLM has no routers to balance" in cause) == ("failed", True)
+    assert said(settings, router_aux_loss_coef=0.01)[0] == "ok"
 
 
 def test_files_that_are_no_folder_or_no_model(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -558,8 +558,8 @@ def of_words(words: str) -> Imported:
         (f"{SWIFT_GRPO} --soft_cache_length 19", {"soft_overlong_length": None}, None),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy soft_overlong --soft_cache_length "
          "19", {"soft_overlong_length": 19}, None),
-        ("swift sft --model m --dataset d --target_modules all-linear all-router", {"target_modules": ["all", "router"]},
-         None),
+        ("swift sft --model m --dataset d --target_modules all-linear all-router",
+         {"target_modules": ["all", "router"]}, None),
         ("swift sft --model m --dataset d --learning_rate 1e-4 --lr_scheduler_type cosine_with_min_lr "
          "--lr_scheduler_kwargs '{\"min_lr\": 1e-5}'", {"min_lr_ratio": pytest.approx(0.1)}, None),
         ("llamafactory-cli train --model_name_or_path m --dataset a/b --dataset_dir ONLINE", {"dataset_dir": None},
@@ -587,8 +587,8 @@ def test_sharding_of_files_is_carried(tmp_path: Path) -> None:
     assert (made["zero_stage"], made["offload"], made["gradient_checkpointing"]) == (3, "cpu", True)
     axolotl = axolotl.replace("reshard_after_forward: true", "reshard_after_forward: false")
     assert values(imported(tmp_path / "b.yml", axolotl))["zero_stage"] == 2
-    (tmp_path / "f.yaml").write_text("distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n"
-                                     "  fsdp_sharding_strategy: HYBRID_SHARD\n  fsdp_offload_params: false\n")  # fmt: skip
+    fsdp1 = "fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n  fsdp_offload_params: false\n"
+    (tmp_path / "f.yaml").write_text(f"distributed_type: FSDP\nnum_processes: 4\n{fsdp1}")
     launched = "accelerate launch --config_file f.yaml sft.py --model_name_or_path m --dataset_name d"
     made = values(imported(tmp_path / "run.sh", launched))
     assert (made["zero_stage"], made["nproc_per_node"], made.get("offload")) == (3, 4, None)

@@ -422,6 +422,29 @@ def test_a_dense_model_of_a_family_with_experts_is_planned(
     assert sizes.whole.expert_frozen == sizes.whole.expert_trained == 0
 
 
+QWEN3_MOE = {
+    "model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+    "num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "vocab_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+"""As the hub has them; transformers itself writes `num_local_experts`."""
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_a_model_is_planned_by_whichever_name_its_config_has_for_experts(
+    settings: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    model = Path(shutil.copytree(model_folder("llama"), tmp_path / "model"))
+    config = {name if key == "num_experts" else key: value for key, value in QWEN3_MOE.items()}
+    (model / "config.json").write_text(json.dumps(config))
+    (tmp_path / "run.yaml").write_text(json.dumps({**settings, "model": str(model)}))
+    assert plan(str(tmp_path / "run.yaml"), []).forecast.sizes.num_experts == 8
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    (other / "config.json").write_text(json.dumps({key: v for key, v in config.items() if key != name}))
+    with pytest.raises(ModelError, match="has no num_"):
+        plan(str(tmp_path / "run.yaml"), [f"model={other}"])
+
+
 def test_code_of_a_model_is_never_run(
     settings: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from surefoot.data.report import as_text
 from surefoot.errors import ConfigError, DataError, StoppedOnFinding
 from surefoot.events import Event, FindingMade, PhaseBegan
 from surefoot.rl.engines.local import LocalEngine
-from surefoot.rl.findings import FlatRewards
+from surefoot.rl.findings import EngineDrift, FlatRewards
 from surefoot.training.batches import describe
 from surefoot.training.checkpoint import list_checkpoints
 from surefoot.training.run import train
@@ -337,10 +337,29 @@ def test_a_step_that_trains_nothing_has_no_expert_load(
         assert "expert_load" not in line
 
 
+def test_completions_that_differ_in_their_length_alone_teach_that(grpo: dict[str, Any], tmp_path: Path) -> None:
+    same = reward_file(tmp_path, "    return [0.5] * len(completions)")
+    settings = {**grpo, "reward_funcs": [same], "soft_overlong_length": 6, "stop": ["e"]}
+    result = surefoot.train(settings, max_steps=12, screen=False)
+    assert any(line["grad_norm"] > 0 for line in lines(tmp_path / "run"))
+    assert not result.findings
+
+
 def test_rewards_that_tell_nothing_apart_are_a_finding(grpo: dict[str, Any], tmp_path: Path) -> None:
     settings = {**grpo, "reward_funcs": [reward_file(tmp_path, "    return [0.5] * len(completions)")]}
     result = surefoot.train(settings, max_steps=12, screen=False)
     assert [finding["code"] for finding in result.as_dict()["findings"]] == ["SF804"]
+
+
+def test_completions_of_older_weights_are_watched_too() -> None:
+    def after(difference: float, staleness: float) -> bool:
+        drift = EngineDrift(0.1)
+        measured = {"logprob_difference": difference, "staleness": staleness}
+        return [drift.add(step, measured) is not None for step in range(4)] == [False, False, True, True]
+
+    assert after(0.2, 0.0)
+    assert not after(0.2, 1.0), "one step of training may do that"
+    assert after(3.0, 1.0)
 
 
 def test_rewards_of_answers_that_are_cut_are_told_from_those_of_whole_ones() -> None:

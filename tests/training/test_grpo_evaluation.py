@@ -1,6 +1,7 @@
 """Rewards on held-out prompts, while a run of GRPO goes on."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -192,4 +193,43 @@ def test_a_signal_does_not_wait_for_an_evaluation(evaluated: dict[str, Any], tmp
     assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2]
     assert not (tmp_path / "run/eval_completions.jsonl").exists()
     assert train_with(evaluated, SignalAfter(99, signal.SIGTERM)).status == "completed"
+    assert [line["step"] for line in evaluations(tmp_path / "run")] == [2, 4], "the first is made up for"
+
+
+def test_the_last_evaluation_is_made_up_for(evaluated: dict[str, Any], tmp_path: Path) -> None:
+    evaluated = {**evaluated, "eval_steps": None, "save_steps": 0}
+    assert train_with(evaluated, SignalInEvaluation()).status == "interrupted"
+    assert not evaluations(tmp_path / "run")
+    assert train_with(evaluated, SignalAfter(99, signal.SIGTERM)).status == "completed"
     assert [line["step"] for line in evaluations(tmp_path / "run")] == [4]
+    assert len(steps(tmp_path / "run")) == 4, "no step was trained again"
+
+
+def test_completions_of_an_evaluation_after_the_checkpoint_are_made_again_once(
+    evaluated: dict[str, Any], tmp_path: Path
+) -> None:
+    """What a run that was killed wrote after its last checkpoint goes when another goes on from that."""
+    evaluated |= {"save_steps": 1, "save_total_limit": None}
+    train_with(evaluated, SignalAfter(99, signal.SIGTERM))
+    for name in ("step-00000003", "step-00000004"):  # as a kill before they were written would leave it
+        shutil.rmtree(tmp_path / "run/checkpoints" / name)
+    shutil.rmtree(tmp_path / "run/adapter")
+    (tmp_path / "run/summary.json").unlink()
+    before = lines(tmp_path / "run", "eval_completions.jsonl")
+    assert train_with(evaluated, SignalAfter(99, signal.SIGTERM)).status == "completed"
+    assert lines(tmp_path / "run", "eval_completions.jsonl") == before
+    assert len(evaluations(tmp_path / "run")) == 2
+
+
+def test_a_function_that_fails_in_evaluations_and_in_training_is_told_of_both(
+    evaluated: dict[str, Any], tmp_path: Path
+) -> None:
+    body = (
+        "    tag = columns['tag'][0][0]\n    if tag >= 35 or (tag >= 4 and tag % 2):\n"
+        "        raise ValueError('no judge')\n    return [float(len(one[0]['content'])) for one in completions]"
+    )
+    evaluated |= {"reward_funcs": [reward_file(tmp_path, body)], "eval_steps": 1, "shuffle": False}
+    causes = [finding.cause for finding in surefoot.train(evaluated, screen=False).findings]
+    assert len(causes) == 2
+    assert "20 of 20 completions of the evaluation after step 1; these are left out of its means" in causes[0]
+    assert "4 of 8 completions of step 3; these are left out of the loss" in causes[1]

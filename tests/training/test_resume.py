@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import io
 import json
 import os
 import resource
@@ -29,6 +30,7 @@ from surefoot.findings import Finding
 from surefoot.health.explain import explain
 from surefoot.training import saver
 from surefoot.training.checkpoint import DamagedCheckpoint, find_newest, list_checkpoints, verify
+from surefoot.training.loop import StopSignal
 from surefoot.training.metrics import CompletionsFile
 from surefoot.training.pieces import Pieces
 from surefoot.training.record import FindingLog
@@ -213,6 +215,39 @@ def test_overwriting_deletes_the_old_run_only_when_the_new_one_is_ready(settings
     surefoot.train(settings, screen=False, overwrite_output_dir=True, seed=3)
     assert yaml.safe_load((run / "run.yaml").read_text())["seed"] == 3
     assert not (run / "evidence").exists()
+
+
+def test_a_start_that_fails_keeps_what_a_failed_one_achieved(settings: dict[str, Any], tmp_path: Path) -> None:
+    data = Path(shutil.copy(settings["dataset"], tmp_path / "rows.jsonl"))
+    settings = {**settings, "dataset": str(data)}
+    run = surefoot.train(settings, screen=False).run_folder
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({**summary, "status": "failed", "error": "the first"}))
+    data.unlink()
+    with pytest.raises(DataError):
+        surefoot.train(settings, screen=False)
+    again = json.loads((run / "summary.json").read_text())
+    assert "rows.jsonl does not exist" in again["error"]
+    assert {**again, "error": ""} == {**summary, "status": "failed", "error": ""}
+
+
+def test_a_signal_is_not_lost_where_nothing_can_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that reads slowly, and a handler that runs in the middle of a write to it."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with os.fdopen(writing, "wb", buffering=0) as full:
+        while full.write(b"x" * 65536):
+            pass
+        os.set_blocking(writing, True)
+        with io.TextIOWrapper(io.BufferedWriter(io.FileIO(os.dup(writing), "wb")), "utf-8") as stream:
+            monkeypatch.setattr("sys.stderr", stream)
+            stop = StopSignal()
+            with stop.watching(), stop.deferred():
+                signal.raise_signal(signal.SIGINT)
+                assert stop.received == "SIGINT"
+            os.set_blocking(reading, False)
+            assert set(os.read(reading, 1 << 20)) == {ord("x")}
+    os.close(reading)
 
 
 def test_overwriting_keeps_what_this_start_found(settings: dict[str, Any], tmp_path: Path) -> None:

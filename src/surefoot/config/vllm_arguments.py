@@ -22,7 +22,10 @@ OF_THE_RUN = {
 """Arguments that follow from the run, and why another value would break it."""
 UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 """Behind a number of tokens, as vLLM reads them."""
-SHORT = {"-tp": TENSOR_PARALLEL}
+PIPELINE_PARALLEL = "--pipeline-parallel-size"
+SMALLER = ("--quantization", "--cpu-offload-gb", "--load-format")
+"""With which a server may hold less of a model than its files have."""
+SHORT = {"-tp": TENSOR_PARALLEL, "-pp": PIPELINE_PARALLEL, "-q": "--quantization"}
 USUAL_SHARE = 0.92
 """Of a GPU that vLLM 0.32 takes where it is not told."""
 
@@ -72,8 +75,17 @@ def memory_share(arguments: Sequence[str]) -> float:
 
 
 def tensor_parallel(arguments: Sequence[str]) -> int:
-    """Over how many GPUs it cuts the model. Raises: ValueError for what is no number from 1 on."""
-    size = int(value_of(arguments, TENSOR_PARALLEL) or 1)
+    """Over how many GPUs it cuts each layer. Raises: ValueError for what is no number from 1 on."""
+    return _size(arguments, TENSOR_PARALLEL)
+
+
+def pipeline_parallel(arguments: Sequence[str]) -> int:
+    """Over how many GPUs it spreads the layers. Raises: ValueError for what is no number from 1 on."""
+    return _size(arguments, PIPELINE_PARALLEL)
+
+
+def _size(arguments: Sequence[str], name: str) -> int:
+    size = int(value_of(arguments, name) or 1)
     if size < 1:
         raise ValueError(f"{size} is no number from 1 on")
     return size

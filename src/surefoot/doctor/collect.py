@@ -23,6 +23,7 @@ import psutil
 
 from surefoot import cgroup
 from surefoot.doctor.nvml import read_cards, read_peers, read_topology
+from surefoot.doctor.other_nccl import other_nccl
 from surefoot.doctor.snapshot import ELSEWHERE, HERE, LISTENS, Disk, Interface, Port, Snapshot
 from surefoot.kernel_log import OF_PROGRAMS, KernelLog, gpu_errors
 
@@ -73,7 +74,7 @@ def collect(
         "gpus": lambda: _num_gpus(root),
         "peer_memory": lambda: _peer_memory(root),
         "iommu": lambda: _iommu(root),
-        "other_nccl": _other_nccl,
+        "other_nccl": other_nccl,
         "acs": lambda: _redirecting(root),
     }
     if gpus and (any((root / GPUS).glob("*")) or (root / WINDOWS_GPU).exists()):
@@ -96,11 +97,6 @@ def collect(
         else:
             values[name] = part.value
     return Snapshot(**values, unknown=unknown)
-
-
-def _other_nccl() -> tuple[str, ...]:
-    folders = [Path(one) for one in os.environ.get("LD_LIBRARY_PATH", "").split(":") if one]
-    return tuple(str(folder / "libnccl.so.2") for folder in folders if (folder / "libnccl.so.2").is_file())
 
 
 def _num_gpus(root: Path) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.config import RunConfig
-from surefoot.config.vllm_arguments import memory_share, tensor_parallel
+from surefoot.config.vllm_arguments import SMALLER, memory_share, pipeline_parallel, tensor_parallel, value_of
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
 from surefoot.doctor.gpus import used
 from surefoot.doctor.sizes import Weights, weights_of
@@ -160,7 +160,7 @@ def checkpoints(seen: Seen) -> Check:
     if run.tuning != "full":
         return not_applicable(name, "adapters are small")
     there = len(list((run.run_folder / "checkpoints").glob("step-*")))
-    ever = run.max_steps // run.save_steps + 1 if run.save_steps and run.max_steps is not None else None
+    ever = -(-run.max_steps // run.save_steps) if run.save_steps and run.max_steps is not None else None
     # The newest is written before the oldest goes; where all are kept and none knows how many, two at the least.
     kept = run.save_total_limit + 1 if run.save_total_limit else ever or 2
     kept = 0 if not run.save_steps else min(kept, ever or kept)
@@ -220,10 +220,12 @@ def rollout_server(seen: Seen) -> Check:
 def _beside_training(seen: Seen, run: RunConfig, share: float) -> str:
     """Why a server's share of a GPU does not do beside training, where that can be said: it is the least of both."""
     weights, sizes = _weights(seen), [card.memory_bytes for card in used(seen) if card.memory_bytes]
-    cut = tensor_parallel(run.vllm_args)
-    if cut > seen.gpus:
-        return f"it is cut over {cut} of {seen.gpus} GPUs"
-    if weights is None or not sizes:
+    cut = tensor_parallel(run.vllm_args) * pipeline_parallel(run.vllm_args)
+    its_gpus = len(run.vllm_devices.split(",")) if run.vllm_devices is not None else seen.gpus
+    if cut > its_gpus:
+        return f"it is cut over {cut} GPUs, and has {its_gpus}"
+    is_smaller = any(value_of(run.vllm_args, name) is not None for name in SMALLER)
+    if weights is None or not sizes or is_smaller:
         return ""
     gpu, its_own = min(sizes), weights.parameters * HALF_BYTES // cut
     if its_own > share * gpu:

@@ -38,10 +38,6 @@ def versions(seen: Seen) -> Check:
             needed = ".".join(map(str, least))
             return wrong(name, "SF709", f"torch was built for CUDA {cuda}, which needs a driver from {needed} on, and "
                          f"this machine's is {driver}", driver=driver, cuda=cuda, needed=needed)  # fmt: skip
-        bad = known_bad(seen)
-        if bad is not None:
-            version = f"{bad.package} {found[bad.package]}"
-            return wrong(name, "SF709", f"with {version} {bad.what} ({bad.source})", fix=bad.fix, version=version)
         strange = next((card for card in used(seen) if cuda and not _is_compiled_for(card.capability, cuda)), None)
         if strange is not None:
             return wrong(
@@ -54,6 +50,10 @@ def versions(seen: Seen) -> Check:
                 capability=strange.capability,
                 cuda=cuda,
             )
+        bad = known_bad(seen)
+        if bad is not None:
+            version = f"{bad.package} {found[bad.package]}"
+            return wrong(name, "SF709", f"with {version} {bad.what} ({bad.source})", fix=bad.fix, version=version)
     kernel = seen.machine.kernel
     if gpus > 1 and seen.uses_nccl and kernel and numbers(kernel) < LEAST_KERNEL:
         return wrong(name, "SF709", f"the kernel is {seen.machine.kernel}; before 5.5 ranks are known to hang in their "

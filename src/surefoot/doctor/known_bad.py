@@ -36,7 +36,8 @@ def _is_arm(seen: Seen) -> bool:
 
 
 def _is_over_infiniband(seen: Seen) -> bool:
-    return seen.nodes > 1 and bool(seen.machine.ports)
+    is_off = seen.machine.environment.get("NCCL_IB_DISABLE", "0") not in ("", "0")
+    return seen.nodes > 1 and bool(seen.machine.ports) and not is_off
 
 
 KNOWN_BAD = (

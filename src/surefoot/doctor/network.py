@@ -61,8 +61,12 @@ def _misnamed(variable: str, value: str, seen: Seen) -> Check | None:
     name, there, said = "interfaces", seen.machine.interfaces, f"{variable}={value}"
     if variable.startswith("GLOO"):
         # It knows no prefixes and no signs, and uses every interface of its list.
-        asked = value.split(",")
-        missing = [one for one in asked if one not in there or not there[one].addresses]
+        asked = value.removesuffix(",").split(",")
+        bare = [one for one in asked if one in there and not there[one].addresses]
+        missing = [one for one in asked if one not in there]
+        if bare and not missing:
+            cause = f"{said} names {', '.join(bare)}, which has no address; of this machine {_names(there)} are known"
+            return wrong(name, "SF705", cause, is_fatal=True, variable=said)
         if missing:
             which = "no interface" if len(missing) == len(asked) else f"{', '.join(missing)}, which is none,"
             cause = f"{said} names {which} of this machine, which has {_names(there)}"
@@ -180,6 +184,11 @@ def rendezvous(seen: Seen) -> Check:
         why = seen.machine.unknown.get("rendezvous", "not known")
         return wrong(name, "SF712", f"the host of {seen.run.rdzv_endpoint} is not known here: {why}",
                      endpoint=seen.run.rdzv_endpoint)  # fmt: skip
+    host = seen.run.rdzv_endpoint.rpartition(":")[0]
+    if host == "localhost" or _is_loopback(host):
+        return wrong(name, "SF712", f"{seen.run.rdzv_endpoint} is each machine itself, and {seen.nodes} machines are "
+                     "to meet there: each would wait for the others alone", endpoint=seen.run.rdzv_endpoint,
+                     fix="Give the first machine's address in the network between them.")  # fmt: skip
     if LISTENS in state:
         return wrong(name, "SF737", f"{seen.run.rdzv_endpoint} is {state}", endpoint=seen.run.rdzv_endpoint)
     return fine(name, state)

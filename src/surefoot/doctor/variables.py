@@ -86,8 +86,16 @@ KNOWN: Mapping[str, tuple[frozenset[str], str]] = {
     "TORCH_": (TORCH, "torch"),
 }
 """What begins so, and who reads it. By their documentation of CUDA 13, OpenMP 6.0 and torch 2.13, read 2026-11."""
-USUAL = {"SOCKET_IFNAME": 0}
-"""Of names that fit as well, the one that is meant."""
+MISTAKEN = {
+    **{f"{prefix}{name}": f"Did you mean {prefix}SOCKET_IFNAME?" for prefix in ("NCCL_", "GLOO_")
+       for name in ("IFNAME", "SOCKET_INTERFACE", "INTERFACE")},
+    **dict.fromkeys(
+        ("NCCL_TIMEOUT", "TORCH_NCCL_TIMEOUT", "NCCL_TIMEOUT_MS"),
+        "No variable says how long collectives are waited for: the process group does. Here a rank that stalls is "
+        "named within seconds (`on_stall`).",
+    ),
+}  # fmt: skip
+"""Names that people set and nobody reads -> what to do."""
 NEAR = 0.85
 """A name that is not known is called wrong only where it is so like one that is: vendors have names of their own."""
 SLOW = {
@@ -114,7 +122,19 @@ max_split_size_mb per_process_memory_fraction pinned_num_register_threads pinned
 pinned_use_background_threads pinned_use_cuda_host_register release_lock_on_cudamalloc roundup_bypass_threshold_mb
 roundup_power2_divisions throw_on_cudamalloc_oom
 """.split()
-ALLOCATOR = rf"((^|,)({'|'.join(_OPTIONS)}):(\[[^\]]*\]|[^,]+))*,?"
+_SWITCHES = [
+    one for one in _OPTIONS
+    if one in ("expandable_segments", "graph_capture_record_stream_reuse", "pinned_use_background_threads",
+               "pinned_use_cuda_host_register", "release_lock_on_cudamalloc", "throw_on_cudamalloc_oom")
+]  # fmt: skip
+_SIZES = [one for one in _OPTIONS if one.endswith("_mb") or one == "pinned_num_register_threads"]
+_SHARES = ["garbage_collection_threshold", "per_process_memory_fraction"]
+_REST = [one for one in _OPTIONS if one not in (*_SWITCHES, *_SIZES, *_SHARES)]
+_VALUES = (
+    rf"({'|'.join(_SWITCHES)}):(True|False)|({'|'.join(_SIZES)}):\d+|({'|'.join(_SHARES)}):(0?\.\d+|1(\.0*)?)"
+    rf"|({'|'.join(_REST)}):(\[[^\]]*\]|[^,]+)"
+)
+ALLOCATOR = rf"((^|,)({_VALUES}))*,?"
 """Options of torch's CUDA allocator. Source: torch/csrc/cuda/CUDAAllocatorConfig, 2.13, read 2026-11."""
 VALUES: Mapping[str, tuple[str, str]] = {
     "OMP_NUM_THREADS": (r"\d*[1-9]\d*(,\d*[1-9]\d*)*", "a number from 1 on"),
@@ -153,6 +173,9 @@ def _unknown(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         if prefix is None:
             continue
         names, reader = KNOWN[prefix]
+        if variable in MISTAKEN:
+            yield f"{variable} is no variable of {reader}, which would ignore it", MISTAKEN[variable]
+            continue
         name = variable.removeprefix(prefix)
         if name in names:
             continue
@@ -162,10 +185,9 @@ def _unknown(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _of_the_same_words(name: str, names: frozenset[str]) -> list[str]:
-    """Those that have the same words in another order, or one more: DISABLE_P2P, IFNAME."""
-    words = set(name.split("_"))
-    near = [one for one in names if words <= set(one.split("_")) and len(one.split("_")) <= len(words) + 1]
-    return sorted(near, key=lambda one: (len(one.split("_")), USUAL.get(one, 1), one))
+    """Those that have the same words in another order: DISABLE_P2P."""
+    words = sorted(name.split("_"))
+    return sorted(one for one in names if sorted(one.split("_")) == words)
 
 
 def _odd(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:

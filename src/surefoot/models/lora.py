@@ -225,8 +225,8 @@ def _nothing_matches(target: str, groups: dict[str, list[str]], names: set[str],
     )
 
 
-def attach(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:
-    """Create the LoRA parameters (uninitialised, on the current device) and return what was adapted."""
+def checked_targets(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:
+    """What is adapted by these settings. Raises: ModelError for a target that is none, or where it cannot be done."""
     targets = find_targets(model, settings.targets)
     if settings.dropout and targets.experts:
         raise ModelError(
@@ -234,6 +234,12 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:
             "cannot be applied inside the grouped expert product, and PEFT refuses it too. Set lora_dropout: 0, or "
             "name targets without experts, such as [attention, mlp]."
         )
+    return targets
+
+
+def attach(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:
+    """Create the LoRA parameters (uninitialised, on the current device) and return what was adapted."""
+    targets = checked_targets(model, settings)
     for name in targets.linears:
         module = model.get_submodule(name)
         if type(module) is not nn.Linear:

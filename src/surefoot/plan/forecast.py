@@ -12,7 +12,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from surefoot.config import RunConfig
-from surefoot.config.vllm_arguments import memory_share, tensor_parallel
+from surefoot.config.vllm_arguments import SMALLER, memory_share, pipeline_parallel, tensor_parallel, value_of
 from surefoot.errors import ConfigError, ModelError, SurefootError
 from surefoot.models.build import build_without_storage
 from surefoot.models.lora import LoraSettings
@@ -233,8 +233,8 @@ def _server(run: RunConfig, device: Device, sizes: Sizes) -> Server | None:
     return Server(
         bytes_here=0 if is_apart else share,
         sleeps=run.vllm_sleep,
-        share_bytes=share,
-        weights_bytes=model // tensor_parallel(run.vllm_args),
+        share_bytes=0 if any(value_of(run.vllm_args, name) is not None for name in SMALLER) else share,
+        weights_bytes=model // (tensor_parallel(run.vllm_args) * pipeline_parallel(run.vllm_args)),
         asleep_bytes=model // run.nproc_per_node if run.vllm_sleep else 0,
     )
 

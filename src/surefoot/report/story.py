@@ -24,9 +24,8 @@ ROLLOUT_NAMES = (
     "step", "reward", "reward_std", "completion_length", "entropy", "clip_ratio", "importance_ratio", "kl",
 )  # fmt: skip
 STEPS_SHOWN, COMPLETIONS_SHOWN = 12, 8
-"""Of completions.jsonl: steps, and completions of each."""
+"""Of completions.jsonl: steps at even distances, the first and the last among them, and completions of each."""
 EVALUATED = ("eval_loss", "eval_reward")
-"""Of each step that is shown: the first, one in the middle, and the last."""
 LONG_PHASES = ("launch", "load", "tokenise", "save", "evaluate", "export")
 """Shown one by one on the time line; the others make up the steps."""
 

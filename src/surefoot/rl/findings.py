@@ -7,16 +7,21 @@ from dataclasses import dataclass
 from surefoot.findings import CATALOGUE, Finding
 
 FAR_STEPS = 3
+STALE_NATS = 1.0
+"""Mean difference that a few steps of training do not make: beyond it, completions of older weights are of others."""
 FLAT_ROLLOUTS = 10
 """In a row, in which no group has spread."""
 
 
-def failing_rewards(step: int, failed: int, completions: int, failures: Sequence[str]) -> Finding:
+def failing_rewards(
+    step: int, failed: int, completions: int, failures: Sequence[str], *, is_evaluation: bool
+) -> Finding:
     """Some completions have no reward, since a function failed on them."""
+    of, left_out = ("the evaluation after step", "its means") if is_evaluation else ("step", "the loss")
     return Finding(
         "SF802",
-        f"reward functions failed on {failed} of {completions} completions of step {step}; these are left out "
-        f"of the loss. The first: {failures[0].splitlines()[0]}",
+        f"reward functions failed on {failed} of {completions} completions of {of} {step}; these are left out "
+        f"of {left_out}. The first: {failures[0].splitlines()[0]}",
         {"step": step, **_by_function(failures), "first": failures[0]},
         CATALOGUE["SF802"].fix,
     )
@@ -48,20 +53,22 @@ class EngineDrift:
     def add(self, step: int, measured: Mapping[str, float]) -> Finding | None:
         """The finding, where it was too far in `FAR_STEPS` steps in a row. `measured`: means of the step's tokens."""
         difference = measured.get("logprob_difference")
-        if difference is None or measured.get("staleness", 0.0):  # older weights give other numbers
+        if difference is None:
             return None
-        self.steps = 0 if difference <= self.tolerance else self.steps + 1
+        is_stale = bool(measured.get("staleness", 0.0))  # older weights give other numbers, but not any
+        tolerance = max(self.tolerance, STALE_NATS) if is_stale else self.tolerance
+        self.steps = 0 if difference <= tolerance else self.steps + 1
         if self.steps < FAR_STEPS:
             return None
         return Finding(
             "SF805",
             f"in {self.steps} steps in a row, up to step {step}, the engine gave completions other probabilities than "
-            f"training: logprobs differ by {difference:.3g} on average, where at most {self.tolerance:g} is usual",
+            f"training: logprobs differ by {difference:.3g} on average, where at most {tolerance:g} is usual",
             {
                 "step": step,
                 "mean_difference": float(f"{difference:.4g}"),
                 "importance_ratio": float(f"{measured.get('importance_ratio', 1.0):.4g}"),
-                "tolerance": self.tolerance,
+                "tolerance": tolerance,
             },
             CATALOGUE["SF805"].fix,
             confidence=0.8,

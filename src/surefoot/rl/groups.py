@@ -104,10 +104,15 @@ class Judge:
 
     def teaches(self, group: Group) -> bool:
         """More than its lengths: DAPO keeps groups that are neither all right nor all wrong (arXiv:2503.14476, 3.2)."""
+        return has_spread(group.rewards) and self._has_trained(group)
+
+    def moves(self, group: Group) -> bool:
+        """Whether it has a gradient, be it that of its lengths."""
+        return has_spread(group.totals) and self._has_trained(group)
+
+    def _has_trained(self, group: Group) -> bool:
         pairs = zip(group.answers, group.totals, strict=True)
-        return has_spread(group.rewards) and any(
-            not isnan(total) and not self.is_left_out(answer.completion) for answer, total in pairs
-        )
+        return any(not isnan(total) and not self.is_left_out(answer.completion) for answer, total in pairs)
 
     def trajectories(self, groups: Sequence[Group]) -> tuple[list[Trajectory], list[dict[str, Any]]]:
         """What is trained on, and the lines of completions.jsonl that tell of it.

@@ -23,6 +23,7 @@ from surefoot.errors import DataError, StoppedOnFinding, SurefootError
 from surefoot.events import CompletionsMade, Event, FindingMade, Phase, Preparing
 from surefoot.findings import Finding
 from surefoot.parallel.ranks import Ranks
+from surefoot.rl.advantage import has_spread
 from surefoot.rl.batch import Trajectory, part_of, policy_batches, trajectory_of
 from surefoot.rl.findings import FlatRewards, failing_rewards, no_rewards
 from surefoot.rl.groups import Group, Judge, measured_of
@@ -115,7 +116,8 @@ class RolloutSource:
         self._ahead: list[_Ahead] = []
         """At most two: of the completions that are trained on, and of the next."""
         self._flat = FlatRewards()
-        self._told_of: set[str] = set()
+        self._told_of: dict[bool, set[str]] = {False: set(), True: set()}
+        """Reward functions whose failures were told, in training and in evaluations."""
         """Reward functions whose failures a finding has named."""
 
     def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:
@@ -222,7 +224,7 @@ class RolloutSource:
             wait = self._begin(prompts, (EVALUATION, begin), step)
             groups += self._judge.groups(prompts, self._completions(wait))
         lines = tuple(self._judge.lines(groups))
-        findings = map(FindingMade, self._failing(groups, step))
+        findings = map(FindingMade, self._failing(groups, step, is_evaluation=True))
         self._tell(CompletionsMade(step, step, lines, is_evaluation=True), *findings)
         return {f"eval_{name}": value for name, value in measured_of(groups, self._judge.names).items()}
 
@@ -367,12 +369,12 @@ class RolloutSource:
         about = measured_of(groups, self._judge.names)
         about["rewards_failed"] = measured_of(made, ())["rewards_failed"]
         about["policy_version"] = float(_version(groups))
-        has_flat_alone = about["groups_without_spread"] == len(groups)
         findings = self._failing(made, step + 1)
         findings += self._flat.add(
             step + 1,
-            teaches=any(map(self._judge.teaches, groups)),
-            is_truncated=not has_flat_alone or all(self._judge.is_left_out(answer.completion) for answer in answers),
+            teaches=any(map(self._judge.moves, groups)),
+            is_truncated=any(has_spread(group.totals) for group in groups)
+            or all(self._judge.is_left_out(answer.completion) for answer in answers),
             truncated_share=about["truncated_share"],
             rewards=known,
         )
@@ -386,14 +388,17 @@ class RolloutSource:
         """
         self._ranks.together(lambda: [self._emit(event) for event in events], names_rank=False)
 
-    def _failing(self, groups: Sequence[Group], step: int) -> list[Finding]:
+    def _failing(self, groups: Sequence[Group], step: int, *, is_evaluation: bool = False) -> list[Finding]:
         """Reward functions that fail, of which nothing was said yet."""
         answers = [answer for group in groups for answer in group.answers]
         failures = [failure for answer in answers for failure in answer.failures]
-        failing = {failure.partition(":")[0] for failure in failures} - self._told_of
-        self._told_of |= failing
+        told_of = self._told_of[is_evaluation]
+        failing = {failure.partition(":")[0] for failure in failures} - told_of
+        told_of |= failing
         failed = sum(bool(answer.failures) for answer in answers)
-        return [failing_rewards(step, failed, len(answers), failures)] if failing else []
+        if not failing:
+            return []
+        return [failing_rewards(step, failed, len(answers), failures, is_evaluation=is_evaluation)]
 
 
 def _with_files(columns: Mapping[str, Any], images: Sequence[Image]) -> Mapping[str, Any]:

@@ -48,6 +48,8 @@ class TrainState:
     """Passes over the data so far."""
     warmup_end: float = 0.0
     """Share of the run after which `warmup_steps` were done; 0 until then."""
+    evaluation_is_due: bool = False
+    """The one after this step was interrupted: a run that goes on makes up for it."""
     pending: list[dict[str, Any]] = field(default_factory=list)
     """In a checkpoint of GRPO: the completions that further steps train on."""
 

@@ -25,7 +25,7 @@ from surefoot.events import BatchDescribed, CheckpointSaved, Evaluated, Event, S
 from surefoot.parallel.ranks import Ranks
 from surefoot.process_end import stop_signals
 from surefoot.rl.rollout import RolloutInterrupted
-from surefoot.terminal import say
+from surefoot.terminal import say_at_once
 from surefoot.training.checkpoint import TrainState, checkpoint_folder, list_checkpoints
 from surefoot.training.expert_use import ExpertUse
 from surefoot.training.ledger import peak_memory_bytes, sample_device_memory, sample_memory
@@ -73,9 +73,9 @@ class StopSignal:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if not self._deferred or (self.received and number == signal.SIGINT):
             raise KeyboardInterrupt(signal.Signals(number).name)
-        if self.received is None and number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-            say("the run stops after this step, and saves; Ctrl-C again ends it at once, unsaved")
-        self.received = signal.Signals(number).name
+        is_first, self.received = self.received is None, signal.Signals(number).name
+        if is_first and number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+            say_at_once("the run stops after this step, or in its rollout, and saves; Ctrl-C again ends it unsaved")
 
 
 def share_done(config: RunConfig, step: int, epoch: float) -> float:
@@ -136,6 +136,8 @@ def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Lite
     """
     config, first = job.config, state.step + 1
     with stop.deferred():
+        if state.evaluation_is_due:
+            state = _evaluate(job, state)
         while not job.is_over(state):
             job.phases.step = state.step + 1
             try:
@@ -149,15 +151,15 @@ def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Lite
                 if (state.step - first) % LEDGER_STEPS == 0:
                     job.emit(sample_memory(job.learner, state.step))
                 is_last = job.is_over(state)
-                if job.evaluate and (is_last or (config.eval_steps and state.step % config.eval_steps == 0)):
-                    _evaluate(job, state)
+                if is_last or (config.eval_steps and state.step % config.eval_steps == 0):
+                    state = _evaluate(job, state)
             except DataError:  # in rows that preparing has come to only now; what was learned is kept
                 _save_if_new(job, state)
                 raise
             if config.save_steps and not is_last and state.step % config.save_steps == 0:
                 _save(job, state)
             _tell_of_saves(job)
-        ended_early = not job.is_over(state)
+        ended_early = not job.is_over(state) or state.evaluation_is_due
         if ended_early or config.save_steps:
             _save_if_new(job, state)
     return state, "interrupted" if ended_early else "completed"
@@ -316,19 +318,23 @@ def _step_ended(
     )
 
 
-def _evaluate(job: Job, state: TrainState) -> None:
-    assert job.evaluate is not None
+def _evaluate(job: Job, state: TrainState) -> TrainState:
+    """Where there is something to evaluate on. The state says whether it was interrupted."""
+    done = replace(state, evaluation_is_due=False)
+    if job.evaluate is None:
+        return done
     with job.phases("wait for data"):
         job.ranks.together(job.before_evaluation)
     try:
         with job.phases("evaluate"):
             measured = job.evaluate(state.step)
     except RolloutInterrupted:  # all ranks were told to stop, and do so before the next step
-        return
+        return replace(state, evaluation_is_due=True)
     except StoppedOnFinding:
         _save_if_new(job, state)
         raise
     job.emit(Evaluated(state.step, measured))
+    return done
 
 
 def _save(job: Job, state: TrainState) -> None:

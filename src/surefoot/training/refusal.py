@@ -10,8 +10,8 @@ from surefoot.doctor.check import Check, fine, wrong
 from surefoot.errors import ConfigError, SurefootError
 from surefoot.models.adapter import load_adapter_files
 from surefoot.models.build import load_config, load_tokenizer, meta_model
-from surefoot.models.lora import find_targets
-from surefoot.models.sources import resolve_model
+from surefoot.models.lora import checked_targets
+from surefoot.models.sources import folder_here, resolve_model
 from surefoot.parallel.layout import Layout
 from surefoot.rl.rewards import check_reward
 from surefoot.training.artifacts import lora_settings
@@ -19,6 +19,7 @@ from surefoot.training.expert_parallel import check_experts
 from surefoot.training.folder import check_folder, check_named_checkpoint, check_resume
 from surefoot.training.resolve import resolve
 from surefoot.training.rollouts import check_routing_replay
+from surefoot.training.sft import check_routers
 
 
 def refusal(loaded: LoadedConfig) -> Check:
@@ -30,15 +31,18 @@ def refusal(loaded: LoadedConfig) -> Check:
         Layout.of(loaded.run, ranks, loaded.where)
         check_folder(loaded)
         check_resume(loaded)
-        if Path(run.model).exists() or run.model.startswith(("/", ".", "~")):
+        is_unpacked = run.model.startswith("pypi:") and folder_here(run.model) is not None
+        if is_unpacked or Path(run.model).exists() or run.model.startswith(("/", ".", "~")):
             base = resolve_model(run.model, loaded.where("model"))
             model = load_config(base)
             check_experts(loaded, base)
             check_routing_replay(loaded, base)
             open_images(loaded, base, model, load_tokenizer(base, run.chat_template))
             lora = lora_settings(loaded.run)
+            skeleton = meta_model(base)
             if lora is not None:
-                find_targets(meta_model(base), lora.targets)
+                checked_targets(skeleton, lora)
+            check_routers(run.router_aux_loss_coef, skeleton)
         _check_named_files(loaded)
     except (SurefootError, OSError) as error:
         return wrong(name, "SF743", str(error), is_fatal=True)

@@ -91,8 +91,9 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *,
         def finish(status: Status, **details: object) -> RunResult:
             result = record.result(status, **details)  # type: ignore[arg-type]
             before = None if record.has_started else read_result(folder)
-            keep = before is not None and before.status != "failed"  # what an earlier start achieved
-            if ranks.is_first and not keep:
+            if before is not None and before.status == "failed":  # what an earlier start achieved stays
+                result = replace(before, error=result.error, findings=[*before.findings, *result.findings])
+            if ranks.is_first and (before is None or before.status == "failed"):
                 write_json(folder / "summary.json", result.as_dict())
             emit(RunEnded(result.as_dict()))
             return result

@@ -4,15 +4,24 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from surefoot.data.loader import MicroBatch
 from surefoot.errors import ModelError
 from surefoot.models.build import BuiltModel
-from surefoot.models.routing import LayerRouting, expert_counts, load_balancing_loss
+from surefoot.models.routing import LayerRouting, expert_counts, load_balancing_loss, router_names
 from surefoot.parallel.ranks import ALONE, Ranks, sum_over_ranks
 from surefoot.parallel.shard import gathered, put_to_rest
 from surefoot.training.loss import TokenLoss, seeing_arguments
 from surefoot.training.step import LossParts, Totals
+
+
+def check_routers(aux_loss_coef: float, model: PreTrainedModel) -> None:
+    """Raises: ModelError where there are no routers to balance."""
+    if aux_loss_coef and not router_names(model):
+        raise ModelError(
+            f"router_aux_loss_coef={aux_loss_coef}, but {type(model).__name__} has no routers to balance. Drop it."
+        )
 
 
 class SftObjective:
@@ -30,10 +39,7 @@ class SftObjective:
 
         self._run_decoder = gathered(built.model, run_decoder)
         self._routing = built.routing
-        if aux_loss_coef and not built.routing.names:
-            raise ModelError(
-                f"router_aux_loss_coef={aux_loss_coef}, but {type(built.model).__name__} has no routers to balance."
-            )
+        check_routers(aux_loss_coef, built.model)
         self._coefficient = aux_loss_coef
         self._token_loss = TokenLoss(built.model, head_is_plain=head_is_plain)
         self._counts: Tensor | None = None
