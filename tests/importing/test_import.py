@@ -285,7 +285,8 @@ def test_what_says_the_same_is_not_listed(tmp_path: Path) -> None:
         "--report_to wandb --assistant_only_loss true"
     )
     made = imported(tmp_path / "a.sh", command)
-    assert (made.left_out, made.unknown, values(made)["report_to"]) == ({}, [], ["wandb"])
+    left_out = [what for what in made.left_out if not what.startswith("nproc_per_node")]
+    assert (left_out, made.unknown, values(made)["report_to"]) == ([], [], ["wandb"])
 
 
 def test_accelerates_precision_is_the_runs(tmp_path: Path) -> None:
@@ -303,7 +304,9 @@ def test_sources_of_axolotl_that_say_more_are_listed(tmp_path: Path) -> None:
     )
     made = imported(tmp_path / "theirs.yaml", text)
     listed = {what for what in made.left_out if not what.endswith("which was not given")}
-    assert listed == {"adapter = qlora", "shards = 4 of a.jsonl", "type = my.module of b.jsonl"}
+    assert listed == {
+        "adapter = qlora", "shards = 4 of a.jsonl", "type = alpaca of a.jsonl", "type = my.module of b.jsonl",
+    }  # fmt: skip
 
 
 def test_texts_of_several_lines_stay_in_theirs(tmp_path: Path) -> None:
@@ -320,7 +323,7 @@ def test_rewards_of_trl(tmp_path: Path) -> None:
     command = "trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward think_format_reward mine"
     made = imported(tmp_path / "a.sh", command)
     assert [one["func"] for one in values(made)["reward_funcs"]] == ["math_verify", "regex"]
-    assert list(made.left_out) == ["reward_funcs = mine"]
+    assert list(made.left_out) == ["reward_funcs = mine", "nproc_per_node, which was not given"]
 
 
 def test_a_deepspeed_json_is_looked_into(tmp_path: Path) -> None:
@@ -564,6 +567,28 @@ def of_words(words: str) -> Imported:
          "--lr_scheduler_kwargs '{\"min_lr\": 1e-5}'", {"min_lr_ratio": pytest.approx(0.1)}, None),
         ("llamafactory-cli train --model_name_or_path m --dataset a/b --dataset_dir ONLINE", {"dataset_dir": None},
          "nproc_per_node, which was not given"),
+        ("deepspeed --include w0:0,1@w1:0,1 src/train_bash.py --stage sft --model_name_or_path m --dataset d",
+         {"nproc_per_node": 2, "nnodes": 2}, None),
+        (f"{SWIFT} --deepspeed zero3_no_offload.json", {"zero_stage": 3, "offload": None},
+         "deepspeed = zero3_no_offload.json"),
+        (f"{SWIFT} --deepspeed a100_quiz2.json", {"zero_stage": None}, "deepspeed = a100_quiz2.json"),
+        ("accelerate launch --zero_stage 2 --gradient_clipping auto --gradient_accumulation_steps auto "
+         "--offload_optimizer_device nvme sft.py --model_name_or_path m --dataset_name d",
+         {"zero_stage": 2, "offload": "cpu", "max_grad_norm": None}, "offload_optimizer_device = nvme"),
+        ("swift pt --model m --dataset d", {"train_on": "all", "method": None}, None),
+        ("llamafactory-cli train --stage pt --model_name_or_path m --dataset d", {"train_on": "all", "packing": True},
+         None),
+        ("llamafactory-cli train --stage pt --packing false --model_name_or_path m --dataset d", {"packing": None},
+         None),
+        ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs mine format --reward_weights 1 0.1",
+         {"reward_weights": None, "reward_funcs": [{"func": "regex", "weight": 0.1, "args":
+          {"pattern": r"\A<think>.*?</think>\s*<answer>.*?</answer>\Z"}}]}, "reward_funcs = mine"),
+        (f"{SWIFT} --sequence_parallel_size 4", {}, "sequence_parallel_size = 4"),
+        ("trl sft --model_name_or_path m --dataset_name d --dataset_text_field body",
+         {"columns": {"text": "body"}}, None),
+        ("trl sft --model_name_or_path m --dataset_name d --dataset_text_field text", {"columns": None}, None),
+        ("NPROC_PER_NODE=2 torchrun --nproc_per_node 2 '$(which swift)' sft --model m --dataset d",
+         {"nproc_per_node": 2}, None),
         ("llamafactory-cli train --model_name_or_path m --dataset d --dataset_dir REMOTE:a/b", {"dataset_dir": None},
          "dataset_dir = REMOTE:a/b"),
     ],
@@ -575,8 +600,9 @@ def test_what_another_program_means(words: str, settings: dict[str, Any], left_o
     if left_out is not None:
         assert left_out in made.left_out
     else:
-        assert not [what for what in made.left_out if not what.endswith("which was not given")
-                    and not what.startswith(("top_k", "top_p", "save_steps", "vllm_mode"))]  # fmt: skip
+        told = ("top_k", "top_p", "save_steps", "vllm_mode", "the server at")
+        others = [what for what in made.left_out if not what.endswith("which was not given")]
+        assert not [what for what in others if not what.startswith(told)]
     assert made.unknown == []
 
 
@@ -626,6 +652,56 @@ def test_a_gathered_model_is_odd_where_it_is_large(model: str, said: str) -> Non
     words = f"accelerate launch --zero_stage 3 grpo.py --model_name_or_path {model} --dataset_name d"
     found = of_words(f"{words} --reward_funcs accuracy_reward --use_vllm true").findings
     assert [finding.fix for finding in found if "ZeRO-3" in finding.cause] == ([said] if said else [])
+
+
+@pytest.mark.parametrize("words", ["--torch_dtype float16", "--fp16 true", "--mixed_precision fp16"])
+def test_half_precision_is_odd_however_it_is_asked_for(words: str) -> None:
+    assert ["overflows" in finding.cause for finding in of_words(f"{SWIFT} {words}").findings] == [True]
+
+
+def test_segments_beside_an_engine_that_sleeps_are_odd() -> None:
+    words = f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True {SWIFT_GRPO} --use_vllm true --sleep_level 1"
+    assert ["vllm#11743" in finding.cause for finding in of_words(words).findings] == [True]
+
+
+def test_a_file_that_the_script_writes_is_read(tmp_path: Path) -> None:
+    script = (
+        "cat > ./train.yaml <<'END'\nmodel_name_or_path: m\ndataset: d\ncutoff_len: 99\nlora_rank: $RANK\nEND\n"
+        "docker run -e NPROC_PER_NODE=2 --env=NCCL_DEBUG=INFO image bash -c 'llamafactory-cli train ./train.yaml'\n"
+    )
+    made = imported(tmp_path / "run.sh", script)
+    assert (values(made)["max_length"], values(made)["nproc_per_node"]) == (99, 2)
+    assert made.variables == {"NCCL_DEBUG": "INFO"}
+    assert "lora_rank" not in made.settings
+    assert "lora_rank = $RANK" in made.left_out
+    made = imported(tmp_path / "b.sh", 'ssh node1 "NPROC_PER_NODE=2 swift sft --model m --dataset d"')
+    assert values(made)["nproc_per_node"] == 2
+
+
+def test_grpo_of_axolotl(tmp_path: Path) -> None:
+    text = (
+        "base_model: m\nadapter: lora\nrl: grpo\ndatasets:\n- path: d\n  type: chat_template\ntrl:\n  beta: 0.01\n"
+        "  num_generations: 4\n  max_completion_length: 99\n  reward_funcs: [mine.reward]\n  use_vllm: true\n"
+        "  vllm_server_host: 10.0.0.2\nvllm:\n  port: 8000\n"
+    )
+    made = imported(tmp_path / "grpo.yml", text)
+    wanted = {"method": "grpo", "beta": 0.01, "num_generations": 4, "max_completion_length": 99,
+              "vllm_server": "http://10.0.0.2:8000"}  # fmt: skip
+    assert {name: values(made)[name] for name in wanted} == wanted
+    assert made.unknown == []
+    assert "reward_funcs = mine.reward" in made.left_out
+
+
+def test_epochs_of_axolotl_are_told_in_steps_and_shares(tmp_path: Path) -> None:
+    text = (
+        "base_model: m\ndatasets:\n- path: d\n  type: chat_template\nval_set_size: 0.1\nevals_per_epoch: 4\n"
+        "saves_per_epoch: 4\ncosine_min_lr_ratio: 0.1\nlora_modules_to_save: [embed_tokens]\n"
+    )
+    made = imported(tmp_path / "a.yml", text)
+    assert {"evals_per_epoch = 4", "saves_per_epoch = 4"} <= made.left_out.keys()
+    assert "save_steps, which was not given" not in made.left_out
+    assert values(made)["min_lr_ratio"] == 0.1
+    assert made.unknown == []
 
 
 def test_values_that_make_no_run_are_left_out_with_their_reason() -> None:

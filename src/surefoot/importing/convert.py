@@ -20,6 +20,7 @@ from surefoot.importing.peers import (
     GRPO,
     LORA_ALPHA_TIMES,
     OF_GRPO,
+    REFUSED,
     SAME_HERE,
     SAME_IF,
     SWIFT_BATCH,
@@ -49,7 +50,8 @@ OURS = re.compile(
 """Variables that libraries read which are used here, too."""
 USUALLY_TRUE = frozenset({"freeze_aligner", "freeze_multi_modal_projector", "completion_only_loss"})
 
-STAGE_NAME = re.compile(r"(?i)(?:zero|z|stage)[-_]?([0-3])(?!\d)")
+STAGE_NAME = re.compile(r"(?i)(?:zero|(?<![a-z])z|stage)[-_]?([0-3])(?!\d)")
+NO_OFFLOAD = re.compile(r"(?i)(?:no|without|non)[-_]?offload")
 """As DeepSpeed configs with a stage are called: zero3, ds_z3_config.json, stage3.json."""
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora")
 OF_EVALUATION = ("eval_dataset", "eval_fraction")
@@ -114,6 +116,11 @@ def _begin(draft: _Draft) -> None:
                        for name, value in told.launcher.items()}  # fmt: skip
     draft.left_out |= dict.fromkeys(told.others, "another command of the script: import it by itself")
     draft.left_out |= told.notes
+    if told.method == "pt":  # of texts, every token is trained
+        told.method = "sft"
+        draft.ours["train_on"] = ("all", f"stage pt of {told.program}")
+        if told.program == "LLaMA-Factory" and "packing" not in told.settings:
+            draft.ours["packing"] = (True, f"stage pt of {told.program}")
     if told.method == "grpo":
         draft.ours["method"] = ("grpo", told.program)
     elif told.method != "sft":
@@ -132,7 +139,8 @@ def _carry(draft: _Draft, name: str, value: Any) -> None:
     said = f"{name} = (not shown)" if SECRET_OPTION.search(name) else said
     origin = f"{name} of {told.places.get(name, told.program)}"
     if name == "reward_funcs":
-        known, others = rewards_of(told.program, [str(one) for one in listed(value)])
+        names = [str(one) for one in listed(value)]
+        known, others = rewards_of(told.program, names, listed(told.settings.get("reward_weights") or []))
         draft.ours |= {name: (known, origin)} if known else {}
         left_out |= {f"{name} = {one}": "a function of yours: name it as file.py:function" for one in others}
         return
@@ -181,6 +189,8 @@ def _leave_or_list(draft: _Draft, name: str, value: Any, said: str) -> None:
     elif name in NOT_HERE:
         if value is True or value not in (False, None, 1, "1"):
             left_out[said] = NOT_HERE[name]
+    elif name in REFUSED:
+        left_out[said] = REFUSED[name]
     elif name in WITHOUT:
         usual = (True, None) if name in USUALLY_TRUE else (False, None)
         left_out |= {} if value in usual else {said: WITHOUT[name]}
@@ -216,6 +226,10 @@ def _choose_engine(draft: _Draft) -> None:
             host, port = said.get("vllm_server_host") or "127.0.0.1", said.get("vllm_server_port") or 8000
             address = f"http://{listed(host)[0]}:{listed(port)[0]}"
             draft.ours["vllm_server"] = (address, f"{named} of {told.program}")
+            draft.left_out[f"the server at {address}"] = (
+                "it is to be `vllm serve`, started as docs/grpo.md says: `swift rollout` and `trl vllm-serve` speak "
+                "otherwise"
+            )
             draft.left_out |= {f"{name} = {one}": "one server makes all completions"
                                for name in ("vllm_server_host", "vllm_server_port")
                                for one in listed(said.get(name))[1:]}  # fmt: skip
@@ -281,9 +295,13 @@ def _choose_evaluation(draft: _Draft) -> None:
 
 def _note_what_was_not_said(draft: _Draft) -> None:
     """Defaults of theirs that no setting of ours says."""
-    if draft.told.method == "sft":
-        given = {name for name, (_, origin) in draft.ours.items() if not origin.startswith("default of")}
-        notes = UNSAID.get(draft.told.program, {})
+    given = {name for name, (_, origin) in draft.ours.items() if not origin.startswith("default of")}
+    given |= {"nproc_per_node"} & draft.ours.keys()
+    notes = UNSAID.get(draft.told.program, {})
+    if draft.told.method != "sft":
+        notes = {name: why for name, why in notes.items() if name == "nproc_per_node"}
+    if notes:
+        given |= {"save_steps"} if "saves_per_epoch" in draft.told.settings else set()
         draft.left_out |= {f"{name}, which was not given": why for name, why in notes.items() if name not in given}
 
 
@@ -354,7 +372,7 @@ def _look_into_deepspeed(draft: _Draft) -> None:
         if stage is not None:
             draft.ours.setdefault("zero_stage", (int(stage[1]), f"the name of {Path(str(value)).name}"))
             why += f", and zero_stage is {stage[1]} by its name"
-        if "offload" in str(value).lower():
+        if "offload" in str(value).lower() and not NO_OFFLOAD.search(str(value)):
             draft.ours.setdefault("offload", ("cpu", f"the name of {Path(str(value)).name}"))
         draft.left_out[f"{name} = {value}"] = why
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from typing import Any
+from typing import Any, get_args
 
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.names import ALIASES, FLAG_ALIASES
@@ -15,6 +15,7 @@ from surefoot.importing.sources import axolotl_source, mappings, odd_value, swif
 TRACKERS = ("tensorboard", "wandb", "trackio")
 SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
 """Names of transformers' schedules; any of ours may be warmed up to."""
+SCHEDULED = get_args(RunConfig.model_fields["lr_scheduler_type"].annotation)
 LOSS_SCALES: dict[str, dict[str, Any]] = {
     "default": {}, "last_round": {"train_on": "last_assistant"}, "all": {"train_on": "all"},
 }  # fmt: skip
@@ -68,6 +69,10 @@ def mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
             return {"importance_correction": "none"}
     if name in ("freeze_llm", "freeze_language_model"):
         return {}  # with what is adapted
+    if name == "reward_weights":
+        names = [str(one) for one in listed(told.settings.get("reward_funcs") or [])]
+        if _is_any_left_out(told.program, names):
+            return {}  # with the functions that are known
     if name == "vllm_device":
         devices = [str(one).removeprefix("cuda:") for one in listed(value)]
         return {"vllm_devices": ",".join(devices)} if all(one.isdecimal() for one in devices) else None
@@ -79,6 +84,9 @@ def mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
         return {}  # it is read by that reward alone
     if name == "max_length" and told.program == "TRL" and is_null(value):
         return {"truncation": "error"}  # theirs cuts nothing then
+    if name in ("dataset_text_field", "dataset_prompt_column") and isinstance(value, str):
+        role = "text" if name == "dataset_text_field" else "prompt"
+        return {} if value == role else {"columns": {role: value}}
     if name == "dataset_dir" and str(value).upper().startswith(("ONLINE", "REMOTE:")):
         return {} if str(value).upper() == "ONLINE" else None
     if name == "adapters":
@@ -143,6 +151,10 @@ def mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
     if name in WITHOUT:
         return None
     ours = name if name in RunConfig.model_fields else ALIASES.get(name)
+    if ours == "eval_fraction" and isinstance(number_of(value), int | float) and number_of(value) >= 1:
+        return None
+    if ours == "lr_scheduler_type" and value not in SCHEDULED:
+        return None
     if ours is None:
         return None
     if name in ("packing", "sample_packing", "neat_packing") and not value:
@@ -152,11 +164,21 @@ def mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
     return {ours: number_of(value)}
 
 
-def rewards_of(program: str, names: list[str]) -> tuple[list[Any], list[str]]:
-    """The reward functions of a program that come with Surefoot, as items; the names of the others."""
+def rewards_of(program: str, names: list[str], weights: list[Any]) -> tuple[list[Any], list[str]]:
+    """The reward functions of a program that come with Surefoot, as items; the names of the others.
+
+    `weights`: of all of them; the items have their own where others are left out.
+    """
     known = REWARDS.get(program, {})
-    names = [name for name in names if name not in OF_LENGTH]
-    return [known[name] for name in names if name in known], [name for name in names if name not in known]
+    others = [name for name in names if name not in known and name not in OF_LENGTH]
+    if len(weights) != len(names) or not _is_any_left_out(program, names):
+        return [known[name] for name in names if name in known], others
+    pairs = zip(names, map(number_of, weights), strict=True)
+    return [{**known[name], "weight": float(weight)} for name, weight in pairs if name in known], others
+
+
+def _is_any_left_out(program: str, names: list[str]) -> bool:
+    return any(name not in REWARDS.get(program, {}) for name in names)
 
 
 def _learning_rate_of(told: Told) -> Any:
@@ -185,6 +207,10 @@ def _of_axolotl(told: Told, name: str, value: Any) -> dict[str, Any] | None:
             return {"gradient_accumulation_steps": total // each}
     if name == "adapter":
         return {"tuning": "lora"} if value in ("lora", "qlora") else {"tuning": "full"}
+    if name == "cosine_min_lr_ratio":
+        return {"min_lr_ratio": value}
+    if name == "test_datasets" and value:
+        return {"eval_dataset": [axolotl_source(one) for one in mappings(told, name, value)]}
     if name == "lora_target_linear":
         return {"target_modules": "all"} if value else {}
     return None

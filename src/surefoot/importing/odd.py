@@ -66,7 +66,16 @@ def find_odd(told: Told, *, is_zero3: bool) -> Iterator[Finding]:
             "Hand over the adapter alone" + (", or set move_model_batches." if told.program == "ms-swift" else "."),
             gathered_gb=round(2 * float(size[1])),
         )
-    if said.get("fp16") is True:
+    allocator = told.environment.get("PYTORCH_CUDA_ALLOC_CONF", told.environment.get("PYTORCH_ALLOC_CONF", ""))
+    sleeps = said.get("vllm_enable_sleep_mode") is True or said.get("sleep_level") in (1, 2)
+    if uses_vllm and sleeps and "expandable_segments:True" in allocator:
+        yield _finding(
+            f"{allocator} with an engine that sleeps: memory that grows in segments cannot be given up (vllm#11743)",
+            "Unset it. Here the server is started without it.",
+            allocator=allocator,
+        )
+    halves = ("torch_dtype", "dtype", "mixed_precision", "bnb_4bit_compute_dtype")
+    if said.get("fp16") is True or any(said.get(name) in ("float16", "fp16", "half") for name in halves):
         yield _finding(
             "fp16 with a model that was trained in bfloat16 overflows: its activations reach beyond 65504",
             "Set bf16: true.",

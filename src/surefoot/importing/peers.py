@@ -73,8 +73,9 @@ UNSAID: dict[str, dict[str, str]] = {
         "save_steps": "theirs saves at the end of each epoch, here every 100 steps",
     },
     "TRL": {
+        "nproc_per_node": "theirs is that of accelerate's configuration or launcher: say how many GPUs there are",
         "train_on": "theirs depends on the data: all tokens of conversations, and of prompts with completions the "
-        "completions alone. For those write train_on: assistant"
+        "completions alone. For those write train_on: assistant",
     },
 }
 """Program -> setting of ours -> what is to be known where it was not given."""
@@ -112,6 +113,15 @@ SAME_IF: dict[str, tuple[frozenset[Any], str]] = {
 }
 """Their setting -> (values that say what is done here anyhow, what is done where it says something else)."""
 
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        ("val_size", "val_set_size", "split_dataset_ratio", "eval_fraction"),
+        "a number of rows, and eval_fraction is a share of them: nothing is held out until you set it",
+    ),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "that schedule is not available: the default holds, cosine"),
+}
+"""Their setting -> why a value is left out that none of ours is."""
+
 WITHOUT: dict[str, str] = {
     "template": "the chat template of the model itself is used: check one sample with `surefoot data`",
     "chat_template": "the chat template of the model itself is used: check one sample with `surefoot data`",
@@ -135,6 +145,7 @@ WITHOUT: dict[str, str] = {
     "rope_scaling": "the rotary embedding is the one of the model's config.json",
     "system": "no system message is added: write it into the data",
     "ray_scope": "there is no ray here",
+    "vllm": "it is of `axolotl vllm-serve`: what a server that the run starts is to be told stands in vllm_args",
     "vllm_device": "say which GPUs are the server's: vllm_devices",
     "dataset_dir": "entries of a dataset_info.json that lies on the hub are not read: name their files as dataset",
     **dict.fromkeys(("fsdp", "fsdp_config", "use_fsdp"), "sharding is set by zero_stage"),
@@ -152,6 +163,36 @@ WITHOUT: dict[str, str] = {
     "lora_target_modules": "a pattern for whole names is not read: write names of modules, or groups",
     "lora_target": "a pattern for whole names is not read: write names of modules, or groups",
     "train_dataloader_shuffle": "rows are shuffled by shuffle",
+    **dict.fromkeys(
+        ("sequence_parallel_size", "context_parallel_size", "context_parallel_degree", "cp_size"),
+        "a sequence is not cut over GPUs here, so each GPU takes samples of its own: divide "
+        "gradient_accumulation_steps by it for the same batch",
+    ),
+    **dict.fromkeys(
+        ("evals_per_epoch", "saves_per_epoch"),
+        "eval_steps and save_steps count steps: `surefoot plan` says how many an epoch has",
+    ),
+    **dict.fromkeys(("lora_modules_to_save",), "only LoRA and, as `router`, routers are trained"),
+    "advantage_estimator": "advantages are those of GRPO: a reward less the mean of its group",
+    "kl_in_reward": "the divergence from the reference is part of the loss (beta), not of the reward",
+    "multi_turn_scheduler": "a completion is one turn",
+    "system_prompt": "no system message is added: write it into the data",
+    "eos_token": "a turn ends as the model's chat template says",
+    "pad_token": "rows are not padded with it",
+    "chat_template_path": "name the file as chat_template",
+    "packing_strategy": "samples are packed whole, and none sees another",
+    "agent_template": "tool calls are written as the model's chat template does",
+    "mix_strategy": "sources are mixed by their weights",
+    "interleave_probs": "sources are mixed by their weights: {path: ..., weight: ...}",
+    "streaming": "rows are prepared beside training, and need not fit in memory",
+    "init_weights": "A is drawn at random and B is 0",
+    "init_lora_weights": "A is drawn at random and B is 0",
+    "freeze_parameters_ratio": "no part of the layers is frozen: tuning is lora or full",
+    "freeze_parameters": "no part of the layers is frozen: tuning is lora or full",
+    "trainable_parameters": "what is trained follows from tuning and target_modules",
+    "vit_gradient_checkpointing": "a frozen tower keeps no activations; gradient_checkpointing is of the decoder",
+    "loss_scale": "the loss weighs all trained tokens alike: train_on says which are trained",
+    "dataset_prompt_column": "name the column: columns: {prompt: NAME}",
 }
 """Their setting -> why it is left out, where it may change the run."""
 

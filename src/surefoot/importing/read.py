@@ -11,12 +11,16 @@ from typing import Any
 import yaml
 
 from surefoot.errors import ConfigError
-from surefoot.importing.shell import ASSIGNMENT, UNSET, commands, script_of
+from surefoot.importing.shell import ASSIGNMENT, UNSET, commands, documents, script_of
 
 HYDRA = re.compile(r"^\w+=")
 SHORT = re.compile(r"^-[A-Za-z]")
 OF_OTHERS = re.compile(rf"^{UNSET}(@|\*|\{{?\w+\[[@*]\]\}}?$)")
 """`$@`, and the words of an array that the script does not set: options of which nothing is known."""
+WHICH = re.compile(r"\$\(which (\S+)\)")
+"""`$(which swift)`, for torchrun."""
+SUBCOMMANDS = frozenset({"sft", "rlhf", "pt", "grpo", "train"})
+"""Words behind the program that say what it is to do; a script of such a name has a suffix."""
 SPEAKING = frozenset({"echo", "printf", "cat", "ls", "cd", "source", "."})
 LAUNCHERS = {"nproc_per_node": "nproc_per_node", "num_processes": "nproc_per_node", "num_gpus": "nproc_per_node",
              "nnodes": "nnodes", "num_machines": "nnodes", "num_nodes": "nnodes"}  # fmt: skip
@@ -103,6 +107,9 @@ def _read_mapping(path: Path, text: str, program: str | None) -> Told:
         raise ConfigError(f"{path}: settings of no program that is known: {', '.join(list(said)[:8])}. Give {KNOWN}.")
     lines = {match[1]: number for number, line in enumerate(text.splitlines(), 1)
              if (match := re.match(r"""^\s*["']?([\w.-]+)["']?\s*:""", line))}  # fmt: skip
+    if program == "axolotl" and isinstance(said.get("trl"), dict):  # of its GRPO
+        said = {**said, **said["trl"]}
+        del said["trl"]
     places = {key: f"{path.name}:{lines[key]}" if key in lines else path.name for key in said}
     if program == "DeepSpeed":
         said, places = {"deepspeed": str(path)}, {"deepspeed": path.name}
@@ -142,7 +149,8 @@ def _read_script(path: Path, text: str) -> Told:
             if found is not None or _command_of(words) is None:
                 others.append(_plain(" ".join(words))[:80])
                 continue
-            found = _read_command(words, command.environment, path.name, path.resolve().parent)
+            base = path.resolve().parent
+            found = _read_command(words, command.environment, path.name, base, documents(text))
             found.notes |= {f"${name} = {_plain(value)}": "it is set in a branch or a loop of the script: is it this?"
                             for name, value in command.uncertain.items()}  # fmt: skip
     except ValueError as error:
@@ -165,8 +173,14 @@ def _serves(words: Sequence[str]) -> bool:
 def _command_of(words: Sequence[str]) -> tuple[str, str, int] | None:
     """(program, method, where its options begin)."""
     for number, word in enumerate(words):
-        name = Path(word).name
+        which = WHICH.fullmatch(_plain(word))
+        name = which[1] if which else Path(word).name
         following = words[number + 1] if number + 1 < len(words) else ""
+        if name == "megatron" and following in ("sft", "pt", "rlhf"):
+            raise ConfigError(
+                f"megatron {following}: no command of a program that is known: ms-swift's Megatron has options of its "
+                f"own, which are not read. Give the `swift {following}` of the same run."
+            )
         if word in MODULES:
             return *MODULES[word], number + 1
         if name in ("sft.py", "rlhf.py", "pt.py") and "swift" in Path(word).parts:
@@ -193,7 +207,10 @@ def _is_factorys(words: Sequence[str]) -> bool:
     return bool(names & {"--stage", "--finetuning_type", "--template"}) or words[-1].endswith(files)
 
 
-def _read_command(words: list[str], environment: dict[str, str], place: str, base: Path) -> Told:
+def _read_command(
+    words: list[str], environment: dict[str, str], place: str, base: Path, written: Mapping[str, str] | None = None
+) -> Told:
+    """`written`: files that the script writes itself, by name."""
     environment = dict(environment)
     while words and (match := ASSIGNMENT.match(words[0])):
         environment[match[1]] = match[3]
@@ -204,7 +221,7 @@ def _read_command(words: list[str], environment: dict[str, str], place: str, bas
     if command is None:
         raise ConfigError(f"{' '.join(words[:4]) or 'nothing'}: no command of a program that is known. Give {KNOWN}.")
     program, method, begin = command
-    launcher = _launcher_of(words[: begin - 1])
+    launcher = _launcher_of(words[: begin - (2 if words[begin - 1] in SUBCOMMANDS else 1)])
     unset |= launcher.unset
     options, loose = _options(words[begin:])
     rest = [_plain(word) for word in words[begin:]]
@@ -214,7 +231,12 @@ def _read_command(words: list[str], environment: dict[str, str], place: str, bas
     settings = launcher.settings
     named = rest[0] if rest and not rest[0].startswith("--") else options.get("config", "")
     if isinstance(named, str) and Path(named).suffix in (".yaml", ".yml", ".json"):  # and options that win over it
-        told = _read_file(found_at(base, named), program)
+        document = (written or {}).get(named)
+        if document is None or found_at(base, named).exists():
+            told = _read_file(found_at(base, named), program)
+        else:
+            told = _read_mapping(base / named, document, program)
+            unset |= {name for name, value in told.settings.items() if "$" in str(value)}
         told.method = told.method if method in ("sft", "rlhf") else method
         own = settings | {name: value for name, value in options.items() if name not in ("", "config")}
         told.settings |= own
@@ -254,15 +276,18 @@ def _launcher_of(words: Sequence[str]) -> _Launcher:
         elif name in MEETING:
             said.meeting[MEETING[name]] = _plain(str(value))
         elif name in OF_ACCELERATE:
-            said.settings[OF_ACCELERATE[name]] = _clean(value)
+            said.settings |= {OF_ACCELERATE[name]: _clean(value)} if value != "auto" else {}
         elif name in ("offload_optimizer_device", "offload_param_device"):
             said.settings |= {"offload": "cpu"} if value not in ("none", "auto") else {}
+            said.others |= {name: value} if value == "nvme" else {}
         elif name == "use_fsdp":
             said.settings[name] = value
         elif name.startswith("fsdp_"):
             said.settings.setdefault("fsdp_config", {})[name] = _clean(value)
-        elif name == "include" and ":" in str(value):  # of deepspeed: host:0,1,2,3
-            said.settings["nproc_per_node"] = len(str(value).partition("@")[0].partition(":")[2].split(","))
+        elif name == "include" and ":" in str(value):  # of deepspeed: host:0,1,2,3@other:0,1,2,3
+            machines = str(value).split("@")
+            said.settings["nproc_per_node"] = len(machines[0].partition(":")[2].split(","))
+            said.settings |= {"nnodes": len(machines)} if len(machines) > 1 else {}
         elif name == "mixed_precision" and value in ("no", "fp16", "bf16"):  # of accelerate
             said.settings |= {value: True} if value != "no" else {}
         elif name not in OF_MEETING and name not in ("", "-m", "-u"):

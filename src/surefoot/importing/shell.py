@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 HIDDEN = "<>|&;#()'\"\\$` \t\r\n"
 PRIVATE = 0xE000
@@ -19,6 +20,7 @@ MOST_CHARACTERS = 1 << 16
 """Of a variable: some scripts double one again and again."""
 DECLARING = frozenset({"export", "local", "declare", "readonly", "typeset"})
 HEREDOC = re.compile(r"<<-?\s*([\"']?)(\w+)\1")
+WRITTEN = re.compile(r"(?:(?<![0-9&])>>?\s*|\btee\s+(?:-a\s+)?)([\w./-]+)")
 CONTINUED = re.compile(r"\\[ \t\r]*(?:\n|$)")
 REDIRECTION = re.compile(r"(?:(?<!\S)\d+)?(?:<<<|&>>|&>|>>|>\||>&|<&|[<>])\s*[^\s;|&()<>]*")
 SEPARATOR = re.compile(r"(\|\||&&|[;|&()\n])")
@@ -93,15 +95,39 @@ def commands(text: str, inherited: Mapping[str, str] | None = None) -> Iterator[
                 {name: str(variables[name]) for name in sorted(used & uncertain)},
             )
             inside = script_of(command.words)
-            yield from [command] if inside is None else commands(inside, command.environment)
+            yield from [command] if inside is None else commands(inside, command.environment | _of_container(words))
 
 
 def script_of(words: Sequence[str]) -> str | None:
-    """What `bash -c` is given, also behind srun, docker run or nohup; None where a command is none such."""
+    """What `bash -c` is given, also behind srun, docker run or nohup, or ssh; None where a command is none such."""
+    if words and words[0] == "ssh" and " " in words[-1]:
+        return words[-1].replace(UNSET, "$")
     for number, word in enumerate(words[:-2]):
         if word.rpartition("/")[2] in SHELLS and RUNS_TEXT.fullmatch(words[number + 1]):
             return words[number + 2].replace(UNSET, "$")
     return None
+
+
+def _of_container(words: Sequence[str]) -> dict[str, str]:
+    """Variables that `docker run -e NAME=VALUE` sets."""
+    if not {"docker", "podman"} & set(words[:2]):
+        return {}
+    given = [_bare(after) for one, after in pairwise(words) if one in ("-e", "--env")]
+    given += [_bare(one.partition("=")[2]) for one in words if one.startswith("--env=")]
+    return dict(one.split("=", 1) for one in given if "=" in one)
+
+
+def documents(text: str) -> dict[str, str]:
+    """Files that a script writes from here-documents (`cat > NAME <<END`, `tee NAME <<END`) -> their text."""
+    found: dict[str, str] = {}
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        document, target = HEREDOC.search(line), WRITTEN.search(line)
+        if document is not None and target is not None:
+            body = lines[number + 1 :]
+            ends = [at for at, one in enumerate(body) if one.strip() == document[2]]
+            found[target[1]] = "\n".join(body[: ends[0]] if ends else body) + "\n"
+    return found
 
 
 def _hide(text: str) -> str:

@@ -50,6 +50,10 @@ def axolotl_left(told: Told, value: Any) -> dict[str, str]:
         for name, given in item.items():
             if name == "type" and (not isinstance(given, str) or given not in AXOLOTL_FORMATS):
                 left[f"type = {given} of {item['path']}"] = "name its columns with `columns`, or its form with `format`"
+            elif name == "type" and given == "alpaca":
+                left[f"type = alpaca of {item['path']}"] = (
+                    "theirs writes Alpaca's own prompt around a question; here it is a turn of the chat template"
+                )
             elif name not in ("path", "name", "split", "type"):
                 left[f"{name} = {given} of {item['path']}"] = "sources have path, subset, split, format and columns"
     return left
