@@ -48,6 +48,8 @@ OURS = re.compile(
     "TORCH|TRANSFORMERS_|TRITON_|UCX_|VLLM_|WANDB_|LD_LIBRARY_PATH|PATH$|PYTHONPATH"
 )
 """Variables that libraries read which are used here, too."""
+OF_LAUNCHERS = frozenset({"NODE_RANK", "FORCE_TORCHRUN", "GPUS_PER_NODE", "RANK"})
+"""Variables that scripts set for a launcher: here each machine finds out which it is."""
 USUALLY_TRUE = frozenset({"freeze_aligner", "freeze_multi_modal_projector", "completion_only_loss"})
 
 STAGE_NAME = re.compile(r"(?i)(?:zero|(?<![a-z])z|stage)[-_]?([0-3])(?!\d)")
@@ -399,7 +401,9 @@ def _finished(draft: _Draft, findings: list[Finding]) -> Imported:
         name for name in ours if name in DEEPSPEED_KEYS
     ]
     settings = {name: ours[name] for name in order if ours[name][0] is not None or may_be_null(name)}
-    variables = {name: value for name, value in told.environment.items() if name not in VARIABLES}
+    variables = {
+        name: value for name, value in told.environment.items() if name not in VARIABLES | dict.fromkeys(OF_LAUNCHERS)
+    }
     kept = {name: "(not shown)" if SECRET.search(name) else value
             for name, value in variables.items() if OURS.match(name)}  # fmt: skip
     unknown = [*draft.unknown, *(f"the variable {name}" for name in variables if name not in kept)]

@@ -129,7 +129,7 @@ def mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
         if kwargs is not None and kwargs.keys() == {"min_lr"}:
             least, most = number_of(kwargs["min_lr"]), number_of(_learning_rate_of(told))
             is_known = isinstance(least, int | float) and isinstance(most, int | float) and most > 0
-            return {"min_lr_ratio": least / most} if is_known else None
+            return {"min_lr_ratio": float(f"{least / most:.6g}")} if is_known else None
         if kwargs is None or kwargs.keys() != {"min_lr_rate"}:
             return None
         return {"min_lr_ratio": kwargs["min_lr_rate"]}
@@ -182,7 +182,8 @@ def _is_any_left_out(program: str, names: list[str]) -> bool:
 
 
 def _learning_rate_of(told: Told) -> Any:
-    return told.settings.get("learning_rate", DEFAULTS[told.program].get("learning_rate"))
+    usual = DEFAULTS[told.program].get("learning_rate", RunConfig.model_fields["learning_rate"].default)
+    return told.settings.get("learning_rate", usual)
 
 
 def _is_gspo(told: Told) -> bool:

@@ -91,6 +91,9 @@ SAME_HERE = frozenset(
     "pad_to_sequence_len dataset_prepared_path xformers_attention wandb_project wandb_entity wandb_name wandb_run_id "
     "wandb_log_model hub_model_id ddp_backend log_level disable_tqdm "
     "low_cpu_mem_usage local_rank group_by_length "
+    "padding_free plugins liger_rope liger_rms_norm liger_glu_activation liger_fused_linear_cross_entropy tf32 "
+    "attention "
+    "attn hub_strategy strict pad_to_multiple_of loss_watchdog_threshold loss_watchdog_patience "
     "log_completions strategy flash_attn_2 gradient_checkpointing_use_reentrant do_predict".split()
 )
 """Tell how, not what: here it is done some way of its own, or always."""
@@ -144,7 +147,17 @@ WITHOUT: dict[str, str] = {
     "freeze_multi_modal_projector": "what joins tower and decoder is part of the tower: freeze_vision_tower is of both",
     "rope_scaling": "the rotary embedding is the one of the model's config.json",
     "system": "no system message is added: write it into the data",
-    "ray_scope": "there is no ray here",
+    **dict.fromkeys(
+        ("ray_scope", "ray_num_workers"), "there is no ray here: nproc_per_node says how many ranks there are"
+    ),
+    "pure_bf16": "trained weights and their moments are kept in float32",
+    "activation_offloading": "activations stay on the GPU: gradient_checkpointing frees them",
+    "model_revision": "name the folder of that revision as model",
+    "max_turns": "a completion is one turn",
+    **dict.fromkeys(("video_max_pixels", "video_min_pixels"), "videos are not read"),
+    **dict.fromkeys(
+        ("sequence_parallel_mode", "alst_sequence_backend"), "a sequence is not cut over GPUs: see its size"
+    ),
     "vllm": "it is of `axolotl vllm-serve`: what a server that the run starts is to be told stands in vllm_args",
     "vllm_device": "say which GPUs are the server's: vllm_devices",
     "dataset_dir": "entries of a dataset_info.json that lies on the hub are not read: name their files as dataset",

@@ -270,7 +270,9 @@ class _Launcher:
 def _launcher_of(words: Sequence[str]) -> _Launcher:
     said = _Launcher()
     for name, value in _options(words)[0].items():
-        if name in LAUNCHERS:
+        if name in LAUNCHERS and value in ("auto", "gpu"):
+            said.others[name] = value
+        elif name in LAUNCHERS:
             said.settings[LAUNCHERS[name]] = _clean(value)
             said.unset |= {LAUNCHERS[name]} if UNSET in str(value) else set()
         elif name in MEETING:
