@@ -512,8 +512,8 @@ def of_words(words: str) -> Imported:
          {"importance_correction": "none", "vllm_args": ["--gpu-memory-utilization=0.3"]}, None),
         ("trl grpo --model_name_or_path m --dataset_name d --vllm_importance_sampling_correction false "
          "--vllm_importance_sampling_mode token_truncate", {"importance_correction": "none"}, None),
-        ("trl grpo --model_name_or_path m --dataset_name d --vllm_importance_sampling_mode sequence_truncate", {},
-         "vllm_importance_sampling_mode = sequence_truncate"),
+        ("trl grpo --model_name_or_path m --dataset_name d --vllm_importance_sampling_mode sequence_truncate",
+         {"importance_correction": "sequence_truncate"}, None),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --rollout_importance_sampling_mode none",
          {"importance_correction": "none"}, None),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --use_vllm true --vllm_mode colocate "
@@ -548,7 +548,7 @@ def of_words(words: str) -> Imported:
         ("swift sft --model Qwen/Qwen3-30B-A3B --dataset d --target_modules q_proj", {"lora_dropout": 0.05}, None),
         ("swift sft --model m --dataset d --freeze_llm true --freeze_vit false", {"target_modules": ["vision"]}, None),
         (f"{TRL_GRPO} --vllm_mode server", {"vllm_server": "http://127.0.0.1:8000", "vllm_args": None,
-         "importance_correction": "mask", "importance_cap": 3.0}, None),
+         "importance_correction": "sequence_mask", "importance_cap": 3.0}, None),
         (f"{TRL_GRPO} --vllm_server_host a b", {"vllm_server": "http://a:8000"}, "vllm_server_host = b"),
         (f"{TRL_GRPO} --vllm_device cuda:7", {"vllm_devices": "7"}, None),
         (f"{TRL_GRPO} --vllm_device auto", {"vllm_devices": None}, "vllm_device = auto"),

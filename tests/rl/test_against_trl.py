@@ -85,7 +85,7 @@ def trainer(model_folder: Callable[[str], Path], tokenizer: Any, tmp_path_factor
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("correction", ["truncate", "mask", "none"])
+@pytest.mark.parametrize("correction", ["truncate", "mask", "sequence_truncate", "sequence_mask", "none"])
 @pytest.mark.parametrize("loss_type", list(LOSSES))
 @pytest.mark.parametrize("share_prompts", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_the_gradient_is_that_of_trl(
@@ -122,8 +122,9 @@ def test_the_gradient_is_that_of_trl(
     trainer.use_vllm, trainer.vllm_importance_sampling_correction = correction != "none", True
     mask = padded([[int(number != LEFT_OUT)] * len(one.ids) for number, one in enumerate(rows)], 0)
     old = padded([one.old_logprobs or [] for one in rows], 0.0)
-    importance = (old - padded([one.rollout_logprobs for one in rows], 0.0)).exp()
-    kept = importance.clamp(max=1.2) if correction == "truncate" else importance * (importance <= 1.2)
+    off_rollout = (old - padded([one.rollout_logprobs for one in rows], 0.0)) * mask
+    importance = (off_rollout.sum(1, keepdim=True) if correction.startswith("sequence") else off_rollout).exp()
+    kept = importance * (importance <= 1.2) if correction.endswith("mask") else importance.clamp(max=1.2)
     theirs = trainer._compute_loss(
         trainer.model,
         {

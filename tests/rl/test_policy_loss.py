@@ -104,6 +104,21 @@ def test_importance_is_truncated_or_masked() -> None:
     assert losses("dapo", at, batch, importance_correction="mask")[0] == pytest.approx([-1, -2, 0])
 
 
+def test_importance_of_sequences_is_the_product_of_their_tokens() -> None:
+    def completion(*rollout: float) -> Trajectory:
+        half = [math.log(0.5)] * len(rollout)
+        return trajectory([1] * len(rollout), 1.0, rollout_logprobs=[math.log(p) for p in rollout], old_logprobs=half)
+
+    batch = batch_of(completion(0.5, 0.25), completion(0.1, 0.5, 0.9))
+    at = [math.log(0.5)] * 5  # 1 x 2, and 5 x 1 x 5/9
+    truncated, masked = (
+        losses("dapo", at, batch, importance_correction=f"sequence_{what}", importance_cap=2.5)[0]
+        for what in ("truncate", "mask")
+    )
+    assert truncated == pytest.approx([-2, -2, -2.5, -2.5, -2.5])
+    assert masked == pytest.approx([-2, -2, 0, 0, 0])
+
+
 def test_the_divergence_is_weighed_by_the_ratio() -> None:
     old, reference = [math.log(0.5)], [math.log(0.3)]
     batch = batch_of(trajectory([1], 0.0, old_logprobs=old, reference_logprobs=reference))

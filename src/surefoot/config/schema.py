@@ -160,9 +160,10 @@ class RunConfig(BaseModel):
     """GRPO: optimizer steps on the same completions."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """GRPO: advantages are divided by the standard deviation of the rewards of the group, of the step, or not."""
-    importance_correction: Literal["truncate", "mask", "none"] = "truncate"
+    importance_correction: Literal["truncate", "mask", "sequence_truncate", "sequence_mask", "none"] = "truncate"
     """GRPO: what corrects tokens to which sampling gave another probability than training does: their ratio up to
-    `importance_cap`, the same with 0 beyond it, or nothing."""
+    `importance_cap`, the same with 0 beyond it, the product of all ratios of a completion in their place, or nothing.
+    """
     importance_cap: float = Field(default=2.0, gt=1)
     """GRPO: the most that `importance_correction` weighs a token."""
     routing_replay: Literal["none", "rollout", "first"] = "none"

@@ -167,10 +167,6 @@ def _left_beside(told: Told, name: str, value: Any, said: str) -> dict[str, str]
         return axolotl_left(told, value)
     if name in ("dataset", "val_dataset") and told.program == "ms-swift":
         return swift_left(name, value)
-    if name.endswith("_importance_sampling_mode") and str(value).startswith("sequence"):
-        return {
-            said: "a token is corrected by its own ratio here, not by that of its completion: importance_correction"
-        }
     if name == "max_length" and told.program == "TRL" and is_null(value):
         return {
             said: "there always is a limit here, 2048 tokens unless you set it; longer rows are named, and none cut"

@@ -63,8 +63,6 @@ def mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
     if name.endswith("_importance_sampling_mode"):
         if number_of(told.settings.get("vllm_importance_sampling_correction")) is False:
             return {}  # switched off, whatever its mode would be
-        if str(value).startswith("sequence"):
-            return {}  # told of beside
         if str(value).lower() in ("none", "null"):
             return {"importance_correction": "none"}
     if name in ("freeze_llm", "freeze_language_model"):

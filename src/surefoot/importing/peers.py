@@ -56,8 +56,8 @@ OF_GRPO: dict[str, Settings] = {
     },
 }
 """The same where a run is one of GRPO."""
-TRL_WITH_VLLM: Settings = {"importance_correction": "mask", "importance_cap": 3.0}
-"""It masks a whole completion by the product of its ratios, where nothing is said; here each token by its own."""
+TRL_WITH_VLLM: Settings = {"importance_correction": "sequence_mask", "importance_cap": 3.0}
+"""The same where a server makes its completions."""
 SWIFT_BATCH = 16
 """Samples a step that ms-swift accumulates to, where nothing is said."""
 

@@ -68,8 +68,9 @@ class PolicyLoss:
         through r (arXiv:2506.13585, eq. 4).
         Times p_old / p_rollout, because the engine's numbers are not the trainer's: up to `importance_cap` (truncate:
         importance sampling as in IMPALA, arXiv:1802.01561, eq. 1) or 0 beyond it (mask: IcePop, arXiv:2510.18855,
-        without its lower bound). Plus beta times the divergence from the reference (arXiv:2402.03300, eq. 4),
-        times r, which makes its gradient unbiased (DeepSeek-V3.2, arXiv:2512.02556).
+        without its lower bound); sequence_truncate and sequence_mask: the product over the completion, as TRL has it.
+        Plus beta times the divergence from the reference (arXiv:2402.03300, eq. 4), times r, which makes its gradient
+        unbiased where r is of the token and completions are of the same weights (DeepSeek-V3.2, arXiv:2512.02556).
         """
         assert batch.weights is not None
         # A masked token may be one that the policy finds impossible by now: its ratio must not reach a gradient.
@@ -81,10 +82,7 @@ class PolicyLoss:
         advantages = batch.advantages
         log_ratio = logprobs - old
         if self.loss_type == "gspo":
-            count = len(batch.trajectories) or 1
-            sums = log_ratio.new_zeros(count).index_add(0, batch.completion, log_ratio)
-            lengths = log_ratio.new_zeros(count).index_add(0, batch.completion, torch.ones_like(log_ratio))
-            log_ratio = (sums / lengths)[batch.completion]
+            log_ratio = (_sums(log_ratio, batch) / _sums(torch.ones_like(log_ratio), batch))[batch.completion]
         ratio = log_ratio.exp()
         if self.loss_type == "cispo":
             losses = -ratio.detach().clamp(max=self.epsilon_high) * advantages * logprobs
@@ -99,9 +97,13 @@ class PolicyLoss:
             off_rollout = old - torch.where(is_trained, batch.rollout_logprobs, nothing)
             importance = off_rollout.clamp(max=LARGEST_LOG_RATIO).exp()
             if self.importance_correction != "none":
-                kept = importance.clamp(max=self.importance_cap)
-                if self.importance_correction == "mask":
-                    kept = torch.where(importance <= self.importance_cap, importance, nothing)
+                weights = importance
+                if self.importance_correction.startswith("sequence"):
+                    product = _sums(off_rollout, batch)[batch.completion]
+                    weights = product.clamp(max=LARGEST_LOG_RATIO).exp()
+                kept = weights.clamp(max=self.importance_cap)
+                if self.importance_correction.endswith("mask"):
+                    kept = torch.where(weights <= self.importance_cap, weights, nothing)
                 losses = losses * kept
             measured |= {"importance_ratio": importance, "logprob_difference": off_rollout.abs()}
         if self.beta and batch.reference_logprobs is not None:
@@ -110,6 +112,11 @@ class PolicyLoss:
             losses = losses + self.beta * ratio * divergence
             measured["kl"] = divergence.detach()
         return losses, measured
+
+
+def _sums(values: Tensor, batch: PolicyBatch) -> Tensor:
+    """[N] values of tokens -> [completions], of each the sum."""
+    return values.new_zeros(len(batch.trajectories) or 1).index_add(0, batch.completion, values)
 
 
 class GrpoObjective:
