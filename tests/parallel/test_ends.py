@@ -28,6 +28,7 @@ from surefoot.training.checkpoint import find_newest, list_checkpoints
 from surefoot.training.record import FindingLog
 from tests.conftest import counting_rows, write_jsonl
 from tests.parallel.conftest import settings_of
+from tests.parallel.test_matrix import GRPO
 
 FAULTS = Path(__file__).with_name("faults")
 pytestmark = pytest.mark.slow
@@ -296,6 +297,18 @@ def test_ranks_that_find_nobody_at_the_address_say_so(
     assert f"rank 1 finds nobody at localhost:{names['MASTER_PORT']}" in told.value.finding.cause
     assert told.value.finding.evidence["error"]
     assert not Path(two_ranks["output_dir"]).exists()
+
+
+@pytest.mark.matrix
+def test_a_rollout_that_is_late_ends_all_ranks(two_ranks: dict[str, Any]) -> None:
+    """With ZeRO 3 each token needs both of them, so they must leave their waves after the same one."""
+    grpo = {**GRPO, "stop": None, "max_completion_length": 100, "global_batch_size": 12, "rollout_batch_size": 2}
+    process = start({**two_ranks, **grpo, "zero_stage": 3, "rollout_timeout_s": 0.2})
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 3, stderr
+    assert stderr.count("completions of a rollout were not generated in the 0.2 s of rollout_timeout_s") == 1
+    assert "Traceback" not in stderr
+    assert summary_of(two_ranks)["status"] == "failed"
 
 
 def test_signals_go_to_ranks_of_the_last_attempt_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,7 +247,8 @@ def test_a_policy_that_never_arrives_ends_the_run() -> None:
     config = load_config(None, (), {**given, "rollout_engine": "vllm", "dtype": "float32", "device": "cpu"}).run
     near, far, late = ({"logprob_difference": one} for one in (0.015, 0.03, 5.0))
     look = watch_of_engine(config)
-    for step, measured in enumerate((far, far, near, far, {**late, "staleness": 2.0}, {}, far)):
+    stale = {"logprob_difference": 0.5, "staleness": 2.0}
+    for step, measured in enumerate((far, far, near, far, stale, {}, far)):
         look(step, measured)
     with pytest.raises(StoppedOnFinding, match="in 3 steps in a row, up to step 9, the engine gave") as stopped:
         look(9, far)

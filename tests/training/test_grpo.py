@@ -360,6 +360,10 @@ def test_completions_of_older_weights_are_watched_too() -> None:
     assert after(0.2, 0.0)
     assert not after(0.2, 1.0), "one step of training may do that"
     assert after(3.0, 1.0)
+    drift = EngineDrift(0.1)
+    fresh, stale = {"logprob_difference": 0.2}, {"logprob_difference": 0.2, "staleness": 1.0}
+    found = [drift.add(step, measured) for step, measured in enumerate((fresh, stale, fresh, stale, fresh))]
+    assert [one is not None for one in found] == [False, False, False, False, True], "num_iterations: 2"
 
 
 def test_rewards_of_answers_that_are_cut_are_told_from_those_of_whole_ones() -> None:

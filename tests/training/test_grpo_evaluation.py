@@ -1,5 +1,6 @@
 """Rewards on held-out prompts, while a run of GRPO goes on."""
 
+import math
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import pytest
 import surefoot
 from surefoot.errors import ConfigError, DataError, StoppedOnFinding
 from surefoot.events import Event, PhaseBegan
+from surefoot.health.recorder import read_history
 from surefoot.report.story import read_story
 from tests.conftest import write_jsonl
 from tests.training.conftest import EagerEngine, broken, lines, prompt_rows, reward_file
@@ -100,6 +102,9 @@ def test_rewards_that_fail_on_held_out_prompts_are_a_finding(
     (line,) = [line for line in lines(tmp_path / "run") if "eval_rewards_failed" in line]
     assert line["eval_rewards_failed"] == (4 if judged == "some" else 20)
     assert ("eval_reward" in line) == (judged == "some")
+    (entry,) = [one for one in read_history(tmp_path / "run").entries if one.kind == "evaluated"]
+    told = entry.values["measured"]
+    assert told == pytest.approx(line["eval_reward"]) if judged == "some" else math.isnan(told)
     assert all("eval_rewards_failed" in line or line["rewards_failed"] == 0 for line in lines(tmp_path / "run"))
 
 
@@ -111,9 +116,7 @@ def test_held_out_rows_without_an_answer_are_told_before_the_model_is_loaded(
         surefoot.train(evaluated, reward_funcs=["exact_match"], screen=False)
 
 
-def test_a_held_out_prompt_that_is_too_long_is_named_by_row_and_loses_no_step(
-    evaluated: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_held_out_prompt_that_is_too_long_is_named_by_row(evaluated: dict[str, Any], tmp_path: Path) -> None:
     long = {"prompt": "Count to " + "7" * 2000, "answer": "7"}
     write_jsonl(tmp_path / "held-out.jsonl", [*prompt_rows(1), long])
     with pytest.raises(DataError, match=r"held-out.jsonl:2.*tokens"):

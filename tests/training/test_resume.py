@@ -609,7 +609,9 @@ def test_the_newest_of_failed_starts_is_on_record(settings: dict[str, Any]) -> N
     assert "'bar'" in json.loads((folder / "summary.json").read_text())["error"]
 
 
-def test_a_finding_of_an_earlier_start_is_told_as_one(settings: dict[str, Any]) -> None:
+def test_a_finding_of_an_earlier_start_is_told_as_one(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings |= {"lr_scheduler_type": "constant"}
     folder = surefoot.train(settings, max_steps=1, screen=False).run_folder
     FindingLog(folder).note(Finding("SF101", "rank 0 was killed", {"rank": 0}, "See why."))
@@ -620,3 +622,8 @@ def test_a_finding_of_an_earlier_start_is_told_as_one(settings: dict[str, Any]) 
     assert "when: in an earlier start of this run" in told.as_text()
     (said,) = told.as_dict()["findings"]
     assert said["is_of_earlier_start"]
+    again = Finding("SF101", "rank 0 does it again", {"rank": 0}, "See why.")
+    monkeypatch.setattr("surefoot.health.explain.find_leaks", lambda _: [again])
+    first, second = explain(folder).as_dict()["findings"]
+    assert (first["is_of_earlier_start"], second["is_of_earlier_start"]) == (True, False)
+    assert second["cause"] == again.cause

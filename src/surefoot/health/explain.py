@@ -107,8 +107,11 @@ def explain(run_folder: Path, history: History | None = None) -> Explanation:
     again = [
         *find_leaks(entries), *find_in_device_memory(entries), *find_slow_in(entries), *find_numerics_in(entries),
     ]  # fmt: skip
-    known = {(finding.code, finding.evidence.get("rank")) for finding in written}
-    found = [*written, *(one for one in again if (one.code, one.evidence.get("rank")) not in known)]
+    # What an earlier start had may be there again.
+    of_this = [finding for finding in written if not earlier[finding.code, finding.cause]]
+    known = {(finding.code, finding.evidence.get("rank")) for finding in of_this}
+    again = [one for one in again if (one.code, one.evidence.get("rank")) not in known]
+    found = [*written, *again]
     missing += unreadable
     for path in sorted((run_folder / "evidence").glob("stall-*.json")):
         name = str(path.relative_to(run_folder))
@@ -133,6 +136,7 @@ def explain(run_folder: Path, history: History | None = None) -> Explanation:
         if away:
             missing.append(f"whether ranks {', '.join(away)} still run: they are of another machine, ask there")
     of_earlier = frozenset(key for key, is_earlier in earlier.items() if is_earlier)
+    of_earlier -= {(finding.code, finding.cause) for finding in again}
     return Explanation(run_folder, status, ranks, _once(found), missing, why, of_earlier)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import EllipsisType
 from typing import Any, get_args
 
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
@@ -26,16 +27,45 @@ PATTERN = re.compile(r"[\\\[\](|^$*+]")
 """What a regular expression has, and names of modules have not."""
 
 
+Mapped = dict[str, Any] | None | EllipsisType
+"""Settings of ours; None where there are none of that meaning; `...` where another topic is asked."""
+
+
 def mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
     """Settings of ours; None where there are none of that meaning."""
-    if told.program == "axolotl":
-        special = _of_axolotl(told, name, value)
-        if special is not None:
-            return special
-    if is_fsdp(name):
-        return _given_or_none(of_fsdp(told.settings), value)
-    if name == "datasets" and told.program == "axolotl":
-        return {"dataset": [axolotl_source(one) for one in mappings(told, name, value)]}
+    for topic in (_of_axolotl, _of_data, _of_what_is_trained, _of_the_course, _of_rollouts, _of_the_start):
+        found = topic(told, name, value)
+        if found is not ...:
+            return found
+    if name in FLAG_ALIASES:
+        return dict([FLAG_ALIASES[name]]) if value is True else {}
+    ours = name if name in RunConfig.model_fields else ALIASES.get(name)
+    if ours is None or name in WITHOUT:
+        return None
+    return {ours: number_of(value)}
+
+
+def _of_axolotl(told: Told, name: str, value: Any) -> Mapped:
+    if told.program != "axolotl":
+        return ...
+    if name == "batch_size" and "gradient_accumulation_steps" not in told.settings:
+        each, total = (number_of(one) for one in (told.settings.get("micro_batch_size", 1), value))
+        if isinstance(each, int) and isinstance(total, int) and each > 0 and total % each == 0:
+            return {"gradient_accumulation_steps": total // each}
+    if name == "adapter":
+        return {"tuning": "lora"} if value in ("lora", "qlora") else {"tuning": "full"}
+    if name == "cosine_min_lr_ratio":
+        return {"min_lr_ratio": value}
+    if name == "lora_target_linear":
+        return {"target_modules": "all"} if value else {}
+    if name == "datasets" or (name == "test_datasets" and value):
+        entries = [axolotl_source(one) for one in mappings(told, name, value)]
+        return {"dataset" if name == "datasets" else "eval_dataset": entries}
+    return ...
+
+
+def _of_data(told: Told, name: str, value: Any) -> Mapped:
+    """Rows, and which of their tokens are trained."""
     if name == "dataset_shuffle" and told.program == "ms-swift":  # their loader shuffles, too
         return {"shuffle": False} if value is False and told.settings.get("train_dataloader_shuffle") is False else {}
     if name in ("dataset_shuffle", "shuffle_dataset", "train_sampler_random"):
@@ -46,70 +76,6 @@ def mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
         return {"dataset": entries}
     if name in ("dataset_config", "dataset_train_split", "dataset_test_split") and told.program == "TRL":
         return {}  # with the dataset
-    if name in ("eval_strategy", "evaluation_strategy") and value in ("no", False):
-        return {}  # with what is evaluated on
-    if name == "model_name" and told.program == "TRL":
-        return {} if "model_name_or_path" in told.settings else {"model": value}
-    if name == "task_type" and (told.method != "sft" or str(value).lower() == "causal_lm"):
-        return {}  # it is the method
-    if name == "loss_type" and told.method != "grpo":
-        return None
-    if name == "loss_scale" and isinstance(value, str) and value in LOSS_SCALES:
-        return LOSS_SCALES[value]
-    if name == "scale_rewards" and (value is None or isinstance(value, bool)):
-        return {"scale_rewards": "group" if value else "none"}
-    if name == "vllm_importance_sampling_correction":
-        return {} if value else {"importance_correction": "none"}
-    if name.endswith("_importance_sampling_mode"):
-        if number_of(told.settings.get("vllm_importance_sampling_correction")) is False:
-            return {}  # switched off, whatever its mode would be
-        if str(value).lower() in ("none", "null"):
-            return {"importance_correction": "none"}
-    if name in ("freeze_llm", "freeze_language_model"):
-        return {}  # with what is adapted
-    if name == "reward_weights":
-        names = [str(one) for one in listed(told.settings.get("reward_funcs") or [])]
-        if _is_any_left_out(told.program, names):
-            return {}  # with the functions that are known
-    if name == "vllm_device":
-        devices = [str(one).removeprefix("cuda:") for one in listed(value)]
-        return {"vllm_devices": ",".join(devices)} if all(one.isdecimal() for one in devices) else None
-    if name == "importance_sampling_level":
-        return {"token": {}, "sequence": {"loss_type": "gspo"} if _is_gspo(told) else None}.get(str(value))
-    if name == "loss_type" and value == "grpo" and _is_gspo(told):
-        return {"loss_type": "gspo"}
-    if name == "soft_cache_length" and "soft_overlong" not in listed(told.settings.get("reward_funcs")):
-        return {}  # it is read by that reward alone
-    if name == "max_length" and told.program == "TRL" and is_null(value):
-        return {"truncation": "error"}  # theirs cuts nothing then
-    if name in ("dataset_text_field", "dataset_prompt_column") and isinstance(value, str):
-        role = "text" if name == "dataset_text_field" else "prompt"
-        return {} if value == role else {"columns": {role: value}}
-    if name == "dataset_dir" and str(value).upper().startswith(("ONLINE", "REMOTE:")):
-        return {} if str(value).upper() == "ONLINE" else None
-    if name == "adapters":
-        return {"init_adapter": value[0] if isinstance(value, list) and value else value}
-    if name == "save_strategy" and value in ("no", False):
-        return {"save_steps": 0}
-    if name == "sleep_level":
-        return {"vllm_sleep": True} if number_of(value) in (1, 2) else {}
-    if name == "warmup_steps" and isinstance(share := number_of(value), float) and 0 < share < 1:
-        return {"warmup_ratio": share}
-    if name == "gradient_checkpointing" and isinstance(value, str):
-        return {"gradient_checkpointing": True}
-    if name == "report_to":
-        known = [one for one in listed(value) if one in TRACKERS]
-        return {"report_to": known} if known else {}
-    if name in ("stage", "rlhf_type", "rl"):
-        return {}
-    if name in DEEPSPEED_KEYS:
-        return {"deepspeed": value} if value else {}
-    if name == "use_peft":
-        return {"tuning": "lora" if value else "full"}
-    if name == "bf16" and value == "auto":
-        return {}
-    if name == "disable_gradient_checkpointing":
-        return {"gradient_checkpointing": not value}
     if name in ("dataset", "val_dataset") and told.program == "ms-swift":
         sources = listed(value)
         if not all(isinstance(one, str) for one in sources):
@@ -118,26 +84,37 @@ def mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
         if name == "val_dataset":
             return {"eval_dataset": sampled[0] if len(sampled) == 1 else sampled}
         return {"dataset": sampled}
-    if name == "assistant_only_loss":
-        return {"train_on": "assistant" if value else "all"}
-    if ALIASES.get(name, name) == "lr_scheduler_type" and isinstance(value, str) and value in SCHEDULES:
-        return {"lr_scheduler_type": SCHEDULES[value]}
-    if name == "lr_scheduler_kwargs":
-        kwargs = _mapping(told, name, value)
-        if kwargs is not None and kwargs.keys() == {"min_lr"}:
-            least, most = number_of(kwargs["min_lr"]), number_of(_learning_rate_of(told))
-            is_known = isinstance(least, int | float) and isinstance(most, int | float) and most > 0
-            return {"min_lr_ratio": float(f"{least / most:.6g}")} if is_known else None
-        if kwargs is None or kwargs.keys() != {"min_lr_rate"}:
-            return None
-        return {"min_lr_ratio": kwargs["min_lr_rate"]}
-    if name in ("max_steps", "warmup_steps", "warmup_ratio") and number_of(value) in (-1, 0):
-        return {}
     if name == "columns" and told.program == "ms-swift":
         named = _mapping(told, name, value)
         return {"columns": {role: column for column, role in named.items()}} if named is not None else None
-    if name in FLAG_ALIASES:
-        return dict([FLAG_ALIASES[name]]) if value is True else {}
+    if name in ("dataset_text_field", "dataset_prompt_column") and isinstance(value, str):
+        role = "text" if name == "dataset_text_field" else "prompt"
+        return {} if value == role else {"columns": {role: value}}
+    if name == "dataset_dir" and str(value).upper().startswith(("ONLINE", "REMOTE:")):
+        return {} if str(value).upper() == "ONLINE" else None
+    if ALIASES.get(name, name) == "eval_fraction" and isinstance(share := number_of(value), int | float) and share >= 1:
+        return None
+    if name == "max_length" and told.program == "TRL" and is_null(value):
+        return {"truncation": "error"}  # theirs cuts nothing then
+    if name in ("packing", "sample_packing", "neat_packing") and not value:
+        return {}
+    if name == "assistant_only_loss":
+        return {"train_on": "assistant" if value else "all"}
+    if name == "loss_scale" and isinstance(value, str) and value in LOSS_SCALES:
+        return LOSS_SCALES[value]
+    return ...
+
+
+def _of_what_is_trained(told: Told, name: str, value: Any) -> Mapped:
+    """The model, LoRA, the vision tower."""
+    if name == "model_name" and told.program == "TRL":
+        return {} if "model_name_or_path" in told.settings else {"model": value}
+    if name == "adapters":
+        return {"init_adapter": value[0] if isinstance(value, list) and value else value}
+    if name == "use_peft":
+        return {"tuning": "lora" if value else "full"}
+    if name in ("freeze_llm", "freeze_language_model"):
+        return {}  # with what is adapted
     if name in ("lora_target", "lora_target_modules", "target_modules"):
         names = [part.strip() for one in listed(value or []) for part in str(one).split(",") if part.strip()]
         if not names:
@@ -146,20 +123,87 @@ def mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
             return None
         names = [GROUPS.get(one, one) for one in names]
         return {"target_modules": names[0] if len(names) == 1 else names}
-    if name in WITHOUT:
-        return None
-    ours = name if name in RunConfig.model_fields else ALIASES.get(name)
-    if ours == "eval_fraction" and isinstance(number_of(value), int | float) and number_of(value) >= 1:
-        return None
-    if ours == "lr_scheduler_type" and value not in SCHEDULED:
-        return None
-    if ours is None:
-        return None
-    if name in ("packing", "sample_packing", "neat_packing") and not value:
+    if name == "bf16" and value == "auto":
         return {}
-    if ours == "save_total_limit" and isinstance(number_of(value), int) and number_of(value) <= 0:
+    return ...
+
+
+def _of_the_course(told: Told, name: str, value: Any) -> Mapped:
+    """How long, at what learning rate, and what is saved and logged on the way."""
+    if name in ("eval_strategy", "evaluation_strategy") and value in ("no", False):
+        return {}  # with what is evaluated on
+    if name == "save_strategy" and value in ("no", False):
+        return {"save_steps": 0}
+    if name == "save_total_limit" and isinstance(limit := number_of(value), int) and limit <= 0:
         return {"save_total_limit": None}  # all are kept
-    return {ours: number_of(value)}
+    if name in ("max_steps", "warmup_steps", "warmup_ratio") and number_of(value) in (-1, 0):
+        return {}
+    if name == "warmup_steps" and isinstance(share := number_of(value), float) and 0 < share < 1:
+        return {"warmup_ratio": share}
+    if ALIASES.get(name, name) == "lr_scheduler_type":
+        schedule = SCHEDULES.get(str(value), value)
+        return {"lr_scheduler_type": schedule} if schedule in SCHEDULED else None
+    if name == "lr_scheduler_kwargs":
+        kwargs = _mapping(told, name, value)
+        if kwargs is not None and kwargs.keys() == {"min_lr"}:
+            least, most = number_of(kwargs["min_lr"]), number_of(_learning_rate_of(told))
+            is_known = isinstance(least, int | float) and isinstance(most, int | float) and most > 0
+            return {"min_lr_ratio": float(f"{least / most:.6g}")} if is_known else None
+        return (
+            {"min_lr_ratio": kwargs["min_lr_rate"]} if kwargs is not None and kwargs.keys() == {"min_lr_rate"} else None
+        )
+    if name == "report_to":
+        known = [one for one in listed(value) if one in TRACKERS]
+        return {"report_to": known} if known else {}
+    return ...
+
+
+def _of_rollouts(told: Told, name: str, value: Any) -> Mapped:
+    """GRPO: the loss, rewards, and the engine."""
+    if name == "loss_type" and told.method != "grpo":
+        return None
+    if name == "loss_type" and value == "grpo" and _is_gspo(told):
+        return {"loss_type": "gspo"}
+    if name == "importance_sampling_level":
+        return {"token": {}, "sequence": {"loss_type": "gspo"} if _is_gspo(told) else None}.get(str(value))
+    if name == "vllm_importance_sampling_correction":
+        return {} if value else {"importance_correction": "none"}
+    if name.endswith("_importance_sampling_mode"):
+        if number_of(told.settings.get("vllm_importance_sampling_correction")) is False:
+            return {}  # switched off, whatever its mode would be
+        if is_null(value):
+            return {"importance_correction": "none"}
+    if name == "scale_rewards" and (value is None or isinstance(value, bool)):
+        return {"scale_rewards": "group" if value else "none"}
+    if name == "reward_weights":
+        names = [str(one) for one in listed(told.settings.get("reward_funcs") or [])]
+        if _is_any_left_out(told.program, names):
+            return {}  # with the functions that are known
+    if name == "soft_cache_length" and "soft_overlong" not in listed(told.settings.get("reward_funcs")):
+        return {}  # it is read by that reward alone
+    if name == "vllm_device":
+        devices = [str(one).removeprefix("cuda:") for one in listed(value)]
+        return {"vllm_devices": ",".join(devices)} if all(one.isdecimal() for one in devices) else None
+    if name == "sleep_level":
+        return {"vllm_sleep": True} if number_of(value) in (1, 2) else {}
+    return ...
+
+
+def _of_the_start(told: Told, name: str, value: Any) -> Mapped:
+    """The method, sharding, and what saves memory."""
+    if name in ("stage", "rlhf_type", "rl"):
+        return {}
+    if name == "task_type" and (told.method != "sft" or str(value).lower() == "causal_lm"):
+        return {}  # it is the method
+    if is_fsdp(name):
+        return of_fsdp(told.settings) or (None if value else {})
+    if name in DEEPSPEED_KEYS:
+        return {"deepspeed": value} if value else {}
+    if name == "gradient_checkpointing" and isinstance(value, str):
+        return {"gradient_checkpointing": True}
+    if name == "disable_gradient_checkpointing":
+        return {"gradient_checkpointing": not value}
+    return ...
 
 
 def rewards_of(program: str, names: list[str], weights: list[Any]) -> tuple[list[Any], list[str]]:
@@ -192,27 +236,6 @@ def _is_gspo(told: Told) -> bool:
 
 def is_null(value: Any) -> bool:
     return value is None or str(value).lower() in ("none", "null")
-
-
-def _given_or_none(found: dict[str, Any], value: Any) -> dict[str, Any] | None:
-    """None for what was asked for, and nothing here says."""
-    return found or (None if value else {})
-
-
-def _of_axolotl(told: Told, name: str, value: Any) -> dict[str, Any] | None:
-    if name == "batch_size" and "gradient_accumulation_steps" not in told.settings:
-        each, total = (number_of(one) for one in (told.settings.get("micro_batch_size", 1), value))
-        if isinstance(each, int) and isinstance(total, int) and each > 0 and total % each == 0:
-            return {"gradient_accumulation_steps": total // each}
-    if name == "adapter":
-        return {"tuning": "lora"} if value in ("lora", "qlora") else {"tuning": "full"}
-    if name == "cosine_min_lr_ratio":
-        return {"min_lr_ratio": value}
-    if name == "test_datasets" and value:
-        return {"eval_dataset": [axolotl_source(one) for one in mappings(told, name, value)]}
-    if name == "lora_target_linear":
-        return {"target_modules": "all"} if value else {}
-    return None
 
 
 def _mapping(told: Told, name: str, value: Any) -> dict[str, Any] | None:

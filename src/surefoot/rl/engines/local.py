@@ -107,12 +107,15 @@ class LocalEngine:
         with generating(self._model), self._forward_context():
             try:
                 for wave in waves:
-                    # Where prompts are read together, ranks stop together: between waves.
-                    if self._reader is not None and self._ranks.sum([self._is_told_to_stop()])[0]:
-                        raise RolloutInterrupted
-                    if self._reader is None and self._in_step is ALONE and self._is_over(deadline_s):
+                    if self._reader is not None:  # prompts are read together, so ranks stop together: between waves
+                        if self._ranks.sum([self._is_over(deadline_s)])[0]:
+                            break
+                    elif self._in_step is ALONE and self._is_over(deadline_s):
                         break  # no other rank waits for this one's forwards
-                    completions += self._wave(wave, sampling, policy_version, deadline_s)
+                    made = self._wave(wave, sampling, policy_version, deadline_s)
+                    completions += made or []
+                    if made is None and self._in_step is not ALONE:
+                        break  # all ranks have heard of it
             finally:
                 put_to_rest(self._model)
         told, missing = self._ranks.sum([self._is_told_to_stop(), len(requests) - len(completions)])
@@ -175,8 +178,8 @@ class LocalEngine:
 
     def _wave(
         self, requests: Sequence[Request], sampling: Sampling, policy_version: int, deadline_s: float
-    ) -> list[Completion]:
-        """Those of some requests; none where it is told to stop or late, of which all ranks hear after the last."""
+    ) -> list[Completion] | None:
+        """Those of some requests; None where it is told to stop or late, or another rank that it is in step with."""
         rows = _Rows(requests or [Request([0], (0,))], sampling, self._tokenizer, is_real=bool(requests))
         prompts = list({(tuple(request.prompt), request.images): request for request in rows.requests}.values())
         device = self._model.device
@@ -195,7 +198,7 @@ class LocalEngine:
             if not going:
                 return rows.completions(policy_version)
             if stops:
-                return []
+                return None
             kept = rows.drop_complete()
             if kept is not None:
                 drawn, mask, positions = _select((drawn, mask, positions), cache, torch.tensor(kept, device=device))
