@@ -666,7 +666,7 @@ def test_segments_beside_an_engine_that_sleeps_are_odd() -> None:
 
 def test_a_file_that_the_script_writes_is_read(tmp_path: Path) -> None:
     script = (
-        "cat > ./train.yaml <<'END'\nmodel_name_or_path: m\ndataset: d\ncutoff_len: 99\nlora_rank: $RANK\nEND\n"
+        "cat > train.yaml <<'END'\nmodel_name_or_path: m\ndataset: d\ncutoff_len: 99\nlora_rank: $RANK\nEND\n"
         "docker run -e NPROC_PER_NODE=2 --env=NCCL_DEBUG=INFO image bash -c 'llamafactory-cli train ./train.yaml'\n"
     )
     made = imported(tmp_path / "run.sh", script)

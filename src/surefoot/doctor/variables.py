@@ -116,23 +116,19 @@ SLOW_VALUES = {"NCCL_NVLS_ENABLE": "0", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "NC
 SWITCHES = frozenset(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"))
 """Of these, what 0 switches off."""
 
-_OPTIONS = """
-backend expandable_segments garbage_collection_threshold graph_capture_record_stream_reuse max_non_split_rounding_mb
-max_split_size_mb per_process_memory_fraction pinned_num_register_threads pinned_reserve_segment_size_mb
-pinned_use_background_threads pinned_use_cuda_host_register release_lock_on_cudamalloc roundup_bypass_threshold_mb
-roundup_power2_divisions throw_on_cudamalloc_oom
+_SWITCHES = """
+expandable_segments graph_capture_record_stream_reuse pinned_use_background_threads pinned_use_cuda_host_register
+release_lock_on_cudamalloc throw_on_cudamalloc_oom
 """.split()
-_SWITCHES = [
-    one for one in _OPTIONS
-    if one in ("expandable_segments", "graph_capture_record_stream_reuse", "pinned_use_background_threads",
-               "pinned_use_cuda_host_register", "release_lock_on_cudamalloc", "throw_on_cudamalloc_oom")
-]  # fmt: skip
-_SIZES = [one for one in _OPTIONS if one.endswith("_mb") or one == "pinned_num_register_threads"]
-_SHARES = ["garbage_collection_threshold", "per_process_memory_fraction"]
-_REST = [one for one in _OPTIONS if one not in (*_SWITCHES, *_SIZES, *_SHARES)]
+_SIZES = """
+max_non_split_rounding_mb max_split_size_mb pinned_num_register_threads pinned_reserve_segment_size_mb
+roundup_bypass_threshold_mb
+""".split()
+_SHARES = "garbage_collection_threshold per_process_memory_fraction".split()
+_OTHERS = "backend roundup_power2_divisions".split()
 _VALUES = (
     rf"({'|'.join(_SWITCHES)}):(True|False)|({'|'.join(_SIZES)}):\d+|({'|'.join(_SHARES)}):(0?\.\d+|1(\.0*)?)"
-    rf"|({'|'.join(_REST)}):(\[[^\]]*\]|[^,]+)"
+    rf"|({'|'.join(_OTHERS)}):(\[[^\]]*\]|[^,]+)"
 )
 ALLOCATOR = rf"((^|,)({_VALUES}))*,?"
 """Options of torch's CUDA allocator. Source: torch/csrc/cuda/CUDAAllocatorConfig, 2.13, read 2026-11."""

@@ -53,8 +53,8 @@ OF_LAUNCHERS = frozenset({"NODE_RANK", "FORCE_TORCHRUN", "GPUS_PER_NODE", "RANK"
 USUALLY_TRUE = frozenset({"freeze_aligner", "freeze_multi_modal_projector", "completion_only_loss"})
 
 STAGE_NAME = re.compile(r"(?i)(?:zero|(?<![a-z])z|stage)[-_]?([0-3])(?!\d)")
-NO_OFFLOAD = re.compile(r"(?i)(?:no|without|non)[-_]?offload")
 """As DeepSpeed configs with a stage are called: zero3, ds_z3_config.json, stage3.json."""
+NO_OFFLOAD = re.compile(r"(?i)(?:no|without|non)[-_]?offload")
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora")
 OF_EVALUATION = ("eval_dataset", "eval_fraction")
 NOT_SAID = "the script does not say what stands there"
@@ -397,9 +397,8 @@ def _finished(draft: _Draft, findings: list[Finding]) -> Imported:
         name for name in ours if name in DEEPSPEED_KEYS
     ]
     settings = {name: ours[name] for name in order if ours[name][0] is not None or may_be_null(name)}
-    variables = {
-        name: value for name, value in told.environment.items() if name not in VARIABLES | dict.fromkeys(OF_LAUNCHERS)
-    }
+    read = OF_LAUNCHERS | VARIABLES.keys()
+    variables = {name: value for name, value in told.environment.items() if name not in read}
     kept = {name: "(not shown)" if SECRET.search(name) else value
             for name, value in variables.items() if OURS.match(name)}  # fmt: skip
     unknown = [*draft.unknown, *(f"the variable {name}" for name in variables if name not in kept)]

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from os.path import normpath
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +232,7 @@ def _read_command(
     settings = launcher.settings
     named = rest[0] if rest and not rest[0].startswith("--") else options.get("config", "")
     if isinstance(named, str) and Path(named).suffix in (".yaml", ".yml", ".json"):  # and options that win over it
-        document = (written or {}).get(named)
+        document = (written or {}).get(normpath(named))
         if document is None or found_at(base, named).exists():
             told = _read_file(found_at(base, named), program)
         else:

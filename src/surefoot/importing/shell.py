@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from os.path import normpath
 
 HIDDEN = "<>|&;#()'\"\\$` \t\r\n"
 PRIVATE = 0xE000
@@ -21,6 +22,7 @@ MOST_CHARACTERS = 1 << 16
 DECLARING = frozenset({"export", "local", "declare", "readonly", "typeset"})
 HEREDOC = re.compile(r"<<-?\s*([\"']?)(\w+)\1")
 WRITTEN = re.compile(r"(?:(?<![0-9&])>>?\s*|\btee\s+(?:-a\s+)?)([\w./-]+)")
+"""The file that a command writes to: `> NAME`, `tee NAME`."""
 CONTINUED = re.compile(r"\\[ \t\r]*(?:\n|$)")
 REDIRECTION = re.compile(r"(?:(?<!\S)\d+)?(?:<<<|&>>|&>|>>|>\||>&|<&|[<>])\s*[^\s;|&()<>]*")
 SEPARATOR = re.compile(r"(\|\||&&|[;|&()\n])")
@@ -35,7 +37,7 @@ OPENING = frozenset({"if", "for", "while", "until", "case", "select"})
 CLOSING = frozenset({"fi", "done", "esac"})
 SHELLS = frozenset({"bash", "sh", "zsh"})
 RUNS_TEXT = re.compile(r"-[a-z]*c")
-"""Options of a shell that is given a script as a word: -c, -lc, -exc."""
+"""What says that a shell is given a script as a word: -c, -lc, -exc."""
 PREFIXES = frozenset({"then", "else", "elif", "do", "!", "time", "{", "}", "function", "if", "while", "until"})
 
 
@@ -126,7 +128,7 @@ def documents(text: str) -> dict[str, str]:
         if document is not None and target is not None:
             body = lines[number + 1 :]
             ends = [at for at, one in enumerate(body) if one.strip() == document[2]]
-            found[target[1]] = "\n".join(body[: ends[0]] if ends else body) + "\n"
+            found[normpath(target[1])] = "\n".join(body[: ends[0]] if ends else body) + "\n"
     return found
 
 

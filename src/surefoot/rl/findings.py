@@ -57,10 +57,8 @@ class EngineDrift:
             return None
         is_stale = bool(measured.get("staleness", 0.0))  # older weights give other numbers, but not any
         tolerance = max(self.tolerance, STALE_NATS) if is_stale else self.tolerance
-        if (
-            is_stale and difference <= tolerance
-        ):  # tells nothing: neither that the weights are there nor that they are not
-            return None
+        if is_stale and difference <= tolerance:
+            return None  # tells neither that the weights are there nor that they are not
         self.steps = 0 if difference <= tolerance else self.steps + 1
         if self.steps < FAR_STEPS:
             return None
