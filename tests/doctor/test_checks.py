@@ -98,6 +98,24 @@ def test_bad_versions_are_told_of_where_they_do_harm(run: Any, changes: Any, of_
     assert "SF709" not in bad(examine(replace(NODE, **changes), run(**of_run)))
 
 
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [
+        ({"peft": "0.17.1", "transformers": "5.23.0"}, "importing peft fails"),
+        ({"peft": "0.18.0", "transformers": "5.23.0"}, ""),
+        ({"peft": "0.17.1", "transformers": "4.57.0"}, ""),
+        ({"torch": "2.13.0+cpu", "torchvision": "0.26.0"}, "operator torchvision::nms does not exist"),
+        ({"torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu"}, ""),
+        ({"torch": "2.13.0+cpu"}, ""),
+    ],
+)
+def test_packages_that_do_not_go_together_are_told_of(installed: dict[str, str], said: str) -> None:
+    checks = examine(replace(LAPTOP, versions={"python": "3.11.7", **installed}))
+    (check,) = [one for one in checks if one.name == "versions"]
+    assert check.status == ("warning" if said else "ok")
+    assert said in check.text
+
+
 @pytest.mark.parametrize("adapters", ["mlx5_0", "mlx5", "=mlx5_0:1", "^mlx5_1", "^=mlx5", "mlx5_7,mlx5_0"])
 def test_ports_that_a_variable_leaves_out_need_not_be_active(run: Any, adapters: str) -> None:
     down = replace(PORT, device="mlx5_1", state="DOWN")
@@ -405,6 +423,14 @@ def test_one_checkpoint_that_does_not_fit_is_refused(run: Any) -> None:
     assert bad(examine(machine, loaded)) == {"SF717": "failed"}
     (loaded.run.run_folder / "checkpoints/step-00000002").mkdir(parents=True)  # of a run that goes on
     assert bad(examine(machine, loaded)) == {"SF717": "warning"}
+
+
+@pytest.mark.parametrize(("free_inodes", "status"), [(99_999, "warning"), (100_000, None), (-1, None)])
+def test_files_of_checkpoints_are_counted(run: Any, free_inodes: int, status: str | None) -> None:
+    loaded = run(**ALONE, tuning="lora", save_steps=1, save_total_limit=None, max_steps=10_000)
+    machine = replace(LAPTOP, output=Disk("/home", "ext4", 1 << 40, free_inodes, 0.01))
+    checks = examine(machine, loaded)
+    assert bad([one for one in checks if one.name == "checkpoints"]).get("SF711") == status
 
 
 def test_checkpoints_that_are_all_kept_are_all_counted(run: Any) -> None:

@@ -29,7 +29,18 @@ from surefoot.kernel_log import OF_PROGRAMS, KernelLog, gpu_errors
 
 PART_WITHIN_S, PATIENT_WITHIN_S = 1.5, 8.0
 PROBE_BYTES = 1 << 20
-PACKAGES = ("surefoot", "torch", "transformers", "tokenizers", "safetensors", "peft", "trl", "vllm", "triton")
+PACKAGES = (
+    "surefoot",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "peft",
+    "trl",
+    "vllm",
+    "triton",
+    "torchvision",
+)
 SET_BY_A_RUN = frozenset(("CUDA_MODULE_LOADING", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"))
 """By torch, its launcher, and what records collectives."""
 READ_BY = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_", "MKL_", "UCX_", "LD_LIBRARY_PATH", "LD_PRELOAD")

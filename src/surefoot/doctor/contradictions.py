@@ -9,6 +9,7 @@ from surefoot.config.vllm_arguments import SMALLER, memory_share, pipeline_paral
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
 from surefoot.doctor.gpus import used
 from surefoot.doctor.sizes import Weights, weights_of
+from surefoot.doctor.system import LEAST_INODES
 from surefoot.models.sources import folder_here, longest_context, may_be_fetched
 
 GIB = 1 << 30
@@ -17,6 +18,8 @@ STATE_BYTES, MOMENTS_BYTES = 12, 8
 """Of a trained parameter besides itself: a gradient and AdamW's two moments, in float32."""
 CHECKPOINT_BYTES = 12
 """Of a trained parameter: itself and the two moments."""
+FILES, FILES_OF_A_RANK = 8, 2
+"""Of a checkpoint, folders counted."""
 
 PLAN_IT = (
     "`surefoot plan` names settings that fit: zero_stage: 3, offload: cpu, expert_parallel_size, tuning: lora, or more "
@@ -154,20 +157,18 @@ def checkpoints(seen: Seen) -> Check:
     name, run, disk = "checkpoints", seen.run, seen.machine.output
     if run is None or disk is None:
         return not_applicable(name, "no run is given" if run is None else "output_dir is not known")
+    kept, counted = _kept_checkpoints(run)
+    files = kept * (FILES + FILES_OF_A_RANK * run.nproc_per_node * run.nnodes)
+    if LEAST_INODES <= disk.free_inodes < files:  # fewer are named whatever the run does
+        return wrong(name, "SF711", f"{counted} are {files} files, and {disk.free_inodes} may still be made at "
+                     f"{disk.path}", needed_files=files, free_inodes=disk.free_inodes,
+                     where=_where(seen, "save_total_limit", "save_steps"))  # fmt: skip
     weights = _weights(seen)
     if weights is None:
         return not_applicable(name, "the size of the model is not known")
     if run.tuning != "full":
         return not_applicable(name, "adapters are small")
-    there = len(list((run.run_folder / "checkpoints").glob("step-*")))
-    ever = -(-run.max_steps // run.save_steps) if run.save_steps and run.max_steps is not None else None
-    # The newest is written before the oldest goes; where all are kept and none knows how many, two at the least.
-    kept = run.save_total_limit + 1 if run.save_total_limit else ever or 2
-    kept = 0 if not run.save_steps else min(kept, ever or kept)
-    kept = max(kept - there, min(kept, 1))
-    keeps_all = run.save_steps and not run.save_total_limit and ever is None
     each = weights.parameters * CHECKPOINT_BYTES
-    counted = f"{kept} checkpoint{'s' * (kept != 1)}" + (" at the least, since all are kept," if keeps_all else "")
     said = (
         f"{counted} of {each / GIB:.1f} GiB and a model of {weights.bytes / GIB:.1f} GiB, "
         f"{disk.free_bytes / GIB:.1f} GiB free at {disk.path}"
@@ -180,16 +181,32 @@ def checkpoints(seen: Seen) -> Check:
     needed = kept * each + weights.bytes + sent
     if needed > disk.free_bytes:
         one = min(kept, 1) * each
+        is_begun = bool(_checkpoints_there(run))
         return wrong(
             name,
             "SF717",
             said,
-            is_fatal=not there and max(one, weights.bytes) > disk.free_bytes,
+            is_fatal=not is_begun and max(one, weights.bytes) > disk.free_bytes,
             needed_bytes=needed,
             free_bytes=disk.free_bytes,
             where=_where(seen, "save_total_limit"),
         )
     return fine(name, said)
+
+
+def _kept_checkpoints(run: RunConfig) -> tuple[int, str]:
+    """(how many more there will be at a time, the same in words)."""
+    ever = -(-run.max_steps // run.save_steps) if run.save_steps and run.max_steps is not None else None
+    # The newest is written before the oldest goes; where all are kept and none knows how many, two at the least.
+    kept = run.save_total_limit + 1 if run.save_total_limit else ever or 2
+    kept = 0 if not run.save_steps else min(kept, ever or kept)
+    kept = max(kept - len(_checkpoints_there(run)), min(kept, 1))
+    keeps_all = run.save_steps and not run.save_total_limit and ever is None
+    return kept, f"{kept} checkpoint{'s' * (kept != 1)}" + (" at the least, since all are kept," if keeps_all else "")
+
+
+def _checkpoints_there(run: RunConfig) -> list[Path]:
+    return list((run.run_folder / "checkpoints").glob("step-*"))
 
 
 def rollout_server(seen: Seen) -> Check:

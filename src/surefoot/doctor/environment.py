@@ -2,7 +2,7 @@
 
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
 from surefoot.doctor.gpus import used
-from surefoot.doctor.known_bad import known_bad, numbers
+from surefoot.doctor.known_bad import bad_pair, known_bad, numbers
 from surefoot.doctor.variables import variables
 
 LEAST_DRIVER = {13: (580,), 12: (525, 60, 13), 11: (450, 80, 2)}
@@ -32,6 +32,11 @@ def versions(seen: Seen) -> Check:
             fix="pip install torch from PyPI or https://download.pytorch.org/whl for your CUDA; or device=cpu.",
             torch=found["torch"],
         )
+    pair = bad_pair(found)
+    if pair is not None:
+        both = " and ".join(f"{one} {found[one]}" for one in pair.packages)
+        return wrong(name, "SF709", f"{both} do not go together: {pair.what} ({pair.source})", fix=pair.fix,
+                     **{one: found[one] for one in pair.packages})  # fmt: skip
     if seen.is_on_gpus:
         least = LEAST_DRIVER.get(numbers(cuda or "0")[0])
         if driver and least and numbers(driver) < least:

@@ -1,7 +1,7 @@
-"""Versions of drivers and NCCL that are known to hang, as of 2026-11, and where that was found. Pure."""
+"""Versions that are known to hang or not to go together, as of 2026-11, and where that was found. Pure."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from surefoot.doctor.check import Seen
@@ -74,6 +74,43 @@ def known_bad(seen: Seen) -> KnownBad | None:
         is_avoided = bool(variable) and seen.machine.environment.get(variable) == value
         if found and numbers(one.since) <= numbers(found) < numbers(one.before) and not is_avoided and one.where(seen):
             return one
+    return None
+
+
+@dataclass(frozen=True)
+class BadPair:
+    """Two packages of which some versions do not go together."""
+
+    packages: tuple[str, str]
+    is_bad: Callable[[tuple[int, ...], tuple[int, ...]], bool]
+    """Told the numbers of both versions."""
+    what: str
+    source: str
+    fix: str
+
+
+PAIRS = (
+    BadPair(
+        ("peft", "transformers"), lambda peft, transformers: peft < (0, 18) and transformers >= (5,),
+        "importing peft fails: it asks for HybridCache, which transformers 5 has no more", "huggingface/peft#3333",
+        "pip install -U peft: from 0.18 on.",
+    ),
+    BadPair(
+        ("torchvision", "torch"),
+        lambda vision, torch: vision[:1] == (0,) and torch[:1] == (2,) and vision[1:2] != (torch[1] + 15,),
+        "importing it fails where transformers looks for it (operator torchvision::nms does not exist)",
+        "pytorch/pytorch#157648; the table of pytorch/vision's README: torch 2.N goes with torchvision 0.(N + 15)",
+        "Install the torchvision of this torch, or none: images are read without it.",
+    ),
+)  # fmt: skip
+
+
+def bad_pair(versions: Mapping[str, str]) -> BadPair | None:
+    """The first pair of installed packages that do not go together."""
+    for pair in PAIRS:
+        found = [numbers(versions[name]) for name in pair.packages if name in versions]
+        if len(found) == 2 and pair.is_bad(found[0], found[1]):
+            return pair
     return None
 
 

@@ -16,8 +16,8 @@ from surefoot.models.build import load_config
 from surefoot.models.sources import folder_here
 
 NAME = "first rows"
-LOOKED_AT = 200
-"""Of each source: in a moment, and what is wrong with a whole file shows in them."""
+LOOKED_AT, FILES_LOOKED_AT = 200, 8
+"""Rows of each file, and files of each source: read in a moment, and what is wrong with all of it shows in them."""
 
 
 def first_rows(loaded: LoadedConfig) -> Check:
@@ -56,10 +56,10 @@ def first_rows(loaded: LoadedConfig) -> Check:
 
 
 def _first(source: Source) -> Iterator[Conversation]:
-    """Of each of its files. Raises: BadRow with its place; DataError for a file that is broken as a whole."""
+    """Of its first files. Raises: BadRow with its place; DataError for a file that is broken as a whole."""
     if source.rows.begin is not None:  # where others are, those at the beginning are not the run's
         return
-    for path, name in zip(source.files, source.names, strict=True):
+    for path, name in islice(zip(source.files, source.names, strict=True), FILES_LOOKED_AT):
         reader: Reader | None = None
         for row in islice((row for _, rows in stream_chunks(path) for row in rows), LOOKED_AT):
             try:
