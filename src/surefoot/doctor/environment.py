@@ -35,8 +35,7 @@ def versions(seen: Seen) -> Check:
     pair = bad_pair(found)
     if pair is not None:
         both = " and ".join(f"{one} {found[one]}" for one in pair.packages)
-        return wrong(name, "SF709", f"{both} do not go together: {pair.what} ({pair.source})", fix=pair.fix,
-                     **{one: found[one] for one in pair.packages})  # fmt: skip
+        return wrong(name, "SF709", f"{both} do not go together: {pair.what} ({pair.source})", fix=pair.fix, found=both)
     if seen.is_on_gpus:
         least = LEAST_DRIVER.get(numbers(cuda or "0")[0])
         if driver and least and numbers(driver) < least:
