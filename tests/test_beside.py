@@ -118,6 +118,7 @@ def test_ranks_that_began_before_the_supervisor_are_seen(tmp_path: Path) -> None
     assert list(late._ranks) == [0]
 
 
+@pytest.mark.matrix
 def test_a_run_of_trl_that_stands_still_is_named(settings: dict[str, Any], tmp_path: Path, start: Start) -> None:
     folder = tmp_path / "trl"
     arguments = [settings["model"], settings["dataset"], str(folder), "--steps", "10000"]

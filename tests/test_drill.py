@@ -23,7 +23,7 @@ def test_a_drill_strikes_and_says_what_was_named() -> None:
         assert 0 <= outcome["after_s"] < 15
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_fault_that_is_not_named_ends_the_drill_with_status_3() -> None:
     done = surefoot("drill", "--kinds", "killed", "max_steps=3")
     assert done.returncode == 3

@@ -71,6 +71,7 @@ def test_a_deadline_of_a_phase_holds_where_a_rank_works(settings: dict[str, Any]
     assert 3.0 <= finding["evidence"]["silent_for_s"] < 9.5
 
 
+@pytest.mark.matrix
 def test_native_stacks_show_the_call_below_python(settings: dict[str, Any]) -> None:
     process = start({**settings, "on_stall": "report"}, "gil-held:0:12")
     evidence = Path(settings["output_dir"]) / "evidence"

@@ -31,7 +31,7 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_what_was_only_measured_leaves_no_process_group(
     tmp_path: Path, parallel_model: Any, parallel_data: Path, run_on: Any
 ) -> None:
@@ -51,7 +51,7 @@ def test_what_was_only_measured_leaves_no_process_group(
     assert with_auto - with_2 == {1: with_1 - before, 2: with_2 - with_1}[kept]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_auto_times_each_size_and_keeps_the_fastest(
     tmp_path: Path, parallel_model: Any, parallel_data: Path, run_on: Any
 ) -> None:

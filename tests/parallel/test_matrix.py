@@ -92,8 +92,9 @@ FAST_JOBS = ("llama-full", "mixtral-full", "qwen2_moe-lora", "qwen2_moe-grpo")
 
 RESUMED_JOBS = ("qwen2_moe-lora", "mixtral-full", "qwen2_moe-grpo")
 MIDDLE = Path("checkpoints", "step-00000005")
-RESUMES = [("2-zero2", "1"), ("1", "2-ep2-zero3"), ("2-ep2-zero3", "2-zero2")]
+RESUMES = [("2-zero2", "1"), ("1", "2-ep2-zero3")]
 SLOW_RESUMES = [
+    ("2-ep2-zero3", "2-zero2"),
     ("2-zero3", "2-ep2"), ("4-ep2-zero3", "3-zero2"),
     ("5-zero3", "4-replicate2-ep2-zero3"), ("4-ep4", "1"), ("3-zero3", "5-zero3"),
 ]  # fmt: skip

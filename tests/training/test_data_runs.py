@@ -262,7 +262,7 @@ def test_bad_rows_can_be_left_out(settings: dict[str, Any], tmp_path: Path) -> N
     assert result.examples == {"read": 14, "trained": 10, "truncated": 0, "skipped": 4}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_template_in_an_endless_loop_ends_with_status_2(settings: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "loop.jinja").write_text(
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -374,7 +374,7 @@ def test_one_rank_makes_no_process_group(settings: dict[str, Any]) -> None:
     assert not any(seen)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_evaluation_keeps_no_logits(settings: dict[str, Any], tmp_path: Path, tokenizer: Any) -> None:
     """All of them would be 1.8 GB here: 30 rows of about 100 trained tokens under a vocabulary of 151,936."""
     model = LlamaForCausalLM(
