@@ -308,7 +308,7 @@ def test_variables_that_are_in_order(run: Any, variables: dict[str, str]) -> Non
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:29500", "localhost:29500"])
 def test_machines_that_are_to_meet_at_their_own_address_are_told(run: Any, endpoint: str) -> None:
     checks = examine(replace(NODE, rendezvous="on this machine"), run(rdzv_endpoint=endpoint))
-    assert bad(checks) == {"SF712": "warning"}
+    assert bad(checks) == {"SF704": "warning"}
     assert any("is each machine itself, and 2 machines are to meet there" in check.text for check in checks)
 
 

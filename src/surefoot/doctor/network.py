@@ -186,7 +186,7 @@ def rendezvous(seen: Seen) -> Check:
                      endpoint=seen.run.rdzv_endpoint)  # fmt: skip
     host = seen.run.rdzv_endpoint.rpartition(":")[0]
     if host == "localhost" or _is_loopback(host):
-        return wrong(name, "SF712", f"{seen.run.rdzv_endpoint} is each machine itself, and {seen.nodes} machines are "
+        return wrong(name, "SF704", f"{seen.run.rdzv_endpoint} is each machine itself, and {seen.nodes} machines are "
                      "to meet there: each would wait for the others alone", endpoint=seen.run.rdzv_endpoint,
                      fix="Give the first machine's address in the network between them.")  # fmt: skip
     if LISTENS in state:

@@ -27,7 +27,8 @@ PAGES = {
     "SF704": Page(
         "error",
         "the name of this machine leads back to itself",
-        "Other machines are told to come to the address of the host's name, which is one of the loopback interface.",
+        "Other machines are told to come to the address of the host's name, or of rdzv_endpoint, which is one of the "
+        "loopback interface.",
         "Put the machine's own address into /etc/hosts in place of 127.0.1.1, or set GLOO_SOCKET_IFNAME and "
         "NCCL_SOCKET_IFNAME.",
         ("ray-project/ray#37461", "meta-pytorch/data#1142"),
