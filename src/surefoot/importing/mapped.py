@@ -21,7 +21,7 @@ LOSS_SCALES: dict[str, dict[str, Any]] = {
     "default": {}, "last_round": {"train_on": "last_assistant"}, "all": {"train_on": "all"},
 }  # fmt: skip
 """What ms-swift calls which turns are trained."""
-GROUPS = {"all-linear": "all", "all-router": "router", "all-embedding": "embed_tokens"}
+GROUPS = {"all-linear": "all", "all-router": "router"}
 """ms-swift's groups of modules; PEFT has the first."""
 PATTERN = re.compile(r"[\\\[\](|^$*+]")
 """What a regular expression has, and names of modules have not."""

@@ -121,7 +121,7 @@ REFUSED: dict[str, str] = {
         ("val_size", "val_set_size", "split_dataset_ratio", "eval_fraction"),
         "a number of rows, and eval_fraction is a share of them: nothing is held out until you set it",
     ),
-    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "that schedule is not available: the default holds, cosine"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "that schedule is not available: the default holds"),
 }
 """Their setting -> why a value is left out that none of ours is."""
 
@@ -183,7 +183,7 @@ WITHOUT: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("evals_per_epoch", "saves_per_epoch"),
-        "eval_steps and save_steps count steps: `surefoot plan` says how many an epoch has",
+        "eval_steps and save_steps count steps: of how many rows an epoch is, `surefoot data` says",
     ),
     **dict.fromkeys(("lora_modules_to_save",), "only LoRA and, as `router`, routers are trained"),
     "advantage_estimator": "advantages are those of GRPO: a reward less the mean of its group",
