@@ -48,6 +48,9 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "MoE full": (MOE, {"tuning": "full"}),
     "MoE LoRA, 2 ranks, zero_stage 2": (MOE, {"nproc_per_node": 2}),
     "MoE full, 2 ranks, EP 2": (MOE, {"tuning": "full", "nproc_per_node": 2, "expert_parallel_size": 2}),
+    "MoE LoRA, 2 ranks, EP 2": (MOE, {"nproc_per_node": 2, "expert_parallel_size": 2}),
+    "MoE full, 4 ranks, EP 2": (MOE, {"tuning": "full", "nproc_per_node": 4, "expert_parallel_size": 2}),
+    "MoE full, 4 ranks, EP 4": (MOE, {"tuning": "full", "nproc_per_node": 4, "expert_parallel_size": 4}),
 }
 LENGTH = 512
 

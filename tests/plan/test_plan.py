@@ -506,10 +506,11 @@ def test_a_frozen_tower_takes_no_more_than_a_trained_one(shallow: str) -> None:
             "lora_alpha=null", "tuning=full", "zero_stage=2", "nnodes=8", "rdzv_endpoint=a:29500",
             "device=b200"]  # fmt: skip
     frozen, trained = (
-        plan(shallow, [*full, f"freeze_vision_tower={freezes}"]).forecast.phases["step"].device["gradients"]
+        plan(shallow, [*full, f"freeze_vision_tower={freezes}"]).forecast.phases["step"].device
         for freezes in ("true", "false")
     )
-    assert frozen <= trained
+    owners = ("gradients", "communication buffers")
+    assert 0 < sum(frozen.get(one, 0) for one in owners) <= sum(trained.get(one, 0) for one in owners)
 
 
 def test_what_the_config_refuses_is_not_suggested(shallow: str) -> None:

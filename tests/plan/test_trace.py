@@ -1,6 +1,9 @@
 """A run without storage holds what a run with storage holds."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +15,13 @@ from surefoot.config import DatasetItem, RunConfig
 from surefoot.data.loader import MicroBatch
 from surefoot.models.build import build_model, build_without_storage
 from surefoot.models.lora import LoraSettings
+from surefoot.plan.exchange import share_out
 from surefoot.plan.trace import ATTENTION, Trace, _Live, likelihood, policy_loss, shaped_batch, trace_step
 from surefoot.rl.batch import Trajectory, collate_policy
 from surefoot.training.grpo import GrpoObjective, PolicyLoss
 from surefoot.training.sft import SftObjective
 from surefoot.training.step import Totals
+from tests.conftest import make_model
 
 Folders = Callable[[str], Path]
 LENGTHS = [96, 160]
@@ -145,6 +150,31 @@ def test_gradients_that_accumulate_are_there_from_the_second_forward_on(model_fo
     once, twice = traced(folder, None), traced(folder, None, twice=True)
     assert twice.peak + twice.gradients_at_peak > once.peak + once.gradients_at_peak
     assert once.flops == twice.flops
+
+
+@pytest.mark.slow
+def test_rows_that_travel_to_experts_are_those_of_two_ranks(tmp_path: Path) -> None:
+    """Of two experts both are chosen for each token, so each rank gets as many rows as it sends."""
+    make_model("mixtral", num_experts=2, top_k=2).save_pretrained(tmp_path)
+    tokens = 300
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         str(Path(__file__).with_name("exchanging.py")), str(tmp_path), str(tokens)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    saved, peak, forward_bytes = (int(one) for one in done.stdout.split())
+    with FakeTensorMode():
+        built = build_without_storage(
+            tmp_path, lora=LoraSettings(4, 8, targets=("attention",)), dtype=torch.float32,
+            gradient_checkpointing=False, attention=ATTENTION,
+        )  # fmt: skip
+        share_out(built.model, 2)
+        batch = shaped_batch([tokens], tokens - 1)
+        told = trace_step(built, batch, likelihood(built, batch, 0.0), is_on_gpu=False, twice=False)
+    assert sum(told.saved_by_kind.values()) == pytest.approx(saved, rel=0.02)
+    assert told.peak == pytest.approx(peak, rel=0.05)
+    assert told.exchanged_bytes == 2 * forward_bytes
 
 
 def test_with_few_tokens_the_peak_is_where_all_gradients_are(model_folder: Folders) -> None:

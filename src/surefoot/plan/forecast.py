@@ -18,6 +18,7 @@ from surefoot.models.build import build_without_storage
 from surefoot.models.lora import LoraSettings
 from surefoot.parallel.layout import Layout
 from surefoot.plan.devices import GB, GIB, Device
+from surefoot.plan.exchange import share_out
 from surefoot.plan.memory import Cuts, Owners, Rollout, Server, cut, forecast_memory, gradient_share
 from surefoot.plan.sizes import FP32_BYTES, HALF_BYTES, Elements, Sizes, check_fields, sizes_of
 from surefoot.plan.tower import Pictures, pictures_of, show
@@ -183,7 +184,7 @@ def forecast(
     trace = NOTHING if is_least else _trace(
         base, lora, dtype, as_trained=_Trained.of(run), is_checkpointed=run.gradient_checkpointing, rows=each,
         length=length, is_on_gpu=device.is_gpu, twice=steps > 1, share=gradient_share(layout, sizes),
-        freeze_vision=run.freeze_vision_tower, pictures=pictures,
+        freeze_vision=run.freeze_vision_tower, pictures=pictures, expert_parallel=layout.expert_parallel,
     )  # fmt: skip
     process = GPU_PROCESS_BYTES if device.is_gpu else int(_process_bytes())
     rollout = None
@@ -203,7 +204,8 @@ def forecast(
         server=server,
         is_full=run.tuning == "full",
     )
-    sent = _sent_bytes(sizes, layout, steps)
+    travelling = trace.exchanged_bytes * (layout.expert_parallel - 1) // layout.expert_parallel
+    sent = _sent_bytes(sizes, layout, steps) + steps * travelling
     rate = device.flops_per_s if device.is_gpu else device.flops_per_s / run.nproc_per_node
     return Forecast(
         run=run,
@@ -301,7 +303,7 @@ def _sizes(base: Path, lora: LoraSettings | None, dtype: torch.dtype, *, freeze_
 def _trace(
     base: Path, lora: LoraSettings | None, dtype: torch.dtype, *, as_trained: _Trained, is_checkpointed: bool,
     rows: int, length: int, is_on_gpu: bool, twice: bool, share: float, freeze_vision: bool,
-    pictures: Pictures | None,
+    pictures: Pictures | None, expert_parallel: int,
 ) -> Trace:  # fmt: skip
     """Of `rows` sequences of full length, all of whose tokens are trained: the most that a micro-batch can need.
 
@@ -315,6 +317,8 @@ def _trace(
                 base, lora=lora, dtype=dtype, gradient_checkpointing=is_checkpointed, attention=ATTENTION,
                 layers=layers, freeze_vision=freeze_vision,
             )  # fmt: skip
+            if expert_parallel > 1:
+                share_out(built.model, expert_parallel)
             vision = show(built, pictures) if pictures is not None else None
             batch = shaped_batch([length] * rows, rows * as_trained.tokens_each, vision)
             forward = (
@@ -343,7 +347,7 @@ def _offload_s(sizes: Sizes, layout: Layout, steps: int) -> float:
 
 
 def _sent_bytes(sizes: Sizes, layout: Layout, steps: int) -> int:
-    """What a rank sends in a step: gradients are summed, weights gathered, tokens of experts not counted."""
+    """What a rank sends in a step: gradients are summed, weights gathered; rows that travel to experts apart."""
     if layout.size == 1:
         return 0
     whole, each = sizes.whole, 4

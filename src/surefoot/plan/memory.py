@@ -101,11 +101,14 @@ class Cuts:
 
 
 def gradient_share(layout: Layout, sizes: Sizes) -> float:
-    """This rank's part of the gradients that have been formed, while the rest of the backward runs; of the mean one."""
+    """How much of the gradients it has formed a rank keeps while the rest of the backward runs; of the mean one.
+
+    It forms those of its own experts alone, and of all else.
+    """
     dense, experts = sizes.whole.trained, sizes.whole.expert_trained
     is_summed_by_layer = layout.is_sharded and layout.zero_stage >= 2 and _is_grouped_by_layer(layout, sizes)
     cuts = Cuts.of(layout, sizes) if is_summed_by_layer else Cuts(1, layout.expert_parallel, layout.expert_parallel)
-    return (dense / cuts.dense + experts / cuts.experts) / max(1, dense + experts)
+    return (dense / cuts.dense + experts / cuts.experts) / max(1, dense + experts / layout.expert_parallel)
 
 
 def forecast_memory(
@@ -134,7 +137,8 @@ def forecast_memory(
         **at_rest,
         **state,
         "gathered weights": _gathered(sizes, layout),
-        "gradients": round(share * trace.gradients_at_peak) + _being_summed(sizes, layout, is_on_gpu=is_on_gpu),
+        "gradients": round(share * trace.gradients_at_peak),
+        "communication buffers": _being_summed(sizes, layout, is_on_gpu=is_on_gpu),
         **activations,
         "temporary": trace.peak - sum(activations.values()),
         **({} if is_on_gpu else {"holes in the heap": round(HOLES * trace.peak)}),

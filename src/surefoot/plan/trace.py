@@ -26,6 +26,7 @@ from surefoot.models.attention import SHARES_HEADS, with_heads_of
 from surefoot.models.build import BuiltModel
 from surefoot.models.experts import is_fused_experts
 from surefoot.models.vision import vision_tower
+from surefoot.plan.exchange import Exchange, exchanged_bytes
 from surefoot.rl.batch import PolicyBatch
 from surefoot.training.grpo import PolicyLoss
 from surefoot.training.loss import TokenLogprobs
@@ -56,6 +57,8 @@ class Trace:
     """Of a forward without backward."""
     flops: int = 0
     """Of matrix products, forward and backward of one micro-batch."""
+    exchanged_bytes: int = 0
+    """Of rows that travel to and from experts on other ranks, in forward and backward of one micro-batch."""
 
     @property
     def _most(self) -> Moment:
@@ -85,6 +88,7 @@ class Trace:
                            more.saved_by_kind.items()},
             evaluation_peak=line(self.evaluation_peak, more.evaluation_peak),
             flops=line(self.flops, more.flops),
+            exchanged_bytes=line(self.exchanged_bytes, more.exchanged_bytes),
         )  # fmt: skip
 
 
@@ -281,6 +285,7 @@ def trace_step(
             del loss
     for hook in hooks:
         hook.remove()
+    exchanged = exchanged_bytes(model)
     model.zero_grad(set_to_none=True)
     evaluating = _Live(known)
     with torch.no_grad(), evaluating, torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
@@ -291,6 +296,7 @@ def trace_step(
         saved_by_kind={kind: size for kind, size in sorted(saved.items()) if size},
         evaluation_peak=evaluating.peak,
         flops=live.flops // (2 if twice else 1),
+        exchanged_bytes=exchanged // (2 if twice else 1),
     )
 
 
@@ -327,6 +333,8 @@ def _kinds(model: PreTrainedModel, live: _Live) -> Iterator[None]:
 def kind_of(name: str, module: nn.Module) -> str | None:
     """Of a module that is counted as a whole; None for those inside others, and for those that hold others."""
     last = name.rpartition(".")[2]
+    if isinstance(module, Exchange):
+        return "rows to and from experts"
     if is_fused_experts(module):
         return "experts"
     if last in ("self_attn", "attention"):
