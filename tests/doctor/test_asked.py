@@ -17,7 +17,8 @@ import pytest
 import surefoot
 from surefoot.config import load_config
 from surefoot.doctor.check import Check
-from surefoot.doctor.examine import examine
+from surefoot.doctor.examine import as_launched, examine
+from surefoot.errors import ConfigError
 from tests.doctor.test_checks import LAPTOP
 
 
@@ -51,9 +52,31 @@ def test_a_run_that_goes_on(settings: dict[str, Any]) -> None:
     (newest / "state.json").rename(newest / "elsewhere")
     check = asked("resume", settings)
     assert (check.status, check.text) == ("warning", f"{newest} lacks state.json")
+    named = {"resume_from_checkpoint": str(newest), "output_dir": str(result.run_folder.with_name("other"))}
+    assert asked("resume", settings, **named).status == "failed"
+    (newest / "elsewhere").rename(newest / "state.json")
+    weights = newest / "model/rank-00000.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-4])
+    assert asked("resume", settings).text == f"{newest} holds a part of model/{weights.name}"
+    weights.write_bytes(whole)
+    assert asked("resume", settings).status == "ok"
     for text in ("{", "{}", "[]", '{"files": 3, "config": {}}'):
         (newest / "manifest.json").write_text(text)
         assert "has no manifest that can be read" in asked("resume", settings).text, text
+    assert asked("resume", settings).status == "warning"
+    shutil.rmtree(newest.with_name("step-00000001"))
+    assert asked("resume", settings).status == "failed", "none is left to go on from"
+
+
+@pytest.mark.parametrize("said", [("x", "1"), ("1", "0"), ("", "")])
+def test_variables_of_a_launcher_that_are_no_numbers(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, said: tuple[str, str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", said[0])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", said[1])
+    with pytest.raises(ConfigError, match="is no number of ranks"):
+        as_launched(load_config(None, (), settings))
 
 
 def test_a_template_is_tried(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -188,6 +188,9 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
     ("SF710", "warning", environment(OMP_NUM_THREAD="8"), "is no variable of OpenMP"),
     ("SF710", "warning", environment(TORCH_NCCL_BLOKING_WAIT="1"), "is no variable of torch"),
     ("SF710", "warning", environment(PYTORCH_CUDA_ALOC_CONF="x"), "is no variable of torch"),
+    ("SF710", "warning", environment(NCCL_SOCKET_IF="eth0"), "NCCL_SOCKET_IF is no variable of NCCL"),
+    ("SF710", "warning", environment(NCCL_HCA="mlx5"), "NCCL_HCA is no variable of NCCL"),
+    ("SF710", "warning", environment(OMP_THREADS="3"), "OMP_THREADS is no variable of OpenMP"),
     ("SF710", "warning", environment(OMP_NUM_THREADS="lots"), "OMP_NUM_THREADS=lots is not a number from 1 on"),
     ("SF710", "warning", environment(NCCL_IB_TIMEOUT="99"), "NCCL_IB_TIMEOUT=99 is not 1 to 31"),
     ("SF710", "warning", environment(NCCL_P2P_DISABLE="1"), "copy through host memory"),
@@ -530,21 +533,78 @@ def test_a_server_that_shares_gpus_with_training(
         assert said in as_text(checks)
 
 
-@pytest.mark.parametrize(("max_pixels", "fits"), [(28 * 28 * 100, True), (28 * 28 * 1000, False), (None, True)])
+def test_a_variable_that_keeps_a_machine_from_hanging_is_not_to_be_unset(run: Any) -> None:
+    hangs = {**NODE.versions, "cuda": "12.4", "driver": "560.35.03"}
+    for machine in ({"versions": hangs}, {"iommu": "on (intel_iommu=on)"}):
+        off = replace(NODE, **machine, environment={"NCCL_P2P_DISABLE": "1"})
+        assert "SF710" not in bad(examine(off, run()))
+    assert "SF709" not in bad(examine(replace(NODE, versions=hangs, environment={"NCCL_P2P_DISABLE": "1"}), run()))
+
+
+def test_variables_that_nobody_here_knows_are_named(run: Any) -> None:
+    checks = examine(replace(NODE, environment={"NCCL_FOO_BAR": "1", "NCCL_DEBUG": "INFO"}), run())
+    (check,) = [one for one in checks if one.name == "environment variables"]
+    assert (check.status, check.text) == ("ok", "set: NCCL_FOO_BAR, NCCL_DEBUG; not known here: NCCL_FOO_BAR")
+
+
+@pytest.mark.parametrize(
+    ("asked", "trained", "status"),
+    [("float16", "bfloat16", "warning"), ("half", "bfloat16", "warning"), ("float16", "float16", "ok"),
+     ("bfloat16", "bfloat16", "ok"), (None, "bfloat16", "ok")],
+)  # fmt: skip
+def test_a_server_in_float16_of_a_model_in_bfloat16(
+    run: Any, tmp_path: Path, asked: str | None, trained: str, status: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": trained}))
+    arguments = ["--gpu-memory-utilization", "0.3", *(["--dtype", asked] if asked else [])]
+    checks = examine(NODE, run(**SERVED, model=str(tmp_path), vllm_args=arguments))
+    assert [one.status for one in checks if one.name == "rollout precision"] == [status]
+
+
+@pytest.mark.parametrize("what", ["patch_size", "max_position_embeddings"])
+def test_a_config_that_makes_no_sense_stops_no_check(run: Any, tmp_path: Path, what: str) -> None:
+    sees = {"model_type": "qwen2_5_vl", "vision_config": {"patch_size": 14, "spatial_merge_size": 2}}
+    sees |= {"text_config": {"max_position_embeddings": 32768}}
+    (sees["vision_config"] if what == "patch_size" else sees["text_config"])[what] = 0 if what == "patch_size" else "x"  # type: ignore[index]
+    (tmp_path / "config.json").write_text(json.dumps(sees))
+    checks = examine(NODE, run(model=str(tmp_path), max_pixels=1000), asked=True)
+    assert len(checks) == len(examine(NODE, run(), asked=True))
+
+
+def test_a_check_that_fails_says_so(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> Any:
+        raise ZeroDivisionError("integer division by zero")
+
+    monkeypatch.setattr("surefoot.doctor.contradictions.weights_of", fail)
+    (check,) = [one for one in examine(NODE, run()) if one.name == "model"]
+    said = "cannot be looked at: ZeroDivisionError: integer division by zero"
+    assert (check.status, check.text) == ("not applicable", said)
+
+
+def test_threads_that_are_no_number_are_told_of(run: Any) -> None:
+    assert bad(examine(replace(NODE, environment={"OMP_NUM_THREADS": "\u00b2"}), run())) == {"SF710": "warning"}
+
+
+@pytest.mark.parametrize(
+    ("max_pixels", "fits"), [(28 * 28 * 496, True), (28 * 28 * 497, False), (28 * 28 * 1000, False), (None, True)]
+)
 def test_an_image_must_fit_into_what_it_stands_in(run: Any, tmp_path: Path, max_pixels: int | None, fits: bool) -> None:
     (tmp_path / "model").mkdir()
     sees = {"model_type": "qwen2_5_vl", "vision_config": {"patch_size": 14, "spatial_merge_size": 2}}
     sees |= {"text_config": {"max_position_embeddings": 32768}}
     (tmp_path / "model/config.json").write_text(json.dumps(sees))
     (tmp_path / "model/model.safetensors").write_bytes(b"")
+    (tmp_path / "model/preprocessor_config.json").write_text(json.dumps({"max_pixels": 12845056}))
     for lengths in ({"max_length": 512}, {**SERVED, "max_length": 4096, "max_prompt_length": 512}):
         loaded = run(**{**lengths, "model": str(tmp_path / "model"), "max_pixels": max_pixels})
         (check,) = [one for one in examine(NODE, loaded) if one.name == "context"]
         assert (check.status == "ok") == fits, check.text
         if not fits:
-            assert "an image of max_pixels=784000 is up to 1000 tokens" in check.text
+            assert max_pixels is not None
+            assert f"an image of max_pixels={max_pixels} is up to {max_pixels // 784} tokens" in check.text
             assert check.finding is not None
-            assert "Lower max_pixels to 401408 or less" in check.finding.fix
+            assert "Lower max_pixels to 388864 or less" in check.finding.fix
+        assert ("the model's own 12845056 pixels an image may be up to 16384 tokens" in check.text) == (not max_pixels)
 
 
 def test_what_may_not_be_read_is_not_applicable(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

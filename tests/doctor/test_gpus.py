@@ -175,9 +175,21 @@ def test_gpus_that_the_run_does_not_use_are_not_judged(run: Any) -> None:
 
 
 def test_cards_without_bridges_have_no_finding(run: Any) -> None:
-    alone = replace(NODE, cards=tuple(replace(SOUND, index=index, links=(False,) * 12) for index in range(8)))
+    bridged = replace(SOUND, name="NVIDIA H100 NVL", links=(False,) * 12)
+    alone = replace(NODE, cards=tuple(replace(bridged, index=index) for index in range(8)))
     assert bad(examine(alone, run())) == {}
     assert line(examine(alone, run()), "NVLink").text == "none"
+
+
+@pytest.mark.parametrize("up", [0, 17])
+def test_a_board_all_of_whose_cards_lack_links_is_told_of(run: Any, up: int) -> None:
+    links = (True,) * up + (False,) * (18 - up)
+    board = replace(NODE, cards=tuple(replace(SOUND, index=index, links=links) for index in range(8)))
+    check = line(examine(board, run()), "NVLink")
+    assert check.status == "warning"
+    assert f"GPU 7 has {up} NVLinks up, a NVIDIA H100 80GB HBM3 has 18" in check.text
+    half = replace(board, cards=board.cards[:4])  # of which nobody knows what joins them
+    assert line(examine(half, run(nproc_per_node=4)), "NVLink").status == "ok"
 
 
 def test_parts_of_gpus_are_not_judged(run: Any) -> None:

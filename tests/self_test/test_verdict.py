@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from surefoot.config import load_config
 from surefoot.doctor.check import Check
 from surefoot.doctor.snapshot import Interface
 from surefoot.self_test.report import Report, read_report
+from surefoot.self_test.start import _elsewhere
 from surefoot.self_test.verdict import checks_of, expected_gb_s
 from tests.doctor.test_checks import NODE, PORT
 from tests.doctor.test_gpus import SOUND
@@ -82,6 +84,10 @@ def test_sound_ranks_have_no_finding() -> None:
         ),
         ({"kernel": "5.4.0"}, "kernel is 5.4.0 on rank 6 (node2)"),
         ({"device": "NVIDIA A100"}, "GPU is NVIDIA A100 on rank 6 (node2), and none on ranks"),
+        (
+            {"interfaces": {"eth0": {"addresses": NODE.host_addresses, "is_up": True, "mtu": 9000, "speed_mbit": 0}}},
+            "MTU is 9000 on rank 6 (node2), and 1500 on ranks",
+        ),
     ],
 )
 def test_a_rank_that_differs_is_named_with_its_machine(changed: dict[str, Any], said: str) -> None:
@@ -208,3 +214,14 @@ def test_a_report_comes_back_from_its_file(tmp_path: Path) -> None:
 
 def _with_ranks(values: dict[str, Any]) -> dict[Any, Any]:
     return {int(key) if key.isdigit() and len(key) == 1 else key: value for key, value in values.items()}
+
+
+def test_what_is_wrong_on_another_machine_is_shown_with_its_name() -> None:
+    said = machines()
+    said[4]["peer_memory"] = False
+    said[6]["peer_memory"] = False  # not asked: rank 4 speaks for the machine
+    run = load_config(None, (), {"model": "m", "dataset": "d", "output_dir": "o", "nproc_per_node": 4, "nnodes": 2,
+                                 "rdzv_endpoint": "node1:29500"})  # fmt: skip
+    (check,) = [one for one in _elsewhere(report(machine=said), run) if one.name.startswith("GPU memory")]
+    assert check.finding is not None
+    assert (check.finding.code, "(node2, rank 4)" in check.name) == ("SF707", True)

@@ -16,6 +16,10 @@ Facts = Mapping[str, Mapping[str, str]]
 def facts_of(machine: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Of a rank's snapshot (`Snapshot.as_dict`, and the name of its `device`) what must be the same at all of them."""
     found = {"machine": {"kernel": str(machine["kernel"]), "GPU": str(machine.get("device") or "none")}}
+    own = set(machine["host_addresses"])
+    mtus = {str(one["mtu"]) for one in machine["interfaces"].values() if own & set(one["addresses"])}
+    if mtus:
+        found["network"] = {"MTU": " and ".join(sorted(mtus))}
     for kind in ("environment", "versions"):
         if kind not in machine["unknown"]:
             found[kind] = {name: str(value) for name, value in machine[kind].items() if not MAY_DIFFER.search(name)}

@@ -14,6 +14,7 @@ import psutil
 from surefoot.config import RunConfig, changed_fields
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
 from surefoot.doctor.collect import SET_BY_A_RUN
+from surefoot.doctor.sizes import header
 from surefoot.errors import SurefootError
 from surefoot.models.sources import folder_here
 
@@ -39,21 +40,42 @@ def resume(seen: Seen) -> Check:
         if not found:
             return not_applicable(name, f"no checkpoint in {run.run_folder}")
         path, where = found[-1], seen.loaded.where("output_dir")
+        # A run passes over damaged ones, as long as one is sound.
+        is_fatal = all(_damage(one) for one in found)
     else:
         path, where = Path(str(run.resume_from_checkpoint)), seen.loaded.where("resume_from_checkpoint")
-    try:
-        manifest = json.loads((path / "manifest.json").read_text("utf-8"))
-        files, settings = list(manifest["files"]), dict(manifest["config"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return wrong(name, "SF739", f"{path} has no manifest that can be read: {error}", where=where)
-    missing = [one for one in files if not (path / one).is_file()]
-    if missing:
-        return wrong(name, "SF739", f"{path} lacks {', '.join(missing[:3])}", missing=missing, where=where)
+        is_fatal = True
+    damage = _damage(path)
+    if damage:
+        return wrong(name, "SF739", f"{path} {damage}", where=where, is_fatal=is_fatal)
+    settings = json.loads((path / "manifest.json").read_text("utf-8"))["config"]
     changes = changed_fields(settings, _as_then(run, settings))
     if changes:
         return wrong(name, "SF739", f"{path} was written with other settings: {'; '.join(changes)}", changes=changes,
-                     where=where)  # fmt: skip
+                     where=where, is_fatal=True)  # fmt: skip
     return fine(name, f"from {path.name} (checksums are compared when the run starts)")
+
+
+def _damage(checkpoint: Path) -> str:
+    """Why a run could not go on from it, where that is seen without reading all of it; checksums are not compared."""
+    try:
+        manifest = json.loads((checkpoint / "manifest.json").read_text("utf-8"))
+        files, _ = list(manifest["files"]), dict(manifest["config"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"has no manifest that can be read: {error}"
+    missing = [one for one in files if not (checkpoint / one).is_file()]
+    if missing:
+        return f"lacks {', '.join(missing[:3])}"
+    short = [one for one in files if one.endswith(".safetensors") and not _is_whole(checkpoint / one)]
+    return f"holds a part of {', '.join(short[:3])}" if short else ""
+
+
+def _is_whole(file: Path) -> bool:
+    try:
+        header(file)
+    except ValueError:
+        return False
+    return True
 
 
 def _as_then(run: RunConfig, settings: Mapping[str, Any]) -> RunConfig:

@@ -25,6 +25,8 @@ PLAN_IT = (
     "`surefoot plan` names settings that fit: zero_stage: 3, offload: cpu, expert_parallel_size, tuning: lora, or more "
     "GPUs."
 )
+WORDS = 16
+"""Tokens of a sequence that are not of images, at the least."""
 MOST_SHARED = 0.7
 """Of a GPU, so that something is left to train with: a judgement, which `surefoot plan` makes exact."""
 
@@ -234,6 +236,27 @@ def rollout_server(seen: Seen) -> Check:
     return fine(name, said)
 
 
+def rollout_precision(seen: Seen) -> Check:
+    """Whether a server computes in float16 what was trained in bfloat16."""
+    name, run = "rollout precision", seen.run
+    if run is None or run.method != "grpo" or run.rollout_engine != "vllm" or run.vllm_server is not None:
+        return not_applicable(name, "no run that starts a vLLM server is given")
+    asked, said = value_of(run.vllm_args, "--dtype"), _text_config(folder_here(run.model)) or {}
+    trained = said.get("dtype", said.get("torch_dtype"))
+    if asked in ("float16", "half") and trained == "bfloat16":
+        return wrong(
+            name,
+            "SF720",
+            f"vllm_args say --dtype {asked}, and the model's config.json says bfloat16, whose numbers reach beyond "
+            "65504: activations overflow, and completions are not those of what is trained",
+            fix="Leave --dtype out: the server takes the model's own.",
+            dtype=asked,
+            model_dtype=trained,
+            where=_where(seen, "vllm_args"),
+        )
+    return fine(name, asked or "the server takes the model's own")
+
+
 def _beside_training(seen: Seen, run: RunConfig, share: float) -> str:
     """Why a server's share of a GPU does not do beside training, where that can be said: it is the least of both."""
     weights, sizes = _weights(seen), [card.memory_bytes for card in used(seen) if card.memory_bytes]
@@ -270,29 +293,49 @@ def context(seen: Seen) -> Check:
         longest = run.prompt_length + run.max_completion_length
         said = f"a prompt of {run.prompt_length} tokens and a completion of {run.max_completion_length}"
         settings = ["max_prompt_length", "max_completion_length"]
-    room, tokens = run.prompt_length if run.method == "grpo" else run.max_length, _largest_image_tokens(run)
-    if tokens > room:
+    # Some words stand beside an image.
+    room = (run.prompt_length if run.method == "grpo" else run.max_length) - WORDS
+    most_pixels, side = _largest_image(run)
+    tokens = most_pixels // side**2
+    if tokens > room and run.max_pixels is not None:
         return wrong(name, "SF738", f"an image of max_pixels={run.max_pixels} is up to {tokens} tokens, and {said} "
                      "hold none of them; images are never cut", image_tokens=tokens, room=room,
-                     fix=f"Lower max_pixels to {run.max_pixels * room // tokens if run.max_pixels else 0} or less, or "
-                     f"raise {settings[0]}.", where=_where(seen, "max_pixels", *settings))  # fmt: skip
+                     fix=f"Lower max_pixels to {max(1, room) * side**2} or less, or raise {settings[0]}.",
+                     where=_where(seen, "max_pixels", *settings))  # fmt: skip
     if longest > most:
         return wrong(name, "SF738", f"{said}, and the model has positions for {most}", longest=longest,
                      max_position_embeddings=most, where=_where(seen, *settings))  # fmt: skip
-    return fine(name, f"{said}; the model has positions for {most}")
+    of_images = ""
+    if tokens > room:
+        of_images = (
+            f"; by the model's own {most_pixels} pixels an image may be up to {tokens} tokens: rows that do not fit "
+            "are left out and named, and max_pixels makes images smaller"
+        )
+    return fine(name, f"{said}; the model has positions for {most}{of_images}")
 
 
-def _largest_image_tokens(run: RunConfig) -> int:
-    """Of the model's largest image, where the run says how large that is; 0 for models without a vision tower."""
+def _largest_image(run: RunConfig) -> tuple[int, int]:
+    """(most pixels, by the run or the model's processor; pixels of a token's side); (0, 1) where images are not read.
+
+    Under the names that processors have for it: max_pixels, size.longest_edge, size.max_pixels.
+    """
     folder = folder_here(run.model)
-    if folder is None or run.max_pixels is None:
-        return 0
     try:
-        vision = json.loads((folder / "config.json").read_text("utf-8"))["vision_config"]
-        side = int(vision["patch_size"]) * int(vision.get("spatial_merge_size", 2))
+        vision = _json(folder / "config.json")["vision_config"] if folder is not None else None
+        side = int(vision["patch_size"]) * int(vision.get("spatial_merge_size", 2)) if vision is not None else 0
+        if folder is None or side < 1:
+            return 0, 1
+        if run.max_pixels is not None:
+            return run.max_pixels, side
+        processor = _json(folder / "preprocessor_config.json")
+        size = processor.get("size") or {}
+        return int(processor.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or 0), side
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 0
-    return run.max_pixels // side**2
+        return 0, 1
+
+
+def _json(file: Path) -> Any:
+    return json.loads(file.read_text("utf-8"))
 
 
 def _text_config(folder: Path | None) -> dict[str, Any] | None:
@@ -325,4 +368,4 @@ def _where(seen: Seen, *names: str) -> str:
     return seen.loaded.where(*(names or ("model",)))
 
 
-CHECKS = (devices, model, device_memory, host_memory, checkpoints, rollout_server, context)
+CHECKS = (devices, model, device_memory, host_memory, checkpoints, rollout_server, rollout_precision, context)

@@ -2,7 +2,7 @@
 
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
 from surefoot.doctor.gpus import used
-from surefoot.doctor.known_bad import bad_pair, known_bad, numbers
+from surefoot.doctor.known_bad import bad_pairs, known_bad, numbers
 from surefoot.doctor.variables import variables
 
 LEAST_DRIVER = {13: (580,), 12: (525, 60, 13), 11: (450, 80, 2)}
@@ -32,10 +32,13 @@ def versions(seen: Seen) -> Check:
             fix="pip install torch from PyPI or https://download.pytorch.org/whl for your CUDA; or device=cpu.",
             torch=found["torch"],
         )
-    pair = bad_pair(found)
-    if pair is not None:
-        both = " and ".join(f"{one} {found[one]}" for one in pair.packages)
-        return wrong(name, "SF709", f"{both} do not go together: {pair.what} ({pair.source})", fix=pair.fix, found=both)
+    pairs = list(bad_pairs(found))
+    if pairs:
+        both = [" and ".join(f"{one} {found[one]}" for one in pair.packages) for pair in pairs]
+        causes = [
+            f"{which} do not go together: {pair.what} ({pair.source})" for which, pair in zip(both, pairs, strict=True)
+        ]
+        return wrong(name, "SF709", "; ".join(causes), fix=" ".join(pair.fix for pair in pairs), found=both)
     if seen.is_on_gpus:
         least = LEAST_DRIVER.get(numbers(cuda or "0")[0])
         if driver and least and numbers(driver) < least:

@@ -11,6 +11,7 @@ from surefoot.doctor.asked import CHECKS as ASKED
 from surefoot.doctor.check import Check, Examine, Seen, not_applicable
 from surefoot.doctor.collect import collect
 from surefoot.doctor.snapshot import Snapshot
+from surefoot.errors import ConfigError
 
 CHECKS: Sequence[Examine] = (
     *contradictions.CHECKS,
@@ -35,12 +36,14 @@ def examine(machine: Snapshot, loaded: LoadedConfig | None = None, *, asked: boo
 
 
 def _looked(check: Examine, seen: Seen) -> Check:
-    """What a check says; where the system does not let it look, why."""
+    """What a check says; where it cannot look, why: a file may be closed to it, and a model's config hold anything."""
     try:
         return check(seen)
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001 - said as it is: one check that fails hides no other
         name = getattr(check, "__name__", "a check").replace("_", " ")
-        return not_applicable(name, f"cannot be looked at: {error}")
+        said = " ".join(str(error).split())[:300]
+        kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+        return not_applicable(name, f"cannot be looked at: {kind}{said}")
 
 
 def snapshot_for(loaded: LoadedConfig | None, *, patient: bool = False) -> Snapshot:
@@ -51,9 +54,16 @@ def snapshot_for(loaded: LoadedConfig | None, *, patient: bool = False) -> Snaps
 
 
 def as_launched(loaded: LoadedConfig) -> LoadedConfig:
-    """A run with the ranks that torchrun started, where this is one of them: it also says where they meet."""
+    """A run with the ranks that torchrun started, where this is one of them: it also says where they meet.
+
+    Raises: ConfigError for variables that are no numbers of ranks.
+    """
     if not {"WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         return loaded
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        said = os.environ[name]
+        if not said.isdecimal() or int(said) < 1:
+            raise ConfigError(f"{name}='{said}' is no number of ranks. Unset it, or start ranks with a launcher.")
     ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     sizes = {"nproc_per_node": here, "nnodes": max(1, ranks // here), "rdzv_endpoint": None}
     return replace(loaded, run=loaded.run.model_copy(update=sizes))

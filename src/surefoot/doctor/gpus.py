@@ -1,5 +1,6 @@
 """Checks of the GPUs of a machine, as NVML and the kernel tell of them. Pure."""
 
+import re
 from collections import Counter
 
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
@@ -12,6 +13,11 @@ LEAST_POWER_SHARE = 0.9
 NEAR_SLOWDOWN_C = 5
 MUCH_MEMORY = 0.05
 """Of a card that a run is to use, in use before it starts."""
+LINKS = (("H200", 18), ("H100", 18), ("A100-SXM", 12), ("V100-SXM", 6))
+"""What a card is called -> its NVLinks, which are all in use on a board of eight. Source: NVIDIA's data sheets."""
+JOINED_GPUS = 8
+NOT_JOINED = re.compile("NVL|PCIe|PCIE")
+"""In names of cards that are joined in pairs, if at all."""
 BROKEN_PEERS = ("chipset", "I/O hub", "disabled")
 """Why GPUs that could read each other's memory cannot; others never could."""
 
@@ -65,10 +71,13 @@ def links(seen: Seen) -> Check:
     cards = used(seen)
     # Ports without a bridge are down on sound cards too: what cards of the same kind have here is what can be had.
     most = max((sum(card.links) for card in seen.machine.cards if card.name == cards[0].name), default=0)
+    is_board = len(seen.machine.cards) == JOINED_GPUS and any(card.links for card in cards)
+    own = _links_of(cards[0].name) if is_board else 0
+    should = f"others here have {most}" if most >= own else f"a {cards[0].name} has {own}"
     down = [
-        f"GPU {card.index} has {sum(card.links)} NVLinks up, others here have {most}"
+        f"GPU {card.index} has {sum(card.links)} NVLinks up, {should}"
         for card in cards
-        if sum(card.links) < most
+        if sum(card.links) < max(most, own)
     ]
     late = [
         f"GPU {card.index}'s registration with the NVSwitches is {card.fabric}"
@@ -80,6 +89,11 @@ def links(seen: Seen) -> Check:
             name, "SF724", "; ".join([*late, *down]), links={str(card.index): sum(card.links) for card in cards}
         )
     return fine(name, f"{most} links up on each GPU" if most else "none")
+
+
+def _links_of(name: str) -> int:
+    """Of a card that is joined with all others of its board; 0 where it is none such."""
+    return 0 if NOT_JOINED.search(name) else next((count for kind, count in LINKS if kind in name), 0)
 
 
 def pcie(seen: Seen) -> Check:

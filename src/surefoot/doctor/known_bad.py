@@ -1,7 +1,7 @@
 """Versions that are known to hang or not to go together, as of 2026-11, and where that was found. Pure."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from surefoot.doctor.check import Seen
@@ -69,12 +69,21 @@ def known_bad(seen: Seen) -> KnownBad | None:
     if not seen.uses_nccl:
         return None
     for one in KNOWN_BAD:
-        found = seen.machine.versions.get(one.package)
         variable, value = one.avoided_by
         is_avoided = bool(variable) and seen.machine.environment.get(variable) == value
-        if found and numbers(one.since) <= numbers(found) < numbers(one.before) and not is_avoided and one.where(seen):
+        if _is_here(one, seen) and not is_avoided:
             return one
     return None
+
+
+def keeps_from_harm(seen: Seen, variable: str) -> bool:
+    """Whether a variable keeps something of this machine from happening that is known."""
+    return seen.uses_nccl and any(one.avoided_by[0] == variable and _is_here(one, seen) for one in KNOWN_BAD)
+
+
+def _is_here(one: KnownBad, seen: Seen) -> bool:
+    found = seen.machine.versions.get(one.package)
+    return bool(found) and numbers(one.since) <= numbers(found or "") < numbers(one.before) and one.where(seen)
 
 
 @dataclass(frozen=True)
@@ -105,13 +114,12 @@ PAIRS = (
 )  # fmt: skip
 
 
-def bad_pair(versions: Mapping[str, str]) -> BadPair | None:
-    """The first pair of installed packages that do not go together."""
+def bad_pairs(versions: Mapping[str, str]) -> Iterator[BadPair]:
+    """Installed packages that do not go together."""
     for pair in PAIRS:
         found = [numbers(versions[name]) for name in pair.packages if name in versions]
         if len(found) == 2 and pair.is_bad(found[0], found[1]):
-            return pair
-    return None
+            yield pair
 
 
 def numbers(version: str) -> tuple[int, ...]:

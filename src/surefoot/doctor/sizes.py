@@ -3,6 +3,7 @@
 import json
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 
@@ -21,23 +22,39 @@ class Weights:
 
 def weights_of(folder: Path) -> Weights | None:
     """None where there are no safetensors files. Raises: ValueError naming a file that is no whole one."""
-    parameters = total_bytes = 0
     files = weight_files(folder)
+    stamps = []
     for path in files:
         try:
-            with open(path, "rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(min(length, MOST_HEADER_BYTES)))
-            ends = [0]
-            for name, about in header.items():
-                if name != "__metadata__":
-                    parameters += prod(about["shape"])
-                    begin, end = about["data_offsets"]
-                    total_bytes += end - begin
-                    ends.append(end)
-            missing = 8 + length + max(ends) - path.stat().st_size
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+            about = path.stat()
+        except OSError as error:
             raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
-        if missing > 0:
-            raise ValueError(f"{path} ends {missing} bytes too early")
-    return Weights(parameters, total_bytes) if files else None
+        stamps.append((path, about.st_size, about.st_mtime_ns))
+    return _weights_of(tuple(stamps)) if files else None
+
+
+@lru_cache(maxsize=4)
+def _weights_of(files: tuple[tuple[Path, int, int], ...]) -> Weights:
+    """Of files as they were then: several checks ask, and the headers of a large model take a second to read."""
+    parameters = total_bytes = 0
+    for path, _, _ in files:
+        for shape, begin, end in header(path):
+            parameters += prod(shape)
+            total_bytes += end - begin
+    return Weights(parameters, total_bytes)
+
+
+def header(path: Path) -> list[tuple[list[int], int, int]]:
+    """(shape, where it begins, where it ends) of each tensor. Raises: ValueError for what is no whole safetensors."""
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            said = json.loads(file.read(min(length, MOST_HEADER_BYTES)))
+        tensors = [(about["shape"], *about["data_offsets"]) for name, about in said.items() if name != "__metadata__"]
+        missing = 8 + length + max((end for _, _, end in tensors), default=0) - path.stat().st_size
+        prod(number for shape, _, _ in tensors for number in shape)  # numbers, all of them
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+    if missing > 0:
+        raise ValueError(f"{path} ends {missing} bytes too early")
+    return tensors

@@ -65,7 +65,7 @@ def processors(seen: Seen) -> Check:
     allowed = min(cpus["usable"], cpus.get("quota", cpus["usable"]))
     said = f"{allowed:g} of {cpus['count']:g} CPUs"
     threads = seen.machine.environment.get("OMP_NUM_THREADS", "")
-    each = int(threads) if threads.isdigit() else 1
+    each = int(threads) if threads.isdecimal() else 1
     if seen.local_ranks > allowed or each * seen.local_ranks > 2 * allowed:
         what = f"{seen.local_ranks} ranks" + (f" x OMP_NUM_THREADS={threads}" if each > 1 else "")
         cause = f"{what} want {each * seen.local_ranks} CPUs, and this process may use {allowed:g}"

@@ -5,6 +5,9 @@ import re
 from collections.abc import Iterator, Mapping
 
 from surefoot.doctor.check import Check, Seen, fine, wrong
+from surefoot.doctor.gpus import peers
+from surefoot.doctor.known_bad import keeps_from_harm
+from surefoot.doctor.system import io_memory_mapping
 
 NCCL = frozenset(
     """
@@ -98,6 +101,12 @@ MISTAKEN = {
 """Names that people set and nobody reads -> what to do."""
 NEAR = 0.85
 """A name that is not known is called wrong only where it is so like one that is: vendors have names of their own."""
+CUT_SHORT = frozenset(("NCCL_", "GLOO_", "OMP_", "TORCH_NCCL_"))
+"""Prefixes under which one is also wrong where it is a part of one that is known: under CUDA_ and TORCH_ scripts keep
+variables of their own."""
+OF_BUILDS = re.compile("(DIR|HOME|INCLUDE|LIB|PATH|ROOT|VERSION)$")
+"""How names end that scripts keep for themselves under any prefix."""
+MOST_MEANT = 3
 SLOW = {
     "NCCL_P2P_DISABLE": "GPUs of one machine copy through host memory",
     "NCCL_SHM_DISABLE": "ranks of one machine talk through the network",
@@ -152,20 +161,34 @@ def variables(seen: Seen) -> Check:
     """Names that nobody reads, values that mean nothing, and what makes every run slow."""
     name, environment = "environment variables", seen.machine.environment
     found = [*_unknown(environment), *_odd(environment)]
-    slow = [one for one in SLOW if one in environment and _is_slow(one, environment[one])]
+    slow = [one for one in SLOW if one in environment and _is_slow(one, environment[one]) and not _is_needed(one, seen)]
     if slow and seen.is_on_gpus:
         said = "; ".join(f"{one}={environment[one]}: {SLOW[one]}" for one in slow)
         found.append((said, f"unset {' '.join(slow)}, unless a fault is looked for."))
     if found:
         return wrong(name, "SF710", "; ".join(cause for cause, _ in found), fix=" ".join(fix for _, fix in found))
     set_ = [one for one in environment if one.startswith(("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_"))]
-    return fine(name, f"set: {', '.join(set_) if set_ else 'none'}")
+    unknown = [one for one in set_ if (prefix := _prefix_of(one)) and one.removeprefix(prefix) not in KNOWN[prefix][0]]
+    said = f"; not known here: {', '.join(unknown)}" if unknown else ""
+    return fine(name, f"set: {', '.join(set_) if set_ else 'none'}{said}")
+
+
+def _is_needed(variable: str, seen: Seen) -> bool:
+    """Whether this machine is better off with a variable that makes others slow."""
+    if keeps_from_harm(seen, variable):
+        return True
+    blocks = (io_memory_mapping(seen), peers(seen))
+    return variable == "NCCL_P2P_DISABLE" and any(check.finding is not None for check in blocks)
+
+
+def _prefix_of(variable: str) -> str | None:
+    return max((one for one in KNOWN if variable.startswith(one)), key=len, default=None)
 
 
 def _unknown(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """(cause, fix) of names that are nearly those of a variable."""
     for variable in environment:
-        prefix = max((one for one in KNOWN if variable.startswith(one)), key=len, default=None)
+        prefix = _prefix_of(variable)
         if prefix is None:
             continue
         names, reader = KNOWN[prefix]
@@ -176,8 +199,19 @@ def _unknown(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         if name in names:
             continue
         near = difflib.get_close_matches(name, names, 1, cutoff=NEAR) or _of_the_same_words(name, names)
+        near = near or (_with_more(name, names) if prefix in CUT_SHORT else [])
         if near:
-            yield f"{variable} is no variable of {reader}, which would ignore it", f"Did you mean {prefix}{near[0]}?"
+            meant = " or ".join(f"{prefix}{one}" for one in near)
+            yield f"{variable} is no variable of {reader}, which would ignore it", f"Did you mean {meant}?"
+
+
+def _with_more(name: str, names: frozenset[str]) -> list[str]:
+    """Those that begin so, or have all its words and more, the shortest first: IB_GID, HCA, THREADS."""
+    if OF_BUILDS.search(name):
+        return []
+    words = set(name.split("_"))
+    longer = [one for one in names if one.startswith(name) or words < set(one.split("_"))]
+    return sorted(longer, key=lambda one: (len(one), one))[:MOST_MEANT]
 
 
 def _of_the_same_words(name: str, names: frozenset[str]) -> list[str]:

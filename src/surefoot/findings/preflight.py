@@ -152,8 +152,9 @@ PAGES = {
     ),
     "SF720": Page(
         "warning",
-        "settings of another program work against each other",
-        "`surefoot import` reads the command line or file as that program would, and adds up what it asks for.",
+        "settings work against each other",
+        "`surefoot import` reads the command line or file as that program would, and adds up what it asks for; "
+        "`surefoot doctor` compares what a server is told with the model.",
         "Change the settings that the finding names, there too.",
         ("modelscope/ms-swift#3592", "hiyouga/LLaMA-Factory#1998", "hiyouga/LLaMA-Factory#3147"),
     ),

@@ -7,6 +7,7 @@ from typing import Any
 
 from surefoot.doctor.across import facts_of, ranks_differ
 from surefoot.doctor.check import Check, fine, not_applicable, wrong
+from surefoot.doctor.gpus import JOINED_GPUS, NOT_JOINED
 from surefoot.parallel.launch import GONE
 from surefoot.self_test.report import Report
 
@@ -20,9 +21,6 @@ SLOW_WRITE = 20.0
 NVLINK = (("H200", 431.0), ("H100", 431.0), ("A100", 228.0), ("V100", 110.0))
 """GPU -> the bus bandwidth, GB/s, that a large all-reduce between the eight GPUs of one machine must reach, all of them
 joined by NVLink. Source: Azure's node health checks (AzureHPC azurehpc-health-checks), read 2026-11"""
-JOINED_GPUS = 8
-NOT_JOINED = re.compile("NVL|PCIe|PCIE")
-"""In names of cards that are joined in pairs, if at all."""
 PCIE = {3: 6.0, 4: 12.0}
 """Generation -> the same without NVLink. Source: NVIDIA/nccl#766"""
 OF_A_PORT = 0.9
