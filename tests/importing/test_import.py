@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,186 +12,8 @@ from surefoot import cli
 from surefoot.config import load_config
 from surefoot.errors import ConfigError
 from surefoot.importing.convert import convert
-from surefoot.importing.imported import Imported
 from surefoot.importing.read import read
-
-GRPO_72B = """
-CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 \\
-NPROC_PER_NODE=8 \\
-MAX_PIXELS=640000 \\
-swift rlhf \\
-    --rlhf_type grpo \\
-    --model /models/Qwen2.5-VL-72B-Instruct \\
-    --train_type lora \\
-    --dataset /data/rows.json \\
-    --torch_dtype bfloat16 \\
-    --num_train_epochs 1 \\
-    --max_length 2048 \\
-    --per_device_train_batch_size 1 \\
-    --gradient_accumulation_steps 1 \\
-    --eval_steps 1000 \\
-    --save_steps 2000 \\
-    --learning_rate 1e-6 \\
-    --save_total_limit 2 \\
-    --output_dir /runs/grpo \\
-    --warmup_ratio 0.05 \\
-    --dataloader_num_workers 4 \\
-    --max_completion_length 2048 \\
-    --external_plugins plugin.py \\
-    --reward_funcs accuracy format \\
-    --num_generations 4 \\
-    --use_vllm true \\
-    --vllm_gpu_memory_utilization 0.3 \\
-    --vllm_max_model_len 2048 \\
-    --deepspeed zero3_offload \\
-    --temperature 1.1
-"""
-"""As in modelscope/ms-swift#3592, which hangs at its start."""
-
-MIXTRAL_ZERO3 = """
-output_dir=output
-if [ ! -d ${output_dir} ];then
-    mkdir -p ${output_dir}
-fi
-torchrun --nnodes 1 --nproc_per_node 8 --master_port 12088 src/train_bash.py  \\
-    --stage sft \\
-    --deepspeed ds.json \\
-    --cutoff_len 4096 \\
-    --template mistral \\
-    --model_name_or_path /models/Mixtral-8x7B-Instruct \\
-    --do_train \\
-    --dataset self_cognition \\
-    --finetuning_type lora \\
-    --lora_target q_proj,v_proj \\
-    --output_dir ${output_dir} \\
-    --overwrite_output_dir \\
-    --per_device_train_batch_size 1 \\
-    --lr_scheduler_type cosine \\
-    --save_steps 500 \\
-    --learning_rate 5e-5 \\
-    --num_train_epochs 1.0 \\
-    --plot_loss \\
-    --fp16 | tee train.log
-"""
-"""As in hiyouga/LLaMA-Factory#1998, where ZeRO-3 with a MoE hangs."""
-
-QWEN_MOE_ZERO3 = """
-deepspeed --num_gpus 8 ../../src/train_bash.py \\
-    --deepspeed ../deepspeed/ds_z3_config.json \\
-    --stage sft \\
-    --do_train \\
-    --model_name_or_path Qwen1.5-MoE-A2.7B-Chat \\
-    --dataset custom_data\\
-    --dataset_dir ../../data \\
-    --template default \\
-    --finetuning_type full \\
-    --output_dir ../../saves/moe/full/sft \\
-    --overwrite_cache \\
-    --overwrite_output_dir \\
-    --cutoff_len 3000 \\
-    --preprocessing_num_workers 16 \\
-    --per_device_train_batch_size 1 \\
-    --per_device_eval_batch_size 1 \\
-    --gradient_accumulation_steps 2 \\
-    --lr_scheduler_type cosine \\
-    --logging_steps 10 \\
-    --warmup_steps 20 \\
-    --save_steps 1000 \\
-    --learning_rate 5e-5 \\
-    --num_train_epochs 1.0 \\
-    --ddp_timeout 180000000 \\
-    --plot_loss \\
-    --fp16 \\
-    --save_total_limit 1
-"""
-"""As in hiyouga/LLaMA-Factory#3147: all GPUs at 100 %, and no step is ever done."""
-
-ZERO3 = {"train_batch_size": "auto", "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
-
-
-def imported(path: Path, text: str) -> Imported:
-    path.write_text(text)
-    return convert(read(str(path)))
-
-
-def values(made: Imported) -> dict[str, Any]:
-    return {name: value for name, (value, _) in made.settings.items()}
-
-
-def test_the_script_that_hangs_at_its_start_has_three_contradictions(tmp_path: Path) -> None:
-    made = imported(tmp_path / "train.sh", GRPO_72B)
-    causes = [finding.cause for finding in made.findings]
-    assert [finding.code for finding in made.findings] == ["SF720"] * 3
-    assert "vllm_max_model_len=2048 holds no prompt" in causes[0]
-    assert "MAX_PIXELS=640000" in causes[0]
-    assert "the model has about 144 GB" in causes[1]
-    assert "ZeRO-3 gathers the whole model, about 144 GB" in causes[2]
-    assert values(made)["method"] == "grpo"
-    assert values(made)["nproc_per_node"] == 8
-    assert values(made)["deepspeed"] == "zero3_offload"
-    assert values(made)["learning_rate"] == 1e-6
-    assert [item["func"] for item in values(made)["reward_funcs"]] == ["math_verify", "regex"]
-    assert any(what.startswith("eval_steps = 1000") for what in made.left_out)
-    assert made.unknown == []
-    assert made.variables == {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
-    assert made.settings["max_pixels"] == (640000, "MAX_PIXELS")
-    assert "vllm_max_model_len = 2048" in made.left_out, "the run asks for what it needs"
-    assert values(made)["vllm_args"] == ["--gpu-memory-utilization=0.3"]
-    (tmp_path / "run.yaml").write_text(made.as_yaml())
-    run = load_config(tmp_path / "run.yaml", ["deepspeed=null"]).run
-    assert (run.method, run.num_generations, run.temperature, run.max_completion_length) == ("grpo", 4, 1.1, 2048)
-
-
-def test_a_mixture_of_experts_with_zero_3_becomes_a_run(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(ZERO3))
-    made = imported(tmp_path / "train.sh", MIXTRAL_ZERO3)
-    (tmp_path / "run.yaml").write_text(made.as_yaml())
-    run = load_config(tmp_path / "run.yaml").run
-    assert (run.zero_stage, run.nproc_per_node, run.offload) == (3, 8, "cpu")
-    assert (run.max_length, run.target_modules, run.lora_alpha) == (4096, ["q_proj", "v_proj"], 16)
-    assert (run.num_train_epochs, run.learning_rate, run.gradient_checkpointing) == (1.0, 5e-5, True)
-    assert run.output_dir == str(tmp_path / "output")
-    experts, fp16 = made.findings
-    assert "ZeRO-3 gathers each expert" in experts.cause
-    assert "fp16" in fp16.cause
-    assert any(what.startswith("template = mistral") for what in made.left_out)
-    assert any(what.startswith("fp16 = True") for what in made.left_out)
-    assert made.unknown == []
-
-
-def test_experts_that_hang_under_zero_3_are_named_with_the_timeout_that_hides_it(tmp_path: Path) -> None:
-    made = imported(tmp_path / "train.sh", QWEN_MOE_ZERO3)
-    experts, fp16 = made.findings
-    assert [experts.code, fp16.code] == ["SF720", "SF720"]
-    assert "ZeRO-3 gathers each expert" in experts.cause
-    assert "ddp_timeout=180000000 s, 2083 days" in experts.cause
-    assert "fp16" in fp16.cause
-    settings = values(made)
-    assert (settings["model"], settings["dataset"]) == ("Qwen1.5-MoE-A2.7B-Chat", "custom_data")
-    assert (settings["tuning"], settings["nproc_per_node"], settings["max_length"]) == ("full", 8, 3000)
-    assert (settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]) == (1, 2)
-    assert (settings["warmup_steps"], settings["save_total_limit"], settings["logging_steps"]) == (20, 1, 10)
-    assert settings["gradient_checkpointing"] is True, "as LLaMA-Factory does where nothing is said"
-    assert "zero_stage is 3 by its name" in made.left_out["deepspeed = ../deepspeed/ds_z3_config.json"]
-    assert made.unknown == []
-    (tmp_path / "run.yaml").write_text(made.as_yaml())
-    run = load_config(tmp_path / "run.yaml").run
-    assert (run.zero_stage, run.expert_parallel_size, run.tuning) == (3, 1, "full")
-
-
-@pytest.mark.parametrize(
-    ("command", "hangs"),
-    [
-        ("swift sft --model Qwen/Qwen3-30B-A3B --dataset a --deepspeed zero3_offload", True),
-        ("swift sft --model Qwen/Qwen3-30B-A3B --dataset a --deepspeed zero2", False),
-        ("swift sft --model Qwen/Qwen3-32B --dataset a --deepspeed zero3", False),
-        ("trl sft --model_name_or_path mistralai/Mixtral-8x7B-v0.1 --dataset_name d --deepspeed stage3.json", True),
-    ],
-)
-def test_it_takes_both_experts_and_zero_3(tmp_path: Path, command: str, hangs: bool) -> None:
-    made = imported(tmp_path / "a.sh", command)
-    assert any("gathers each expert" in finding.cause for finding in made.findings) == hangs
-
+from tests.importing.made import SWIFT, SWIFT_GRPO, TRL_GRPO, ZERO3, imported, of_words, values
 
 FILES = {
     "llama-factory": (
@@ -287,26 +108,6 @@ def test_what_says_the_same_is_not_listed(tmp_path: Path) -> None:
     made = imported(tmp_path / "a.sh", command)
     left_out = [what for what in made.left_out if not what.startswith("nproc_per_node")]
     assert (left_out, made.unknown, values(made)["report_to"]) == ([], [], ["wandb"])
-
-
-def test_accelerates_precision_is_the_runs(tmp_path: Path) -> None:
-    command = (
-        "accelerate launch --mixed_precision fp16 --num_processes 2 sft.py --model_name_or_path m --dataset_name d"
-    )
-    made = imported(tmp_path / "a.sh", command)
-    assert [finding.cause for finding in made.findings if "fp16" in finding.cause]
-
-
-def test_sources_of_axolotl_that_say_more_are_listed(tmp_path: Path) -> None:
-    text = (
-        "base_model: m\nadapter: qlora\ndatasets:\n  - {path: a.jsonl, type: alpaca, shards: 4}\n"
-        "  - {path: b.jsonl, type: my.module}\n"
-    )
-    made = imported(tmp_path / "theirs.yaml", text)
-    listed = {what for what in made.left_out if not what.endswith("which was not given")}
-    assert listed == {
-        "adapter = qlora", "shards = 4 of a.jsonl", "type = alpaca of a.jsonl", "type = my.module of b.jsonl",
-    }  # fmt: skip
 
 
 def test_texts_of_several_lines_stay_in_theirs(tmp_path: Path) -> None:
@@ -407,15 +208,6 @@ def test_towers_of_other_programs_are_adapted_or_trained(tmp_path: Path) -> None
         found = values(imported(tmp_path / "train.sh", command.format(tuning=tuning, frozen=frozen)))
         assert found.get("target_modules") == targets
         assert found.get("freeze_vision_tower") == freezes
-
-
-SWIFT = "swift sft --model m --dataset d "
-SWIFT_GRPO = "swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy"
-TRL_GRPO = "trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward --use_vllm true"
-
-
-def of_words(words: str) -> Imported:
-    return convert(read(shlex.split(words)))
 
 
 @pytest.mark.parametrize(
@@ -635,75 +427,6 @@ def test_what_trains_no_language_model_is_not_made_to(words: str) -> None:
         of_words(f"{SWIFT} {words}")
 
 
-def test_what_is_odd_is_said_of_runs_that_cannot_be_made_too() -> None:
-    words = f"NNODES=2 {SWIFT_GRPO} --use_vllm true --vllm_max_model_len 4096 --max_length 4096"
-    with pytest.raises(ConfigError, match=r"nnodes=2[\s\S]*SF720[\s\S]*vllm_max_model_len=4096 holds no prompt"):
-        of_words(f"{words} --max_completion_length 4096")
-
-
-@pytest.mark.parametrize(("window", "is_odd"), [(14336, False), (14335, True)])
-def test_a_window_that_fits_exactly_is_not_odd(window: int, is_odd: bool) -> None:
-    words = f"{SWIFT_GRPO} --use_vllm true --max_length 12288 --max_completion_length 2048"
-    assert bool(of_words(f"{words} --vllm_max_model_len {window}").findings) is is_odd
-
-
-@pytest.mark.parametrize(("model", "said"), [("Qwen2.5-1.5B", ""), ("Qwen2.5-72B", "Hand over the adapter alone.")])
-def test_a_gathered_model_is_odd_where_it_is_large(model: str, said: str) -> None:
-    words = f"accelerate launch --zero_stage 3 grpo.py --model_name_or_path {model} --dataset_name d"
-    found = of_words(f"{words} --reward_funcs accuracy_reward --use_vllm true").findings
-    assert [finding.fix for finding in found if "ZeRO-3" in finding.cause] == ([said] if said else [])
-
-
-@pytest.mark.parametrize("words", ["--torch_dtype float16", "--fp16 true", "--mixed_precision fp16"])
-def test_half_precision_is_odd_however_it_is_asked_for(words: str) -> None:
-    assert ["overflows" in finding.cause for finding in of_words(f"{SWIFT} {words}").findings] == [True]
-
-
-def test_segments_beside_an_engine_that_sleeps_are_odd() -> None:
-    words = f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True {SWIFT_GRPO} --use_vllm true --sleep_level 1"
-    assert ["vllm#11743" in finding.cause for finding in of_words(words).findings] == [True]
-
-
-def test_a_file_that_the_script_writes_is_read(tmp_path: Path) -> None:
-    script = (
-        "cat > train.yaml <<'END'\nmodel_name_or_path: m\ndataset: d\ncutoff_len: 99\nlora_rank: $RANK\nEND\n"
-        "docker run -e NPROC_PER_NODE=2 --env=NCCL_DEBUG=INFO image bash -c 'llamafactory-cli train ./train.yaml'\n"
-    )
-    made = imported(tmp_path / "run.sh", script)
-    assert (values(made)["max_length"], values(made)["nproc_per_node"]) == (99, 2)
-    assert made.variables == {"NCCL_DEBUG": "INFO"}
-    assert "lora_rank" not in made.settings
-    assert "lora_rank = $RANK" in made.left_out
-    made = imported(tmp_path / "b.sh", 'ssh node1 "NPROC_PER_NODE=2 swift sft --model m --dataset d"')
-    assert values(made)["nproc_per_node"] == 2
-
-
-def test_grpo_of_axolotl(tmp_path: Path) -> None:
-    text = (
-        "base_model: m\nadapter: lora\nrl: grpo\ndatasets:\n- path: d\n  type: chat_template\ntrl:\n  beta: 0.01\n"
-        "  num_generations: 4\n  max_completion_length: 99\n  reward_funcs: [mine.reward]\n  use_vllm: true\n"
-        "  vllm_server_host: 10.0.0.2\nvllm:\n  port: 8000\n"
-    )
-    made = imported(tmp_path / "grpo.yml", text)
-    wanted = {"method": "grpo", "beta": 0.01, "num_generations": 4, "max_completion_length": 99,
-              "vllm_server": "http://10.0.0.2:8000"}  # fmt: skip
-    assert {name: values(made)[name] for name in wanted} == wanted
-    assert made.unknown == []
-    assert "reward_funcs = mine.reward" in made.left_out
-
-
-def test_epochs_of_axolotl_are_told_in_steps_and_shares(tmp_path: Path) -> None:
-    text = (
-        "base_model: m\ndatasets:\n- path: d\n  type: chat_template\nval_set_size: 0.1\nevals_per_epoch: 4\n"
-        "saves_per_epoch: 4\ncosine_min_lr_ratio: 0.1\nlora_modules_to_save: [embed_tokens]\n"
-    )
-    made = imported(tmp_path / "a.yml", text)
-    assert {"evals_per_epoch = 4", "saves_per_epoch = 4"} <= made.left_out.keys()
-    assert "save_steps, which was not given" not in made.left_out
-    assert values(made)["min_lr_ratio"] == 0.1
-    assert made.unknown == []
-
-
 def test_values_that_make_no_run_are_left_out_with_their_reason() -> None:
     made = of_words(f"{SWIFT} --save_steps 0.1 --val_size 100")
     (save,) = [why for what, why in made.left_out.items() if what == "save_steps = 0.1"]
@@ -712,23 +435,6 @@ def test_values_that_make_no_run_are_left_out_with_their_reason() -> None:
     assert any(what.startswith("val_size = 100") for what in made.left_out)
     with pytest.raises(ConfigError, match="tuning"):
         of_words(f"{SWIFT} --train_type longlora")
-
-
-def test_a_file_that_a_command_names_is_read(tmp_path: Path) -> None:
-    (tmp_path / "t.yaml").write_text("model: m\ndataset: d\nlearning_rate: 3e-5\n")
-    made = imported(tmp_path / "run.sh", "swift sft --config t.yaml --num_train_epochs 2\n")
-    assert made.program == "ms-swift"
-    assert {name: made.settings[name][0] for name in ("model", "dataset", "learning_rate", "num_train_epochs")} == {
-        "model": "m", "dataset": ["d"], "learning_rate": 3e-5, "num_train_epochs": 2,
-    }  # fmt: skip
-
-
-def test_other_commands_of_a_script_are_named(tmp_path: Path) -> None:
-    script = "swift rollout --model m &\nswift sft --model m --dataset d\nswift sft --model other --dataset d\n"
-    made = imported(tmp_path / "run.sh", script)
-    assert made.settings["model"][0] == "m"
-    others = [what for what, why in made.left_out.items() if why.startswith("another command")]
-    assert others == ["swift rollout --model m", "swift sft --model other --dataset d"]
 
 
 def test_secrets_are_not_repeated() -> None:
@@ -747,30 +453,6 @@ def test_settings_of_an_engine_that_is_not_started_are_listed() -> None:
 def test_json_that_is_none_is_refused(words: str) -> None:
     with pytest.raises(ConfigError, match="and not a mapping in JSON"):
         of_words(f"{SWIFT} {words}")
-
-
-def test_a_shell_script_is_read_as_a_shell_reads_it(tmp_path: Path) -> None:
-    script = """
-    MODEL=${MODEL:-Qwen/Qwen3-0.6B}
-    LR=4e-5
-    cat > notes <<EOF
-    it's a text
-    swift sft --model other --dataset d
-    EOF
-    NPROC_PER_NODE=${GPUS:-8}
-    export NPROC_PER_NODE WANDB_API_KEY=abc123 TOKENIZERS_PARALLELISM=false # two
-    FREE= MORE=""
-    MAX_PIXELS=64000 USE_FLUX=1 swift sft --model $MODEL --dataset swift/self-cognition#500 \\
-        --learning_rate ${LR:-1e-4} --lora_rank 64 --output_dir out $MORE < /dev/null &>train.log; echo done
-    """
-    made = imported(tmp_path / "a.sh", script)
-    known = {"model": "Qwen/Qwen3-0.6B", "learning_rate": 4e-5, "lora_rank": 64, "output_dir": "out",
-             "nproc_per_node": 8, "max_pixels": 64000,
-             "dataset": [{"path": "swift/self-cognition", "split": "[:500]"}]}  # fmt: skip
-    assert {name: values(made)[name] for name in known} == known
-    assert made.variables == {"WANDB_API_KEY": "(not shown)", "TOKENIZERS_PARALLELISM": "false"}
-    assert made.unknown == ["the variable USE_FLUX"]
-    assert "abc123" not in made.as_yaml()
 
 
 def test_what_keeps_everything_keeps_everything(tmp_path: Path) -> None:
@@ -811,27 +493,6 @@ def test_odd_numbers_are_refused_or_left_out_with_their_reason(words: str, said:
     assert any(said in line for line in told.splitlines() if line.startswith("#")), told
 
 
-def test_what_a_script_does_not_say_is_listed_and_numbers_are_left_out(tmp_path: Path) -> None:
-    script = (
-        'NNODES=$WORLD_SIZE CUDA_VISIBLE_DEVICES=0,1 swift sft --model $1 --dataset a.jsonl --learning_rate 3e-4 "$@" '
-        "--max_steps $STEPS --output_dir out/$(date +%F) --seed 7\n"
-    )
-    made = imported(tmp_path / "a.sh", script)
-    found = values(made)
-    assert (found["model"], found["output_dir"]) == ("$1", "out/$(date +%F)")
-    assert (found["learning_rate"], found["seed"], found.get("max_steps"), found.get("nnodes")) == (3e-4, 7, None, None)
-    assert {"$@", "model = $1", "max_steps = $STEPS", "output_dir = out/$(date +%F)", "NNODES = $WORLD_SIZE"} <= (
-        made.left_out.keys()
-    )
-
-
-def test_what_a_branch_sets_is_to_be_looked_at(tmp_path: Path) -> None:
-    script = "LR=1e-4\nif [ $DEBUG ]; then\n LR=1\nfi\nswift sft --model m --dataset a.jsonl --learning_rate $LR\n"
-    made = imported(tmp_path / "a.sh", script)
-    assert values(made)["learning_rate"] == 1e-4
-    assert "$LR = 1e-4" in made.left_out
-
-
 def test_secrets_are_not_copied() -> None:
     made = of_words(f"{SWIFT} --hub_token hf_abc --swanlab_api_key 123 --eos_token x")
     launched = of_words("accelerate launch --wandb_api_key hf_abc sft.py --model_name_or_path m --dataset_name d")
@@ -840,60 +501,31 @@ def test_secrets_are_not_copied() -> None:
     assert {"hub_token = (not shown)", "eos_token = x"} <= {*made.unknown, *made.left_out}
 
 
-def test_schedules_and_empty_keys_of_axolotl(tmp_path: Path) -> None:
-    text = (
-        "base_model: m\ndatasets:\n  - {path: a.jsonl, type: alpaca}\nlr_scheduler: constant_with_warmup\ndebug:\n"
-        "lora_r:\nspecial_tokens: {eos_token: </s>}\nadapter: lora\nlora_target_modules: 'layers.[0-9]+.q_proj'\n"
-    )
-    made = imported(tmp_path / "a.yaml", text)
-    assert values(made)["lr_scheduler_type"] == "constant"
-    assert made.unknown == []
-    assert "lora_target_modules = layers.[0-9]+.q_proj" in made.left_out
-    assert "special_tokens = {'eos_token': '</s>'}" in made.left_out
-
-
-def test_the_launchers_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "z3.yaml").write_text(
-        "num_processes: 8\nnum_machines: 2\nmixed_precision: bf16\nmain_process_ip: 10.0.0.9\nmachine_rank: 0\n"
-        "deepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu, gradient_accumulation_steps: auto}\n"
-    )
-    (tmp_path / "scripts").mkdir()
-    monkeypatch.chdir(tmp_path)  # where scripts in a folder of their own are started
-    script = "accelerate launch --config_file configs/z3.yaml sft.py --model_name_or_path m --dataset_name d\n"
-    made = imported(tmp_path / "scripts" / "run.sh", script)
-    found = values(made)
-    wanted = {
-        "nproc_per_node": 4, "nnodes": 2, "zero_stage": 3, "offload": "cpu", "dtype": "bfloat16",
-        "rdzv_endpoint": "10.0.0.9:29500",
-    }  # fmt: skip
-    assert {name: found.get(name) for name in wanted} == wanted
-    assert not [what for what in made.left_out if "config_file" in what]
-    for options, ranks in (("--num_processes 16", (8, 2)), ("--num_machines 4", (2, 4)), ("--num_machines 1", (8, 1))):
-        told = script.replace("launch", f"launch {options}")
-        found = values(imported(tmp_path / "scripts" / "run.sh", told))
-        assert (found["nproc_per_node"], found["nnodes"]) == ranks
-    told = script.replace("launch", "launch --zero_stage 2")
-    assert values(imported(tmp_path / "scripts" / "run.sh", told))["zero_stage"] == 2, "options win over the file"
-    (tmp_path / "configs" / "z3.yaml").write_text("deepspeed_config: z3.json\n")
-    with pytest.raises(ConfigError, match="and not settings by name"):
-        imported(tmp_path / "scripts" / "run.sh", script)
-    (tmp_path / "configs" / "z3.yaml").write_text("- 1\n")
-    with pytest.raises(ConfigError, match="holds no settings"):
-        imported(tmp_path / "scripts" / "run.sh", script)
-    options = "accelerate launch --config_file configs/z3.yaml src/train.py --learning_rate 1\n"
-    with pytest.raises(ConfigError, match="no command of a program"):  # a script of another program
-        imported(tmp_path / "scripts" / "run.sh", options)
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ({"bf16": {"enabled": True}, "train_batch_size": 16}, True),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, True),
+        ({"train_batch_size": 16, "output": 3}, False),
+        ({}, False),
+    ],
+)
+def test_deepspeed_files_are_known_by_their_names(tmp_path: Path, text: dict[str, Any], is_one: bool) -> None:
+    if is_one:
+        assert imported(tmp_path / "ds.json", json.dumps(text)).program == "DeepSpeed"
+    else:
+        with pytest.raises(ConfigError, match=r"of no program that is known"):
+            imported(tmp_path / "ds.json", json.dumps(text))
 
 
 @pytest.mark.parametrize(
-    "script",
+    ("name", "text", "said"),
     [
-        "docker run --gpus all image bash -c 'export NPROC_PER_NODE=2; swift sft --model m --dataset rows.jsonl'",
-        'srun --ntasks 1 bash -lc "NPROC_PER_NODE=2 swift sft --model m --dataset rows.jsonl > log 2>&1"',
+        ("ds.json", '{"zero_optimization": "x"}', "expected a DeepSpeed config"),
+        ("run.yaml", "finetuning_type: lora\nmodel_name_or_path: &a [*a]\n", "an alias stands inside"),
+        ("run.yaml", "model_name_or_path: a/b\nfinetuning_type: oft\ndataset: c\n", r"\(finetuning_type, run.yaml:2\)"),
     ],
 )
-def test_what_another_shell_is_given_is_read(script: str, tmp_path: Path) -> None:
-    made = imported(tmp_path / "train.sh", script)
-    assert (made.program, values(made)["nproc_per_node"], values(made)["model"]) == ("ms-swift", 2, "m")
-    assert values(convert(read(shlex.split(script))))["nproc_per_node"] == 2
+def test_files_that_make_no_run_say_where(tmp_path: Path, name: str, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        imported(tmp_path / name, text)

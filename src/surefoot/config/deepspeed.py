@@ -45,6 +45,8 @@ NOT_NOTHING = ("optimizer.params.adam_w_mode", "optimizer.params.bias_correction
 """On unless they are switched off."""
 OFFLOADS = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
 
+PARTS = ("bf16", "fp16", "optimizer", "scheduler", "zero_optimization")
+"""Of a config, that hold settings of their own."""
 CHANGES_TRAINING = re.compile(r"(optimizer|scheduler|fp16|bf16|amp|zero_optimization\.offload_\w+\.device)\b")
 """Entries without counterpart that would change the numbers of a run, or whether it fits; not just how fast it is."""
 
@@ -63,7 +65,7 @@ def read_deepspeed(value: Any, base: Path, place: str) -> tuple[list[tuple[str, 
         config = _read(Path(base, Path(value).expanduser()), place)
     else:
         config, source = value, place
-    if not isinstance(config, Mapping) or not all(isinstance(config.get(p, {}), Mapping) for p in ("bf16", "fp16")):
+    if not isinstance(config, Mapping) or not all(isinstance(config.get(part, {}), Mapping) for part in PARTS):
         raise ConfigError(f"deepspeed: expected a DeepSpeed config, found {config!r:.60} ({source}).")
     entries = dict(_flat(config))
     _check_batch_sizes(entries, source)

@@ -98,11 +98,13 @@ def convert(told: Told) -> Imported:
     _note_what_was_not_said(draft)
     _choose_what_is_trained(draft)
     _leave_out_dropout_of_experts(draft)
+    _note_routers(draft)
     _leave_out_evaluation(draft)
     _look_into_deepspeed(draft)
     _name_where_machines_meet(draft)
     draft.ours.setdefault("output_dir", ("run", "nothing was said"))
-    findings = list(find_odd(told, is_zero3=_is_zero3(draft)))
+    is_fp16 = any(": fp16.enabled" in name for name in draft.left_out)
+    findings = list(find_odd(told, is_zero3=_is_zero3(draft), is_fp16=is_fp16))
     try:
         draft.left_out |= drop_what_is_refused(told, draft.ours)
     except ConfigError as error:  # what is odd about it is worth knowing all the more
@@ -331,6 +333,17 @@ def _train_the_tower_alone(draft: _Draft, name: str, *, is_full: bool, trains_to
             "target_modules: [vision]."
         )
     draft.ours["target_modules"] = (["vision"], f"{name} of {where}")
+
+
+def _note_routers(draft: _Draft) -> None:
+    """All linear layers of a Mixture-of-Experts are not the same ones there."""
+    name = str(draft.value("model", ""))
+    targets = listed(draft.value("target_modules", ""))
+    if draft.value("tuning") == "lora" and MOE_NAME.search(name) and "all" in targets and "router" not in targets:
+        draft.left_out["routers, among all linear layers"] = (
+            "with transformers 4, where they are linear layers, theirs adapts them, too; for that write "
+            "target_modules: [all, router]"
+        )
 
 
 def _leave_out_dropout_of_experts(draft: _Draft) -> None:

@@ -23,6 +23,8 @@ LOSS_SCALES: dict[str, dict[str, Any]] = {
 """What ms-swift calls which turns are trained."""
 GROUPS = {"all-linear": "all", "all-router": "router"}
 """ms-swift's groups of modules; PEFT has the first."""
+FASTER_LOSSES = ("LigerPlugin", "CutCrossEntropyPlugin")
+"""Plugins of axolotl that change no number."""
 PATTERN = re.compile(r"[\\\[\](|^$*+]")
 """What a regular expression has, and names of modules have not."""
 
@@ -53,7 +55,9 @@ def _of_axolotl(told: Told, name: str, value: Any) -> Mapped:
         if isinstance(each, int) and isinstance(total, int) and each > 0 and total % each == 0:
             return {"gradient_accumulation_steps": total // each}
     if name == "adapter":
-        return {"tuning": "lora"} if value in ("lora", "qlora") else {"tuning": "full"}
+        return {"tuning": "lora" if value == "qlora" else value or "full"}
+    if name == "plugins" and isinstance(value, list):  # which loss is computed how, and it is the same loss
+        return {} if all(any(known in str(one) for known in FASTER_LOSSES) for one in value) else None
     if name == "cosine_min_lr_ratio":
         return {"min_lr_ratio": value}
     if name == "lora_target_linear":

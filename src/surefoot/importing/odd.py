@@ -17,10 +17,10 @@ MOE_NAME = re.compile(r"(?i)moe|mixtral|\dB-A\d")
 DAY_S = 86_400
 
 
-def find_odd(told: Told, *, is_zero3: bool) -> Iterator[Finding]:
+def find_odd(told: Told, *, is_zero3: bool, is_fp16: bool = False) -> Iterator[Finding]:
     """Settings that work against each other, whatever program they are of.
 
-    `is_zero3`: what its DeepSpeed config asks for.
+    `is_zero3`, `is_fp16`: what its DeepSpeed config asks for.
     """
     said = {name: number_of(value) for name, value in told.settings.items()}
     uses_vllm = said.get("use_vllm") is True
@@ -75,10 +75,14 @@ def find_odd(told: Told, *, is_zero3: bool) -> Iterator[Finding]:
             allocator=allocator,
         )
     halves = ("torch_dtype", "dtype", "mixed_precision", "bnb_4bit_compute_dtype")
-    if said.get("fp16") is True or any(said.get(name) in ("float16", "fp16", "half") for name in halves):
+    asked = [f"{name}: {said[name]}" for name in halves if said.get(name) in ("float16", "fp16", "half")]
+    asked += ["fp16: true"] if said.get("fp16") is True else []
+    asked += ["fp16.enabled of its DeepSpeed config"] if is_fp16 else []
+    if asked:
         yield _finding(
-            "fp16 with a model that was trained in bfloat16 overflows: its activations reach beyond 65504",
+            "fp16 overflows where a model was trained in bfloat16, as most are now: its activations reach beyond 65504",
             "Set bf16: true.",
+            asked=asked,
         )
 
 

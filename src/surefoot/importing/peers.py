@@ -81,20 +81,20 @@ UNSAID: dict[str, dict[str, str]] = {
 """Program -> setting of ours -> what is to be known where it was not given."""
 
 SAME_HERE = frozenset(
-    "do_train do_eval overwrite_cache plot_loss trust_remote_code use_fast_tokenizer ddp_timeout remove_unused_columns "
+    "do_train do_eval overwrite_cache plot_loss use_fast_tokenizer ddp_timeout remove_unused_columns "
     "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor per_device_eval_batch_size "
     "flash_attn attn_impl attn_implementation "
     "flash_attention use_liger_kernel enable_liger_kernel ddp_find_unused_parameters "
     "lazy_tokenize use_hf logging_dir logging_first_step include_num_input_tokens_seen include_tokens_per_second "
-    "eval_on_start metric_for_best_model gradient_checkpointing_kwargs use_reentrant "
+    "eval_on_start gradient_checkpointing_kwargs use_reentrant "
     "load_from_cache_file tokenizer_type model_type_hf val_batch_size strict_packing eval_sample_packing "
-    "pad_to_sequence_len dataset_prepared_path xformers_attention wandb_project wandb_entity wandb_name wandb_run_id "
-    "wandb_log_model hub_model_id ddp_backend log_level disable_tqdm "
-    "low_cpu_mem_usage local_rank group_by_length "
-    "padding_free plugins liger_rope liger_rms_norm liger_glu_activation liger_fused_linear_cross_entropy tf32 "
+    "pad_to_sequence_len dataset_prepared_path xformers_attention "
+    "ddp_backend log_level disable_tqdm "
+    "low_cpu_mem_usage local_rank "
+    "padding_free liger_rope liger_rms_norm liger_glu_activation liger_fused_linear_cross_entropy tf32 "
     "attention "
-    "attn hub_strategy strict pad_to_multiple_of loss_watchdog_threshold loss_watchdog_patience "
-    "log_completions strategy flash_attn_2 gradient_checkpointing_use_reentrant do_predict".split()
+    "attn strict pad_to_multiple_of "
+    "log_completions strategy flash_attn_2 gradient_checkpointing_use_reentrant ".split()
 )
 """Tell how, not what: here it is done some way of its own, or always."""
 
@@ -206,6 +206,20 @@ WITHOUT: dict[str, str] = {
     "vit_gradient_checkpointing": "a frozen tower keeps no activations; gradient_checkpointing is of the decoder",
     "loss_scale": "the loss weighs all trained tokens alike: train_on says which are trained",
     "dataset_prompt_column": "name the column: columns: {prompt: NAME}",
+    "trust_remote_code": "code that comes with a model is never run: the model must be one that transformers knows",
+    "group_by_length": "rows come in an order drawn from the seed; packing leaves no room empty",
+    **dict.fromkeys(
+        ("wandb_project", "wandb_entity", "wandb_name", "wandb_run_id", "wandb_log_model"),
+        "report_to: [wandb] takes it from wandb's own variables (WANDB_PROJECT, WANDB_ENTITY, WANDB_NAME)",
+    ),
+    **dict.fromkeys(("hub_model_id", "hub_strategy"), "nothing is sent to the hub"),
+    "plugins": "what a plugin of axolotl does is not done here",
+    **dict.fromkeys(
+        ("loss_watchdog_threshold", "loss_watchdog_patience"),
+        "a loss that jumps or is no number is a finding (SF2..) by its own course, and no threshold is set",
+    ),
+    "do_predict": "nothing is predicted after training: `surefoot chat` tries what was trained",
+    "metric_for_best_model": "no best checkpoint is chosen: save_total_limit keeps the newest",
 }
 """Their setting -> why it is left out, where it may change the run."""
 

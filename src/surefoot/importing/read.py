@@ -47,6 +47,14 @@ MODULES = {
     "llamafactory.launcher": ("LLaMA-Factory", "sft"),
 }
 """What `python -m` and `accelerate launch -m` are given -> (program, method)."""
+OF_DEEPSPEED = frozenset(
+    "activation_checkpointing aio amp autotuning bf16 checkpoint comms_logger communication_data_type compression "
+    "csv_monitor data_efficiency data_types dump_state elasticity flops_profiler fp16 fp32_allreduce "
+    "gradient_accumulation_steps gradient_clipping gradient_predivide_factor optimizer prescale_gradients scheduler "
+    "seed sparse_gradients steps_per_print tensorboard train_batch_size train_micro_batch_size_per_gpu "
+    "wall_clock_breakdown wandb zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization".split()
+)
+"""Names at the top of a DeepSpeed JSON. Source: https://www.deepspeed.ai/docs/config-json/"""
 KNOWN = "an ms-swift, LLaMA-Factory, TRL or axolotl command line or YAML, or a DeepSpeed JSON"
 
 
@@ -103,6 +111,8 @@ def _read_mapping(path: Path, text: str, program: str | None) -> Told:
         raise ConfigError(f"{path}: is no {path.suffix[1:].upper()}: {error}") from error
     if not isinstance(said, dict) or not all(isinstance(key, str) for key in said):
         raise ConfigError(f"{path}: holds no settings by name. Give {KNOWN}.")
+    if _holds_itself(said):
+        raise ConfigError(f"{path}: an alias stands inside what it stands for. Write the value out.")
     program = program or _program_of(said)
     if program is None:
         raise ConfigError(f"{path}: settings of no program that is known: {', '.join(list(said)[:8])}. Give {KNOWN}.")
@@ -117,9 +127,29 @@ def _read_mapping(path: Path, text: str, program: str | None) -> Told:
     return Told(program, dict(said), places, base=path.resolve().parent, method=_method(program, said))
 
 
+def _holds_itself(said: dict[str, Any]) -> bool:
+    """Whether a value of YAML, whose aliases are one and the same object, is a part of itself."""
+    inside: set[int] = set()
+    seen: set[int] = set()
+
+    def holds(value: Any) -> bool:
+        if not isinstance(value, dict | list) or id(value) in seen:
+            return False
+        if id(value) in inside:
+            return True
+        inside.add(id(value))
+        found = any(holds(part) for part in (value.values() if isinstance(value, dict) else value))
+        inside.discard(id(value))
+        seen.add(id(value))
+        return found
+
+    return holds(said)
+
+
 def _program_of(said: Mapping[str, Any]) -> str | None:
     names = said.keys()
-    if names & {"zero_optimization", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer"}:
+    is_deepspeed = names <= OF_DEEPSPEED and any(isinstance(value, dict) for value in said.values())
+    if names & {"zero_optimization", "train_micro_batch_size_per_gpu"} or (names and is_deepspeed):
         return "DeepSpeed"
     if "base_model" in names:
         return "axolotl"
@@ -249,6 +279,8 @@ def _read_command(
         told = Told(program, settings, dict.fromkeys(settings, place), environment, base, launcher=launcher.others)
         told.method = _method(program, settings, method) if method in ("sft", "rlhf") else method
     told.unset, told.notes, told.meeting = frozenset(unset), notes, launcher.meeting
+    if isinstance(hostfile := launcher.others.get("hostfile"), str):
+        _of_hostfile(told, hostfile)
     config_file = launcher.others.get("config_file")
     if "accelerate" in [Path(word).name for word in words[:begin]]:
         if isinstance(config_file, str):
@@ -307,6 +339,23 @@ def _clean(value: Any) -> Any:
 def found_at(base: Path, name: str) -> Path:
     """A file that a run names: beside what names it, else where the program is started, as many are from their root."""
     return next((folder / name for folder in (base, Path.cwd()) if (folder / name).exists()), base / name)
+
+
+def _of_hostfile(told: Told, name: str) -> None:
+    """Machines and their GPUs of deepspeed's `NAME slots=8`, a line each, where a script says nothing else of them."""
+    path = found_at(told.base, name)
+    try:
+        lines = [line.partition("#")[0] for line in path.read_text("utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError):
+        told.notes[f"hostfile = {name}"] = f"the file is not at {told.base}: set nnodes and nproc_per_node as it says"
+        return
+    finally:
+        told.launcher.pop("hostfile", None)
+    slots = [int(found[1]) for line in lines if (found := re.search(r"\bslots\s*=\s*(\d+)", line))]
+    if slots:
+        counts = {"nnodes": len(slots), "nproc_per_node": min(slots)}
+        told.places |= dict.fromkeys(counts.keys() - told.settings.keys(), path.name)
+        told.settings = {**counts, **told.settings}
 
 
 def _of_accelerate(told: Told, name: str) -> None:

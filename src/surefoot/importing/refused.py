@@ -39,18 +39,28 @@ def drop_what_is_refused(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[s
             name for name in asked if str(after[name]) != str(found) and re.search(rf"\b{name}\b", str(found))
         ]
         if not helps:
-            raise found
+            raise _at_its_place(found, told, ours)
         value, origin = ours[helps[-1]]
         if isinstance(value, str) and not re.search(
             "str|Literal|bool", str(RunConfig.model_fields[helps[-1]].annotation)
         ):
-            raise found  # no number: that program would not take it either
+            raise _at_its_place(found, told, ours)  # no number: that program would not take it either
         del ours[helps[-1]]
         said = str(found).splitlines()
         why = next((line for line in said if f"{helps[-1]}=" in line), said[0])
         theirs = helps[-1] if origin.startswith("default of") else origin.partition(" of ")[0]
         left[f"{theirs} = {value}"] = why.replace(" (argument)", "")
     return left
+
+
+def _at_its_place(error: ConfigError, told: Told, ours: dict[str, tuple[Any, str]]) -> ConfigError:
+    """The same, with the line that says it there."""
+    for name, (_, origin) in ours.items():
+        if f"{name}=" in str(error) and not origin.startswith("default of"):
+            said, _, _ = origin.partition(" of ")
+            where = told.places.get(said, told.program)
+            return ConfigError(str(error).replace("(argument)", f"({said}, {where})"))
+    return error
 
 
 def _check(told: Told, values: dict[str, Any]) -> None:
