@@ -57,7 +57,7 @@ def test_what_lies_at_rest_is_what_the_ledger_of_a_run_counts(
     (counted,) = (entry.values for entry in read_history(run).entries if entry.kind == "memory")
     owners = told(settings).phases["save"].host
     assert owners.get("frozen weights", 0) == pytest.approx(counted["frozen"], rel=0.01, abs=4096)
-    assert owners["trained weights"] == counted["trained"]
+    assert owners["trained weights" if "tuning" in more else "LoRA weights"] == counted["trained"]
     assert owners["optimizer"] == pytest.approx(counted["optimizer"], rel=0.01, abs=4096)
 
 
@@ -80,7 +80,8 @@ def test_what_each_of_two_ranks_holds_is_what_their_ledgers_count(
     counted = [entry.values for entry in read_history(run).entries if entry.kind == "memory"]
     assert len(counted) == 2
     owners = told(settings).phases["save"].host
-    for name, field in (("frozen weights", "frozen"), ("trained weights", "trained"), ("optimizer", "optimizer")):
+    trained = "trained weights" if more.get("tuning") == "full" else "LoRA weights"
+    for name, field in (("frozen weights", "frozen"), (trained, "trained"), ("optimizer", "optimizer")):
         most = max(values[field] for values in counted)
         assert owners.get(name, 0) == pytest.approx(most, rel=0.02, abs=8192), name
 
@@ -313,7 +314,8 @@ def test_heads_that_do_not_divide_are_named_where_transformers_lets_them_pass(tm
         ({}, ["device=h200", "max_length=100000000"], "plans are made for up to"),
         ({}, ["device=h200", "expert_parallel_size=2", "nproc_per_node=2"], "does not divide the 0 experts"),
         ({}, ["device=h200", "dp_replicate_size=3"], "dp_replicate_size=3 does not divide the 1 ranks"),
-        ({"num_key_value_heads": 3}, ["device=h200"], "no forecast can be made of this model"),
+        ({"num_key_value_heads": 3}, ["device=h200"], "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        ({"num_hidden_layers": 100000}, ["device=h200"], "num_hidden_layers=100000 is more than plans are made for"),
         ({"hidden_size": "many"}, ["device=h200"], "hidden_size"),
         ({"num_attention_heads": 0}, ["device=h200"], "config.json: num_attention_heads=0 is no size"),
         ({"intermediate_size": 0}, ["device=h200"], "config.json: intermediate_size=0 is no size"),
@@ -393,6 +395,8 @@ def test_a_price_is_in_the_json_too(
     [
         ("qwen2_moe", {"num_experts": None}, "has no num_experts, and without it"),
         ("qwen2_moe", {"moe_intermediate_size": None}, "has no moe_intermediate_size, and without it"),
+        ("qwen2_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok=0, and a token must go to one expert"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": -5}, "shared_expert_intermediate_size=-5 is no size"),
         ("qwen2_moe", {"num_experts_per_tok": 99}, "num_experts_per_tok=99 is more than the 6 experts there are"),
         ("llama", {"num_key_value_heads": 0}, "num_key_value_heads=0 is no size"),
         ("llama", {"head_dim": 0}, "head_dim=0 is no size"),

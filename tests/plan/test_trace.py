@@ -72,7 +72,7 @@ def test_the_peak_is_that_of_real_tensors(
     totals = Totals(real.num_tokens, real.num_trained, float(real.num_trained))
     layers = {one: n for n, layer in enumerate(built.model.get_decoder().layers) for one in layer.parameters()}
     known = [*built.model.parameters(), *built.model.buffers(), real.ids, real.position_ids, real.predict_at]
-    live = _Live(known, layers=layers)
+    live = _Live(known, layers=layers, vocabulary=built.model.config.vocab_size)
     for parameter in built.model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(live.keep_gradient)

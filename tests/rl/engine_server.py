@@ -1,8 +1,9 @@
 """A server with vLLM's endpoints on a real port, whose answers can be wrong: `engine_server.py PORT FAULT`.
 
 Each token is 7 with a logprob that the request's model name does not change, but for a trial. FAULT: none, late, dies,
-error, fewer, other_version, no_logprobs, no_experts, few_experts, odd_experts, other_experts, refuses_adapter, no_json,
-no_sleep, sleepless, no_reload, keeps_cache, trickles, busy_twice, ignores_adapters, or one of ODD.
+error, fewer, fewer_and_stop, late_sync, other_version, no_logprobs, no_experts, few_experts, odd_experts,
+other_experts, refuses_adapter, no_json, no_sleep, sleepless, no_reload, keeps_cache, trickles, busy_twice,
+ignores_adapters, or one of ODD.
 """
 
 import json
@@ -39,6 +40,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/v1/load_lora_adapter" and FAULT == "late_sync":
+            time.sleep(60)
         if self.path == "/v1/load_lora_adapter" and FAULT == "refuses_adapter":
             return self._answer(400, {"error": "no room for adapters"})
         if self.path in ("/wake_up", "/sleep?level=1"):
@@ -66,7 +69,9 @@ class Handler(BaseHTTPRequestHandler):
                 return self._answer(503, {"error": "not now"})
         if FAULT == "no_json":
             return self._answer(200, "a page of a proxy")
-        answer = self._completion(body, body["max_tokens"] - (FAULT == "fewer"))
+        answer = self._completion(body, body["max_tokens"] - FAULT.startswith("fewer"))
+        if FAULT == "fewer_and_stop":
+            answer["choices"][0]["finish_reason"] = "stop"
         if FAULT == "other_version":
             answer["model"] = "policy-0"
         if FAULT == "no_logprobs":

@@ -218,14 +218,22 @@ def test_a_group_in_which_all_hang_is_given_up_after_a_few_deadlines(rewards: Ca
 
 def test_a_function_that_always_hangs_is_not_waited_for_in_each_group(rewards: Callable[..., Rewards]) -> None:
     ours = rewards("hangs_on_bad", timeout_s=0.5)
-    scored = ours.score([asked(["bad"] * 3) for _ in range(8)])
+    scored = ours.score([asked(["bad"] * 3) for _ in range(10)])
     failures = [[of_one[0].failure or "" for of_one in of_group] for of_group in scored]
     assert all("over 0.5 s" in failure for of_group in failures for failure in of_group)
     given_up = [all(failure.startswith("not asked:") for failure in of_group) for of_group in failures]
-    assert given_up == [False] * 2 + [True] * 6
+    assert given_up == [False] * 8 + [True] * 2
+    asked_alone = [any("not asked again" in failure for failure in of_group) for of_group in failures]
+    assert asked_alone == [True] * 2 + [False] * 8
     good, bad = ours.score([asked(["good"] * 2), asked(["bad"] * 2)])  # in the next step it is asked again
     assert values(good) == [[1.0]] * 2
     assert not any((of_one[0].failure or "").startswith("not asked:") for of_one in bad)
+
+
+def test_a_function_that_hangs_at_first_is_asked_on(rewards: Callable[..., Rewards]) -> None:
+    """What a step learns does not depend on which groups a rank has."""
+    scored = rewards("hangs_on_bad", timeout_s=0.5).score([asked(["bad"] * 2)] * 3 + [asked(["good"] * 2)])
+    assert values(scored[-1]) == [[1.0]] * 2
 
 
 def test_a_function_that_hangs_now_and_then_is_asked_on(rewards: Callable[..., Rewards]) -> None:

@@ -136,6 +136,7 @@ def test_an_adapter_is_a_small_part_of_the_model(
         ("dies", "SF801", "the server ended with status 3"),
         ("error", "SF801", "status 500: .*the engine is dead"),
         ("fewer", "SF806", "ended for its length after 4 of 5 tokens"),
+        ("fewer_and_stop", "SF806", "stopped after 4 tokens, at token 7, which ends no answer of training"),
         ("other_version", "SF806", "a completion is of policy-0, but policy-00000000-.* was asked for"),
         ("no_logprobs", "SF806", "5 tokens and 4 logprobs"),
         ("no_json", "SF806", "a page of a proxy"),
@@ -173,6 +174,15 @@ def test_an_adapter_that_the_server_refuses_is_a_finding(
 ) -> None:
     with pytest.raises(StoppedOnFinding, match=r"could not be loaded: .*status 400: .*no room") as stopped:
         engine(serve("refuses_adapter")).publish(0)
+    assert stopped.value.finding.code == "SF801"
+
+
+def test_an_adapter_that_is_loaded_too_slowly_is_a_finding(
+    serve: Callable[..., Server], engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("surefoot.rl.engines.vllm_sync.SYNC_TIMEOUT_S", 1.0)
+    with pytest.raises(StoppedOnFinding, match=r"could not be loaded: .* was not answered in 1 s") as stopped:
+        engine(serve("late_sync")).publish(0)
     assert stopped.value.finding.code == "SF801"
 
 
@@ -237,7 +247,8 @@ def test_experts_of_layers_without_a_router_are_left_out() -> None:
         "routed_experts": as_text(of_all.astype(np.int16)),
     }
     answer = {"model": "policy", "choices": [choice]}
-    made = completion_of(answer, Request([1, 2], (0,)), SAMPLING, "policy", 0, 64, RoutingLayers((1, 3), 4, 5))
+    sampling = replace(SAMPLING, ends=frozenset({7}))
+    made = completion_of(answer, Request([1, 2], (0,)), sampling, "policy", 0, 64, RoutingLayers((1, 3), 4, 5))
     assert made.experts is not None
     assert np.array_equal(from_text(made.experts), of_all[:, [1, 3]])
 

@@ -1,5 +1,6 @@
 """What a plan says of a vision tower is what real tensors take."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from torch._subclasses import FakeTensorMode
 from surefoot.config import DatasetItem, RunConfig
 from surefoot.data.loader import MicroBatch
 from surefoot.data.pixels import Vision
+from surefoot.errors import ModelError
 from surefoot.models.build import build_model, build_without_storage
 from surefoot.models.lora import LoraSettings
 from surefoot.plan.devices import named
 from surefoot.plan.forecast import forecast
+from surefoot.plan.sizes import check_fields
 from surefoot.plan.tower import Pictures, pictures_of, show
 from surefoot.plan.trace import ATTEND, ATTENTION, Trace, _Live, likelihood, shaped_batch, trace_step
 from surefoot.training.sft import SftObjective
@@ -129,3 +132,20 @@ def test_a_forecast_counts_the_tower(kind: str, vision_folder: Folders) -> None:
     assert str(frozen.pictures) == "196 images of 16 tokens"
     assert trained.device_peak[1] > frozen.device_peak[1] + (1 << 20)
     assert trained.phases["step"].device["activations: vision"] > frozen.phases["step"].device["activations: vision"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda config: config.pop("vision_config"), "has no vision_config"),
+        (lambda config: config["vision_config"].update(patch_size=0), "patch_size=0 of vision_config is no size"),
+    ],
+)
+def test_a_tower_that_config_json_does_not_describe(
+    vision_folder: Folders, tmp_path: Path, change: Callable[[dict[str, Any]], Any], said: str
+) -> None:
+    config = json.loads((vision_folder("qwen2_5_vl") / "config.json").read_text())
+    change(config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=said):
+        check_fields(tmp_path)

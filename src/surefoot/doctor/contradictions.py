@@ -249,12 +249,12 @@ def rollout_precision(seen: Seen) -> Check:
             "SF720",
             f"vllm_args say --dtype {asked}, and the model's config.json says bfloat16, whose numbers reach beyond "
             "65504: activations overflow, and completions are not those of what is trained",
-            fix="Leave --dtype out: the server takes the model's own.",
+            fix="Leave --dtype out: the server computes as training does.",
             dtype=asked,
             model_dtype=trained,
             where=_where(seen, "vllm_args"),
         )
-    return fine(name, asked or "the server takes the model's own")
+    return fine(name, asked or "as training computes")
 
 
 def _beside_training(seen: Seen, run: RunConfig, share: float) -> str:

@@ -351,7 +351,9 @@ def _sent_bytes(sizes: Sizes, layout: Layout, steps: int) -> int:
     if layout.size == 1:
         return 0
     whole, each = sizes.whole, 4
-    trained = each * (whole.trained + whole.expert_trained // layout.expert_parallel)
+    # Experts that are on one rank alone are summed with nobody's.
+    experts = layout.expert_parallel if layout.expert_parallel < layout.size else 0
+    trained = each * (whole.trained + (whole.expert_trained // experts if experts else 0))
     times = steps if layout.zero_stage >= 2 else 1
     sent = 2 * trained if layout.zero_stage == 0 else trained * (1 + times)
     if layout.zero_stage == 3:

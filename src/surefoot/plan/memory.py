@@ -125,14 +125,15 @@ def forecast_memory(
 ) -> dict[str, Owners]:
     """By phase. `process_bytes`: of a process that has loaded Python and torch. `saves`: whether checkpoints are."""
     cuts = Cuts.of(layout, sizes)
-    at_rest = _at_rest(sizes, layout, cuts)
+    at_rest = _at_rest(sizes, layout, cuts, is_full=is_full)
     trained = cut(Elements(trained=sizes.whole.trained, expert_trained=sizes.whole.expert_trained), cuts)
     state = {"optimizer": MOMENTS * FP32_BYTES * trained}
     copies = {"copy to save": (1 + MOMENTS) * FP32_BYTES * trained} if saves else {}
     process = {"process": process_bytes}
     share = gradient_share(layout, sizes)
     activations = {f"activations: {kind}": size for kind, size in trace.saved_by_kind.items()}
-    activations = activations if sum(activations.values()) <= trace.peak else {}
+    computed = trace.peak - trace.logits_at_peak
+    activations = activations if sum(activations.values()) <= computed else {}
     step = {
         **at_rest,
         **state,
@@ -140,7 +141,8 @@ def forecast_memory(
         "gradients": round(share * trace.gradients_at_peak),
         "communication buffers": _being_summed(sizes, layout, is_on_gpu=is_on_gpu),
         **activations,
-        "temporary": trace.peak - sum(activations.values()),
+        "logits": trace.logits_at_peak,
+        "temporary": computed - sum(activations.values()),
         **({} if is_on_gpu else {"holes in the heap": round(HOLES * trace.peak)}),
     }
     optimizer = {**at_rest, **state, "gradients": FP32_BYTES * trained}
@@ -188,13 +190,14 @@ def _written(sizes: Sizes, layout: Layout, *, is_full: bool) -> Owners:
     return Owners({"tensor that is gathered": gathered}, {"weights that are written": held})
 
 
-def _at_rest(sizes: Sizes, layout: Layout, cuts: Cuts) -> dict[str, int]:
+def _at_rest(sizes: Sizes, layout: Layout, cuts: Cuts, *, is_full: bool) -> dict[str, int]:
     whole = sizes.whole
     frozen = whole.frozen + whole.expert_frozen // layout.expert_parallel
     if layout.zero_stage == 3:
         frozen = whole.frozen // cuts.dense + whole.expert_frozen // cuts.experts
     trained = cut(Elements(trained=whole.trained, expert_trained=whole.expert_trained), cuts)
-    return {"frozen weights": frozen * sizes.frozen_bytes_each, "trained weights": trained * FP32_BYTES}
+    name = "trained weights" if is_full else "LoRA weights"
+    return {"frozen weights": frozen * sizes.frozen_bytes_each, name: trained * FP32_BYTES}
 
 
 def cut(elements: Elements, cuts: Cuts) -> int:
@@ -249,7 +252,8 @@ def _placed(owners: Owners, layout: Layout, *, is_on_gpu: bool) -> Owners:
     if not is_on_gpu:
         return Owners({}, {name: size for name, size in {**host, **device}.items() if size})
     if layout.offload:
-        away = {"trained weights", "optimizer", "gradients"} | ({"frozen weights"} if layout.zero_stage == 3 else set())
+        away = {"trained weights", "LoRA weights", "optimizer", "gradients"}
+        away |= {"frozen weights"} if layout.zero_stage == 3 else set()
         host |= {name: size for name, size in device.items() if name in away}
         device = {name: size for name, size in device.items() if name not in away}
     return Owners({n: s for n, s in device.items() if s}, {n: s for n, s in host.items() if s})

@@ -58,6 +58,8 @@ def as_text(told: Forecast, findings: list[Finding], changes: list[tuple[Changed
                 f"\n# {number}: {fits}, {1 / other.seconds_per_token:.0f} tokens/s",
                 ready_to_paste(changed),
             ]
+        if not told.host_free_bytes and any(changed.get("offload") for changed, _ in changes):
+            lines.append("\nWhether a machine has that much memory is not known: host_gib=N tells the plan.")
     elif findings:
         lines += ["", "No setting near these fits: fewer parameters, a shorter max_length, or other devices would."]
     return "\n".join(lines)

@@ -1,8 +1,10 @@
 """How many elements of a model are frozen, trained, experts', of the largest layer: what sharding is reckoned with."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +21,14 @@ FIELDS = (
     "num_experts num_local_experts n_routed_experts num_experts_per_tok"
 ).split()
 """Of a config, that its size depends on; by transformers' names for them."""
-COUNTS = (*FIELDS, "num_key_value_heads", "head_dim")
+COUNTS = (*FIELDS, "num_key_value_heads", "head_dim", "shared_expert_intermediate_size", "n_shared_experts")
+OF_VISION = ("patch_size", "spatial_merge_size", "temporal_patch_size", "depth", "hidden_size", "num_heads")
+"""Of a vision_config, under which families have them."""
+MOST_LAYERS = 1000
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-OF_EXPERTS = (*EXPERTS, "moe_intermediate_size", "num_experts_per_tok")
+OF_EXPERTS = (
+    *EXPERTS, "moe_intermediate_size", "num_experts_per_tok", "shared_expert_intermediate_size", "n_shared_experts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -140,13 +147,37 @@ def check_fields(base: Path) -> None:
         names = {field, own} | {name for name, meant in alike.items() if meant in (field, own)}
         if text is said and not names & said.keys():  # nested ones leave defaults out
             raise ModelError(f"{path}: has no {own}, and without it the model's size is not known. Add it.")
+    _check_vision(path, said, load_config(base))
+    layers = getattr(config, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ModelError(f"{path}: num_hidden_layers={layers} is more than plans are made for, {MOST_LAYERS}.")
     chosen = getattr(config, "num_experts_per_tok", None)
+    if most and chosen == 0:
+        raise ModelError(f"{path}: num_experts_per_tok=0, and a token must go to one expert at least. Correct it.")
     if isinstance(chosen, int) and most and chosen > most:
         raise ModelError(f"{path}: num_experts_per_tok={chosen} is more than the {most} experts there are. Correct it.")
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    shared = getattr(config, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+        raise ModelError(
+            f"{path}: num_attention_heads={heads} is no multiple of num_key_value_heads={shared}. Correct one."
+        )
     is_even = not isinstance(heads, int) or not isinstance(width, int) or width % heads == 0
     if not is_even and not {"head_dim", "qk_nope_head_dim"} & text.keys():
         raise ModelError(f"{path}: hidden_size={width} is no multiple of num_attention_heads={heads}. Correct one.")
     activation = getattr(config, "hidden_act", None)
     if isinstance(activation, str) and activation not in ACT2FN:
         raise ModelError(f"{path}: hidden_act={activation} is no activation that transformers knows. Correct it.")
+
+
+def _check_vision(path: Path, said: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    """Raises: ModelError for a vision tower that config.json does not describe, or not as one that can be."""
+    tower = getattr(config, "vision_config", None)
+    if tower is None:
+        return
+    if not isinstance(said.get("vision_config"), dict):
+        raise ModelError(f"{path}: has no vision_config, and without it the model's size is not known. Add it.")
+    for field in OF_VISION:
+        value = getattr(tower, field, None)
+        if isinstance(value, int) and value < 1:
+            raise ModelError(f"{path}: {field}={value} of vision_config is no size. Correct it.")

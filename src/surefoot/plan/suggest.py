@@ -23,14 +23,16 @@ Changed = dict[str, Any]
 def suggest(told: Forecast, ask: Callable[..., Forecast]) -> list[tuple[Changed, Forecast]]:
     """At most `MOST` changes with their forecasts; none where the run fits as it is.
 
-    Settings that keep the result of the run come first: what is tried with more GPUs only where none of those fits.
-    `ask` makes the forecast of a config; with `is_least=True` at once, of the least that it takes.
+    Settings that keep the result of the run come first: what is tried with more GPUs only where none of those fits, or
+    all of them lean on host memory of which nobody knows whether it is there. `ask` makes the forecast of a config;
+    with `is_least=True` at once, of the least that it takes.
     """
     if told.fits:
         return []
     give_up_s = time.monotonic() + SEARCH_S
+    fitting: list[tuple[Changed, Forecast]] = []
     for candidates in (_smaller_waves(told), _same_ranks(told), _more_ranks(told)):
-        fitting: list[tuple[Changed, Forecast]] = []
+        on_host = list(fitting)
         for changed in candidates:
             if time.monotonic() > give_up_s:
                 break
@@ -45,9 +47,14 @@ def suggest(told: Forecast, ask: Callable[..., Forecast]) -> list[tuple[Changed,
                 continue
             if other.fits and not any(_is_less(known, changed) for known, _ in fitting):
                 fitting.append((changed, other))
-        if fitting:
-            return sorted(fitting, key=lambda one: (one[1].seconds_per_token, len(one[0])))[:MOST]
-    return []
+        fitting.sort(key=lambda one: (one[1].seconds_per_token, len(one[0])))
+        if on_host and len(fitting) > len(on_host):  # the fastest of both kinds
+            more = next(one for one in fitting if one not in on_host)
+            return sorted([*on_host[: MOST - 1], more], key=lambda one: one[1].seconds_per_token)
+        leans_on_host = not told.host_free_bytes and all(changed.get("offload") for changed, _ in fitting)
+        if fitting and not leans_on_host:
+            break
+    return fitting[:MOST]
 
 
 def _is_refused(run: RunConfig) -> bool:

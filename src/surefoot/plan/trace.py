@@ -38,8 +38,8 @@ ATTEND = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTEND_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-Moment = tuple[int, int]
-"""Bytes of (all tensors but gradients, whole gradients) that are alive at once."""
+Moment = tuple[int, int, int]
+"""Bytes of (all tensors but gradients, whole gradients, those of the first that are logits) that are alive at once."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,11 @@ class Trace:
         """Of whole gradients, then."""
         return self._most[1]
 
+    @property
+    def logits_at_peak(self) -> int:
+        """Of logits and what is made of them, then."""
+        return self._most[2]
+
     def with_layers(self, more: "Trace", here: int, there: int, wanted: int) -> "Trace":
         """Of a model of `wanted` equal layers, from this one of `here` layers and one of `there`."""
 
@@ -82,7 +87,7 @@ class Trace:
 
         both = zip(self.moments, more.moments, strict=True)
         return Trace(
-            moments=tuple((line(a[0], b[0]), line(a[1], b[1])) for a, b in both),
+            moments=tuple((line(a[0], b[0]), line(a[1], b[1]), line(a[2], b[2])) for a, b in both),
             gradient_share=self.gradient_share,
             saved_by_kind={kind: line(self.saved_by_kind.get(kind, 0), size) for kind, size in
                            more.saved_by_kind.items()},
@@ -92,19 +97,21 @@ class Trace:
         )  # fmt: skip
 
 
-NOTHING = Trace(moments=((0, 0),), gradient_share=0.0)
+NOTHING = Trace(moments=((0, 0, 0),), gradient_share=0.0)
+LOGITS = "logits"
 
 
 class _Live(TorchDispatchMode):
     """Counts the bytes of tensors that are alive, but for those it was told of."""
 
     def __init__(
-        self, known: Sequence[Tensor], gradient_share: float = 1.0, layers: Mapping[Tensor, int] | None = None
-    ) -> None:
-        """`layers`: parameter -> the decoder layer it is of."""
+        self, known: Sequence[Tensor], gradient_share: float = 1.0, layers: Mapping[Tensor, int] | None = None,
+        vocabulary: int = 0,
+    ) -> None:  # fmt: skip
+        """`layers`: parameter -> the decoder layer it is of. `vocabulary`: what rows of logits are as long as."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.flops = self.gradients = 0
-        self._share, self._layers = gradient_share, layers or {}
+        self._share, self._layers, self._vocabulary = gradient_share, layers or {}, vocabulary
         self._with_gradients: set[int] = set()
         self._most: dict[int, tuple[float, Moment]] = {}
         """Layers that have gradients -> the most that was alive while they were so many."""
@@ -158,13 +165,13 @@ class _Live(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         if key in self._known or key in self._alive or not size:
             return
-        kind = self.kind
+        kind = LOGITS if tensor.dim() > 1 and tensor.shape[-1] == self._vocabulary else self.kind
         self._alive[key] = (ref(storage, lambda _: self._died(key, size, kind)), kind)
         self.now += size
         self.by_kind[kind] += size
         joint, progress = self.now + self._share * self.gradients, len(self._with_gradients)
         if progress not in self._most or joint > self._most[progress][0]:
-            self._most[progress] = (joint, (self.now, self.gradients))
+            self._most[progress] = (joint, (self.now, self.gradients, self.by_kind[LOGITS]))
 
     def _died(self, key: int, size: int, kind: str) -> None:
         if self._alive.pop(key, None) is not None:
@@ -270,7 +277,7 @@ def trace_step(
     known = [*model.parameters(), *model.buffers(), batch.ids, batch.position_ids, batch.cu_seq_lens,
              batch.predict_at, batch.targets]  # fmt: skip
     layers = {one: number for number, layer in enumerate(model.get_decoder().layers) for one in layer.parameters()}
-    live = _Live(known, gradient_share, layers)
+    live = _Live(known, gradient_share, layers, model.get_output_embeddings().out_features)
     saved: dict[str, int] = {}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks = [parameter.register_post_accumulate_grad_hook(live.keep_gradient) for parameter in parameters]
@@ -286,6 +293,7 @@ def trace_step(
     for hook in hooks:
         hook.remove()
     exchanged = exchanged_bytes(model)
+    saved.pop(LOGITS, None)  # see `logits_at_peak`
     model.zero_grad(set_to_none=True)
     evaluating = _Live(known)
     with torch.no_grad(), evaluating, torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):

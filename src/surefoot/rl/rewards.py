@@ -34,8 +34,8 @@ LARGEST = 1e12
 """Of a reward: the squares of much larger ones are no numbers any more."""
 LONE_TRIES = 2
 """Deadlines spent on finding which completions of a late group are to blame; the rest of it is masked with them."""
-LATE_GROUPS = 2
-"""In which every call was late: then a function that hangs would cost each further group its deadlines."""
+LATE_GROUPS, MOST_LATE_GROUPS = 2, 8
+"""One after the other, in which every call was late: from then on a group costs one deadline, and at last none."""
 
 
 @dataclass(frozen=True)
@@ -148,15 +148,18 @@ class Rewards:
         for a completion's own.
         """
         everyone = range(len(group.texts))
-        if self._late_groups[number] >= LATE_GROUPS:
-            why = f"not asked: all calls for {LATE_GROUPS} groups of this step took over {self._timeout_s:g} s"
+        late_before = self._late_groups[number]
+        if late_before >= MOST_LATE_GROUPS:
+            why = f"not asked: all calls for {MOST_LATE_GROUPS} groups of this step took over {self._timeout_s:g} s"
             return [Scored(None, why)] * len(everyone)
         try:
             return self._call(group, number, everyone)
         except _Miscounted as error:
             return [Scored(None, str(error))] * len(everyone)
         except (_Late, _Failed) as error:
-            if len(everyone) == 1 or self._is_over.is_set():
+            is_hopeless = isinstance(error, _Late) and late_before >= LATE_GROUPS
+            if len(everyone) == 1 or is_hopeless or self._is_over.is_set():
+                self._late_groups[number] += isinstance(error, _Late)
                 return [Scored(None, str(error))] * len(everyone)
             of_all = str(error)
         scored: list[Scored] = []

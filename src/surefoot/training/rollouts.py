@@ -99,21 +99,20 @@ def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, 
     `images`: how the model sees them. Collective. Raises: ConfigError on all ranks where it cannot be started.
     """
     config = loaded.run
+    log = config.run_folder / ENGINE / "vllm.log"
     started: list[Server] = []
 
     def address() -> str:
         if config.vllm_server is not None:
             return config.vllm_server
-        folder = config.run_folder / ENGINE
         where = loaded.where("vllm_command", "rollout_engine")
         options = _options(config, images)
-        started.append(
-            start_server(config.vllm_command, base, options, _environment(config), folder / "vllm.log", where)
-        )
+        started.append(start_server(config.vllm_command, base, options, _environment(config), log, where))
         return started[0].address
 
     said: str = ranks.from_first(address)
-    return started[0] if started else Server(said)
+    # Each rank asks it, and whoever is answered badly can show its log.
+    return started[0] if started else Server(said, log=log if config.vllm_server is None else None)
 
 
 def settle_server(config: RunConfig, server: Server, ranks: Ranks, emit: Callable[[Event], None]) -> None:

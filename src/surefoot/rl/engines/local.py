@@ -36,6 +36,8 @@ from surefoot.rl.rollout import Completion, Request, RolloutInterrupted, Samplin
 
 DROP_SHARE = 0.25
 """Rows that are complete are dropped once they are so many of all: each dropping copies what is kept."""
+MOST_NAMED = 4
+"""Prompts of a rank, in a finding."""
 STOP_TAIL = 32
 """Tokens at the end of a completion in which a stopping text is looked for; more for one that may have more."""
 
@@ -104,6 +106,7 @@ class LocalEngine:
         most = max(self._ranks.gather(len(waves)))
         waves += [[] for _ in range(max(most, 1) - len(waves))]
         completions: list[Completion] = []
+        was_late = False
         with generating(self._model), self._forward_context():
             try:
                 for wave in waves:
@@ -117,12 +120,14 @@ class LocalEngine:
                     if made is None and self._in_step is not ALONE:
                         break  # all ranks have heard of it
             finally:
+                was_late = time.monotonic() > deadline_s
                 put_to_rest(self._model)
         told, missing = self._ranks.sum([self._is_told_to_stop(), len(requests) - len(completions)])
         if told:
             raise RolloutInterrupted
         if missing:
-            stopped = StoppedOnFinding(_late(round(missing), self._timeout_s))
+            places = list(dict.fromkeys(request.place for request in requests[len(completions) :] if request.place))
+            stopped = StoppedOnFinding(_late(self._ranks.gather([was_late, places]), round(missing), self._timeout_s))
             stopped.is_agreed = True
             raise stopped
         return completions
@@ -221,11 +226,18 @@ class LocalEngine:
         return nullcontext([]) if self._routing is None else self._routing.recording()
 
 
-def _late(missing: int, timeout_s: float) -> Finding:
+def _late(of_ranks: Sequence[tuple[bool, list[str]]], missing: int, timeout_s: float) -> Finding:
+    """`of_ranks`: whether each one's time was over, and the rows whose completions it lacks."""
+    prompts = {str(rank): places[:MOST_NAMED] for rank, (_, places) in enumerate(of_ranks) if places}
     return Finding(
         "SF801",
         f"{missing} completions of a rollout were not generated in the {timeout_s:g} s of rollout_timeout_s",
-        {"missing": missing, "rollout_timeout_s": timeout_s},
+        {
+            "missing": missing,
+            "rollout_timeout_s": timeout_s,
+            "late_ranks": [rank for rank, (was_late, _) in enumerate(of_ranks) if was_late],
+            "prompts_by_rank": prompts,
+        },
         "Raise rollout_timeout_s, lower max_completion_length or the batch, or let a server generate "
         "(rollout_engine: vllm).",
     )

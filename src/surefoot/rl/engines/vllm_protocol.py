@@ -127,6 +127,11 @@ def completion_of(
         raise ValueError(f"a completion was ended by '{finish}'")
     if finish == "length" and len(ids) != sampling.max_tokens:
         raise ValueError(f"a completion ended for its length after {len(ids)} of {sampling.max_tokens} tokens")
+    if finish == "stop" and not sampling.stops and ids[-1] not in sampling.ends:
+        raise ValueError(
+            f"a completion stopped after {len(ids)} tokens, at token {ids[-1]}, which ends no answer of training: its "
+            "end was lost, or the server has end tokens of its own. Start it with --generation-config vllm"
+        )
     if len(ids) > sampling.max_tokens:
         raise ValueError(f"a completion has {len(ids)} tokens, more than the {sampling.max_tokens} asked for")
     if prompt != request.prompt:
