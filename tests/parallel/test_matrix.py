@@ -83,6 +83,14 @@ JOBS: dict[str, dict[str, Any]] = {
         "max_length": 256,
         "eval_fraction": 0.2,
     },
+    "qwen3_vl-grpo": {
+        "model": "qwen3_vl",
+        **GRPO,
+        "target_modules": ["all", "vision"],
+        "max_length": 256,
+        "num_iterations": 2,
+    },
+    "qwen3_vl_moe-grpo": {"model": "qwen3_vl_moe", **GRPO, "max_length": 256, "routing_replay": "rollout"},
     "one_expert-lora": {"model": "one_expert", "global_batch_size": 1},
     "one_expert-full": {"model": "one_expert", "tuning": "full", "router_aux_loss_coef": 0.01, "global_batch_size": 3},
 }
@@ -90,7 +98,7 @@ FAST = ("1", "2-zero2", "2-zero3", "2-ep2-zero3")
 FAST_JOBS = ("llama-full", "mixtral-full", "qwen2_moe-lora", "qwen2_moe-grpo")
 """These on those in `make test`; all others in `make test-matrix`."""
 
-RESUMED_JOBS = ("qwen2_moe-lora", "mixtral-full", "qwen2_moe-grpo")
+RESUMED_JOBS = ("qwen2_moe-lora", "mixtral-full", "qwen2_moe-grpo", "qwen3_vl_moe-grpo")
 MIDDLE = Path("checkpoints", "step-00000005")
 RESUMES = [("2-zero2", "1"), ("1", "2-ep2-zero3")]
 SLOW_RESUMES = [
@@ -104,9 +112,15 @@ def _is_fast(topology: str, job: str) -> bool:
     return topology in FAST and job in FAST_JOBS
 
 
+def _resumes_fast(before: str, after: str, job: str) -> bool:
+    return (before, after) in RESUMES and not job.startswith("qwen3_vl")
+
+
 def _is_possible(topology: str, job: str) -> bool:
     ranks = TOPOLOGIES[topology][1].get("expert_parallel_size", 1)
-    return ranks == 1 or not (job.startswith(("llama", "qwen2_5_vl")) or (job.startswith("few") and ranks == 4))
+    return ranks == 1 or not (
+        job.startswith(("llama", "qwen2_5_vl", "qwen3_vl-")) or (job.startswith("few") and ranks == 4)
+    )
 
 
 @dataclass(frozen=True)
@@ -144,11 +158,11 @@ class Runs:
         """The folder of a run that went on from step 5 of another; `resharded` in it holds what it loaded."""
         folder = self._root / f"{before}-then-{after}" / job
         if folder not in self._done:
-            pairs = RESUMES if (before, after) in RESUMES else SLOW_RESUMES
+            is_fast = _resumes_fast(before, after, job)
             ranks = TOPOLOGIES[after][0]
             jobs = []
-            for one, other in (pair for pair in pairs if TOPOLOGIES[pair[1]][0] == ranks):
-                for each in RESUMED_JOBS:
+            for one, other in (pair for pair in (*RESUMES, *SLOW_RESUMES) if TOPOLOGIES[pair[1]][0] == ranks):
+                for each in (name for name in RESUMED_JOBS if _resumes_fast(one, other, name) == is_fast):
                     target = self._root / f"{one}-then-{other}" / each
                     middle = self.folder(one, each) / MIDDLE
                     settings = {**self._settings(other, each, target), "resume_from_checkpoint": str(middle)}
@@ -215,9 +229,13 @@ def test_a_run_is_the_same_on_every_topology(runs: Runs, topology: str, job: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after"), [*RESUMES, *(pytest.param(*pair, marks=pytest.mark.matrix) for pair in SLOW_RESUMES)]
+    ("before", "after", "job"),
+    [
+        pytest.param(*pair, job, marks=() if _resumes_fast(*pair, job) else pytest.mark.matrix)
+        for pair in (*RESUMES, *SLOW_RESUMES)
+        for job in RESUMED_JOBS
+    ],
 )
-@pytest.mark.parametrize("job", RESUMED_JOBS)
 def test_a_checkpoint_goes_on_on_any_topology(runs: Runs, before: str, after: str, job: str) -> None:
     folder = runs.resumed(before, after, job)
     for part in ("model", "optimizer"):  # bit for bit

@@ -25,6 +25,7 @@ from surefoot.events import Event
 from surefoot.models.adapter import WEIGHTS
 from surefoot.models.build import build_model
 from surefoot.models.lora import LoraSettings
+from surefoot.models.placement import whole
 from surefoot.parallel.ranks import ALONE
 from surefoot.rl.chosen_experts import as_text, from_text
 from surefoot.rl.engines import server as serving
@@ -498,3 +499,19 @@ def test_a_server_and_its_workers_end_with_the_run(tmp_path: Path) -> None:
     assert server._process.poll() is not None
     psutil.wait_procs([worker], timeout=10)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_sync_gathers_what_is_trained_and_no_more(
+    serve: Callable[..., Server], engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered: list[int] = []
+
+    def recorded(parameter: torch.Tensor) -> torch.Tensor:
+        gathered.append(id(parameter))
+        return whole(parameter)
+
+    monkeypatch.setattr("surefoot.rl.engines.vllm_sync.whole", recorded)
+    ours = engine(serve())
+    ours.publish(0)
+    trained = [id(one) for one in ours._sync._model.parameters() if one.requires_grad]  # type: ignore[attr-defined]
+    assert sorted(gathered) == sorted(trained)

@@ -545,3 +545,18 @@ def test_a_stop_signal_ends_a_rollout(
     result = train(load_config(None, (), settings), [Told()], screen=False)
     assert (result.status, result.steps) == ("interrupted", 0)
     assert time.monotonic() - began < 25
+
+
+def test_completions_after_the_checkpoint_are_written_anew(grpo: dict[str, Any], tmp_path: Path) -> None:
+    """Those of steps that are taken again do not stand there twice, and half a line of a killed run goes."""
+    settings = {**grpo, "save_steps": 1, "save_total_limit": None}
+    surefoot.train(settings, screen=False)
+    run = tmp_path / "run"
+    whole = (run / "completions.jsonl").read_text()
+    for newer in list_checkpoints(run)[2:]:
+        shutil.rmtree(newer)
+    shutil.rmtree(run / "adapter")
+    (run / "summary.json").unlink()
+    (run / "completions.jsonl").write_text(whole + '{"step": 5, "comp')
+    surefoot.train(settings, screen=False)
+    assert (run / "completions.jsonl").read_text() == whole

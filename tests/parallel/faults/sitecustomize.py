@@ -1,7 +1,8 @@
 """Loaded by Python at its start where this folder is on PYTHONPATH: makes one rank of a run fail, once.
 
 FAULT is `rank:what:when:file`; the file is made when the fault strikes, so that a restarted rank is sound.
-MEET_WITHIN_S: how long ranks wait for each other at the start.
+MEET_WITHIN_S: how long ranks wait for each other at the start. LATE_RANK: whose time for rollouts is over after a few
+tokens, while the others' is not.
 """
 
 import os
@@ -16,6 +17,18 @@ if "MEET_WITHIN_S" in os.environ and "RANK" in os.environ:
 
     meeting.DEADLINE = timedelta(seconds=int(os.environ["MEET_WITHIN_S"]))
     meeting.LATE = meeting.DEADLINE / 3
+
+if "RANK" in os.environ and os.environ["RANK"] == os.environ.get("LATE_RANK"):
+    from surefoot.rl.engines.local import LocalEngine
+
+    asked = 0
+
+    def is_over(_self: LocalEngine, _deadline_s: float) -> bool:
+        global asked
+        asked += 1
+        return asked > 8
+
+    LocalEngine._is_over = is_over  # type: ignore[method-assign]
 
 rank, what, when, file = (os.environ.get("FAULT", "") + ":::").split(":")[:4]
 if rank and os.environ.get("RANK") == rank and not Path(file).exists():
