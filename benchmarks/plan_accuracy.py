@@ -2,7 +2,7 @@
 
     python benchmarks/plan_accuracy.py [--write docs/plan-accuracy.md]
 
-Twelve runs with random models: the peak resident set of every rank is what the kernel says at the end of its last step
+Runs with random models: the peak resident set of every rank is what the kernel says at the end of its last step
 (`peak_memory_bytes`), after a checkpoint was saved where the run saves.
 """
 
@@ -139,8 +139,7 @@ def main() -> int:
             "|---|---|---|---|",
             *lines,
             "",
-            "No GPU has been measured. Beyond these twelve, full fine-tuning on four ranks with EP 2 is forecast at 88 "
-            "% of what it takes, with EP 4 at 96 % (2026-11-23).",
+            "No GPU has been measured.",
             "",
         ]
     )
