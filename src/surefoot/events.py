@@ -43,6 +43,8 @@ class RunStarted:
     """1, or the step after the checkpoint that was resumed."""
     trainable_parameters: int
     all_parameters: int
+    evaluates_again: bool = False
+    """An evaluation after the step before `first_step` was interrupted, or not yet saved as made: it is made again."""
 
 
 @dataclass(frozen=True)

@@ -189,3 +189,18 @@ def test_an_old_server_is_named_before_it_is_started(settings: dict[str, Any], t
     assert (check.finding.code, "this is vLLM 0.9.2" in check.text) == ("SF709", True)
     (packages / "vllm-0.9.2.dist-info").rename(packages / "vllm-0.33.0.dist-info")
     assert asked("rollout server's own", grpo).text == "vLLM 0.33.0"
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_told_of(settings: dict[str, Any]) -> None:
+    check = asked("schedule", settings, max_steps=2, warmup_steps=100)
+    assert (check.status, check.text) == (
+        "warning", "warmup_steps=100, of max_steps=2: the learning rate never reaches its peak"
+    )  # fmt: skip
+    assert asked("schedule", settings, max_steps=100, warmup_steps=2).status == "ok"
+
+
+def test_an_address_that_cannot_be_one_is_told_of(settings: dict[str, Any]) -> None:
+    run = {"method": "grpo", "reward_funcs": ["length"], "num_generations": 2, "rollout_engine": "vllm"}
+    check = asked("rollout server's own", settings, **run, vllm_server=f"http://{'a' * 70}.x:8000")
+    assert check.finding is not None
+    assert check.finding.code == "SF801"

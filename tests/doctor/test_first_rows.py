@@ -47,3 +47,11 @@ def test_a_file_that_is_broken_is_named(settings: dict[str, Any], tmp_path: Path
 def test_data_of_the_hub_are_not_fetched(settings: dict[str, Any]) -> None:
     assert said(settings, dataset="someone/rows").status == "not applicable"
     assert said(settings, model="someone/model").status == "not applicable"
+
+
+def test_rows_beyond_a_split_are_not_the_runs(settings: dict[str, Any], tmp_path: Path) -> None:
+    bad = write_jsonl(tmp_path / "bad.jsonl", [*counting_rows(30), {"messages": []}, *counting_rows(9)])
+    assert said(settings, dataset=[{"path": str(bad), "split": "[:10]"}]).text == "10 read, all of them text"
+    assert said(settings, dataset=[{"path": str(bad), "split": "[:35]"}]).status == "failed"
+    for split in ("[35:]", "[:-9]", "[:20%]"):
+        assert said(settings, dataset=[{"path": str(bad), "split": split}]).status == "not applicable", split

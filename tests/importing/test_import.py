@@ -529,3 +529,37 @@ def test_deepspeed_files_are_known_by_their_names(tmp_path: Path, text: dict[str
 def test_files_that_make_no_run_say_where(tmp_path: Path, name: str, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         imported(tmp_path / name, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "left_out"),
+    [
+        ("fsdp_config: {min_num_params: 0}", {}, "fsdp_config"),
+        ("fsdp: full_shard\nfsdp_config: {offload_params: true}", {"zero_stage": 3, "offload": "cpu"}, None),
+        ("fsdp: full_shard\nfsdp_config: fsdp.json", {"zero_stage": 3, "gradient_checkpointing": True}, None),
+        ("fsdp: full_shard\nfsdp_config: nowhere.json", {"zero_stage": 3}, "fsdp_config"),
+    ],
+)
+def test_fsdp_of_transformers(tmp_path: Path, text: str, settings: dict[str, Any], left_out: str | None) -> None:
+    (tmp_path / "fsdp.json").write_text('{"activation_checkpointing": true}')
+    made = imported(tmp_path / "run.yaml", f"model_name_or_path: a/b\ndataset_name: c\n{text}\n")
+    assert values(made).items() >= settings.items()
+    assert ("zero_stage" in values(made)) == ("zero_stage" in settings)
+    found = [one for one in made.left_out if one.startswith("fsdp_config")]
+    assert bool(found) == (left_out is not None)
+
+
+@pytest.mark.parametrize(("program", "level"), [("trl grpo --model_name_or_path", "dapo"), (SWIFT_GRPO, "gspo")])
+def test_ratios_of_sequences_are_gspo_where_the_loss_is_that_of_grpo(program: str, level: str) -> None:
+    words = f"{program} a/b --dataset_name c" if program.startswith("trl") else program
+    made = of_words(f"{words} --importance_sampling_level sequence")
+    assert values(made).get("loss_type", "dapo") == level
+    assert any("importance_sampling_level" in one for one in made.left_out) == (level == "dapo")
+
+
+def test_weights_of_rewards_are_carried_or_listed() -> None:
+    start = "swift rlhf --rlhf_type grpo --model m --dataset a/b --reward_funcs accuracy format cosine --reward_weights"
+    assert [one["weight"] for one in values(of_words(f"{start} 1 2 3"))["reward_funcs"]] == [1.0, 2.0]
+    assert any("reward_weights" in one for one in of_words(f"{start} 1 2").left_out)
+    with pytest.raises(ConfigError, match="reward_weights"):
+        of_words(f"{start} 1 x 2")

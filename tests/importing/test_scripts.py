@@ -149,3 +149,16 @@ def test_machines_of_a_hostfile_are_counted(tmp_path: Path) -> None:
     made = imported(tmp_path / "run.sh", script)
     assert values(made).items() >= {"nnodes": 2, "nproc_per_node": 8}.items()
     assert not any("hostfile" in name for name in made.left_out)
+
+
+def test_what_a_script_writes_wins_over_a_file_that_lies_there(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text("model_name_or_path: old/model\nstage: sft\ndataset: old\n")
+    written = "cat > train.yaml <<'EOF'\nmodel_name_or_path: new/model\nstage: sft\ndataset: new\ntemplate: qwen\nEOF\n"
+    added = "cat >> train.yaml <<-EOF\n\tlearning_rate: 3e-5\n\tEOF\n"
+    made = imported(tmp_path / "run.sh", f"{written}{added}llamafactory-cli train train.yaml\n")
+    assert values(made).items() >= {"model": "new/model", "dataset": "new", "learning_rate": 3e-5}.items()
+
+
+def test_a_shell_may_have_options_before_its_text(tmp_path: Path) -> None:
+    made = imported(tmp_path / "run.sh", 'bash -x -c "swift sft --model a/b --dataset rows.jsonl"\n')
+    assert values(made)["model"] == "a/b"

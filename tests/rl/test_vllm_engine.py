@@ -262,7 +262,9 @@ def test_a_policy_that_never_arrives_ends_the_run() -> None:
     stale = {"logprob_difference": 0.5, "staleness": 2.0}
     for step, measured in enumerate((far, far, near, far, stale, {}, far)):
         look(step, measured)
-    with pytest.raises(StoppedOnFinding, match="in 3 steps in a row, up to step 9, the engine gave") as stopped:
+    with pytest.raises(
+        StoppedOnFinding, match="in 3 steps that could tell, one after the other, up to step 9, the engine gave"
+    ) as stopped:
         look(9, far)
     assert (stopped.value.finding.code, stopped.value.is_agreed) == ("SF805", True)
     local = watch_of_engine(config.model_copy(update={"rollout_engine": "local"}))

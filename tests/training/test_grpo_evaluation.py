@@ -236,3 +236,18 @@ def test_a_function_that_fails_in_evaluations_and_in_training_is_told_of_both(
     assert len(causes) == 2
     assert "20 of 20 completions of the evaluation after step 1; these are left out of its means" in causes[0]
     assert "4 of 8 completions of step 3; these are left out of the loss" in causes[1]
+
+
+def test_an_evaluation_that_was_made_up_for_stands_there_once(evaluated: dict[str, Any], tmp_path: Path) -> None:
+    """Its checkpoint says for good that it is due: where a longer run goes on from that, it is made once more."""
+    evaluated = {**evaluated, "eval_steps": None, "save_steps": 2, "lr_scheduler_type": "constant"}
+    assert train_with(evaluated, SignalInEvaluation()).status == "interrupted"
+    assert train_with(evaluated, SignalAfter(99, signal.SIGTERM)).status == "completed"
+    once = lines(tmp_path / "run", "eval_completions.jsonl")
+    longer = {**evaluated, "max_steps": 6}
+    assert train_with(longer, SignalAfter(99, signal.SIGTERM)).status == "completed"
+    assert [line["step"] for line in evaluations(tmp_path / "run")] == [4, 6]
+    assert [one["step"] for one in lines(tmp_path / "run", "eval_completions.jsonl")] == [4] * len(once) + [6] * len(
+        once
+    )
+    assert [line["step"] for line in steps(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]

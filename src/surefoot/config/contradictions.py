@@ -341,13 +341,6 @@ def _check_course(run: RunConfig, given: set[str], refuse: Refuse) -> None:
         )
     if run.warmup_steps is not None and run.warmup_ratio:
         refuse("warmup_steps and warmup_ratio both set the warm-up. Keep one", "warmup_steps", "warmup_ratio")
-    if run.warmup_steps and run.max_steps is not None and run.warmup_steps > run.max_steps:
-        refuse(
-            f"warmup_steps={run.warmup_steps} is more than max_steps={run.max_steps}: the learning rate would never "
-            "reach its peak",
-            "warmup_steps",
-            "max_steps",
-        )
     if run.max_steps is not None and run.num_train_epochs is not None:
         refuse(
             "max_steps and num_train_epochs both set the length of the run. Keep one", "max_steps", "num_train_epochs"

@@ -148,7 +148,7 @@ def server(seen: Seen) -> Check:
     host, port = parts.hostname or "", parts.port or 80
     try:
         socket.create_connection((host, port), CONNECT_WITHIN_S).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the second: a name that cannot be one
         return wrong(
             name,
             "SF801",
@@ -219,4 +219,18 @@ def environment_of_listener(port: int) -> dict[str, str] | None:
     return None
 
 
-CHECKS = (resume, template, server)
+def schedule(seen: Seen) -> Check:
+    """Whether the learning rate gets to where it is warmed up to."""
+    name, run = "schedule", seen.run
+    if run is None or not run.warmup_steps or run.max_steps is None:
+        return not_applicable(name, "no warm-up of so many steps in a run of so many")
+    said = f"warmup_steps={run.warmup_steps}, of max_steps={run.max_steps}"
+    if run.warmup_steps > run.max_steps:
+        return wrong(name, "SF720", f"{said}: the learning rate never reaches its peak",
+                     fix="Lower warmup_steps, or take warmup_ratio, unless the run is only to be tried.",
+                     where=seen.loaded.where("warmup_steps", "max_steps") if seen.loaded else "",
+                     warmup_steps=run.warmup_steps, max_steps=run.max_steps)  # fmt: skip
+    return fine(name, said)
+
+
+CHECKS = (resume, schedule, template, server)

@@ -130,13 +130,16 @@ expandable_segments graph_capture_record_stream_reuse pinned_use_background_thre
 release_lock_on_cudamalloc throw_on_cudamalloc_oom
 """.split()
 _SIZES = """
-max_non_split_rounding_mb max_split_size_mb pinned_num_register_threads pinned_reserve_segment_size_mb
+max_non_split_rounding_mb max_split_size_mb pinned_max_cached_size_mb pinned_max_round_threshold_mb
+pinned_num_register_threads pinned_reserve_segment_size_mb
 roundup_bypass_threshold_mb
 """.split()
-_SHARES = "garbage_collection_threshold per_process_memory_fraction".split()
+_SHARE = r"(0?\.\d*[1-9]\d*|[1-9]\d*e-\d+)"
+"""More than 0 and less than 1."""
 _OTHERS = "backend roundup_power2_divisions".split()
 _VALUES = (
-    rf"({'|'.join(_SWITCHES)}):(True|False)|({'|'.join(_SIZES)}):\d+|({'|'.join(_SHARES)}):(0?\.\d+|1(\.0*)?)"
+    rf"({'|'.join(_SWITCHES)}):(True|False)|({'|'.join(_SIZES)}):\d+"
+    rf"|garbage_collection_threshold:{_SHARE}|per_process_memory_fraction:({_SHARE}|1(\.0*)?)"
     rf"|({'|'.join(_OTHERS)}):(\[[^\]]*\]|[^,]+)"
 )
 ALLOCATOR = rf"((^|,)({_VALUES}))*,?"

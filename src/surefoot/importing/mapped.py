@@ -8,8 +8,8 @@ from typing import Any, get_args
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.names import ALIASES, FLAG_ALIASES
 from surefoot.config.schema import RunConfig
-from surefoot.importing.peers import DEFAULTS, OF_LENGTH, REWARDS, WITHOUT
-from surefoot.importing.read import Told
+from surefoot.importing.peers import DEFAULTS, OF_GRPO, OF_LENGTH, REWARDS, WITHOUT
+from surefoot.importing.read import Told, found_at
 from surefoot.importing.sharding import is_fsdp, of_fsdp
 from surefoot.importing.sources import axolotl_source, mappings, odd_value, swift_source
 
@@ -181,8 +181,14 @@ def _of_rollouts(told: Told, name: str, value: Any) -> Mapped:
         return {"scale_rewards": "group" if value else "none"}
     if name == "reward_weights":
         names = [str(one) for one in listed(told.settings.get("reward_funcs") or [])]
+        weights = [number_of(one) for one in listed(value)]
+        if not all(isinstance(one, int | float) for one in weights):
+            raise odd_value(told, name, value, "numbers")
         if _is_any_left_out(told.program, names):
-            return {}  # with the functions that are known
+            is_with_functions = len(weights) == len(names) and any(
+                one in REWARDS.get(told.program, {}) for one in names
+            )
+            return {} if is_with_functions else None
     if name == "soft_cache_length" and "soft_overlong" not in listed(told.settings.get("reward_funcs")):
         return {}  # it is read by that reward alone
     if name == "vllm_device":
@@ -200,7 +206,12 @@ def _of_the_start(told: Told, name: str, value: Any) -> Mapped:
     if name == "task_type" and (told.method != "sft" or str(value).lower() == "causal_lm"):
         return {}  # it is the method
     if is_fsdp(name):
-        return of_fsdp(told.settings) or (None if value else {})
+        config = told.settings.get("fsdp_config")
+        settings = {**told.settings, "fsdp_config": _fsdp_config(told, config)} if config else told.settings
+        if name == "fsdp_config" and isinstance(settings["fsdp_config"], str):
+            return None  # a file that is not here
+        sharded = of_fsdp(settings, needs_no_switch=told.program == "axolotl")
+        return sharded or (None if value and name != "use_fsdp" else {})
     if name in DEEPSPEED_KEYS:
         return {"deepspeed": value} if value else {}
     if name == "gradient_checkpointing" and isinstance(value, str):
@@ -210,6 +221,18 @@ def _of_the_start(told: Told, name: str, value: Any) -> Mapped:
     return ...
 
 
+def _fsdp_config(told: Told, value: Any) -> Any:
+    """FSDP's settings, also where JSON or the name of a file says them. Raises: ConfigError for what is no JSON."""
+    if not isinstance(value, str):
+        return value
+    if not value.lstrip().startswith("{"):
+        path = found_at(told.base, value)
+        if not path.is_file():
+            return value
+        value = path.read_text("utf-8", errors="replace")
+    return _mapping(told, "fsdp_config", value.strip()) or {}
+
+
 def rewards_of(program: str, names: list[str], weights: list[Any]) -> tuple[list[Any], list[str]]:
     """The reward functions of a program that come with Surefoot, as items; the names of the others.
 
@@ -217,7 +240,8 @@ def rewards_of(program: str, names: list[str], weights: list[Any]) -> tuple[list
     """
     known = REWARDS.get(program, {})
     others = [name for name in names if name not in known and name not in OF_LENGTH]
-    if len(weights) != len(names) or not _is_any_left_out(program, names):
+    are_numbers = all(isinstance(number_of(one), int | float) for one in weights)
+    if len(weights) != len(names) or not are_numbers or not _is_any_left_out(program, names):
         return [known[name] for name in names if name in known], others
     pairs = zip(names, map(number_of, weights), strict=True)
     return [{**known[name], "weight": float(weight)} for name, weight in pairs if name in known], others
@@ -235,7 +259,8 @@ def _learning_rate_of(told: Told) -> Any:
 def _is_gspo(told: Told) -> bool:
     """Whether ratios are those of whole sequences, in a loss that is not another one of its own."""
     is_of_sequences = told.settings.get("importance_sampling_level") == "sequence"
-    return is_of_sequences and told.settings.get("loss_type", "grpo") == "grpo"
+    usual = OF_GRPO.get(told.program, {}).get("loss_type", RunConfig.model_fields["loss_type"].default)
+    return is_of_sequences and told.settings.get("loss_type", usual) == "grpo"
 
 
 def is_null(value: Any) -> bool:

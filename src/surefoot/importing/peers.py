@@ -121,6 +121,7 @@ REFUSED: dict[str, str] = {
         ("val_size", "val_set_size", "split_dataset_ratio", "eval_fraction"),
         "a number of rows, and eval_fraction is a share of them: nothing is held out until you set it",
     ),
+    "reward_weights": "they are of functions that are not carried: write weight beside each, {func: ..., weight: ...}",
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "that schedule is not available: the default holds"),
 }
 """Their setting -> why a value is left out that none of ours is."""
@@ -161,7 +162,8 @@ WITHOUT: dict[str, str] = {
     "vllm": "it is of `axolotl vllm-serve`: what a server that the run starts is to be told stands in vllm_args",
     "vllm_device": "say which GPUs are the server's: vllm_devices",
     "dataset_dir": "entries of a dataset_info.json that lies on the hub are not read: name their files as dataset",
-    **dict.fromkeys(("fsdp", "fsdp_config", "use_fsdp"), "sharding is set by zero_stage"),
+    **dict.fromkeys(("fsdp", "use_fsdp"), "sharding is set by zero_stage"),
+    "fsdp_config": "it does nothing there without fsdp, or is a file that is not here: sharding is set by zero_stage",
     "dataset_num_samples": "write it as a split of the source: {path: ..., split: '[:1000]'}",
     "resume_from_checkpoint": "checkpoints of other programs cannot be gone on from: start from the adapter with "
     "init_adapter",

@@ -263,7 +263,7 @@ def _read_command(
     named = rest[0] if rest and not rest[0].startswith("--") else options.get("config", "")
     if isinstance(named, str) and Path(named).suffix in (".yaml", ".yml", ".json"):  # and options that win over it
         document = (written or {}).get(normpath(named))
-        if document is None or found_at(base, named).exists():
+        if document is None:
             told = _read_file(found_at(base, named), program)
         else:
             told = _read_mapping(base / named, document, program)
@@ -395,8 +395,9 @@ def _of_accelerate(told: Told, name: str) -> None:
             told.settings.setdefault("offload", "cpu")
             told.places.setdefault("offload", path.name)
     if said.get("fsdp_config") and str(said.get("distributed_type", "FSDP")).upper().startswith("FSDP"):
-        told.settings.setdefault("fsdp_config", said["fsdp_config"])
-        told.places.setdefault("fsdp_config", path.name)
+        for name, value in (("use_fsdp", True), ("fsdp_config", said["fsdp_config"])):
+            told.settings.setdefault(name, value)
+            told.places.setdefault(name, path.name)
 
 
 def _per_machine(settings: dict[str, Any]) -> None:

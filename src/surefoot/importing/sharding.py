@@ -16,13 +16,21 @@ def is_fsdp(name: str) -> bool:
     return name in ("fsdp", "fsdp_config", "use_fsdp")
 
 
-def of_fsdp(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings`: of a run, of which `fsdp`, `fsdp_config` and `use_fsdp` are looked at, and its number of machines."""
+def of_fsdp(settings: Mapping[str, Any], *, needs_no_switch: bool) -> dict[str, Any]:
+    """`settings`: of a run, of which `fsdp`, `fsdp_config` and `use_fsdp` are looked at, and its number of machines.
+
+    `needs_no_switch`: whether `fsdp_config` alone shards.
+    """
     words = [str(word).lower() for word in _words(settings.get("fsdp"))]
     config = settings.get("fsdp_config")
     said = {str(key).lower().removeprefix("fsdp_"): value for key, value in config.items()} if isinstance(
         config, Mapping) else {}  # fmt: skip
-    if not words and not said and not _is_true(settings.get("use_fsdp")):
+    switch = settings.get("use_fsdp")
+    if switch is not None and not _is_true(switch):
+        return {}
+    # Of transformers, a config beside no `fsdp` does nothing; axolotl's and accelerate's is the whole of it.
+    begins = bool(words) or _is_true(switch) or (bool(said) and needs_no_switch)
+    if not begins:
         return {}
     strategy = next((word for word in words if word in STAGES), "")
     for name in STRATEGY:

@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from os.path import normpath
 
 HIDDEN = "<>|&;#()'\"\\$` \t\r\n"
@@ -105,8 +105,11 @@ def script_of(words: Sequence[str]) -> str | None:
     if words and words[0] == "ssh" and " " in words[-1]:
         return words[-1].replace(UNSET, "$")
     for number, word in enumerate(words[:-2]):
-        if word.rpartition("/")[2] in SHELLS and RUNS_TEXT.fullmatch(words[number + 1]):
-            return words[number + 2].replace(UNSET, "$")
+        if word.rpartition("/")[2] in SHELLS:
+            options = list(takewhile(lambda one: one.startswith("-"), words[number + 1 : -1]))
+            asked = [at for at, one in enumerate(options) if RUNS_TEXT.fullmatch(one)]
+            if asked:
+                return words[number + 2 + len(options) - 1].replace(UNSET, "$")
     return None
 
 
@@ -128,7 +131,12 @@ def documents(text: str) -> dict[str, str]:
         if document is not None and target is not None:
             body = lines[number + 1 :]
             ends = [at for at, one in enumerate(body) if one.strip() == document[2]]
-            found[normpath(target[1])] = "\n".join(body[: ends[0]] if ends else body) + "\n"
+            body = body[: ends[0]] if ends else body
+            if document[0].startswith("<<-"):  # for scripts that are indented with tabs
+                body = [one.lstrip("\t") for one in body]
+            name = normpath(target[1])
+            is_added = target[0].startswith(">>") or "-a" in target[0].split()
+            found[name] = (found.get(name, "") if is_added else "") + "\n".join(body) + "\n"
     return found
 
 

@@ -64,8 +64,9 @@ class EngineDrift:
             return None
         return Finding(
             "SF805",
-            f"in {self.steps} steps in a row, up to step {step}, the engine gave completions other probabilities than "
-            f"training: logprobs differ by {difference:.3g} on average, where at most {tolerance:g} is usual",
+            f"in {self.steps} steps that could tell, one after the other, up to step {step}, the engine gave "
+            f"completions other probabilities than training: logprobs differ by {difference:.3g} on average, where at "
+            f"most {tolerance:g} is usual",
             {
                 "step": step,
                 "mean_difference": float(f"{difference:.4g}"),

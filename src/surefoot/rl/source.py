@@ -117,8 +117,7 @@ class RolloutSource:
         """At most two: of the completions that are trained on, and of the next."""
         self._flat = FlatRewards()
         self._told_of: dict[bool, set[str]] = {False: set(), True: set()}
-        """Reward functions whose failures were told, in training and in evaluations."""
-        """Reward functions whose failures a finding has named."""
+        """Reward functions whose failures a finding has named, in training and in evaluations."""
 
     def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:
         """What the step after `step` of them trains on. New completions every `num_iterations` steps. Collective.

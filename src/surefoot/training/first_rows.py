@@ -41,6 +41,8 @@ def first_rows(loaded: LoadedConfig) -> Check:
                      "on_bad_row: skip leaves them out.")  # fmt: skip
     except DataError as error:
         return wrong(NAME, "SF743", str(error), is_fatal=True, where=where)
+    if not images:
+        return not_applicable(NAME, "of what the run reads, no row is at the beginning of a file")
     seeing, blind = sum(count > 0 for count in images), sum(count == 0 for count in images)
     if not seeing:
         return fine(NAME, f"{blind} read, all of them text")
@@ -57,11 +59,15 @@ def first_rows(loaded: LoadedConfig) -> Check:
 
 def _first(source: Source) -> Iterator[Conversation]:
     """Of its first files. Raises: BadRow with its place; DataError for a file that is broken as a whole."""
-    if source.rows.begin is not None:  # where others are, those at the beginning are not the run's
-        return
-    for path, name in islice(zip(source.files, source.names, strict=True), FILES_LOOKED_AT):
+    end = source.rows.end
+    if source.rows.begin is not None or (end is not None and not end.isdecimal()):
+        return  # which rows are the run's, only their number would say
+    files, most = FILES_LOOKED_AT, LOOKED_AT
+    if end is not None:  # counted over all files
+        files, most = 1, min(LOOKED_AT, int(end))
+    for path, name in islice(zip(source.files, source.names, strict=True), files):
         reader: Reader | None = None
-        for row in islice((row for _, rows in stream_chunks(path) for row in rows), LOOKED_AT):
+        for row in islice((row for _, rows in stream_chunks(path) for row in rows), most):
             try:
                 if row.problem is not None:
                     raise BadRow(row.problem)

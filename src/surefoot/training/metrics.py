@@ -4,7 +4,7 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -49,7 +49,7 @@ class MetricsFile:
 
     def observe(self, event: Event) -> None:
         if isinstance(event, RunStarted):
-            drop_lines_from(self._path, event.first_step)
+            drop_lines_from(self._path, event.first_step, is_evaluation if event.evaluates_again else None)
             self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed at the end of the run
         elif isinstance(event, Evaluated) or (isinstance(event, StepEnded) and is_logged(event, self._every)):
             assert self._file is not None
@@ -74,8 +74,8 @@ class CompletionsFile:
 
     def observe(self, event: Event) -> None:
         if isinstance(event, RunStarted):
-            for path in (self._path, self._of_evaluations):
-                drop_lines_from(path, event.first_step)
+            drop_lines_from(self._path, event.first_step)
+            drop_lines_from(self._of_evaluations, event.first_step - event.evaluates_again)
         elif isinstance(event, CompletionsMade):
             path = self._of_evaluations if event.is_evaluation else self._path
             about = {"step": event.step, "policy_version": event.policy_version}
@@ -93,14 +93,22 @@ def _named(path: Path) -> Iterator[None]:
         raise storage_error(path, error) from error
 
 
-def drop_lines_from(path: Path, first_step: int) -> None:
-    """Keep of a file of lines with a `step` those before a step."""
+def is_evaluation(line: Mapping[str, Any]) -> bool:
+    return "eval_loss" in line or "eval_reward" in line
+
+
+def drop_lines_from(
+    path: Path, first_step: int, goes_before: Callable[[Mapping[str, Any]], bool] | None = None
+) -> None:
+    """Keep of a file of lines with a `step` those before a step, but of the last of these not what `goes_before`."""
     if not path.is_file():
         return
     kept = []
     for line in path.read_text("utf-8").split("\n"):  # not splitlines: texts may hold other line ends
         try:
-            if json.loads(line)["step"] < first_step:
+            said = json.loads(line)
+            goes = goes_before is not None and said["step"] == first_step - 1 and goes_before(said)
+            if said["step"] < first_step and not goes:
                 kept.append(line + "\n")
         except ValueError:  # the last line of a killed run may be cut short
             break

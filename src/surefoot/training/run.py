@@ -413,4 +413,5 @@ def _started(job: Job, state: TrainState) -> RunStarted:
         first_step=state.step + 1,
         trainable_parameters=sum(p.numel() for p in job.learner.parameters.values()),
         all_parameters=sum(p.numel() for p in job.learner.model.parameters()),
+        evaluates_again=state.evaluation_is_due,
     )
