@@ -107,6 +107,7 @@ def test_bad_versions_are_told_of_where_they_do_harm(run: Any, changes: Any, of_
         ({"torch": "2.13.0+cpu", "torchvision": "0.26.0"}, "operator torchvision::nms does not exist"),
         ({"torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu"}, ""),
         ({"torch": "2.13.0+cpu"}, ""),
+        ({"torch": "2.6.0a0+ecf3bae40a.nv25.01", "torchvision": "0.20.0a0"}, ""),
     ],
 )
 def test_packages_that_do_not_go_together_are_told_of(installed: dict[str, str], said: str) -> None:

@@ -30,6 +30,7 @@ def library(*tags: int) -> bytes:
     [
         (library(NEEDED, RPATH), True),
         (library(NEEDED, RUNPATH), False),
+        (library(NEEDED, RPATH, RUNPATH), False),
         (library(NEEDED), False),
         (library(NEEDED, RPATH)[:100], False),
         (b"no library", False),

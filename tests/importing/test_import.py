@@ -563,3 +563,11 @@ def test_weights_of_rewards_are_carried_or_listed() -> None:
     assert any("reward_weights" in one for one in of_words(f"{start} 1 2").left_out)
     with pytest.raises(ConfigError, match="reward_weights"):
         of_words(f"{start} 1 x 2")
+
+
+def test_a_server_that_is_named_by_its_address_is_to_be_vllms_own() -> None:
+    words = "trl grpo --model_name_or_path m --dataset_name d --use_vllm true --vllm_mode server"
+    made = of_words(f"{words} --vllm_server_base_url http://h:8000")
+    assert values(made)["vllm_server"] == "http://h:8000"
+    assert "`vllm serve`" in made.left_out["the server at http://h:8000"]
+    assert not any(one.startswith("vllm_mode") for one in made.left_out)

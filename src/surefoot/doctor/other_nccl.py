@@ -8,7 +8,7 @@ from pathlib import Path
 USER = Path("lib", "libtorch_cuda.so")
 """In torch's folder: what loads NCCL."""
 ELF64, LITTLE = 2, 1
-PT_DYNAMIC, DT_NULL, DT_RPATH = 2, 0, 15
+PT_DYNAMIC, DT_NULL, DT_RPATH, DT_RUNPATH = 2, 0, 15, 29
 
 
 def other_nccl() -> tuple[str, ...]:
@@ -39,7 +39,8 @@ def has_rpath(library: Path) -> bool:
                 if kind == PT_DYNAMIC:
                     file.seek(offset)
                     tags = [tag for tag, _ in struct.iter_unpack("<qQ", file.read(length - length % 16))]
-                    return DT_RPATH in tags[: tags.index(DT_NULL)] if DT_NULL in tags else DT_RPATH in tags
+                    tags = tags[: tags.index(DT_NULL)] if DT_NULL in tags else tags
+                    return DT_RPATH in tags and DT_RUNPATH not in tags  # beside the second the first is not read
     except (OSError, struct.error):
         pass
     return False

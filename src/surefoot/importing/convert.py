@@ -57,6 +57,8 @@ STAGE_NAME = re.compile(r"(?i)(?:zero|(?<![a-z])z|stage)[-_]?([0-3])(?!\d)")
 NO_OFFLOAD = re.compile(r"(?i)(?:no|without|non)[-_]?offload")
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora")
 OF_EVALUATION = ("eval_dataset", "eval_fraction")
+WITH_ENGINE = ("vllm_server_host", "vllm_server_port", "vllm_mode")
+"""Settings that `_choose_engine` looks at."""
 NOT_SAID = "the script does not say what stands there"
 
 
@@ -194,8 +196,8 @@ def _leave_or_list(draft: _Draft, name: str, value: Any, said: str) -> None:
     elif name in WITHOUT:
         usual = (True, None) if name in USUALLY_TRUE else (False, None)
         left_out |= {} if value in usual else {said: WITHOUT[name]}
-    elif name in VLLM_OPTIONS or name in VLLM_FLAGS or name in ("vllm_server_host", "vllm_server_port"):
-        pass  # with the engine
+    elif name in VLLM_OPTIONS or name in VLLM_FLAGS or name in WITH_ENGINE:
+        pass
     elif name in SAME_IF:
         same, instead = SAME_IF[name]
         left_out |= {} if isinstance(value, str | bool | None) and value in same else {said: instead}
@@ -226,10 +228,6 @@ def _choose_engine(draft: _Draft) -> None:
             host, port = said.get("vllm_server_host") or "127.0.0.1", said.get("vllm_server_port") or 8000
             address = f"http://{listed(host)[0]}:{listed(port)[0]}"
             draft.ours["vllm_server"] = (address, f"{named} of {told.program}")
-            draft.left_out[f"the server at {address}"] = (
-                "it is to be `vllm serve`, started as docs/grpo.md says: `swift rollout` and `trl vllm-serve` speak "
-                "otherwise"
-            )
             draft.left_out |= {f"{name} = {one}": "one server makes all completions"
                                for name in ("vllm_server_host", "vllm_server_port")
                                for one in listed(said.get(name))[1:]}  # fmt: skip
@@ -240,6 +238,11 @@ def _choose_engine(draft: _Draft) -> None:
             words = [f"--{option}={said[name]}" for name, option in VLLM_OPTIONS.items() if said.get(name) is not None]
             words += [f"--{option}" for name, option in VLLM_FLAGS.items() if said.get(name) is True]
             draft.ours |= {"vllm_args": (words, f"vllm_... of {told.program}")} if words else {}
+    if "vllm_server" in draft.ours:
+        draft.left_out[f"the server at {draft.value('vllm_server')}"] = (
+            "it is to be `vllm serve`, started as docs/grpo.md says: `swift rollout` and `trl vllm-serve` speak "
+            "otherwise"
+        )
     if "vllm_args" not in draft.ours:
         of_server = [name for name in told.settings if name in VLLM_OPTIONS or name in VLLM_FLAGS]
         why = "of a server that the run starts itself"

@@ -237,7 +237,7 @@ VLLM_OPTIONS = {
 VLLM_FLAGS = {"vllm_enforce_eager": "enforce-eager", "vllm_enable_prefix_caching": "enable-prefix-caching"}
 
 GRPO = frozenset(
-    "reward_model repetition_penalty external_plugins use_vllm vllm_mode num_infer_workers "
+    "reward_model repetition_penalty external_plugins use_vllm num_infer_workers "
     "offload_model offload_optimizer gc_collect_after_offload move_model_batches async_generate "
     "tensor_parallel_size ref_model log_entropy".split()
 )
