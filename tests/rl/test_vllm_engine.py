@@ -35,7 +35,7 @@ from surefoot.rl.engines.vllm import VllmEngine
 from surefoot.rl.engines.vllm_protocol import RoutingLayers, call_for, completion_of
 from surefoot.rl.engines.vllm_sync import AdapterSync, FullSync
 from surefoot.rl.rollout import Request, Sampling
-from surefoot.training.rollouts import settle_server, watch_of_engine
+from surefoot.training.rollouts import open_server, settle_server, watch_of_engine
 
 SERVER = Path(__file__).with_name("engine_server.py")
 LORA = LoraSettings(rank=4, alpha=8.0, targets=("all",), seed=1)
@@ -517,3 +517,18 @@ def test_a_sync_gathers_what_is_trained_and_no_more(
     ours.publish(0)
     trained = [id(one) for one in ours._sync._model.parameters() if one.requires_grad]  # type: ignore[attr-defined]
     assert sorted(gathered) == sorted(trained)
+
+
+def test_each_rank_can_show_the_log_of_a_server_that_the_first_one_started(tmp_path: Path) -> None:
+    class Second:
+        def from_first(self, _work: Any) -> str:
+            return "http://127.0.0.1:9"
+
+    given = {"model": "m", "dataset": "d", "output_dir": str(tmp_path), "method": "grpo", "reward_funcs": ["length"]}
+    loaded = load_config(None, (), {**given, "rollout_engine": "vllm"})
+    server = open_server(loaded, tmp_path, None, Second())  # type: ignore[arg-type]
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine/vllm.log").write_text("Traceback: the engine is dead")
+    assert server.evidence()["end_of_log"] == "Traceback: the engine is dead"
+    theirs = load_config(None, (), {**given, "rollout_engine": "vllm", "vllm_server": "http://127.0.0.1:9"})
+    assert "end_of_log" not in open_server(theirs, tmp_path, None, Second()).evidence()  # type: ignore[arg-type]

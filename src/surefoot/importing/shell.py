@@ -107,9 +107,8 @@ def script_of(words: Sequence[str]) -> str | None:
     for number, word in enumerate(words[:-2]):
         if word.rpartition("/")[2] in SHELLS:
             options = list(takewhile(lambda one: one.startswith("-"), words[number + 1 : -1]))
-            asked = [at for at, one in enumerate(options) if RUNS_TEXT.fullmatch(one)]
-            if asked:
-                return words[number + 2 + len(options) - 1].replace(UNSET, "$")
+            if any(RUNS_TEXT.fullmatch(one) for one in options):
+                return words[number + 1 + len(options)].replace(UNSET, "$")
     return None
 
 

@@ -19,7 +19,7 @@ from surefoot.models.lora import LoraSettings
 from surefoot.parallel.layout import Layout
 from surefoot.plan.devices import GB, GIB, Device
 from surefoot.plan.exchange import share_out
-from surefoot.plan.memory import Cuts, Owners, Rollout, Server, cut, forecast_memory, gradient_share
+from surefoot.plan.memory import Cuts, Owners, Rollout, Server, cut, forecast_memory, gathered_experts, gradient_share
 from surefoot.plan.sizes import FP32_BYTES, HALF_BYTES, Elements, Sizes, check_fields, sizes_of
 from surefoot.plan.tower import Pictures, pictures_of, show
 from surefoot.plan.trace import ATTENTION, NOTHING, Trace, likelihood, policy_loss, shaped_batch, trace_step
@@ -351,9 +351,7 @@ def _sent_bytes(sizes: Sizes, layout: Layout, steps: int) -> int:
     if layout.size == 1:
         return 0
     whole, each = sizes.whole, 4
-    # Experts that are on one rank alone are summed with nobody's.
-    experts = layout.expert_parallel if layout.expert_parallel < layout.size else 0
-    trained = each * (whole.trained + (whole.expert_trained // experts if experts else 0))
+    trained = each * (whole.trained + gathered_experts(whole, layout))
     times = steps if layout.zero_stage >= 2 else 1
     sent = 2 * trained if layout.zero_stage == 0 else trained * (1 + times)
     if layout.zero_stage == 3:

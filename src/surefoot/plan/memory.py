@@ -215,12 +215,12 @@ def _gathered(sizes: Sizes, layout: Layout) -> int:
     if not layout.is_sharded:
         return 0
     if layout.zero_stage < 3:
-        return FP32_BYTES * (sizes.whole.trained + _gathered_experts(sizes.whole, layout))
+        return FP32_BYTES * (sizes.whole.trained + gathered_experts(sizes.whole, layout))
     layers = min(GATHERED_LAYERS, sizes.num_layers)
     return _bytes(sizes.outside, sizes, layout) + layers * _bytes(sizes.layer, sizes, layout)
 
 
-def _gathered_experts(elements: Elements, layout: Layout) -> int:
+def gathered_experts(elements: Elements, layout: Layout) -> int:
     """Of this rank's share of the experts; none where no other rank has the same share."""
     return elements.expert_trained // layout.expert_parallel if layout.expert_parallel < layout.size else 0
 
@@ -239,7 +239,7 @@ def _being_summed(sizes: Sizes, layout: Layout, *, is_on_gpu: bool) -> int:
     groups = (sizes.layer, sizes.outside) if _is_grouped_by_layer(layout, sizes) else (sizes.whole,)
     copies = IN_FLIGHT if is_on_gpu else IN_FLIGHT_GLOO
     if layout.expert_parallel > 1:  # experts that are shared out are summed apart, if at all
-        experts, dense = _gathered_experts(sizes.layer, layout), max(one.trained for one in groups)
+        experts, dense = gathered_experts(sizes.layer, layout), max(one.trained for one in groups)
         largest = max(experts, dense) if is_on_gpu else experts + dense  # gloo holds those of both groups
     else:
         largest = max(one.trained + one.expert_trained for one in groups)
