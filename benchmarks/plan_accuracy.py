@@ -3,7 +3,8 @@
     python benchmarks/plan_accuracy.py [--write docs/plan-accuracy.md]
 
 Runs with random models: the peak resident set of every rank is what the kernel says at the end of its last step
-(`peak_memory_bytes`), after a checkpoint was saved where the run saves.
+(`peak_memory_bytes`), after a checkpoint was saved where the run saves. Times of a step are the median of all ranks'
+from the third step on; leave the machine alone meanwhile.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -52,7 +54,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "MoE full, 4 ranks, EP 2": (MOE, {"tuning": "full", "nproc_per_node": 4, "expert_parallel_size": 2}),
     "MoE full, 4 ranks, EP 4": (MOE, {"tuning": "full", "nproc_per_node": 4, "expert_parallel_size": 4}),
 }
-LENGTH = 512
+LENGTH, STEPS = 512, 6
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> None:
@@ -68,8 +70,8 @@ def write_rows(path: Path) -> None:
     path.write_text((json.dumps(row) + "\n") * 64)
 
 
-def measure(config: Path, folder: Path) -> int:
-    """The largest peak of a rank, in bytes."""
+def measure(config: Path, folder: Path) -> tuple[int, float]:
+    """(the largest peak of a rank in bytes, seconds of a step)."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "surefoot", "train", str(config)], env=environment, capture_output=True, text=True,
@@ -77,8 +79,10 @@ def measure(config: Path, folder: Path) -> int:
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"{config}: exit status {done.returncode}\n{done.stderr[-2000:]}")
-    entries = read_history(folder).entries
-    return int(max(entry.values["peak_memory_bytes"] for entry in entries if entry.kind == "step"))
+    steps = [entry.values for entry in read_history(folder).entries if entry.kind == "step"]
+    ranks = len(steps) // STEPS
+    peak = max(values["peak_memory_bytes"] for values in steps)
+    return int(peak), median(values["step_time_s"] for values in steps[2 * ranks :])
 
 
 def main() -> int:
@@ -87,7 +91,7 @@ def main() -> int:
     arguments.add_argument("--only", default="", help="runs whose name has this")
     arguments.add_argument("--owners", action="store_true", help="show what the forecasts are made of")
     asked = arguments.parse_args()
-    lines, worst = [], 0.0
+    lines, worst, ratios = [], 0.0, []
     with tempfile.TemporaryDirectory(prefix="surefoot-plan-") as name:
         root = Path(name)
         write_job(root)
@@ -102,41 +106,43 @@ def main() -> int:
             for file in (root / "model").glob("chat_template*"):
                 (models[kind] / file.name).write_bytes(file.read_bytes())
             write_model(models[kind], about)
-        device = this_cpu(1 << 40)
         for number, (title, (about, settings)) in enumerate(RUNS.items()):
             if asked.only not in title:
                 continue
             run = root / f"run-{number}"
             said = {
                 "model": str(models["dense" if about is DENSE else "moe"]), "dataset": str(rows),
-                "output_dir": str(run), "max_length": LENGTH, "truncation": "right", "train_on": "all", "max_steps": 6,
-                "per_device_train_batch_size": 2, "save_steps": 3, "report": False, "device": "cpu",
+                "output_dir": str(run), "max_length": LENGTH, "truncation": "right", "train_on": "all",
+                "max_steps": STEPS, "per_device_train_batch_size": 2, "save_steps": 3, "report": False, "device": "cpu",
                 "dataset_num_proc": 0, "preflight": False, **settings,
             }  # fmt: skip
             config = root / f"run-{number}.json"
             config.write_text(json.dumps(said))
-            told = forecast(load_config(config, []).run, Path(said["model"]), device)
+            told = forecast(load_config(config, []).run, Path(said["model"]), this_cpu(1 << 40))
             planned = max(owners.host_bytes for owners in told.phases.values())
-            measured = measure(config, run)
+            measured, step_s = measure(config, run)
+            ratios.append(told.step_s / step_s)
             off = planned / measured - 1
             worst = max(worst, abs(off))
             if asked.owners:
                 for phase in ("step", "save"):
                     print(phase, {one: round(size / 2**20) for one, size in told.phases[phase].host.items()})
-            lines.append(f"| {title} | {planned / 2**20:.0f} | {measured / 2**20:.0f} | {off:+.1%} |")
+            memory = f"{planned / 2**20:.0f} | {measured / 2**20:.0f} | {off:+.1%}"
+            lines.append(f"| {title} | {memory} | {told.step_s:.1f} | {step_s:.1f} |")
             print(lines[-1], flush=True)
     table = "\n".join(
         [
-            "# How well `surefoot plan` forecasts memory",
+            "# How well `surefoot plan` forecasts",
             "",
             "Made by `python benchmarks/plan_accuracy.py --write docs/plan-accuracy.md`.",
             "",
             f"Peak resident set of a rank, MiB; CPU, torch {torch.__version__}, transformers "
             f"{transformers.__version__}, Python {platform.python_version()}, {' '.join(platform.libc_ver())}. "
-            f"Worst: {worst:.1%} (wanted: {ALLOWED:.0%}).",
+            f"Worst: {worst:.1%} (wanted: {ALLOWED:.0%}). Then seconds of a step, from what products and sums take on "
+            f"{os.cpu_count()} cores: {min(ratios):.2f} to {max(ratios):.2f} of what is measured.",
             "",
-            "| run | forecast | measured | |",
-            "|---|---|---|---|",
+            "| run | forecast, MiB | measured, MiB | | forecast, s | measured, s |",
+            "|---|---|---|---|---|---|",
             *lines,
             "",
             "No GPU has been measured.",

@@ -64,6 +64,10 @@ int nvmlDeviceGetNvLinkState(Device *device, unsigned int link, unsigned int *ac
 }
 int nvmlDeviceGetCudaComputeCapability(Device *device, int *major, int *minor) { *major = 9; *minor = 0; return 0; }
 int nvmlDeviceGetCurrPcieLinkWidth(Device *device, unsigned int *lanes) { *lanes = device->index ? 8 : 16; return 0; }
+int nvmlDeviceGetCurrPcieLinkGeneration(Device *device, unsigned int *generation) {
+    *generation = device->index ? 5 : 1; /* the first one is idle */
+    return 0;
+}
 int nvmlDeviceGetMaxPcieLinkWidth(Device *device, unsigned int *lanes) { *lanes = 16; return 0; }
 int nvmlDeviceGetMaxPcieLinkGeneration(Device *device, unsigned int *generation) { *generation = 5; return 0; }
 int nvmlDeviceGetGpuMaxPcieLinkGeneration(Device *device, unsigned int *generation) { *generation = 5; return 0; }

@@ -1,14 +1,15 @@
 """Shards are made once, by workers, and shared; a kill loses only the shard in work; failures are named."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -181,11 +182,13 @@ def test_after_a_kill_preparing_goes_on_where_it_stopped(tmp_path: Path, tokeniz
     assert process.stdout is not None
     for _ in range(2):
         assert process.stdout.readline()
+    workers = own_workers()
+    assert workers
     process.kill()
     process.wait(timeout=30)
     process.stdout.close()
     deadline = time.monotonic() + 30
-    while any("surefoot.data.prepare" in name for name in command_lines()):  # workers end with their jobs
+    while any(one.is_running() for one in workers):  # workers end with their jobs
         assert time.monotonic() < deadline
         time.sleep(0.1)
     kept = shards()
@@ -204,16 +207,13 @@ def test_after_a_kill_preparing_goes_on_where_it_stopped(tmp_path: Path, tokeniz
     ]
 
 
-def command_lines() -> list[str]:
+def own_workers() -> list[psutil.Process]:
+    """Of this test: another suite on this machine has its own."""
     found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            line = (entry / "cmdline").read_text()
-            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
-        except (OSError, UnicodeDecodeError):
-            continue
-        if state != "Z":
-            found.append(line)
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if one.status() != psutil.STATUS_ZOMBIE and "surefoot.data.prepare" in " ".join(one.cmdline()):
+                found.append(one)
     return found
 
 
@@ -247,7 +247,7 @@ def test_stopping_ends_the_workers_and_keeps_the_shards(tmp_path: Path, tokenize
     dataset.preparation.start([])
     dataset.usable(0)
     dataset.preparation.stop()
-    assert not any("surefoot.data.prepare" in line for line in command_lines())
+    assert own_workers() == []
     assert 1 <= len(shards()) < 15
 
 
@@ -283,14 +283,11 @@ def test_a_killed_worker_is_named_with_its_signal(
 
 
 def kill_workers() -> None:
-    for entry in Path("/proc").iterdir():
-        try:
-            is_worker = "surefoot.data.prepare" in (entry / "cmdline").read_text()
-            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-        except (OSError, UnicodeDecodeError):
-            continue
-        if is_worker and parent != os.getpid():
-            os.kill(int(entry.name), signal.SIGKILL)
+    """All but the process that holds them."""
+    for worker in own_workers():
+        with suppress(psutil.NoSuchProcess):
+            if worker.ppid() != os.getpid():
+                worker.kill()
 
 
 def test_a_missing_an_empty_and_a_blank_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

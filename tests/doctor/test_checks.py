@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from surefoot.config import LoadedConfig, load_config
+from surefoot.doctor import examine as examining
 from surefoot.doctor.check import Check
 from surefoot.doctor.examine import as_text, changes, examine
 from surefoot.doctor.sizes import weights_of
@@ -584,6 +587,21 @@ def test_a_check_that_fails_says_so(run: Any, monkeypatch: pytest.MonkeyPatch) -
     (check,) = [one for one in examine(NODE, run()) if one.name == "model"]
     said = "cannot be looked at: ZeroDivisionError: integer division by zero"
     assert (check.status, check.text) == ("not applicable", said)
+
+
+def test_a_file_that_never_answers_is_not_waited_for(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system that is dead cannot be had here."""
+    answers = threading.Event()
+    monkeypatch.setattr("surefoot.doctor.contradictions.weights_of", lambda _: answers.wait(60))
+    assert examining.WITHIN_S <= 5  # a run waits for it
+    monkeypatch.setattr(examining, "WITHIN_S", 0.5)
+    began_s = time.monotonic()
+    checks = {check.name: check for check in examine(NODE, run())}
+    assert time.monotonic() - began_s < 5
+    answers.set()
+    assert checks["model"].status == "not applicable"
+    assert checks["model"].text.startswith("cannot be looked at: no answer within ")
+    assert checks["versions"].status == "ok", "the others are looked at"
 
 
 def test_threads_that_are_no_number_are_told_of(run: Any) -> None:

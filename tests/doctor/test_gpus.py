@@ -239,7 +239,7 @@ def test_nvml_is_read_through_its_own_bindings(nvml_driver: dict[str, str]) -> N
         [sys.executable, "-c", code], env={**os.environ, **nvml_driver}, capture_output=True, text=True, timeout=60
     )
     first = replace(SOUND, uuid="GPU-a0000000", temperature_c=None, memory_used_bytes=3 * GIB, pci="00000000:1B:00.0",
-                    capability="9.0")  # fmt: skip
+                    capability="9.0", pcie_generation=1)  # fmt: skip
     second = replace(
         first,
         index=1,
@@ -251,6 +251,7 @@ def test_nvml_is_read_through_its_own_bindings(nvml_driver: dict[str, str]) -> N
         fabric="completed with error 15",
         pci="00000000:2B:00.0",
         pcie_width=8,
+        pcie_generation=5,
         processes=(4711,),
     )
     between = "{'0-1': 'the chipset does not support it'} {'0-1': 'several processors'}"

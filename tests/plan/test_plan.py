@@ -1,6 +1,7 @@
 """`surefoot plan`: what it adds up, what it suggests, and what it refuses."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -111,6 +112,23 @@ def test_a_card_that_is_too_small_gets_settings_that_fit(settings: dict[str, Any
         again = load_config(None, [], {**settings, **pasted, "device": "cpu", "offload": None}).run
         assert again.sequences_per_step == small.sequences_per_step == 16, "the run learns the same"
     assert suggest(large, ask) == []
+
+
+def test_a_step_on_a_cpu_takes_what_products_and_all_else_take(settings: dict[str, Any]) -> None:
+    def cpu(flops_per_s: float, moved_bytes_per_s: float) -> Device:
+        return Device("cpu", 1 << 40, flops_per_s, math.inf, is_gpu=False, moved_bytes_per_s=moved_bytes_per_s)
+
+    full = {**settings, "tuning": "full", "lora_rank": 8}
+    products, others = told(full, cpu(1e9, math.inf)).step_s, told(full, cpu(math.inf, 1e9)).step_s
+    both = told(full, cpu(1e9, 1e9))
+    assert min(products, others) > 0
+    assert both.step_s == pytest.approx(products + others)
+    update_s = 7 * 4 * both.sizes.whole.all_trained / 1e9  # AdamW reads and writes seven numbers for each
+    assert others > update_s
+    two = told({**full, "nproc_per_node": 2, "zero_stage": 0}, cpu(1e9, 1e9))
+    assert two.step_s == pytest.approx(2 * both.step_s), "two ranks share the cores, and each has as many rows"
+    cut = told({**full, "nproc_per_node": 2, "zero_stage": 2}, cpu(1e9, 1e9))
+    assert two.step_s - cut.step_s == pytest.approx(update_s, rel=0.01), "each updates a half"
 
 
 def test_what_cannot_fit_is_not_run(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

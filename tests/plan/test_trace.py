@@ -128,6 +128,7 @@ def test_equal_layers_lie_on_a_line(
         whole.peak + share * whole.gradients_at_peak, rel=0.02
     )
     assert told.flops == whole.flops
+    assert told.moved_bytes == whole.moved_bytes > 0
     assert min(min(moment) for moment in told.moments) >= 0
 
 
@@ -143,6 +144,24 @@ def test_products_are_counted(model_folder: Folders) -> None:
         attention = sum(length**2 for length in LENGTHS) * model.config.hidden_size * model.config.num_hidden_layers
     least = 6 * weights * sum(LENGTHS) + 6 * attention
     assert told.flops == pytest.approx(least, rel=0.1)
+
+
+def test_what_other_ops_read_and_write_is_counted() -> None:
+    with FakeTensorMode():
+        table, at = torch.empty(1000, 8), torch.empty(10, dtype=torch.int64)
+        for work, moved in (
+            (lambda: torch.nn.functional.embedding(at, table), 2 * 320),  # the rows that it picks, in and out
+            (lambda: table + table, 3 * 32000),
+            (lambda: table.mul_(2), 2 * 32000),
+            (lambda: table.sum(), 32000 + 4),
+            (lambda: table.view(-1), 0),
+            (lambda: torch.empty_like(table), 0),
+            (lambda: table @ table.T, 0),  # a product
+        ):
+            live = _Live([table, at])
+            with live:
+                work()
+            assert live.moved == moved
 
 
 def test_gradients_that_accumulate_are_there_from_the_second_forward_on(model_folder: Folders) -> None:

@@ -102,6 +102,13 @@ def test_importance_is_truncated_or_masked() -> None:
     assert losses("dapo", at, batch)[0] == pytest.approx([-1, -1, -1])
     assert losses("dapo", at, batch, importance_correction="truncate")[0] == pytest.approx([-1, -2, -2])
     assert losses("dapo", at, batch, importance_correction="mask")[0] == pytest.approx([-1, -2, 0])
+    engine = [math.log(p) for p in (0.5, 0.75, 0.9)]
+    batch = batch_of(trajectory([1, 2, 3], 1.0, rollout_logprobs=engine, old_logprobs=[math.log(0.3)] * 3))
+    at = [math.log(0.3)] * 3  # 0.6, 0.4, 1/3
+    floor = {"importance_floor": 0.5, "importance_cap": 5.0}
+    assert losses("dapo", at, batch, importance_correction="truncate", **floor)[0] == pytest.approx([-0.6, -0.5, -0.5])
+    assert losses("dapo", at, batch, importance_correction="mask", **floor)[0] == pytest.approx([-0.6, 0, 0])
+    assert losses("dapo", at, batch, importance_correction="sequence_mask", **floor)[0] == pytest.approx([0, 0, 0])
 
 
 def test_importance_of_sequences_is_the_product_of_their_tokens() -> None:

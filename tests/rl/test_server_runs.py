@@ -109,6 +109,32 @@ def test_ranks_learn_from_one_server(run: Callable[..., Any], tmp_path: Path, ch
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_completions_made_ahead_go_to_another_number_of_ranks(
+    run: Callable[..., Any], tmp_path: Path, before: int, after: int
+) -> None:
+    """The server draws others each time: the same ones can only be those of the checkpoint."""
+    ahead = {"max_staleness": 1, "save_steps": 2, "save_total_limit": None, "zero_stage": 2}
+    done = run("none", nproc_per_node=before, **ahead)
+    assert done.returncode == 0, done.stderr[-3000:]
+    saved = tmp_path / "run/checkpoints/step-00000002"
+    (pending,) = json.loads((saved / "state.json").read_text())["pending"]
+    assert len(pending["completions"]) == 8
+    goes_on = {"output_dir": str(tmp_path / "on"), "resume_from_checkpoint": str(saved), **ahead}
+    done = run("none", nproc_per_node=after, **goes_on)
+    assert done.returncode == 0, done.stderr[-3000:]
+    made = [(tmp_path / name / "completions.jsonl").read_text().splitlines() for name in ("run", "on")]
+    third, fourth = (
+        [[json.loads(one) for one in run if json.loads(one)["step"] == step] for run in made] for step in (3, 4)
+    )
+    texts = [[(one["prompt"], one["completion"], one["reward"]) for one in run] for run in third]
+    assert len(texts[0]) == 8
+    assert texts[0] == texts[1]
+    assert [one["policy_version"] for one in third[1]] == [1] * 8
+    assert [one["completion"] for one in fourth[0]] != [one["completion"] for one in fourth[1]]
+
+
+@pytest.mark.matrix
 def test_a_server_that_dies_ends_all_ranks_and_keeps_what_was_learned(run: Callable[..., Any], tmp_path: Path) -> None:
     done = run("dies", nproc_per_node=2, zero_stage=3, save_steps=0)
     assert done.returncode == 3, done.stderr[-3000:]

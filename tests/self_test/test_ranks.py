@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from surefoot.cli import main
 from surefoot.config import load_config
 from surefoot.parallel import launch
-from surefoot.self_test import start
+from surefoot.self_test import collectives, start
 from surefoot.self_test.loader import loader
 from surefoot.self_test.rank import stages_of
 from surefoot.self_test.report import Report, read_report
@@ -152,6 +154,12 @@ def test_the_verb_starts_the_ranks_of_a_run(config: str) -> None:
     assert "ok      ranks are alike" in done.stdout
     assert "2 ranks on one machine have the same versions and variables" in done.stdout
     assert "ok      collectives" in done.stdout
+    speeds = next(line for line in done.stdout.splitlines() if "bus bandwidth" in line)
+    for kind in ("all-reduce", "all-gather", "all-to-all"):
+        figures = re.search(kind + r" 0.0625 MiB: ([\d.e+-]+), 1 MiB: ([\d.e+-]+), 16 MiB: ([\d.e+-]+)", speeds)
+        assert figures is not None, speeds
+        assert all(float(figure) > 0 for figure in figures.groups())
+    assert "PCIe under load               no GPU was asked" in done.stdout
     assert "rank 0 writes" in done.stdout
     assert "ok      loader alone" in done.stdout
     folder = Path(json.loads(Path(config).read_text())["output_dir"])
@@ -178,6 +186,24 @@ def test_a_pod_that_only_tells_how_many_ranks_there_are(
 def test_one_rank_has_no_collectives_to_try() -> None:
     assert [stage.name for stage in stages_of(1, is_deep=True)] == "arrive machine clock reach product storage".split()
     assert [stage.name for stage in stages_of(8, is_deep=False)] == "arrive machine clock reach".split()
+
+
+def test_the_gpu_of_a_rank_is_looked_at_while_it_computes(nvml_driver: dict[str, str]) -> None:
+    code = (
+        "import torch\nfrom surefoot.self_test.rank import _card\n"
+        "print([_card(torch.device('cuda', n))['index'] for n in range(2)], _card(torch.device('cuda', 2)))"
+    )
+    environment = {**os.environ, **nvml_driver, "CUDA_VISIBLE_DEVICES": "1,0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[1, 0] None\n", done.stderr
+
+
+def test_what_is_looked_at_meanwhile_is_seen_in_the_midst_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    began_s, looks = time.perf_counter(), []
+    monkeypatch.setitem(collectives.PRODUCT_FOR_S, "cpu", 0.4)
+    speed, seen = collectives.product(torch.device("cpu"), lambda: looks.append(time.perf_counter()) or "seen")
+    assert (speed > 0, seen, len(looks)) == (True, "seen", 1)
+    assert looks[0] - began_s > 0.2
 
 
 def test_data_that_cannot_be_read_are_a_finding(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -34,6 +34,14 @@ def machines(**changed: Any) -> dict[int, Any]:
     return said
 
 
+BUSY = asdict(replace(SOUND, pcie_generation=5, pcie_most_generation=5, temperature_c=61))
+"""A GPU in the midst of products."""
+
+
+def bandwidth(largest: float) -> dict[str, dict[str, float]]:
+    return {"all-reduce": {"1048576": 5.0, "1073741824": largest}, "all-to-all": {"1048576": 4.0, "1073741824": 9.0}}
+
+
 def report(**stages: Any) -> Report:
     """A sound run of all stages, but for what is given."""
     sound = {
@@ -43,8 +51,8 @@ def report(**stages: Any) -> Report:
         "join": {rank: {"nccl": "2.28.3", "loaded": ["/lib/libnccl.so.2"]} for rank in RANKS},
         "exchange": {rank: {"pairs": 7, "wrong": []} for rank in RANKS},
         "collectives": {rank: {"wrong": {}} for rank in RANKS},
-        "bandwidth": {rank: {"1048576": 5.0, "1073741824": 47.0} for rank in RANKS},
-        "product": {rank: 700.0 + rank for rank in RANKS},
+        "bandwidth": {rank: bandwidth(47.0) for rank in RANKS},
+        "product": {rank: {"tflops": 700.0 + rank, "card": BUSY} for rank in RANKS},
         "storage": {
             rank: {"write": 900.0, "read": 2000.0, "is_same": True} if rank % 4 == 0 else None for rank in RANKS
         },
@@ -60,15 +68,17 @@ def found(checks: list[Check]) -> dict[str, tuple[str, str]]:
 def test_sound_ranks_have_no_finding() -> None:
     checks = checks_of(report())
     assert found(checks) == {}
-    assert [check.status for check in checks] == ["ok"] * 9
+    assert [check.status for check in checks] == ["ok"] * 11
     said = {check.name: check.text for check in checks}
     assert said["ranks are alike"] == "8 ranks on 2 machines have the same versions and variables"
     assert said["clocks"] == "at most 2 ms apart"
     assert said["pairs of ranks"] == "56 exchanges arrived whole"
-    assert (
-        said["all-reduce"]
-        == "1 MiB: 5, 1 GiB: 47 GB/s of bus bandwidth (45 expected: 1 InfiniBand ports of 400 Gbit/s)"
+    assert said["bus bandwidth, GB/s"] == (
+        "all-reduce 1 MiB: 5, 1 GiB: 47; all-to-all 1 MiB: 4, 1 GiB: 9 (45 to be expected of a large all-reduce: "
+        "1 InfiniBand ports of 400 Gbit/s)"
     )
+    assert said["GPU clocks under load"] == "nothing slows them down, the warmest has 61 °C"
+    assert said["PCIe under load"] == "generation 5, as card and slot can"
 
 
 @pytest.mark.parametrize(
@@ -109,8 +119,13 @@ def test_what_may_differ_is_no_finding() -> None:
         ("join", {"nccl": "2.18.1", "loaded": ["/opt/libnccl.so.2"]}, "SF741", "warning", "has loaded NCCL 2.18.1"),
         ("exchange", {"pairs": 7, "wrong": [2]}, "SF734", "failed", "rank 6 (node2) got something else than"),
         ("collectives", {"wrong": {"all-gather": "number 3"}}, "SF734", "failed", "all-gather at rank 6 (node2)"),
-        ("bandwidth", {"1048576": 5.0, "1073741824": 11.0}, "SF733", "warning", "45 GB/s are to be expected"),
-        ("product", 400.0, "SF735", "warning", "rank 6 (node2) 400 TFLOP/s, and 702 is usual among 8 ranks"),
+        ("bandwidth", bandwidth(11.0), "SF733", "warning", "1 GiB: 11; all-to-all"),
+        ("product", {"tflops": 400.0, "card": BUSY}, "SF735", "warning",
+         "rank 6 (node2) 400 TFLOP/s, and 702 is usual among 8 ranks"),
+        ("product", {"tflops": 700.0, "card": {**BUSY, "slowed_by": ["too hot (hardware)"]}}, "SF723", "warning",
+         "the GPU of rank 6 (node2) is slowed down: too hot (hardware)"),
+        ("product", {"tflops": 700.0, "card": {**BUSY, "pcie_generation": 1}}, "SF725", "warning",
+         "the GPU of rank 6 (node2) uses generation 1 of 5 while it computes"),
         ("storage", {"write": 3.0, "read": 9.0, "is_same": True}, "SF711", "warning", "rank 6 (node2) writes 3 MB/s"),
         ("storage", {"write": 900.0, "read": 9.0, "is_same": False}, "SF711", "failed", "read something else"),
     ],

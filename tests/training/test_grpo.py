@@ -460,6 +460,17 @@ def test_bad_input_on_the_command_line_ends_with_status_2(grpo: dict[str, Any], 
     assert "Traceback" not in done.stderr
 
 
+def test_completions_longer_than_the_context_end_a_run_with_status_2(grpo: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(json.dumps(grpo))
+    done = command("train", str(tmp_path / "run.yaml"), "max_completion_length=250")
+    assert done.returncode == 2
+    assert "error: 12 of 12 rows are longer than the context of 256 less max_completion_length=6: the first is " in (
+        done.stderr
+    )
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run/completions.jsonl").exists()
+
+
 def test_prompts_can_be_looked_at(grpo: dict[str, Any]) -> None:
     said = describe(load_config(None, (), grpo), show=1)
     text = as_text(said, color=False)

@@ -10,7 +10,16 @@ import torch
 from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from surefoot import describe_data, export, load, train
@@ -33,6 +42,11 @@ from tests.conftest import make_model, write_jsonl
 from tests.vision.conftest import COLOURS, KINDS, draw, make_processor, picture_rows
 
 Make = Callable[[str], Path]
+TEXT_MODELS: dict[str, Any] = {
+    "qwen2_5_vl": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3_vl": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_vl_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
 TRAINED = {"targets": ("attention", "mlp"), "rank": 4, "alpha": 8.0}
 
 
@@ -101,13 +115,32 @@ def test_a_pack_equals_its_samples_one_by_one(kind: str, vision_folder: Make, vi
     assert max(float(gradient.abs().max()) for gradient in packed.values()) > 1e-3
 
 
-def test_a_row_of_text_is_what_the_text_model_makes_of_it(vision_folder: Make, vision: Any) -> None:
-    _, samples, reader = opened(vision())
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_of_text_is_what_the_text_model_makes_of_it(kind: str, vision_folder: Make, vision: Any) -> None:
+    """A model of text alone, of transformers, with the weights of the language part."""
+    _, samples, reader = opened(vision(kind))
     text = next(sample for sample in samples if not sample.images)
-    model = built(vision_folder("qwen2_5_vl"))
-    token_loss = TokenLoss(model.model)
+    sees = AutoModelForImageTextToText.from_pretrained(vision_folder(kind))
+    about = sees.config.text_config.to_dict() | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    config_class, model_class = TEXT_MODELS[kind]
+    known = config_class().to_dict()
+    given = {name: about[name] for name in known if name in about and name != "model_type"}
+    given["tie_word_embeddings"] = sees.config.tie_word_embeddings
+    if kind == "qwen3_vl_moe":
+        given["norm_topk_prob"] = True  # as its router always does
+    alone = model_class(config_class(**given))
+    part = "model.language_model."
+    weights = {name.replace(part, "model."): one for name, one in sees.state_dict().items() if "visual" not in name}
+    alone.load_state_dict(weights)
+    ids = torch.from_numpy(text.ids.astype("int64"))[None]
+    labels = torch.where(torch.from_numpy(text.weights) > 0, ids[0], -100)[None]
+    ours = build_model(vision_folder(kind), lora=None, device=torch.device("cpu"), dtype=torch.float32)
+    token_loss = TokenLoss(ours.model.eval())
     with torch.no_grad():
-        torch.testing.assert_close(token_loss(collate([text], reader)), token_loss(collate([text])))
+        expected = alone.eval()(input_ids=ids, labels=labels).loss
+        batch = collate([text], reader)
+        torch.testing.assert_close(token_loss(batch) / batch.num_trained, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(token_loss(collate([text])) / batch.num_trained, expected, rtol=1e-5, atol=1e-5)
 
 
 def answer(model: Any, base: Path, picture: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from surefoot.config.contradictions import check
+from surefoot.config.contradictions import contradictions
 from surefoot.config.deepspeed import CHANGES_TRAINING, read_deepspeed
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.names import ALIASES, FLAG_ALIASES, INSTEAD, NOT_HERE, VALUE_ALIASES
@@ -379,11 +379,11 @@ def _check_contradictions(loaded: LoadedConfig) -> None:
     """Refuse settings that exclude each other, before anything is read or loaded."""
     # A resolved config names every field, so only values other than the default count as asked for.
     given = {name for name in loaded.places if getattr(loaded.run, name) != RunConfig.model_fields[name].default}
-
-    def refuse(text: str, *fields: str) -> None:
-        raise ConfigError(f"{text} ({loaded.where(*fields)}).")
-
-    check(loaded.run, given, refuse)
+    found = [f"{one.text} ({loaded.where(*one.fields)})." for one in contradictions(loaded.run, given)]
+    if len(found) > 1:
+        raise ConfigError("\n".join([f"{len(found)} things in this config cannot be:", *(f"- {one}" for one in found)]))
+    if found:
+        raise ConfigError(found[0])
 
 
 def as_yaml(run: RunConfig) -> str:

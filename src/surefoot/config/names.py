@@ -58,6 +58,7 @@ ALIASES: dict[str, str] = {
     "dynamic_sample": "dynamic_sampling",
     **dict.fromkeys(["vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"], "importance_cap"),
     "rollout_importance_sampling_threshold": "importance_cap",
+    "vllm_importance_sampling_clip_min": "importance_floor",
     **dict.fromkeys(["rollout_importance_sampling_mode", "vllm_importance_sampling_mode"], "importance_correction"),
 }
 """Names of TRL, ms-swift, LLaMA-Factory, Unsloth and axolotl for the same settings."""

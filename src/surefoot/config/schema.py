@@ -166,6 +166,8 @@ class RunConfig(BaseModel):
     """
     importance_cap: float = Field(default=2.0, gt=1)
     """GRPO: the most that `importance_correction` weighs a token."""
+    importance_floor: float = Field(default=0.0, ge=0, lt=1)
+    """GRPO: the least that it does: truncating raises smaller ratios to it, masking takes 0 for them."""
     routing_replay: Literal["none", "rollout", "first"] = "none"
     """GRPO: which experts training uses for a token of an MoE model. `none`: those its routers choose at each forward.
     `rollout`: those that the engine used. `first`: those of the first forward on a completion, in all `num_iterations`

@@ -11,7 +11,6 @@ import re
 import resource
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,6 +21,7 @@ from typing import Any
 import psutil
 
 from surefoot import cgroup
+from surefoot.doctor.bounded import Bounded, NotDone
 from surefoot.doctor.nvml import read_cards, read_peers, read_topology
 from surefoot.doctor.other_nccl import other_nccl
 from surefoot.doctor.snapshot import ELSEWHERE, HERE, LISTENS, Disk, Interface, Port, Snapshot
@@ -94,19 +94,18 @@ def collect(
         parts["output"] = lambda: _probed(_disk(existing_folder(output_dir)))
     if rdzv_endpoint is not None:
         parts["rendezvous"] = lambda: _place(rdzv_endpoint)
-    threads = {name: _Part(read) for name, read in parts.items()}
+    begun = {name: Bounded(read) for name, read in parts.items()}
     within_s = PATIENT_WITHIN_S if patient else PART_WITHIN_S
     deadline = time.monotonic() + within_s
     values: dict[str, Any] = {}
     unknown: dict[str, str] = {}
-    for name, part in threads.items():
-        part.join(max(0.0, deadline - time.monotonic()))
-        if part.problem is not None:
-            unknown[name] = part.problem
-        elif part.is_alive():
+    for name, part in begun.items():
+        try:
+            values[name] = part.result(max(0.0, deadline - time.monotonic()))
+        except NotDone:
             unknown[name] = f"no answer within {within_s} s"
-        else:
-            values[name] = part.value
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other parts are read
+            unknown[name] = f"{type(error).__name__}: {error}"
     return Snapshot(**values, unknown=unknown)
 
 
@@ -114,23 +113,6 @@ def _num_gpus(root: Path) -> int:
     """Under Windows (WSL) only NVML tells."""
     found = len(list((root / GPUS).glob("*")))
     return found or (len(read_cards()) if (root / WINDOWS_GPU).exists() else 0)
-
-
-class _Part(threading.Thread):
-    """One thing that is read; a thread of its own, which may hang for ever."""
-
-    def __init__(self, read: Callable[[], Any]) -> None:
-        super().__init__(daemon=True)
-        self._read = read
-        self.value: Any = None
-        self.problem: str | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.value = self._read()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other parts are read
-            self.problem = f"{type(error).__name__}: {error}"
 
 
 def _versions(root: Path) -> dict[str, str]:

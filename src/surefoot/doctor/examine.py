@@ -1,13 +1,16 @@
 """All checks, cheap to expensive, and what they say together."""
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from surefoot.config import LoadedConfig
 from surefoot.doctor import contradictions, environment, gpus, network, system
 from surefoot.doctor.asked import CHECKS as ASKED
+from surefoot.doctor.bounded import Bounded, NotDone
 from surefoot.doctor.check import Check, Examine, Seen, not_applicable
 from surefoot.doctor.collect import collect
 from surefoot.doctor.snapshot import Snapshot
@@ -20,10 +23,12 @@ CHECKS: Sequence[Examine] = (
     *system.CHECKS,
     *network.CHECKS,
 )
+WITHIN_S, ASKED_WITHIN_S, LEAST_S = 5.0, 30.0, 0.3
+"""For all checks together, and what each has even then. The longer time is for who imports a tokenizer's library."""
 SIGNS = {"ok": "ok     ", "warning": "WARNING", "failed": "FAILED ", "not applicable": "-      "}
 VOLATILE = (
     "free_bytes free_inodes write_s available limit_left swap_used OMP_NUM_THREADS temperature_c memory_used_bytes "
-    "processes slowed_by"
+    "processes slowed_by pcie_generation"
 ).split()
 """What changes from minute to minute, or is set for its ranks by a run, and is no change of the machine."""
 OF_A_RUN = ("output", "rendezvous", "unknown")
@@ -32,15 +37,19 @@ OF_A_RUN = ("output", "rendezvous", "unknown")
 def examine(machine: Snapshot, loaded: LoadedConfig | None = None, *, asked: bool = False) -> list[Check]:
     """Every check of a machine, and of a run on it; with those that are for who asks before a run starts."""
     seen = Seen(machine, loaded)
-    return [_looked(check, seen) for check in ((*CHECKS, *ASKED) if asked else CHECKS)]
+    deadline = time.monotonic() + (ASKED_WITHIN_S if asked else WITHIN_S)
+    return [_looked(check, seen, deadline) for check in ((*CHECKS, *ASKED) if asked else CHECKS)]
 
 
-def _looked(check: Examine, seen: Seen) -> Check:
+def _looked(check: Examine, seen: Seen, deadline: float) -> Check:
     """What a check says; where it cannot look, why: a file may be closed to it, and a model's config hold anything."""
+    name = getattr(check, "__name__", "a check").replace("_", " ")
+    within_s = max(LEAST_S, deadline - time.monotonic())
     try:
-        return check(seen)
+        return Bounded(partial(check, seen)).result(within_s)
+    except NotDone:  # the model's files may lie on a file system that answers no more
+        return not_applicable(name, f"cannot be looked at: no answer within {within_s:.1g} s")
     except Exception as error:  # noqa: BLE001 - said as it is: one check that fails hides no other
-        name = getattr(check, "__name__", "a check").replace("_", " ")
         said = " ".join(str(error).split())[:300]
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
         return not_applicable(name, f"cannot be looked at: {kind}{said}")

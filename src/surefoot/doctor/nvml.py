@@ -115,6 +115,7 @@ def _card(nvml: Any, index: int) -> Gpu:
         fabric=_fabric(nvml, handle),
         pcie_width=ask(nvml.nvmlDeviceGetCurrPcieLinkWidth),
         pcie_most_width=ask(nvml.nvmlDeviceGetMaxPcieLinkWidth),
+        pcie_generation=ask(nvml.nvmlDeviceGetCurrPcieLinkGeneration),
         pcie_most_generation=ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration),
         pcie_own_generation=ask(nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration),
         memory_used_bytes=int(memory.used) if memory is not None else None,

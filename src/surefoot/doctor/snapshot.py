@@ -88,6 +88,8 @@ class Gpu:
     """Lanes now; the number does not change while a card is idle, as the generation does."""
     pcie_most_width: int | None = None
     """That card and slot can."""
+    pcie_generation: int | None = None
+    """Now: an idle card lowers it."""
     pcie_most_generation: int | None = None
     """That card and slot can."""
     pcie_own_generation: int | None = None

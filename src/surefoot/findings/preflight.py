@@ -196,7 +196,8 @@ PAGES = {
         "warning",
         "a GPU's PCIe slot is narrower or slower than the card",
         "Lanes in use against what card and slot can (in a run: against those at its beginning), and the slot's "
-        "generation against the card's. (The generation in use says nothing: it falls while a card is idle.)",
+        "generation against the card's. The generation in use is looked at by --deep, in the midst of products: it "
+        "falls while a card is idle.",
         "Seat the card anew, look at risers and the BIOS's settings.",
     ),
     "SF726": Page(

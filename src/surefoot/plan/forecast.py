@@ -206,14 +206,16 @@ def forecast(
     )
     travelling = trace.exchanged_bytes * (layout.expert_parallel - 1) // layout.expert_parallel
     sent = _sent_bytes(sizes, layout, steps) + steps * travelling
-    rate = device.flops_per_s if device.is_gpu else device.flops_per_s / run.nproc_per_node
+    sharing = 1 if device.is_gpu else run.nproc_per_node
+    moved = steps * trace.moved_bytes + _updated_bytes(sizes, layout)
+    compute_s = sharing * (steps * trace.flops / device.flops_per_s + moved / device.moved_bytes_per_s)
     return Forecast(
         run=run,
         device=device,
         sizes=sizes,
         phases=phases,
         host_free_bytes=host_free_bytes,
-        step_s=steps * trace.flops / rate + sent / device.link_bytes_per_s + _offload_s(sizes, layout, steps),
+        step_s=compute_s + sent / device.link_bytes_per_s + _offload_s(sizes, layout, steps),
         sequences_per_step=all_sequences,
         communication_bytes=sent,
         pictures=pictures,
@@ -339,11 +341,21 @@ def _offload_s(sizes: Sizes, layout: Layout, steps: int) -> float:
     if not layout.offload:
         return 0.0
     cuts = Cuts.of(layout, sizes)
-    trained = cut(Elements(trained=sizes.whole.trained, expert_trained=sizes.whole.expert_trained), cuts) * FP32_BYTES
+    trained = _trained_bytes(sizes, layout)
     frozen = cut(Elements(trained=sizes.whole.frozen, expert_trained=sizes.whole.expert_frozen), cuts)
     weights = trained + (frozen * sizes.frozen_bytes_each if layout.zero_stage == 3 else 0)
     passes = 2 * steps if layout.zero_stage == 3 else steps
     return (passes * weights + steps * trained) / HOST_LINK_BYTES_PER_S + UPDATE_PASSES * trained / CPU_BYTES_PER_S
+
+
+def _updated_bytes(sizes: Sizes, layout: Layout) -> int:
+    """What the optimizer reads and writes for this rank's share of the trained weights."""
+    return UPDATE_PASSES * _trained_bytes(sizes, layout)
+
+
+def _trained_bytes(sizes: Sizes, layout: Layout) -> int:
+    """Of this rank's share of the trained weights."""
+    return cut(sizes.whole, Cuts.of(layout, sizes)) * FP32_BYTES
 
 
 def _sent_bytes(sizes: Sizes, layout: Layout, steps: int) -> int:

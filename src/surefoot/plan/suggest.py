@@ -4,12 +4,12 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any, NoReturn
+from typing import Any
 
-from surefoot.config.contradictions import check
+from surefoot.config.contradictions import contradictions
 from surefoot.config.schema import RunConfig
 from surefoot.config.vllm_arguments import MEMORY_SHARE, TENSOR_PARALLEL, memory_share, tensor_parallel, without
-from surefoot.errors import ConfigError, SurefootError
+from surefoot.errors import SurefootError
 from surefoot.plan.forecast import Forecast
 
 MOST = 3
@@ -59,17 +59,9 @@ def suggest(told: Forecast, ask: Callable[..., Forecast]) -> list[tuple[Changed,
 
 def _is_refused(run: RunConfig) -> bool:
     """Whether its settings exclude each other."""
-
-    def refuse(text: str, *_: str) -> NoReturn:
-        raise ConfigError(text)
-
-    try:
-        fields = RunConfig.model_fields
-        given = {name for name in run.model_fields_set if getattr(run, name) != fields[name].get_default()}
-        check(run, given, refuse)
-    except ConfigError:
-        return True
-    return False
+    fields = RunConfig.model_fields
+    given = {name for name in run.model_fields_set if getattr(run, name) != fields[name].get_default()}
+    return any(True for _ in contradictions(run, given))
 
 
 def _is_less(known: Changed, changed: Changed) -> bool:

@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -36,6 +36,11 @@ from surefoot.training.step import Totals
 ATTENTION = "surefoot_plan"
 ATTEND = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTEND_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+aten = torch.ops.aten
+RESERVING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+"""Ops that touch nothing of what they return."""
+PICKING = {aten.embedding, aten.index, aten.index_select, aten.gather}
+"""Ops that read as much of a table as they return."""
 
 
 Moment = tuple[int, int, int]
@@ -57,6 +62,8 @@ class Trace:
     """Of a forward without backward."""
     flops: int = 0
     """Of matrix products, forward and backward of one micro-batch."""
+    moved_bytes: int = 0
+    """That all other ops of those read and write."""
     exchanged_bytes: int = 0
     """Of rows that travel to and from experts on other ranks, in forward and backward of one micro-batch."""
 
@@ -93,6 +100,7 @@ class Trace:
                            more.saved_by_kind.items()},
             evaluation_peak=line(self.evaluation_peak, more.evaluation_peak),
             flops=line(self.flops, more.flops),
+            moved_bytes=line(self.moved_bytes, more.moved_bytes),
             exchanged_bytes=line(self.exchanged_bytes, more.exchanged_bytes),
         )  # fmt: skip
 
@@ -110,7 +118,7 @@ class _Live(TorchDispatchMode):
     ) -> None:  # fmt: skip
         """`layers`: parameter -> the decoder layer it is of. `vocabulary`: what rows of logits are as long as."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.flops = self.gradients = 0
+        self.now = self.flops = self.moved = self.gradients = 0
         self._share, self._layers, self._vocabulary = gradient_share, layers or {}, vocabulary
         self._with_gradients: set[int] = set()
         self._most: dict[int, tuple[float, Moment]] = {}
@@ -132,6 +140,8 @@ class _Live(TorchDispatchMode):
             self.flops += sdpa_flop_count(*(one.shape for one in args[1:4])) * 5 // (4 if is_causal else 2)
         elif func.overloadpacket in flop_registry:
             self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=output)
+        elif not func.is_view:
+            self.moved += _moved_bytes(func, args, output)
         return output
 
     def begin_pass(self) -> None:
@@ -180,6 +190,15 @@ class _Live(TorchDispatchMode):
     def _give_back(self, size: int, kind: str) -> None:
         self.now -= size
         self.by_kind[kind] -= size
+
+
+def _moved_bytes(func: Any, args: Any, output: Any) -> int:
+    """What an op reads and writes."""
+    written = sum(one.nbytes for one in tree_leaves(output) if isinstance(one, Tensor))
+    if not written or func.overloadpacket in RESERVING:  # the first: asks a tensor for its device, or the like
+        return 0
+    read = sum(one.nbytes for one in tree_leaves(args) if isinstance(one, Tensor))
+    return written + (min(read, written) if func.overloadpacket in PICKING else read)
 
 
 class _FlashAttention:
@@ -304,6 +323,7 @@ def trace_step(
         saved_by_kind={kind: size for kind, size in sorted(saved.items()) if size},
         evaluation_peak=evaluating.peak,
         flops=live.flops // (2 if twice else 1),
+        moved_bytes=live.moved // (2 if twice else 1),
         exchanged_bytes=exchanged // (2 if twice else 1),
     )
 

@@ -19,10 +19,10 @@ LENGTH = 10_007
 """Numbers of a collective: prime, so that nothing divides it."""
 UNEVEN = 8
 SWEEP = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 20, 1 << 25, 1 << 28, 1 << 30)}
-"""Bytes of all-reduces whose speed is measured."""
+"""Bytes of collectives whose speed is measured."""
 REPEATS = 5
 LONG_S = 5.0
-"""Of repeated all-reduces: no larger size is tried once a single one takes a tenth of it."""
+"""Of repeated collectives: no larger size is tried once a single one takes a tenth of it."""
 PRODUCT = {"cpu": (1024, torch.float32), "cuda": (8192, torch.bfloat16)}
 PRODUCT_FOR_S = {"cpu": 1.0, "cuda": 5.0}
 """Long enough for a card that is cooled badly to slow down."""
@@ -101,20 +101,50 @@ def collectives(rank: int, size: int, device: torch.device, reached: Callable[[i
     return {"wrong": wrong}
 
 
-def bandwidth(size: int, device: torch.device) -> dict[str, float]:
-    """Bytes -> bus bandwidth of an all-reduce of so many, in GB/s: 2 (n - 1) / n of the bytes over the time.
+def bandwidth(size: int, device: torch.device) -> dict[str, dict[str, float]]:
+    """Collective -> bytes -> its bus bandwidth, in GB/s: what a run asks of a network with sharded state and experts.
 
-    Sizes grow until one takes long; all ranks agree on that. Collective: up to `REPEATS` + 2 all-reduces for each.
-    Source of the factor: NVIDIA/nccl-tests, its doc/PERFORMANCE.md.
+    Sizes grow until one takes long; all ranks agree on that. Collective: up to `REPEATS` + 2 of each for each size.
     """
+    return {name: _sweep(begin, times, size, device) for name, (begin, times) in KINDS.items()}
+
+
+Run = Callable[[], object]
+
+
+def _all_reduce(length: int, _size: int, device: torch.device) -> Run:
+    data = torch.ones(length // 4, device=device)
+    return lambda: dist.all_reduce(data)
+
+
+def _all_gather(length: int, size: int, device: torch.device) -> Run:
+    part = torch.ones(length // 4 // size, device=device)
+    whole = part.new_empty(len(part) * size)
+    return lambda: dist.all_gather_into_tensor(whole, part)
+
+
+def _all_to_all(length: int, size: int, device: torch.device) -> Run:
+    sent = torch.ones(length // 4 // size * size, device=device)
+    received = torch.empty_like(sent)
+    return lambda: dist.all_to_all_single(received, sent)
+
+
+KINDS = {"all-reduce": (_all_reduce, 2), "all-gather": (_all_gather, 1), "all-to-all": (_all_to_all, 1)}
+"""Name -> (what begins it, how often (n - 1) / n of its bytes go over the bus). Source of the factors:
+NVIDIA/nccl-tests, its doc/PERFORMANCE.md."""
+
+
+def _sweep(
+    begin: Callable[[int, int, torch.device], Run], times: int, size: int, device: torch.device
+) -> dict[str, float]:
     found = {}
     for length in SWEEP[device.type]:
-        data = torch.ones(length // 4, device=device)
-        dist.all_reduce(data)
-        once_s = _slowest(_timed(data, 1, device), device)
+        run = begin(length, size, device)
+        run()
+        once_s = _slowest(_timed(run, 1, device), device)
         repeats = REPEATS if once_s * REPEATS < LONG_S else 1
-        took_s = _timed(data, repeats, device) / repeats if repeats > 1 else once_s
-        found[str(length)] = length * 2 * (size - 1) / size / took_s / 1e9
+        took_s = _timed(run, repeats, device) / repeats if repeats > 1 else once_s
+        found[str(length)] = times * length * (size - 1) / size / took_s / 1e9
         if once_s > LONG_S / 10:
             break
     return found
@@ -127,29 +157,31 @@ def _slowest(seconds: float, device: torch.device) -> float:
     return float(told)
 
 
-def _timed(data: Tensor, repeats: int, device: torch.device) -> float:
+def _timed(run: Run, repeats: int, device: torch.device) -> float:
     dist.barrier()
     _wait_for(device)
     began_s = time.perf_counter()
     for _ in range(repeats):
-        dist.all_reduce(data)
+        run()
     _wait_for(device)
     return time.perf_counter() - began_s
 
 
-def product(device: torch.device) -> float:
-    """TFLOP/s of a large matrix product on this rank's device, while all ranks do the same."""
+def product(device: torch.device, look: Callable[[], Any] = lambda: None) -> tuple[float, Any]:
+    """(TFLOP/s of a large matrix product on this rank's device, while all ranks do the same; what `look` saw then)."""
     length, dtype = PRODUCT[device.type]
     one = torch.randn(length, length, device=device).to(dtype)  # zeros and ones would draw less power
     one @ one
     _wait_for(device)
-    began_s, done = time.perf_counter(), 0
+    began_s, done, seen = time.perf_counter(), 0, None
     while (took_s := time.perf_counter() - began_s) < PRODUCT_FOR_S[device.type]:
         for _ in range(REPEATS):
             one @ one
+        if seen is None and took_s > PRODUCT_FOR_S[device.type] / 2:
+            seen = look()
         _wait_for(device)
         done += REPEATS
-    return 2 * length**3 * done / took_s / 1e12
+    return 2 * length**3 * done / took_s / 1e12, seen
 
 
 def _wait_for(device: torch.device) -> None:

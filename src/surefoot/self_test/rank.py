@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from surefoot.doctor.collect import collect, existing_folder
+from surefoot.doctor.nvml import read_cards, visible
 from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.parallel.meeting import shared_store
 from surefoot.parallel.ranks import gpu_of
@@ -140,7 +141,21 @@ def _bandwidth(place: Place) -> Any:
 
 
 def _product(place: Place) -> Any:
-    return collectives.product(place.device)
+    speed, card = collectives.product(place.device, lambda: _card(place.device))
+    return {"tflops": speed, "card": card}
+
+
+def _card(device: torch.device) -> dict[str, Any] | None:
+    """What NVML says of a rank's GPU at this moment; None where it tells nothing."""
+    if device.type != "cuda":
+        return None
+    try:
+        cards = read_cards()
+    except Exception:  # noqa: BLE001 - no NVML here: the doctor's own checks say why
+        return None
+    chosen = visible(os.environ.get("CUDA_VISIBLE_DEVICES"), [card.uuid for card in cards])
+    number = device.index or 0
+    return asdict(cards[chosen[number]]) if number < len(chosen) else None
 
 
 def _storage(place: Place) -> Any:
@@ -178,7 +193,7 @@ DEEP = (
     Stage("join", _join, DEEP_WITHIN_S),
     Stage("exchange", _exchange, DEEP_WITHIN_S),
     Stage("collectives", _collectives, DEEP_WITHIN_S),
-    Stage("bandwidth", _bandwidth, DEEP_WITHIN_S),
+    Stage("bandwidth", _bandwidth, 2 * DEEP_WITHIN_S),
 )
 """What takes the devices and the network."""
 ALONE = (Stage("product", _product, 30.0), Stage("storage", _storage, 60.0))

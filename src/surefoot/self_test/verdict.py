@@ -42,6 +42,8 @@ def checks_of(report: Report) -> list[Check]:
             ("collectives", _collectives),
             ("bandwidth", _bandwidth),
             ("product", _product),
+            ("product", _clocks_under_load),
+            ("product", _pcie_under_load),
             ("storage", _storage),
         )
         if stage in report.said
@@ -149,18 +151,27 @@ def _collectives(report: Report) -> Check:
 
 
 def _bandwidth(report: Report) -> Check:
-    """Of the largest all-reduce; a collective is as fast as its slowest rank."""
-    name, said = "all-reduce", report.of("bandwidth")
-    lengths = sorted(int(length) for length in next(iter(said.values())))  # all ranks ended with the same one
-    slowest = {length: min(one[str(length)] for one in said.values()) for length in lengths}
-    seen = ", ".join(f"{_bytes(length)}: {slowest[length]:.3g}" for length in lengths) + " GB/s"
+    """Judged by the largest all-reduce, of which others have told what it reaches; the other collectives are shown."""
+    name, judged = "bus bandwidth, GB/s", "all-reduce"
+    slowest = {kind: _slowest(report, kind) for kind in next(iter(report.of("bandwidth").values()))}
+    seen = "; ".join(
+        f"{kind} " + ", ".join(f"{_bytes(length)}: {speed:.3g}" for length, speed in speeds.items())
+        for kind, speeds in slowest.items()
+    )
     least, why = expected_gb_s(report)
     if least is None:
-        return fine(name, f"{seen}; {why}")
-    if slowest[lengths[-1]] < least:
-        cause = f"{seen} of bus bandwidth, and {least:.4g} GB/s are to be expected: {why}"
-        return wrong(name, "SF733", cause, bus_bandwidth_gb_s=slowest, expected_gb_s=least)
-    return fine(name, f"{seen} of bus bandwidth ({least:.4g} expected: {why})")
+        return fine(name, f"{seen} ({why})")
+    largest = max(slowest[judged])
+    said = f"{seen} ({least:.4g} to be expected of a large {judged}: {why})"
+    if slowest[judged][largest] < least:
+        return wrong(name, "SF733", said, bus_bandwidth_gb_s=slowest, expected_gb_s=least)
+    return fine(name, said)
+
+
+def _slowest(report: Report, kind: str) -> dict[int, float]:
+    """Bytes -> GB/s of its slowest rank, which a collective is as fast as. All ranks ended with the same size."""
+    said = [one[kind] for one in report.of("bandwidth").values()]
+    return {int(length): min(one[length] for one in said) for length in sorted(said[0], key=int)}
 
 
 def expected_gb_s(report: Report) -> tuple[float | None, str]:
@@ -208,7 +219,7 @@ def _bytes(length: int) -> str:
 
 
 def _product(report: Report) -> Check:
-    name, said = "matrix product", report.of("product")
+    name, said = "matrix product", {rank: one["tflops"] for rank, one in report.of("product").items()}
     usual = median(said.values())
     slow = [rank for rank, speed in said.items() if speed < LEAST_OF_MEDIAN[report.backend] * usual]
     speeds = ", ".join(f"{speed:.3g}" for speed in said.values())
@@ -217,6 +228,42 @@ def _product(report: Report) -> Check:
         return wrong(name, "SF735", f"{shown} TFLOP/s, and {usual:.3g} is usual among {report.ranks} ranks",
                      tflops={str(rank): round(speed, 2) for rank, speed in said.items()})  # fmt: skip
     return fine(name, f"{speeds} TFLOP/s, all ranks at a time")
+
+
+def _cards(report: Report) -> dict[int, Mapping[str, Any]]:
+    """Rank -> its GPU as it was in the midst of products."""
+    return {rank: one["card"] for rank, one in report.of("product").items() if one["card"] is not None}
+
+
+def _clocks_under_load(report: Report) -> Check:
+    """An idle card is never too hot."""
+    name, cards = "GPU clocks under load", _cards(report)
+    if not cards:
+        return not_applicable(name, "no GPU was asked")
+    slowed = {rank: ", ".join(card["slowed_by"]) for rank, card in cards.items() if card["slowed_by"]}
+    if slowed:
+        cause = "; ".join(f"the GPU of {_named(report, rank)} is slowed down: {why}" for rank, why in slowed.items())
+        return wrong(name, "SF723", cause, cards=[cards[rank]["index"] for rank in slowed])
+    hottest = max((card["temperature_c"] or 0 for card in cards.values()), default=0)
+    return fine(name, f"nothing slows them down{f', the warmest has {hottest} °C' if hottest else ''}")
+
+
+def _pcie_under_load(report: Report) -> Check:
+    """An idle card lowers its link."""
+    name, cards = "PCIe under load", _cards(report)
+    known = {rank: card for rank, card in cards.items() if card["pcie_generation"] and card["pcie_most_generation"]}
+    if not known:
+        return not_applicable(name, "no GPU was asked, or none told")
+    low = [rank for rank, card in known.items() if card["pcie_generation"] < card["pcie_most_generation"]]
+    if low:
+        cause = "; ".join(
+            f"the GPU of {_named(report, rank)} uses generation {known[rank]['pcie_generation']} of "
+            f"{known[rank]['pcie_most_generation']} while it computes"
+            for rank in low
+        )
+        return wrong(name, "SF725", cause, cards=[known[rank]["index"] for rank in low])
+    generations = ", ".join(sorted({str(card["pcie_generation"]) for card in known.values()}))
+    return fine(name, f"generation {generations}, as card and slot can")
 
 
 def _storage(report: Report) -> Check:
@@ -243,7 +290,7 @@ WHAT = {
     "join": "joining one process group",
     "exchange": "exchanging data in pairs",
     "collectives": "their first collectives",
-    "bandwidth": "large all-reduces",
+    "bandwidth": "large collectives",
     "product": "a matrix product",
     "storage": "writing a file",
 }

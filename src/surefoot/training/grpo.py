@@ -42,6 +42,7 @@ class PolicyLoss:
     importance_cap: float
     knows_rollout_logprobs: bool = True
     """Else nothing is compared with them, and nothing corrected."""
+    importance_floor: float = 0.0
 
     @staticmethod
     def of(config: RunConfig) -> "PolicyLoss":
@@ -57,6 +58,7 @@ class PolicyLoss:
             config.importance_correction,
             config.importance_cap,
             config.knows_rollout_logprobs,
+            config.importance_floor,
         )
 
     def __call__(self, logprobs: Tensor, batch: PolicyBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -66,9 +68,9 @@ class PolicyLoss:
         arXiv:1707.06347, eq. 7; GRPO, arXiv:2402.03300, eq. 3). gspo: the same with r of the whole completion, the
         geometric mean of its tokens' (arXiv:2507.18071, eq. 7). cispo: -min(r, epsilon_high) A log p, with no gradient
         through r (arXiv:2506.13585, eq. 4).
-        Times p_old / p_rollout, because the engine's numbers are not the trainer's: up to `importance_cap` (truncate:
-        importance sampling as in IMPALA, arXiv:1802.01561, eq. 1) or 0 beyond it (mask: IcePop, arXiv:2510.18855,
-        without its lower bound); sequence_truncate and sequence_mask: the product over the completion, as TRL has it.
+        Times p_old / p_rollout, because the engine's numbers are not the trainer's: from `importance_floor` up to
+        `importance_cap` (truncate: importance sampling as in IMPALA, arXiv:1802.01561, eq. 1) or 0 outside (mask:
+        IcePop, arXiv:2510.18855); sequence_truncate and sequence_mask: the product over the completion, as TRL has it.
         Plus beta times the divergence from the reference (arXiv:2402.03300, eq. 4), times r, which makes its gradient
         unbiased where r is of the token and completions are of the same weights (DeepSeek-V3.2, arXiv:2512.02556).
         """
@@ -101,9 +103,9 @@ class PolicyLoss:
                 if self.importance_correction.startswith("sequence"):
                     product = _sums(off_rollout, batch)[batch.completion]
                     weights = product.clamp(max=LARGEST_LOG_RATIO).exp()
-                kept = weights.clamp(max=self.importance_cap)
+                kept = weights.clamp(self.importance_floor, self.importance_cap)
                 if self.importance_correction.endswith("mask"):
-                    kept = torch.where(weights <= self.importance_cap, weights, nothing)
+                    kept = torch.where(weights == kept, weights, nothing)
                 losses = losses * kept
             measured |= {"importance_ratio": importance, "logprob_difference": off_rollout.abs()}
         if self.beta and batch.reference_logprobs is not None:

@@ -1,0 +1,37 @@
+"""Work that may hang for ever, a dead file system or driver being what it asks, for whoever does not."""
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class NotDone(Exception):
+    """Work has not come to its end in time. No TimeoutError: the work may raise that itself."""
+
+
+class Bounded(threading.Thread, Generic[T]):
+    """One piece of work, begun at once in a thread of its own. What hangs there keeps no process from its end."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        super().__init__(daemon=True)
+        self._work = work
+        self._value: list[T] = []
+        self._error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._value.append(self._work())
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            self._error = error
+
+    def result(self, within_s: float) -> T:
+        """What came of it. Raises: what the work raised, and NotDone where it is not done by then."""
+        self.join(within_s)
+        if self._error is not None:
+            raise self._error
+        if not self._value:
+            raise NotDone
+        return self._value[0]
