@@ -14,6 +14,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -145,7 +146,7 @@ def main() -> int:
             "|---|---|---|---|---|---|",
             *lines,
             "",
-            "No GPU has been measured.",
+            f"No GPU has been measured. Measured {time.strftime('%Y-%m-%d')}.",
             "",
         ]
     )

@@ -36,6 +36,18 @@ def test_file_then_overrides_then_arguments(tmp_path: Path) -> None:
     assert load(tmp_path, 'max_steps: "5"\n').max_steps == 5
 
 
+def test_all_contradictions_are_told_at_once(tmp_path: Path) -> None:
+    """But for what only follows from one: LoRA's targets say nothing of a run that has no LoRA."""
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path, "tuning: full\nlora_rank: 4\ntarget_modules: []\nmax_steps: 3\nnum_train_epochs: 2\n")
+    head, full, length = str(refused.value).splitlines()
+    assert head == "2 things in this config cannot be:"
+    assert full.startswith("- tuning=full trains every weight, yet lora_rank, target_modules asks for LoRA.")
+    assert full.endswith("(run.yaml:5, run.yaml:6).")
+    assert length.startswith("- max_steps and num_train_epochs both set the length of the run.")
+    assert length.endswith("(run.yaml:7, run.yaml:8).")
+
+
 def test_paths_are_relative_to_the_file_and_overrides_to_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -593,15 +593,33 @@ def test_a_file_that_never_answers_is_not_waited_for(run: Any, monkeypatch: pyte
     """A network file system that is dead cannot be had here."""
     answers = threading.Event()
     monkeypatch.setattr("surefoot.doctor.contradictions.weights_of", lambda _: answers.wait(60))
-    assert examining.WITHIN_S <= 5  # a run waits for it
+    assert examining.WITHIN_S <= 10  # a run waits for it
     monkeypatch.setattr(examining, "WITHIN_S", 0.5)
     began_s = time.monotonic()
-    checks = {check.name: check for check in examine(NODE, run())}
+    checks = {check.name: check for check in examine(NODE, run(), asked=True)}
     assert time.monotonic() - began_s < 5
     answers.set()
-    assert checks["model"].status == "not applicable"
-    assert checks["model"].text.startswith("cannot be looked at: no answer within ")
+    for name in ("model", "device memory"):
+        assert (checks[name].status, checks[name].text) == (
+            "not applicable",
+            "cannot be looked at: no answer within 0.5 s",
+        )
     assert checks["versions"].status == "ok", "the others are looked at"
+    assert checks["template"].text == "not looked at: other files gave no answer"
+    assert not examining.has_answers(list(checks.values()))
+
+
+def test_what_ends_otherwise_than_by_an_error_is_no_late_answer(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a panic of a library in Rust."""
+
+    class Panic(BaseException): ...
+
+    def fail(_: Any) -> Any:
+        raise Panic("index out of bounds")
+
+    monkeypatch.setattr("surefoot.doctor.contradictions.weights_of", fail)
+    (check,) = [one for one in examine(NODE, run()) if one.name == "model"]
+    assert check.text == "cannot be looked at: RuntimeError: Panic: index out of bounds"
 
 
 def test_threads_that_are_no_number_are_told_of(run: Any) -> None:

@@ -92,10 +92,11 @@ def test_the_gradient_is_that_of_trl(
     trainer: Any, model_folder: Callable[[str], Path], loss_type: str, correction: str, share_prompts: bool
 ) -> None:
     rows = completions()
+    floor = 0.0 if correction == "none" else 0.3 if correction.startswith("sequence") else 0.9
     config = RunConfig(
         model="x", dataset=[{"path": "x"}], output_dir="x", method="grpo", tuning="full", loss_type=loss_type,
         temperature=TEMPERATURE, beta=0.1, importance_correction=correction, importance_cap=1.2,
-        importance_floor=0.9,
+        importance_floor=floor,
         epsilon=0.2, epsilon_high=1.5 if loss_type == "cispo" else 0.3, max_completion_length=MAX_LENGTH,
     )  # fmt: skip
     built = build_model(model_folder("llama"), lora=None, device=torch.device("cpu"), dtype=torch.float32)
@@ -125,8 +126,8 @@ def test_the_gradient_is_that_of_trl(
     old = padded([one.old_logprobs or [] for one in rows], 0.0)
     off_rollout = (old - padded([one.rollout_logprobs for one in rows], 0.0)) * mask
     importance = (off_rollout.sum(1, keepdim=True) if correction.startswith("sequence") else off_rollout).exp()
-    is_within = (importance >= 0.9) & (importance <= 1.2)
-    kept = importance * is_within if correction.endswith("mask") else importance.clamp(0.9, 1.2)
+    is_within = (importance >= floor) & (importance <= 1.2)
+    kept = importance * is_within if correction.endswith("mask") else importance.clamp(floor, 1.2)
     theirs = trainer._compute_loss(
         trainer.model,
         {

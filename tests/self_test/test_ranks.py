@@ -201,9 +201,12 @@ def test_the_gpu_of_a_rank_is_looked_at_while_it_computes(nvml_driver: dict[str,
 def test_what_is_looked_at_meanwhile_is_seen_in_the_midst_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
     began_s, looks = time.perf_counter(), []
     monkeypatch.setitem(collectives.PRODUCT_FOR_S, "cpu", 0.4)
+    monkeypatch.setitem(collectives.PRODUCT, "cpu", (32, torch.float32))
     speed, seen = collectives.product(torch.device("cpu"), lambda: looks.append(time.perf_counter()) or "seen")
     assert (speed > 0, seen, len(looks)) == (True, "seen", 1)
     assert looks[0] - began_s > 0.2
+    monkeypatch.setattr(collectives, "LOOKED_WITHIN_S", 0.1)
+    assert collectives.product(torch.device("cpu"), lambda: time.sleep(5))[1] is None, "a driver that does not answer"
 
 
 def test_data_that_cannot_be_read_are_a_finding(settings: dict[str, Any], tmp_path: Path) -> None:

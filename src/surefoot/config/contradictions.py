@@ -86,7 +86,8 @@ def _check_tuning(run: RunConfig, given: set[str]) -> Iterator[Contradiction]:
                 f"tuning=full trains every weight, yet {', '.join(lora)} asks for LoRA. Drop them or set tuning: lora",
                 *lora,
             )
-    elif not run.freeze_vision_tower:
+        return  # nothing else of LoRA matters then
+    if not run.freeze_vision_tower:
         yield Contradiction(
             "freeze_vision_tower=false is of full fine-tuning: LoRA changes no weight of the model. Name vision in "
             "target_modules to adapt the tower, or set tuning: full",
@@ -134,7 +135,7 @@ def _check_grpo(run: RunConfig, given: set[str]) -> Iterator[Contradiction]:
             "num_generations",
         )
     yield from _check_divergence(run)
-    if run.lora_dropout:
+    if run.lora_dropout and run.tuning == "lora":
         yield Contradiction(
             f"lora_dropout={run.lora_dropout} with method=grpo: completions are drawn without dropout, so that each "
             "token would be trained on under another policy than the one that drew it. Drop it",
@@ -191,6 +192,7 @@ def _check_divergence(run: RunConfig) -> Iterator[Contradiction]:
             "beta",
             "tuning",
         )
+        return
     targets = [run.target_modules] if isinstance(run.target_modules, str) else run.target_modules
     if "router" in targets:
         yield Contradiction(
@@ -225,18 +227,25 @@ def _check_rollouts(run: RunConfig, given: set[str]) -> Iterator[Contradiction]:
             "max_staleness",
             "rollout_engine",
         )
-    if 0 < run.max_staleness < run.num_iterations:
+    elif 0 < run.max_staleness < run.num_iterations:
         yield Contradiction(
             f"max_staleness={run.max_staleness} with num_iterations={run.num_iterations}: completions that are made "
             f"while others are trained on lag by {run.num_iterations} steps. Set it to 0, or to as many",
             "max_staleness",
             "num_iterations",
         )
-    if run.max_staleness and run.importance_correction == "none":
+    if run.max_staleness and run.rollout_engine == "vllm" and run.importance_correction == "none":
         yield Contradiction(
             f"max_staleness={run.max_staleness} with importance_correction=none: nothing would make up for completions "
             "of older weights. Drop importance_correction, or set max_staleness: 0",
             "max_staleness",
+            "importance_correction",
+        )
+    if run.importance_floor and run.importance_correction == "none":
+        yield Contradiction(
+            f"importance_floor={run.importance_floor} with importance_correction=none, which weighs nothing. Drop "
+            "it, or set importance_correction",
+            "importance_floor",
             "importance_correction",
         )
     if run.rollout_engine == "vllm":

@@ -161,9 +161,9 @@ class RunConfig(BaseModel):
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """GRPO: advantages are divided by the standard deviation of the rewards of the group, of the step, or not."""
     importance_correction: Literal["truncate", "mask", "sequence_truncate", "sequence_mask", "none"] = "truncate"
-    """GRPO: what corrects tokens to which sampling gave another probability than training does: their ratio up to
-    `importance_cap`, the same with 0 beyond it, the product of all ratios of a completion in their place, or nothing.
-    """
+    """GRPO: what corrects tokens to which sampling gave another probability than training does: their ratio from
+    `importance_floor` to `importance_cap`, the same with 0 outside, the product of all ratios of a completion in their
+    place, or nothing."""
     importance_cap: float = Field(default=2.0, gt=1)
     """GRPO: the most that `importance_correction` weighs a token."""
     importance_floor: float = Field(default=0.0, ge=0, lt=1)

@@ -18,20 +18,22 @@ class Bounded(threading.Thread, Generic[T]):
         super().__init__(daemon=True)
         self._work = work
         self._value: list[T] = []
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self.start()
 
     def run(self) -> None:
         try:
             self._value.append(self._work())
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for; a panic of Rust is no Exception
             self._error = error
 
     def result(self, within_s: float) -> T:
         """What came of it. Raises: what the work raised, and NotDone where it is not done by then."""
         self.join(within_s)
-        if self._error is not None:
+        if isinstance(self._error, Exception):
             raise self._error
+        if self._error is not None:
+            raise RuntimeError(f"{type(self._error).__name__}: {self._error}") from self._error
         if not self._value:
             raise NotDone
         return self._value[0]

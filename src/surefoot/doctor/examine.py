@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -23,8 +23,9 @@ CHECKS: Sequence[Examine] = (
     *system.CHECKS,
     *network.CHECKS,
 )
-WITHIN_S, ASKED_WITHIN_S, LEAST_S = 5.0, 30.0, 0.3
-"""For all checks together, and what each has even then. The longer time is for who imports a tokenizer's library."""
+WITHIN_S = 10.0
+"""For all checks together that may read files of the model; they begin at the same time."""
+NO_ANSWER = "cannot be looked at: no answer within"
 SIGNS = {"ok": "ok     ", "warning": "WARNING", "failed": "FAILED ", "not applicable": "-      "}
 VOLATILE = (
     "free_bytes free_inodes write_s available limit_left swap_used OMP_NUM_THREADS temperature_c memory_used_bytes "
@@ -37,22 +38,36 @@ OF_A_RUN = ("output", "rendezvous", "unknown")
 def examine(machine: Snapshot, loaded: LoadedConfig | None = None, *, asked: bool = False) -> list[Check]:
     """Every check of a machine, and of a run on it; with those that are for who asks before a run starts."""
     seen = Seen(machine, loaded)
-    deadline = time.monotonic() + (ASKED_WITHIN_S if asked else WITHIN_S)
-    return [_looked(check, seen, deadline) for check in ((*CHECKS, *ASKED) if asked else CHECKS)]
+    begun = [(check, Bounded(partial(check, seen))) for check in CHECKS]
+    deadline = time.monotonic() + WITHIN_S
+    found = [_looked(check, partial(work.result, max(0.0, deadline - time.monotonic()))) for check, work in begun]
+    if asked and has_answers(found):  # in this thread: a template that has no end is stopped by a signal
+        found += [_looked(check, partial(check, seen)) for check in ASKED]
+    elif asked:
+        found += [not_applicable(_name(check), "not looked at: other files gave no answer") for check in ASKED]
+    return found
 
 
-def _looked(check: Examine, seen: Seen, deadline: float) -> Check:
+def has_answers(checks: Sequence[Check]) -> bool:
+    """Whether all came to their end: else a file system is dead, and who reads more of it waits for ever."""
+    return not any(check.text.startswith(NO_ANSWER) for check in checks)
+
+
+def _looked(check: Examine, answer: Callable[[], Check]) -> Check:
     """What a check says; where it cannot look, why: a file may be closed to it, and a model's config hold anything."""
-    name = getattr(check, "__name__", "a check").replace("_", " ")
-    within_s = max(LEAST_S, deadline - time.monotonic())
+    name = _name(check)
     try:
-        return Bounded(partial(check, seen)).result(within_s)
+        return answer()
     except NotDone:  # the model's files may lie on a file system that answers no more
-        return not_applicable(name, f"cannot be looked at: no answer within {within_s:.1g} s")
+        return not_applicable(name, f"{NO_ANSWER} {WITHIN_S:g} s")
     except Exception as error:  # noqa: BLE001 - said as it is: one check that fails hides no other
         said = " ".join(str(error).split())[:300]
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
         return not_applicable(name, f"cannot be looked at: {kind}{said}")
+
+
+def _name(check: Examine) -> str:
+    return getattr(check, "__name__", "a check").replace("_", " ")
 
 
 def snapshot_for(loaded: LoadedConfig | None, *, patient: bool = False) -> Snapshot:

@@ -3,6 +3,7 @@
 A driver in trouble may hang whoever asks: `collect` does so in a thread.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import byref
@@ -55,6 +56,18 @@ def read_cards() -> tuple[Gpu, ...]:
     """All GPUs of the machine. Raises: NVMLError without a driver."""
     with _nvml() as nvml:
         return tuple(_card(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+
+
+def read_visible(number: int) -> Gpu | None:
+    """The GPU that CUDA calls so in this process; None where NVML knows none such.
+
+    Raises: NVMLError without a driver.
+    """
+    with _nvml() as nvml:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        identities = [_text(_ask(nvml, nvml.nvmlDeviceGetUUID, handle)) for handle in handles]
+        chosen = visible(os.environ.get("CUDA_VISIBLE_DEVICES"), identities)
+        return _card(nvml, chosen[number]) if number < len(chosen) else None
 
 
 def read_peers() -> dict[str, str]:

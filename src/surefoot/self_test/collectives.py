@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from surefoot.doctor.bounded import Bounded, NotDone
+
 EXCHANGED = 1 << 18
 """Numbers that a pair exchanges: 1 MiB."""
 MOST_PAIRS = 32
@@ -26,6 +28,8 @@ LONG_S = 5.0
 PRODUCT = {"cpu": (1024, torch.float32), "cuda": (8192, torch.bfloat16)}
 PRODUCT_FOR_S = {"cpu": 1.0, "cuda": 5.0}
 """Long enough for a card that is cooled badly to slow down."""
+LOOKED_WITHIN_S = 2.0
+"""After the products, for what was begun in the midst of them."""
 
 
 def values_of(rank: int, count: int, device: torch.device) -> Tensor:
@@ -168,20 +172,28 @@ def _timed(run: Run, repeats: int, device: torch.device) -> float:
 
 
 def product(device: torch.device, look: Callable[[], Any] = lambda: None) -> tuple[float, Any]:
-    """(TFLOP/s of a large matrix product on this rank's device, while all ranks do the same; what `look` saw then)."""
+    """(TFLOP/s of a large matrix product on this rank's device, while all ranks do the same; what `look` saw then).
+
+    None for what it saw where it did not come to an end.
+    """
     length, dtype = PRODUCT[device.type]
     one = torch.randn(length, length, device=device).to(dtype)  # zeros and ones would draw less power
     one @ one
     _wait_for(device)
-    began_s, done, seen = time.perf_counter(), 0, None
+    began_s, done = time.perf_counter(), 0
+    looking: Bounded[Any] | None = None  # beside the products: a driver may take long to answer, or for ever
     while (took_s := time.perf_counter() - began_s) < PRODUCT_FOR_S[device.type]:
         for _ in range(REPEATS):
             one @ one
-        if seen is None and took_s > PRODUCT_FOR_S[device.type] / 2:
-            seen = look()
+        if looking is None and took_s >= PRODUCT_FOR_S[device.type] / 2:
+            looking = Bounded(look)
         _wait_for(device)
         done += REPEATS
-    return 2 * length**3 * done / took_s / 1e12, seen
+    speed = 2 * length**3 * done / took_s / 1e12
+    try:
+        return speed, looking.result(LOOKED_WITHIN_S) if looking is not None else None
+    except NotDone:
+        return speed, None
 
 
 def _wait_for(device: torch.device) -> None:

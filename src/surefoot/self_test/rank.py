@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from surefoot.doctor.collect import collect, existing_folder
-from surefoot.doctor.nvml import read_cards, visible
+from surefoot.doctor.nvml import read_visible
 from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.parallel.meeting import shared_store
 from surefoot.parallel.ranks import gpu_of
@@ -150,12 +150,10 @@ def _card(device: torch.device) -> dict[str, Any] | None:
     if device.type != "cuda":
         return None
     try:
-        cards = read_cards()
+        card = read_visible(device.index or 0)
     except Exception:  # noqa: BLE001 - no NVML here: the doctor's own checks say why
         return None
-    chosen = visible(os.environ.get("CUDA_VISIBLE_DEVICES"), [card.uuid for card in cards])
-    number = device.index or 0
-    return asdict(cards[chosen[number]]) if number < len(chosen) else None
+    return asdict(card) if card is not None else None
 
 
 def _storage(place: Place) -> Any:

@@ -161,11 +161,11 @@ def _bandwidth(report: Report) -> Check:
     least, why = expected_gb_s(report)
     if least is None:
         return fine(name, f"{seen} ({why})")
-    largest = max(slowest[judged])
-    said = f"{seen} ({least:.4g} to be expected of a large {judged}: {why})"
-    if slowest[judged][largest] < least:
-        return wrong(name, "SF733", said, bus_bandwidth_gb_s=slowest, expected_gb_s=least)
-    return fine(name, said)
+    reached = slowest[judged][max(slowest[judged])]
+    if reached < least:
+        cause = f"a large {judged} has {reached:.3g} GB/s of bus bandwidth, and {least:.4g} are to be expected: {why}"
+        return wrong(name, "SF733", f"{cause}; all of them: {seen}", bus_bandwidth_gb_s=slowest, expected_gb_s=least)
+    return fine(name, f"{seen} ({least:.4g} to be expected of a large {judged}: {why})")
 
 
 def _slowest(report: Report, kind: str) -> dict[int, float]:
