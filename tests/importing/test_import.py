@@ -304,6 +304,13 @@ def test_towers_of_other_programs_are_adapted_or_trained(tmp_path: Path) -> None
          {"importance_correction": "none", "vllm_args": ["--gpu-memory-utilization=0.3"]}, None),
         ("trl grpo --model_name_or_path m --dataset_name d --vllm_importance_sampling_correction false "
          "--vllm_importance_sampling_mode token_truncate", {"importance_correction": "none"}, None),
+        ("trl grpo --model_name_or_path m --dataset_name d --vllm_importance_sampling_correction false "
+         "--vllm_importance_sampling_clip_min 0.5", {"importance_correction": "none", "importance_floor": None}, None),
+        ("trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward --use_vllm true "
+         "--vllm_importance_sampling_mode token_mask --vllm_importance_sampling_clip_min 0.5",
+         {"importance_correction": "token_mask", "importance_floor": 0.5, "importance_cap": 3.0}, None),
+        ("trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward --use_vllm true "
+         "--vllm_importance_sampling_clip_min none", {"importance_floor": None}, None),
         ("trl grpo --model_name_or_path m --dataset_name d --vllm_importance_sampling_mode sequence_truncate",
          {"importance_correction": "sequence_truncate"}, None),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --rollout_importance_sampling_mode none",

@@ -172,11 +172,14 @@ def _of_rollouts(told: Told, name: str, value: Any) -> Mapped:
         return {"token": {}, "sequence": {"loss_type": "gspo"} if _is_gspo(told) else None}.get(str(value))
     if name == "vllm_importance_sampling_correction":
         return {} if value else {"importance_correction": "none"}
+    is_uncorrected = number_of(told.settings.get("vllm_importance_sampling_correction")) is False
     if name.endswith("_importance_sampling_mode"):
-        if number_of(told.settings.get("vllm_importance_sampling_correction")) is False:
+        if is_uncorrected:
             return {}  # switched off, whatever its mode would be
         if is_null(value):
             return {"importance_correction": "none"}
+    if name == "vllm_importance_sampling_clip_min" and (is_uncorrected or is_null(value)):
+        return {}
     if name == "scale_rewards" and (value is None or isinstance(value, bool)):
         return {"scale_rewards": "group" if value else "none"}
     if name == "reward_weights":
