@@ -139,8 +139,8 @@ def main() -> int:
             "",
             f"Peak resident set of a rank, MiB; CPU, torch {torch.__version__}, transformers "
             f"{transformers.__version__}, Python {platform.python_version()}, {' '.join(platform.libc_ver())}. "
-            f"Worst: {worst:.1%} (wanted: {ALLOWED:.0%}). Then seconds of a step, from what products and sums take on "
-            f"{os.cpu_count()} cores: {min(ratios):.2f} to {max(ratios):.2f} of what is measured.",
+            f"Worst: {worst:.1%} (wanted: {ALLOWED:.0%}). Then seconds of a step, from what products and sigmoids take "
+            f"on {os.cpu_count()} cores: {min(ratios):.2f} to {max(ratios):.2f} of what is measured.",
             "",
             "| run | forecast, MiB | measured, MiB | | forecast, s | measured, s |",
             "|---|---|---|---|---|---|",

@@ -153,6 +153,8 @@ def test_what_other_ops_read_and_write_is_counted() -> None:
             (lambda: torch.nn.functional.embedding(at, table), 2 * 320),  # the rows that it picks, in and out
             (lambda: table + table, 3 * 32000),
             (lambda: table.mul_(2), 2 * 32000),
+            (lambda: table.zero_(), 32000),
+            (lambda: table.copy_(table + 1), 2 * 32000 + 2 * 32000),  # the sum, and the copy
             (lambda: table.sum(), 32000 + 4),
             (lambda: table.view(-1), 0),
             (lambda: torch.empty_like(table), 0),

@@ -15,11 +15,14 @@ GB = 10**9
 GIB = 1 << 30
 USED_SHARE = 0.4
 """Of a data sheet's rate that training reaches, as a rule; an assumption, not a measurement."""
+USED_SHARE_CPU = 0.8
+"""Of the two measured rates: products are smaller too, and something lies between ops; a judgement by the runs of
+docs/plan-accuracy.md."""
 ROWS, RING, RING_ELEMENTS = 1024, 16, 1 << 21
-"""Of the product and the sums that this machine is measured with, in float32. A ring of 128 MiB is in no cache, as what
-the layers of a step leave is not."""
-CALIBRATION_S = 0.4
-"""For each of the two rates of this machine."""
+"""Of the product and the sigmoids that this machine is measured with, in float32. A ring of 128 MiB is in no cache, as
+what the layers of a step leave is not."""
+SLICES, SLICE_S = 5, 0.1
+"""Of time for each of the two rates of this machine; the best one counts, which nothing else has disturbed."""
 
 
 @dataclass(frozen=True)
@@ -73,30 +76,34 @@ def named(name: str) -> Device:
 
 
 def this_cpu(free_bytes: int) -> Device:
-    """The CPU of this machine, all cores together: how fast products and sums of matrices are here and now."""
+    """The CPU of this machine, all cores together: how fast it is now, in products and in what is done elementwise."""
     rows, ring = torch.ones(ROWS, ROWS), torch.ones(RING, RING_ELEMENTS)  # one block, which goes back when it is free
     turns = cycle(range(RING))
 
-    def add() -> None:
+    def activate() -> None:
         at = next(turns)
-        torch.add(ring[at - 1], ring[at - 2], out=ring[at])
+        torch.sigmoid(ring[at - 1], out=ring[at])
 
     flops_per_s = 2 * ROWS**3 * _times_per_s(lambda: torch.mm(rows, rows))
-    bytes_per_s = 3 * ring[0].nbytes * _times_per_s(add)
+    bytes_per_s = 2 * ring[0].nbytes * _times_per_s(activate)
     return Device(
-        "cpu", free_bytes, flops_per_s, 1 * GB, is_gpu=False, moved_bytes_per_s=bytes_per_s,
+        "cpu", free_bytes, USED_SHARE_CPU * flops_per_s, 1 * GB, is_gpu=False,
+        moved_bytes_per_s=USED_SHARE_CPU * bytes_per_s,
         how=f"measured on {os.cpu_count()} cores: {flops_per_s / 1e9:.0f} GFLOP/s in products, "
-        f"{bytes_per_s / GB:.0f} GB/s in all else",
+        f"{bytes_per_s / GB:.0f} GB/s in sigmoids, of which {USED_SHARE_CPU:.0%} are assumed",
     )  # fmt: skip
 
 
 def _times_per_s(work: Callable[[], object]) -> float:
     work()
-    done, began = 0, time.perf_counter()
-    while time.perf_counter() - began < CALIBRATION_S:
-        work()
-        done += 1
-    return done / (time.perf_counter() - began)
+    rates = []
+    for _ in range(SLICES):
+        done, began = 0, time.perf_counter()
+        while (took_s := time.perf_counter() - began) < SLICE_S:
+            work()
+            done += 1
+        rates.append(done / took_s)
+    return max(rates)
 
 
 def this_gpu() -> Device | None:

@@ -41,6 +41,8 @@ RESERVING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, at
 """Ops that touch nothing of what they return."""
 PICKING = {aten.embedding, aten.index, aten.index_select, aten.gather}
 """Ops that read as much of a table as they return."""
+OVERWRITING = {aten.copy_, aten.fill_, aten.zero_}
+"""Ops that do not read what they write."""
 
 
 Moment = tuple[int, int, int]
@@ -141,7 +143,7 @@ class _Live(TorchDispatchMode):
         elif func.overloadpacket in flop_registry:
             self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=output)
         elif not func.is_view:
-            self.moved += _moved_bytes(func, args, output)
+            self.moved += _moved_bytes(func, (args, kwargs), output)
         return output
 
     def begin_pass(self) -> None:
@@ -198,6 +200,8 @@ def _moved_bytes(func: Any, args: Any, output: Any) -> int:
     if not written or func.overloadpacket in RESERVING:  # the first: asks a tensor for its device, or the like
         return 0
     read = sum(one.nbytes for one in tree_leaves(args) if isinstance(one, Tensor))
+    if func.overloadpacket in OVERWRITING:
+        return read
     return written + (min(read, written) if func.overloadpacket in PICKING else read)
 
 
