@@ -411,6 +411,12 @@ def test_positions_that_were_scaled_are_counted(grpo: dict[str, Any], tmp_path: 
         ({"global_batch_size": None}, "a step has 3 completions"),
         ({"beta": 0.1, "tuning": "full"}, "there is none. Set tuning: lora"),
         ({"beta": 0.1, "target_modules": ["attention", "router"]}, "routers are trained in full"),
+        ({"importance_floor": 0.5, "importance_correction": "none"}, "which weighs nothing"),
+        # A lag that the engine rules out is not weighed against anything else.
+        (
+            {"max_staleness": 1, "num_iterations": 2, "importance_correction": "none"},
+            "^max_staleness=1 with roll.*it gen",
+        ),
         ({"max_staleness": 1}, "generates with the trained model itself"),
         ({"max_staleness": 1, "num_iterations": 2, "rollout_engine": "vllm"}, "lag by 2 steps"),
         (

@@ -207,7 +207,7 @@ def forecast(
     travelling = trace.exchanged_bytes * (layout.expert_parallel - 1) // layout.expert_parallel
     sent = _sent_bytes(sizes, layout, steps) + steps * travelling
     sharing = 1 if device.is_gpu else run.nproc_per_node
-    moved = steps * trace.moved_bytes + _updated_bytes(sizes, layout)
+    moved = steps * trace.moved_bytes + UPDATE_PASSES * _trained_bytes(sizes, layout)
     compute_s = sharing * (steps * trace.flops / device.flops_per_s + moved / device.moved_bytes_per_s)
     return Forecast(
         run=run,
@@ -346,11 +346,6 @@ def _offload_s(sizes: Sizes, layout: Layout, steps: int) -> float:
     weights = trained + (frozen * sizes.frozen_bytes_each if layout.zero_stage == 3 else 0)
     passes = 2 * steps if layout.zero_stage == 3 else steps
     return (passes * weights + steps * trained) / HOST_LINK_BYTES_PER_S + UPDATE_PASSES * trained / CPU_BYTES_PER_S
-
-
-def _updated_bytes(sizes: Sizes, layout: Layout) -> int:
-    """What the optimizer reads and writes for this rank's share of the trained weights."""
-    return UPDATE_PASSES * _trained_bytes(sizes, layout)
 
 
 def _trained_bytes(sizes: Sizes, layout: Layout) -> int:
