@@ -23,7 +23,7 @@ from surefoot.config import load_config
 from surefoot.errors import StoppedOnFinding
 from surefoot.findings import Finding
 from surefoot.launched import _raise
-from surefoot.parallel.launch import FOLDER, RankFailure, kill_ranks
+from surefoot.parallel.launch import FOLDER, LEAVE_AFTER_S, RankFailure, kill_ranks
 from surefoot.training.checkpoint import find_newest, list_checkpoints
 from surefoot.training.record import FindingLog
 from tests.conftest import counting_rows, write_jsonl
@@ -110,6 +110,22 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(two_ranks: dict[str, An
     assert finding["evidence"]["last_step"] >= 5
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
     assert find_newest(Path(settings["output_dir"]))[0] is not None
+
+
+def test_a_rank_that_is_killed_while_it_sends_ends_the_run_too(two_ranks: dict[str, Any]) -> None:
+    """Of a peer whose message is cut short gloo says nothing: elastic alone would wait for half a minute."""
+    process = start(two_ranks, "1:cut:3@step")
+    began = time.monotonic()
+    while not (Path(two_ranks["output_dir"]).parent / "struck").exists():
+        assert time.monotonic() - began < 60
+        time.sleep(0.05)
+    began = time.monotonic()
+    _, stderr = process.communicate(timeout=60)
+    assert time.monotonic() - began < LEAVE_AFTER_S + 10
+    assert process.returncode == 3, stderr
+    assert stderr.count("SF101 a rank died") == 1
+    assert "cause: rank 1 was killed by signal 9 (SIGKILL)" in stderr
+    assert summary_of(two_ranks)["status"] == "failed"
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(two_ranks: dict[str, Any]) -> None:

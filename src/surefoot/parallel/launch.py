@@ -45,7 +45,7 @@ JOIN_WITHIN_S = 600
 ENDPOINT_WITHIN_S = 5.0
 """How soon a rendezvous that is there answers."""
 LEAVE_AFTER_S = 10.0
-"""How long a rank goes on when another one has failed alone."""
+"""How long a rank goes on when another one has failed alone, or is gone."""
 SEEN_WITHIN_S = 1.0
 """How soon elastic sees that a rank has ended; it looks ten times a second."""
 GONE = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Connection refused", "NCCL")
@@ -286,12 +286,31 @@ def _attempt() -> int:
 
 
 def _leave_with_the_others(folder: Path) -> None:
-    """End this process some time after another rank failed alone: it may be waiting for it where no signal reaches."""
+    """End this process some time after another rank failed alone: it may be waiting for it where no signal reaches.
+
+    The same where one of this machine is gone without a word: gloo never tells of a peer whose message was cut short.
+    """
+    lost_s: float | None = None
     while True:
         time.sleep(1.0)
         for note in _notes(folder, _attempt()):
             if not note["is_agreed"] and time.time_ns() - note["time_ns"] > LEAVE_AFTER_S * 1e9:
                 os._exit(0 if is_input_error(note["kind"]) else 1)
+        if lost_s is None and any(_is_gone(folder, rank) for rank in _silent(folder)):
+            lost_s = time.monotonic()
+        if lost_s is not None and time.monotonic() - lost_s > LEAVE_AFTER_S:
+            os._exit(1)
+
+
+def _is_gone(folder: Path, rank: int) -> bool:
+    """Whether the process of a rank of this machine is no more."""
+    try:
+        os.kill(int((folder / f"pid-{rank}-{_attempt()}").read_text()), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError):  # another's process, a note being written
+        return False
+    return False
 
 
 def is_input_error(kind: str) -> bool:

@@ -1,12 +1,14 @@
 """Loaded by Python at its start where this folder is on PYTHONPATH: makes one rank of a run fail, once.
 
-FAULT is `rank:what:when:file`; the file is made when the fault strikes, so that a restarted rank is sound.
+FAULT is `rank:what:when:file`; the file is made when the fault strikes, so that a restarted rank is sound. `what` is an
+exception, a signal, or `cut`: a kill while it sends.
 MEET_WITHIN_S: how long ranks wait for each other at the start. LATE_RANK: whose time for rollouts is over after a few
 tokens, while the others' is not.
 """
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -31,15 +33,29 @@ if "RANK" in os.environ and os.environ["RANK"] == os.environ.get("LATE_RANK"):
     LocalEngine._is_over = is_over  # type: ignore[method-assign]
 
 rank, what, when, file = (os.environ.get("FAULT", "") + ":::").split(":")[:4]
-if rank and os.environ.get("RANK") == rank and not Path(file).exists():
+is_cut = what == "cut"  # both ranks are in the message that one of them leaves unfinished
+if rank and (os.environ.get("RANK") == rank or (is_cut and "RANK" in os.environ)) and not Path(file).exists():
     from surefoot.models import experts
     from surefoot.parallel import ranks
     from surefoot.training import saver, step
 
     calls = 0
 
+    def cut() -> None:
+        """Die in the middle of a message that is longer than what sockets hold."""
+        import torch
+        import torch.distributed as dist
+
+        message = torch.zeros(1 << 28, dtype=torch.uint8)
+        dist.barrier()
+        if os.environ["RANK"] == rank:
+            threading.Timer(0.02, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        dist.broadcast(message, src=int(rank))
+
     def strike() -> None:
         Path(file).touch()
+        if is_cut:
+            cut()
         if what == "raise":
             raise ValueError("broken on purpose")
         if what == "allocate":
