@@ -220,12 +220,12 @@ def _data(arguments: argparse.Namespace) -> int:
 
 def _preflight(loaded: "LoadedConfig") -> bool:
     """Say what the doctor finds; returns whether the run may start."""
-    from surefoot.doctor.examine import NO_ANSWER, as_launched, examine, snapshot_for
+    from surefoot.doctor.examine import as_launched, examine, snapshot_for
 
     loaded = as_launched(loaded)
     checks = examine(snapshot_for(loaded), loaded)
     for check in checks:
-        if check.text.startswith(NO_ANSWER):
+        if not check.is_answered:
             say(f"doctor: {check.name}: {check.text}")
         if check.status == "warning" and check.finding is not None:
             say(f"doctor: {check.finding.code} {check.name}: {check.text}")
@@ -239,18 +239,20 @@ def _preflight(loaded: "LoadedConfig") -> bool:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from surefoot.config import load_config
-    from surefoot.doctor.examine import as_launched, as_text, changes, examine, has_answers, snapshot_for
+    from surefoot.doctor.examine import as_launched, as_text, changes, examine, has_answers, not_looked_at, snapshot_for
     from surefoot.doctor.snapshot import read_snapshot
 
     loaded = load_config(arguments.config, arguments.overrides) if arguments.config is not None else None
     launched = as_launched(loaded) if loaded is not None else None
     machine = snapshot_for(launched, patient=True)
     checks = examine(machine, launched, asked=True)
-    if loaded is not None and has_answers(checks):
-        from surefoot.training.first_rows import first_rows
-        from surefoot.training.refusal import refusal
+    if loaded is not None:
+        from surefoot.training import first_rows, refusal
 
-        checks += [refusal(loaded), first_rows(loaded)]
+        if has_answers(checks):
+            checks += [refusal.refusal(loaded), first_rows.first_rows(loaded)]
+        else:
+            checks += [not_looked_at(refusal.NAME), not_looked_at(first_rows.NAME)]
     if arguments.deep or is_local_rank():
         from surefoot.self_test.start import self_test
 

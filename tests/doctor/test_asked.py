@@ -98,6 +98,16 @@ def test_a_template_is_tried(settings: dict[str, Any], tmp_path: Path) -> None:
     assert asked("chat template", settings, model=str(folder)).status == "not applicable"
 
 
+def test_a_template_that_never_ends_is_stopped(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("surefoot.data.template.RENDER_DEADLINE_S", 0.3)
+    endless = tmp_path / "endless.jinja"
+    endless.write_text("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    check = asked("chat template", settings, chat_template=str(endless))
+    assert (check.status, "an endless loop?" in check.text) == ("warning", True)
+
+
 def test_a_tokenizer_that_is_missing_is_no_matter_of_templates(settings: dict[str, Any], tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()

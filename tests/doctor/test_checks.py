@@ -605,7 +605,7 @@ def test_a_file_that_never_answers_is_not_waited_for(run: Any, monkeypatch: pyte
             "cannot be looked at: no answer within 0.5 s",
         )
     assert checks["versions"].status == "ok", "the others are looked at"
-    assert checks["template"].text == "not looked at: other files gave no answer"
+    assert checks["chat template"].text == "not looked at: other files gave no answer"
     assert not examining.has_answers(list(checks.values()))
 
 

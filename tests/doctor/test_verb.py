@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,23 @@ def test_what_is_wrong_comes_with_its_fix_and_status_3(
     checks = json.loads(capsys.readouterr().out)["checks"]
     (failed,) = [check for check in checks if check["status"] == "failed"]
     assert failed["finding"]["code"] == "SF705"
+
+
+def test_what_was_not_looked_at_is_said(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that answers no more cannot be had here: who asks it waits."""
+    answers = threading.Event()
+    monkeypatch.setattr("surefoot.doctor.contradictions.weights_of", lambda _: answers.wait(60))
+    monkeypatch.setattr("surefoot.doctor.examine.WITHIN_S", 0.5)
+    main(["doctor", config])
+    said = capsys.readouterr().out
+    assert cli._preflight(as_launched(load_config(config)))
+    answers.set()
+    assert re.search(r"-       model +cannot be looked at: no answer within 0\.5 s", said)
+    for name in ("chat template", "the run itself", "first rows"):
+        assert re.search(rf"-       {name} +not looked at: other files gave no answer", said), said
+    assert "doctor: model: cannot be looked at: no answer within 0.5 s" in capsys.readouterr().err
 
 
 def test_train_does_not_start_what_cannot_work(config: str) -> None:

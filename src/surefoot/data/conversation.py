@@ -13,6 +13,8 @@ IMAGE = "\U000ffffb"
 """Stands in a message's content where an image does."""
 ImageSource = str | bytes
 """What a row says of an image: a path, an address, base64 text, or its bytes."""
+TEXT_BESIDE_IMAGES_TOKENS = 16
+"""Of a conversation, at the least: a judgement, for what is said before rows are read."""
 
 
 class BadRow(Exception):

@@ -86,7 +86,7 @@ def _as_then(run: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     return run.model_copy(update={**values, **{name: settings[name] for name in automatic}})
 
 
-def template(seen: Seen) -> Check:
+def chat_template(seen: Seen) -> Check:
     """Whether the model's chat template lets the assistant's part of a conversation be told from the rest."""
     name, run = "chat template", seen.run
     if run is None:
@@ -233,4 +233,4 @@ def schedule(seen: Seen) -> Check:
     return fine(name, said)
 
 
-CHECKS = (resume, schedule, template, server)
+CHECKS = (resume, schedule, chat_template, server)

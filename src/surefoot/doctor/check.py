@@ -67,6 +67,8 @@ class Check:
     status: Status
     text: str
     finding: Finding | None = None
+    is_answered: bool = True
+    """Whether what it looked at gave an answer in time."""
 
     def as_dict(self) -> dict[str, Any]:
         said = asdict(self)

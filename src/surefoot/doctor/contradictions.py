@@ -6,6 +6,7 @@ from typing import Any
 
 from surefoot.config import RunConfig
 from surefoot.config.vllm_arguments import SMALLER, memory_share, pipeline_parallel, tensor_parallel, value_of
+from surefoot.data.conversation import TEXT_BESIDE_IMAGES_TOKENS
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
 from surefoot.doctor.gpus import used
 from surefoot.doctor.sizes import Weights, weights_of
@@ -25,8 +26,6 @@ PLAN_IT = (
     "`surefoot plan` names settings that fit: zero_stage: 3, offload: cpu, expert_parallel_size, tuning: lora, or more "
     "GPUs."
 )
-WORDS = 16
-"""Tokens of a sequence that are not of images, at the least."""
 MOST_SHARED = 0.7
 """Of a GPU, so that something is left to train with: a judgement, which `surefoot plan` makes exact."""
 
@@ -293,8 +292,7 @@ def context(seen: Seen) -> Check:
         longest = run.prompt_length + run.max_completion_length
         said = f"a prompt of {run.prompt_length} tokens and a completion of {run.max_completion_length}"
         settings = ["max_prompt_length", "max_completion_length"]
-    # Some words stand beside an image.
-    room = (run.prompt_length if run.method == "grpo" else run.max_length) - WORDS
+    room = (run.prompt_length if run.method == "grpo" else run.max_length) - TEXT_BESIDE_IMAGES_TOKENS
     most_pixels, side = _largest_image(run)
     tokens = most_pixels // side**2
     if tokens > room and run.max_pixels is not None:

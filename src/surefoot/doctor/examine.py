@@ -25,7 +25,6 @@ CHECKS: Sequence[Examine] = (
 )
 WITHIN_S = 10.0
 """For all checks together that may read files of the model; they begin at the same time."""
-NO_ANSWER = "cannot be looked at: no answer within"
 SIGNS = {"ok": "ok     ", "warning": "WARNING", "failed": "FAILED ", "not applicable": "-      "}
 VOLATILE = (
     "free_bytes free_inodes write_s available limit_left swap_used OMP_NUM_THREADS temperature_c memory_used_bytes "
@@ -44,13 +43,18 @@ def examine(machine: Snapshot, loaded: LoadedConfig | None = None, *, asked: boo
     if asked and has_answers(found):  # in this thread: a template that has no end is stopped by a signal
         found += [_looked(check, partial(check, seen)) for check in ASKED]
     elif asked:
-        found += [not_applicable(_name(check), "not looked at: other files gave no answer") for check in ASKED]
+        found += [not_looked_at(_name(check)) for check in ASKED]
     return found
 
 
 def has_answers(checks: Sequence[Check]) -> bool:
     """Whether all came to their end: else a file system is dead, and who reads more of it waits for ever."""
-    return not any(check.text.startswith(NO_ANSWER) for check in checks)
+    return all(check.is_answered for check in checks)
+
+
+def not_looked_at(name: str) -> Check:
+    """A check that has no answers to build on."""
+    return not_applicable(name, "not looked at: other files gave no answer")
 
 
 def _looked(check: Examine, answer: Callable[[], Check]) -> Check:
@@ -59,7 +63,8 @@ def _looked(check: Examine, answer: Callable[[], Check]) -> Check:
     try:
         return answer()
     except NotDone:  # the model's files may lie on a file system that answers no more
-        return not_applicable(name, f"{NO_ANSWER} {WITHIN_S:g} s")
+        late = not_applicable(name, f"cannot be looked at: no answer within {WITHIN_S:g} s")
+        return replace(late, is_answered=False)
     except Exception as error:  # noqa: BLE001 - said as it is: one check that fails hides no other
         said = " ".join(str(error).split())[:300]
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "

@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 
 from surefoot.config import RunConfig
 from surefoot.data.assemble import SEEING
+from surefoot.data.conversation import TEXT_BESIDE_IMAGES_TOKENS
 from surefoot.data.pixels import Vision, limits_of, load_processor
 from surefoot.models.build import BuiltModel, load_config
 from surefoot.models.vision import vision_tower
@@ -21,8 +22,6 @@ from surefoot.plan.trace import ATTEND
 
 ATTENTION = "surefoot_plan_flash"
 """transformers hands the whole of a batch's patches to what has this word in its name, and their lengths."""
-WORDS = 16
-"""Tokens of a sequence that are not of images, at the least."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def pictures_of(run: RunConfig, base: Path, rows: int, length: int) -> Pictures 
         return None
     vision = config.vision_config
     side = vision.patch_size * vision.spatial_merge_size
-    room = max(1, length - WORDS)
+    room = max(1, length - TEXT_BESIDE_IMAGES_TOKENS)
     processor = load_processor(base)
     most = run.max_pixels or (limits_of(processor, base)[1] if processor is not None else room * side**2)
     cells = max(1, min(room, most // side**2))

@@ -21,10 +21,12 @@ from surefoot.training.resolve import resolve
 from surefoot.training.rollouts import check_routing_replay
 from surefoot.training.sft import check_routers
 
+NAME = "the run itself"
+
 
 def refusal(loaded: LoadedConfig) -> Check:
     """Whether the run would be refused on this machine. A model that is not in a folder here is not fetched."""
-    name, run = "the run itself", loaded.run
+    run = loaded.run
     ranks = run.nproc_per_node * run.nnodes
     try:
         loaded = resolve(loaded, ranks)
@@ -45,8 +47,8 @@ def refusal(loaded: LoadedConfig) -> Check:
             check_routers(run.router_aux_loss_coef, skeleton)
         _check_named_files(loaded)
     except (SurefootError, OSError) as error:
-        return wrong(name, "SF743", str(error), is_fatal=True)
-    return fine(name, "it would start, as far as can be told without its weights and data")
+        return wrong(NAME, "SF743", str(error), is_fatal=True)
+    return fine(NAME, "it would start, as far as can be told without its weights and data")
 
 
 def _check_named_files(loaded: LoadedConfig) -> None:
