@@ -14,7 +14,7 @@ from surefoot.config import LoadedConfig, load_config
 from surefoot.doctor import examine as examining
 from surefoot.doctor.check import Check
 from surefoot.doctor.examine import as_text, changes, examine
-from surefoot.doctor.sizes import weights_of
+from surefoot.doctor.sizes import Weights, weights_of
 from surefoot.doctor.snapshot import Disk, Gpu, Interface, Port, Snapshot
 from surefoot.findings import CATALOGUE
 
@@ -393,6 +393,32 @@ def test_a_cgroup_counts_before_the_machine(run: Any) -> None:
     machine = replace(LAPTOP, memory_bytes={"available": 8 * GIB, "limit": 1 << 20, "limit_left": 1000})
     loaded = run(device="cpu", nproc_per_node=1, nnodes=1, rdzv_endpoint=None)
     assert bad(examine(machine, loaded)) == {"SF716": "failed"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "least"),
+    [
+        ({"zero_stage": 3, "offload": "cpu", "save_steps": 0}, 16 * 20 + 2 * 4 * 12),
+        ({"zero_stage": 3, "offload": "cpu", "save_steps": 9}, 28 * 20 + 2 * 4 * 12),
+        ({"zero_stage": 3, "save_steps": 9}, 12 * 20 + 3 * 4 * 12),
+        ({"zero_stage": 0, "save_steps": 9}, 12 * 20 + 3 * 4 * 12),  # one rank makes the copy
+        ({"zero_stage": 3, "save_steps": 0}, None),
+        ({"zero_stage": 3, "save_steps": 9, "max_steps": 9}, None),  # no step comes after it
+    ],
+)
+def test_pinned_memory_is_counted_in_powers_of_two(
+    run: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], least: int | None
+) -> None:
+    """A model of 20 times 2 ** 26 elements in one tensor, which is 32 times as many in pinned memory."""
+    unit = 1 << 26
+    weights = Weights(20 * unit, 40 * unit, ((32, 20 * unit // 32),))
+    monkeypatch.setattr("surefoot.doctor.contradictions.weights_of", lambda _: weights)
+    loaded = run(
+        **{"nproc_per_node": 8, "nnodes": 1, "rdzv_endpoint": None, "tuning": "full", "max_steps": 99, **changes}
+    )
+    (check,) = [one for one in examine(NODE, loaded) if one.name == "host memory"]
+    said = "what is trained lies on the GPUs" if least is None else f"at least {least * unit / GIB:.1f} GiB of "
+    assert check.text.startswith(said)
 
 
 ALONE: dict[str, Any] = {"device": "cpu", "nproc_per_node": 1, "nnodes": 1, "rdzv_endpoint": None}

@@ -22,6 +22,7 @@ from surefoot.plan import forecast as forecasting
 from surefoot.plan.devices import DEVICES, Device
 from surefoot.plan.forecast import Forecast, forecast
 from surefoot.plan.page import as_text
+from surefoot.plan.sizes import Shape
 from surefoot.plan.suggest import ready_to_paste, suggest
 from surefoot.plan.verb import plan
 
@@ -389,6 +390,43 @@ def test_offloaded_gradients_lie_in_host_memory(settings: dict[str, Any]) -> Non
     assert away.phases["update"].host["gradients"] == trained
     assert away.phases["update"].host["optimizer"] == 2 * trained
     assert not {"trained weights", "optimizer", "gradients"} & away.phases["update"].device.keys()
+
+
+def test_what_a_device_holds_while_gradients_are_offloaded_is_the_most_of_all_else(settings: dict[str, Any]) -> None:
+    card = Device("card", 1 << 40, 1e13, 1e10)
+    settings = {**settings, "tuning": "full", "lora_rank": 8, "zero_stage": 3, "max_length": 200}
+    held, away = told(settings, card), told({**settings, "offload": "cpu", "device": "auto"}, card)
+
+    def computed(one: Forecast) -> int:
+        at_rest = {"frozen weights", "trained weights", "optimizer", "gradients", "communication buffers"}
+        return sum(size for name, size in one.phases["step"].device.items() if name not in at_rest)
+
+    assert computed(away) >= computed(held)
+    assert away.phases["step"].host["gradients"] == held.phases["update"].device["gradients"]
+
+
+def test_pinned_memory_comes_in_powers_of_two(settings: dict[str, Any]) -> None:
+    assert Shape(8, 1024, is_expert=False, is_trained=True).pinned_bytes(2, 4) == 16 << 10
+    assert Shape(9, 1024, is_expert=False, is_trained=True).pinned_bytes(2, 4) == 32 << 10  # five rows, the larger part
+    card = Device("card", 1 << 40, 1e13, 1e10)
+    settings = {**settings, "tuning": "full", "lora_rank": 8, "zero_stage": 3, "save_steps": 5}
+    model = AutoModelForCausalLM.from_pretrained(settings["model"])
+    exact = [4 * one.numel() for one in model.parameters()]
+    rounding = sum((1 << (size - 1).bit_length()) - size for size in exact)
+    assert rounding > 0.02 * sum(exact)
+    saved = told(settings, card).phases["step"].host
+    assert (saved["copy to save"], saved["rounding of pinned memory"]) == (3 * sum(exact), 3 * rounding)
+    away = told({**settings, "offload": "cpu", "device": "auto"}, card).phases["step"].host
+    assert (
+        away["rounding of pinned memory"] == 2 * rounding
+    )  # weights and gradients; what is saved is copied from there
+
+
+def test_of_ranks_that_hold_the_same_one_makes_the_copy_to_save(settings: dict[str, Any]) -> None:
+    settings = {**settings, "tuning": "full", "lora_rank": 8, "save_steps": 5}
+    alone = told(settings).phases["save"].host["copy to save"]
+    many = told({**settings, "nproc_per_node": 4, "zero_stage": 0, "global_batch_size": 4}).phases["save"].host
+    assert many["copy to save"] == pytest.approx(alone / 4, abs=4)
 
 
 def test_rows_of_one_micro_batch_cost_what_they_cost_apart(settings: dict[str, Any]) -> None:

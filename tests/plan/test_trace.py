@@ -16,7 +16,7 @@ from surefoot.data.loader import MicroBatch
 from surefoot.models.build import build_model, build_without_storage
 from surefoot.models.lora import LoraSettings
 from surefoot.plan.exchange import share_out
-from surefoot.plan.trace import ATTENTION, Trace, _Live, likelihood, policy_loss, shaped_batch, trace_step
+from surefoot.plan.trace import ATTENTION, Trace, _layers, _Live, likelihood, policy_loss, shaped_batch, trace_step
 from surefoot.rl.batch import Trajectory, collate_policy
 from surefoot.training.grpo import GrpoObjective, PolicyLoss
 from surefoot.training.sft import SftObjective
@@ -30,11 +30,11 @@ LORA = LoraSettings(4, 8, targets=("all",))
 
 def traced(
     folder: Path, lora: LoraSettings | None, *, is_checkpointed: bool = False, layers: int | None = None,
-    twice: bool = False, share: float = 1.0, lengths: list[int] = LENGTHS,
+    twice: bool = False, share: float = 1.0, lengths: list[int] = LENGTHS, dtype: torch.dtype = torch.float32,
 ) -> Trace:  # fmt: skip
     with FakeTensorMode():
         built = build_without_storage(
-            folder, lora=lora, dtype=torch.float32, gradient_checkpointing=is_checkpointed, attention=ATTENTION,
+            folder, lora=lora, dtype=dtype, gradient_checkpointing=is_checkpointed, attention=ATTENTION,
             layers=layers,
         )  # fmt: skip
         batch = shaped_batch(lengths, sum(lengths) - len(lengths))
@@ -76,9 +76,12 @@ def test_the_peak_is_that_of_real_tensors(
     for parameter in built.model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(live.keep_gradient)
-    with live:
-        objective.loss(real, totals).total.backward()
-    assert told.moments == tuple(pytest.approx(moment, rel=0.02, abs=4096) for moment in live.moments())
+    with _layers(built.model, live), live:
+        loss = objective.loss(real, totals).total
+        live.begin_backward()
+        loss.backward()
+    seen = (*live.forward_moments(), *live.backward_moments())
+    assert told.moments == tuple(pytest.approx(moment, rel=0.02, abs=4096) for moment in seen)
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "gspo", "cispo"])
@@ -130,6 +133,26 @@ def test_equal_layers_lie_on_a_line(
     assert told.flops == whole.flops
     assert told.moved_bytes == whole.moved_bytes > 0
     assert min(min(moment) for moment in told.moments) >= 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "mixed"])
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("length", [8, 2000])
+def test_each_moment_of_a_deep_model_is_on_the_line(
+    dtype: torch.dtype, is_checkpointed: bool, length: int, model_folder: Folders, tmp_path: Path
+) -> None:
+    """In shallow models the output layer's backward is the peak, in deep ones what the layers keep may be."""
+    config = json.loads((model_folder("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 14, "vocab_size": 3000}))
+
+    def of(layers: int | None) -> Trace:
+        return traced(
+            tmp_path, None, is_checkpointed=is_checkpointed, layers=layers, lengths=[length], dtype=dtype, twice=True
+        )
+
+    whole, told = of(None), of(2).with_layers(of(4), 2, 4, 14)
+    for places in ("moments", "evaluation"):
+        assert getattr(told, places) == tuple(pytest.approx(moment, rel=0.001) for moment in getattr(whole, places))
 
 
 def test_products_are_counted(model_folder: Folders) -> None:

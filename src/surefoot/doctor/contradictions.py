@@ -72,7 +72,7 @@ def host_memory(seen: Seen) -> Check:
     name, run = "host memory", seen.run
     if run is None:
         return not_applicable(name, "no run is given")
-    if (seen.is_on_gpus or run.device == "cuda") and run.offload is None:
+    if (seen.is_on_gpus or run.device == "cuda") and run.offload is None and not _trains_beside_copy(run):
         return not_applicable(name, "what is trained lies on the GPUs")
     weights = _weights(seen)
     if weights is None:
@@ -129,7 +129,10 @@ def _least_device_bytes(run: RunConfig, weights: Weights) -> tuple[int, str]:
 
 
 def _least_bytes(seen: Seen, weights: Weights) -> tuple[int, str]:
-    """(what all ranks of this machine must hold between two steps at the least, of what). Activations come on top."""
+    """(what all ranks of this machine must hold between two steps at the least, of what). Activations come on top.
+
+    Once a checkpoint was begun its copy is there; pinned memory comes in powers of two.
+    """
     run = seen.run
     assert run is not None
     ranks, here = run.nproc_per_node * run.nnodes, run.nproc_per_node
@@ -138,19 +141,35 @@ def _least_bytes(seen: Seen, weights: Weights) -> tuple[int, str]:
     """Ranks that share one copy of what is sharded."""
     each = FP32_BYTES if run.dtype in ("auto", "float32") and run.offload is None else HALF_BYTES
     parameters = weights.parameters
+    said = f"{parameters / 1e9:.2f} G parameters"
+    state_parts = sharing if run.zero_stage else 1
+    copied = parameters * CHECKPOINT_BYTES * min(here, state_parts) // state_parts  # of the same parts one is copied
+    copied = copied if _trains_beside_copy(run) else 0
     if run.offload is not None:  # sharded training state lies in host memory, and frozen weights with stage 3
         state = parameters * (FP32_BYTES + STATE_BYTES) if is_full else 0
         frozen = parameters * each if run.zero_stage == 3 and not is_full else 0
-        return (state + frozen) * here // sharing, f"the state of {parameters / 1e9:.2f} G parameters, offloaded"
+        pinned = (FP32_BYTES, FP32_BYTES) if is_full else (each,) if frozen else ()  # weights, gradients
+        rounding = sum(weights.rounding_bytes(sharing, size) for size in pinned)
+        also = f", and {copied / GIB:.1f} GiB that checkpoints are copied to" if copied else ""
+        return (state + frozen) * here // sharing + rounding * here + copied, f"the state of {said}, offloaded{also}"
+    if seen.is_on_gpus or run.device == "cuda":
+        rounding = CHECKPOINT_BYTES // FP32_BYTES * weights.rounding_bytes(state_parts, FP32_BYTES)
+        return copied + rounding * min(here, state_parts), f"what checkpoints of {said} are copied to"
     experts = run.expert_parallel_size if isinstance(run.expert_parallel_size, int) else ranks
     # Of shared experts each rank has a part; how much of the model they are is not known, so all of it is taken.
     spread = min(experts, sharing)
-    said = f"{parameters / 1e9:.2f} G parameters on {_ranks(here)}"
+    said += f" on {_ranks(here)}"
     total = parameters * (FP32_BYTES if is_full else each) * here // (sharing if run.zero_stage == 3 else spread)
     if is_full:
         total += parameters * STATE_BYTES * here // (sharing if run.zero_stage else spread)
-        said += " with their gradients and AdamW's moments"
-    return total, said
+        said += " with their gradients and AdamW's moments" + (", and the copy of checkpoints" if copied else "")
+    return total + copied, said
+
+
+def _trains_beside_copy(run: RunConfig) -> bool:
+    """Whether steps follow a first checkpoint, whose place in memory is kept. Adapters are small."""
+    saves_again = run.save_steps and (run.max_steps is None or run.max_steps > run.save_steps)
+    return run.tuning == "full" and bool(saves_again)
 
 
 def checkpoints(seen: Seen) -> Check:

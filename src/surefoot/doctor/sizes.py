@@ -18,6 +18,13 @@ class Weights:
 
     parameters: int
     bytes: int
+    dense_shapes: tuple[tuple[int, int], ...] = ()
+    """(rows, elements of a row) of each tensor that is of no expert: those are fused when they are read."""
+
+    def rounding_bytes(self, parts: int, each_bytes: int) -> int:
+        """What one part of `parts` takes in pinned memory beyond its size: torch makes each block a power of two."""
+        sizes = [-(-rows // parts) * row * each_bytes for rows, row in self.dense_shapes]
+        return sum((1 << (size - 1).bit_length()) - size for size in sizes if size)
 
 
 def weights_of(folder: Path) -> Weights | None:
@@ -37,22 +44,26 @@ def weights_of(folder: Path) -> Weights | None:
 def _weights_of(files: tuple[tuple[Path, int, int], ...]) -> Weights:
     """Of files as they were then: several checks ask, and the headers of a large model take a second to read."""
     parameters = total_bytes = 0
+    dense = []
     for path, _, _ in files:
-        for shape, begin, end in header(path):
+        for name, shape, begin, end in header(path):
             parameters += prod(shape)
             total_bytes += end - begin
-    return Weights(parameters, total_bytes)
+            if "expert" not in name:
+                dense.append((shape[0] if shape else 1, prod(shape[1:])))
+    return Weights(parameters, total_bytes, tuple(dense))
 
 
-def header(path: Path) -> list[tuple[list[int], int, int]]:
-    """(shape, where it begins, where it ends) of each tensor. Raises: ValueError for what is no whole safetensors."""
+def header(path: Path) -> list[tuple[str, list[int], int, int]]:
+    """(name, shape, where it begins and ends) of each tensor. Raises: ValueError for what is no whole safetensors."""
     try:
         with open(path, "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             said = json.loads(file.read(min(length, MOST_HEADER_BYTES)))
-        tensors = [(about["shape"], *about["data_offsets"]) for name, about in said.items() if name != "__metadata__"]
-        missing = 8 + length + max((end for _, _, end in tensors), default=0) - path.stat().st_size
-        prod(number for shape, _, _ in tensors for number in shape)  # numbers, all of them
+        said.pop("__metadata__", None)
+        tensors = [(name, about["shape"], *about["data_offsets"]) for name, about in said.items()]
+        missing = 8 + length + max((end for *_, end in tensors), default=0) - path.stat().st_size
+        prod(number for _, shape, *_ in tensors for number in shape)  # numbers, all of them
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
     if missing > 0:

@@ -200,6 +200,7 @@ def forecast(
         process_bytes=process,
         saves=bool(run.save_steps),
         is_on_gpu=device.is_gpu,
+        ranks_here=run.nproc_per_node,
         rollout=rollout,
         server=server,
         is_full=run.tuning == "full",

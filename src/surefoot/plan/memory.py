@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from surefoot.parallel.layout import Layout
-from surefoot.plan.sizes import FP32_BYTES, Elements, Sizes
+from surefoot.plan.sizes import FP32_BYTES, HALF_BYTES, Elements, Sizes
 from surefoot.plan.trace import Trace
 
 MOMENTS = 2
@@ -28,6 +28,7 @@ GATHERED_LAYERS = 2
 """FSDP gathers the next layer while one computes."""
 
 
+ROUNDED = "rounding of pinned memory"
 FILLED = 0.9
 """Of a server's share, by weights: keys, values and what it computes want the rest; an assumption."""
 DRAWING_BYTES = 36
@@ -101,12 +102,14 @@ class Cuts:
 
 
 def gradient_share(layout: Layout, sizes: Sizes) -> float:
-    """How much of the gradients it has formed a rank keeps while the rest of the backward runs; of the mean one.
+    """How much of the gradients it has formed a rank's device keeps while the rest of the backward runs; of the mean.
 
-    It forms those of its own experts alone, and of all else.
+    It forms those of its own experts alone, and of all else. With offload they leave once they are summed.
     """
     dense, experts = sizes.whole.trained, sizes.whole.expert_trained
     is_summed_by_layer = layout.is_sharded and layout.zero_stage >= 2 and _is_grouped_by_layer(layout, sizes)
+    if is_summed_by_layer and layout.offload:
+        return 0.0
     cuts = Cuts.of(layout, sizes) if is_summed_by_layer else Cuts(1, layout.expert_parallel, layout.expert_parallel)
     return (dense / cuts.dense + experts / cuts.experts) / max(1, dense + experts / layout.expert_parallel)
 
@@ -119,16 +122,25 @@ def forecast_memory(
     process_bytes: int,
     saves: bool,
     is_on_gpu: bool,
+    ranks_here: int = 1,
     rollout: Rollout | None = None,
     server: Server | None = None,
     is_full: bool = False,
 ) -> dict[str, Owners]:
-    """By phase. `process_bytes`: of a process that has loaded Python and torch. `saves`: whether checkpoints are."""
+    """By phase. `process_bytes`: of a process that has loaded Python and torch. `saves`: whether checkpoints are.
+
+    `ranks_here`: of a machine; what only some of them hold in host memory is dealt to all of them.
+    """
     cuts = Cuts.of(layout, sizes)
     at_rest = _at_rest(sizes, layout, cuts, is_full=is_full)
     trained = cut(Elements(trained=sizes.whole.trained, expert_trained=sizes.whole.expert_trained), cuts)
     state = {"optimizer": MOMENTS * FP32_BYTES * trained}
-    copies = {"copy to save": (1 + MOMENTS) * FP32_BYTES * trained} if saves else {}
+    written_here = min(trained * ranks_here, sizes.whole.all_trained)  # by one of those that have the same
+    copy = (1 + MOMENTS) * FP32_BYTES * written_here // ranks_here
+    copies = {"copy to save": copy} if saves else {}
+    if saves and is_on_gpu and not layout.offload:
+        rounded = (1 + MOMENTS) * _pinned(sizes, cuts, FP32_BYTES, is_trained=True)
+        copies[ROUNDED] = rounded * written_here // (trained * ranks_here) - copy if trained else 0
     process = {"process": process_bytes}
     share = gradient_share(layout, sizes)
     activations = {f"activations: {kind}": size for kind, size in trace.saved_by_kind.items()}
@@ -138,7 +150,7 @@ def forecast_memory(
         **at_rest,
         **state,
         "gathered weights": _gathered(sizes, layout),
-        "gradients": round(share * trace.gradients_at_peak),
+        **_gradients(layout, trained, round(share * trace.gradients_at_peak)),
         "communication buffers": _being_summed(sizes, layout, is_on_gpu=is_on_gpu),
         **activations,
         "logits": trace.logits_at_peak,
@@ -146,7 +158,7 @@ def forecast_memory(
         **({} if is_on_gpu else {"holes in the heap": round(HOLES * trace.peak)}),
     }
     optimizer = {**at_rest, **state, "gradients": FP32_BYTES * trained}
-    on_host = {**process, **copies}
+    on_host = {**process, **copies, **(_rounding(sizes, layout, cuts) if layout.offload else {})}
     phases = {
         "load": Owners({**at_rest, "tensor that is read": sizes.largest_tensor_bytes}, process),
         "step": Owners(step, on_host),
@@ -162,6 +174,8 @@ def forecast_memory(
             "keys and values": rollout.completions * rollout.tokens * sizes.cache_elements * rollout.element_bytes,
         }
         reading = round(rollout.prompts_share * trace.evaluation_peak)  # one after the other
+        if rollout.element_bytes < FP32_BYTES and layout.zero_stage < 3:
+            drawing["copies for autocast"] = HALF_BYTES * sizes.whole.trained
         at_work = rollout.completions * sizes.vocabulary * DRAWING_BYTES
         drawing["reading prompts" if reading > at_work else "drawing tokens"] = max(reading, at_work)
         phases["rollout"] = Owners(
@@ -181,6 +195,34 @@ def forecast_memory(
         for name in phases.keys() - {"rollout", "sync"}:
             phases[name] = Owners(phases[name].device, {**phases[name].host, "sleeping server": server.asleep_bytes})
     return {name: _placed(owners, layout, is_on_gpu=is_on_gpu) for name, owners in phases.items()}
+
+
+def _gradients(layout: Layout, trained: int, formed: int) -> dict[str, int]:
+    """In a backward: those that are formed, and with offload this rank's part of all, which `_placed` moves away."""
+    if not layout.offload:
+        return {"gradients": formed}
+    return {"gradients that are not summed": formed, "gradients": FP32_BYTES * trained}
+
+
+def _pinned(sizes: Sizes, cuts: Cuts, each_bytes: int, *, is_trained: bool) -> int:
+    """Of this rank's part of the trained or frozen weights in pinned memory."""
+    return sum(
+        count * shape.pinned_bytes(cuts.experts if shape.is_expert else cuts.dense, each_bytes)
+        for shape, count in sizes.tensors.items()
+        if shape.is_trained == is_trained
+    )
+
+
+def _rounding(sizes: Sizes, layout: Layout, cuts: Cuts) -> dict[str, int]:
+    """What pinned memory of offloaded weights and gradients takes beyond them: torch makes each block a power of two.
+
+    Source: ATen/core/CachingHostAllocator.h.
+    """
+    at_rest = _at_rest(sizes, layout, cuts, is_full=True)
+    more = 2 * (_pinned(sizes, cuts, FP32_BYTES, is_trained=True) - at_rest["trained weights"])
+    if layout.zero_stage == 3:
+        more += _pinned(sizes, cuts, sizes.frozen_bytes_each, is_trained=False) - at_rest["frozen weights"]
+    return {ROUNDED: max(0, more)}
 
 
 def _written(sizes: Sizes, layout: Layout, *, is_full: bool) -> Owners:

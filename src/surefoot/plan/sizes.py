@@ -1,6 +1,7 @@
 """How many elements of a model are frozen, trained, experts', of the largest layer: what sharding is reckoned with."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,21 @@ class Elements:
 
 
 @dataclass(frozen=True)
+class Shape:
+    """Of a parameter, as far as it is cut along its first dimension."""
+
+    rows: int
+    row_elements: int
+    is_expert: bool
+    is_trained: bool
+
+    def pinned_bytes(self, parts: int, each_bytes: int) -> int:
+        """Of one part in pinned memory, of which torch hands out powers of two."""
+        size = -(-self.rows // parts) * self.row_elements * each_bytes
+        return 1 << max(0, size - 1).bit_length()
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Of one model as it is trained."""
 
@@ -77,6 +93,8 @@ class Sizes:
     """Of attention, in a layer."""
     cache_elements: int
     """Keys and values of one token, in all layers."""
+    tensors: Mapping["Shape", int]
+    """How many there are of each."""
 
 
 def sizes_of(built: BuiltModel) -> Sizes:
@@ -103,6 +121,11 @@ def sizes_of(built: BuiltModel) -> Sizes:
         layers_are_equal=len({_shapes(layer) for layer in layers}) == 1,
         vocabulary=int(text.vocab_size),
         num_heads=int(text.num_attention_heads),
+        tensors=Counter(
+            Shape(rows, one.numel() // rows, one in of_experts, one.requires_grad)
+            for one in model.parameters()
+            if (rows := one.shape[0] if one.dim() else 1)
+        ),
         cache_elements=len(layers) * (_latent(text) or 2 * int(heads or text.num_attention_heads) * int(width)),
     )
 

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -54,14 +55,15 @@ class Trace:
     """Of one rank's micro-batches of one step, without parameters and optimizer state. In bytes."""
 
     moments: tuple[Moment, ...]
-    """Where most may be alive: before any decoder layer has gradients, when the last one has them, when all but the
-    first one have them, and when all have them. In between it is on a line, so one of these is the peak."""
+    """Where most may be alive. Forward: before the decoder layers, in the first, in the last, after them. Backward:
+    before any layer has gradients, when the last one has them, when all but the first one have them, and when all have
+    them. In between it is on a line, so one of these is the peak; in models of other depths each is on a line too."""
     gradient_share: float
     """This rank's part of gradients."""
     saved_by_kind: dict[str, int] = field(default_factory=dict)
     """What a forward leaves for its backward, by kind of layer."""
-    evaluation_peak: int = 0
-    """Of a forward without backward."""
+    evaluation: tuple[Moment, ...] = ((0, 0, 0),)
+    """The same four of a forward without backward."""
     flops: int = 0
     """Of matrix products, forward and backward of one micro-batch."""
     moved_bytes: int = 0
@@ -72,6 +74,11 @@ class Trace:
     @property
     def _most(self) -> Moment:
         return max(self.moments, key=lambda moment: moment[0] + self.gradient_share * moment[1])
+
+    @property
+    def evaluation_peak(self) -> int:
+        """Of a forward without backward."""
+        return max(moment[0] for moment in self.evaluation)
 
     @property
     def peak(self) -> int:
@@ -94,13 +101,16 @@ class Trace:
         def line(a: int, b: int) -> int:
             return a + (b - a) * (wanted - here) // (there - here)
 
-        both = zip(self.moments, more.moments, strict=True)
+        def lines(few: tuple[Moment, ...], many: tuple[Moment, ...]) -> tuple[Moment, ...]:
+            both = zip(few, many, strict=True)
+            return tuple((line(a[0], b[0]), line(a[1], b[1]), line(a[2], b[2])) for a, b in both)
+
         return Trace(
-            moments=tuple((line(a[0], b[0]), line(a[1], b[1]), line(a[2], b[2])) for a, b in both),
+            moments=lines(self.moments, more.moments),
             gradient_share=self.gradient_share,
             saved_by_kind={kind: line(self.saved_by_kind.get(kind, 0), size) for kind, size in
                            more.saved_by_kind.items()},
-            evaluation_peak=line(self.evaluation_peak, more.evaluation_peak),
+            evaluation=lines(self.evaluation, more.evaluation),
             flops=line(self.flops, more.flops),
             moved_bytes=line(self.moved_bytes, more.moved_bytes),
             exchanged_bytes=line(self.exchanged_bytes, more.exchanged_bytes),
@@ -122,9 +132,10 @@ class _Live(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.flops = self.moved = self.gradients = 0
         self._share, self._layers, self._vocabulary = gradient_share, layers or {}, vocabulary
+        self._entered, self._is_backward = 0, False
         self._with_gradients: set[int] = set()
-        self._most: dict[int, tuple[float, Moment]] = {}
-        """Layers that have gradients -> the most that was alive while they were so many."""
+        self._most: dict[tuple[bool, int], tuple[float, Moment]] = {}
+        """(in the backward?, layers that were entered or have gradients) -> the most that was alive then."""
         self.kind = "other"
         self.by_kind: dict[str, int] = defaultdict(int)
         self._alive: dict[int, Any] = {}
@@ -149,11 +160,33 @@ class _Live(TorchDispatchMode):
     def begin_pass(self) -> None:
         """Another micro-batch: its backward goes through all layers again."""
         self._with_gradients.clear()
+        self._entered, self._is_backward = 0, False
 
-    def moments(self) -> tuple[Moment, ...]:
-        """Of `Trace.moments`."""
-        count = max(self._most)
-        return tuple(self._most[min(progress, count)][1] for progress in (0, 1, max(count - 1, 0), count))
+    def begin_backward(self) -> None:
+        """Layers that are entered from now on are formed again."""
+        self._is_backward = True
+
+    def enter_layer(self) -> None:
+        """A decoder layer begins its forward, or the last one has ended it."""
+        if not self._is_backward:
+            self._entered += 1
+
+    def forward_moments(self) -> tuple[Moment, ...]:
+        """The first four of `Trace.moments`."""
+        after = self._last(False)
+        return self._at(False, (0, 1, after - 1, after))
+
+    def backward_moments(self) -> tuple[Moment, ...]:
+        """The last four."""
+        count = self._last(True)
+        return self._at(True, (0, min(1, count), max(count - 1, 0), count))
+
+    def _last(self, is_backward: bool) -> int:
+        return max((progress for one, progress in self._most if one == is_backward), default=0)
+
+    def _at(self, is_backward: bool, places: tuple[int, ...]) -> tuple[Moment, ...]:
+        nothing: tuple[float, Moment] = (0.0, (0, 0, 0))
+        return tuple(self._most.get((is_backward, place), nothing)[1] for place in places)
 
     @property
     def peak(self) -> int:
@@ -181,9 +214,10 @@ class _Live(TorchDispatchMode):
         self._alive[key] = (ref(storage, lambda _: self._died(key, size, kind)), kind)
         self.now += size
         self.by_kind[kind] += size
-        joint, progress = self.now + self._share * self.gradients, len(self._with_gradients)
-        if progress not in self._most or joint > self._most[progress][0]:
-            self._most[progress] = (joint, (self.now, self.gradients, self.by_kind[LOGITS]))
+        joint = self.now + self._share * self.gradients
+        place = self._is_backward, len(self._with_gradients) if self._is_backward else self._entered
+        if place not in self._most or joint > self._most[place][0]:
+            self._most[place] = (joint, (self.now, self.gradients, self.by_kind[LOGITS]))
 
     def _died(self, key: int, size: int, kind: str) -> None:
         if self._alive.pop(key, None) is not None:
@@ -305,12 +339,14 @@ def trace_step(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks = [parameter.register_post_accumulate_grad_hook(live.keep_gradient) for parameter in parameters]
     is_mixed = built.autocast
-    with _kinds(model, live), live:
+    computes = partial(torch.autocast, "cpu", torch.bfloat16, enabled=is_mixed, cache_enabled=False)
+    with _kinds(model, live), _layers(model, live), live:
         for _ in range(2 if twice else 1):
             live.begin_pass()
-            with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+            with computes():
                 loss = forward()
             saved = dict(live.by_kind)
+            live.begin_backward()
             loss.backward()
             del loss
     for hook in hooks:
@@ -319,17 +355,34 @@ def trace_step(
     saved.pop(LOGITS, None)  # see `logits_at_peak`
     model.zero_grad(set_to_none=True)
     evaluating = _Live(known)
-    with torch.no_grad(), evaluating, torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+    with torch.no_grad(), _layers(model, evaluating), evaluating, computes():
         forward()
     return Trace(
-        moments=live.moments(),
+        moments=(*live.forward_moments(), *live.backward_moments()),
         gradient_share=gradient_share,
         saved_by_kind={kind: size for kind, size in sorted(saved.items()) if size},
-        evaluation_peak=evaluating.peak,
+        evaluation=evaluating.forward_moments(),
         flops=live.flops // (2 if twice else 1),
         moved_bytes=live.moved // (2 if twice else 1),
         exchanged_bytes=exchanged // (2 if twice else 1),
     )
+
+
+@contextmanager
+def _layers(model: PreTrainedModel, live: _Live) -> Iterator[None]:
+    """Let `live` know how far a forward is."""
+
+    def enter(*_: Any) -> None:
+        live.enter_layer()
+
+    layers = list(model.get_decoder().layers)
+    hooks = [layer.register_forward_pre_hook(enter) for layer in layers]
+    hooks.append(layers[-1].register_forward_hook(enter))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

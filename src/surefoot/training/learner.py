@@ -51,7 +51,14 @@ def build_learner(
     if config.init_adapter and lora is not None:
         load_adapter(Path(config.init_adapter), built.model, lora)
     parameters = trainable_parameters(built.model)
-    forward_context: Context = partial(torch.autocast, device.type, torch.bfloat16) if built.autocast else nullcontext
+    forward_context: Context = nullcontext
+    rollout_context: Context = nullcontext
+    if built.autocast:
+        autocast = partial(torch.autocast, device.type, torch.bfloat16)
+        # With its cache it would hold a bfloat16 copy of every weight to the end of a forward, which checkpointing and
+        # ZeRO 3 are there to let go of. A rollout uses the copies again for each token.
+        forward_context = partial(autocast, cache_enabled=False)
+        rollout_context = autocast if config.zero_stage < 3 else forward_context
     with forward_context():
         objective: Objective = (
             GrpoObjective(built, config, ranks)
@@ -66,5 +73,6 @@ def build_learner(
         ranks=ranks,
         device=device,
         forward_context=forward_context,
+        rollout_context=rollout_context,
         before_micro_batch=partial(sharding.before_micro_batch, built.model) if sharding else lambda _: None,
     )

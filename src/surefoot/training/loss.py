@@ -147,11 +147,11 @@ class TokenLogprobs:
         if self._head is None:
             logits = self._model(**arguments, logits_to_keep=batch.predict_at).logits[0]
             return self._of_logits(logits, batch.targets)
-        head = self._head
         hidden = self._model.base_model(**arguments).last_hidden_state[0][batch.predict_at]
+        hidden, weight, bias = _as_computed(hidden, self._head)
 
         def of_part(part: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            return self._of_logits(head(part), targets)
+            return self._of_logits(F.linear(part, weight, bias), targets)
 
         if len(hidden) <= CHUNK_TOKENS:
             return of_part(hidden, batch.targets)
@@ -171,15 +171,19 @@ class TokenLogprobs:
         return scores.gather(1, targets[:, None])[:, 0], entropy
 
 
-def _nll_sum(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
-    """Shapes: hidden [N, H], targets [N] -> scalar."""
+def _as_computed(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What the output layer works on, in autocast's type: all parts of a batch then share one copy of its weight."""
     dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-    hidden, weight = hidden.to(dtype), head.weight.to(dtype)
-    bias = head.bias.to(dtype) if head.bias is not None else None
+    return hidden.to(dtype), head.weight.to(dtype), head.bias.to(dtype) if head.bias is not None else None
+
+
+def _nll_sum(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
+    """Shapes: hidden [N, H], targets [N] -> scalar."""
+    hidden, weight, bias = _as_computed(hidden, head)
     # It sums in the type of its input, which bfloat16 is too coarse for; torch < 2.13 does not have it.
-    if dtype == torch.float32 and hasattr(F, "linear_cross_entropy"):
+    if hidden.dtype == torch.float32 and hasattr(F, "linear_cross_entropy"):
         options = nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=CHUNK_TOKENS)
         return F.linear_cross_entropy(
             hidden, weight, targets, linear_bias=bias, reduction="sum", options=options

@@ -29,15 +29,19 @@ class _Stored:
     shape: tuple[int, ...]
 
 
-def write_pieces(path: Path, blocks: Mapping[str, Block], *, is_first: bool) -> None:
-    """Write this rank's blocks to one file. `is_first`: this rank also writes what every rank has all of."""
-    mine = {
+def of_this_rank(blocks: Mapping[str, Block], *, is_first: bool) -> dict[str, Block]:
+    """Those that it writes. `is_first`: this rank also writes what every rank has all of."""
+    return {
         name: block
         for name, block in blocks.items()
         if block.is_first_copy and block.local.numel() and (is_first or not block.is_everywhere)
     }
-    about = {name: [list(block.offset), list(block.shape)] for name, block in mine.items()}
-    tensors = {name: block.local.contiguous() for name, block in mine.items()}
+
+
+def write_pieces(path: Path, blocks: Mapping[str, Block]) -> None:
+    """Write these blocks to one file."""
+    about = {name: [list(block.offset), list(block.shape)] for name, block in blocks.items()}
+    tensors = {name: block.local.contiguous() for name, block in blocks.items()}
     save_file(tensors, path, metadata={"format": "pt", "blocks": json.dumps(about)})
 
 

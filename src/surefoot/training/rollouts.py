@@ -247,7 +247,7 @@ def rollout_source(
             ranks=learner.ranks,
             in_step=config.zero_stage == 3 or config.expert_parallel_size != 1,
             batch_size=config.rollout_batch_size,
-            forward_context=learner.forward_context,
+            forward_context=learner.rollout_context,
             reader=data.reader,
             routing=learner.objective.routing if config.routing_replay == "rollout" else None,
             timeout_s=config.rollout_timeout_s,

@@ -30,7 +30,7 @@ from surefoot.models.placement import Block, block_of
 from surefoot.parallel.ranks import ALONE, Ranks
 from surefoot.storage import sha256_of, storage_error, sync_file, sync_folder, write_json
 from surefoot.training.checkpoint import FORMAT_VERSION, MOMENTS, PARTS, TrainState, checkpoint_folder, list_checkpoints
-from surefoot.training.pieces import write_pieces
+from surefoot.training.pieces import of_this_rank, write_pieces
 
 LOGGER = logging.getLogger(__name__)
 DEADLINE_S = 3600.0
@@ -108,7 +108,7 @@ class Saver:
             self._thread.join(DEADLINE_S)
 
     def _copied(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> Blocks:
-        """This rank's part in host memory, as it is now."""
+        """What this rank writes, in host memory, as it is now."""
         blocks: Blocks = {
             "model": {name: block_of(parameter) for name, parameter in parameters.items()},
             "optimizer": {
@@ -121,10 +121,10 @@ class Saver:
         is_cuda = any(parameter.is_cuda for parameter in parameters.values())
         copied: Blocks = {part: {} for part in PARTS}
         for part, named in blocks.items():
-            for name, block in named.items():
+            for name, block in of_this_rank(named, is_first=self._ranks.is_first).items():
                 copy = self._copies.get((part, name))
                 if copy is None or copy.shape != block.local.shape:
-                    copy = torch.empty_like(block.local, device="cpu", pin_memory=is_cuda)
+                    copy = torch.empty_like(block.local, device="cpu", pin_memory=block.local.is_cuda)
                     self._copies[part, name] = copy
                 copy.copy_(block.local, non_blocking=True)
                 copied[part][name] = replace(block, local=copy)
@@ -214,7 +214,7 @@ def _write_part(temporary: Path, target: Path, blocks: Blocks, ranks: Ranks) -> 
     for part in PARTS:
         path = temporary / part / f"rank-{ranks.rank:05d}.safetensors"
         try:
-            write_pieces(path, blocks[part], is_first=ranks.is_first)
+            write_pieces(path, blocks[part])
             sync_file(path)
             digests[str(path.relative_to(temporary))] = sha256_of(path)
         except OSError as error:

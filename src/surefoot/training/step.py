@@ -105,6 +105,8 @@ class Learner:
     ranks: Ranks
     device: torch.device
     forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
+    rollout_context: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Of many forwards with the same weights."""
     before_micro_batch: Callable[[bool], None] = lambda _: None
     """Told whether the micro-batch that comes is the step's last."""
     phase: Callable[[Phase], AbstractContextManager[None]] = lambda _: nullcontext()
