@@ -70,20 +70,20 @@ def _parser() -> argparse.ArgumentParser:
         "train", help="fine-tune as a YAML file says", epilog="`surefoot settings` lists all keys."
     )
     train.add_argument("config", help="run.yaml")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    train.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that win over the file")
     train.add_argument("--json", action="store_true", help="print the summary as one JSON object")
     train.set_defaults(verb=_train)
 
     data = verbs.add_parser("data", help="show what a run's data are: format, counts, masks, what is odd about them")
     data.add_argument("config", help="run.yaml")
-    data.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    data.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that win over the file")
     data.add_argument("--show", type=_count, default=1, metavar="N", help="show the first N samples (default 1)")
     data.add_argument("--json", action="store_true", help="print the report as one JSON object")
     data.set_defaults(verb=_data)
 
     doctor = verbs.add_parser("doctor", help="check this machine, and a run on it, before the run starts")
     doctor.add_argument("config", nargs="?", help="run.yaml")
-    doctor.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    doctor.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that win over the file")
     doctor.add_argument(
         "--deep", action="store_true", help="start the ranks and let them try network, devices and disk"
     )
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = verbs.add_parser("plan", help="what memory and time a run will take, before it starts; and what would fit")
     plan.add_argument("config", help="run.yaml; of its model only config.json is read")
     plan.add_argument(
-        "overrides", nargs="*", metavar="key=value",
+        "overrides", nargs="*", default=[], metavar="key=value",
         help="settings that win over the file; device=h200 nodes=2 for other machines, host_gib=512, price=2.5 an hour",
     )  # fmt: skip
     plan.add_argument("--json", action="store_true", help="print the forecast as one JSON object")
@@ -129,7 +129,9 @@ def _parser() -> argparse.ArgumentParser:
     drill = verbs.add_parser(
         "drill", help="break small runs on this machine for real, and see that each fault is named"
     )
-    drill.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the runs, such as zero_stage=3")
+    drill.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="settings of the runs, such as zero_stage=3"
+    )
     drill.add_argument("--kinds", default="", metavar="A,B", help="these faults only (default: all)")
     drill.add_argument("--seeds", type=_count, default=1, metavar="N", help="strike each N times (default 1)")
     drill.add_argument("--json", action="store_true", help="print each outcome as one JSON object")
@@ -179,8 +181,10 @@ def _count(text: str) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     from surefoot.config import load_config
+    from surefoot.models.sources import check_is_known
 
     loaded = load_config(arguments.config, arguments.overrides)
+    check_is_known(loaded.run.model, loaded.where("model"))
     asks = not is_rank() or os.environ.get("LOCAL_RANK") == "0"  # torchrun ends the others with the one that is refused
     if loaded.run.preflight and asks and not _preflight(loaded):
         return StoppedOnFinding.exit_status

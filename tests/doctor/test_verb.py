@@ -83,6 +83,13 @@ def test_train_does_not_start_what_cannot_work(config: str) -> None:
     assert started.returncode not in (0, 3), "what is refused does not work"
 
 
+def test_a_folder_that_is_not_there_is_no_matter_of_the_machine(config: str) -> None:
+    refused = surefoot_command("train", config, "model=./nowhere")
+    assert refused.returncode == 2
+    assert "nowhere: no such folder. Give the folder" in refused.stderr
+    assert "preflight" not in refused.stderr
+
+
 def test_ranks_of_torchrun_are_not_started_either(config: str) -> None:
     """One rank, as which the config alone would be read, needs no network."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -172,7 +172,12 @@ def test_a_run_that_is_killed_with_all_who_watch_it_is_explained_from_its_folder
     process = start({**settings, "max_steps": 100_000, "nproc_per_node": 2})
     wait_for(lambda: (folder / "checkpoints" / "step-00000005").is_dir())
     assert explain(folder).status == "running"
+    live = subprocess.Popen([sys.executable, "-m", "surefoot", "watch", str(folder)], stdout=subprocess.DEVNULL)
     everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    with pytest.raises(subprocess.TimeoutExpired):
+        live.wait(5)  # it shows the run for as long as that goes on
+    live.kill()
+    live.wait()
     for one in everyone:
         one.suspend()  # or one of them would tell of another's end
     for one in everyone:

@@ -124,7 +124,8 @@ def test_rewards_of_trl(tmp_path: Path) -> None:
     command = "trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward think_format_reward mine"
     made = imported(tmp_path / "a.sh", command)
     assert [one["func"] for one in values(made)["reward_funcs"]] == ["math_verify", "regex"]
-    assert list(made.left_out) == ["reward_funcs = mine", "nproc_per_node, which was not given"]
+    not_given = ["max_prompt_length, which was not given", "nproc_per_node, which was not given"]
+    assert sorted(made.left_out) == [*not_given, "reward_funcs = mine"]
 
 
 def test_a_deepspeed_json_is_looked_into(tmp_path: Path) -> None:
@@ -137,12 +138,13 @@ def test_paths_are_those_of_the_new_file(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}")
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     text = "base_model: some/model\ndatasets: [{path: a.jsonl, split: train}]\ndeepspeed: ds.json\n"
-    (tmp_path / "theirs.yaml").write_text(text)
+    (tmp_path / "theirs.yaml").write_text(text + "output_dir: out\n")
     (tmp_path / "sub").mkdir()
     assert cli.main(["import", "--to", str(tmp_path / "sub/run.yaml"), str(tmp_path / "theirs.yaml")]) == 0
     said = yaml.safe_load((tmp_path / "sub/run.yaml").read_text())
     assert (said["dataset"][0]["path"], said["deepspeed"]) == ("../a.jsonl", "../ds.json")
     assert said["model"] == "some/model", "what is no file here is left as it is"
+    assert said["output_dir"] == "../out", "which is not there yet"
 
 
 def test_every_line_of_what_is_written_has_its_origin(tmp_path: Path) -> None:
@@ -252,10 +254,22 @@ def test_towers_of_other_programs_are_adapted_or_trained(tmp_path: Path) -> None
         ("swift rlhf --model m --dataset d", {"method": "dpo"}, "method = dpo"),
         ("trl sft --model_name_or_path m --dataset_name d --max_length null",
          {"max_length": None, "truncation": "error"}, "max_length = None"),
+        ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --max_length 900",
+         {"max_length": 900, "truncation": "left"}, None),
+        ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy", {"truncation": "error"},
+         "max_prompt_length, which was not given"),
+        ("trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward --max_prompt_length 512",
+         {"max_prompt_length": 512, "truncation": "left"}, None),
+        ("trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward --shuffle_dataset false",
+         {"shuffle": False, "truncation": "error"}, "max_prompt_length, which was not given"),
+        ("trl sft --model_name_or_path m --dataset_name d --shuffle_dataset false --assistant_only_loss false",
+         {"shuffle": None, "train_on": "all"}, "train_on, which was not given"),
+        ("llamafactory-cli train --model_name_or_path m --dataset d", {"truncation": "drop"},
+         "truncation, which was not given"),
         ("CUDA_VISIBLE_DEVICES=0,1,2,3 llamafactory-cli train --model_name_or_path m --dataset d --template qwen2_vl",
          {"nproc_per_node": 4, "max_pixels": 589824}, "template = qwen2_vl"),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --use_vllm true --sleep_level 1",
-         {"vllm_sleep": True, "truncation": "left", "importance_correction": "none", "lora_dropout": None}, None),
+         {"vllm_sleep": True, "truncation": "error", "importance_correction": "none", "lora_dropout": None}, None),
         ("trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward --use_vllm true "
          "--vllm_mode colocate", {"vllm_args": ["--gpu-memory-utilization=0.3"]}, None),
         ("trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward --use_vllm true "

@@ -110,6 +110,13 @@ def test_sizes_divide_the_ranks_and_the_experts(
     assert possible_sizes(load_config(None, (), settings).run, parallel_model(model), ranks) == sizes
 
 
+def test_sizes_that_other_settings_rule_out_are_not_tried(tmp_path: Path, parallel_model: Any) -> None:
+    """With as many ranks as share the experts each of them is whole on one, and cannot be offloaded."""
+    settings = settings_of(parallel_model("qwen2_moe"), tmp_path / "d.jsonl", tmp_path)
+    run = load_config(None, (), settings).run.model_copy(update={"offload": "cpu", "device": "cuda", "zero_stage": 3})
+    assert possible_sizes(run, parallel_model("qwen2_moe"), 4) == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("model", "size", "message"),
     [

@@ -103,8 +103,13 @@ def test_groups_without_spread_teach_nothing_and_end_nothing(train: Callable[...
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_one_rank_that_is_late_ends_both(train: Callable[..., Any], tmp_path: Path, rank: str, zero_stage: int) -> None:
-    done = train("nan", {"LATE_RANK": rank}, zero_stage=zero_stage, rollout_batch_size=1, stop=None)
+@pytest.mark.parametrize("late_after", [pytest.param("0", id="at once"), pytest.param("8", id="after some tokens")])
+def test_one_rank_that_is_late_ends_both(
+    train: Callable[..., Any], tmp_path: Path, rank: str, zero_stage: int, late_after: str
+) -> None:
+    """The first forward of a rollout needs all ranks at stage 2 too, however early one of them wants to end."""
+    late = {"LATE_RANK": rank, "LATE_AFTER": late_after}
+    done = train("nan", late, zero_stage=zero_stage, rollout_batch_size=1, stop=None)
     assert done.returncode == 3, done.stderr[-3000:]
     (found,) = lines(tmp_path, "findings.jsonl")
     assert found["code"] == "SF801"

@@ -29,6 +29,7 @@ from surefoot.events import CompletionsMade, StepEnded
 from surefoot.findings import Finding
 from surefoot.health.explain import explain
 from surefoot.training import saver
+from surefoot.training.artifacts import export, load
 from surefoot.training.checkpoint import DamagedCheckpoint, find_newest, list_checkpoints, verify
 from surefoot.training.loop import StopSignal
 from surefoot.training.metrics import CompletionsFile
@@ -299,6 +300,38 @@ def test_an_explicit_checkpoint_continues_in_another_folder(settings: dict[str, 
     )
     assert [line["step"] for line in numbers(moved.run_folder)] == [3, 4]
     assert numbers(moved.run_folder) == numbers(run)[2:]
+
+
+def test_checkpoints_of_later_steps_are_left_behind_by_a_run_that_goes_on_from_before(settings: dict[str, Any]) -> None:
+    """Else the limit of kept ones would take what is saved now for the oldest, and a restart would find the others."""
+    settings = {**settings, "max_steps": 6, "save_steps": 1}
+    run = surefoot.train(settings, screen=False, save_total_limit=10).run_folder
+    before, named = numbers(run), run / "checkpoints/step-00000002"
+    again = {**settings, "save_total_limit": 2, "resume_from_checkpoint": str(named)}
+    said: list[str] = []
+
+    class Hears(SignalAfter):
+        def observe(self, event: Any) -> None:
+            super().observe(event)
+            said.append(getattr(event, "text", ""))
+
+    train_with(again, Hears(4, signal.SIGTERM))
+    assert any(
+        text.startswith("set aside in checkpoints/, since this run goes on from before: step-00000003") for text in said
+    )
+    assert [path.name for path in list_checkpoints(run)] == ["step-00000003", "step-00000004"]
+    assert len(list((run / "checkpoints").glob("left-step-0000000?-*"))) == 4
+    surefoot.train({**again, "resume_from_checkpoint": "auto"}, screen=False)
+    assert numbers(run) == before
+
+
+def test_what_a_run_is_not_through_with_is_said(settings: dict[str, Any]) -> None:
+    run = surefoot.train(settings, screen=False, max_steps=2, save_steps=0).run_folder
+    shutil.rmtree(run / "adapter")
+    with pytest.raises(ModelError, match="has no checkpoint yet"):
+        export(run, run / "new", merge=False, step=None)
+    with pytest.raises(ModelError, match=r"has not come to its end. `surefoot export .*` writes what its newest"):
+        load(str(run), None)
 
 
 def test_a_completed_run_is_not_trained_again(settings: dict[str, Any]) -> None:

@@ -47,8 +47,9 @@ class Finding:
 
     def as_text(self) -> str:
         """The finding as a person reads it, over several lines."""
-        evidence = "\n".join(f"    {name}: {value}" for name, value in self.evidence.items())
-        return f"{self.code} {self.title}\n  cause: {self.cause}\n  evidence:\n{evidence}\n  fix: {self.fix}"
+        evidence = [f"    {name}: {value}" for name, value in self.evidence.items()]
+        seen = ["  evidence:", *evidence] if evidence else []
+        return "\n".join([f"{self.code} {self.title}", f"  cause: {self.cause}", *seen, f"  fix: {self.fix}"])
 
     def as_dict(self) -> dict[str, Any]:
         """The finding as written to `findings.jsonl`."""

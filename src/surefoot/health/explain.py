@@ -93,8 +93,7 @@ def explain(run_folder: Path, history: History | None = None) -> Explanation:
     """
     if not (run_folder / "events").is_dir() and not (run_folder / "summary.json").is_file():
         raise ConfigError(
-            f"{run_folder} holds no run: neither events/ nor summary.json is there. Give the output_dir of a run, or a "
-            "code such as SF104."
+            f"{run_folder} holds no run: neither events/ nor summary.json is there. Give the output_dir of a run."
         )
     history = history or read_history(run_folder)
     missing = list(history.unreadable)

@@ -17,6 +17,8 @@ from surefoot.health.diagnose.accelerators import in_words
 from surefoot.health.explain import Explanation, explain
 from surefoot.health.recorder import Entry, read_history
 
+GOING_ON = ("running", "unknown")
+"""Of a run whose processes are of this machine, or of others."""
 EVERY_S = 1.0
 NEWEST = 8000
 """Records of each rank that are read each time, a few hundred steps."""
@@ -33,7 +35,7 @@ def watch(run_folder: Path, *, once: bool = False) -> None:
         console.print(view)
         return
     with Live(view, console=console, auto_refresh=False) as live:
-        while told.status == "unknown":
+        while told.status in GOING_ON:
             time.sleep(EVERY_S)
             told, view = _look(run_folder)
             live.update(view, refresh=True)
@@ -47,7 +49,7 @@ def _look(run_folder: Path) -> tuple[Explanation, Group]:
 
 def _view(run_folder: Path, told: Explanation, entries: Sequence[Entry]) -> Group:
     metrics = _last_metrics(run_folder / "metrics.jsonl")
-    head = Text(f"{run_folder}: {'going on' if told.status == 'unknown' else told.status}", style="bold")
+    head = Text(f"{run_folder}: {'going on' if told.status in GOING_ON else told.status}", style="bold")
     table = Table(box=None, pad_edge=False)
     for title in ("rank", "step", "doing", "silent s", "step s", "memory GiB", "time in its last steps"):
         table.add_column(title, justify="left" if title in ("doing", "time in its last steps") else "right")

@@ -26,6 +26,7 @@ from surefoot.importing.peers import (
     SWIFT_BATCH,
     TRL_LORA,
     TRL_WITH_VLLM,
+    UNCUT_PROMPTS,
     UNSAID,
     VLLM_FLAGS,
     VLLM_OPTIONS,
@@ -303,6 +304,8 @@ def _note_what_was_not_said(draft: _Draft) -> None:
     notes = UNSAID.get(draft.told.program, {})
     if draft.told.method != "sft":
         notes = {name: why for name, why in notes.items() if name == "nproc_per_node"}
+        if not _cuts_prompts(draft.told, draft.ours):
+            notes["max_prompt_length"] = UNCUT_PROMPTS
     if notes:
         given |= {"save_steps"} if "saves_per_epoch" in draft.told.settings else set()
         draft.left_out |= {f"{name}, which was not given": why for name, why in notes.items() if name not in given}
@@ -437,6 +440,12 @@ def _whole(told: Told, config: Any) -> Any:
     return str(found_at(told.base, config)) if isinstance(config, str) and config not in PRESETS else config
 
 
+def _cuts_prompts(told: Told, ours: dict[str, tuple[Any, str]]) -> bool:
+    """Whether prompts of a run of GRPO are cut at a length that it gives."""
+    limits = ("max_prompt_length",) if told.program == "TRL" else ("max_prompt_length", "max_length")
+    return told.program not in OF_GRPO or any(name in ours for name in limits)
+
+
 def _defaults(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, Any]:
     """What the program does where nothing was said."""
     defaults = dict(DEFAULTS[told.program])
@@ -446,6 +455,8 @@ def _defaults(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, Any]:
         of_sft = ("max_length", "train_on") if told.program == "TRL" else ()
         defaults = {name: value for name, value in defaults.items() if name not in of_sft}
         defaults |= OF_GRPO.get(told.program, {})
+        if not _cuts_prompts(told, ours):
+            defaults["truncation"] = "error"
         if told.program == "TRL" and ours.get("rollout_engine", ("", ""))[0] == "vllm":
             defaults |= TRL_WITH_VLLM
         if ours.get("importance_correction", ("", ""))[0] == "none":

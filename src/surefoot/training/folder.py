@@ -16,7 +16,14 @@ import yaml
 from surefoot.config import LoadedConfig, RunConfig, changed_fields
 from surefoot.errors import CheckpointError, ConfigError
 from surefoot.findings import Finding
-from surefoot.training.checkpoint import DamagedCheckpoint, find_newest, list_checkpoints, remove_leftovers, verify
+from surefoot.training.checkpoint import (
+    DamagedCheckpoint,
+    find_newest,
+    list_checkpoints,
+    remove_leftovers,
+    step_of,
+    verify,
+)
 from surefoot.training.record import FINDINGS, METRICS, drop_findings_before
 
 OWN_ENTRIES = (
@@ -207,6 +214,17 @@ def _newest(folder: Path) -> Resume:
         path = Path(finding.evidence["checkpoint"])
         path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
     return Resume(newest, findings)
+
+
+def set_aside_after(run_folder: Path, step: int) -> list[str]:
+    """Rename the checkpoints of later steps, which a run that goes on from before has left; returns their names.
+
+    Nothing counts or finds them again: they would be taken for newer than what the run saves from now on.
+    """
+    later = [path for path in list_checkpoints(run_folder) if step_of(path) > step]
+    for path in later:
+        path.rename(path.with_name(f"left-{path.name}-{time.time_ns()}"))
+    return [path.name for path in later]
 
 
 def _refuse_own_inputs(loaded: LoadedConfig, config: RunConfig, folder: Path) -> None:

@@ -240,7 +240,7 @@ def _one_step(job: Job, state: TrainState, ready: _Ready) -> TrainState:
     rows, batches = ready.rows, ready.batches
     # Dropout depends on (seed, step, rank) alone, so a resumed run needs no saved generator. It is the one thing that
     # other numbers of ranks draw differently.
-    torch.manual_seed((config.seed * 1_000_003 + state.step) * 4099 + job.ranks.rank)
+    torch.manual_seed(((config.seed * 1_000_003 + state.step) * 4099 + job.ranks.rank) % (1 << 63))
     begin, end = job.share(state.step, state.epoch), job.share(state.step + 1, rows.epoch)
     learning_rate = learning_rate_at(state.step, begin, end, state.warmup_end, config)
     try:

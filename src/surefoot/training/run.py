@@ -29,7 +29,7 @@ from surefoot.training.checkpoint import TrainState, load_checkpoint, read_state
 from surefoot.training.environment import environment
 from surefoot.training.expert_parallel import check_experts, choose_expert_parallel, describe_choice
 from surefoot.training.expert_use import ExpertUse, trains_routers
-from surefoot.training.folder import Resume, check_shared, claim, delete_run
+from surefoot.training.folder import Resume, check_shared, claim, delete_run, set_aside_after
 from surefoot.training.learner import build_learner, sharding_of
 from surefoot.training.loop import Job, StopSignal, fit, is_over
 from surefoot.training.metrics import build_observers
@@ -321,7 +321,7 @@ def _assemble(
         ),
     )
     undo.callback(job.saver.end)
-    _describe_machines(config, resume, device, measured, emit, ranks)
+    _describe_machines(config, resume, state.step, device, measured, emit, ranks)
     emit(_started(job, state))
     lora = lora_settings(config)
     target = folder / ("adapter" if lora else "model")
@@ -367,6 +367,7 @@ def _load(
 def _describe_machines(
     config: RunConfig,
     resume: Resume,
+    step: int,
     device: torch.device,
     measured: dict[int, float | None],
     emit: Emit,
@@ -381,17 +382,21 @@ def _describe_machines(
     everywhere = ranks.gather({"host": machine["host"], "facts": facts, "machine": machine if is_first_here else None})
     machines = [one["machine"] for one in everywhere if one["machine"] is not None]
     about |= {"machine": machines[0], "other_machines": machines[1:]}
-    ranks.from_first(lambda: _begin_folder(config, about, resume.claimed_s))
+    left = ranks.from_first(lambda: _begin_folder(config, about, resume.claimed_s, step))
+    if left:
+        emit(Noted(f"set aside in checkpoints/, since this run goes on from before: {', '.join(left)}"))
     differing = ranks_differ([one["facts"] for one in everywhere], [one["host"] for one in everywhere])
     if differing is not None:
         emit(FindingMade(differing))
 
 
-def _begin_folder(config: RunConfig, about: dict[str, Any], claimed_s: float) -> None:
+def _begin_folder(config: RunConfig, about: dict[str, Any], claimed_s: float, step: int) -> list[str]:
+    """Returns the checkpoints of later steps, which are set aside."""
     if config.overwrite_output_dir:
         delete_run(config.run_folder, claimed_s)
     write_text(config.run_folder / "run.yaml", as_yaml(config))
     write_json(config.run_folder / "environment.json", about)
+    return set_aside_after(config.run_folder, step)
 
 
 def _resumed(loaded: LoadedConfig, path: Path, data_fingerprint: str) -> TrainState:

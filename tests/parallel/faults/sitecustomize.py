@@ -3,7 +3,7 @@
 FAULT is `rank:what:when:file`; the file is made when the fault strikes, so that a restarted rank is sound. `what` is an
 exception, a signal, or `cut`: a kill while it sends.
 MEET_WITHIN_S: how long ranks wait for each other at the start. LATE_RANK: whose time for rollouts is over after a few
-tokens, while the others' is not.
+tokens, or LATE_AFTER so many looks at the clock, while the others' is not.
 """
 
 import os
@@ -28,7 +28,7 @@ if "RANK" in os.environ and os.environ["RANK"] == os.environ.get("LATE_RANK"):
     def is_over(_self: LocalEngine, _deadline_s: float) -> bool:
         global asked
         asked += 1
-        return asked > 8
+        return asked > int(os.environ.get("LATE_AFTER", "8"))
 
     LocalEngine._is_over = is_over  # type: ignore[method-assign]
 

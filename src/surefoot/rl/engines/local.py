@@ -109,12 +109,12 @@ class LocalEngine:
         was_late = False
         with generating(self._model), self._forward_context():
             try:
-                for wave in waves:
+                for number, wave in enumerate(waves):
                     if self._reader is not None:  # prompts are read together, so ranks stop together: between waves
                         if self._ranks.sum([self._is_over(deadline_s)])[0]:
                             break
-                    elif self._in_step is ALONE and self._is_over(deadline_s):
-                        break  # no other rank waits for this one's forwards
+                    elif number and self._in_step is ALONE and self._is_over(deadline_s):
+                        break  # no other rank waits for its forwards; the first may have gathered weights with them
                     made = self._wave(wave, sampling, policy_version, deadline_s)
                     completions += made or []
                     if made is None and self._in_step is not ALONE:
