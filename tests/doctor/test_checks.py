@@ -401,12 +401,13 @@ def test_a_cgroup_counts_before_the_machine(run: Any) -> None:
         ({"zero_stage": 3, "offload": "cpu", "save_steps": 0}, 16 * 20 + 2 * 4 * 12),
         ({"zero_stage": 3, "offload": "cpu", "save_steps": 9}, 28 * 20 + 2 * 4 * 12),
         ({"zero_stage": 3, "save_steps": 9}, 12 * 20 + 3 * 4 * 12),
+        ({"zero_stage": 2, "offload": "cpu", "tuning": "lora"}, 8 * 2 * 20),  # each rank reads the whole model there
         ({"zero_stage": 0, "save_steps": 9}, 12 * 20 + 3 * 4 * 12),  # one rank makes the copy
         ({"zero_stage": 3, "save_steps": 0}, None),
         ({"zero_stage": 3, "save_steps": 9, "max_steps": 9}, None),  # no step comes after it
     ],
 )
-def test_pinned_memory_is_counted_in_powers_of_two(
+def test_what_offload_and_checkpoints_take_of_the_host_is_counted(
     run: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], least: int | None
 ) -> None:
     """A model of 20 times 2 ** 26 elements in one tensor, which is 32 times as many in pinned memory."""

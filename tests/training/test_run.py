@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import surefoot
 from surefoot.config import load_config
@@ -202,6 +203,26 @@ def test_bfloat16_follows_float32(settings: dict[str, Any], tuning: str) -> None
 
 
 @pytest.mark.matrix
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.matrix
+def test_layers_with_experts_are_compiled_once_for_all(
+    settings: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A layer that is compiled anew for each of them is not compiled at all from the ninth on."""
+    config = AutoConfig.from_pretrained(model_folder("mixtral"), num_hidden_layers=10)
+    deep = shutil.copytree(settings["model"], tmp_path / "deep")
+    AutoModelForCausalLM.from_config(config).save_pretrained(deep)
+    settings = {**settings, "model": str(deep), "max_steps": 2, "router_aux_loss_coef": 0.01}
+    plain = losses(settings)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = losses(settings, compile=True)
+    assert counters["frames"]["ok"] > 0
+    assert not [what for what in counters["unimplemented"] if "limit" in what]
+    torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns about itself, and fails where a warning is an error
 def test_compiled_layers_give_the_same_losses(settings: dict[str, Any], model_folder: Callable[[str], Path]) -> None:

@@ -43,29 +43,41 @@ def router_names(model: PreTrainedModel) -> list[str]:
     return [name for name, module in model.named_modules() if classes and isinstance(module, classes)]
 
 
+class _Slot:
+    """What one router decided last. A list for all of them would make torch.compile compile each layer anew."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.kept: tuple[Tensor, Tensor] | None = None
+
+    def keep(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        """A forward hook of the router."""
+        is_known = isinstance(output, tuple) and len(output) == 3 and not output[2].is_floating_point()
+        if self.is_open and is_known:
+            self.kept = output[0], output[2]
+
+
 class RoutingRecorder:
     """Keeps each router's logits and choices while `recording()` is active."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.names = router_names(model)
-        self._layers: list[LayerRouting] | None = None
-        for name in self.names:
-            model.get_submodule(name).register_forward_hook(self._keep)
-
-    def _keep(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        is_known = isinstance(output, tuple) and len(output) == 3 and not output[2].is_floating_point()
-        if self._layers is not None and is_known:
-            logits, _, index = output
-            self._layers.append(LayerRouting(logits, index))
+        self._slots = [_Slot() for _ in self.names]
+        for name, slot in zip(self.names, self._slots, strict=True):
+            model.get_submodule(name).register_forward_hook(slot.keep)
 
     @contextmanager
     def recording(self) -> Iterator[list[LayerRouting]]:
-        """Collect one `LayerRouting` a layer, in order, for the forward inside the block."""
-        self._layers = []
+        """One `LayerRouting` a layer, in order, of the forward inside the block; they are there at its end."""
+        layers: list[LayerRouting] = []
+        for slot in self._slots:
+            slot.is_open = True
         try:
-            yield self._layers
+            yield layers
+            layers += [LayerRouting(*slot.kept) for slot in self._slots if slot.kept is not None]
         finally:
-            self._layers = None
+            for slot in self._slots:
+                slot.is_open, slot.kept = False, None
 
 
 class ReplayedRouting(TorchDispatchMode):

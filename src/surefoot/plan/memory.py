@@ -159,8 +159,11 @@ def forecast_memory(
     }
     optimizer = {**at_rest, **state, "gradients": FP32_BYTES * trained}
     on_host = {**process, **copies, **(_rounding(sizes, layout, cuts) if layout.offload else {})}
+    loading = dict(process)
+    if layout.offload and layout.zero_stage < 3:  # read to the host, from where the device gets it when all is there
+        loading["frozen weights on their way"] = at_rest["frozen weights"]
     phases = {
-        "load": Owners({**at_rest, "tensor that is read": sizes.largest_tensor_bytes}, process),
+        "load": Owners({**at_rest, "tensor that is read": sizes.largest_tensor_bytes}, loading),
         "step": Owners(step, on_host),
         "update": Owners(optimizer, on_host),
         "save": Owners({**at_rest, **state}, on_host),

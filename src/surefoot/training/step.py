@@ -141,8 +141,6 @@ def train_step(
             parameter.grad = torch.zeros_like(parameter)
     blocks = [block_of(p.grad) for p in parameters.values() if p.grad is not None]
     gradients = [block.local for block in blocks]
-    with learner.phase("communicate"):
-        objective.end_step()
     with learner.phase("backward"):  # here a device is waited for, and what it still works on is most of it
         local = torch.stack(
             [
@@ -152,6 +150,7 @@ def train_step(
             ]
         ).tolist()
     with learner.phase("communicate"):
+        objective.end_step()
         loss, aux_loss, squares = learner.ranks.sum(local)
     grad_norm = squares**0.5
     if not _is_finite(loss + aux_loss):
