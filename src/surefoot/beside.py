@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from surefoot import cgroup
 from surefoot.errors import StorageError
 from surefoot.events import Phase
 from surefoot.findings import Finding
@@ -153,6 +154,7 @@ def _death(supervisor: Supervisor, folder: Path, since_s: float) -> Finding | No
         rank,
         "is gone without a word; whoever started it knows its exit status",
         for_memory=supervisor.was_memory_killed,
+        has_limit=cgroup.memory_limit_bytes() is not None,
         history=history,
         last_stacks=read_stacks(folder, rank),
         killed=killed_for_memory(),

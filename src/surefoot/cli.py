@@ -224,10 +224,15 @@ def _data(arguments: argparse.Namespace) -> int:
 
 def _preflight(loaded: "LoadedConfig") -> bool:
     """Say what the doctor finds; returns whether the run may start."""
+    from surefoot.doctor.collect import GPU_PARTS
     from surefoot.doctor.examine import as_launched, examine, snapshot_for
 
     loaded = as_launched(loaded)
-    checks = examine(snapshot_for(loaded), loaded)
+    machine = snapshot_for(loaded)
+    checks = examine(machine, loaded)
+    silent = [part for part in GPU_PARTS if part in machine.unknown and loaded.run.device != "cpu"]
+    if silent:
+        say(f"doctor: the GPUs cannot be looked at ({', '.join(silent)}): {machine.unknown[silent[0]]}")
     for check in checks:
         if not check.is_answered:
             say(f"doctor: {check.name}: {check.text}")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from surefoot import errors
+from surefoot import cgroup, errors
 from surefoot.config import LoadedConfig
 from surefoot.errors import StoppedOnFinding, SurefootError
 from surefoot.findings import Finding
@@ -70,6 +70,7 @@ def _finding_of(failure: RankFailure, folder: Path, began_s: float) -> Finding:
         death.rank,
         death.how,
         for_memory=death.for_memory,
+        has_limit=cgroup.memory_limit_bytes() is not None,
         history=history,
         last_stacks=read_stacks(folder, death.rank),
         killed=killed_for_memory(),

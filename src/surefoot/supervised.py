@@ -177,7 +177,13 @@ class _Watch:
         rank = 0 if self._run.nproc_per_node * self._run.nnodes == 1 else None
         stacks = read_stacks(folder, rank) if rank is not None else ""
         finding = find_death(
-            rank, how, for_memory=for_memory, history=history, last_stacks=stacks, killed=killed_for_memory()
+            rank,
+            how,
+            for_memory=for_memory,
+            has_limit=cgroup.memory_limit_bytes() is not None,
+            history=history,
+            last_stacks=stacks,
+            killed=killed_for_memory(),
         )
         if history:
             self._log.note(finding)

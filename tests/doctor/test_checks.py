@@ -179,6 +179,12 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
     ("SF706", "warning", environment(NCCL_IB_HCA="^mlx5"), "leaves no port of this machine"),
     ("SF707", "warning", {"peer_memory": False}, "nvidia_peermem is not loaded"),
     ("SF708", "warning", {"iommu": "on (intel_iommu=on)"}, "8 GPUs talk to each other"),
+    (
+        "SF708",  # bridges join two cards each
+        "warning",
+        {"iommu": "on", "cards": tuple(Gpu(n, "NVIDIA H100 NVL", links=(True,) * 12) for n in range(8))},
+        "8 GPUs talk to each other",
+    ),
     ("SF709", "warning", {"versions": {**NODE.versions, "driver": "535.54.03"}}, "needs a driver from 580 on"),
     ("SF709", "warning", {"versions": {**NODE.versions, "cuda": "12.4", "driver": "545.23.08"}}, "GPUs hang"),
     ("SF709", "warning", {"versions": {**NODE.versions, "cuda": "12.4", "driver": "560.35.03"}}, "GPUs can hang"),
@@ -233,6 +239,9 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
 ]
 
 
+EIGHT_PORTS = tuple(replace(PORT, device=f"mlx5_{number}") for number in range(8))
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -241,6 +250,9 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
         {"memory_bytes": {"total": 100 * GIB, "available": 9 * GIB, "swap_total": 32 * GIB, "swap_used": 1 * GIB}},
         {"limits": {**NODE.limits, "nproc": 2048}},
         {"rendezvous": "on another machine (10.0.0.9)"},
+        {"ports": (*EIGHT_PORTS, replace(PORT, device="storage", state="DOWN"))},
+        {"ports": (replace(PORT, link_layer="InfiniBand"), replace(PORT, device="vf", interface="eth0"))},  # MTU 1500
+        {"iommu": "on", "cards": tuple(Gpu(n, "NVIDIA H100 80GB HBM3", links=(True,) * 18) for n in range(8))},
     ],
 )
 def test_what_is_no_trouble(run: Any, changed: dict[str, Any]) -> None:

@@ -98,7 +98,10 @@ def test_gpus_and_network_cards_are_read_as_the_kernel_shows_them(tmp_path: Path
 
 
 def test_a_module_that_is_not_loaded(tmp_path: Path) -> None:
-    assert collect(root=write(tmp_path, {**CLUSTER, "proc/modules": "nvidia 1 2 - Live 0x0\n"})).peer_memory is False
+    alone = {**CLUSTER, "proc/modules": "nvidia 1 2 - Live 0x0\n"}
+    assert collect(root=write(tmp_path, alone)).peer_memory is False
+    is_open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n"
+    assert collect(root=write(tmp_path, {**alone, "proc/driver/nvidia/version": is_open})).peer_memory is True
 
 
 def test_a_part_that_fails_and_one_that_hangs_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +117,10 @@ def test_a_part_that_fails_and_one_that_hangs_stop_nothing(tmp_path: Path, monke
     seen = collect(root=tmp_path)
     assert time.monotonic() - began < 5
     assert seen.unknown["host_addresses"] == "no answer within 0.5 s"
+    assert collecting.PATIENT_WITHIN_S > 5  # for cards that must wake up
+    monkeypatch.setattr(collecting, "read_cards", lambda: time.sleep(1.5) or ())
+    write(tmp_path, {"proc/driver/nvidia/gpus/0000:1b:00.0/information": ""})
+    assert "cards" not in collect(root=tmp_path).unknown
     assert seen.unknown["shared_memory"].startswith("FileNotFoundError")
     assert seen.host
 

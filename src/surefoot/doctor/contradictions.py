@@ -152,7 +152,10 @@ def _least_bytes(seen: Seen, weights: Weights) -> tuple[int, str]:
         state = parameters * (FP32_BYTES + STATE_BYTES) if is_full else 0
         frozen = parameters * each if run.zero_stage == 3 and not is_full else 0
         if run.zero_stage < 3 and not is_full:
-            return parameters * each * here // spread, f"{said}, which each of {_ranks(here)} reads there before its GPU gets them"
+            return (
+                parameters * each * here // spread,
+                f"{said}, which each of {_ranks(here)} reads there before its GPU gets them",
+            )
         pinned = (FP32_BYTES, FP32_BYTES) if is_full else (each,) if frozen else ()  # weights, gradients
         rounding = sum(weights.rounding_bytes(sharing, size) for size in pinned)
         also = f", and {copied / GIB:.1f} GiB that checkpoints are copied to" if copied else ""

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
 from surefoot.doctor.nvml import BETWEEN, visible
@@ -159,6 +160,12 @@ def _none(seen: Seen) -> str | None:
     if "MIG-" in seen.machine.environment.get("CUDA_VISIBLE_DEVICES", ""):
         return "parts of GPUs (MIG) are not judged"
     return None if used(seen) else "the run uses no GPU"
+
+
+def joins_all(cards: Sequence[Gpu]) -> bool:
+    """Whether NVLink joins each of these with each other: on boards with switches, not by bridges between two cards."""
+    is_card = re.compile("PCIe|NVL", re.IGNORECASE)
+    return bool(cards) and all(any(card.links) and not is_card.search(card.name) for card in cards)
 
 
 def used(seen: Seen) -> list[Gpu]:

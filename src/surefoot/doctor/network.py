@@ -123,9 +123,11 @@ def infiniband(seen: Seen) -> Check:
                      "falls back to sockets", ports=said, fix="Name adapters that `ibstat` shows, or unset NCCL_IB_HCA."
                      )  # fmt: skip
     active, said = [port for port in ports if "ACTIVE" in port.state], _as_text(ports)
-    if len(active) < len(ports):
+    if len(active) < min(len(ports), seen.local_ranks):  # others may be of storage, or spare
         return wrong(name, "SF706", f"not all ports are active: {said}", ports=said)
-    roce = [port for port in active if port.link_layer == "Ethernet"]
+    has_infiniband = any(port.link_layer == "InfiniBand" for port in active)
+    # Beside it a port of Ethernet is another network's.
+    roce = [port for port in active if port.link_layer == "Ethernet" and not has_infiniband]
     index = environment.get("NCCL_IB_GID_INDEX", "")
     for port in roce if index.isdigit() else ():
         chosen = next((gid for gid in port.gids if gid.startswith(f"{index}:")), None)
@@ -171,8 +173,8 @@ def peer_memory(seen: Seen) -> Check:
     if loaded is None:
         return not_applicable(name, "needs a GPU and an InfiniBand or RoCE card")
     if not loaded and seen.uses_nccl and seen.nodes > 1:
-        return wrong(name, "SF707", "nvidia_peermem is not loaded", loaded=False)
-    return fine(name, "nvidia_peermem is loaded" if loaded else "not loaded; only several machines need it")
+        return wrong(name, "SF707", "nvidia_peermem is not loaded, and the driver is not the open one", loaded=False)
+    return fine(name, "by DMA-BUF or nvidia_peermem" if loaded else "not loaded; only several machines need it")
 
 
 def rendezvous(seen: Seen) -> Check:

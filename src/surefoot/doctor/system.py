@@ -1,6 +1,7 @@
 """Checks of what the kernel and the container allow. Pure."""
 
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
+from surefoot.doctor.gpus import joins_all, used
 
 MIB, GIB = 1 << 20, 1 << 30
 WANTED_SHARED_BYTES = 512 * MIB
@@ -97,6 +98,8 @@ def io_memory_mapping(seen: Seen) -> Check:
     name, said = "IOMMU", seen.machine.iommu
     if not seen.uses_nccl or seen.machine.gpus < 2:
         return not_applicable(name, "only peer-to-peer between GPUs is affected")
+    if joins_all(used(seen)):
+        return fine(name, f"{said or 'not known'}; the GPUs are joined by NVLink")
     if said.startswith("on") and "=pt" not in said:
         return wrong(name, "SF708", f"the IOMMU is {said}, and {seen.machine.gpus} GPUs talk to each other", iommu=said)
     acs = seen.machine.acs

@@ -15,13 +15,15 @@ def find_death(
     how: str,
     *,
     for_memory: bool | None,
+    has_limit: bool = True,
     history: Sequence[Entry],
     last_stacks: str = "",
     killed: Collection[int] = (),
 ) -> Finding:
     """The finding for a rank that ended as `how` says; None for the launcher, which takes its ranks along.
 
-    `for_memory`: whether the kernel killed it because of its cgroup's limit; None where that cannot be told.
+    `for_memory`: whether the kernel killed one of its cgroup for memory; None where that cannot be told. `has_limit`:
+    whether that group has a limit; the kernel counts those there too that it killed because the machine had none left.
     `history`: what was recorded of the run, oldest first. `last_stacks`: what its handler for crashes wrote.
     `killed`: processes that the kernel killed for memory, by its log.
     """
@@ -37,7 +39,7 @@ def find_death(
         if anonymous:
             evidence["anonymous_memory_gib"] = round(anonymous[-1] / 2**30, 2)
         spike, sizes = _batch(mine)
-        limit = "it reached the limit of its cgroup for" if for_memory else "the machine had no"
+        limit = "it reached the limit of its cgroup for" if for_memory and has_limit else "the machine had no"
         return Finding(
             "SF201",
             f"{who} {how}{where}. The kernel killed it because {limit} memory{spike}",

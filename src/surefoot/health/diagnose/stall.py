@@ -99,7 +99,8 @@ def _dead(case: _Case) -> Finding | None:
     if by_kernel:
         return case.finding(
             "SF201",
-            f"{_names(gone, 'was', 'were')} killed by the kernel because the memory limit of the cgroup was reached, "
+            f"{_names(gone, 'was', 'were')} killed by the kernel for memory: the limit of the cgroup, or all of the "
+            "machine, was reached, "
             f"{_where(gone[0])}",
             "Lower per_device_train_batch_size or max_length, set gradient_checkpointing: true or zero_stage: 3, or "
             "give the job more memory.",
