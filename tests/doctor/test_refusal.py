@@ -46,6 +46,10 @@ def test_a_run_that_would_start(settings: dict[str, Any], model_folder: Folders)
         ({"init_adapter": "/none"}, "/none"),
         ({"target_modules": ["nosuch"]}, "'nosuch' matches nothing"),
         ({"target_modules": "all", "lora_dropout": 0.1}, "expert stacks among the targets: dropout cannot be applied"),
+        (
+            {"nproc_per_node": 2, "dtype": "bfloat16", "target_modules": ["attention", "router"]},
+            "routers are trained in float32, but the model is stored in bfloat16 and sharded",
+        ),
         ({"max_pixels": 100}, "max_pixels: a setting of images"),
         ({"resume_from_checkpoint": "/nope"}, "/nope: no such folder"),
         ({**GRPO, "reward_funcs": ["/none.py:f"]}, "/none.py does not exist"),

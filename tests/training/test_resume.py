@@ -32,6 +32,7 @@ from surefoot.training import saver
 from surefoot.training.artifacts import export, load
 from surefoot.training.checkpoint import DamagedCheckpoint, find_newest, list_checkpoints, verify
 from surefoot.training.loop import StopSignal
+from surefoot.training.loss import TokenLoss
 from surefoot.training.metrics import CompletionsFile
 from surefoot.training.pieces import Pieces
 from surefoot.training.record import FindingLog
@@ -323,6 +324,30 @@ def test_checkpoints_of_later_steps_are_left_behind_by_a_run_that_goes_on_from_b
     assert len(list((run / "checkpoints").glob("left-step-0000000?-*"))) == 4
     surefoot.train({**again, "resume_from_checkpoint": "auto"}, screen=False)
     assert numbers(run) == before
+
+
+def test_a_signal_in_an_evaluation_is_heard_before_the_next_batch(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation may be long, and who sends the signal kills soon."""
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", counting_rows(60)[40:])
+    settings = {**settings, "eval_dataset": str(held_out), "eval_steps": 2, "per_device_train_batch_size": 2}
+    whole = surefoot.train({**settings, "output_dir": str(tmp_path / "whole")}, screen=False).run_folder
+    seen: list[int] = []
+    original = TokenLoss.__call__
+
+    def signals(self: TokenLoss, batch: Any) -> Any:
+        if not torch.is_grad_enabled():
+            seen.append(len(seen))
+            if len(seen) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, batch)
+
+    with monkeypatch.context() as during:
+        during.setattr(TokenLoss, "__call__", signals)
+        stopped = surefoot.train(settings, screen=False)
+    assert (stopped.status, stopped.steps, len(seen)) == ("interrupted", 2, 2)
+    assert numbers(surefoot.train(settings, screen=False).run_folder) == numbers(whole)
 
 
 def test_what_a_run_is_not_through_with_is_said(settings: dict[str, Any]) -> None:

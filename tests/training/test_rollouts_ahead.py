@@ -117,8 +117,11 @@ def test_a_signal_in_a_rollout_loses_nothing_that_was_made(ahead: Callable[..., 
         assert [line[name] for line in lines(tmp_path / "run")] == [line[name] for line in whole]
 
 
-def test_a_run_that_is_told_to_stop_does_not_wait_for_completions(ahead: Callable[..., Any], tmp_path: Path) -> None:
-    settings = ahead(LateEngine)
+@pytest.mark.parametrize("save_steps", [0, 2])
+def test_a_run_that_is_told_to_stop_does_not_wait_for_completions(
+    ahead: Callable[..., Any], tmp_path: Path, save_steps: int
+) -> None:
+    settings = ahead(LateEngine, save_steps=save_steps)
     assert train_with(settings, SignalAfter(2, signal.SIGTERM)).status == "interrupted"
     (saved,) = list_checkpoints(tmp_path / "run")
     assert json.loads((saved / "state.json").read_text())["pending"] == []

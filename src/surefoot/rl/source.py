@@ -28,10 +28,12 @@ from surefoot.rl.batch import Trajectory, part_of, policy_batches, trajectory_of
 from surefoot.rl.findings import FlatRewards, failing_rewards, no_rewards
 from surefoot.rl.groups import Group, Judge, measured_of
 from surefoot.rl.rewards import Rewards
-from surefoot.rl.rollout import Completion, Engine, Prompt, Request, Sampling, Wait, unless_stopped
+from surefoot.rl.rollout import Completion, Engine, Prompt, Request, RolloutInterrupted, Sampling, Wait, unless_stopped
 
 EVALUATION = 1 << 32
 """In the seeds of evaluations, where those of steps have a step's number."""
+LAST_WAIT_S = 5.0
+"""For completions that are being made, when a run is told to stop: it may be killed soon."""
 PIECE_S = 5.0
 """Of a wait, after which a stop signal is looked at and a sign of life given."""
 
@@ -183,7 +185,7 @@ class RolloutSource:
             return []
         try:
             with self._phase(self._engine.phase):
-                mine = self._waited(asked.wait, wait_s)
+                mine = self._waited_for_a_save(asked.wait, wait_s)
         except SurefootError:  # the step that needs them says so; what was learned until then is saved
             return []
         if mine is None:
@@ -340,6 +342,13 @@ class RolloutSource:
             left_s -= PIECE_S
             self._emit(Preparing())  # for the supervisor: the engine is waited for, and has its deadline
         return None
+
+    def _waited_for_a_save(self, wait: Wait, seconds: float) -> list[Completion] | None:
+        """The same; once the run is told to stop, for `LAST_WAIT_S` at most. Collective."""
+        try:
+            return self._waited(wait, seconds, is_told_to_stop=self._is_told_to_stop)
+        except RolloutInterrupted:
+            return self._waited(wait, min(seconds, LAST_WAIT_S))
 
     def _prompt(self, dataset: Dataset, key: SampleKey) -> Prompt:
         sample = dataset.sample(*key)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from surefoot.config import RunConfig
+from surefoot.config import LoadedConfig, RunConfig
+from surefoot.errors import ConfigError
 from surefoot.models.build import build_model, trainable_parameters
 from surefoot.models.reading import keep_freed_memory
 from surefoot.parallel.layout import Layout
@@ -19,6 +20,8 @@ from surefoot.training.optim import build_optimizer
 from surefoot.training.sft import SftObjective
 from surefoot.training.step import Learner, Objective
 
+ROUTER = "router"
+"""Of `target_modules`: what says which experts a token goes to."""
 Context = Callable[[], AbstractContextManager[object]]
 
 
@@ -26,6 +29,18 @@ def sharding_of(config: RunConfig, ranks: Ranks, device: torch.device) -> Shardi
     """How a learner is laid out over the ranks, with process groups of its own; None on one. Collective."""
     layout = Layout.of(config, ranks.size)
     return Sharding(layout, device) if layout.is_sharded else None
+
+
+def check_trained_routers(loaded: LoadedConfig, num_ranks: int) -> None:
+    """Raises: ConfigError for routers that are adapted in a sharded model of another type. Nothing is read."""
+    config, lora = loaded.run, lora_settings(loaded.run)
+    is_sharded = Layout.of(config, num_ranks).is_sharded
+    if lora is not None and ROUTER in lora.targets and is_sharded and config.dtype not in ("float32", "auto"):
+        raise ConfigError(
+            f"target_modules: routers are trained in float32, but the model is stored in {config.dtype} and sharded, "
+            f"and what is sharded together must agree in type. Leave `{ROUTER}` out, or set dtype: float32 "
+            f"({loaded.where('target_modules', 'dtype')})."
+        )
 
 
 def build_learner(

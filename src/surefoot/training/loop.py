@@ -25,6 +25,7 @@ from surefoot.events import BatchDescribed, CheckpointSaved, Evaluated, Event, S
 from surefoot.parallel.ranks import Ranks
 from surefoot.process_end import stop_signals
 from surefoot.rl.rollout import RolloutInterrupted
+from surefoot.rl.source import LAST_WAIT_S
 from surefoot.terminal import say_at_once
 from surefoot.training.checkpoint import TrainState, checkpoint_folder, list_checkpoints
 from surefoot.training.expert_use import ExpertUse
@@ -33,12 +34,11 @@ from surefoot.training.nonfinite import not_finite_finding
 from surefoot.training.optim import EPSILON, learning_rate_at
 from surefoot.training.phases import Phases
 from surefoot.training.saver import Saver
+from surefoot.training.sft import EvaluationInterrupted
 from surefoot.training.step import Learner, NotFinite, StepResult, Totals, counts_of, train_step
 
 LEDGER_STEPS = 500
 """Between two counts of what lies in memory: events of long ago are overwritten."""
-LAST_WAIT_S = 5.0
-"""For completions that are being made, when a run is told to stop: it may be killed soon."""
 
 
 class StopSignal:
@@ -328,7 +328,7 @@ def _evaluate(job: Job, state: TrainState) -> TrainState:
     try:
         with job.phases("evaluate"):
             measured = job.evaluate(state.step)
-    except RolloutInterrupted:  # all ranks were told to stop, and do so before the next step
+    except (RolloutInterrupted, EvaluationInterrupted):  # all ranks were told to stop, and do so before the next step
         return replace(state, evaluation_is_due=True)
     except StoppedOnFinding:
         _save_if_new(job, state)

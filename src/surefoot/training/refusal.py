@@ -17,6 +17,7 @@ from surefoot.rl.rewards import check_reward
 from surefoot.training.artifacts import lora_settings
 from surefoot.training.expert_parallel import check_experts
 from surefoot.training.folder import check_folder, check_named_checkpoint, check_resume
+from surefoot.training.learner import check_trained_routers
 from surefoot.training.resolve import resolve
 from surefoot.training.rollouts import check_routing_replay
 from surefoot.training.sft import check_routers
@@ -39,6 +40,7 @@ def refusal(loaded: LoadedConfig) -> Check:
             model = load_config(base)
             check_experts(loaded, base)
             check_routing_replay(loaded, base)
+            check_trained_routers(loaded, ranks)
             open_images(loaded, base, model, load_tokenizer(base, run.chat_template))
             lora = lora_settings(loaded.run)
             skeleton = meta_model(base)

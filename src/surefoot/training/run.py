@@ -30,7 +30,7 @@ from surefoot.training.environment import environment
 from surefoot.training.expert_parallel import check_experts, choose_expert_parallel, describe_choice
 from surefoot.training.expert_use import ExpertUse, trains_routers
 from surefoot.training.folder import Resume, check_shared, claim, delete_run, set_aside_after
-from surefoot.training.learner import build_learner, sharding_of
+from surefoot.training.learner import build_learner, check_trained_routers, sharding_of
 from surefoot.training.loop import Job, StopSignal, fit, is_over
 from surefoot.training.metrics import build_observers
 from surefoot.training.out_of_memory import DeviceNow, MemoryWatch, is_out_of_memory
@@ -221,6 +221,7 @@ def _open(loaded: LoadedConfig, resume: Resume, emit: Emit, ranks: Ranks) -> _Op
         base = ranks.node_by_node(lambda: resolve_model(config.model, loaded.where("model")))
         ranks.node_by_node(lambda: check_experts(loaded, base))
         ranks.node_by_node(lambda: check_routing_replay(loaded, base))
+        ranks.node_by_node(lambda: check_trained_routers(loaded, ranks.size))
         tokenizer = ranks.together(lambda: load_tokenizer(base, config.chat_template))
     with phases("tokenise"):
         data = ranks.node_by_node(lambda: open_data(loaded, base, tokenizer, emit, ranks))
@@ -298,7 +299,8 @@ def _assemble(
             return source.evaluate(data.held_out, step)
         assert isinstance(learner.objective, SftObjective)
         with learner.forward_context():
-            loss, trained = learner.objective.evaluate(batch.to(device) for batch in data.eval_batches())
+            held_out = (batch.to(device) for batch in data.eval_batches())
+            loss, trained = learner.objective.evaluate(held_out, is_told_to_stop)
         return {"eval_loss": loss, "eval_trained_tokens": trained}
 
     job = Job(

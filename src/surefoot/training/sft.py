@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the likelihood of the assistant's words, plus the load-balancing loss where asked for."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,10 @@ def check_routers(aux_loss_coef: float, model: PreTrainedModel) -> None:
         raise ModelError(
             f"router_aux_loss_coef={aux_loss_coef}, but {type(model).__name__} has no routers to balance. Drop it."
         )
+
+
+class EvaluationInterrupted(Exception):
+    """The run was told to stop while held-out rows were read."""
 
 
 class SftObjective:
@@ -110,12 +114,19 @@ class SftObjective:
         self.evaluate(batches)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        """(mean negative log-likelihood, trained tokens) over held-out batches, with dropout off. Collective."""
+    def evaluate(
+        self, batches: Iterable[MicroBatch], is_told_to_stop: Callable[[], bool] = lambda: False
+    ) -> tuple[float, int]:
+        """(mean negative log-likelihood, trained tokens) over held-out batches, with dropout off. Collective.
+
+        `is_told_to_stop`: whether this rank is; asked before each batch. Raises: EvaluationInterrupted on all ranks.
+        """
         total, trained, weight = 0.0, 0.0, 0.0
         self._model.eval()
         try:
             for batch in batches:
+                if self._ranks.sum([is_told_to_stop()])[0]:
+                    raise EvaluationInterrupted
                 loss = self._token_loss(batch).item()
                 total += 0.0 if batch.is_filler else loss
                 trained += batch.num_trained
