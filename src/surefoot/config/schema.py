@@ -283,7 +283,8 @@ class RunConfig(BaseModel):
     save_total_limit: int | None = Field(default=3, gt=0)
     """Keep only the newest checkpoints."""
     resume_from_checkpoint: str | bool = "auto"
-    """`auto`: go on from the newest sound checkpoint in `output_dir`, if any. A path: from that. false: start anew."""
+    """`auto`: go on from the newest sound checkpoint in `output_dir`, if any. A path: from that; later ones in
+    `output_dir` are set aside. false: start anew."""
     overwrite_output_dir: bool = False
     """Delete the run that `output_dir` holds and start anew."""
     logging_steps: int = Field(default=1, gt=0)
