@@ -17,7 +17,8 @@ from surefoot.events import PhaseBegan, PhaseEnded, StepEnded
 from surefoot.health.recorder import KEPT_STARTS, Entry, Recorder, read_history
 from tests.conftest import training_process
 
-STEP = ["wait for data", "communicate", "forward", "backward", "communicate", "backward", "communicate", "optimizer"]
+STEP = ["wait for data", "communicate", "forward", "backward", "communicate", "optimizer"]
+"""In `backward` the device is waited for, before anything is communicated."""
 
 
 def began(found: list[Entry], step: int) -> list[str]:

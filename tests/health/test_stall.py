@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from surefoot.findings import Finding
 from surefoot.health import witness
 from surefoot.health.diagnose.stall import find_stall
 from surefoot.health.evidence import RankEvidence, StallEvidence, keep, read
@@ -64,6 +65,28 @@ def test_a_collective_in_which_all_are_is_the_network() -> None:
     assert "broadcast" in finding.cause
     elsewhere = find_stall(replace(both, num_ranks=4))  # whether the others came is not known
     assert elsewhere.code == "SF110"
+
+
+def test_an_all_to_all_whose_sizes_do_not_agree_is_no_matter_of_the_network() -> None:
+    """Rank 0 sends 14 rows of 8 where rank 1 waits for 15."""
+    evidence = read(NAMED["sleeping"])
+    entry = {
+        "collective_seq_id": 1, "profiling_name": "nccl:all_to_all", "input_dtypes": ["Float"], "is_p2p": False,
+        "process_group": ["0", "default_pg"], "retired": False,
+    }  # fmt: skip
+
+    def told(*sizes: tuple[int, int]) -> Finding:
+        flights = [
+            {"entries": [{**entry, "input_sizes": [[sent, 8]], "output_sizes": [[awaited, 8]]}]}
+            for sent, awaited in sizes
+        ]
+        ranks = tuple(replace(evidence.ranks[0], rank=number, flight=flight) for number, flight in enumerate(flights))
+        return find_stall(replace(evidence, ranks=ranks))
+
+    finding = told((14, 15), (15, 15))
+    assert finding.code == "SF104"
+    assert "232 elements, and 240 are waited for (rank 0 sends 112 and waits for 120" in finding.cause
+    assert told((14, 15), (15, 14)).code == "SF108"
 
 
 def test_waiting_for_a_disk_is_told_from_being_stopped() -> None:

@@ -175,7 +175,7 @@ def test_a_run_that_is_killed_with_all_who_watch_it_is_explained_from_its_folder
     live = subprocess.Popen([sys.executable, "-m", "surefoot", "watch", str(folder)], stdout=subprocess.DEVNULL)
     everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     with pytest.raises(subprocess.TimeoutExpired):
-        live.wait(5)  # it shows the run for as long as that goes on
+        live.wait(3)  # it shows the run for as long as that goes on
     live.kill()
     live.wait()
     for one in everyone:

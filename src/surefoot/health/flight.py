@@ -8,6 +8,7 @@ Standard library only.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 MEANINGS = {
@@ -37,6 +38,9 @@ class Collective:
     types: str
     asked_s: float = field(default=0.0, compare=False)
     """When the rank asked for it, by the clock of its machine; 0 where the record does not say."""
+    sent: int = field(default=0, compare=False)
+    awaited: int = field(default=0, compare=False)
+    """Elements of its inputs and of its outputs; 0 where the record does not say."""
 
     @property
     def call(self) -> str:
@@ -80,6 +84,8 @@ def read_flight(dump: Any) -> FlightRecord | None:
                 str(entry["input_sizes"]),
                 "/".join(entry["input_dtypes"]),
                 entry.get("time_created_ns", 0) / 1e9,
+                sum(map(prod, entry["input_sizes"])),
+                sum(map(prod, entry.get("output_sizes", ()))),
             )
             if found.asked_s:
                 asked[group, found.number] = found.asked_s

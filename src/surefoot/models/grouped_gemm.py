@@ -97,8 +97,9 @@ def grouped_linear_dw(dy: Tensor, x: Tensor, groups: Groups, scale: float = 1.0)
     shape = (groups.counts.shape[0], dy.shape[1], x.shape[1])
     if groups.spans is None:
         dw = F.grouped_mm(dy.t(), x, offs=groups.offsets)
-        # The kernel may leave the matrix of an empty group unwritten.
-        return torch.where((groups.counts > 0)[:, None, None], dw * scale, 0)
+        # In place: it is as large as the weights. The kernel may leave the matrix of an empty group unwritten.
+        dw = dw.mul_(scale) if scale != 1.0 else dw
+        return dw.masked_fill_((groups.counts == 0)[:, None, None], 0)
     dw = dy.new_zeros(shape) if len(groups.spans) < shape[0] else dy.new_empty(shape)
     for group, begin, end in groups.spans:
         if x.shape[1] < dy.shape[1]:  # a thin product is several times faster on the CPU with its short side as rows

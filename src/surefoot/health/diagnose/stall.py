@@ -321,6 +321,9 @@ def _all_inside(case: _Case) -> Finding | None:
     if not shared and not all(case.is_full(one.group) for one in set.union(*calls)):
         return None
     call = min(shared or set.union(*calls), key=lambda one: (one.group, one.number))
+    unequal = _sent_otherwise(case, call)
+    if unequal is not None:
+        return unequal
     who = "all ranks are in" if shared else "all ranks are in the collectives of the groups they share, some in"
     return case.finding(
         "SF108",
@@ -328,6 +331,28 @@ def _all_inside(case: _Case) -> Finding | None:
         "the network between them does not carry it",
         CATALOGUE["SF108"].fix,
         confidence=0.8,
+    )
+
+
+def _sent_otherwise(case: _Case, call: Collective) -> Finding | None:
+    """In an all-to-all sizes differ from rank to rank, but what all send together is what all wait for."""
+    parts = {
+        rank.rank: one
+        for rank in case.ranks
+        for one in case.waiting(rank)
+        if (one.group, one.number) == (call.group, call.number)
+    }
+    sent, awaited = sum(one.sent for one in parts.values()), sum(one.awaited for one in parts.values())
+    if TRAVELLING not in call.kind or sent == awaited or not all(one.awaited for one in parts.values()):
+        return None
+    each = ", ".join(f"rank {rank} sends {one.sent} and waits for {one.awaited}" for rank, one in parts.items())
+    return case.finding(
+        "SF104",
+        f"the ranks do not agree on how much is sent in {call.kind}, number {call.number} of "
+        f"{_meaning(case, call.group)}: {sent} elements, and {awaited} are waited for ({each})",
+        "Let ranks tell each other how many rows they send before they wait for them: both must come from one count.",
+        confidence=0.9,
+        group=call.group,
     )
 
 
