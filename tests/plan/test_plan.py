@@ -549,6 +549,7 @@ def test_a_rollout_that_does_not_fit_is_cut_into_waves(shallow: str) -> None:
     assert changes[0][0].keys() == {"rollout_batch_size"}
 
 
+@pytest.mark.matrix
 def test_experts_that_several_ranks_share_are_gathered() -> None:
     def gathered(size: int) -> int:
         asked = ["device=b200", "nodes=2", f"expert_parallel_size={size}"]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -135,9 +136,16 @@ def test_equal_layers_lie_on_a_line(
     assert min(min(moment) for moment in told.moments) >= 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "mixed"])
-@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize("length", [8, 2000])
+FAST = [(torch.float32, False, 8), (torch.bfloat16, True, 2000)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_checkpointed", "length"),
+    [
+        pytest.param(*case, marks=[] if case in FAST else pytest.mark.matrix)
+        for case in product((torch.float32, torch.bfloat16), (False, True), (8, 2000))
+    ],
+)
 def test_each_moment_of_a_deep_model_is_on_the_line(
     dtype: torch.dtype, is_checkpointed: bool, length: int, model_folder: Folders, tmp_path: Path
 ) -> None:
