@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from surefoot.cli import main
 from surefoot.config import load_config
 from surefoot.doctor.examine import as_launched
 from tests.conftest import surefoot as surefoot_command
+from tests.doctor.test_checks import LAPTOP
 
 
 @pytest.fixture
@@ -81,6 +83,18 @@ def test_train_does_not_start_what_cannot_work(config: str) -> None:
     assert not folder.exists()
     started = surefoot_command("train", config, "nproc_per_node=2", "preflight=false", "max_steps=1", env=broken)
     assert started.returncode not in (0, 3), "what is refused does not work"
+
+
+def test_cards_that_say_nothing_are_told_of_before_a_run(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every check of them would pass for one that does not apply."""
+    machine = replace(LAPTOP, unknown={"cards": "no answer within 8.0 s"})
+    monkeypatch.setattr("surefoot.doctor.examine.snapshot_for", lambda _: machine)
+    for device, is_told in (("auto", True), ("cpu", False)):
+        assert cli._preflight(load_config(config, [f"device={device}"]))
+        said = "doctor: the GPUs cannot be looked at (cards): no answer within 8.0 s"
+        assert (said in capsys.readouterr().err) == is_told
 
 
 def test_a_folder_that_is_not_there_is_no_matter_of_the_machine(config: str) -> None:

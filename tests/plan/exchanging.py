@@ -62,5 +62,6 @@ with joined("cpu") as ranks:
         forward_bytes = travelled[0]
         loss.backward()
     if ranks.is_first:
-        print(saved, live.peak, forward_bytes)
+        peak = max(moment[0] for moment in (*live.forward_moments(), *live.backward_moments()))
+        print(saved, peak, forward_bytes)
 leave(0)

@@ -113,7 +113,8 @@ def test_the_peak_of_grpo_is_that_of_real_tensors(loss_type: str, is_kept: bool,
             parameter.register_post_accumulate_grad_hook(live.keep_gradient)
     with live:
         objective.loss(policy, Totals(1, 1, 1.0)).total.backward()
-    assert told.peak == pytest.approx(live.peak, rel=0.03)
+    seen = (*live.forward_moments(), *live.backward_moments())
+    assert told.peak == pytest.approx(max(moment[0] for moment in seen), rel=0.03)
 
 
 @pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])

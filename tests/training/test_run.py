@@ -67,6 +67,11 @@ def test_a_run_leaves_what_the_documentation_says(settings: dict[str, Any], tmp_
     assert load_config(run / "run.yaml").run.max_steps == 4
 
 
+def test_a_seed_may_be_any_number(settings: dict[str, Any]) -> None:
+    """A date and a time make one that is larger than what a generator takes."""
+    assert len(losses(settings, seed=20251125140000, max_steps=1)) == 1
+
+
 def test_learning_works(settings: dict[str, Any]) -> None:
     """A model of random numbers can only learn in full; LoRA's learning is shown on a real model in test_examples."""
     del settings["lora_rank"]

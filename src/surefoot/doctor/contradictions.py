@@ -148,18 +148,15 @@ def _least_bytes(seen: Seen, weights: Weights) -> tuple[int, str]:
     state_parts = sharing if run.zero_stage else 1
     copied = parameters * CHECKPOINT_BYTES * min(here, state_parts) // state_parts  # of the same parts one is copied
     copied = copied if _trains_beside_copy(run) else 0
-    if run.offload is not None:  # sharded training state lies in host memory, and frozen weights with stage 3
-        state = parameters * (FP32_BYTES + STATE_BYTES) if is_full else 0
-        frozen = parameters * each if run.zero_stage == 3 and not is_full else 0
-        if run.zero_stage < 3 and not is_full:
-            return (
-                parameters * each * here // spread,
-                f"{said}, which each of {_ranks(here)} reads there before its GPU gets them",
-            )
-        pinned = (FP32_BYTES, FP32_BYTES) if is_full else (each,) if frozen else ()  # weights, gradients
+    if run.offload is not None and run.zero_stage < 3 and not is_full:
+        said += f", which each of {_ranks(here)} reads there before its GPU gets them"
+        return parameters * each * here // spread, said
+    if run.offload is not None:  # sharded training state lies in host memory, or frozen weights with stage 3
+        state = parameters * (FP32_BYTES + STATE_BYTES if is_full else each)
+        pinned = (FP32_BYTES, FP32_BYTES) if is_full else (each,)  # weights, gradients
         rounding = sum(weights.rounding_bytes(sharing, size) for size in pinned)
         also = f", and {copied / GIB:.1f} GiB that checkpoints are copied to" if copied else ""
-        return (state + frozen) * here // sharing + rounding * here + copied, f"the state of {said}, offloaded{also}"
+        return state * here // sharing + rounding * here + copied, f"the state of {said}, offloaded{also}"
     if seen.is_on_gpus or run.device == "cuda":
         rounding = CHECKPOINT_BYTES // FP32_BYTES * weights.rounding_bytes(state_parts, FP32_BYTES)
         return copied + rounding * min(here, state_parts), f"what checkpoints of {said} are copied to"

@@ -22,9 +22,17 @@ class Weights:
     """(rows, elements of a row) of each tensor that is of no expert: those are fused when they are read."""
 
     def rounding_bytes(self, parts: int, each_bytes: int) -> int:
-        """What one part of `parts` takes in pinned memory beyond its size: torch makes each block a power of two."""
+        """What one part of `parts` takes in pinned memory beyond its size."""
         sizes = [-(-rows // parts) * row * each_bytes for rows, row in self.dense_shapes]
-        return sum((1 << (size - 1).bit_length()) - size for size in sizes if size)
+        return sum(pinned_bytes(size) - size for size in sizes)
+
+
+def pinned_bytes(size_bytes: int) -> int:
+    """What a block of pinned memory takes: torch makes each a power of two.
+
+    Source: ATen/core/CachingHostAllocator.h.
+    """
+    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
 
 
 def weights_of(folder: Path) -> Weights | None:

@@ -26,8 +26,6 @@ IN_FLIGHT, IN_FLIGHT_GLOO = 2, 3
 """Copies of a group's gradients: as they were formed, as they are sent; gloo adds what comes."""
 GATHERED_LAYERS = 2
 """FSDP gathers the next layer while one computes."""
-
-
 ROUNDED = "rounding of pinned memory"
 FILLED = 0.9
 """Of a server's share, by weights: keys, values and what it computes want the rest; an assumption."""
@@ -135,12 +133,7 @@ def forecast_memory(
     at_rest = _at_rest(sizes, layout, cuts, is_full=is_full)
     trained = cut(Elements(trained=sizes.whole.trained, expert_trained=sizes.whole.expert_trained), cuts)
     state = {"optimizer": MOMENTS * FP32_BYTES * trained}
-    written_here = min(trained * ranks_here, sizes.whole.all_trained)  # by one of those that have the same
-    copy = (1 + MOMENTS) * FP32_BYTES * written_here // ranks_here
-    copies = {"copy to save": copy} if saves else {}
-    if saves and is_on_gpu and not layout.offload:
-        rounded = (1 + MOMENTS) * _pinned(sizes, cuts, FP32_BYTES, is_trained=True)
-        copies[ROUNDED] = rounded * written_here // (trained * ranks_here) - copy if trained else 0
+    copies = _copied_to_save(sizes, layout, cuts, ranks_here, is_on_gpu=is_on_gpu) if saves else {}
     process = {"process": process_bytes}
     share = gradient_share(layout, sizes)
     activations = {f"activations: {kind}": size for kind, size in trace.saved_by_kind.items()}
@@ -200,6 +193,17 @@ def forecast_memory(
     return {name: _placed(owners, layout, is_on_gpu=is_on_gpu) for name, owners in phases.items()}
 
 
+def _copied_to_save(sizes: Sizes, layout: Layout, cuts: Cuts, ranks_here: int, *, is_on_gpu: bool) -> dict[str, int]:
+    """In host memory: pinned where it comes from a GPU. Of the same parts one rank makes a copy."""
+    part = cut(Elements(trained=sizes.whole.trained, expert_trained=sizes.whole.expert_trained), cuts)
+    copied = min(part * ranks_here, sizes.whole.all_trained)  # by all ranks of the machine
+    size = (1 + MOMENTS) * FP32_BYTES * copied // ranks_here
+    if not is_on_gpu or layout.offload or not part:
+        return {"copy to save": size}
+    pinned = (1 + MOMENTS) * _pinned(sizes, cuts, FP32_BYTES, is_trained=True) * copied // (part * ranks_here)
+    return {"copy to save": size, ROUNDED: pinned - size}
+
+
 def _gradients(layout: Layout, trained: int, formed: int) -> dict[str, int]:
     """In a backward: those that are formed, and with offload this rank's part of all, which `_placed` moves away."""
     if not layout.offload:
@@ -217,10 +221,7 @@ def _pinned(sizes: Sizes, cuts: Cuts, each_bytes: int, *, is_trained: bool) -> i
 
 
 def _rounding(sizes: Sizes, layout: Layout, cuts: Cuts) -> dict[str, int]:
-    """What pinned memory of offloaded weights and gradients takes beyond them: torch makes each block a power of two.
-
-    Source: ATen/core/CachingHostAllocator.h.
-    """
+    """What pinned memory of offloaded weights and gradients takes beyond them."""
     at_rest = _at_rest(sizes, layout, cuts, is_full=True)
     more = 2 * (_pinned(sizes, cuts, FP32_BYTES, is_trained=True) - at_rest["trained weights"])
     if layout.zero_stage == 3:

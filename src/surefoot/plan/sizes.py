@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from surefoot.doctor.sizes import pinned_bytes
 from surefoot.errors import ModelError
 from surefoot.models.build import BuiltModel, load_config
 from surefoot.models.experts import experts_of, is_fused_experts
@@ -68,9 +69,8 @@ class Shape:
     is_trained: bool
 
     def pinned_bytes(self, parts: int, each_bytes: int) -> int:
-        """Of one part in pinned memory, of which torch hands out powers of two."""
-        size = -(-self.rows // parts) * self.row_elements * each_bytes
-        return 1 << max(0, size - 1).bit_length()
+        """Of one part in pinned memory."""
+        return pinned_bytes(-(-self.rows // parts) * self.row_elements * each_bytes)
 
 
 @dataclass(frozen=True)

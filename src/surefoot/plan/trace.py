@@ -188,10 +188,6 @@ class _Live(TorchDispatchMode):
         nothing: tuple[float, Moment] = (0.0, (0, 0, 0))
         return tuple(self._most.get((is_backward, place), nothing)[1] for place in places)
 
-    @property
-    def peak(self) -> int:
-        return max((moment[1] for moment in self._most.values()), key=lambda one: one[0])[0]
-
     def keep_gradient(self, parameter: Tensor) -> None:
         """Count the gradient that a parameter got as one, from now on."""
         assert parameter.grad is not None

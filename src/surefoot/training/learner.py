@@ -20,8 +20,6 @@ from surefoot.training.optim import build_optimizer
 from surefoot.training.sft import SftObjective
 from surefoot.training.step import Learner, Objective
 
-ROUTER = "router"
-"""Of `target_modules`: what says which experts a token goes to."""
 Context = Callable[[], AbstractContextManager[object]]
 
 
@@ -35,10 +33,10 @@ def check_trained_routers(loaded: LoadedConfig, num_ranks: int) -> None:
     """Raises: ConfigError for routers that are adapted in a sharded model of another type. Nothing is read."""
     config, lora = loaded.run, lora_settings(loaded.run)
     is_sharded = Layout.of(config, num_ranks).is_sharded
-    if lora is not None and ROUTER in lora.targets and is_sharded and config.dtype not in ("float32", "auto"):
+    if lora is not None and "router" in lora.targets and is_sharded and config.dtype != "float32":
         raise ConfigError(
             f"target_modules: routers are trained in float32, but the model is stored in {config.dtype} and sharded, "
-            f"and what is sharded together must agree in type. Leave `{ROUTER}` out, or set dtype: float32 "
+            f"and what is sharded together must agree in type. Leave `router` out, or set dtype: float32 "
             f"({loaded.where('target_modules', 'dtype')})."
         )
 
