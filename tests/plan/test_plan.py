@@ -402,6 +402,7 @@ def test_what_a_device_holds_while_gradients_are_offloaded_is_the_most_of_all_el
         return sum(size for name, size in one.phases["step"].device.items() if name not in at_rest)
 
     assert computed(away) >= computed(held)
+    assert "gradients that are not summed" not in away.phases["step"].device, "they leave once they are summed"
     assert away.phases["step"].host["gradients"] == held.phases["update"].device["gradients"]
 
 
