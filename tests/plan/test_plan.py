@@ -18,9 +18,11 @@ from surefoot import cli
 from surefoot.config import load_config
 from surefoot.errors import ConfigError, ModelError
 from surefoot.health.recorder import read_history
+from surefoot.parallel.layout import Layout
 from surefoot.plan import forecast as forecasting
 from surefoot.plan.devices import DEVICES, Device
 from surefoot.plan.forecast import Forecast, forecast
+from surefoot.plan.memory import gradient_share
 from surefoot.plan.page import as_text
 from surefoot.plan.sizes import Shape
 from surefoot.plan.suggest import ready_to_paste, suggest
@@ -402,7 +404,8 @@ def test_what_a_device_holds_while_gradients_are_offloaded_is_the_most_of_all_el
         return sum(size for name, size in one.phases["step"].device.items() if name not in at_rest)
 
     assert computed(away) >= computed(held)
-    assert "gradients that are not summed" not in away.phases["step"].device, "they leave once they are summed"
+    for one, share in ((held, 1.0), (away, 0.0)):  # they leave once they are summed
+        assert gradient_share(Layout.of(one.run, 1), one.sizes) == share
     assert away.phases["step"].host["gradients"] == held.phases["update"].device["gradients"]
 
 
