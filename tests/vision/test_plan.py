@@ -83,7 +83,8 @@ def test_the_peak_is_that_of_real_tensors(
     with live:
         batch = MicroBatch(**{**vars(batch), "vision": Vision(batch.vision.pixels.clone(), batch.vision.grid)})
         objective.loss(batch, Totals(LENGTH, TRAINED, float(TRAINED))).total.backward()
-    assert told.peak == pytest.approx(live.peak, rel=0.06)
+    seen = (*live.forward_moments(), *live.backward_moments())
+    assert told.peak == pytest.approx(max(moment[0] for moment in seen), rel=0.06)
     assert told.flops == pytest.approx(live.flops, rel=0.02)
     blind = traced(vision_folder(kind), lora("attention"), is_checkpointed=is_checkpointed, sees=False)
     assert told.peak > blind.peak + 40_000, "the tower takes something"

@@ -2,11 +2,14 @@
 
 import gc
 import os
+import signal
+import sys
 import threading
 import time
 from contextlib import suppress
 
 PEAK_EVERY_S = 0.5
+AGAIN_AFTER_S = 0.05
 
 
 class OwnMemory:
@@ -79,6 +82,8 @@ class GarbageTime:
 
     def __init__(self) -> None:
         self._began_s = self._total_s = 0.0
+        self._ignore = sys.unraisablehook
+        sys.unraisablehook = self._unraisable
         gc.callbacks.append(self._hear)
 
     def since_last_s(self) -> float:
@@ -89,9 +94,26 @@ class GarbageTime:
     def end(self) -> None:
         with suppress(ValueError):  # ended already
             gc.callbacks.remove(self._hear)
+        if sys.unraisablehook == self._unraisable:  # else another's, which may still ask this one
+            sys.unraisablehook = self._ignore
 
     def _hear(self, phase: str, _info: object) -> None:
         if phase == "start":
             self._began_s = time.perf_counter()
         else:
             self._total_s += time.perf_counter() - self._began_s
+
+    def _unraisable(self, ignored: "sys.UnraisableHookArgs") -> None:
+        """Signal again where an interrupt was raised in `_hear`: Python lets no exception out of it.
+
+        A signal that comes during a collection is handled there, since it is the next line of Python to run.
+        """
+        if ignored.object != self._hear or not isinstance(ignored.exc_value, KeyboardInterrupt):
+            self._ignore(ignored)
+            return
+        number = signal.Signals.__members__.get(str(ignored.exc_value), signal.SIGINT)
+        main = threading.main_thread().ident
+        assert main is not None
+        again = threading.Timer(AGAIN_AFTER_S, signal.pthread_kill, (main, number))
+        again.daemon = True
+        again.start()
