@@ -63,6 +63,7 @@ def test_train_export_and_chat(tmp_path: Path, settings: dict[str, Any], here: H
     assert "step 2/2  loss" in done.stderr
     assert "tok/s" in done.stderr
     assert "ETA 0:00" in done.stderr
+    assert "held at once" not in done.stderr, "the model's output layer is all that makes its logits"
     merged = surefoot("export", settings["output_dir"], str(tmp_path / "merged"), "--merge")
     assert merged.returncode == 0, merged.stderr
     assert (tmp_path / "merged" / "config.json").is_file()

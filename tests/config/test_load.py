@@ -258,6 +258,16 @@ def test_changed_fields_are_those_that_enter_the_numbers(tmp_path: Path) -> None
     ]
 
 
+def test_changes_are_told_down_to_a_single_value(tmp_path: Path) -> None:
+    saved = yaml.safe_load(
+        as_yaml(load(tmp_path, "", dataset=[{"path": "a", "columns": {"query": "q"}}, {"path": "b"}]))
+    )
+    run = load(tmp_path, "", dataset=[{"path": "a", "columns": {"query": "p"}}, {"path": "b", "weight": 2}])
+    assert changed_fields(saved, run) == ["dataset[0].columns.query: q -> p", "dataset[1].weight: 1.0 -> 2.0"]
+    run = load(tmp_path, "", dataset=[{"path": "a"}])
+    assert [change.partition(":")[0] for change in changed_fields(saved, run)] == ["dataset"]
+
+
 def test_a_constant_schedule_may_be_extended(tmp_path: Path) -> None:
     for schedule, changes in (("constant", 0), ("cosine", 1)):
         run = load(tmp_path, f"lr_scheduler_type: {schedule}\nmax_steps: 5\n")

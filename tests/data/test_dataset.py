@@ -189,13 +189,15 @@ def test_findings_of_data_that_train_but_should_not(tmp_path: Path, tokenizer: P
         talk("one<|im_end|>"),
         {"messages": [{"role": "user", "content": leak}, {"role": "assistant", "content": leak}]},
         talk({"content": "x", "reasoning_content": "because"}),
+        talk(" "),
         *(talk(f"a rather long answer number {n} that goes on and on") for n in range(4)),
     ]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     dataset = prepared(path, tokenizer, max_length=75, truncation="right", vocab_size=VOCAB_SIZE)
     found = {finding.code: finding for finding in data_findings(dataset, dataset)}
-    assert set(found) == {"SF502", "SF504", "SF506", "SF507", "SF508", "SF509"}
-    assert found["SF502"].evidence == {"rows": 1, "of": 7, "first": "a.jsonl:1"}
+    assert set(found) == {"SF502", "SF504", "SF506", "SF507", "SF508", "SF509", "SF511"}
+    assert found["SF502"].evidence == {"rows": 1, "of": 8, "first": "a.jsonl:1"}
+    assert found["SF511"].evidence == {"rows": 1, "of": 8, "first": "a.jsonl:4"}
     assert found["SF504"].evidence["first"] == "a.jsonl:2"
 
 

@@ -190,7 +190,7 @@ def test_special_tokens_in_tools_calls_and_results_stay_text() -> None:
         assert text.text[text.spans[0].begin : text.spans[0].end].count("<|im_start|>") == 1
 
 
-def test_two_end_of_turn_tokens_and_a_leaked_answer_are_noticed() -> None:
+def test_two_end_of_turn_tokens_and_leaked_or_empty_answers_are_noticed() -> None:
     renderer = renderer_of("qwen2.5")
     answer = "the long answer to everything"
     assert renderer.render(Conversation(talk("q", "a<|im_end|>"))).ends_twice
@@ -199,6 +199,8 @@ def test_two_end_of_turn_tokens_and_a_leaked_answer_are_noticed() -> None:
     assert [healthy.ends_twice, healthy.answer_in_prompt, healthy.has_lookalikes] == [False] * 3
     thought = Conversation((Message("user", "q"), Message("assistant", "a", reasoning="because")))
     assert renderer.render(thought).lost_reasoning
+    assert renderer.render(Conversation(talk("q", " "))).empty_answer
+    assert not any(renderer.render(one).empty_answer for one in (thought, Conversation(talk("q", "0"))))
     assert not renderer_of("qwen3").render(thought).lost_reasoning
 
 

@@ -362,7 +362,7 @@ def test_balancing_a_dense_model_is_refused(settings: dict[str, Any], model_fold
 
 
 def test_the_model_is_stopped_from_scaling_its_logits_in_silence(
-    settings: dict[str, Any], tmp_path: Path, tokenizer: Any
+    settings: dict[str, Any], tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Granite divides its logits; the loss must be that of the model, not of the bare output layer."""
     from transformers import GraniteConfig, GraniteForCausalLM
@@ -373,7 +373,9 @@ def test_the_model_is_stopped_from_scaling_its_logits_in_silence(
     model = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=0.05))
     model.save_pretrained(tmp_path / "granite")
     tokenizer.save_pretrained(tmp_path / "granite")
-    found = losses({**settings, "model": str(tmp_path / "granite"), "shuffle": False, "max_steps": 1})[0]
+    result = surefoot.train({**settings, "model": str(tmp_path / "granite"), "shuffle": False, "max_steps": 1})
+    found = metrics_of(result.run_folder)[0]["loss"]
+    assert "those of all trained tokens of a micro-batch are held at once" in capsys.readouterr().err
     row = counting_rows(4)
     total = count = 0.0
     for entry in row:

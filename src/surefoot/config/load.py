@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -403,11 +403,8 @@ def changed_fields(saved: Mapping[str, Any], run: RunConfig, *, also: Sequence[s
         free |= {"max_steps", "num_train_epochs"} - set(also)
     # A version that did not have a setting did what its default says.
     before = {name: saved.get(name, field.default) for name, field in RunConfig.model_fields.items()}
-    changes = [
-        f"{name}: {before[name]} -> {current[name]}"
-        for name in current
-        if name not in free and before[name] != current[name]
-    ]
+    compared = [name for name in current if name not in free]
+    changes = [change for name in compared for change in _differences(name, before[name], current[name])]
     product = saved.get("per_device_train_batch_size", 1) * (saved.get("gradient_accumulation_steps") or 1)
     each = saved.get("global_batch_size") or product
     if each != run.sequences_per_step:
@@ -415,3 +412,17 @@ def changed_fields(saved: Mapping[str, Any], run: RunConfig, *, also: Sequence[s
             f"sequences per step: {each} -> {run.sequences_per_step} (set global_batch_size: {each} to go on)"
         )
     return changes
+
+
+def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
+    """Where two values of a setting differ, down to a single one: `dataset[0].path: a.jsonl -> b.jsonl`."""
+    if before == now:
+        return
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in {**before, **now}:
+            yield from _differences(f"{name}.{key}", before.get(key), now.get(key))
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for place, (one, other) in enumerate(zip(before, now, strict=True)):
+            yield from _differences(f"{name}[{place}]", one, other)
+    else:
+        yield f"{name}: {before} -> {now}"

@@ -8,6 +8,7 @@ from surefoot.data.render import (
     ANSWER_IN_PROMPT,
     BEGINS_TWICE,
     DROPPED_REASONING,
+    EMPTY_ANSWER,
     ENDS_TWICE,
     LOOKALIKE,
     LOST_REASONING,
@@ -42,6 +43,10 @@ FLAG_FINDINGS: dict[int, tuple[str, float, str, str]] = {
     DROPPED_REASONING: (
         "SF509", 0.0, "the chat template shows no reasoning of earlier turns, so their answers are trained without it",
         "Where the model is to think before each answer: train_on: last_assistant, or a row for each turn.",
+    ),
+    EMPTY_ANSWER: (
+        "SF511", 0.0, "the last answer is empty, so that the model is taught to say nothing",
+        "Take these rows out, or check that the column of the answers is the right one.",
     ),
 }  # fmt: skip
 """Flag -> (code, share of samples that is still healthy, cause, fix)."""

@@ -24,6 +24,7 @@ from surefoot.storage import cache_folder, write_bytes
 
 ENDS_TWICE, BEGINS_TWICE, ANSWER_IN_PROMPT = 1, 2, 4
 LOOKALIKE, LOST_REASONING, DROPPED_REASONING = 8, 16, 32
+EMPTY_ANSWER = 64
 """What is odd about a sample, as bits of its flags."""
 TEXT_ONLY = "this model reads text only; Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE read images"
 
@@ -271,6 +272,7 @@ class Renderer:
             | text.has_lookalikes * LOOKALIKE
             | text.lost_reasoning * LOST_REASONING
             | text.dropped_reasoning * DROPPED_REASONING
+            | text.empty_answer * EMPTY_ANSWER
         )
 
 

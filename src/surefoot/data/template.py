@@ -83,6 +83,8 @@ class Text:
     """The template does not show the last turn's reasoning."""
     dropped_reasoning: bool = False
     """It shows that, and not the one of earlier turns whose answers may be trained."""
+    empty_answer: bool = False
+    """The last answer, which is trained, says nothing: no words, thoughts or calls."""
     images: tuple[Image, ...] = ()
     """In order; each is one token of the text yet."""
 
@@ -320,6 +322,10 @@ class ChatTemplate:
             lost_reasoning=lost_reasoning,
             dropped_reasoning=not lost_reasoning
             and any(thought not in text for one in earlier if one.weight != 0 and (thought := _thought(one))),
+            empty_answer=bool(spans)
+            and last.role == "assistant"
+            and last.weight != 0
+            and not (answer or last.tool_calls or last.reasoning),
         )
 
     def _ends_again(self, text: str, end: int) -> bool:

@@ -71,4 +71,10 @@ PAGES = {
         "masks it with the padding where pad_token is eos_token.",
         ("unslothai/unsloth#416", "huggingface/trl#1623"),
     ),
+    "SF511": Page(
+        "warning",
+        "empty answers are trained",
+        "The last answer of some rows has no words, no thoughts and no calls: all that is trained of it is its end.",
+        "Take these rows out, or check that the column of the answers is the right one.",
+    ),
 }

@@ -150,6 +150,11 @@ class GrpoObjective:
         return self._counts
 
     @property
+    def holds_all_logits(self) -> bool:
+        """See `Objective`."""
+        return self._logprobs.holds_all_logits
+
+    @property
     def measured(self) -> dict[str, float]:
         """Means over the trained tokens of the last step: entropy, clip_ratio, importance_ratio, logprob_difference,
         ratio, kl, routing_agreement."""

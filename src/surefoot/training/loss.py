@@ -102,6 +102,11 @@ class TokenLoss:
         self._run = gathered(model, self._nll)
         self._head = _output_layer(model, head_is_plain)
 
+    @property
+    def holds_all_logits(self) -> bool:
+        """See `Objective`."""
+        return self._head is None
+
     def __call__(self, batch: MicroBatch) -> Tensor:
         """Shapes: a scalar in float32, with its graph."""
         return self._run(batch)
@@ -137,6 +142,11 @@ class TokenLogprobs:
         self._temperature = temperature
         self._run = gathered(model, self._logprobs)
         self._head = _output_layer(model, head_is_plain)
+
+    @property
+    def holds_all_logits(self) -> bool:
+        """See `Objective`."""
+        return self._head is None
 
     def __call__(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Shapes: float32 [N] with its graph, float32 [N] without."""

@@ -51,6 +51,10 @@ from surefoot.training.sft import SftObjective
 from surefoot.training.step import Learner
 
 Emit = Callable[[Event], None]
+ALL_LOGITS = (
+    "this model scales or caps its logits itself, so those of all trained tokens of a micro-batch are held at once; "
+    "a smaller per_device_train_batch_size holds fewer"
+)
 EXPERTS_LEFT_OUT = "target_modules: {} mean linear layers, and the experts of this model are none: add `experts`"
 
 
@@ -357,6 +361,8 @@ def _load(
     lora = lora_settings(config)
     if lora is not None and (left_out := experts_left_out(learner.model, lora.targets)):
         emit(Noted(EXPERTS_LEFT_OUT.format(", ".join(left_out))))
+    if learner.objective.holds_all_logits:
+        emit(Noted(ALL_LOGITS))
     if config.health and not config.compile:  # a hook would cut the graph of each layer in two
         phases.follow(getattr(learner.model.get_decoder(), "layers", ()))
     if resume.checkpoint is not None:

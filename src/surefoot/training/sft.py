@@ -56,6 +56,11 @@ class SftObjective:
         return self._counts
 
     @property
+    def holds_all_logits(self) -> bool:
+        """See `Objective`."""
+        return self._token_loss.holds_all_logits
+
+    @property
     def measured(self) -> Mapping[str, float]:
         """Nothing besides the loss."""
         return {}

@@ -54,6 +54,10 @@ class Objective(Protocol):
         """Rows each expert got in the last step, int64 [layers, E]; None for a dense model."""
 
     @property
+    def holds_all_logits(self) -> bool:
+        """Whether logits of all trained tokens of a micro-batch exist at once: the model scales or caps them itself."""
+
+    @property
     def measured(self) -> Mapping[str, float]:
         """What else there is to say of the last step, by name; the same on all ranks."""
 
