@@ -20,12 +20,14 @@ from surefoot.health.diagnose.accelerators import find_in_gpus, find_launch_boun
 from surefoot.health.recorder import KINDS, PHASES
 from surefoot.health.ring import RingWriter
 from surefoot.health.supervisor import Supervisor
+from surefoot.kernel_log import KernelLog
 from surefoot.report.page import write_report
 
 SPINNING = GpuSample(0, 1.0, 71.0, 700.0, 1980, 3 << 30, 41)
 WORKING = GpuSample(0, 0.99, 610.0, 700.0, 1755, 60 << 30, 64)
 IDLE = GpuSample(0, 0.0, 71.0, 700.0, 345, 3 << 30, 33)
 HOT = GpuSample(0, 1.0, 400.0, 700.0, 900, 60 << 30, 91, ("too hot (hardware)",))
+BUSES = ("3b", "1b")
 UNKNOWN = GpuSample(0, None, None, None, None, None, None)
 
 
@@ -153,14 +155,16 @@ def test_only_cards_that_the_run_may_use_are_sampled(
     code = (
         "import sys, time; from pathlib import Path; from surefoot.health.accelerators import Accelerators\n"
         "seen = Accelerators(Path(sys.argv[1]), int(sys.argv[2])); time.sleep(2.5)\n"
-        "print([gpu.index for gpu in (seen.looks() or [(0, ())])[0][1]])"
+        "print([gpu.index for gpu in (seen.looks() or [(0, ())])[0][1]])\n"
+        "print([n for n, device in enumerate(['0000:1b:00', '0000:2b:00']) if seen.may_be(device)])"
     )
     told = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path), str(count)], env={**os.environ, **nvml_driver, **told},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert done.stdout == f"{indices}\n", done.stderr
+    whose_errors_count = [0, 1] if count == 1 or not indices else indices  # a server may use what ranks do not
+    assert done.stdout == f"{indices}\n{whose_errors_count}\n", done.stderr
 
 
 def test_cards_are_not_blamed_on_runs_that_do_not_use_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +192,24 @@ def test_cards_are_not_blamed_on_runs_that_do_not_use_them(tmp_path: Path, monke
     supervisor._trends._accelerators._looks.extend(looks(*worse, count=30))
     ring.write(1060.0, KINDS.index("step"), 0, 42, (1.0, 1.0, 1.0, 0.0, 0.0))
     assert [(finding.code, finding.evidence["device"]) for finding in supervisor.look(1061.0)] == [("SF724", 1)]
+    ring.close()
+
+
+def test_errors_of_cards_that_the_run_may_not_use_are_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trending, "uses_gpus", lambda _: True)
+    (tmp_path / "events").mkdir()
+    supervisor = Supervisor(tmp_path, 1, 0.0)
+    ring = RingWriter(tmp_path / "events" / f"rank-00000-{time.time_ns()}.ring", 0)
+    ring.write(1000.0, KINDS.index("step"), 0, 1, (1.0, 1.0, 1.0, 0.0, 0.0))
+    supervisor._trends._accelerators._addresses = ["00000000:1B:00.0"]
+    supervisor._trends._kernel_log.end()
+    (tmp_path / "kmsg").write_text("")
+    supervisor._trends._kernel_log = KernelLog(tmp_path / "kmsg")
+    said = [f"3,{n},99,-;NVRM: Xid (PCI:0000:{bus}:00): 79, GPU has fallen off the bus." for n, bus in enumerate(BUSES)]
+    (tmp_path / "kmsg").write_text("\n".join(said) + "\n")
+    assert [(one.code, one.evidence["device"]) for one in supervisor.look(1001.0)] == [("SF112", "0000:1b:00")]
     ring.close()
 
 

@@ -209,8 +209,7 @@ def test_bfloat16_follows_float32(settings: dict[str, Any], tuning: str) -> None
 
 @pytest.mark.matrix
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns about itself, and fails where a warning is an error
 def test_layers_with_experts_are_compiled_once_for_all(
     settings: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -228,8 +227,9 @@ def test_layers_with_experts_are_compiled_once_for_all(
     torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
-@pytest.mark.filterwarnings("ignore")  # torch.compile warns about itself, and fails where a warning is an error
+@pytest.mark.filterwarnings("ignore")
 def test_compiled_layers_give_the_same_losses(settings: dict[str, Any], model_folder: Callable[[str], Path]) -> None:
     plain = losses(settings, model=str(model_folder("llama")))
     compiled = losses(settings, model=str(model_folder("llama")), compile=True)

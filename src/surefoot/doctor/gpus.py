@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
-from surefoot.doctor.nvml import BETWEEN, visible
+from surefoot.doctor.nvml import BETWEEN, is_at, visible
 from surefoot.doctor.snapshot import Gpu
 
 GIB = 1 << 30
@@ -34,7 +34,7 @@ def errors(seen: Seen) -> Check:
             found.append(f"GPU {card.index} lost data in its memory {card.uncorrected_errors} times")
         if card.remap:
             found.append(f"GPU {card.index}: replacing bad rows of its memory is {card.remap}")
-    own = [xid for xid in seen.machine.xids if any(_is_of(xid, card) for card in used(seen))]
+    own = [xid for xid in seen.machine.xids if any(is_at(card.pci, xid) for card in used(seen))]
     if own:
         found.append(f"the kernel's log has Xid {', '.join(own[-3:])}")
     if found:
@@ -176,12 +176,6 @@ def used(seen: Seen) -> list[Gpu]:
     named = seen.machine.environment.get("CUDA_VISIBLE_DEVICES")
     cards = [cards[number] for number in visible(named, [card.uuid for card in cards])]
     return cards[: seen.local_ranks] if seen.run is not None else cards
-
-
-def _is_of(xid: str, card: Gpu) -> bool:
-    """Whether an error is of a card: `0000:1b:00: 79`, and `00000000:1B:00.0`. Where the card tells no address, yes."""
-    bus = ":".join(xid.split(":")[1:3])
-    return not card.pci or card.pci.lower().partition(":")[2].startswith(bus.lower())
 
 
 CHECKS = (errors, clocks, links, pcie, peers, others)

@@ -89,6 +89,17 @@ def _pairs(nvml: Any, ask: Callable[[Any, Any], Any], words: Mapping[int, str]) 
     return {pair: words.get(int(said), "not known") for pair, said in answers.items() if said is not None}
 
 
+def address_of(nvml: Any, handle: Any) -> str:
+    """Of a card on the PCI bus, `00000000:1B:00.0`; empty where it tells none."""
+    return _text(getattr(_ask(nvml, nvml.nvmlDeviceGetPciInfo, handle), "busId", ""))
+
+
+def is_at(address: str, device: str) -> bool:
+    """Whether a card is the device of which the kernel says something: `0000:1b:00`. Yes where it tells no address."""
+    bus = ":".join(device.split(":")[1:3])
+    return not address or address.lower().partition(":")[2].startswith(bus.lower())
+
+
 def _ask(nvml: Any, question: Callable[..., Any], *about: Any) -> Any:
     try:
         return question(*about)
@@ -113,7 +124,7 @@ def _card(nvml: Any, index: int) -> Gpu:
         index=index,
         name=_text(ask(nvml.nvmlDeviceGetName)),
         uuid=_text(ask(nvml.nvmlDeviceGetUUID)),
-        pci=_text(getattr(ask(nvml.nvmlDeviceGetPciInfo), "busId", "")),
+        pci=address_of(nvml, handle),
         capability=".".join(map(str, ask(nvml.nvmlDeviceGetCudaComputeCapability) or ())),
         slowed_by=tuple(words for bit, words in SLOWING.items() if reasons & bit),
         power_limit_w=limit / 1000 if limit is not None else None,

@@ -18,7 +18,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from surefoot.doctor.nvml import SLOWING, visible
+from surefoot.doctor.nvml import SLOWING, address_of, is_at, visible
 from surefoot.health.ring import this_machine
 
 EVERY_S = 2.0
@@ -85,6 +85,7 @@ class Accelerators:
         """How the cards were when they were first looked at."""
         self.why_not = ""
         """Why there are no samples, if there are none."""
+        self._addresses: list[str] = []
         self._written_s = 0.0
         self._thread = threading.Thread(target=self._watch, name="accelerators", daemon=True)
         self._thread.start()
@@ -92,6 +93,10 @@ class Accelerators:
     def looks(self) -> list[Look]:
         """Of the last `KEPT_S`."""
         return list(self._looks)
+
+    def may_be(self, device: str) -> bool:
+        """Whether the run may use a device that the kernel names (`0000:1b:00`); so it is where NVML tells nothing."""
+        return not self._addresses or any(is_at(address, device) for address in self._addresses)
 
     def end(self) -> None:
         self._is_over.set()
@@ -102,7 +107,9 @@ class Accelerators:
 
             pynvml.nvmlInit()
             all_of_them = [pynvml.nvmlDeviceGetHandleByIndex(n) for n in range(pynvml.nvmlDeviceGetCount())]
-            handles = dict(list(_visible(all_of_them).items())[: self._count])  # a rank takes that of its number
+            seen = _visible(all_of_them)
+            self._addresses = [address_of(pynvml, handle) for handle in seen.values()]
+            handles = dict(list(seen.items())[: self._count])  # a rank takes that of its number
         except Exception as error:  # noqa: BLE001 - no driver, no permission, no package: then there are no samples
             self.why_not = f"{type(error).__name__}: {error}"
             return

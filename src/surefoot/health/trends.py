@@ -173,8 +173,11 @@ class Trends:
         return [finding] if finding is not None else []
 
     def _gpu_errors(self) -> tuple[list[GpuError], list[int]]:
-        """(what the kernel's log says of this machine's GPUs, the ranks' processes); nothing where ranks use none."""
-        errors = gpu_errors(self._kernel_log.read())
+        """(what the kernel's log says of GPUs that the run may use, the ranks' processes); nothing where they use none.
+
+        A server of rollouts may use others than the ranks.
+        """
+        errors = [one for one in gpu_errors(self._kernel_log.read()) if self._accelerators.may_be(one.device)]
         processes = [rank.ring.process for rank in self._ranks.values()]
         return (errors if any(map(uses_gpus, processes)) else []), processes
 
