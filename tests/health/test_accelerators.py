@@ -17,6 +17,7 @@ import surefoot
 from surefoot.health import trends as trending
 from surefoot.health.accelerators import Accelerators, GpuSample, Look, read_looks
 from surefoot.health.diagnose.accelerators import find_in_gpus, find_launch_bound, find_worse_gpus, in_words
+from surefoot.health.rank_state import RankState
 from surefoot.health.recorder import KINDS, PHASES
 from surefoot.health.ring import RingWriter
 from surefoot.health.supervisor import Supervisor
@@ -192,6 +193,25 @@ def test_cards_are_not_blamed_on_runs_that_do_not_use_them(tmp_path: Path, monke
     supervisor._trends._accelerators._looks.extend(looks(*worse, count=30))
     ring.write(1060.0, KINDS.index("step"), 0, 42, (1.0, 1.0, 1.0, 0.0, 0.0))
     assert [(finding.code, finding.evidence["device"]) for finding in supervisor.look(1061.0)] == [("SF724", 1)]
+    ring.close()
+
+
+@pytest.mark.parametrize(("offloads", "codes"), [(False, ["SF310"]), (True, [])])
+def test_a_card_that_waits_for_what_is_offloaded_is_not_blamed_on_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offloads: bool, codes: list[str]
+) -> None:
+    monkeypatch.setattr(trending, "uses_gpus", lambda _: True)
+    monkeypatch.setattr(RankState, "busy_cores", 1.0)
+    (tmp_path / "events").mkdir()
+    supervisor = Supervisor(tmp_path, 1, 0.0)
+    ring = RingWriter(tmp_path / "events" / f"rank-00000-{time.time_ns()}.ring", 0)
+    ring.write(999.0, KINDS.index("run started"), 0, 1, (float(offloads), 0.0, 0.0, 0.0, 0.0))
+    for step in range(40):
+        ring.write(1000.05 + step, KINDS.index("phase began"), PHASES.index("forward"), step, (0.0,) * 5)
+        ring.write(1000.95 + step, KINDS.index("phase ended"), PHASES.index("forward"), step, (0.0,) * 5)
+        ring.write(1001.0 + step, KINDS.index("step"), 0, step, (1.0, 1.0, 1.0, 0.0, 0.0))
+    supervisor._trends._accelerators._looks.extend(looks(HALF_USED, count=30))
+    assert [finding.code for finding in supervisor.look(1041.0)] == codes
     ring.close()
 
 

@@ -13,7 +13,7 @@ import yaml
 
 import surefoot
 from surefoot.errors import InputError
-from surefoot.events import PhaseBegan, PhaseEnded, StepEnded
+from surefoot.events import PhaseBegan, PhaseEnded, RunEnded, RunStarted, StepEnded
 from surefoot.health.recorder import KEPT_STARTS, Entry, Recorder, read_history
 from tests.conftest import training_process
 
@@ -139,5 +139,15 @@ def test_cores_that_are_waited_for_between_steps_are_no_steps(tmp_path: Path, mo
         recorder.observe(PhaseBegan(0, step, "evaluate"))
         waits.waited_s += 10
         recorder.observe(PhaseEnded(0, step, "evaluate"))
+    recorder.observe(RunEnded({}))
     found = [entry.values["in_line_s"] for entry in read_history(tmp_path).entries if entry.kind == "learning rate"]
     assert found == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("config", "offloads"), [({}, 0.0), ({"offload": None}, 0.0), ({"offload": "cpu"}, 1.0)])
+def test_a_run_that_offloads_says_so(tmp_path: Path, config: dict[str, Any], offloads: float) -> None:
+    recorder = Recorder(tmp_path, 0)
+    recorder.observe(RunStarted(tmp_path, config, 5, 1, 1, 1))
+    recorder.observe(RunEnded({}))
+    first = read_history(tmp_path).entries[0]
+    assert (first.kind, first.step, first.values["offloads"]) == ("run started", 1, offloads)

@@ -46,6 +46,8 @@ class RankState:
         """Phase -> the longest time it took here so far."""
         self._began_s: list[float] = []
         self.has_ended = False
+        self.offloads = False
+        """Whether it keeps weights or the optimizer in host memory."""
         self.load: dict[str, float] | None = None
         """What its model took of host memory, where it said so."""
         self.expert_load = 1.0
@@ -88,6 +90,8 @@ class RankState:
                 self.load = values
             elif kind == "expert ranks":
                 self.expert_load = values["load"]
+            elif kind == "run started":
+                self.offloads = bool(values["offloads"])
             elif kind == "run ended":
                 self.has_ended = True
         return steps

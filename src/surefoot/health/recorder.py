@@ -57,6 +57,7 @@ VALUE_NAMES: dict[str, tuple[str, ...]] = {
     "memory": ("frozen", "trained", "gradients", "optimizer", "total"),
     "evaluated": ("measured",),
     "checkpoint": ("save_time_s",),
+    "run started": ("offloads",),
     "run ended": ("failed",),
 }
 """What a record's values are, by kind."""
@@ -220,7 +221,7 @@ class Recorder:
         elif isinstance(event, Preparing):
             self._write("preparing", 0)
         elif isinstance(event, RunStarted):
-            self._write("run started", event.first_step)
+            self._write("run started", event.first_step, float(event.config.get("offload") is not None))
         elif isinstance(event, RunEnded):
             self._write("run ended", 0, float(event.summary.get("status") == "failed"))
             self._end()

@@ -167,7 +167,7 @@ class Trends:
     def _launch_bound(self, looks: list[Look]) -> list[Finding]:
         """By the rank whose process is busiest."""
         rank = max(self._ranks.values(), key=lambda one: one.busy_cores or 0.0, default=None)
-        if rank is None or not looks:
+        if rank is None or not looks or rank.offloads:  # then the device waits for copies and for the CPU's update
             return []
         finding = find_launch_bound(looks, rank.busy_cores, share_of_steps(rank.times, COMPUTING))
         return [finding] if finding is not None else []
