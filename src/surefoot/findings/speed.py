@@ -74,7 +74,8 @@ PAGES = {
         "warning",
         "the GPUs wait for the program to start kernels",
         "NVML says that the GPUs are busy for less than 60 % of the time, while steps are forward, backward and "
-        "optimizer for 70 % and more, and the rank's process uses about one core or more: many small kernels. Not said of runs that offload.",
+        "optimizer for 70 % and more, and the rank's process uses about one core or more: many small kernels. "
+        "Not said of runs that offload.",
         "Raise per_device_train_batch_size or max_length, set torch_compile: true; in other trainers use fused experts "
         "in place of a loop over them (SF310 is what a loop over 60 experts looks like).",
         ("QwenLM/Qwen3#275", "deepseek-ai/DeepSeek-MoE#5"),
