@@ -183,6 +183,13 @@ def test_other_columns_are_kept_when_asked(tmp_path: Path, tokenizer: PreTrained
     assert [dataset.columns(0, sample) for sample in (0, 1)] == [{"solution": [1, {"a": "é"}]}, {}]
 
 
+def test_a_column_may_hold_what_is_no_text(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Half a surrogate pair, as tests of programs have them."""
+    (tmp_path / "a.jsonl").write_text(json.dumps(talk("one", tests=["\ud800"])) + "\n")
+    dataset = prepared(tmp_path / "a.jsonl", tokenizer, keep_columns=True)
+    assert dataset.columns(0, 0) == {"tests": ["\ud800"]}
+
+
 def test_findings_of_data_that_train_but_should_not(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     leak = "a long answer that is given away"
     rows = [

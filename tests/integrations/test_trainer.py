@@ -204,11 +204,25 @@ def test_labels_are_counted_in_a_real_training(trainer: Callable[..., Trainer], 
 def test_what_was_evaluated_is_recorded_and_no_step_loses_its_loss(
     trainer: Callable[..., Trainer], tmp_path: Path
 ) -> None:
-    trainer(logging_steps=1).train()
+    made = trainer(logging_steps=1)
+    made.train()
     found = read_history(tmp_path / "out").entries
     assert [entry.step for entry in found if entry.kind == "evaluated"] == [3, 6]
-    losses = [entry.values["loss"] for entry in found if entry.kind == "step"]
-    assert all(map(math.isfinite, losses[1:]))
+    losses = {entry.step: entry.values["loss"] for entry in found if entry.kind == "step"}
+    logged = {one["step"]: one["loss"] for one in made.state.log_history if "loss" in one}
+    assert losses == pytest.approx(logged)
+    assert list(losses) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_is_told_with_the_step_at_which_it_is_logged(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    made = trainer(logging_steps=2, eval_strategy="no")
+    made.train()
+    found = read_history(tmp_path / "out").entries
+    losses = {entry.step: entry.values["loss"] for entry in found if entry.kind == "step"}
+    logged = {one["step"]: one["loss"] for one in made.state.log_history if "loss" in one}
+    assert {step: loss for step, loss in losses.items() if not math.isnan(loss)} == pytest.approx(logged)
+    assert list(losses) == [1, 2, 3, 4, 5, 6]
 
 
 class _Stops(TrainerCallback):  # type: ignore[misc]

@@ -76,6 +76,14 @@ def dies_on_bad(completions, **_):
 def fails_on_groups(completions, **_):
     return [1 / (len(completions) == 1)]
 
+def share_of_longest(completions, **_):
+    assert "bad" not in completions
+    return [len(one) / max(map(len, completions)) for one in completions]
+
+def fails_but_alone(completions, **_):
+    assert len(completions) == 1 and completions != ["bad"]
+    return [1.0]
+
 def slow(completions, **_):
     time.sleep(600)
 
@@ -156,6 +164,25 @@ def test_a_failure_of_a_group_is_no_reward_for_what_is_said_of_each_alone(reward
     (scored,) = rewards("fails_on_groups").score([asked()])
     assert values(scored) == [[None]] * 3
     assert all("division by zero" in (of_one[0].failure or "") for of_one in scored)
+
+
+def test_those_on_which_a_function_does_not_fail_are_compared_with_each_other(rewards: Callable[..., Rewards]) -> None:
+    (scored,) = rewards("share_of_longest").score([asked(["a", "aa", "aaaa", "bad"])])
+    assert values(scored) == [[0.25], [0.5], [1.0], [None]]
+    (scored,) = rewards("fails_but_alone").score([asked(["a", "aa", "bad"])])
+    assert values(scored) == [[None]] * 3
+    assert "without those on which it fails alone as well" in (scored[0][0].failure or "")
+
+
+def test_each_function_has_a_name_of_its_own(tmp_path: Path) -> None:
+    for file, function in (("a", "f"), ("b", "f_2"), ("c", "f")):
+        (tmp_path / f"{file}.py").write_text(
+            f"def {function}(completions, **_):\n    return [0.0] * len(completions)\n"
+        )
+    items = [RewardItem(func=f"{tmp_path}/{one}") for one in ("a.py:f", "b.py:f_2", "c.py:f", "a.py:f")]
+    ours = Rewards(items, num_workers=1, timeout_s=20, where="run.yaml:7")
+    assert ours.names == ["f", "f_2", "f_3", "f_4"]
+    ours.end()
 
 
 def test_whoever_waits_hears_that_rewards_are_waited_for(
@@ -304,12 +331,15 @@ def item(func: str, **args: Any) -> RewardItem:
     [
         (item("exact_match"), [" 42\n", "42.", ""], {"answer": 42}, [1, 0, 0]),
         (item("exact_match", answer_column="right"), ["a", "b"], {"answer": "a", "right": "b"}, [0, 1]),
+        (item("exact_match", answer_column="max"), ["a", "b"], {"max": "b"}, [0, 1]),
+        (item("exact_match"), ["", "a"], {"answer": ""}, [None, None]),
+        (item("exact_match"), ["nan", "a"], {"answer": float("nan")}, [None, None]),
         (item("regex", pattern=r"\A<a>.*</a>\Z"), ["<a>x\ny</a>", "x<a></a>"], {}, [1, 0]),
         (item("length", min=2, max=4), ["x", "xx", "xxxx", "xxxxx"], {}, [0, 1, 1, 0]),
     ],
 )
 def test_built_in_rewards(
-    rewards: Callable[..., Rewards], reward: RewardItem, texts: list[str], columns: Any, expected: list[float]
+    rewards: Callable[..., Rewards], reward: RewardItem, texts: list[str], columns: Any, expected: list[float | None]
 ) -> None:
     (scored,) = rewards(reward).score([asked(texts, **columns)])
     assert [of_one[0].reward for of_one in scored] == expected

@@ -298,6 +298,22 @@ def test_a_step_without_any_reward_stops_the_run(grpo: dict[str, Any], tmp_path:
     assert len(lines(tmp_path / "run", "completions.jsonl")) == 8  # what was generated can be looked at
 
 
+def test_a_function_without_a_weight_only_watches(grpo: dict[str, Any], tmp_path: Path) -> None:
+    broken = {"func": reward_file(tmp_path, "    raise OSError('no answer')"), "weight": 0.0}
+    result = surefoot.train({**grpo, "reward_funcs": [VOWELS, broken], "max_steps": 1}, screen=False)
+    (finding,) = [one for one in result.as_dict()["findings"] if one["code"] == "SF802"]
+    assert "the function has no weight: none is left out of the loss" in finding["cause"]
+    assert all(one["reward"] == one["rewards"]["regex"] for one in lines(tmp_path / "run", "completions.jsonl"))
+
+    judge = reward_file(tmp_path, "    return [None] * len(completions)")
+    settings = {**grpo, "reward_funcs": [judge, {**VOWELS, "weight": 0.0}], "output_dir": str(tmp_path / "other")}
+    with pytest.raises(StoppedOnFinding, match="none of the 8 completions of step 1 has a reward"):
+        surefoot.train(settings, screen=False)
+    settings = {**grpo, "reward_funcs": [{**VOWELS, "weight": 0.0}]}
+    with pytest.raises(ConfigError, match="each of reward_funcs has weight 0"):
+        surefoot.train(settings, screen=False)
+
+
 def test_a_finding_keeps_what_was_learned(grpo: dict[str, Any], tmp_path: Path) -> None:
     body = (
         "    import pathlib\n"

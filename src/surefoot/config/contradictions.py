@@ -127,6 +127,12 @@ def _check_grpo(run: RunConfig, given: set[str]) -> Iterator[Contradiction]:
             "reward_weights",
             "reward_funcs",
         )
+    elif run.reward_funcs and not any(item.weight for item in run.rewards):
+        yield Contradiction(
+            "each of reward_funcs has weight 0, so no completion would have a reward. Give one a weight",
+            "reward_funcs",
+            "reward_weights",
+        )
     if run.global_batch_size is not None and run.global_batch_size % run.num_generations:
         yield Contradiction(
             f"global_batch_size={run.global_batch_size} completions a step are no multiple of "

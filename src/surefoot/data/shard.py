@@ -72,7 +72,8 @@ class ShardWriter:
         }
         metadata = {
             "problems": json.dumps(self.problems, ensure_ascii=False),
-            "columns": json.dumps(self.columns if any(self.columns) else [], ensure_ascii=False, default=str),
+            # In ASCII, since a column may hold half a surrogate pair, which is no valid text.
+            "columns": json.dumps(self.columns if any(self.columns) else [], default=str),
             "images": json.dumps(self.images if any(self.images) else [], ensure_ascii=False),
             "lost_images": str(self.lost_images),
             "max_id": str(int(tensors["ids"].max(initial=-1))),

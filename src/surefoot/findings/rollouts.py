@@ -18,8 +18,9 @@ PAGES = {
         "reward functions fail",
         "A function raised, took longer than `reward_timeout_s`, returned NaN or another number of rewards than it was "
         "given completions, or its process ended. A group of the wrong count is left out of the loss whole, a NaN "
-        "alone; else the function is asked again for each completion alone, and those on which it fails again are left "
-        "out. metrics.jsonl counts them as `rewards_failed`, completions.jsonl gives the reason of each.",
+        "alone; else the function is asked again for each completion alone: those on which it fails again are left "
+        "out, and the others are asked for together. A function of weight 0 leaves none out. metrics.jsonl counts "
+        "them as `rewards_failed`, completions.jsonl gives the reason of each.",
         "Correct the function where the finding's trace points: it returns a list with one value for each completion "
         "that it is given, None for those that it cannot judge. Raise reward_timeout_s where it only is slow.",
     ),

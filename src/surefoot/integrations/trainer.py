@@ -12,6 +12,7 @@ import math
 import os
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -81,6 +82,8 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         self._phase: Phase | None = None
         self._step_began_s = 0.0
         self._sign_of_life_s = 0.0
+        self._ended: StepEnded | None = None
+        """The newest step, until the trainer has logged what it was."""
         self._logged: dict[str, float] = {}
         self._batches: Batches | None = None
 
@@ -125,11 +128,10 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         on_device = sample_device_memory(_device(), self._rank, int(state.global_step)) if self._observers else None
         if on_device is not None:
             self._emit(on_device)
-        self._emit(self._step_ended(state, now - self._step_began_s))
-        self._logged = {}
+        self._ended = _step_ended(state, now - self._step_began_s)
         self._step, self._step_began_s = min(int(state.global_step) + 1, int(state.max_steps)), now
-        if not self._begin_flagged(control):
-            self._begin(_next(state, control))
+        if not control.should_log:
+            self._go_on(state, control)
 
     def on_epoch_end(self, _: TrainingArguments, __: TrainerState, control: TrainerControl, **___: Any) -> None:
         self._begin_flagged(control)
@@ -141,13 +143,21 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
             self._begin("evaluate")
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, *__: Any, logs: dict[str, float] | None = None, **___: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *_: Any,
+        logs: dict[str, float] | None = None,
+        **__: Any,
     ) -> None:
         numbers = {name: float(value) for name, value in (logs or {}).items() if isinstance(value, int | float)}
-        if "loss" in numbers:  # of the steps since the last log; told once, with the step that ends next
+        if "loss" in numbers:  # of the steps since the last log; told once, with the last of them
             self._logged, self._scales_losses = numbers, bool(args.fp16)
             self._hides_losses = bool(args.logging_nan_inf_filter)
             self._look_at(numbers, int(state.global_step))
+            if self._ended is not None:
+                self._go_on(state, control)
         elif "eval_loss" in numbers:
             self._emit(Evaluated(int(state.global_step), {"eval_loss": numbers["eval_loss"]}))
 
@@ -208,23 +218,22 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         self._begin("evaluate" if control.should_evaluate else "save")
         return True
 
-    def _step_ended(self, state: TrainerState, took_s: float) -> StepEnded:
-        return StepEnded(
-            step=int(state.global_step),
-            total_steps=int(state.max_steps),
-            is_last=bool(state.global_step >= state.max_steps),
-            epoch=float(state.epoch or 0.0),
-            loss=self._logged.get("loss", math.nan),
-            grad_norm=self._logged.get("grad_norm", math.nan),
-            learning_rate=self._logged.get("learning_rate", math.nan),
-            tokens=int(getattr(state, "num_input_tokens_seen", 0) or 0),
-            trained_tokens=0,
-            tokens_per_second=math.nan,
-            step_time_s=took_s,
-            peak_memory_bytes=peak_memory_bytes(_device()),
-        )
+    def _go_on(self, state: TrainerState, control: TrainerControl) -> None:
+        """Begin what comes after a step."""
+        if not self._begin_flagged(control):
+            self._begin(_next(state, control))
+
+    def _tell_step(self) -> None:
+        """The newest step, with what was logged of it."""
+        if self._ended is not None:
+            loss, grad_norm, learning_rate = (
+                self._logged.get(name, math.nan) for name in ("loss", "grad_norm", "learning_rate")
+            )
+            self._emit(replace(self._ended, loss=loss, grad_norm=grad_norm, learning_rate=learning_rate))
+            self._ended, self._logged = None, {}
 
     def _begin(self, phase: Phase) -> None:
+        self._tell_step()
         self._end_phase()
         self._phase = phase
         self._emit(PhaseBegan(self._rank, self._step, phase))
@@ -241,6 +250,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
     def _end(self, summary: dict[str, str]) -> None:
         atexit.unregister(self.close)
         _LIVE.discard(self)
+        self._tell_step()
         self._end_phase()
         self._emit(RunEnded(summary))
         self._observers = []
@@ -250,6 +260,24 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         if self._watcher is not None:
             end(self._watcher)
             self._watcher = None
+
+
+def _step_ended(state: TrainerState, took_s: float) -> StepEnded:
+    """Without what the trainer logs of it later."""
+    return StepEnded(
+        step=int(state.global_step),
+        total_steps=int(state.max_steps),
+        is_last=bool(state.global_step >= state.max_steps),
+        epoch=float(state.epoch or 0.0),
+        loss=math.nan,
+        grad_norm=math.nan,
+        learning_rate=math.nan,
+        tokens=int(getattr(state, "num_input_tokens_seen", 0) or 0),
+        trained_tokens=0,
+        tokens_per_second=math.nan,
+        step_time_s=took_s,
+        peak_memory_bytes=peak_memory_bytes(_device()),
+    )
 
 
 def _device() -> torch.device:

@@ -97,8 +97,7 @@ SETTINGS_OF: Mapping[str, Mapping[str, type]] = {
     "json_schema": {"schema": dict},
     "length": {"min": int, "max": int},
 }
-SETTINGS = frozenset(name for settings in SETTINGS_OF.values() for name in settings)
-"""Arguments of built-ins that come from `args` alone, whatever columns a row has."""
+"""Built-in -> its arguments that come from `args` alone, whatever columns a row has."""
 
 
 def settings_problem(name: str, args: Mapping[str, Any]) -> str | None:
@@ -142,8 +141,12 @@ def _answers(columns: Mapping[str, Any], named: str | None) -> Sequence[Any]:
     found = _answer_column(columns, named)
     if found is None:
         raise KeyError(_no_answers(columns, named))
-    answers: Sequence[Any] = columns[found]
-    return answers
+    return [None if _is_blank(answer) else answer for answer in columns[found]]
+
+
+def _is_blank(answer: Any) -> bool:
+    """Whether a row has no answer: tables write that as nothing, or as NaN."""
+    return answer is None or answer != answer or (isinstance(answer, str) and not answer.strip())
 
 
 def columns_problem(

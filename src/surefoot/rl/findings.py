@@ -14,14 +14,17 @@ FLAT_ROLLOUTS = 10
 
 
 def failing_rewards(
-    step: int, failed: int, completions: int, failures: Sequence[str], *, is_evaluation: bool
+    step: int, failed: int, left_out: int, completions: int, failures: Sequence[str], *, is_evaluation: bool
 ) -> Finding:
-    """Some completions have no reward, since a function failed on them."""
-    of, left_out = ("the evaluation after step", "its means") if is_evaluation else ("step", "the loss")
+    """Some completions have no reward, since a function failed on them; not `left_out` where that has no weight."""
+    of, what = ("the evaluation after step", "its means") if is_evaluation else ("step", "the loss")
+    these = (
+        "these" if left_out == failed else f"{left_out} of these" if left_out else "the function has no weight: none"
+    )
     return Finding(
         "SF802",
-        f"reward functions failed on {failed} of {completions} completions of {of} {step}; these are left out "
-        f"of {left_out}. The first: {failures[0].splitlines()[0]}",
+        f"reward functions failed on {failed} of {completions} completions of {of} {step}; {these} "
+        f"{'are' if left_out else 'is'} left out of {what}. The first: {failures[0].splitlines()[0]}",
         {"step": step, **_by_function(failures), "first": failures[0]},
         CATALOGUE["SF802"].fix,
     )

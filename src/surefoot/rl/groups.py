@@ -26,11 +26,8 @@ class Answer:
     rewards: list[float | None]
     """Of each function."""
     failures: list[str]
-
-    @property
-    def is_scored(self) -> bool:
-        """Whether no function failed on it and one judged it."""
-        return not self.failures and any(reward is not None for reward in self.rewards)
+    is_scored: bool
+    """Whether no function failed on it and one judged it, of those with a weight."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +69,11 @@ class Judge:
     def names(self) -> list[str]:
         """Of the reward functions."""
         return self._rewards.names
+
+    @property
+    def weighty(self) -> set[str]:
+        """The names of those with a weight; the others only watch."""
+        return {name for name, item in zip(self.names, self._config.rewards, strict=True) if item.weight}
 
     def groups(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Group]:
         """The same on all ranks; `completions`: those of this one. Each group is judged whole, on one. Collective.
@@ -168,7 +170,7 @@ class Judge:
         }
 
     def _judged(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[list[Any]]]:
-        """[group][completion]: the text, the rewards and the failures, as `Answer` takes them."""
+        """[group][completion]: the text, the rewards, the failures and whether they count, as `Answer` takes them."""
         texts = [[self._text_of(completion) for completion in made] for _, made in groups]
         asked = [
             Answers(prompt.columns, of_group, [completion.ids for completion in made])
@@ -183,7 +185,7 @@ class Judge:
         scores = self._rewards.score(asked, waiting=wait)
         return [
             [
-                [text, [one.reward for one in of_one], self._failures(of_one)]
+                [text, [one.reward for one in of_one], self._failures(of_one), self._is_scored(of_one)]
                 for text, of_one in zip(of_group, scored, strict=True)
             ]
             for of_group, scored in zip(texts, scores, strict=True)
@@ -196,6 +198,11 @@ class Judge:
     def _failures(self, scored: Sequence[Scored]) -> list[str]:
         """Of each function that failed on a completion, with its name."""
         return [f"{name}: {one.failure}" for name, one in zip(self.names, scored, strict=True) if one.failure]
+
+    def _is_scored(self, scored: Sequence[Scored]) -> bool:
+        pairs = zip(self._config.rewards, scored, strict=True)
+        counted = [one for item, one in pairs if item.weight]
+        return not any(one.failure for one in counted) and any(one.reward is not None for one in counted)
 
     def _reward(self, answer: Answer) -> float:
         if not answer.is_scored:

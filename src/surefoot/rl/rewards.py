@@ -15,13 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from surefoot.config import RewardItem
 from surefoot.errors import ConfigError
 from surefoot.process_end import describe_end
-from surefoot.rl.builtin_rewards import BUILT_IN, NEEDS, SETTINGS, settings_problem
+from surefoot.rl.builtin_rewards import BUILT_IN, NEEDS, SETTINGS_OF, settings_problem
 
 START_DEADLINE_S = 120.0
 """For a worker to import the functions' files."""
@@ -115,7 +116,8 @@ class Rewards:
         names: list[str] = []
         for item in self._items:
             name = item.func.rpartition(":")[2]
-            names.append(name if name not in names else f"{name}_{len(names) + 1}")
+            numbered = (f"{name}_{number}" for number in count(2))
+            names.append(next(one for one in chain([name], numbered) if one not in names))
         return names
 
     def score(self, groups: Sequence[Answers], waiting: Callable[[], None] = lambda: None) -> list[list[list[Scored]]]:
@@ -142,7 +144,9 @@ class Rewards:
             worker.kill()
 
     def _group(self, group: Answers, number: int) -> list[Scored]:
-        """What a function says of a group; where it fails, of each completion alone, so that the culprit is known.
+        """What a function says of a group.
+
+        Where it fails, each completion is asked of alone, so that the culprits are known, and then the others together.
 
         One that miscounts is not asked again: a number for each call, instead of one for each completion, would pass
         for a completion's own.
@@ -178,16 +182,24 @@ class Rewards:
                 scored.append(Scored(None, str(error)))
         if late and not any(one.reward is not None for one in scored):
             self._late_groups[number] += 1
-        if any(one.failure for one in scored):
-            return scored
         # What a function says of a completion alone need not be what it would have said of it among the others.
-        return [Scored(None, f"{of_all}; of each of them alone it says something, which is not used")] * len(everyone)
+        sound = [index for index in everyone if scored[index].failure is None]
+        if len(sound) == len(everyone):
+            return [Scored(None, f"{of_all}; of each alone it says something, which is not used")] * len(everyone)
+        if len(sound) > 1 and not self._is_over.is_set():
+            try:
+                together = self._call(group, number, sound)
+            except (_Late, _Failed, _Miscounted) as error:
+                together = [Scored(None, f"{error}, without those on which it fails alone as well")] * len(sound)
+            for index, one in zip(sound, together, strict=True):
+                scored[index] = one
+        return scored
 
     def _call(self, group: Answers, number: int, chosen: Sequence[int]) -> list[Scored]:
         item = self._items[number]
         arguments = group.arguments(chosen)
         if item.func in BUILT_IN:  # a column of the same name is no setting of theirs
-            arguments = {name: value for name, value in arguments.items() if name not in SETTINGS}
+            arguments = {name: value for name, value in arguments.items() if name not in SETTINGS_OF[item.func]}
         worker = self._workers.get()
         try:
             rewards = worker.ask(number, {**arguments, **item.args}, self._timeout_s)

@@ -370,7 +370,8 @@ class RolloutSource:
         answers = [answer for group in groups for answer in group.answers]
         known = [total for group in groups for total in group.totals if not isnan(total)]
         if not known:
-            failures = [failure for group in made for answer in group.answers for failure in answer.failures]
+            said = [failure for group in made for answer in group.answers for failure in answer.failures]
+            failures = [failure for failure in said if failure.partition(":")[0] in self._judge.weighty]
             stopped = StoppedOnFinding(no_rewards(step + 1, len(answers), failures))
             stopped.is_agreed = True
             raise stopped
@@ -403,10 +404,11 @@ class RolloutSource:
         told_of = self._told_of[is_evaluation]
         failing = {failure.partition(":")[0] for failure in failures} - told_of
         told_of |= failing
-        failed = sum(bool(answer.failures) for answer in answers)
+        failed = [answer for answer in answers if answer.failures]
         if not failing:
             return []
-        return [failing_rewards(step, failed, len(answers), failures, is_evaluation=is_evaluation)]
+        left_out = sum(not answer.is_scored for answer in failed)
+        return [failing_rewards(step, len(failed), left_out, len(answers), failures, is_evaluation=is_evaluation)]
 
 
 def _with_files(columns: Mapping[str, Any], images: Sequence[Image]) -> Mapping[str, Any]:
