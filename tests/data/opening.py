@@ -17,9 +17,9 @@ def open_dataset(
 ) -> Dataset:
     """A dataset that is found, not prepared."""
     items = paths if isinstance(paths, list) else [DatasetItem(path=str(paths))]
-    keep_columns = reading.pop("keep_columns", False)
+    keep_columns, prompts = reading.pop("keep_columns", False), reading.pop("prompts", False)
     return Dataset(
-        find_sources(items),
+        [replace(source, spec=replace(source.spec, prompts=prompts)) for source in find_sources(items)],
         RendererSource.of(tokenizer, {}, parse_special_tokens=False),
         replace(Reading(max_length=256, truncation="error"), **reading),
         num_workers=num_workers,

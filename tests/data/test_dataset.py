@@ -183,6 +183,13 @@ def test_other_columns_are_kept_when_asked(tmp_path: Path, tokenizer: PreTrained
     assert [dataset.columns(0, sample) for sample in (0, 1)] == [{"solution": [1, {"a": "é"}]}, {}]
 
 
+def test_a_prompt_of_one_token_can_be_answered(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": "one two"}])
+    dataset = prepared(path, tokenizer, prompts=True, train_on="all")
+    assert [len(sample.ids) > 1 for sample in dataset] == [False, True]
+    assert list(dataset.skipped()) == []
+
+
 def test_a_column_may_hold_what_is_no_text(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """Half a surrogate pair, as tests of programs have them."""
     (tmp_path / "a.jsonl").write_text(json.dumps(talk("one", tests=["\ud800"])) + "\n")

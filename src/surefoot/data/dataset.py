@@ -393,7 +393,8 @@ class Dataset:
                 f"{reading.limit}={reading.max_length}. {reading.way_out or 'Raise it'}, or set truncation: {ways} "
                 f"({self._where})."
             )
-        skip = view & ((trained == 0) | (too_long & (has_images | (reading.truncation in ("error", "drop")))))
+        says_nothing = (lengths if self._are_prompts else trained) == 0
+        skip = view & (says_nothing | (too_long & (has_images | (reading.truncation in ("error", "drop")))))
         take = view & ~skip
         reasons = [
             (int(shard.lines[i]), _reason(int(lengths[i]), reading, bool(loses_trained[i]), bool(has_images[i])))

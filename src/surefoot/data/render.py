@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
@@ -95,30 +95,48 @@ class RendererSource:
             backend.no_truncation()
             backend.no_padding()
         content = backend.to_str().encode()
-        begins = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
-        has_template = tokenizer.chat_template is not None
-        template = TemplateSource(
-            template=_template_of(tokenizer, None, today) if has_template else None,
-            tool_template=_template_of(tokenizer, [], today) if has_template else None,
-            special_tokens=dict(tokenizer.special_tokens_map),
-            controls=tuple(
-                sorted(
-                    token.content
-                    for token in tokenizer.added_tokens_decoder.values()
-                    if token.special or LOOKS_SPECIAL.match(token.content)
-                )
-            ),
-            eos=str(tokenizer.eos_token),
-            plain_start=str(tokenizer.bos_token) if begins else "",
-            kwargs=kwargs,
-            parse_special_tokens=parse_special_tokens,
-        )
+        template = _template_source(tokenizer, kwargs, today, parse_special_tokens=parse_special_tokens)
         source = RendererSource(
             template, hashlib.sha256(content).hexdigest(), tokenizer.bos_token_id, images, why_blind
         )
         if not source.tokenizer_file.is_file():
             write_bytes(source.tokenizer_file, content)
         return source
+
+
+def answer_ends(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None) -> frozenset[int]:
+    """The tokens with which the chat template ends an answer, as they are trained; none without a template.
+
+    `kwargs`: further variables of the template. Base models often have a template that ends turns with another token
+    than the tokenizer's end of a text. Raises: DataError for a template that cannot be rendered.
+    """
+    if tokenizer.chat_template is None:
+        return frozenset()
+    source = _template_source(tokenizer, dict(kwargs or {}), date(2024, 7, 26), parse_special_tokens=False)
+    return frozenset(tokenizer.convert_tokens_to_ids(list(ChatTemplate(source).ends)))
+
+
+def _template_source(
+    tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any], today: date, *, parse_special_tokens: bool
+) -> TemplateSource:
+    begins = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+    has_template = tokenizer.chat_template is not None
+    return TemplateSource(
+        template=_template_of(tokenizer, None, today) if has_template else None,
+        tool_template=_template_of(tokenizer, [], today) if has_template else None,
+        special_tokens=dict(tokenizer.special_tokens_map),
+        controls=tuple(
+            sorted(
+                token.content
+                for token in tokenizer.added_tokens_decoder.values()
+                if token.special or LOOKS_SPECIAL.match(token.content)
+            )
+        ),
+        eos=str(tokenizer.eos_token),
+        plain_start=str(tokenizer.bos_token) if begins else "",
+        kwargs=kwargs,
+        parse_special_tokens=parse_special_tokens,
+    )
 
 
 def _template_of(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None, today: date) -> str:

@@ -29,6 +29,8 @@ from surefoot.errors import DataError
 RENDER_DEADLINE_S = 10.0
 STAND_INS = (0xF0000, 0x100000)
 """Where stand-in characters are taken from: the private planes of Unicode; the second if a text uses the first."""
+PLAIN_TURNS = (Message("user", "Q1"), Message("assistant", "A1"), Message("user", "Q2"), Message("assistant", "A2"))
+"""On which is seen how a template begins and ends turns."""
 MARK = "\U000ffffd"
 """Marks a place in a message, in a rendering that is only looked at."""
 
@@ -200,34 +202,41 @@ class ChatTemplate:
         return line or max(controls, default=0)
 
     @cached_property
-    def _ends(self) -> tuple[str, ...]:
-        """The special tokens that end a turn of the assistant, seen on a conversation of plain turns.
-
-        Raises: DataError where the template writes the assistant's header, but not as a generation prompt.
-        """
-        turns = [Message("user", "Q1"), Message("assistant", "A1"), Message("user", "Q2"), Message("assistant", "A2")]
-        text = ""
-        for messages in (turns, turns[:2]):
+    def _turns(self) -> str:
+        """A conversation of plain turns, or a part of it; empty where the template refuses that."""
+        for messages in (PLAIN_TURNS, PLAIN_TURNS[:2]):
             with suppress(BadRow):  # a template may refuse what it likes; rows are what counts
-                text = self._template(messages, ())
-                break
-        ends: list[str] = []
+                return self._template(messages, ())
+        return ""
+
+    @cached_property
+    def ends(self) -> tuple[str, ...]:
+        """The special tokens that end a turn of the assistant, seen on a conversation of plain turns."""
+        text, ends = self._turns, []
         for answer in ("A1", "A2"):
             behind = text.find(answer) + len(answer)
             found = self._control.search(text, behind) if answer in text else None
             if found is not None and not text[behind : found.start()].strip():
                 ends.append(found.group())
-        if "A1" in text:
-            begin = len(before := self._template(turns[:1], (), add_generation_prompt=True))
-            header = text[begin : text.find("A1")].strip()
-            if header and before == self._template(turns[:1], ()):
+        ends += [self.source.eos, "<|eom_id|>"]  # Llama 3.1 ends a turn that waits for a tool with the latter
+        return tuple(dict.fromkeys(end for end in ends if end in self._controls))
+
+    @cached_property
+    def _ends(self) -> tuple[str, ...]:
+        """`ends`, of a template that can be trained with.
+
+        Raises: DataError where it writes the assistant's header, but not as a generation prompt.
+        """
+        if "A1" in self._turns:
+            begin = len(before := self._template(PLAIN_TURNS[:1], (), add_generation_prompt=True))
+            header = self._turns[begin : self._turns.find("A1")].strip()
+            if header and before == self._template(PLAIN_TURNS[:1], ()):
                 raise DataError(
                     f"the chat template writes {header!r} before the assistant's words, but not as the generation "
                     "prompt, so the model would be trained to write it itself. Give a template that handles "
                     "add_generation_prompt with chat_template"
                 )
-        ends += [self.source.eos, "<|eom_id|>"]  # Llama 3.1 ends a turn that waits for a tool with the latter
-        return tuple(dict.fromkeys(end for end in ends if end in self._controls))
+        return self.ends
 
     @cached_property
     def _headers(self) -> frozenset[str]:

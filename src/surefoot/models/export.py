@@ -9,7 +9,7 @@ names per expert and fused names both work.
 import json
 import re
 import shutil
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from itertools import groupby, islice
 from pathlib import Path
 
@@ -30,11 +30,11 @@ from transformers.core_model_loading import (
 
 from surefoot.errors import ModelError
 from surefoot.models.adapter import read_contents
-from surefoot.models.build import meta_model
+from surefoot.models.build import load_config, meta_model
 from surefoot.models.sources import weight_files
 from surefoot.models.vision import vision_names
 from surefoot.models.weights import INDEX, split_into_files, tensor_file
-from surefoot.storage import new_folder
+from surefoot.storage import new_folder, write_json
 
 LAYER = re.compile(r"^.*\.layers\.\d+(?=\.)")
 PROCESSOR_FILES = (
@@ -113,6 +113,19 @@ def _write_config(folder: Path, base: Path, model: PreTrainedModel) -> None:
         model.generation_config.save_pretrained(folder)
 
 
+def name_ends(folder: Path, ends: Collection[int]) -> None:
+    """Let generation_config.json of a written model name the tokens that end its answers, besides those it names."""
+    path = folder / "generation_config.json"
+    about = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    named = about.get("eos_token_id")
+    if named is None:
+        named = load_config(folder).get_text_config().eos_token_id
+    named = list(named) if isinstance(named, list) else [named] if named is not None else []
+    missing = sorted(set(ends) - set(named))
+    if missing:
+        write_json(path, {**about, "eos_token_id": [*named, *missing]})
+
+
 def in_layers(names: Iterable[str]) -> list[str]:
     """Names of parameters and buffers, those of a layer beside each other."""
     return sorted(names, key=lambda name: dot_natural_key(_layer_of(name)))
@@ -144,8 +157,8 @@ def _layer_of(name: str) -> str:
     return found[0] if found else ""
 
 
-def merge_adapter(base: Path, adapter: Path, target: Path) -> Path:
-    """Write `base` with `adapter` merged in to the new folder `target`.
+def merge_adapter(base: Path, adapter: Path, target: Path, finish: Callable[[Path], None] = lambda _: None) -> Path:
+    """Write `base` with `adapter` merged in to the new folder `target`; `finish` adds to it before it appears.
 
     Raises: ModelError where a part of the adapter finds no place in the base, so that no fine-tuning is lost unsaid.
     """
@@ -163,6 +176,7 @@ def merge_adapter(base: Path, adapter: Path, target: Path) -> Path:
         for path in sorted(base.iterdir()):
             if path.is_file() and path.suffix not in (".safetensors", ".bin", ".gguf"):
                 shutil.copy2(path, temporary / path.name)
+        finish(temporary)
     return target
 
 

@@ -9,10 +9,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.config import RunConfig
+from surefoot.data.render import answer_ends
 from surefoot.errors import ModelError
 from surefoot.models.adapter import CONFIG, load_adapter_files, read_adapter, settings_of, write_adapter
 from surefoot.models.build import build_model, load_tokenizer, meta_model, trainable_parameters
-from surefoot.models.export import in_layers, merge_adapter, read_untrained, stored_buffers, write_model
+from surefoot.models.export import in_layers, merge_adapter, name_ends, read_untrained, stored_buffers, write_model
+from surefoot.models.generate import end_tokens
 from surefoot.models.lora import LoraSettings, adaptable_names, tower_names
 from surefoot.models.placement import put, whole
 from surefoot.models.sources import resolve_model
@@ -69,6 +71,7 @@ def write_artifact(
                         write_adapter(folder, shapes, values, settings, *about)
                     else:
                         write_model(folder, base, shapes, values, dtype)
+                        name_ends(folder, answer_ends(tokenizer))
                     tokenizer.save_pretrained(folder)
         finally:
             for _ in values:  # the other ranks, and a first one that could not write: gathering takes all
@@ -114,6 +117,7 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
         with new_folder(target) as folder:
             values = ((name, untrained[name] if name in untrained else saved.read(name)) for name in names)
             write_model(folder, base, {name: shapes[name] for name in names}, values)
+            name_ends(folder, answer_ends(tokenizer))
             tokenizer.save_pretrained(folder)
         return target
     adapter = target if not merge else target.with_name(f".{target.name}.adapter")
@@ -126,7 +130,7 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
     if not merge:
         return adapter
     try:
-        return merge_adapter(base, adapter, target)
+        return _merge(base, adapter, target)
     finally:
         shutil.rmtree(adapter)
 
@@ -139,7 +143,25 @@ def _merge_or_copy(finished: Path, target: Path, merge: bool) -> Path:
     base = load_adapter_files(finished)[0].get("base_model_name_or_path")
     if not base:
         raise ModelError(f"{finished}/{CONFIG} names no base model.")
-    return merge_adapter(resolve_model(base, f"{finished}/{CONFIG}"), finished, target)
+    return _merge(resolve_model(base, f"{finished}/{CONFIG}"), finished, target)
+
+
+def _merge(base: Path, adapter: Path, target: Path) -> Path:
+    """The base with the adapter merged in, and with the chat template that the adapter was trained with."""
+
+    def finish(folder: Path) -> None:
+        own, trained = load_tokenizer(base), _tokenizer_of(adapter, base)
+        if trained.chat_template != own.chat_template:
+            trained.save_pretrained(folder)
+        name_ends(folder, answer_ends(trained))
+
+    return merge_adapter(base, adapter, target, finish)
+
+
+def _tokenizer_of(adapter: Path | None, base: Path) -> PreTrainedTokenizerBase:
+    """The one that an adapter brings along, or else its base's."""
+    is_there = adapter is not None and (adapter / "tokenizer_config.json").is_file()
+    return load_tokenizer(adapter if adapter is not None and is_there else base)
 
 
 def _config_of(run: Path) -> RunConfig:
@@ -197,8 +219,10 @@ def load(source: str, adapter: Path | None) -> tuple[PreTrainedModel, PreTrained
     # Ours needs the lengths of packed samples, which callers do not have.
     model.set_attn_implementation(attention_of(model.config, "sdpa"))
     model.eval()
-    tokens_from = adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else base
-    return model, load_tokenizer(tokens_from)
+    tokenizer = _tokenizer_of(adapter, base)
+    # As trained: a base model's generation_config.json need not name the token with which the template ends answers.
+    model.generation_config.eos_token_id = sorted(end_tokens(model, tokenizer) | answer_ends(tokenizer))
+    return model, tokenizer
 
 
 def load_adapter(folder: Path, model: PreTrainedModel, settings: LoraSettings) -> None:

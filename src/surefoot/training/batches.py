@@ -86,8 +86,9 @@ class RunData:
         return _columns(self.train, self.order.windows_from(position)[0][0])
 
     def held_out_columns(self) -> dict[str, object]:
-        """Those of held-out rows; none without any."""
-        return {} if self.held_out is None else _columns(self.held_out, 0)
+        """Those of held-out rows; none without any, or where they are held out of the files that are trained on."""
+        is_apart = self.held_out is not None and self.held_out.preparation is not self.train.preparation
+        return _columns(self.held_out, 0) if self.held_out is not None and is_apart else {}
 
     def _check(self) -> None:
         """Everything is prepared: refuse what cannot be trained on, wherever in the order it comes."""

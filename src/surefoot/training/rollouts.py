@@ -20,6 +20,7 @@ from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.images import ImageSettings, find_image
 from surefoot.data.order import Position
 from surefoot.data.pixels import PixelReader
+from surefoot.data.render import answer_ends
 from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.events import Event, Noted, Preparing
 from surefoot.models.build import meta_model
@@ -229,12 +230,13 @@ def rollout_source(
 ) -> RolloutSource:
     """The batch source of a learner. Collective. Raises: StoppedOnFinding (SF801) where a server does not get ready."""
     text = learner.model.config.get_text_config()
+    ends = end_tokens(learner.model, tokenizer) | answer_ends(tokenizer, config.template_variables)
     sampling = Sampling(
         max_tokens=config.max_completion_length,
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
-        ends=frozenset(token for token in end_tokens(learner.model, tokenizer) if token < text.vocab_size),
+        ends=frozenset(token for token in ends if token < text.vocab_size),
         stops=tuple(config.stops),
         banned=image_tokens(learner.model),
     )

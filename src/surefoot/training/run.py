@@ -13,11 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from surefoot.config import OF_ALL_RANKS, LoadedConfig, RunConfig, as_yaml, changed_fields
 from surefoot.data.loader import MicroBatch
 from surefoot.data.order import StepBatch
+from surefoot.data.render import answer_ends
 from surefoot.doctor.across import facts_of, ranks_differ
 from surefoot.doctor.collect import collect
 from surefoot.errors import CheckpointError, ConfigError, StoppedOnFinding, SurefootError
 from surefoot.events import Event, FindingMade, Noted, Observer, RunEnded, RunStarted
 from surefoot.models.build import load_tokenizer
+from surefoot.models.generate import end_tokens
 from surefoot.models.lora import experts_left_out
 from surefoot.models.sources import resolve_model
 from surefoot.parallel.layout import Layout
@@ -54,6 +56,10 @@ Emit = Callable[[Event], None]
 ALL_LOGITS = (
     "this model scales or caps its logits itself, so those of all trained tokens of a micro-batch are held at once; "
     "a smaller per_device_train_batch_size holds fewer"
+)
+UNNAMED_ENDS = (
+    "the chat template ends answers with {}, which generation_config.json of the model does not name: models that are "
+    "written here will; whoever serves the adapter alone gives it as a stop token"
 )
 EXPERTS_LEFT_OUT = "target_modules: {} mean linear layers, and the experts of this model are none: add `experts`"
 
@@ -361,6 +367,9 @@ def _load(
     lora = lora_settings(config)
     if lora is not None and (left_out := experts_left_out(learner.model, lora.targets)):
         emit(Noted(EXPERTS_LEFT_OUT.format(", ".join(left_out))))
+    tokenizer = opened.tokenizer
+    if unnamed := answer_ends(tokenizer, config.template_variables) - end_tokens(learner.model, tokenizer):
+        emit(Noted(UNNAMED_ENDS.format(", ".join(tokenizer.convert_ids_to_tokens(sorted(unnamed))))))
     if learner.objective.holds_all_logits:
         emit(Noted(ALL_LOGITS))
     if config.health and not config.compile:  # a hook would cut the graph of each layer in two

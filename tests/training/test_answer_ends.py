@@ -1,0 +1,73 @@
+"""Models whose chat template ends answers with another token than their texts end with, as base models often do."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, GenerationConfig
+
+import surefoot
+from surefoot.data.render import answer_ends
+from surefoot.training import rollouts
+from tests.conftest import CHATML
+from tests.training.conftest import EagerEngine
+
+OF_TEXTS, OF_TURNS = "<|endoftext|>", "<|im_end|>"
+
+
+@pytest.fixture
+def base(model_folder: Callable[[str], Path], tmp_path: Path) -> Path:
+    folder = shutil.copytree(model_folder("llama"), tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = OF_TEXTS
+    tokenizer.save_pretrained(folder)
+    GenerationConfig(eos_token_id=tokenizer.eos_token_id, bos_token_id=7).save_pretrained(folder)
+    return folder
+
+
+def ids(folder: Path, *tokens: str) -> list[int]:
+    found: list[int] = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(list(tokens))
+    return found
+
+
+def test_both_tokens_end_answers(base: Path) -> None:
+    assert answer_ends(AutoTokenizer.from_pretrained(base)) == set(ids(base, OF_TEXTS, OF_TURNS))
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_a_model_that_is_written_names_the_end_of_its_answers(
+    base: Path, settings: dict[str, Any], tmp_path: Path, tuning: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del settings["lora_rank"]
+    run = surefoot.train(settings, model=str(base), tuning=tuning, max_steps=1, save_steps=1).run_folder
+    assert f"ends answers with {OF_TURNS}, which generation_config.json" in capsys.readouterr().err
+    is_lora = tuning == "lora"
+    written = [surefoot.export(run, tmp_path / f"at-{step}", merge=is_lora, step=step) for step in (None, 1)]
+    for folder in written:
+        about = json.loads((folder / "generation_config.json").read_text())
+        assert about["eos_token_id"] == ids(base, OF_TEXTS, OF_TURNS)
+        assert about["bos_token_id"] == 7
+    model, _ = surefoot.load(run)
+    assert set(model.generation_config.eos_token_id) == set(ids(base, OF_TEXTS, OF_TURNS))
+
+
+def test_rollouts_end_where_answers_do(base: Path, grpo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts, "LocalEngine", EagerEngine)
+    EagerEngine.ends.clear()
+    surefoot.train(grpo, model=str(base), max_steps=1, screen=False)
+    assert set(EagerEngine.ends) == {frozenset(ids(base, OF_TEXTS, OF_TURNS))}
+
+
+def test_a_merged_model_has_the_chat_template_of_its_training(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = CHATML.replace("<|im_start|>'", "<|im_start|>The '")
+    assert other != CHATML
+    (tmp_path / "other.jinja").write_text(other)
+    run = surefoot.train(settings, chat_template=str(tmp_path / "other.jinja"), max_steps=1).run_folder
+    assert "ends answers with" not in capsys.readouterr().err
+    merged = surefoot.export(run, tmp_path / "merged", merge=True)
+    assert AutoTokenizer.from_pretrained(merged).chat_template == other
