@@ -296,6 +296,32 @@ def test_an_image_that_was_changed_is_prepared_anew(vision: Any, tmp_path: Path)
     assert [sample.ids.tolist() for sample in after[2:]] == [sample.ids.tolist() for sample in before[2:]]
 
 
+def test_a_run_goes_on_with_the_rows_it_saw(vision: Any, pictures: Path, cache: Path, tmp_path: Path) -> None:
+    """An image that comes between two starts would change the order of all rows."""
+    (pictures.parent / "7.png").unlink()
+    settings = vision(on_bad_row="skip", lr_scheduler_type="constant", warmup_ratio=0.0)
+    whole = train(settings, output_dir=str(tmp_path / "whole"), screen=False).run_folder
+    train(settings, max_steps=2, screen=False)
+    shards = [path for path in (cache / "data").glob("*/*.safetensors") if b"7.png" in path.read_bytes()]
+    assert shards
+    before = [path.stat().st_mtime_ns for path in shards]
+    opened(settings)
+    assert [path.stat().st_mtime_ns for path in shards] == before, "nothing has changed, and nothing is made anew"
+    draw(pictures.parent / "7.png", "green")
+    resumed = train(settings, screen=False)
+    assert resumed.examples["skipped"] == 1
+    lines = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (whole, resumed.run_folder)]
+    seen = [
+        [(one["step"], one["loss"], one["tokens"]) for one in map(json.loads, part) if "loss" in one] for part in lines
+    ]
+    assert seen[0] == seen[1]
+
+    train(settings, max_steps=2, overwrite_output_dir=True, screen=False)
+    draw(pictures.parent / "0.png", "blue", size=(28, 28))
+    with pytest.raises(DataError, match=r"pictures.jsonl:1: images of this row .* are not those that this run saw"):
+        train(settings, screen=False)
+
+
 def test_a_missing_image_is_shown_by_surefoot_data(vision: Any, pictures: Path) -> None:
     seen = describe_data(vision(), show=2)
     assert seen.images == {"count": 12, "tokens min": 6, "tokens median": 8, "tokens mean": 8, "tokens p95": 12,

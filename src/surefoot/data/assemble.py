@@ -1,6 +1,7 @@
 """From a config and a tokenizer to the datasets of a run."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -32,10 +33,12 @@ def open_dataset(
     why_blind: str = TEXT_ONLY,
     context: int | None = None,
     only_waits: bool = False,
+    known: Mapping[str, str] | None = None,
     on_progress: OnProgress = lambda _: None,
 ) -> Dataset:
     """A dataset setting of a run, found and its formats told, but not prepared yet; `only_waits`: by another process.
 
+    `known`: what it had `seen` in the run that goes on.
     Rows are samples or, with GRPO, prompts. `reader`: of images, or `why_blind`: why there is none. `context`: the
     most tokens that the model has positions for, of which a prompt leaves room for its completion. With
     `eval_fraction`, `dataset` is the training side; `held_out_side` gives the other.
@@ -80,6 +83,7 @@ def open_dataset(
         num_workers=num_workers(config.dataset_num_proc),
         keep_columns=prompts,
         only_waits=only_waits,
+        known=known,
         on_progress=on_progress,
         where=loaded.where(setting),
     )

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -70,9 +71,18 @@ class CachedFile:
         self.num_bytes = stamp[0]
         self._lock: int | None = None
 
-    def drop_stale(self) -> None:
-        """Let shards be prepared anew whose rows' images have changed, or could not be read."""
-        stale = [chunk.index for chunk in self.chunks if self.has(chunk.index) and self.shard(chunk.index).is_stale]
+    def drop_stale(self, known: Mapping[str, str]) -> None:
+        """Let shards be prepared anew whose rows' images have changed, or may have come.
+
+        `known`: digests of shards by their names, of a run that goes on: those it saw keep their samples, though images
+        that they lack may have come.
+        """
+
+        def is_stale(shard: Shard, name: str) -> bool:
+            return shard.has_changed_images or (known.get(name) != shard.digest and shard.may_find_images)
+
+        there = [chunk.index for chunk in self.chunks if self.has(chunk.index)]
+        stale = [index for index in there if is_stale(self.shard(index), self.name_of(index))]
         if stale and self.try_lock():
             (self.recipe.folder / "complete.json").unlink(missing_ok=True)
             for index in stale:
@@ -91,6 +101,10 @@ class CachedFile:
         if self.is_complete:
             return self.num_bytes
         return sum(chunk.num_bytes for chunk in self.chunks if self.has(chunk.index))
+
+    def name_of(self, index: int) -> str:
+        """The same for the same rows under the same recipe."""
+        return f"{self.key}/{index}"
 
     def shard(self, index: int) -> Shard:
         return Shard(self.recipe.shard_path(index))

@@ -7,7 +7,7 @@ without the parts before it.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -129,13 +129,17 @@ class Dataset:
         num_workers: int = 0,
         only_waits: bool = False,
         keep_columns: bool = False,
+        known: Mapping[str, str] | None = None,
         on_progress: OnProgress = lambda _: None,
         where: str = "dataset",
     ) -> None:
+        """`known`: what `seen` said in the run that goes on."""
         self.sources = sources
         self.renderer_source = source
         self.reading = reading
         self._where = where
+        self.seen = dict(known or {})
+        """Of data with images, which may change beside the rows: a digest of each shard that was read."""
         key = renderer_key(source)
         self._files: list[CachedFile] = []
         self._file_sources: list[int] = []
@@ -145,7 +149,7 @@ class Dataset:
                     has_images = source.images is not None
                     file = CachedFile(path, name, part.spec, key, keep_columns=keep_columns, has_images=has_images)
                     if has_images and not only_waits:
-                        file.drop_stale()
+                        file.drop_stale(self.seen)
                     self._files.append(file)
                 except DataError as error:
                     raise DataError(f"{error} ({where})") from error
@@ -332,7 +336,16 @@ class Dataset:
     def _shard(self, number: int) -> Shard:
         ref = self.chunks[number]
         self.preparation.require(ref.file, ref.index)
-        shard = self._files[ref.file].shard(ref.index)
+        file = self._files[ref.file]
+        shard = file.shard(ref.index)
+        if self.renderer_source.images is not None:
+            name = file.name_of(ref.index)
+            if self.seen.setdefault(name, shard.digest) != shard.digest:
+                raise DataError(
+                    f"{self._place(ref, int(shard.lines[0]) if len(shard) else 1)}: images of this row or of the "
+                    f"{ref.num_rows} that begin near it are not those that this run saw before, so it would go on in "
+                    f"another order. Put them back as they were, or start a new run ({self._where})."
+                )
         vocab_size = self.reading.vocab_size
         if vocab_size is not None and shard.max_id >= vocab_size and not self.reading.is_lenient:
             sample = int(np.searchsorted(shard.offsets, int(np.argmax(shard.ids)), "right")) - 1

@@ -96,6 +96,9 @@ def image_of(values: Mapping[str, Any]) -> Image:
 class BadImage(BadRow):
     """An image that cannot be read as it is now: what lies outside of its row may be put right without changing it."""
 
+    looked_for: tuple[str, ...] = ()
+    """The files that were tried; none for what is fetched, which may come the next time."""
+
 
 def find_image(source: ImageSource, folder: Path, settings: ImageSettings) -> Image:
     """The image that a row names. Bytes and downloads are kept in the cache.
@@ -104,19 +107,29 @@ def find_image(source: ImageSource, folder: Path, settings: ImageSettings) -> Im
     StorageError.
     """
     path = _path_of(source, folder, settings)
-    stamp = _stamp_of(path)
-    content = _read(path)
-    with _decoded(content, str(path)) as picture:
+    try:
+        stamp = _stamp_of(path)
+        content = _read(path)
+        picture = _decoded(content, str(path))
+    except BadImage as error:
+        error.looked_for = (str(path),)
+        raise
+    with picture:
         rows, columns = settings.cells(*picture.size)
     return Image(str(path), hashlib.sha256(content).hexdigest(), stamp, rows, columns)
 
 
 def has_changed(image: Image) -> bool:
     """Whether the file is not the one that was prepared, by its size and time of change."""
+    return stamp_now(image.path) != tuple(image.stamp)
+
+
+def stamp_now(path: str) -> tuple[int, int] | None:
+    """Size and time of change of a file; None where it cannot be read."""
     try:
-        return _stamp_of(Path(image.path)) != tuple(image.stamp)
+        return _stamp_of(Path(path))
     except BadImage:
-        return True
+        return None
 
 
 def open_image(image: Image, cell: int) -> Pillow.Image:
@@ -168,7 +181,9 @@ def _path_of(source: ImageSource, folder: Path, settings: ImageSettings) -> Path
         if any(candidate.is_dir() for candidate in tried):
             raise BadRow(f"image {said} is a folder; name one file")
         looked = " and ".join(dict.fromkeys(str(one.absolute())[:300] for one in tried))
-        raise BadImage(f"image {said} is missing; looked for {looked}. image_dir says where paths begin")
+        missing = BadImage(f"image {said} is missing; looked for {looked}. image_dir says where paths begin")
+        missing.looked_for = tuple(str(one.absolute()) for one in tried)
+        raise missing
     return found
 
 

@@ -133,7 +133,7 @@ class Preparer:
                 conversation = reader.read(row.columns)
                 text = self._renderer.render(conversation, recipe.path.parent)
             except BadRow as error:
-                writer.refuse(number, row.line, str(error), lost_image=isinstance(error, BadImage))
+                writer.refuse(number, row.line, str(error), lost=error if isinstance(error, BadImage) else None)
                 continue
             except DataError as error:
                 raise DataError(f"{recipe.name}:{row.line}: {error}") from error

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from surefoot.data.images import Image, has_changed, image_of
+from surefoot.data.images import BadImage, Image, has_changed, image_of, stamp_now
 from surefoot.data.render import Rendered
 from surefoot.storage import write_bytes
 
@@ -35,7 +36,8 @@ class ShardWriter:
     problems: list[tuple[int, int, str]] = field(default_factory=list)
     columns: list[Mapping[str, Any]] = field(default_factory=list)
     images: list[list[dict[str, Any]]] = field(default_factory=list)
-    lost_images: int = 0
+    lost_images: list[list[tuple[str, tuple[int, int] | None]]] = field(default_factory=list)
+    """Of each row without one of its images: the files that were tried, and their stamps then."""
 
     def add(self, row: int, line: int, sample: Rendered, columns: Mapping[str, Any]) -> None:
         """A sample, the number of its row in the chunk, the line it begins on, and columns kept beside it."""
@@ -50,9 +52,10 @@ class ShardWriter:
         self.columns.append(columns)
         self.images.append([asdict(image) for image in sample.images])
 
-    def refuse(self, row: int, line: int, reason: str, *, lost_image: bool = False) -> None:
-        """A row that is no sample; `lost_image`: it may be one once its image can be read."""
-        self.lost_images += lost_image
+    def refuse(self, row: int, line: int, reason: str, *, lost: BadImage | None = None) -> None:
+        """A row that is no sample; `lost`: it may be one once its image can be read."""
+        if lost is not None:
+            self.lost_images.append([(path, stamp_now(path)) for path in lost.looked_for])
         # A reason may quote what is no valid text, which could be neither stored nor shown.
         self.problems.append((row, line, reason.encode("utf-8", "backslashreplace").decode()))
 
@@ -75,7 +78,7 @@ class ShardWriter:
             # In ASCII, since a column may hold half a surrogate pair, which is no valid text.
             "columns": json.dumps(self.columns if any(self.columns) else [], default=str),
             "images": json.dumps(self.images if any(self.images) else [], ensure_ascii=False),
-            "lost_images": str(self.lost_images),
+            "lost_images": json.dumps(self.lost_images),
             "max_id": str(int(tensors["ids"].max(initial=-1))),
         }
         write_bytes(path, save(tensors, metadata))
@@ -146,11 +149,25 @@ class Shard:
         kept: list[Mapping[str, Any]] = json.loads(self._metadata["columns"])
         return kept
 
+    @cached_property
+    def digest(self) -> str:
+        """Equal for shards that hold the same samples."""
+        hashed = blake2b(self.digests.tobytes(), digest_size=8)
+        hashed.update(self.rows.tobytes())
+        return hashed.hexdigest()
+
     @property
-    def is_stale(self) -> bool:
-        """Whether images of its rows are not what they were when it was written, or could not be read then."""
-        lost = int(self._metadata["lost_images"])
-        return bool(lost) or any(has_changed(image) for sample in range(len(self)) for image in self.images(sample))
+    def has_changed_images(self) -> bool:
+        """Whether images of its samples are not what they were when it was written."""
+        return any(has_changed(image) for sample in range(len(self)) for image in self.images(sample))
+
+    @property
+    def may_find_images(self) -> bool:
+        """Whether images that could not be read when it was written are no longer as they were then."""
+        return any(
+            not tried or any(stamp_now(path) != (tuple(stamp) if stamp else None) for path, stamp in tried)
+            for tried in json.loads(self._metadata["lost_images"])
+        )
 
     def images(self, sample: int) -> tuple[Image, ...]:
         """The images of a sample, in order."""

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -198,9 +198,15 @@ def describe(loaded: LoadedConfig, *, show: int) -> DataReport:
 
 
 def open_data(
-    loaded: LoadedConfig, base: Path, tokenizer: PreTrainedTokenizerBase, emit: Emit, ranks: Ranks = ALONE
+    loaded: LoadedConfig,
+    base: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    emit: Emit,
+    ranks: Ranks = ALONE,
+    *,
+    known: Mapping[str, str] | None = None,
 ) -> RunData:
-    """The data a config names, found and its formats told. Raises: DataError."""
+    """The data a config names, found and its formats told. `known`: see `Dataset`. Raises: DataError."""
     model = load_config(base)
     vocab_size = int(model.get_text_config().vocab_size)
     reader, why_blind = open_images(loaded, base, model, tokenizer)
@@ -220,6 +226,7 @@ def open_data(
             why_blind=why_blind,
             context=longest_context(model.get_text_config().to_dict()),
             only_waits=waits,
+            known=known if setting == "dataset" else None,
             on_progress=report,
         )
 

@@ -42,6 +42,8 @@ class TrainState:
     loss_sum: float = 0.0
     """Sum of the steps' losses; their mean is the run's train_loss."""
     data_fingerprint: str = ""
+    data_seen: Mapping[str, str] = field(default_factory=dict)
+    """Of data with images: see `Dataset.seen`."""
     position: Position = field(default_factory=Position)
     """Where in the order of the data the next step begins."""
     epoch: float = 0.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -103,8 +103,9 @@ class Job:
     """What the weights after so many steps reach on held-out samples, by name; None without any. Collective."""
     before_evaluation: Callable[[], None]
     """Waits for held-out samples that are still being prepared."""
-    pending: Callable[[TrainState, float], list[dict[str, Any]]]
-    """What a checkpoint keeps of the batch source besides its position; waits for it so many seconds. Collective."""
+    as_saved: Callable[[TrainState, float], TrainState]
+    """A state with what a checkpoint keeps of the batch source besides its position; waits so many seconds for it.
+    Collective."""
     learner: Learner
     phases: Phases
     emit: Callable[[Event], None]
@@ -338,9 +339,9 @@ def _evaluate(job: Job, state: TrainState) -> TrainState:
 
 
 def _save(job: Job, state: TrainState) -> None:
-    pending = job.pending(state, inf)  # the next step would wait for it anyway
+    saved = job.as_saved(state, inf)  # the next step would wait for it anyway
     with job.phases("save"):
-        job.saver.save(job.learner.parameters, job.learner.optimizer, replace(state, pending=pending))
+        job.saver.save(job.learner.parameters, job.learner.optimizer, saved)
 
 
 def _save_if_new(job: Job, state: TrainState) -> None:
@@ -349,8 +350,8 @@ def _save_if_new(job: Job, state: TrainState) -> None:
         job.saver.wait()
         folder = checkpoint_folder(job.run_folder, state.step)
         if state.step and job.ranks.from_first(lambda: folder not in list_checkpoints(job.run_folder)):
-            pending = job.pending(state, LAST_WAIT_S)
-            job.saver.save(job.learner.parameters, job.learner.optimizer, replace(state, pending=pending))
+            saved = job.as_saved(state, LAST_WAIT_S)
+            job.saver.save(job.learner.parameters, job.learner.optimizer, saved)
             job.saver.wait()
     _tell_of_saves(job)
 

@@ -233,8 +233,9 @@ def _open(loaded: LoadedConfig, resume: Resume, emit: Emit, ranks: Ranks) -> _Op
         ranks.node_by_node(lambda: check_routing_replay(loaded, base))
         ranks.node_by_node(lambda: check_trained_routers(loaded, ranks.size))
         tokenizer = ranks.together(lambda: load_tokenizer(base, config.chat_template))
+    known = ranks.together(lambda: read_state(resume.checkpoint).data_seen if resume.checkpoint is not None else None)
     with phases("tokenise"):
-        data = ranks.node_by_node(lambda: open_data(loaded, base, tokenizer, emit, ranks))
+        data = ranks.node_by_node(lambda: open_data(loaded, base, tokenizer, emit, ranks, known=known))
 
     state = TrainState(data_fingerprint=data.train.fingerprint())
     if resume.checkpoint is not None:
@@ -303,6 +304,10 @@ def _assemble(
         with phases("wait for data"):
             return data.batches(state.position)
 
+    def as_saved(state: TrainState, wait_s: float) -> TrainState:
+        pending = [] if rewards is None else source.pending(state.position, state.step, wait_s)
+        return replace(state, pending=pending, data_seen=dict(data.train.seen))
+
     def evaluate(step: int) -> Mapping[str, float]:
         if rewards is not None:
             assert data.held_out is not None
@@ -320,7 +325,7 @@ def _assemble(
         batches=batches,
         evaluate=evaluate if data.held_out is not None else None,
         before_evaluation=data.finish,
-        pending=lambda state, wait_s: [] if rewards is None else source.pending(state.position, state.step, wait_s),
+        as_saved=as_saved,
         learner=learner,
         phases=phases,
         emit=emit,
