@@ -298,6 +298,20 @@ def test_a_step_without_any_reward_stops_the_run(grpo: dict[str, Any], tmp_path:
     assert len(lines(tmp_path / "run", "completions.jsonl")) == 8  # what was generated can be looked at
 
 
+def test_a_run_that_goes_on_with_other_rewards_says_so(
+    grpo: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = "mine.py: changed since step 1; rewards from here on are of other functions"
+    body = "    return [float(len(one)) for one in completions]"
+    settings = {**grpo, "reward_funcs": [reward_file(tmp_path, body)], "lr_scheduler_type": "constant"}
+    surefoot.train(settings, warmup_ratio=0.0, max_steps=1)
+    surefoot.train(settings, warmup_ratio=0.0, max_steps=2)
+    assert changed not in capsys.readouterr().err
+    reward_file(tmp_path, body.replace("float", "-float"))
+    surefoot.train(settings, warmup_ratio=0.0, max_steps=3)
+    assert changed.replace("step 1", "step 2") in capsys.readouterr().err
+
+
 def test_a_function_without_a_weight_only_watches(grpo: dict[str, Any], tmp_path: Path) -> None:
     broken = {"func": reward_file(tmp_path, "    raise OSError('no answer')"), "weight": 0.0}
     result = surefoot.train({**grpo, "reward_funcs": [VOWELS, broken], "max_steps": 1}, screen=False)

@@ -52,6 +52,8 @@ class TrainState:
     """Share of the run after which `warmup_steps` were done; 0 until then."""
     evaluation_is_due: bool = False
     """The one after this step was interrupted: a run that goes on makes up for it."""
+    reward_files: Mapping[str, str] = field(default_factory=dict)
+    """The SHA-256 of each file with reward functions."""
     pending: list[dict[str, Any]] = field(default_factory=list)
     """In a checkpoint of GRPO: the completions that further steps train on."""
 

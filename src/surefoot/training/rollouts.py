@@ -41,6 +41,7 @@ from surefoot.rl.findings import EngineDrift
 from surefoot.rl.rewards import Rewards
 from surefoot.rl.rollout import Engine, Request, Sampling
 from surefoot.rl.source import RolloutSource
+from surefoot.storage import sha256_of
 from surefoot.training.artifacts import lora_settings, write_artifact
 from surefoot.training.batches import SIGN_EVERY_S, RunData
 from surefoot.training.grpo import GrpoObjective
@@ -70,6 +71,12 @@ def start_rewards(loaded: LoadedConfig) -> Rewards:
         timeout_s=config.reward_timeout_s,
         where=loaded.where("reward_funcs"),
     )
+
+
+def reward_files(config: RunConfig) -> dict[str, str]:
+    """The SHA-256 of each file with reward functions of a run."""
+    named = (item.func.rpartition(":")[0] for item in config.rewards)
+    return {name: sha256_of(Path(name)) for name in named if name}
 
 
 def check_answers(loaded: LoadedConfig, data: RunData, position: Position) -> None:

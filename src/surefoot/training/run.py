@@ -43,6 +43,7 @@ from surefoot.training.rollouts import (
     check_answers,
     check_routing_replay,
     open_server,
+    reward_files,
     rollout_source,
     settle_server,
     start_rewards,
@@ -280,6 +281,11 @@ def _assemble(
         ranks.node_by_node(lambda: data.prepare(state.position))
         if rewards is not None:
             ranks.node_by_node(lambda: check_answers(loaded, data, state.position))
+    judged_by = ranks.from_first(lambda: reward_files(config))
+    if changed := [name for name, sha256 in state.reward_files.items() if judged_by.get(name, sha256) != sha256]:
+        emit(
+            Noted(f"{', '.join(changed)}: changed since step {state.step}; rewards from here on are of other functions")
+        )
     if server is not None:
         ranks.together(server.check_alive, names_rank=False)
         with phases("sync"):
@@ -306,7 +312,7 @@ def _assemble(
 
     def as_saved(state: TrainState, wait_s: float) -> TrainState:
         pending = [] if rewards is None else source.pending(state.position, state.step, wait_s)
-        return replace(state, pending=pending, data_seen=dict(data.train.seen))
+        return replace(state, pending=pending, data_seen=dict(data.train.seen), reward_files=judged_by)
 
     def evaluate(step: int) -> Mapping[str, float]:
         if rewards is not None:
