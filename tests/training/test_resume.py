@@ -626,24 +626,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert all(torch.equal(written.read(name), wanted.read(name)) for name in wanted.shapes)
 
 
-def test_a_rank_is_through_with_its_note_before_rank_0_can_see_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 takes the notes away as soon as all are there."""
-    folder = tmp_path / "notes"
-    folder.mkdir()
-    replace, seen = os.replace, []
-
-    def replace_and_take_away(source: Path, target: Path) -> None:
-        replace(source, target)
-        seen.append(json.loads(Path(target).read_text()))
-        shutil.rmtree(folder)
-
-    monkeypatch.setattr(os, "replace", replace_and_take_away)
-    saver._leave_note(folder / "rank-00001.json", {"files": {}})
-    assert seen == [{"files": {}}]
-
-
 def test_a_run_that_is_beyond_its_new_end_says_so(settings: dict[str, Any]) -> None:
     settings |= {"lr_scheduler_type": "constant", "save_steps": 2}
     surefoot.train(settings, max_steps=4, screen=False)

@@ -36,6 +36,8 @@ LOGGER = logging.getLogger(__name__)
 DEADLINE_S = 3600.0
 """The longest that rank 0 waits for the other ranks' parts of one checkpoint."""
 POLL_S = 0.02
+AGREE_EVERY_S = 0.5
+"""Between two words of the ranks on how far they are, while they wait for a save."""
 NOTES = "notes"
 
 Blocks = dict[str, dict[str, Block]]
@@ -77,6 +79,7 @@ class Saver:
         self._ranks.from_first(lambda: _empty_folders(temporary, target))
         began = time.perf_counter()
         blocks = self._copied(parameters, optimizer)
+        self._is_abandoned.clear()
         self._thread = threading.Thread(
             target=self._write, args=(temporary, target, blocks, state, began), name="saver", daemon=True
         )
@@ -95,11 +98,30 @@ class Saver:
     def wait(self) -> None:
         """Wait until the save in the background is complete. Collective. Raises: StorageError on all ranks."""
         if self._thread is not None:
-            self._thread.join(DEADLINE_S)
-            if self._thread.is_alive():
-                self._error = StorageError(f"{self._run_folder}: a checkpoint was not written in {DEADLINE_S:.0f} s.")
+            self._wait_for(self._thread)
             self._thread = None
         self._ranks.together(self.raise_error)
+
+    def _wait_for(self, thread: threading.Thread) -> None:
+        """Until it has ended on all ranks, or is late. Collective.
+
+        Where a rank has failed the first one waits no longer for its note, which a full disk may have refused as well.
+        """
+        deadline = time.monotonic() + DEADLINE_S
+        failed: list[bool] = []
+        while True:
+            thread.join(AGREE_EVERY_S)
+            is_writing = thread.is_alive() and time.monotonic() < deadline
+            states = self._ranks.gather([is_writing, self._error is not None])
+            if not any(writes for writes, _ in states):
+                break
+            if not failed and any(has_failed for _, has_failed in states):
+                failed = [has_failed for _, has_failed in states]
+                self._is_abandoned.set()
+        if thread.is_alive():
+            self._error = StorageError(f"{self._run_folder}: a checkpoint was not written in {DEADLINE_S:.0f} s.")
+        elif failed and not failed[self._ranks.rank]:
+            self._error = None  # only a consequence of the other's
 
     def end(self) -> None:
         """The run is over, well or not: let the disk finish, but wait for no other rank."""
