@@ -1,11 +1,13 @@
 """Files are there whole or not at all."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from surefoot.errors import StorageError
+from surefoot.errors import InputError, StorageError
 from surefoot.storage import new_folder, sha256_of, write_json, write_text
 
 
@@ -42,6 +44,40 @@ def test_a_folder_appears_only_when_it_is_complete(tmp_path: Path) -> None:
         fail()
     assert (target / "part" / "file").read_text() == "x"
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_a_folder_that_cannot_be_renamed_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "file").write_text("old")
+    rename, calls = os.replace, 0
+
+    def refuse(source: Path, target: Path) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == refused:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    refusal = pytest.raises(StorageError, match="Nothing that was there before was touched. Choose another")
+    with refusal, new_folder(tmp_path / "made") as folder:
+        (folder / "file").write_text("new")
+    assert (tmp_path / "made" / "file").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_what_cannot_be_read_is_no_full_disk(tmp_path: Path) -> None:
+    refusal = pytest.raises(InputError, match=r"/there: cannot be read: No such file or .*/made was not written")
+    with refusal, new_folder(tmp_path / "made") as folder:
+        (folder / "file").write_bytes((tmp_path / "there").read_bytes())
+    (tmp_path / "file").touch()
+    refusal = pytest.raises(StorageError, match="could not be written: File exists .* touched. Choose another")
+    with refusal, new_folder(tmp_path / "file" / "made"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_refusal_names_the_file_and_the_room_left(tmp_path: Path) -> None:

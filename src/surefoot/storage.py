@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from surefoot.errors import StorageError
+from surefoot.errors import InputError, StorageError
 
 
 def cache_folder() -> Path:
@@ -73,10 +73,11 @@ def write_json(path: Path, value: Any) -> None:
 def new_folder(target: Path) -> Iterator[Path]:
     """Give a temporary folder to fill; on success it is synced and becomes `target`, on failure it is removed.
 
-    An existing `target` is replaced only after the new one is complete.
-    Raises: StorageError where the file system refuses.
+    An existing `target` is replaced only after the new one is complete: it is there, old or new, whatever happens.
+    Raises: StorageError where the file system refuses; InputError where what is read to fill it cannot be.
     """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    replaced = target.with_name(f".{target.name}.{os.getpid()}.old")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if temporary.exists():
@@ -89,12 +90,13 @@ def new_folder(target: Path) -> Iterator[Path]:
             elif path.is_dir():
                 sync_folder(path)
         sync_folder(temporary)
-        if target.exists():
-            shutil.rmtree(target)
-        os.replace(temporary, target)
-        sync_folder(target.parent)
+        replace_folder(target, temporary, replaced)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and _is_of_reading(error, target, temporary):
+            raise InputError(
+                f"{os.fsdecode(error.filename)}: cannot be read: {error.strerror}. {target} was not written."
+            ) from error
         if isinstance(error, OSError):
             raise storage_error(target, error) from error
         if type(error).__name__ == "SafetensorError" and "os error" in str(error).lower():  # it is no OSError
@@ -102,14 +104,37 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise
 
 
+def replace_folder(target: Path, complete: Path, replaced: Path) -> None:
+    """Put a folder in the place of another one, which has the name `replaced` meanwhile. Raises: OSError."""
+    try:
+        if target.exists():
+            os.replace(target, replaced)
+        os.replace(complete, target)
+        sync_folder(target.parent)
+    finally:
+        if replaced.exists() and not target.exists():
+            os.replace(replaced, target)
+        elif replaced.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _is_of_reading(error: OSError, target: Path, temporary: Path) -> bool:
+    """Whether it names a file that is neither in the folder that is filled nor on the way to it."""
+    if not isinstance(error.filename, str | bytes):
+        return False
+    named = Path(os.fsdecode(error.filename))
+    return not (named.is_relative_to(temporary) or target.is_relative_to(named) or temporary.is_relative_to(named))
+
+
 def storage_error(path: Path, error: OSError) -> StorageError:
     """The system's refusal to write `path`, with the room that is left on its file system."""
     place = "folder for the cache with SUREFOOT_CACHE" if path.is_relative_to(cache_folder()) else "output_dir"
+    advice = "Free space or choose" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Choose"
     folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
     free_mib = shutil.disk_usage(folder).free / 2**20
     return StorageError(
         f"{path}: could not be written: {error.strerror or error} ({free_mib:.0f} MiB free on its file system). "
-        f"Nothing that was there before was touched. Free space or choose another {place}, then run again."
+        f"Nothing that was there before was touched. {advice} another {place}, then run again."
     )
 
 

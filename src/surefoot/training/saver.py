@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from surefoot.errors import StorageError, SurefootError
 from surefoot.models.placement import Block, block_of
 from surefoot.parallel.ranks import ALONE, Ranks
-from surefoot.storage import sha256_of, storage_error, sync_file, sync_folder, write_json
+from surefoot.storage import replace_folder, sha256_of, storage_error, sync_file, sync_folder, write_json
 from surefoot.training.checkpoint import FORMAT_VERSION, MOMENTS, PARTS, TrainState, checkpoint_folder, list_checkpoints
 from surefoot.training.pieces import of_this_rank, write_pieces
 
@@ -263,7 +263,4 @@ def _complete(
     for part in PARTS:
         sync_folder(temporary / part)
     sync_folder(temporary)
-    if target.exists():
-        shutil.rmtree(target)
-    os.replace(temporary, target)
-    sync_folder(target.parent)
+    replace_folder(target, temporary, target.with_name(f".{target.name}.old"))
