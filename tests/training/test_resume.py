@@ -210,6 +210,12 @@ def test_overwriting_deletes_the_old_run_only_when_the_new_one_is_ready(settings
         surefoot.train(settings, screen=False, overwrite_output_dir=True, dataset="typo.jsonl")
     with pytest.raises(ConfigError, match="would delete init_adapter="):
         surefoot.train(settings, screen=False, overwrite_output_dir=True, init_adapter=run / "adapter")
+    template, kept = run / "adapter" / "chat_template.jinja", run / "checkpoints" / "held-out.jsonl"
+    shutil.copy(settings["dataset"], kept)
+    for name, value in (("chat_template", template), ("eval_dataset", kept), ("image_dir", run / "adapter")):
+        with pytest.raises(ConfigError, match=f"would delete {name}="):
+            surefoot.train(settings, screen=False, overwrite_output_dir=True, **{name: str(value)})
+    assert kept.is_file()
     assert (run / "adapter").is_dir()
     assert list_checkpoints(run)
     assert (run / "summary.json").read_bytes() == summary, "a failed start does not hide what was achieved"

@@ -228,8 +228,13 @@ def set_aside_after(run_folder: Path, step: int) -> list[str]:
 
 
 def _refuse_own_inputs(loaded: LoadedConfig, config: RunConfig, folder: Path) -> None:
-    datasets = [item.path for item in config.dataset]
-    inputs = {"model": [config.model], "dataset": datasets, "init_adapter": [config.init_adapter or ""]}
+    inputs = {
+        "model": [config.model],
+        "dataset": [item.path for item in config.dataset],
+        "eval_dataset": [item.path for item in config.eval_dataset or ()],
+        "reward_funcs": [item.func.rpartition(":")[0] for item in config.reward_funcs],
+        **{name: [getattr(config, name)] for name in ("init_adapter", "chat_template", "image_dir", "dataset_dir")},
+    }
     for name, values in inputs.items():
         for value in values:
             if value and Path(value).resolve().is_relative_to(folder.resolve()):
