@@ -1,12 +1,15 @@
 """Our adapters in PEFT's hands, and merged folders in transformers'."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from surefoot.errors import ModelError
@@ -146,3 +149,96 @@ def test_an_adapter_of_other_settings_is_refused(model_folder: Callable[[str], P
         read_adapter(adapter, fewer, settings)
     with pytest.raises(ModelError, match="is no PEFT adapter"):
         read_adapter(tmp_path, shapes, settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', which has changed the base as well"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora', which has changed the base as well"),
+        ({"alpha_pattern": {"v_proj": 64}}, "only plain LoRA can be read; this is LORA with alpha_pattern="),
+        ({"use_dora": True}, "use_dora=True"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"peft_type": "LOHA"}, "this is LOHA"),
+        ({"r": "4"}, "r='4'; a whole number above 0 is needed"),
+        ({"r": 0}, "r=0; a whole number above 0 is needed"),
+        ({"lora_alpha": None}, "lora_alpha=None; a number is needed"),
+        ({"target_modules": 7}, "target_modules=7; a list of names is needed"),
+        ({"target_modules": ".*proj"}, r"target_modules='\.\*proj'; a list of names is needed"),
+    ],
+)
+def test_adapters_that_would_be_read_wrongly_are_refused(
+    model_folder: Callable[[str], Path], tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    base = model_folder("llama")
+    built, settings = trained_model(base, "llama")
+    adapter = save(built, settings, tmp_path / "adapter", base)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ModelError, match=reason):
+        merge_adapter(base, adapter, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    if changes.keys() & {"init_lora_weights", "alpha_pattern", "use_dora", "bias", "peft_type"}:
+        shapes = {name: p.shape for name, p in trainable_parameters(built.model).items()}
+        with pytest.raises(ModelError, match=reason):
+            read_adapter(adapter, shapes, settings)
+
+
+def test_adapters_of_inits_that_leave_the_base_alone_are_read(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = model_folder("llama")
+    for init in (True, False, "gaussian"):
+        model = AutoModelForCausalLM.from_pretrained(base)
+        peft = get_peft_model(model, LoraConfig(r=4, init_lora_weights=init, target_modules=["q_proj", "v_proj"]))
+        for name, parameter in peft.named_parameters():
+            parameter.data += 0.1 * ("lora_" in name)
+        wanted = logits_of(peft)
+        peft.save_pretrained(tmp_path / f"adapter-{init}")
+        merged = merge_adapter(base, tmp_path / f"adapter-{init}", tmp_path / f"merged-{init}")
+        torch.testing.assert_close(
+            logits_of(AutoModelForCausalLM.from_pretrained(merged)), wanted, atol=1e-4, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+def test_half_a_pair_is_not_dropped(model_folder: Callable[[str], Path], tmp_path: Path, half: str) -> None:
+    base = model_folder("llama")
+    adapter = save(*trained_model(base, "llama"), tmp_path / "adapter", base)
+    stored = load_file(adapter / "adapter_model.safetensors")
+    lost = next(name for name in stored if half in name)
+    save_file({name: value for name, value in stored.items() if name != lost}, adapter / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=rf"is one half of a pair; {lost} is not there"):
+        merge_adapter(base, adapter, tmp_path / "merged")
+
+
+def test_a_pair_of_other_shapes_is_not_turned_round(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    base = model_folder("llama")
+    built, settings = trained_model(base, "llama")
+    adapter = save(built, settings, tmp_path / "adapter", base)
+    stored = load_file(adapter / "adapter_model.safetensors")
+    turned = {name: value.T.contiguous() for name, value in stored.items()}
+    save_file(turned, adapter / "adapter_model.safetensors")
+    shapes = {name: p.shape for name, p in trainable_parameters(built.model).items()}
+    with pytest.raises(ModelError, match=r"has shape \(\d+, 4\) there, \(4, \d+\) here"):
+        read_adapter(adapter, shapes, settings)
+    with pytest.raises(ModelError, match="no pair of rank 4"):
+        merge_adapter(base, adapter, tmp_path / "merged")
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"r": 4}'])
+def test_broken_adapters_and_bases_are_named(
+    model_folder: Callable[[str], Path], tmp_path: Path, content: bytes
+) -> None:
+    base = Path(shutil.copytree(model_folder("llama"), tmp_path / "base"))
+    adapter = save(*trained_model(base, "llama"), tmp_path / "adapter", base)
+    config = (adapter / "adapter_config.json").read_bytes()
+    (adapter / "adapter_config.json").write_bytes(content)
+    with pytest.raises(ModelError, match="adapter_config.json"):
+        merge_adapter(base, adapter, tmp_path / "merged")
+    (adapter / "adapter_config.json").write_bytes(config)
+    (path,) = base.glob("*.safetensors")
+    for part in (path.read_bytes()[:40], path.read_bytes()[:-40]):
+        path.write_bytes(part)
+        with pytest.raises(ModelError, match="is no whole safetensors file"):
+            merge_adapter(base, adapter, tmp_path / "merged")

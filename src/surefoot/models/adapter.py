@@ -25,6 +25,14 @@ from surefoot.models.weights import tensor_file
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+INITS = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of PEFT's init_lora_weights under which the base stays as it is. PiSSA, OLoRA and the like change it when the
+adapter is made, so that the adapter belongs to weights that nobody has kept."""
+OTHER_KINDS = (
+    "use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "layer_replication", "alora_invocation_tokens",
+    "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config", "fan_in_fan_out",
+)  # fmt: skip
+"""Settings of PEFT's that make another sum of a pair of matrices than plain LoRA."""
 
 
 def write_adapter(
@@ -121,6 +129,7 @@ def read_adapter(folder: Path, wanted: Mapping[str, torch.Size], settings: LoraS
     Raises: ModelError where the folder is no adapter, or its settings, names or shapes differ.
     """
     config, stored = load_adapter_files(folder)
+    _check_kind(config)
     theirs = {
         "lora_rank": config.get("r"),
         "lora_alpha": config.get("lora_alpha"),
@@ -134,18 +143,22 @@ def read_adapter(folder: Path, wanted: Mapping[str, torch.Size], settings: LoraS
         raise ModelError(f"init_adapter={folder}: {'; '.join(different)}. Set the same values.")
     values = {}
     for name, shape in wanted.items():
-        key, _ = _to_peft(name, torch.empty(shape, device="meta"), wanted)
+        key, as_stored = _to_peft(name, torch.empty(shape, device="meta"), wanted)
         if key not in stored:
             raise ModelError(f"init_adapter={folder} has no {key}. Adapt the same modules as it does (target_modules).")
-        values[name] = _from_peft(name, stored.pop(key), shape, folder)
+        value = stored.pop(key)
+        if value.shape != as_stored.shape:
+            raise ModelError(
+                f"init_adapter={folder}: {key} has shape {tuple(value.shape)} there, {tuple(as_stored.shape)} here. "
+                "Is it the model this adapter was trained on?"
+            )
+        values[name] = _from_peft(name, value, shape)
     if stored:
         raise ModelError(f"init_adapter={folder} also adapts {sorted(stored)[0]}, which target_modules leaves out.")
     return values
 
 
-def _from_peft(name: str, value: Tensor, shape: torch.Size, folder: Path) -> Tensor:
-    if value.numel() != shape.numel():
-        raise ModelError(f"init_adapter={folder}: {name} has shape {tuple(value.shape)} there, {tuple(shape)} here.")
+def _from_peft(name: str, value: Tensor, shape: torch.Size) -> Tensor:
     if name.endswith("_proj_lora_B"):
         num_experts, out_features, rank = shape
         return value.reshape(out_features, rank, num_experts).permute(2, 0, 1).contiguous().float()
@@ -153,9 +166,11 @@ def _from_peft(name: str, value: Tensor, shape: torch.Size, folder: Path) -> Ten
 
 
 def load_adapter_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config and the tensors of a PEFT adapter folder, as stored."""
+    """The config and the tensors of a PEFT adapter folder, as stored. Raises: ModelError where there are none."""
     try:
         config = json.loads((folder / CONFIG).read_text("utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"{CONFIG} holds no object")
         return config, load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(
@@ -195,10 +210,19 @@ def read_contents(folder: Path) -> AdapterContents:
     settings = settings_of(config)
     stacks = config.get("target_parameters") or ()
     low_rank, whole = {}, {}
+    for key in stored:
+        other = key.replace(".lora_A.", ".lora_B.") if ".lora_A." in key else key.replace(".lora_B.", ".lora_A.")
+        if other not in stored:
+            raise ModelError(f"{folder}: {key} is one half of a pair; {other} is not there. Nothing was written.")
     for key, a in stored.items():
         name = key.removeprefix(PREFIX)
         if name.endswith(".lora_A.weight"):
             owner, b = name.removesuffix(".lora_A.weight"), stored[key.replace(".lora_A.", ".lora_B.")]
+            if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or a.shape[0] % settings.rank:
+                raise ModelError(
+                    f"{folder}: {key} has shape {tuple(a.shape)} and its other half {tuple(b.shape)}, which are no "
+                    f"pair of rank {settings.rank}. Nothing was written."
+                )
             module = owner.removesuffix(".base_layer")
             adapted = [leaf for leaf in PROJECTIONS if any(f".{module}.{leaf}".endswith(f".{name}") for name in stacks)]
             if adapted:  # the outermost wrapper holds the last stack, what it wraps the first
@@ -216,20 +240,21 @@ def read_contents(folder: Path) -> AdapterContents:
 def settings_of(config: Mapping[str, Any]) -> LoraSettings:
     """Our settings for an adapter's config.
 
-    Raises: ModelError for an adapter of another kind, which would be read wrongly.
+    Raises: ModelError for an adapter of another kind, which would be read wrongly, and for settings that make no sense.
     """
-    if isinstance(config.get("target_modules"), str):
-        raise ModelError(
-            f"target_modules={config['target_modules']!r} in {CONFIG} is a pattern; a list of names is needed."
-        )
-    other = [name for name in ("use_dora", "rank_pattern", "alpha_pattern", "lora_bias") if config.get(name)]
-    if config.get("peft_type") != "LORA" or other:
-        raise ModelError(
-            f"{CONFIG}: only plain LoRA can be read; this is {config.get('peft_type')} with {other or 'nothing else'}."
-        )
+    _check_kind(config)
+    for name in ("target_modules", "target_parameters", "modules_to_save"):
+        named = config.get(name)
+        if named is not None and not (isinstance(named, list) and all(isinstance(one, str) for one in named)):
+            raise ModelError(f"{CONFIG}: {name}={named!r}; a list of names is needed.")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1:
+        raise ModelError(f"{CONFIG}: r={rank!r}; a whole number above 0 is needed.")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise ModelError(f"{CONFIG}: lora_alpha={alpha!r}; a number is needed.")
     return LoraSettings(
-        rank=config["r"],
-        alpha=config["lora_alpha"],
+        rank=rank,
+        alpha=alpha,
         rslora=config.get("use_rslora", False),
         targets=(
             *(config.get("target_modules") or ()),
@@ -237,3 +262,17 @@ def settings_of(config: Mapping[str, Any]) -> LoraSettings:
             *(["router"] if config.get("modules_to_save") else []),
         ),
     )
+
+
+def _check_kind(config: Mapping[str, Any]) -> None:
+    """Raises: ModelError for an adapter that is no plain LoRA."""
+    other = [f"{name}={config[name]!r}" for name in OTHER_KINDS if config.get(name)]
+    if config.get("bias", "none") != "none":
+        other.append(f"bias={config['bias']!r}")
+    if (init := config.get("init_lora_weights", True)) not in INITS:
+        other.append(f"init_lora_weights={init!r}, which has changed the base as well (PEFT's conversion undoes that)")
+    if config.get("peft_type") != "LORA" or other:
+        raise ModelError(
+            f"{CONFIG}: only plain LoRA can be read; this is {config.get('peft_type')} with "
+            f"{', '.join(other) or 'nothing else'}."
+        )

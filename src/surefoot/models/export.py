@@ -14,7 +14,7 @@ from itertools import groupby, islice
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -171,7 +171,10 @@ def merge_adapter(base: Path, adapter: Path, target: Path, finish: Callable[[Pat
     place = _places(base)
     with new_folder(target) as temporary:
         for path in files:
-            _merge_file(path, temporary / path.name, merger, place)
+            try:
+                _merge_file(path, temporary / path.name, merger, place)
+            except (SafetensorError, ValueError) as error:  # a header that is none is no JSON
+                raise ModelError(f"{path}: is no whole safetensors file: {error}. Fetch the model again.") from error
         merger.check_complete(base)
         for path in sorted(base.iterdir()):
             if path.is_file() and path.suffix not in (".safetensors", ".bin", ".gguf"):

@@ -141,7 +141,7 @@ def _merge_or_copy(finished: Path, target: Path, merge: bool) -> Path:
             shutil.copytree(finished, folder, dirs_exist_ok=True)
         return target
     base = load_adapter_files(finished)[0].get("base_model_name_or_path")
-    if not base:
+    if not base or not isinstance(base, str):
         raise ModelError(f"{finished}/{CONFIG} names no base model.")
     return _merge(resolve_model(base, f"{finished}/{CONFIG}"), finished, target)
 
