@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from surefoot.errors import ModelError
+from surefoot.models.build import load_config
 from surefoot.models.sources import resolve_model, weight_files
 from surefoot.storage import new_folder
 
@@ -26,10 +27,12 @@ Form = Literal["mixtral", "qwen2_moe"]
 
 SHARED_CONFIG = (
     "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
-    "max_position_embeddings initializer_range rms_norm_eps tie_word_embeddings rope_parameters rope_theta "
-    "rope_scaling attention_dropout bos_token_id eos_token_id pad_token_id dtype"
+    "max_position_embeddings initializer_range rms_norm_eps tie_word_embeddings rope_parameters "
+    "attention_dropout bos_token_id eos_token_id pad_token_id dtype"
 ).split()
 """Fields that mean the same in a dense Llama/Mistral/Qwen2 config and in both MoE forms."""
+AS_WRITTEN = ("rope_theta", "rope_scaling")
+"""Fields of older configs that older readers ask for."""
 
 DENSE_TYPES = {"llama": False, "mistral": False, "qwen2": True}
 """Dense model types that can be up-cycled, and whether their query, key and value projections have a bias."""
@@ -74,8 +77,11 @@ def upcycle(
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ModelError(f"{target} exists already and is not empty; it was not touched. Give a new folder.")
     folder = resolve_model(source, "upcycle")
-    dense = json.loads((folder / "config.json").read_text("utf-8"))
+    # As transformers reads it: what a file leaves out has another default in the model that it becomes.
+    dense = load_config(folder).to_dict()
     config, plan = _moe_config(dense, num_experts, top_k, form, folder)
+    written = json.loads((folder / "config.json").read_text("utf-8"))
+    config |= {name: written[name] for name in AS_WRITTEN if name in written}
     with new_folder(target) as temporary:
         _write_weights(folder, temporary, dense["num_hidden_layers"], plan, seed)
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -102,7 +108,11 @@ def _moe_config(
         dense["hidden_size"] // dense["num_attention_heads"],
     ):
         raise ModelError(f"{folder}: head_dim={dense['head_dim']} is not hidden_size / heads, which Qwen2-MoE needs.")
-    config = {name: dense[name] for name in SHARED_CONFIG if name in dense}
+    config = {name: dense[name] for name in SHARED_CONFIG if dense.get(name) is not None}
+    window = dense.get("sliding_window")
+    layers = (
+        dense.get("layer_types") or ["sliding_attention" if window else "full_attention"] * config["num_hidden_layers"]
+    )
     size = dense["intermediate_size"]
     if form == "mixtral":
         config |= {
@@ -111,7 +121,7 @@ def _moe_config(
             "intermediate_size": size,
             "num_local_experts": num_experts,
             "num_experts_per_tok": top_k,
-            "sliding_window": dense.get("sliding_window") if model_type == "mistral" else None,
+            "sliding_window": window,
             "router_aux_loss_coef": 0.0,
         }
         return config, _Plan(form, num_experts, 0)
@@ -127,7 +137,9 @@ def _moe_config(
         "num_experts_per_tok": top_k,
         "norm_topk_prob": True,  # the weights of identical experts must sum to one
         "qkv_bias": DENSE_TYPES[model_type],
-        "use_sliding_window": False,
+        "use_sliding_window": "sliding_attention" in layers,
+        "sliding_window": window,
+        "layer_types": layers,
         "router_aux_loss_coef": 0.0,
     }
     return config, _Plan(form, num_experts, shared_size)
@@ -188,6 +200,7 @@ class _Reader:
     """Reads single tensors of a safetensors checkpoint, in one file or many."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._file_of: dict[str, Path] = {}
         for path in weight_files(folder):
             try:
@@ -198,6 +211,9 @@ class _Reader:
         self.names = sorted(self._file_of)
 
     def read(self, name: str) -> Tensor:
+        """Raises: ModelError where there is none such."""
+        if name not in self._file_of:
+            raise ModelError(f"{self._folder}: its weights have no {name}, which a model of its type has.")
         with safe_open(self._file_of[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
