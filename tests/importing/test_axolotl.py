@@ -73,6 +73,21 @@ def test_schedules_and_empty_keys_of_axolotl(tmp_path: Path) -> None:
         ("wandb_project: mine", {}, "wandb_project"),
         ("hub_model_id: me/mine", {}, "hub_model_id"),
         ("loss_watchdog_threshold: 5.0", {}, "loss_watchdog_threshold"),
+        ("warmup_steps: 0", {"warmup_ratio": 0.0}, None),
+        ("warmup_ratio: 0", {"warmup_ratio": 0.0}, None),
+        ("lora_target_linear: true\nadapter: lora", {"target_modules": "all"}, None),
+        (
+            "lora_target_linear: true\nlora_target_modules: [router]\nadapter: lora",
+            {"target_modules": ["all", "router"]},
+            None,
+        ),
+        (
+            "lora_target_modules: [router]\nlora_target_linear: true\nadapter: lora",
+            {"target_modules": ["all", "router"]},
+            None,
+        ),
+        ("lora_target_modules: [q_proj]\nlora_target_linear: false\nadapter: lora", {"target_modules": "q_proj"}, None),
+        ("sequence_len: 512\nmax_seq_length: 1024", {"max_length": 1024}, "sequence_len = 512"),
     ],
 )
 def test_what_a_file_says_is_carried_or_listed(

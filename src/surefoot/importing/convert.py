@@ -163,7 +163,16 @@ def _carry(draft: _Draft, name: str, value: Any) -> None:
         if ours_value is None and not may_be_null(ours_name) and RunConfig.model_fields[ours_name].default is not None:
             left_out[said] = f"{ours_name} must be said here"
         else:
+            _overrule(draft, ours_name, ours_value, said)
             draft.ours[ours_name] = (ours_value, origin)
+
+
+def _overrule(draft: _Draft, ours_name: str, ours_value: Any, said: str) -> None:
+    """List what an earlier setting of theirs said of the same of ours, where that was something else."""
+    value, origin = draft.ours.get(ours_name, (ours_value, ""))
+    if value != ours_value:
+        earlier = origin.partition(" of ")[0]
+        draft.left_out[f"{earlier} = {draft.told.settings.get(earlier, value)}"] = f"{said} is taken in its place"
 
 
 def _left_beside(told: Told, name: str, value: Any, said: str) -> dict[str, str]:

@@ -60,8 +60,14 @@ def _of_axolotl(told: Told, name: str, value: Any) -> Mapped:
         return {} if all(any(known in str(one) for known in FASTER_LOSSES) for one in value) else None
     if name == "cosine_min_lr_ratio":
         return {"min_lr_ratio": value}
+    if name in ("warmup_steps", "warmup_ratio") and value is not None and number_of(value) == 0:
+        return {"warmup_ratio": 0.0}  # none at all; there is a default
     if name == "lora_target_linear":
-        return {"target_modules": "all"} if value else {}
+        named = told.settings.get("lora_target_modules")
+        both = _targets(named) if value and named else None
+        return {"target_modules": ["all", *both] if both else "all"} if value else {}
+    if name == "lora_target_modules" and told.settings.get("lora_target_linear"):
+        return {} if _targets(value) is not None else None  # with the other: both are trained
     if name == "datasets" or (name == "test_datasets" and value):
         entries = [axolotl_source(one) for one in mappings(told, name, value)]
         return {"dataset" if name == "datasets" else "eval_dataset": entries}
@@ -122,16 +128,19 @@ def _of_what_is_trained(told: Told, name: str, value: Any) -> Mapped:
     if name in ("freeze_llm", "freeze_language_model"):
         return {}  # with what is adapted
     if name in ("lora_target", "lora_target_modules", "target_modules"):
-        names = [part.strip() for one in listed(value or []) for part in str(one).split(",") if part.strip()]
-        if not names:
-            return {}
-        if PATTERN.search("".join(names)):
-            return None
-        names = [GROUPS.get(one, one) for one in names]
+        names = _targets(value)
+        if names is None or not names:
+            return {} if names is not None else None
         return {"target_modules": names[0] if len(names) == 1 else names}
     if name == "bf16" and value == "auto":
         return {}
     return ...
+
+
+def _targets(value: Any) -> list[str] | None:
+    """The names of modules to adapt, by ours where these are groups; None for a pattern."""
+    names = [part.strip() for one in listed(value or []) for part in str(one).split(",") if part.strip()]
+    return None if PATTERN.search("".join(names)) else [GROUPS.get(one, one) for one in names]
 
 
 def _of_the_course(told: Told, name: str, value: Any) -> Mapped:
