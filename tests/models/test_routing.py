@@ -16,7 +16,14 @@ from surefoot.data.loader import MicroBatch, collate
 from surefoot.errors import ModelError
 from surefoot.models.build import BuiltModel, build_model
 from surefoot.models.lora import LoraSettings
-from surefoot.models.routing import LayerRouting, ReplayedRouting, RoutingRecorder, expert_counts, load_balancing_loss
+from surefoot.models.routing import (
+    LayerRouting,
+    ReplayedRouting,
+    RoutingRecorder,
+    check_recorded,
+    expert_counts,
+    load_balancing_loss,
+)
 from surefoot.rl.batch import PolicyBatch, Trajectory, collate_policy
 from surefoot.rl.chosen_experts import as_text
 from surefoot.training.grpo import GrpoObjective
@@ -76,6 +83,26 @@ def test_every_moe_layer_is_recorded_once_per_forward(kind: str, model_folder: C
     assert expert_counts(layers, 6).sum(1).tolist() == [50, 50]
     built.model.base_model(**forward_arguments(batch))
     assert len(layers) == 2
+
+
+def test_probabilities_are_no_logits() -> None:
+    layers = random_layers(50, 6, 2, 2)
+    check_recorded(layers, ["a", "b"])
+    with pytest.raises(ModelError, match="2 of the 3 routers of this model say what they choose"):
+        check_recorded(layers, ["a", "b", "c"])
+    softened = [LayerRouting(layer.logits.softmax(-1).bfloat16(), layer.index) for layer in layers]
+    with pytest.raises(ModelError, match=r"the routers of this model \(a\) give probabilities, not logits"):
+        check_recorded(softened, ["a", "b"])
+
+
+def test_routers_that_say_nothing_cannot_be_balanced(model_folder: Callable[[str], Path]) -> None:
+    folder = model_folder("qwen2_moe")
+    built = build(folder)
+    deaf = replace(built, routing=RoutingRecorder(build(folder).model))
+    SftObjective(built, 0.1)
+    SftObjective(deaf, 0.0)
+    with pytest.raises(ModelError, match="0 of the 2 routers of this model say what they choose"):
+        SftObjective(deaf, 0.1)
 
 
 def test_a_dense_model_has_no_routers() -> None:

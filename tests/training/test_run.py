@@ -18,7 +18,7 @@ from surefoot.config import load_config
 from surefoot.errors import ConfigError, ModelError, StoppedOnFinding
 from surefoot.models.generate import generating
 from surefoot.training.run import train
-from tests.conftest import counting_rows, write_jsonl
+from tests.conftest import MOE, SIZES, counting_rows, write_jsonl
 from tests.conftest import surefoot as surefoot_command
 
 METRICS = {
@@ -286,8 +286,6 @@ def test_layers_that_carry_state_across_samples_are_refused(
     """LFM2's short convolutions would read the end of one sample at the start of the next."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
-    from tests.conftest import SIZES
-
     torch.manual_seed(0)
     config = Lfm2Config(**SIZES, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)
     Lfm2ForCausalLM(config).save_pretrained(tmp_path / "lfm2")
@@ -300,8 +298,6 @@ def test_the_text_part_of_a_vision_language_moe_is_trained(
     settings: dict[str, Any], tmp_path: Path, tokenizer: Any
 ) -> None:
     from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
-
-    from tests.conftest import MOE, SIZES
 
     text = {
         **SIZES,
@@ -366,8 +362,6 @@ def test_the_model_is_stopped_from_scaling_its_logits_in_silence(
 ) -> None:
     """Granite divides its logits; the loss must be that of the model, not of the bare output layer."""
     from transformers import GraniteConfig, GraniteForCausalLM
-
-    from tests.conftest import SIZES
 
     torch.manual_seed(3)
     model = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=0.05))

@@ -16,6 +16,9 @@ from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError
 
+PROBABILITIES_WITHIN = 0.02
+"""By how much their sum may differ from 1, in bfloat16."""
+
 
 @dataclass(frozen=True)
 class LayerRouting:
@@ -117,6 +120,24 @@ class ReplayedRouting(TorchDispatchMode):
         self.own.append(own)
         index = torch.where(wanted < 0, own, wanted)
         return args[0].gather(-1, index), index
+
+
+def check_recorded(layers: list[LayerRouting], names: list[str]) -> None:
+    """Whether a forward recorded what the load-balancing loss is made of. Waits for the device.
+
+    Raises: ModelError for routers that do not say what they choose as (logits, weights, indices).
+    """
+    if len(layers) != len(names):
+        raise ModelError(
+            f"router_aux_loss_coef: {len(layers)} of the {len(names)} routers of this model say what they choose in a "
+            f"form that is known ({names[0]} is one of them). Drop it."
+        )
+    first = layers[0].logits.detach().float()
+    if bool((first >= 0).all()) and bool(((first.sum(-1) - 1).abs() < PROBABILITIES_WITHIN).all()):
+        raise ModelError(
+            f"router_aux_loss_coef: the routers of this model ({names[0]}) give probabilities, not logits, of which "
+            "the loss would take the softmax again. Drop it."
+        )
 
 
 def expert_counts(layers: list[LayerRouting], num_experts: int) -> Tensor:

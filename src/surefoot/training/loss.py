@@ -53,6 +53,14 @@ def probing(model: PreTrainedModel) -> Iterator[None]:
         model.train(training)
 
 
+def few_tokens(model: PreTrainedModel) -> dict[str, Any]:
+    """What the decoder needs for a look at what it gives."""
+    count = min(8, model.config.get_text_config().vocab_size)
+    ids = torch.arange(count, device=model.device)[None]
+    ends = torch.tensor([0, count], dtype=torch.int32, device=model.device)
+    return {"input_ids": ids, "lengths": [count], "cu_seq_lens_q": ends, "max_length_q": count, "use_cache": False}
+
+
 def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
     """The output layer, where logits are just what it makes of the decoder's states. Collective.
 
@@ -65,14 +73,10 @@ def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear:  # a subclass computes more than its weight and bias say (LoRA, for one)
             return False
-        device = model.device
-        count = min(8, head.out_features)
-        ids = torch.arange(count, device=device)[None]
-        ends = torch.tensor([0, count], dtype=torch.int32, device=device)
-        seen: dict[str, Any] = {"lengths": [count], "cu_seq_lens_q": ends, "max_length_q": count, "use_cache": False}
+        seen = few_tokens(model)
         with probing(model):
-            hidden = model.base_model(input_ids=ids, **seen).last_hidden_state
-            logits = model(input_ids=ids, **seen).logits
+            hidden = model.base_model(**seen).last_hidden_state
+            logits = model(**seen).logits
             return torch.allclose(head(hidden).float(), logits.float(), rtol=1e-3, atol=1e-4)
 
     is_plain = gathered(model, head_is_plain)()

@@ -9,10 +9,16 @@ from transformers import PreTrainedModel
 from surefoot.data.loader import MicroBatch
 from surefoot.errors import ModelError
 from surefoot.models.build import BuiltModel
-from surefoot.models.routing import LayerRouting, expert_counts, load_balancing_loss, router_names
+from surefoot.models.routing import (
+    LayerRouting,
+    check_recorded,
+    expert_counts,
+    load_balancing_loss,
+    router_names,
+)
 from surefoot.parallel.ranks import ALONE, Ranks, sum_over_ranks
 from surefoot.parallel.shard import gathered, put_to_rest
-from surefoot.training.loss import TokenLoss, seeing_arguments
+from surefoot.training.loss import TokenLoss, few_tokens, probing, seeing_arguments
 from surefoot.training.step import LossParts, Totals
 
 
@@ -22,6 +28,15 @@ def check_routers(aux_loss_coef: float, model: PreTrainedModel) -> None:
         raise ModelError(
             f"router_aux_loss_coef={aux_loss_coef}, but {type(model).__name__} has no routers to balance. Drop it."
         )
+
+
+def _check_recorded(built: BuiltModel) -> None:
+    """Look at what the routers say of a few tokens. Collective. Raises: ModelError, see `check_recorded`."""
+    model, seen = built.model, few_tokens(built.model)
+    with probing(model), built.routing.recording() as layers:
+        gathered(model, lambda: model.base_model(**seen))()
+    put_to_rest(model)  # weights may be loaded before the next forward
+    check_recorded(layers, built.routing.names)
 
 
 class EvaluationInterrupted(Exception):
@@ -34,7 +49,7 @@ class SftObjective:
     def __init__(
         self, built: BuiltModel, aux_loss_coef: float, ranks: Ranks = ALONE, *, head_is_plain: bool | None = None
     ) -> None:
-        """`head_is_plain`: see `TokenLoss`."""
+        """`head_is_plain`: see `TokenLoss`. Raises: ModelError where the routers cannot be balanced. Collective."""
         self._model = built.model
         self._ranks = ranks
 
@@ -44,6 +59,8 @@ class SftObjective:
         self._run_decoder = gathered(built.model, run_decoder)
         self._routing = built.routing
         check_routers(aux_loss_coef, built.model)
+        if aux_loss_coef and head_is_plain is None:
+            _check_recorded(built)
         self._coefficient = aux_loss_coef
         self._token_loss = TokenLoss(built.model, head_is_plain=head_is_plain)
         self._counts: Tensor | None = None
