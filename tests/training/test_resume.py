@@ -21,13 +21,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import surefoot
 from surefoot.errors import CheckpointError, ConfigError, DataError, ModelError, StorageError
 from surefoot.events import CompletionsMade, StepEnded
 from surefoot.findings import Finding
 from surefoot.health.explain import explain
+from surefoot.storage import sha256_of
 from surefoot.training import saver
 from surefoot.training.artifacts import export, load
 from surefoot.training.checkpoint import DamagedCheckpoint, find_newest, list_checkpoints, verify
@@ -201,6 +202,21 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over_in_silence(
     with pytest.raises(CheckpointError, match="all 2 checkpoints are damaged; the newest: .*step-00000004"):
         surefoot.train(settings, screen=False)
     assert len(list_checkpoints(run)) == 2
+
+
+def test_an_adapter_does_not_go_on_beside_other_weights(settings: dict[str, Any], tmp_path: Path) -> None:
+    model = shutil.copytree(settings["model"], tmp_path / "model")
+    settings = {**settings, "model": str(model), "lr_scheduler_type": "constant"}
+    surefoot.train(settings, max_steps=1, screen=False)
+    (path,) = model.glob("*.safetensors")
+    weights = load_file(path)
+    save_file({name: value * 1.5 for name, value in weights.items()}, path, metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"step-00000001 was trained beside other weights: those of .*/model have"
+    ):
+        surefoot.train(settings, max_steps=2, screen=False)
+    save_file(weights, path, metadata={"format": "pt"})
+    assert surefoot.train(settings, max_steps=2, screen=False).steps == 2
 
 
 def test_overwriting_deletes_the_old_run_only_when_the_new_one_is_ready(settings: dict[str, Any]) -> None:
@@ -404,6 +420,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(
     path = list_checkpoints(run)[-1]
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["config"]["model"] = str(model_folder("llama"))
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({**state, "base_fingerprint": ""}))  # as an earlier version left it
+    manifest["files"]["state.json"] = sha256_of(path / "state.json")
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"\d+ tensors do not fit this run; model.layers.0.mlp"):
         surefoot.train(

@@ -41,6 +41,8 @@ class TrainState:
     trained_tokens: int = 0
     loss_sum: float = 0.0
     """Sum of the steps' losses; their mean is the run's train_loss."""
+    base_fingerprint: str = ""
+    """Of the weights that an adapter is trained beside."""
     data_fingerprint: str = ""
     data_seen: Mapping[str, str] = field(default_factory=dict)
     """Of data with images: see `Dataset.seen`."""

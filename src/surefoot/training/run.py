@@ -16,12 +16,12 @@ from surefoot.data.order import StepBatch
 from surefoot.data.render import answer_ends
 from surefoot.doctor.across import facts_of, ranks_differ
 from surefoot.doctor.collect import collect
-from surefoot.errors import CheckpointError, ConfigError, StoppedOnFinding, SurefootError
+from surefoot.errors import CheckpointError, ConfigError, ModelError, StoppedOnFinding, SurefootError
 from surefoot.events import Event, FindingMade, Noted, Observer, RunEnded, RunStarted
 from surefoot.models.build import load_tokenizer
 from surefoot.models.generate import end_tokens
 from surefoot.models.lora import experts_left_out
-from surefoot.models.sources import resolve_model
+from surefoot.models.sources import fingerprint, resolve_model
 from surefoot.parallel.layout import Layout
 from surefoot.parallel.ranks import Ranks, gpu_of, joined
 from surefoot.storage import write_json, write_text
@@ -238,10 +238,10 @@ def _open(loaded: LoadedConfig, resume: Resume, emit: Emit, ranks: Ranks) -> _Op
     with phases("tokenise"):
         data = ranks.node_by_node(lambda: open_data(loaded, base, tokenizer, emit, ranks, known=known))
 
-    state = TrainState(data_fingerprint=data.train.fingerprint())
+    state = TrainState(data_fingerprint=data.train.fingerprint(), base_fingerprint=_agreed_weights(loaded, base, ranks))
     if resume.checkpoint is not None:
-        path, fingerprint = resume.checkpoint, state.data_fingerprint
-        state = ranks.together(lambda: _resumed(loaded, path, fingerprint))
+        path, begun = resume.checkpoint, state
+        state = ranks.together(lambda: _resumed(loaded, path, begun))
         if config.max_steps is not None and state.step > config.max_steps:
             raise ConfigError(
                 f"max_steps={config.max_steps}, and the run in {config.run_folder} is at step {state.step} already. "
@@ -427,15 +427,38 @@ def _begin_folder(config: RunConfig, about: dict[str, Any], claimed_s: float, st
     return set_aside_after(config.run_folder, step)
 
 
-def _resumed(loaded: LoadedConfig, path: Path, data_fingerprint: str) -> TrainState:
+def _agreed_weights(loaded: LoadedConfig, base: Path, ranks: Ranks) -> str:
+    """The fingerprint of the model's weights, the same on all machines. Collective. Raises: ModelError."""
+    own = ranks.together(lambda: fingerprint(base))
+    first = ranks.from_first(lambda: own)
+
+    def check() -> None:
+        if own != first:
+            raise ModelError(
+                f"model={loaded.run.model}: its weights on this machine ({base}) are not those that rank 0 reads. Give "
+                f"all machines the same ({loaded.where('model')})."
+            )
+
+    ranks.together(check)
+    return own
+
+
+def _resumed(loaded: LoadedConfig, path: Path, begun: TrainState) -> TrainState:
+    """The state of a checkpoint; `begun`: that of a run which would begin now."""
     state = read_state(path)
-    if state.data_fingerprint != data_fingerprint:
+    is_beside = loaded.run.tuning == "lora" and state.base_fingerprint
+    if is_beside and state.base_fingerprint != begun.base_fingerprint:
+        raise CheckpointError(
+            f"{path} was trained beside other weights: those of {loaded.run.model} have changed. Restore them, or "
+            f"start a new run in another output_dir ({loaded.where('model')})."
+        )
+    if state.data_fingerprint != begun.data_fingerprint:
         files = ", ".join(item.path for item in loaded.run.dataset)
         raise CheckpointError(
             f"{path} was trained on other data: the rows of {files} or how they are rendered have changed "
             f"since. Restore them, or start a new run in another output_dir ({loaded.where('dataset')})."
         )
-    return state
+    return replace(state, base_fingerprint=begun.base_fingerprint)
 
 
 def _started(job: Job, state: TrainState) -> RunStarted:
