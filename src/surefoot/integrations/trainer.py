@@ -83,7 +83,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         self._step_began_s = 0.0
         self._sign_of_life_s = 0.0
         self._ended: StepEnded | None = None
-        """The newest step, until the trainer has logged what it was."""
+        """The newest step, until the trainer has logged what it was. The next phase has begun by then."""
         self._logged: dict[str, float] = {}
         self._batches: Batches | None = None
 
@@ -131,10 +131,13 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         self._ended = _step_ended(state, now - self._step_began_s)
         self._step, self._step_began_s = min(int(state.global_step) + 1, int(state.max_steps)), now
         if not control.should_log:
-            self._go_on(state, control)
+            self._tell_step()
+        self._enter(_flagged(control) or _next(state, control))
 
     def on_epoch_end(self, _: TrainingArguments, __: TrainerState, control: TrainerControl, **___: Any) -> None:
-        self._begin_flagged(control)
+        phase = _flagged(control)
+        if phase is not None and self._observers:
+            self._begin(phase)
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
         now = time.monotonic()
@@ -143,21 +146,14 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
             self._begin("evaluate")
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *_: Any,
-        logs: dict[str, float] | None = None,
-        **__: Any,
+        self, args: TrainingArguments, state: TrainerState, *__: Any, logs: dict[str, float] | None = None, **___: Any
     ) -> None:
         numbers = {name: float(value) for name, value in (logs or {}).items() if isinstance(value, int | float)}
         if "loss" in numbers:  # of the steps since the last log; told once, with the last of them
             self._logged, self._scales_losses = numbers, bool(args.fp16)
             self._hides_losses = bool(args.logging_nan_inf_filter)
             self._look_at(numbers, int(state.global_step))
-            if self._ended is not None:
-                self._go_on(state, control)
+            self._tell_step()
         elif "eval_loss" in numbers:
             self._emit(Evaluated(int(state.global_step), {"eval_loss": numbers["eval_loss"]}))
 
@@ -211,18 +207,6 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         """End the record and the watch over a training that came to no end of its own."""
         self._end({"status": "failed"})
 
-    def _begin_flagged(self, control: TrainerControl) -> bool:
-        """Begin what the trainer does next because a flag says so; returns whether one does."""
-        if not self._observers or not (control.should_evaluate or control.should_save):
-            return False
-        self._begin("evaluate" if control.should_evaluate else "save")
-        return True
-
-    def _go_on(self, state: TrainerState, control: TrainerControl) -> None:
-        """Begin what comes after a step."""
-        if not self._begin_flagged(control):
-            self._begin(_next(state, control))
-
     def _tell_step(self) -> None:
         """The newest step, with what was logged of it."""
         if self._ended is not None:
@@ -234,6 +218,9 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
 
     def _begin(self, phase: Phase) -> None:
         self._tell_step()
+        self._enter(phase)
+
+    def _enter(self, phase: Phase) -> None:
         self._end_phase()
         self._phase = phase
         self._emit(PhaseBegan(self._rank, self._step, phase))
@@ -296,6 +283,11 @@ def _loaded(rank: int, model: nn.Module, peak: int) -> ModelLoaded:
         whole += count * parameter.element_size()
         kept += local.numel() * local.element_size() if local.device.type == "cpu" else 0
     return ModelLoaded(rank, whole, kept, peak)
+
+
+def _flagged(control: TrainerControl) -> Phase | None:
+    """What a trainer does next because a flag says so."""
+    return "evaluate" if control.should_evaluate else "save" if control.should_save else None
 
 
 def _next(state: TrainerState, control: TrainerControl) -> Phase:
