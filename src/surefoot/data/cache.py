@@ -34,7 +34,7 @@ from surefoot.data.shard import Shard
 from surefoot.errors import DataError
 from surefoot.storage import cache_folder, storage_error, write_json
 
-VERSION = 7
+VERSION = 8
 """Part of every key: raised when the same input gives other shards."""
 SETTLED_NS = 2_000_000_000
 """A file changed less than this ago may change again without its time of change telling."""

@@ -129,7 +129,7 @@ def read_adapter(folder: Path, wanted: Mapping[str, torch.Size], settings: LoraS
     Raises: ModelError where the folder is no adapter, or its settings, names or shapes differ.
     """
     config, stored = load_adapter_files(folder)
-    _check_kind(config)
+    check_kind(config)
     theirs = {
         "lora_rank": config.get("r"),
         "lora_alpha": config.get("lora_alpha"),
@@ -242,7 +242,7 @@ def settings_of(config: Mapping[str, Any]) -> LoraSettings:
 
     Raises: ModelError for an adapter of another kind, which would be read wrongly, and for settings that make no sense.
     """
-    _check_kind(config)
+    check_kind(config)
     for name in ("target_modules", "target_parameters", "modules_to_save"):
         named = config.get(name)
         if named is not None and not (isinstance(named, list) and all(isinstance(one, str) for one in named)):
@@ -264,7 +264,7 @@ def settings_of(config: Mapping[str, Any]) -> LoraSettings:
     )
 
 
-def _check_kind(config: Mapping[str, Any]) -> None:
+def check_kind(config: Mapping[str, Any]) -> None:
     """Raises: ModelError for an adapter that is no plain LoRA."""
     other = [f"{name}={config[name]!r}" for name in OTHER_KINDS if config.get(name)]
     if config.get("bias", "none") != "none":

@@ -8,7 +8,7 @@ from surefoot.data.assemble import open_images
 from surefoot.data.sources import find_sources, is_of_hub
 from surefoot.doctor.check import Check, fine, wrong
 from surefoot.errors import ConfigError, SurefootError
-from surefoot.models.adapter import load_adapter_files
+from surefoot.models.adapter import check_kind, load_adapter_files
 from surefoot.models.build import load_config, load_tokenizer, meta_model
 from surefoot.models.lora import checked_targets
 from surefoot.models.sources import folder_here, resolve_model
@@ -60,7 +60,7 @@ def _check_named_files(loaded: LoadedConfig) -> None:
         items = [item for item in getattr(run, setting) or () if not is_of_hub(item)]
         find_sources(items, loaded.where(setting))
     if run.init_adapter is not None:
-        load_adapter_files(Path(run.init_adapter))
+        check_kind(load_adapter_files(Path(run.init_adapter))[0])
     for item in run.rewards:
         check_reward(item, loaded.where("reward_funcs"))
     starts_server = run.method == "grpo" and run.rollout_engine == "vllm" and run.vllm_server is None
