@@ -37,6 +37,13 @@ def test_both_tokens_end_answers(base: Path) -> None:
     assert answer_ends(AutoTokenizer.from_pretrained(base)) == set(ids(base, OF_TEXTS, OF_TURNS))
 
 
+def test_a_template_that_cannot_be_rendered_ends_nothing(base: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    for template in ("{% if %}", None):
+        tokenizer.chat_template = template
+        assert answer_ends(tokenizer) == frozenset()
+
+
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 def test_a_model_that_is_written_names_the_end_of_its_answers(
     base: Path, settings: dict[str, Any], tmp_path: Path, tuning: str, capsys: pytest.CaptureFixture[str]

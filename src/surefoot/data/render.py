@@ -105,15 +105,19 @@ class RendererSource:
 
 
 def answer_ends(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None) -> frozenset[int]:
-    """The tokens with which the chat template ends an answer, as they are trained; none without a template.
+    """The tokens with which the chat template ends an answer, as they are trained; none where there is none to render.
 
     `kwargs`: further variables of the template. Base models often have a template that ends turns with another token
-    than the tokenizer's end of a text. Raises: DataError for a template that cannot be rendered.
+    than the tokenizer's end of a text.
     """
     if tokenizer.chat_template is None:
         return frozenset()
     source = _template_source(tokenizer, dict(kwargs or {}), date(2024, 7, 26), parse_special_tokens=False)
-    return frozenset(tokenizer.convert_tokens_to_ids(list(ChatTemplate(source).ends)))
+    try:
+        ends = ChatTemplate(source).ends
+    except DataError:  # of no use to anyone: where conversations are trained or asked, that is said
+        return frozenset()
+    return frozenset(tokenizer.convert_tokens_to_ids(list(ends)))
 
 
 def _template_source(

@@ -27,6 +27,7 @@ from surefoot.data.images import Image
 from surefoot.errors import DataError
 
 RENDER_DEADLINE_S = 10.0
+AGAIN_AFTER_S = 1.0
 STAND_INS = (0xF0000, 0x100000)
 """Where stand-in characters are taken from: the private planes of Unicode; the second if a text uses the first."""
 PLAIN_TURNS = (Message("user", "Q1"), Message("assistant", "A1"), Message("user", "Q2"), Message("assistant", "A2"))
@@ -506,7 +507,8 @@ def deadline(seconds: float) -> Iterator[None]:
         raise TimeoutError
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    # And again: where the collector of garbage calls back, Python lets no exception out.
+    signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_AFTER_S)
     try:
         yield
     finally:
