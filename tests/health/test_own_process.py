@@ -23,12 +23,21 @@ def collect_until_told(number: signal.Signals) -> None:
     time.sleep(5)
 
 
+def other_callback(_phase: str, _info: Any) -> None:
+    """Of a library that listens to the collector, too, and hears it first."""
+    time.perf_counter()
+
+
+@pytest.mark.parametrize("callbacks", [[], [other_callback]], ids=["ours alone", "beside another"])
 @pytest.mark.parametrize(
     ("number", "handler", "says"),
     [(signal.SIGINT, signal.default_int_handler, ""), (signal.SIGTERM, by_name, "SIGTERM")],
 )
-def test_an_interrupt_during_a_collection_is_not_lost(number: signal.Signals, handler: Any, says: str) -> None:
+def test_an_interrupt_during_a_collection_is_not_lost(
+    number: signal.Signals, handler: Any, says: str, callbacks: list[Any]
+) -> None:
     """The next line of Python after it is then our callback's, and Python lets no exception out of that."""
+    gc.callbacks[:0] = callbacks
     before = signal.signal(number, handler)
     garbage = GarbageTime()
     objects = [[n] for n in range(1_000_000)]
@@ -39,6 +48,7 @@ def test_an_interrupt_during_a_collection_is_not_lost(number: signal.Signals, ha
     finally:
         garbage.end()
         signal.signal(number, before)
+        del gc.callbacks[: len(callbacks)]
     assert len(objects) == 1_000_000
 
 

@@ -104,11 +104,11 @@ class GarbageTime:
             self._total_s += time.perf_counter() - self._began_s
 
     def _unraisable(self, ignored: "sys.UnraisableHookArgs") -> None:
-        """Signal again where an interrupt was raised in `_hear`: Python lets no exception out of it.
+        """Signal again where an interrupt was raised in what Python lets no exception out of, as in `_hear`.
 
         A signal that comes during a collection is handled there, since it is the next line of Python to run.
         """
-        if ignored.object != self._hear or not isinstance(ignored.exc_value, KeyboardInterrupt):
+        if not isinstance(ignored.exc_value, KeyboardInterrupt):
             self._ignore(ignored)
             return
         number = signal.Signals.__members__.get(str(ignored.exc_value), signal.SIGINT)
