@@ -77,6 +77,9 @@ def test_what_cannot_be_read_is_no_full_disk(tmp_path: Path) -> None:
     refusal = pytest.raises(StorageError, match="could not be written: File exists .* touched. Choose another")
     with refusal, new_folder(tmp_path / "file" / "made"):
         pass
+    refusal = pytest.raises(StorageError, match="/file: could not be written: Not a directory")
+    with refusal, new_folder(tmp_path / "file"):
+        pass
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

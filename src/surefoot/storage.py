@@ -106,6 +106,8 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 def replace_folder(target: Path, complete: Path, replaced: Path) -> None:
     """Put a folder in the place of another one, which has the name `replaced` meanwhile. Raises: OSError."""
+    if target.exists() and not target.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target))
     try:
         if target.exists():
             os.replace(target, replaced)
