@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,15 +55,31 @@ def on_two_ranks(work: Callable[[Ranks], None]) -> list[str]:
     return raised
 
 
-def save(folder: Path, ranks: Ranks) -> None:
+def save(folder: Path, ranks: Ranks, *, waits: bool = True) -> None:
     weight = nn.Parameter(torch.ones(3))
     ours = Saver(folder, {}, None, ranks)
     ours.save({"weight": weight}, torch.optim.AdamW([weight]), TrainState(step=1))
-    ours.wait()
+    if waits:
+        ours.wait()
+    ours.end()
 
 
 def test_a_save_is_complete_where_all_ranks_have_written(tmp_path: Path) -> None:
     assert on_two_ranks(lambda ranks: save(tmp_path, ranks)) == ["", ""]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
+
+
+def test_a_rank_that_fails_waits_a_moment_for_what_the_others_are_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_part = saver._write_part
+
+    def slowly(temporary: Path, target: Path, blocks: Any, ranks: Ranks) -> Any:
+        time.sleep(float(ranks.rank))
+        return write_part(temporary, target, blocks, ranks)
+
+    monkeypatch.setattr(saver, "_write_part", slowly)
+    on_two_ranks(lambda ranks: save(tmp_path, ranks, waits=False))
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
 
 

@@ -36,6 +36,8 @@ LOGGER = logging.getLogger(__name__)
 DEADLINE_S = 3600.0
 """The longest that rank 0 waits for the other ranks' parts of one checkpoint."""
 POLL_S = 0.02
+OTHERS_S = 5.0
+"""For the other ranks' parts of a last checkpoint, where this one fails: mostly they are about as far with theirs."""
 AGREE_EVERY_S = 0.5
 """Between two words of the ranks on how far they are, while they wait for a save."""
 NOTES = "notes"
@@ -124,7 +126,9 @@ class Saver:
             self._error = None  # only a consequence of the other's
 
     def end(self) -> None:
-        """The run is over, well or not: let the disk finish, but wait for no other rank."""
+        """The run is over, well or not: let the disk finish; other ranks, which may be gone, are waited for a moment."""
+        if self._thread is not None:
+            self._thread.join(OTHERS_S)
         self._is_abandoned.set()
         if self._thread is not None:
             self._thread.join(DEADLINE_S)
