@@ -126,7 +126,7 @@ class Saver:
             self._error = None  # only a consequence of the other's
 
     def end(self) -> None:
-        """The run is over, well or not: let the disk finish; other ranks, which may be gone, are waited for a moment."""
+        """The run is over, well or not: let the disk finish; other ranks, which may be gone, are given a moment."""
         if self._thread is not None:
             self._thread.join(OTHERS_S)
         self._is_abandoned.set()
