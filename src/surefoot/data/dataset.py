@@ -342,9 +342,9 @@ class Dataset:
             name = file.name_of(ref.index)
             if self.seen.setdefault(name, shard.digest) != shard.digest:
                 raise DataError(
-                    f"{self._place(ref, int(shard.lines[0]) if len(shard) else 1)}: images of this row or of the "
-                    f"{ref.num_rows} that begin near it are not those that this run saw before, so it would go on in "
-                    f"another order. Put them back as they were, or start a new run ({self._where})."
+                    f"{self._place(ref, int(shard.lines[0]) if len(shard) else 1)}: of the {ref.num_rows} rows from "
+                    "here on, some have other images than this run saw before, so it would go on in another order. Put "
+                    f"them back as they were, or start a new run ({self._where})."
                 )
         vocab_size = self.reading.vocab_size
         if vocab_size is not None and shard.max_id >= vocab_size and not self.reading.is_lenient:

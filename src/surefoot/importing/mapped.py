@@ -63,9 +63,10 @@ def _of_axolotl(told: Told, name: str, value: Any) -> Mapped:
     if name in ("warmup_steps", "warmup_ratio") and value is not None and number_of(value) == 0:
         return {"warmup_ratio": 0.0}  # none at all; there is a default
     if name == "lora_target_linear":
-        named = told.settings.get("lora_target_modules")
-        both = _targets(named) if value and named else None
-        return {"target_modules": ["all", *both] if both else "all"} if value else {}
+        if not value:
+            return {}
+        named = _targets(told.settings.get("lora_target_modules"))
+        return {"target_modules": ["all", *named] if named else "all"}
     if name == "lora_target_modules" and told.settings.get("lora_target_linear"):
         return {} if _targets(value) is not None else None  # with the other: both are trained
     if name == "datasets" or (name == "test_datasets" and value):
@@ -129,8 +130,8 @@ def _of_what_is_trained(told: Told, name: str, value: Any) -> Mapped:
         return {}  # with what is adapted
     if name in ("lora_target", "lora_target_modules", "target_modules"):
         names = _targets(value)
-        if names is None or not names:
-            return {} if names is not None else None
+        if not names:
+            return None if names is None else {}
         return {"target_modules": names[0] if len(names) == 1 else names}
     if name == "bf16" and value == "auto":
         return {}

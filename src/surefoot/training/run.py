@@ -62,6 +62,7 @@ UNNAMED_ENDS = (
     "the chat template ends answers with {}, which generation_config.json of the model does not name: models that are "
     "written here will; whoever serves the adapter alone gives it as a stop token"
 )
+OTHER_REWARDS = "{}: changed since step {}; rewards from here on are of other functions"
 EXPERTS_LEFT_OUT = "target_modules: {} mean linear layers, and the experts of this model are none: add `experts`"
 
 
@@ -281,11 +282,7 @@ def _assemble(
         ranks.node_by_node(lambda: data.prepare(state.position))
         if rewards is not None:
             ranks.node_by_node(lambda: check_answers(loaded, data, state.position))
-    judged_by = ranks.from_first(lambda: reward_files(config))
-    if changed := [name for name, sha256 in state.reward_files.items() if judged_by.get(name, sha256) != sha256]:
-        emit(
-            Noted(f"{', '.join(changed)}: changed since step {state.step}; rewards from here on are of other functions")
-        )
+    judged_by = _judged_by(config, state, emit, ranks)
     if server is not None:
         ranks.together(server.check_alive, names_rank=False)
         with phases("sync"):
@@ -354,6 +351,15 @@ def _assemble(
         data,
         lambda: write_artifact(target, learner.model, opened.tokenizer, lora, base, config.model, ranks),
     )
+
+
+def _judged_by(config: RunConfig, state: TrainState, emit: Emit, ranks: Ranks) -> dict[str, str]:
+    """The files with reward functions, see `TrainState`; says which have changed since a checkpoint. Collective."""
+    now: dict[str, str] = ranks.from_first(lambda: reward_files(config))
+    changed = [name for name, sha256 in state.reward_files.items() if now.get(name, sha256) != sha256]
+    if changed:
+        emit(Noted(OTHER_REWARDS.format(", ".join(changed), state.step)))
+    return now
 
 
 def _load(
