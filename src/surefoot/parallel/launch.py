@@ -10,29 +10,26 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from surefoot import cgroup, errors
-from surefoot.errors import ConfigError, StoppedOnFinding, SurefootError
+from surefoot.errors import StoppedOnFinding, SurefootError
 from surefoot.findings import Finding
+from surefoot.parallel.rendezvous import BACKEND, Launch, attempt, rendezvous
 from surefoot.process_end import describe_end, stop_signals, was_for_memory
 
 FOLDER = "SUREFOOT_LAUNCH"
@@ -42,8 +39,6 @@ LOCK = "lock"
 STOP = "stop"
 ABANDONED_AFTER_S = 60.0
 JOIN_WITHIN_S = 600
-ENDPOINT_WITHIN_S = 5.0
-"""How soon a rendezvous that is there answers."""
 LEAVE_AFTER_S = 10.0
 """How long a rank goes on when another one has failed alone, or is gone."""
 SEEN_WITHIN_S = 1.0
@@ -75,15 +70,11 @@ class RankDeath:
     """Whether the kernel killed it because of its cgroup's limit; None where that cannot be told."""
 
 
-class Launched(Protocol):
+class Launched(Launch, Protocol):
     """What is launched: a run's settings of that name."""
 
     @property
     def nproc_per_node(self) -> int: ...
-    @property
-    def nnodes(self) -> int: ...
-    @property
-    def rdzv_endpoint(self) -> str | None: ...
     @property
     def max_restarts(self) -> int: ...
 
@@ -103,12 +94,12 @@ def launch(
     Signals are passed on to the ranks, which save and end. Raises: SurefootError where ranks cannot be started;
     KeyboardInterrupt where they were stopped before they could save.
     """
-    _check_endpoint(config)
     _remove_abandoned_folders()
     with (
         tempfile.TemporaryDirectory(prefix=PREFIX) as name,
         _in_use(name),
         _passing_signals(name) as passed,
+        rendezvous(config, "test" if "self_test" in job else "train", join_within_s) as handler,
     ):
         oom_kills = cgroup.oom_kills()
         folder = Path(name)
@@ -124,7 +115,7 @@ def launch(
         said.addHandler(deaths)
         said.propagate = False  # what it says is said below, once
         try:
-            elastic_launch(_launch_config(config, folder, join_within_s), sys.executable)("-m", "surefoot.worker")
+            elastic_launch(_launch_config(config, folder, handler), sys.executable)("-m", "surefoot.worker")
         except ChildFailedError as error:
             told = _told(folder)
             if told is None and passed:
@@ -136,7 +127,11 @@ def launch(
         except SignalException as error:
             raise SurefootError(f"the launcher was stopped by {signal.Signals(error.sigval).name}.") from error
         except (RendezvousError, RuntimeError, ValueError, OSError) as error:
-            raise SurefootError(_not_started(config, error)) from error
+            reason = str(error).partition(" See inner exception")[0].rstrip(". ") or type(error).__name__
+            raise SurefootError(
+                f"the ranks of this machine (nproc_per_node={config.nproc_per_node}) were not started or were stopped: "
+                f"{reason}."
+            ) from error
         finally:
             said.removeHandler(deaths)
             said.setLevel(level)
@@ -146,46 +141,6 @@ def launch(
                 if value is not None:
                     os.environ[key] = value
         return _told(folder)
-
-
-def _not_started(config: Launched, error: Exception) -> str:
-    """Why ranks of several machines do not come together, as far as elastic tells."""
-    reason = str(error).partition(" See inner exception")[0].rstrip(". ") or type(error).__name__
-    if config.nnodes == 1:
-        return f"the ranks of this machine (nproc_per_node={config.nproc_per_node}) could not be started: {reason}."
-    if isinstance(error, RendezvousTimeoutError):
-        reason = f"not all {config.nnodes} machines (nnodes) came in time"
-    return (
-        f"{reason}: the ranks of this machine were not started. They meet at rdzv_endpoint={config.rdzv_endpoint}: is "
-        "it reached from all machines, is its port free, and was the same command started on each?"
-    )
-
-
-def _check_endpoint(config: Launched) -> None:
-    """Raises: ConfigError where something answers at `rdzv_endpoint` that is no rendezvous.
-
-    Elastic would wait for its answer for ever, where no signal reaches it.
-    """
-    if config.rdzv_endpoint is None:
-        return
-    host, _, port = config.rdzv_endpoint.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=ENDPOINT_WITHIN_S).close()
-    except OSError:  # nobody there yet: this machine, or the one that hosts it, will be
-        return
-    answered = threading.Event()
-
-    def ask() -> None:
-        with suppress(RuntimeError):  # it has answered, with nonsense: elastic says so
-            TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=ENDPOINT_WITHIN_S))
-        answered.set()
-
-    threading.Thread(target=ask, name="endpoint", daemon=True).start()
-    if not answered.wait(2 * ENDPOINT_WITHIN_S):
-        raise ConfigError(
-            f"rdzv_endpoint={config.rdzv_endpoint}: something accepts connections there and says nothing for "
-            f"{2 * ENDPOINT_WITHIN_S:.0f} s, so it is no rendezvous of this run. Choose a free port."
-        )
 
 
 @contextmanager
@@ -206,18 +161,16 @@ def _remove_abandoned_folders() -> None:
             shutil.rmtree(lock.parent)
 
 
-def _launch_config(config: Launched, folder: Path, join_within_s: int) -> LaunchConfig:
+def _launch_config(config: Launched, folder: Path, handler: RendezvousHandler) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=config.nnodes,
         max_nodes=config.nnodes,
         nproc_per_node=config.nproc_per_node,
-        run_id="surefoot" if config.nnodes > 1 else uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=config.rdzv_endpoint or "localhost:0",
-        rdzv_configs={"join_timeout": join_within_s},
+        run_id=BACKEND,
+        rdzv_backend=BACKEND,
+        rdzv_configs={"handler": handler},
         max_restarts=config.max_restarts,
         signals_to_handle="SIGQUIT",  # the others are passed on, see below
-        local_addr="localhost" if config.nnodes == 1 else None,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
     )
 
@@ -262,7 +215,7 @@ def _signal_ranks(folder: Path, number: int) -> None:
 def note_process() -> None:
     """In a rank: say which process this is, and leave with those that failed. Raises: KeyboardInterrupt if told to."""
     folder = Path(os.environ[FOLDER])
-    (folder / f"pid-{os.environ['RANK']}-{_attempt()}").write_text(str(os.getpid()))
+    (folder / f"pid-{os.environ['RANK']}-{attempt()}").write_text(str(os.getpid()))
     if (folder / STOP).exists():
         raise KeyboardInterrupt("stopped while starting")
     threading.Thread(target=_leave_with_the_others, args=(folder,), name="watch", daemon=True).start()
@@ -271,18 +224,13 @@ def note_process() -> None:
 def note_end() -> None:
     """In a rank: say that it is through, so that one that just left is known."""
     with suppress(OSError):  # a launcher that is gone
-        Path(os.environ[FOLDER], f"through-{os.environ['RANK']}-{_attempt()}").touch()
+        Path(os.environ[FOLDER], f"through-{os.environ['RANK']}-{attempt()}").touch()
 
 
 def was_begun(run_folder: Path) -> bool:
     """In a rank: whether an earlier attempt of this launch has begun the run folder."""
     begun, job = run_folder / "environment.json", Path(os.environ[FOLDER], "job.json")
-    return _attempt() > 0 and begun.is_file() and begun.stat().st_mtime_ns >= job.stat().st_mtime_ns
-
-
-def _attempt() -> int:
-    """How often the ranks were started again before."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return attempt() > 0 and begun.is_file() and begun.stat().st_mtime_ns >= job.stat().st_mtime_ns
 
 
 def _leave_with_the_others(folder: Path) -> None:
@@ -293,7 +241,7 @@ def _leave_with_the_others(folder: Path) -> None:
     lost_s: float | None = None
     while True:
         time.sleep(1.0)
-        for note in _notes(folder, _attempt()):
+        for note in _notes(folder, attempt()):
             if not note["is_agreed"] and time.time_ns() - note["time_ns"] > LEAVE_AFTER_S * 1e9:
                 os._exit(0 if is_input_error(note["kind"]) else 1)
         if lost_s is None and any(_is_gone(folder, rank) for rank in _silent(folder)):
@@ -305,7 +253,7 @@ def _leave_with_the_others(folder: Path) -> None:
 def _is_gone(folder: Path, rank: int) -> bool:
     """Whether the process of a rank of this machine is no more."""
     try:
-        os.kill(int((folder / f"pid-{rank}-{_attempt()}").read_text()), 0)
+        os.kill(int((folder / f"pid-{rank}-{attempt()}").read_text()), 0)
     except ProcessLookupError:
         return True
     except (OSError, ValueError):  # another's process, a note being written
@@ -332,15 +280,15 @@ def note_failure(error: BaseException, *, kind: str, is_agreed: bool) -> bool:
         "is_consequence": is_consequence,
         "finding": asdict(error.finding) if isinstance(error, StoppedOnFinding) else None,
     }
-    path = Path(os.environ[FOLDER], f"failure-{rank}-{_attempt()}.json")
+    path = Path(os.environ[FOLDER], f"failure-{rank}-{attempt()}.json")
     with suppress(OSError):  # a disk that is full, or a launcher that is gone: the exit status still tells
         path.write_text(json.dumps(note), encoding="utf-8")
     return is_consequence
 
 
-def _notes(folder: Path, attempt: int) -> list[dict[str, Any]]:
+def _notes(folder: Path, number: int) -> list[dict[str, Any]]:
     notes = []
-    for path in folder.glob(f"failure-*-{attempt}.json"):
+    for path in folder.glob(f"failure-*-{number}.json"):
         with suppress(OSError, ValueError):  # being written, or cut short by a kill
             notes.append(json.loads(path.read_text("utf-8")))
     return notes

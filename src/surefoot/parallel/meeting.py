@@ -17,6 +17,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from surefoot.errors import StoppedOnFinding
 from surefoot.findings import CATALOGUE, Finding
+from surefoot.parallel.listening import serve_store_at
+from surefoot.parallel.rendezvous import attempt
 from surefoot.terminal import say
 
 LATE = timedelta(seconds=15)
@@ -28,20 +30,17 @@ POLL_S = 0.1
 
 
 def shared_store(rank: int, timeout: timedelta) -> Any:
-    """A connection to the store that the launcher's environment names, for this attempt of the run alone.
+    """Connect to the store that the launcher's environment names, for this attempt of the run alone.
 
-    Elastic may give a restarted run the store of the attempt before, with the addresses of ranks that are gone.
-    Raises: RuntimeError where nobody answers there in time.
+    Where the launcher serves none, rank 0 does. A launcher may give a restarted run the store of the attempt before,
+    with the addresses of ranks that have ended. Raises: RuntimeError if nobody answers there in time.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-        timeout=timeout,
-        multi_tenant=True,
-    )
-    return PrefixStore(f"attempt-{attempt}", store)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store = serve_store_at(host, port, timeout)
+    else:
+        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    return PrefixStore(f"attempt-{attempt()}", store)
 
 
 def meet(rank: int, size: int) -> Any:
@@ -123,7 +122,9 @@ def _no_store(rank: int, error: RuntimeError) -> Finding:
         "SF111",
         f"rank {rank} finds nobody at {address}, where rank 0 or its launcher should be",
         {"rank": rank, "host": socket.gethostname(), "address": address, "error": str(error).splitlines()[0]},
-        "Was rank 0 started? Is its machine reached from here by that name (MASTER_ADDR), and the port not blocked?",
+        "Was rank 0 started? Is its machine reached from here by that name (MASTER_ADDR), and the port not blocked? "
+        "Rank 0 listens on the interface of MASTER_ADDR alone: on its own machine that name must not be a loopback "
+        "address.",
     )
 
 

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import HashStore
 from surefoot import errors
 from surefoot.errors import ConfigError, StoppedOnFinding, SurefootError
 from surefoot.findings import Finding
+from surefoot.parallel.listening import is_one_machine, keep_on_this_machine
 from surefoot.parallel.meeting import connecting, meet
 
 DEADLINE = timedelta(minutes=10)
@@ -167,6 +168,7 @@ def joined(device_type: str, *, alone_too: bool = False) -> Iterator[Ranks]:
     if int(said) == 1:
         is_ours = alone_too and not dist.is_initialized()
         if is_ours:
+            keep_on_this_machine()
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         try:
             yield ALONE
@@ -188,6 +190,8 @@ def joined(device_type: str, *, alone_too: bool = False) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     is_ours = not dist.is_initialized()
     if is_ours:
+        if is_one_machine(size):
+            keep_on_this_machine()
         store = meet(rank, size)
         with connecting(rank, backend):
             dist.init_process_group(

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from surefoot.doctor.collect import collect, existing_folder
 from surefoot.doctor.nvml import read_visible
 from surefoot.errors import ConfigError, StoppedOnFinding
+from surefoot.parallel.listening import keep_on_this_machine
 from surefoot.parallel.meeting import shared_store
 from surefoot.parallel.ranks import gpu_of
 from surefoot.self_test import collectives, reach
@@ -52,6 +53,7 @@ class Place:
     store: Any
     firsts: list[int] = field(default_factory=list)
     """The first rank of each machine."""
+    listener: reach.Listener | None = None
 
     @property
     def is_first_here(self) -> bool:
@@ -105,13 +107,19 @@ def _reach(place: Place) -> Any:
     """From each machine to each other one. Returns rank -> why it was not reached."""
     if not place.is_first_here:
         return {}
-    place.store.set(f"listens/{place.rank}", json.dumps(reach.Listener(place.rank).place))
+    if len(place.firsts) == 1:
+        return {}
+    addresses = reach.listening_addresses(os.environ, place.rdzv_endpoint)
+    place.listener = reach.Listener(place.rank, addresses)
+    place.store.set(f"listens/{place.rank}", json.dumps(place.listener.places))
     others = {other: json.loads(place.store.get(f"listens/{other}")) for other in place.firsts if other != place.rank}
     return {str(other): problem for other, problem in reach.connect_to_all(others).items() if problem}
 
 
 def _join(place: Place) -> Any:
     """The process group of a run, and the NCCL that it loaded."""
+    if len(place.firsts) == 1:
+        keep_on_this_machine()
     dist.init_process_group(
         "nccl" if place.device.type == "cuda" else "gloo",
         store=PrefixStore("group", place.store),

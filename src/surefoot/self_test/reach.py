@@ -1,7 +1,6 @@
 """Whether machines reach each other on a port of any number, and how far their clocks are apart."""
 
 import ipaddress
-import os
 import socket
 import threading
 import time
@@ -12,6 +11,8 @@ from typing import Any
 
 import psutil
 
+from surefoot.parallel.listening import listen, local_address_towards
+
 CONNECT_WITHIN_S = 3.0
 AT_A_TIME = 128
 WORD = b"surefoot "
@@ -20,24 +21,40 @@ NAMING = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 class Listener:
-    """Accepts connections on a free port of this machine and says who it is; until the process ends."""
+    """Accepts connections on a free port of some addresses of this machine and sends its rank, until it is closed."""
 
-    def __init__(self, rank: int) -> None:
-        self._said = WORD + str(rank).encode()
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        self._socket = socket.create_server(("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6)
-        threading.Thread(target=self._answer, name="listener", daemon=True).start()
+    def __init__(self, rank: int, addresses: Sequence[str]) -> None:
+        self._greeting = WORD + str(rank).encode()
+        self._sockets = [listen(address, 0) for address in addresses]
+        for listening in self._sockets:
+            threading.Thread(target=self._answer, args=(listening,), name="listener", daemon=True).start()
 
     @property
-    def place(self) -> dict[str, Any]:
-        return {"addresses": own_addresses(os.environ), "port": self._socket.getsockname()[1]}
+    def places(self) -> list[tuple[str, int]]:
+        """(address, port) of each socket."""
+        return [listening.getsockname()[:2] for listening in self._sockets]
 
-    def _answer(self) -> None:
+    def _answer(self, listening: socket.socket) -> None:
         while True:
             with suppress(OSError):  # a caller that hung up
-                caller, _ = self._socket.accept()
+                caller, _ = listening.accept()
                 with caller:
-                    caller.sendall(self._said)
+                    caller.sendall(self._greeting)
+
+
+def listening_addresses(environment: Mapping[str, str], endpoint: str | None) -> list[str]:
+    """Return the addresses at which this machine should be reached by the others.
+
+    Those of the interfaces that a variable of NCCL or gloo names; otherwise the one that leads to where the machines of
+    the run meet (`endpoint`, or MASTER_ADDR).
+    """
+    if any(not (environment.get(variable) or "^").startswith("^") for variable in NAMING):
+        return own_addresses(environment)
+    host, _, port = (endpoint or "{MASTER_ADDR}:{MASTER_PORT}".format_map(environment)).rpartition(":")
+    try:
+        return [local_address_towards(host, int(port))]
+    except OSError:
+        return []
 
 
 def own_addresses(environment: Mapping[str, str]) -> list[str]:
@@ -55,9 +72,9 @@ def own_addresses(environment: Mapping[str, str]) -> list[str]:
     return sorted(found, key=lambda address: (ipaddress.ip_address(address).is_loopback, ":" in address))
 
 
-def connect_to_all(places: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
+def connect_to_all(places: Mapping[int, Sequence[tuple[str, int]]]) -> dict[int, str]:
     """Rank -> why none of its addresses leads to its listener, or empty; all are tried at the same time."""
-    pairs = [(rank, address, place["port"]) for rank, place in places.items() for address in place["addresses"]]
+    pairs = [(rank, address, port) for rank, of_rank in places.items() for address, port in of_rank]
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         problems = list(pool.map(lambda pair: connect(*pair), pairs))
     found: dict[int, str] = {}

@@ -39,6 +39,7 @@ class Ranks:
     nproc_per_node: int
     nnodes: int
     rdzv_endpoint: str | None
+    run_folder: Path
     max_restarts: int = 0
 
 
@@ -69,6 +70,7 @@ def self_test(loaded: LoadedConfig | None, *, is_deep: bool) -> tuple[list[Check
             run.nproc_per_node if run is not None else torch.cuda.device_count() or RANKS_ON_A_CPU,
             run.nnodes if run is not None else 1,
             run.rdzv_endpoint if run is not None else None,
+            run.run_folder if run is not None else Path(name),
         )
         problem, ended = "", threading.Event()
         stages = stages_of(ranks.nproc_per_node * ranks.nnodes, is_deep=is_deep)

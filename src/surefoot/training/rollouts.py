@@ -30,6 +30,7 @@ from surefoot.models.lora import noisy_adapter
 from surefoot.models.routing import router_names
 from surefoot.models.sources import longest_context
 from surefoot.models.vision import image_tokens
+from surefoot.parallel.listening import LOOPBACK, loopback_variables
 from surefoot.parallel.ranks import Ranks
 from surefoot.rl.builtin_rewards import BUILT_IN, columns_problem
 from surefoot.rl.engines.local import LocalEngine
@@ -212,7 +213,7 @@ def _environment(config: RunConfig) -> dict[str, str]:
     if config.tuning == "lora":
         own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     own.pop("VLLM_API_KEY", None)  # of another server: this one listens to its machine alone, and is asked without one
-    return {**own, "VLLM_NO_USAGE_STATS": "1"}
+    return {**own, **loopback_variables(), "VLLM_HOST_IP": LOOPBACK, "VLLM_NO_USAGE_STATS": "1"}
 
 
 def _without_segments(options: str) -> str:
