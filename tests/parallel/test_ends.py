@@ -24,6 +24,7 @@ from surefoot.errors import StoppedOnFinding
 from surefoot.findings import Finding
 from surefoot.launched import _raise
 from surefoot.parallel.launch import FOLDER, LEAVE_AFTER_S, RankFailure, kill_ranks
+from surefoot.parallel.rendezvous_secret import VARIABLE
 from surefoot.training.checkpoint import find_newest, list_checkpoints
 from surefoot.training.record import FindingLog
 from tests.conftest import counting_rows, write_jsonl
@@ -389,6 +390,7 @@ def machine(settings: dict[str, Any], name: str, **changes: Any) -> "subprocess.
     config.write_text(json.dumps({**settings, **changes}))
     return subprocess.Popen(
         [sys.executable, "-m", "surefoot", "train", str(config)],
+        env={**os.environ, VARIABLE: "the secret of these machines"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -421,7 +423,7 @@ def test_a_port_at_which_another_service_is_silent_is_named(two_ranks: dict[str,
         process = machine({**two_ranks, "nnodes": 2, "rdzv_endpoint": endpoint}, "alone")
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert f"rdzv_endpoint={endpoint}: something accepts connections there and says nothing" in stderr
+    assert f"rdzv_endpoint={endpoint}: what accepts connections there is not the rendezvous of a run" in stderr
 
 
 @pytest.mark.matrix

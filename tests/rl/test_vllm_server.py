@@ -22,6 +22,7 @@ from transformers import (
 
 from surefoot.models.sources import resolve_model
 from tests.conftest import make_tokenizer, surefoot, write_jsonl
+from tests.support.sockets import watch_sockets
 from tests.vision.conftest import make_processor, picture_rows, vision_tokenizer
 
 COMMAND = os.environ.get("SUREFOOT_VLLM", "")
@@ -79,8 +80,14 @@ def servers() -> list[psutil.Process]:
 def test_a_run_learns_from_the_completions_of_a_server(
     tmp_path: Path, changes: dict[str, Any], difference: float | None
 ) -> None:
-    done = surefoot("train", str(settings(tmp_path, **changes)), timeout_s=500)
-    assert done.returncode == 0, done.stderr[-3000:]
+    with open(tmp_path / "output", "w+") as output:
+        command = [sys.executable, "-m", "surefoot", "train", str(settings(tmp_path, **changes))]
+        process = subprocess.Popen(command, stdout=output, stderr=output, text=True)
+        sockets = watch_sockets(process, within_s=500)
+        output.seek(0)
+        assert process.returncode == 0, output.read()[-3000:]
+    assert any(found.command not in ("surefoot.job", "surefoot.worker") for found in sockets), "the server is watched"
+    assert {found for found in sockets if not found.is_loopback} == set()
     metrics = metrics_of(tmp_path / "run")
     assert [line["policy_version"] for line in metrics] == [0, 1, 2]
     # The server's logprobs are those of the trainer, also once the adapter says something.

@@ -21,20 +21,21 @@ def silent() -> Iterator[int]:
 
 
 def test_a_listener_is_reached_and_known() -> None:
-    place = reach.Listener(3).place
-    assert reach.connect(3, "127.0.0.1", place["port"]) == ""
-    assert reach.connect(3, "127.0.0.1", place["port"]) == "", "it answers more than once"
-    assert reach.connect(4, "127.0.0.1", place["port"]) == "somebody else answers"
+    ((address, port),) = reach.Listener(3, ["127.0.0.1"]).places
+    assert address == "127.0.0.1"
+    assert reach.connect(3, address, port) == ""
+    assert reach.connect(3, address, port) == "", "it answers more than once"
+    assert reach.connect(4, address, port) == "somebody else answers"
 
 
 def test_all_are_reached_by_any_of_their_addresses(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reach, "CONNECT_WITHIN_S", 0.3)
-    there = reach.Listener(3).place["port"]
+    ((_, port),) = reach.Listener(3, ["127.0.0.1"]).places
     places = {
-        3: {"addresses": ["0.0.0.1", "127.0.0.1"], "port": there},
-        4: {"addresses": ["127.0.0.1"], "port": 1},
-        5: {"addresses": ["127.0.0.1"] * 40, "port": silent},
-        6: {"addresses": [], "port": 1},
+        3: [("0.0.0.1", port), ("127.0.0.1", port)],
+        4: [("127.0.0.1", 1)],
+        5: [("127.0.0.1", silent)] * 40,
+        6: [],
     }
     began_s = time.monotonic()
     found = reach.connect_to_all(places)
@@ -45,6 +46,13 @@ def test_all_are_reached_by_any_of_their_addresses(silent: int, monkeypatch: pyt
         6: "it has no address",
     }
     assert time.monotonic() - began_s < 40 * 0.3, "at the same time"
+
+
+def test_a_machine_listens_where_it_is_named_or_where_the_machines_meet() -> None:
+    assert reach.listening_addresses({"GLOO_SOCKET_IFNAME": "lo"}, "192.0.2.1:29500")[0] == "127.0.0.1"
+    assert reach.listening_addresses({"GLOO_SOCKET_IFNAME": ""}, "127.0.0.1:29500") == ["127.0.0.1"]
+    assert reach.listening_addresses({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}, None) == ["127.0.0.1"]
+    assert reach.listening_addresses({}, "no.such.machine.invalid:29500") == []
 
 
 def test_addresses_are_those_of_the_interface_that_is_named() -> None:

@@ -141,8 +141,8 @@ class RendezvousClient:
             answer = await receive(server[0])
             if "error" not in answer:
                 await relay((reader, writer), server)
-        except (WrongSecret, *LOST):
-            pass  # the rank sees its connection closed, and reports it
+        except (WrongSecret, asyncio.CancelledError, *LOST):
+            pass  # the rank sees its connection closed, and reports it; a cancelled task would be logged
         finally:
             await close(writer)
             if server is not None:

@@ -87,8 +87,8 @@ class RendezvousServer:
             if self._on_refusal is not None:
                 self._on_refusal(str(writer.get_extra_info("peername", ("unknown",))[0]))
                 self._on_refusal = None
-        except LOST:
-            pass  # the launcher itself reports how its run ended
+        except (asyncio.CancelledError, *LOST):
+            pass  # the launcher itself reports how its run ended; a cancelled task would be logged
         finally:
             await close(writer)
 
