@@ -1,5 +1,7 @@
 """One optimizer step against plain maths, and the loss in chunks."""
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,3 +102,43 @@ def test_the_loss_in_chunks_is_the_loss(bias: bool, is_old_torch: bool, monkeypa
         found.append([value.detach(), *torch.autograd.grad(value, [hidden, *head.parameters()])])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_a_gradient_of_28_million_elements_is_exact(dtype: torch.dtype) -> None:
+    gradient = torch.randn(28_000_000, generator=torch.Generator().manual_seed(0)).mul_(1e-3).to(dtype)
+    exact = sum(float(part.double().square().sum()) for part in gradient.split(1 << 20)) ** 0.5
+    for shape in ((-1,), (7000, 4000)):
+        weight = nn.Parameter(torch.zeros(28_000_000, dtype=dtype).view(shape))
+        weight.register_hook(lambda _: gradient.view(weight.shape))  # noqa: B023 - called in this pass
+        assert step(weight, [batch(1)])[1] == pytest.approx(exact, rel=1e-9)
+
+
+def test_the_norm_is_taken_without_a_copy_of_the_gradient() -> None:
+    """In a process of its own, because the largest use of memory so far cannot be reset."""
+    probe = (
+        "import resource, torch\n"
+        "from surefoot.models.placement import block_of\n"
+        "from surefoot.training.step import _sum_of_squares\n"
+        "blocks = [block_of(torch.ones(40_000_000, dtype=torch.bfloat16))]\n"
+        "_sum_of_squares([block_of(torch.ones(1000))], torch.device('cpu'))\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "assert float(_sum_of_squares(blocks, torch.device('cpu'))) == 40_000_000\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 40_000  # KiB; the gradient has 78,000
+
+
+@pytest.mark.parametrize(("value", "is_finite"), [(1e18, True), (1e20, False), (float("inf"), False)])
+def test_a_gradient_whose_squares_are_too_large_for_float32_is_not_finite(value: float, is_finite: bool) -> None:
+    weight = nn.Parameter(torch.tensor([1.0]))
+    weight.register_hook(lambda gradient: torch.full_like(gradient, value))
+    if is_finite:
+        assert step(weight, [batch(1)], max_grad_norm=1.0)[1] == pytest.approx(value)
+        assert weight.item() == pytest.approx(0.0, abs=1e-6)
+        return
+    with pytest.raises(NotFinite) as caught:
+        step(weight, [batch(1)], max_grad_norm=1.0)
+    assert (caught.value.what, caught.value.value, caught.value.is_here) == ("gradient", float("inf"), True)
+    assert weight.item() == 1.0
