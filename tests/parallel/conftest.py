@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
-from tests.conftest import counting_rows, make_model, write_jsonl
+from tests.conftest import SIZES, counting_rows, make_model, write_jsonl
 from tests.vision.conftest import KINDS, make_processor, make_vision_model, picture_rows, vision_tokenizer
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -23,8 +23,8 @@ Jobs = Mapping[str, dict[str, Any]]
 def parallel_model(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast
 ) -> Callable[[str], Path]:
-    """kind -> a folder. `llama`, `mixtral` and `qwen2_moe` (8 experts); `few` has 6; `one_expert` routes all to one;
-    and those that read images.
+    """kind -> a folder. `llama`, `mixtral` and `qwen2_moe` (8 experts); `few` has 6; `wide` has tensors of
+    millions of elements; `one_expert` routes all to one; and those that read images.
     """
     root = tmp_path_factory.mktemp("parallel_models")
 
@@ -37,6 +37,10 @@ def parallel_model(
                 make_processor(kind).save_pretrained(path)
             elif kind == "few":
                 model = make_model("qwen2_moe", num_experts=6)
+            elif kind == "wide":
+                torch.manual_seed(7)
+                wide = {**SIZES, "intermediate_size": 4096}
+                model = MixtralForCausalLM(MixtralConfig(**wide, num_local_experts=8, num_experts_per_tok=2))
             elif kind == "one_expert":
                 model = make_model("mixtral", num_experts=8, top_k=1)
                 with torch.no_grad():

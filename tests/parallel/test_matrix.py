@@ -16,6 +16,8 @@ from tests.parallel.conftest import settings_of
 from tests.vision.conftest import KINDS
 
 TOLERANCE = 1e-4
+NORM_TOLERANCE = 1e-6
+"""Of the gradient norm, which every rank's share enters in float64. Gradients are summed in float32."""
 CANCELLED = 1e-6
 """What rounding leaves of a loss of GRPO: advantages of a group add up to 0."""
 
@@ -92,11 +94,15 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl_moe-grpo": {"model": "qwen3_vl_moe", **GRPO, "max_length": 256, "routing_replay": "rollout"},
     "one_expert-lora": {"model": "one_expert", "global_batch_size": 1},
+    "wide-full": {"model": "wide", "tuning": "full"},
     "one_expert-full": {"model": "one_expert", "tuning": "full", "router_aux_loss_coef": 0.01, "global_batch_size": 3},
 }
 FAST = ("1", "2-zero2", "2-zero3", "2-ep2-zero3")
 FAST_JOBS = ("llama-full", "mixtral-full", "qwen2_moe-lora", "qwen2_moe-grpo")
 """These on those in `make test`; all others in `make test-matrix`."""
+
+WIDE_TOPOLOGIES = ("1", "2-zero3", "2-ep2")
+"""Enough to cut tensors of millions of elements in every way; each writes 200 MB."""
 
 RESUMED_JOBS = ("qwen2_moe-lora", "mixtral-full", "qwen2_moe-grpo", "qwen3_vl_moe-grpo")
 MIDDLE = Path("checkpoints", "step-00000005")
@@ -117,6 +123,8 @@ def _resumes_fast(before: str, after: str, job: str) -> bool:
 
 
 def _is_possible(topology: str, job: str) -> bool:
+    if job.startswith("wide"):
+        return topology in WIDE_TOPOLOGIES
     ranks = TOPOLOGIES[topology][1].get("expert_parallel_size", 1)
     return ranks == 1 or not (
         job.startswith(("llama", "qwen2_5_vl", "qwen3_vl-")) or (job.startswith("few") and ranks == 4)
@@ -216,8 +224,10 @@ def test_a_run_is_the_same_on_every_topology(runs: Runs, topology: str, job: str
     assert len([line for line in spread.metrics if "loss" in line]) == 10
     for one, other in zip(alone.metrics, spread.metrics, strict=True):
         assert other.keys() == one.keys()
-        for name in one.keys() & {"loss", "grad_norm", "aux_loss", "eval_loss", "entropy", "kl", "ratio"}:
+        for name in one.keys() & {"loss", "aux_loss", "eval_loss", "entropy", "kl", "ratio"}:
             assert other[name] == pytest.approx(one[name], rel=TOLERANCE, abs=CANCELLED), (name, one["step"])
+        if "grad_norm" in one:
+            assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=NORM_TOLERANCE), one["step"]
         for name in ("reward", "reward_std", "completion_length", "policy_version", "eval_reward"):
             assert other.get(name) == one.get(name), (name, one["step"])
         for name in ("tokens", "trained_tokens", "epoch", "learning_rate", "expert_load"):  # the same rows
@@ -249,6 +259,6 @@ def test_a_checkpoint_goes_on_on_any_topology(runs: Runs, before: str, after: st
     for one, other in zip(whole.metrics[5:], resumed.metrics, strict=True):
         assert other["tokens"] == one["tokens"]
         assert other["loss"] == pytest.approx(one["loss"], rel=TOLERANCE, abs=CANCELLED)
-        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=TOLERANCE)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=NORM_TOLERANCE)
     for name, value in resumed.weights.items():
         torch.testing.assert_close(value, whole.weights[name], rtol=0, atol=TOLERANCE, msg=name)
