@@ -11,9 +11,10 @@ import binascii
 import hashlib
 import http.client
 import math
-import time
+import os
+import re
+import stat
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -26,14 +27,17 @@ from PIL import Image as Pillow
 from PIL import ImageOps, UnidentifiedImageError
 
 from surefoot.data.conversation import BadRow, ImageSource
+from surefoot.data.download import download
 from surefoot.errors import DataError
 from surefoot.storage import cache_folder, write_bytes
 
 MOST_BYTES = 64 << 20
 """Of an image file; a larger one is a mistake."""
+MOST_PIXELS = 89_478_485
+"""Of an image: where Pillow begins to warn. Decoding takes up to 24 bytes a pixel, 2 GiB."""
 MOST_ASPECT = 200
-ANSWER_S, DOWNLOAD_S = 30.0, 120.0
-"""Deadlines of a download: until something comes, and of all of it."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Decoders that files may start. Some of Pillow's others run programs: Ghostscript for EPS."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,7 @@ def find_image(source: ImageSource, folder: Path, settings: ImageSettings) -> Im
     """
     path = _path_of(source, folder, settings)
     try:
-        stamp = _stamp_of(path)
-        content = _read(path)
+        content, stamp = _read(path)
         picture = _decoded(content, str(path))
     except BadImage as error:
         error.looked_for = (str(path),)
@@ -127,8 +130,8 @@ def has_changed(image: Image) -> bool:
 def stamp_now(path: str) -> tuple[int, int] | None:
     """Size and time of change of a file; None where it cannot be read."""
     try:
-        return _stamp_of(Path(path))
-    except BadImage:
+        return _stamp_of(Path(path).stat())
+    except OSError:
         return None
 
 
@@ -138,7 +141,7 @@ def open_image(image: Image, cell: int) -> Pillow.Image:
     Raises: DataError where the file is gone, broken or another than the one that was prepared.
     """
     try:
-        content = _read(Path(image.path))
+        content, _ = _read(Path(image.path))
         if hashlib.sha256(content).hexdigest() != image.sha256:
             raise DataError(
                 f"image {image.path} was changed since its row was prepared. Start again: rows whose images have "
@@ -180,6 +183,8 @@ def _path_of(source: ImageSource, folder: Path, settings: ImageSettings) -> Path
     if found is None:
         if any(candidate.is_dir() for candidate in tried):
             raise BadRow(f"image {said} is a folder; name one file")
+        if any(candidate.exists() for candidate in tried):
+            raise BadRow(f"image {said} is not a regular file. Devices, pipes and sockets are not read")
         looked = " and ".join(dict.fromkeys(str(one.absolute())[:300] for one in tried))
         missing = BadImage(f"image {said} is missing; looked for {looked}. image_dir says where paths begin")
         missing.looked_for = tuple(str(one.absolute()) for one in tried)
@@ -203,25 +208,13 @@ def _downloaded(address: str, settings: ImageSettings) -> Path:
     target = cache_folder() / "data" / "images" / f"url-{hashlib.sha256(address.encode()).hexdigest()}"
     if not target.is_file():
         try:
-            content = _fetched(address)
+            content = download(address, most_bytes=MOST_BYTES)
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise BadImage(f"image {address[:200]} could not be fetched: {error}") from error
         _check_size(len(content), address)
         _decoded(content, address[:200]).close()  # an error page is not kept
         write_bytes(target, content)
     return target
-
-
-def _fetched(address: str) -> bytes:
-    """At most one byte more than an image may have. Raises: TimeoutError where all of it takes too long."""
-    deadline = time.monotonic() + DOWNLOAD_S
-    pieces: list[bytes] = []
-    with urllib.request.urlopen(address, timeout=ANSWER_S) as answer:
-        while sum(map(len, pieces)) <= MOST_BYTES and (piece := answer.read1(1 << 16)):
-            pieces.append(piece)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not complete after {DOWNLOAD_S:.0f} s")
-    return b"".join(pieces)
 
 
 def _kept(content: bytes) -> Path:
@@ -238,21 +231,28 @@ def _check_size(num_bytes: int, name: str) -> None:
         raise BadRow(f"image {name} has over {MOST_BYTES >> 20} MiB; larger ones are not read")
 
 
-def _stamp_of(path: Path) -> tuple[int, int]:
-    """Size and time of change."""
-    try:
-        about = path.stat()
-    except OSError as error:
-        raise BadImage(f"image {path} cannot be read: {error.strerror or error}") from error
-    return about.st_size, about.st_mtime_ns
+def _stamp_of(status: os.stat_result) -> tuple[int, int]:
+    """Return size and time of change."""
+    return status.st_size, status.st_mtime_ns
 
 
-def _read(path: Path) -> bytes:
-    _check_size(_stamp_of(path)[0], str(path))
+def _read(path: Path) -> tuple[bytes, tuple[int, int]]:
+    """Return the content of a regular file and its stamp. Whatever else a path leads to is closed unread.
+
+    Raises: BadImage; BadRow for one that is too large.
+    """
     try:
-        return path.read_bytes()
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for who writes into it
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise BadImage(f"image {path} is not a regular file. Devices, pipes and sockets are not read")
+            _check_size(status.st_size, str(path))
+            content = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise BadImage(f"image {path} cannot be read: {error.strerror or error}") from error
+    _check_size(len(content), str(path))
+    return content, _stamp_of(status)
 
 
 def _in_rgb(picture: Pillow.Image) -> Pillow.Image:
@@ -276,20 +276,46 @@ def _deep_mode(picture: Pillow.Image) -> str | None:
 
 
 def _decoded(content: bytes, name: str) -> Pillow.Image:
-    """The whole picture, upright and in RGB. Raises: BadImage."""
+    """Return the picture, upright and in RGB; of an animation, the first frame. Raises: BadImage."""
     if not content:
         raise BadImage(f"image {name} is broken: the file is empty")
     try:
-        with Pillow.open(BytesIO(content)) as picture:
+        with _opened(content, name) as picture:
             mode = _deep_mode(picture)
-            upright = _in_rgb(ImageOps.exif_transpose(picture))
-    except UnidentifiedImageError as error:
-        raise BadImage(f"image {name} is broken: it is in no format that Pillow knows") from error
+            if mode is not None:
+                raise BadImage(
+                    f"image {name} has more than 8 bits a channel ({mode}), which would be cut off. Scale it"
+                )
+            ImageOps.exif_transpose(picture, in_place=True)
+            return _in_rgb(picture)
+    except BadImage:
+        raise
     except Exception as error:  # a decoder is a program that reads what anyone may have written
         raise BadImage(f"image {name} is broken: {type(error).__name__}: {str(error)[:200]}") from error
-    if mode is not None:
-        raise BadImage(f"image {name} has more than 8 bits a channel ({mode}), which would be cut off. Scale it")
-    return upright
+
+
+def _opened(content: bytes, name: str) -> Pillow.Image:
+    """Return an image whose header was read and whose pixels were not. Raises: BadImage; what decoders raise."""
+    try:
+        picture = Pillow.open(BytesIO(content), formats=FORMATS)
+    except UnidentifiedImageError as error:
+        raise BadImage(f"image {name} is broken: it is none of {', '.join(FORMATS)}") from error
+    except (Pillow.DecompressionBombError, Pillow.DecompressionBombWarning) as error:  # only its text has the size
+        pixels = re.search(r"\d+", str(error))
+        raise _too_large(name, pixels.group() if pixels else "far more") from error
+    width, height = picture.size
+    if width * height > MOST_PIXELS:
+        raise _too_large(name, f"{width} x {height}")
+    if width * height == 0:
+        raise BadImage(f"image {name} is broken: it has {width} x {height} pixels")
+    return picture
+
+
+def _too_large(name: str, pixels: str) -> BadImage:
+    return BadImage(
+        f"image {name} has {pixels} pixels, and no more than {MOST_PIXELS} are decoded, which takes 2 GiB of memory. "
+        "Scale it down"
+    )
 
 
 def positions(ids: NDArray[np.int32], images: Sequence[Image], token_id: int) -> NDArray[np.int64]:
