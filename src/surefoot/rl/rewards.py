@@ -23,6 +23,7 @@ from surefoot.config import RewardItem
 from surefoot.errors import ConfigError
 from surefoot.process_end import describe_end
 from surefoot.rl.builtin_rewards import BUILT_IN, NEEDS, SETTINGS_OF, settings_problem
+from surefoot.rl.worker_output import BoundedOutput
 
 START_DEADLINE_S = 120.0
 """For a worker to import the functions' files."""
@@ -31,6 +32,11 @@ END_NOTICE_S = 2.0
 """For a process that closed its files to be gone."""
 SIGN_OF_LIFE_S = 5.0
 """Between two words to whoever waits for rewards."""
+ANSWER_BYTES = 16 << 20
+"""Of a worker's answer: some 25 a completion, or an error's text."""
+ERROR_CHARACTERS = 5000
+"""Of an error's text with its trace; a worker gives less."""
+ODD_ANSWER = "its process answered something else: does the function fork, or write to open files?"
 LARGEST = 1e12
 """Of a reward: the squares of much larger ones are no numbers any more."""
 LONE_TRIES = 2
@@ -247,6 +253,7 @@ class _Worker:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._process: subprocess.Popen[bytes] | None = None
+        self._output = BoundedOutput()
         self._unread = bytearray()
         self._asked = 0
         self._is_over = False
@@ -259,8 +266,11 @@ class _Worker:
             [sys.executable, "-m", "surefoot.rl.reward_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             start_new_session=True,  # so that what functions start can be ended with it
         )
+        assert self._process.stderr is not None
+        self._output.follow(self._process.stderr)
         if self._is_over:  # meanwhile
             self.kill()
         self._exchange(list(self._names), START_DEADLINE_S)
@@ -272,11 +282,12 @@ class _Worker:
         self._asked += 1
         job = {"number": self._asked, "function": function, "arguments": arguments}
         answer = self._exchange(job, timeout_s)
-        rewards = answer.get("rewards")
-        if answer.get("number") != self._asked or not isinstance(rewards, list):
+        rewards: Any = answer.get("rewards")
+        is_list = isinstance(rewards, list) and all(isinstance(reward, float | None) for reward in rewards)
+        if answer.get("number") != self._asked or not is_list:
             self.kill()
-            raise _Failed("its process answered something else: does the function fork, or write to open files?")
-        return rewards
+            raise _Failed(ODD_ANSWER)
+        return list(rewards)
 
     def end(self) -> None:
         """From another thread, too: whoever waits for an answer gets none, and none is started any more."""
@@ -297,6 +308,7 @@ class _Worker:
                 assert stream is not None
                 with suppress(BrokenPipeError):
                     stream.close()
+            self._output.finish()
 
     def _exchange(self, said: Any, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
@@ -310,13 +322,13 @@ class _Worker:
             raise _Failed(f"its process {self._end()}") from None
         try:
             answer = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
             self.kill()
-            raise _Failed("its process answered something else: does the function fork, or write to open files?")
+            raise _Failed(ODD_ANSWER)
         if "error" in answer:
-            said = f"{answer['error']}\n{answer['trace']}".rstrip()
+            said = f"{answer['error']}\n{answer.get('trace', '')}".rstrip()[:ERROR_CHARACTERS]
             raise _Failed(said.encode("utf-8", "backslashreplace").decode())  # it may quote half a character
         return answer
 
@@ -355,6 +367,9 @@ class _Worker:
             if not piece:
                 raise EOFError
             self._unread += piece
+            if len(self._unread) > ANSWER_BYTES:
+                self.kill()
+                raise _Failed(ODD_ANSWER)
         line = bytes(self._unread[:end])
         del self._unread[: end + 1]
         return line
