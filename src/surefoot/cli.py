@@ -1,6 +1,7 @@
 """The verbs of the command line. Imports nothing heavy until a verb needs it."""
 
 import argparse
+import errno
 import json
 import logging
 import os
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from surefoot.config import LoadedConfig
 
 DONE, FAILED = 0, 1
+IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
+"""What the file system says of a name that no file can have."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,6 +53,11 @@ def run_verb(verb: Callable[[], int]) -> int:
         return error.exit_status
     except PermissionError as error:  # of whatever file: it is the user's to change
         say(f"error: {error.filename or 'a file'}: {error.strerror}. Give this user the right to read it.")
+        return InputError.exit_status
+    except OSError as error:
+        if error.errno not in IMPOSSIBLE_PATH:
+            raise
+        say(f"error: {error.filename!s:.80}: {error.strerror}.")
         return InputError.exit_status
     except KeyboardInterrupt:
         say("interrupted")

@@ -160,8 +160,8 @@ def test_every_line_of_what_is_written_has_its_origin(tmp_path: Path) -> None:
         ("a.sh", "echo nothing\n", "no command of a program that is known"),
         ("a.sh", "swift sft --model 'x\n", "cannot be read as a shell script"),
         ("a.yaml", "[1, 2]", "holds no settings by name"),
-        ("a.yaml", "a: [", "is no YAML"),
-        ("a.json", "{", "is no JSON"),
+        ("a.yaml", "a: [", "not valid YAML"),
+        ("a.json", "{", "not valid JSON"),
         ("a.yaml", "color: red\n", "settings of no program that is known: color"),
         ("a.sh", "swift sft --model m --dataset d --learning_rate fast", "learning_rate='fast'"),
         (

@@ -1,6 +1,7 @@
 """The config of a run: its schema and how it is read."""
 
-from surefoot.config.load import LoadedConfig, as_yaml, changed_fields, load_config
+from surefoot.config.changes import changed_fields
+from surefoot.config.load import LoadedConfig, as_yaml, load_config
 from surefoot.config.schema import OF_ALL_RANKS, DatasetItem, RewardItem, RunConfig
 
 __all__ = [

@@ -63,13 +63,13 @@ def _check_ranks(run: RunConfig) -> Iterator[Contradiction]:
         port = ENDPOINT.match(run.rdzv_endpoint)
         if port is None or not 0 < int(port[1]) <= MOST_PORT:
             yield Contradiction(
-                f"rdzv_endpoint={run.rdzv_endpoint} is not host:port with a port from 1 to {MOST_PORT}. An example is "
+                f"rdzv_endpoint={run.rdzv_endpoint:.80} is not host:port with a port from 1 to {MOST_PORT}. An example is "
                 "node0:29500; an IPv6 address needs a name",
                 "rdzv_endpoint",
             )
     if run.webhook is not None and run.webhook.removeprefix("$") not in os.environ:
         yield Contradiction(
-            f"webhook={run.webhook}, but the environment has no {run.webhook.removeprefix('$')}. Export it, or leave "
+            f"webhook={run.webhook:.80}, but the environment has no {run.webhook[1:81]}. Export it, or leave "
             "webhook out",
             "webhook",
         )
@@ -101,7 +101,7 @@ def _check_tuning(run: RunConfig, given: set[str]) -> Iterator[Contradiction]:
         )
     if run.lora_dropout and any("experts" in target for target in targets):
         yield Contradiction(
-            f"lora_dropout={run.lora_dropout} with target_modules={targets}: dropout cannot be applied inside the "
+            f"lora_dropout={run.lora_dropout} with target_modules={targets!s:.80}: dropout cannot be applied inside the "
             "grouped expert product, and PEFT refuses it too. Set lora_dropout: 0 or leave experts out",
             "lora_dropout",
             "target_modules",
@@ -296,7 +296,7 @@ def _check_vllm(run: RunConfig, given: set[str]) -> Iterator[Contradiction]:
     address = VLLM_ADDRESS.match(run.vllm_server or "http://127.0.0.1:1")
     if address is None or int(address[1]) > MOST_PORT:
         yield Contradiction(
-            f"vllm_server={run.vllm_server} is no address of the form http://127.0.0.1:8000", "vllm_server"
+            f"vllm_server={run.vllm_server!s:.80} is no address of the form http://127.0.0.1:8000", "vllm_server"
         )
     targets = [run.target_modules] if isinstance(run.target_modules, str) else run.target_modules
     unsent = {
@@ -354,7 +354,7 @@ def _check_json(run: RunConfig) -> Iterator[Contradiction]:
             is_same = False
         if not is_same:
             yield Contradiction(
-                f"{name}={value} holds values that are no JSON, or keys that are no text. Quote them: YAML reads "
+                f"{name}={value!s:.80} holds values that are no JSON, or keys that are no text. Quote them: YAML reads "
                 "2024-01-01 as a date",
                 name,
             )

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from surefoot.config.documents import parse_json, read_text, shorten
+from surefoot.config.paths import resolve_path
 from surefoot.errors import ConfigError
 
 KEYS = ("deepspeed", "deepspeed_config", "deepspeed_config_file")
@@ -62,11 +64,11 @@ def read_deepspeed(value: Any, base: Path, place: str) -> tuple[list[tuple[str, 
         source = place
     elif isinstance(value, str):
         source = Path(value).name
-        config = _read(Path(base, Path(value).expanduser()), place)
+        config = _read(resolve_path(value, base, "deepspeed", place), place)
     else:
         config, source = value, place
     if not isinstance(config, Mapping) or not all(isinstance(config.get(part, {}), Mapping) for part in PARTS):
-        raise ConfigError(f"deepspeed: expected a DeepSpeed config, found {config!r:.60} ({source}).")
+        raise ConfigError(f"deepspeed: expected a DeepSpeed config, found {shorten(config)} ({source}).")
     entries = dict(_flat(config))
     _check_batch_sizes(entries, source)
     settings: dict[str, tuple[Any, str]] = {}
@@ -78,13 +80,13 @@ def read_deepspeed(value: Any, base: Path, place: str) -> tuple[list[tuple[str, 
             continue
         mapped = _mapped(name, given, entries)
         if mapped is None:
-            leftover.append(f"{name}: {json.dumps(given)}")
+            leftover.append(f"{name}: {shorten(json.dumps(given, default=str), quote=False)}")
         for ours, value_here in (mapped or {}).items():
             earlier = settings.get(ours)
             if earlier is not None and earlier[0] != value_here:
                 raise ConfigError(
-                    f"{ours} is set to {earlier[0]} and to {value_here}, by {earlier[1]} and {name} of {source}. "
-                    "Keep one."
+                    f"{ours} is set to {shorten(earlier[0])} and to {shorten(value_here)}, by {earlier[1]} and {name} "
+                    f"of {source}. Keep one."
                 )
             settings[ours] = (value_here, name)
     if _text(entries.get("scheduler.type")) in SCHEDULES:
@@ -98,17 +100,12 @@ def read_deepspeed(value: Any, base: Path, place: str) -> tuple[list[tuple[str, 
 
 
 def _read(path: Path, place: str) -> Any:
-    try:
-        return json.loads(path.read_text("utf-8-sig"))
-    except FileNotFoundError:
+    if not path.exists():
         raise ConfigError(
             f"deepspeed={path}: no such file. Give a DeepSpeed JSON, one of {', '.join(PRESETS)}, or set zero_stage "
             f"({place})."
-        ) from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}: not valid JSON: {error.msg} ({place}).") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"deepspeed={path}: cannot be read: {error} ({place}).") from error
+        )
+    return parse_json(read_text(path, f"deepspeed={path} ({place})"), str(path), place)
 
 
 def _flat(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -14,11 +14,15 @@ from pydantic import BaseModel, ValidationError
 from surefoot.config.contradictions import contradictions
 from surefoot.config.deepspeed import CHANGES_TRAINING, read_deepspeed
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
+from surefoot.config.documents import check_value, parse_override, read_entries, read_text, shorten
 from surefoot.config.names import ALIASES, FLAG_ALIASES, INSTEAD, NOT_HERE, VALUE_ALIASES
-from surefoot.config.schema import FREE_ON_RESUME, DatasetItem, RewardItem, RunConfig
+from surefoot.config.paths import check_template_size, resolve_path
+from surefoot.config.schema import DatasetItem, RewardItem, RunConfig
 from surefoot.errors import ConfigError
 
 NUMBER = re.compile(r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$")
+MOST_DIGITS = 100
+"""Python turns no longer text into an integer than 4,300 digits; the largest integer of a config has 19."""
 RIVALS = {
     "max_steps": "num_train_epochs",
     "num_train_epochs": "max_steps",
@@ -67,6 +71,15 @@ class _Setting:
     is_mapped: bool = False
     """Read from a config of another program."""
 
+    def resolve(self, path: str, name: str) -> Path:
+        """Return a path in the value as an absolute one. Raises: ConfigError, see `resolve_path`."""
+        return resolve_path(path, self.base, name, self.place)
+
+    @property
+    def shown(self) -> str:
+        """The value as messages show it."""
+        return shorten(self.value, quote=False)
+
 
 OF_OTHERS = frozenset({"stage", "do_train", "base_model", "rlhf_type", "train_type", "tuner_type", "model_name"})
 """Settings by which a config is known for one of LLaMA-Factory, axolotl or ms-swift."""
@@ -88,13 +101,14 @@ def load_config(
     last = max((number for number, (key, _) in enumerate(later) if key in DEEPSPEED_KEYS), default=None)
 
     def add(key: str, setting: _Setting, *, replace: bool) -> None:
+        check_value(setting.value, key, setting.place)
         if key not in DEEPSPEED_KEYS:
             _add(settings, renamed, key, setting, replace=replace)
         elif setting.value is not None:
             leftover.extend(_add_deepspeed(settings, renamed, setting, replace=replace))
 
     if path is not None:
-        entries = _read_yaml(Path(path))
+        entries = read_entries(read_text(Path(path)), shorten(Path(path).name, quote=False))
         base = Path(path).resolve().parent if Path(path).is_file() else Path.cwd()  # a pipe has no folder of its own
         # What the file itself says comes before what it points to.
         for key, value, place in sorted(entries, key=lambda entry: entry[0] in DEEPSPEED_KEYS):
@@ -106,7 +120,7 @@ def load_config(
     places = {name: setting.place for name, setting in settings.items()}
     run = _validate(settings)
     notes = [
-        f"{setting.place} is read as {name}={setting.value}" for name, setting in settings.items() if setting.is_mapped
+        f"{setting.place} is read as {name}={setting.shown}" for name, setting in settings.items() if setting.is_mapped
     ]
     changing = [entry for entry in leftover if CHANGES_TRAINING.match(entry)]
     if changing:
@@ -125,49 +139,12 @@ def _later(overrides: Sequence[str], values: Mapping[str, Any]) -> list[tuple[st
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(f"'{text}' is not of the form key=value (command line).")
-        later.append((key.lstrip("-"), _Setting(_parse_value(value), "command line", Path.cwd())))
+            raise ConfigError(f"{shorten(text)} is not of the form key=value (command line).")
+        later.append((key.lstrip("-"), _Setting(parse_override(value, "command line"), "command line", Path.cwd())))
     for key, value in values.items():
         value = str(value) if isinstance(value, Path) else value
         later.append((key, _Setting(value, "argument", Path.cwd())))
     return later
-
-
-def _read_yaml(path: Path) -> list[tuple[str, Any, str]]:
-    """(key, value, place) of each entry of a flat YAML mapping."""
-    try:
-        text = path.read_text("utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file.") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder. Give the YAML file of a run.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}.") from error
-    try:
-        node = yaml.compose(text, yaml.SafeLoader)
-        if node is None:
-            raise ConfigError(f"{path} is empty. It needs at least model, dataset and output_dir.")
-        if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(
-                f"{path}:1: expected `key: value` lines, found a {type(node).__name__.removesuffix('Node').lower()}."
-            )
-        loader = yaml.SafeLoader("")
-        entries = []
-        for key_node, value_node in node.value:
-            place = f"{path.name}:{key_node.start_mark.line + 1}"
-            entries.append((str(key_node.value), loader.construct_object(value_node, deep=True), place))
-        return entries
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path.name}{line}: not valid YAML: {getattr(error, 'problem', error)}.") from error
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
 
 
 def _add(settings: dict[str, _Setting], renamed: dict[str, str], key: str, setting: _Setting, *, replace: bool) -> None:
@@ -187,18 +164,18 @@ def _add(settings: dict[str, _Setting], renamed: dict[str, str], key: str, setti
         if key in OF_OTHERS:
             file = setting.place.partition(":")[0] if ":" in setting.place else "FILE"
             raise ConfigError(
-                f"unknown setting '{key}' ({setting.place}). It is one of another program: surefoot import --to "
+                f"unknown setting {key!r} ({setting.place}). It is one of another program: surefoot import --to "
                 f"NEW.yaml {file}"
             )
         if key in INSTEAD:
             raise ConfigError(f"unknown setting '{key}' ({setting.place}): {INSTEAD[key]}.")
-        raise ConfigError(f"unknown setting '{key}'{_suggestion(key)} ({setting.place}).")
+        raise ConfigError(f"unknown setting {shorten(key)}{_suggestion(key)} ({setting.place}).")
     if name != key:
         renamed[key] = name
     earlier = settings.get(name)
     if earlier is not None and not replace:
         raise ConfigError(
-            f"'{name}' is set twice: to {earlier.value} ({earlier.place}) and to {setting.value}"
+            f"'{name}' is set twice: to {earlier.shown} ({earlier.place}) and to {setting.shown}"
             f"{f' as {key!r}' if key != name else ''} ({setting.place}). Keep one."
         )
     rival = RIVALS.get(name, "")
@@ -221,7 +198,7 @@ def _add_deepspeed(
         if earlier is None or _normalise(name, earlier) != _normalise(name, theirs):
             # A file and the JSON it points to contradict each other; a later place wins, and the notes say over what.
             if earlier is not None and replace:
-                theirs.place += f" (over {name}={earlier.value} of {earlier.place})"
+                theirs.place += f" (over {name}={earlier.shown} of {earlier.place})"
             _add(settings, renamed, name, theirs, replace=replace)
     return leftover
 
@@ -239,7 +216,7 @@ def _validate(settings: dict[str, _Setting]) -> RunConfig:
     values = {name: _normalise(name, setting) for name, setting in settings.items()}
     for name in DATASET_FIELDS:
         if name in settings:
-            values[name] = _dataset_items(settings[name], values.get("dataset_dir"))
+            values[name] = _dataset_items(name, settings[name], values.get("dataset_dir"))
     try:
         return RunConfig(**values)
     except ValidationError as error:
@@ -255,18 +232,19 @@ def _validate(settings: dict[str, _Setting]) -> RunConfig:
                 continue
             refused.add(name)
             place = settings[name].place
-            inside = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"][1:])
+            parts = [shorten(part, quote=False) for part in item["loc"][1:]]
+            inside = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
             if name in ITEMS and inside:
                 problems.append(f"{name}{inside}{_about_item(item, ITEMS[name])} ({place}).")
                 continue
             about = RunConfig.model_fields[name].description
-            problems.append(f"{name}={values[name]!r}: {_explain(item['msg'])} ({place}). {about}")
+            problems.append(f"{name}={shorten(values[name])}: {_explain(item['msg'])} ({place}). {about}")
         raise ConfigError("\n".join(problems)) from error
 
 
 def _about_item(item: Any, kind: type[BaseModel]) -> str:
     """What is wrong with a part of a setting that is a list of items."""
-    key = str(item["loc"][-1])
+    key = shorten(str(item["loc"][-1]), quote=False)
     fields = kind.model_fields
     if item["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, list(fields), n=1, cutoff=0.5)
@@ -277,8 +255,8 @@ def _about_item(item: Any, kind: type[BaseModel]) -> str:
     if item["type"] == "string_too_short":
         return f" is empty. {fields[key].description}"
     if item["type"] == "model_type":
-        return f" must be a text or {{{', '.join(fields)}}}, found {item['input']!r}"
-    return f": {_explain(item['msg'])}, found {item['input']!r}"
+        return f" must be a text or {{{', '.join(fields)}}}, found {shorten(item['input'])}"
+    return f": {_explain(item['msg'])}, found {shorten(item['input'])}"
 
 
 def _explain(message: str) -> str:
@@ -290,7 +268,7 @@ def _normalise(name: str, setting: _Setting) -> Any:
     value = setting.value
     if isinstance(value, str):
         if NUMBER.match(value) and _takes_number(RunConfig.model_fields[name].annotation):
-            value = int(value) if value.isdigit() else float(value)
+            value = int(value) if value.isdigit() and len(value) < MOST_DIGITS else float(value)
         value = VALUE_ALIASES.get(name, {}).get(value, value) if isinstance(value, str) else value
     if name == "report_to":
         value = [] if value in ("none", None) else [value] if isinstance(value, str) else value
@@ -303,22 +281,25 @@ def _normalise(name: str, setting: _Setting) -> Any:
     if name == "scale_rewards" and isinstance(value, bool):
         return "group" if value else "none"
     if name in FILE_FIELDS and isinstance(value, str):
-        return str(_absolute(value, setting.base))
+        path = setting.resolve(value, name)
+        if name == "chat_template":
+            check_template_size(path, setting.place)
+        return str(path)
     if name == "model" and isinstance(value, str) and not value.startswith("pypi:"):
-        beside = _absolute(value, setting.base)
+        beside = setting.resolve(value, name)
         return str(beside) if beside.is_dir() or value.startswith((".", "~")) else value
     if name == "resume_from_checkpoint" and isinstance(value, str) and value not in ("auto", "never"):
-        return str(_absolute(value, setting.base))
+        return str(setting.resolve(value, name))
     if name == "resume_from_checkpoint" and value in ("never", True):
         return "auto" if value is True else False
     return value
 
 
-def _dataset_items(setting: _Setting, dataset_dir: Any) -> Any:
+def _dataset_items(name: str, setting: _Setting, dataset_dir: Any) -> Any:
     """A dataset setting in any of its forms as a list of items with absolute paths."""
     value = setting.value
     if isinstance(value, str) and isinstance(dataset_dir, str):
-        value = [name.strip() for name in value.split(",")]
+        value = [entry.strip() for entry in value.split(",")]
     items = value if isinstance(value, list) else [value]
     full: list[Any] = []
     for item in items:
@@ -331,7 +312,7 @@ def _dataset_items(setting: _Setting, dataset_dir: Any) -> Any:
                 key: float(part) if key == "weight" and isinstance(part, int) else part for key, part in item.items()
             }
             if isinstance(item.get("path"), str) and item["path"]:
-                item["path"] = _dataset_path(item["path"], setting.base)
+                item["path"] = _dataset_path(item["path"], name, setting)
         full.append(item)
     return None if value is None else full
 
@@ -349,20 +330,16 @@ def _reward_items(setting: _Setting) -> Any:
             }
             file, colon, function = str(item.get("func", "")).rpartition(":")
             if colon and file.endswith(".py"):
-                item["func"] = f"{_absolute(file, setting.base)}:{function}"
+                item["func"] = f"{setting.resolve(file, 'reward_funcs')}:{function}"
         items.append(item)
     return items
 
 
-def _dataset_path(path: str, base: Path) -> str:
-    """Absolute, but for what can only be a hub id."""
-    local = _absolute(path, base)
+def _dataset_path(path: str, name: str, setting: _Setting) -> str:
+    """Return the absolute path of a source, but a hub id as it stands."""
+    local = setting.resolve(path, name)
     may_be_hub = HUB_ID.match(path) and not local.exists() and "." not in Path(path).name and not path.startswith(".")
     return path if may_be_hub else str(local)
-
-
-def _absolute(value: str, base: Path) -> Path:
-    return Path(base, Path(value).expanduser()).resolve()
 
 
 def _takes_none(annotation: Any) -> bool:
@@ -389,40 +366,3 @@ def _check_contradictions(loaded: LoadedConfig) -> None:
 def as_yaml(run: RunConfig) -> str:
     """The resolved config as it is written to the run folder."""
     return yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def changed_fields(saved: Mapping[str, Any], run: RunConfig, *, also: Sequence[str] = ()) -> list[str]:
-    """The settings that enter a run's numbers and differ from another config's: `learning_rate: 0.0001 -> 0.0002`.
-
-    `also`: settings to compare that do not enter them.
-    """
-    current = run.model_dump(mode="json")
-    free = FREE_ON_RESUME - set(also)
-    has_fixed_warmup = run.warmup_steps is not None or run.warmup_ratio == 0
-    if run.lr_scheduler_type == "constant" and has_fixed_warmup:  # then the length of the run enters only its end
-        free |= {"max_steps", "num_train_epochs"} - set(also)
-    # A version that did not have a setting did what its default says.
-    before = {name: saved.get(name, field.default) for name, field in RunConfig.model_fields.items()}
-    compared = [name for name in current if name not in free]
-    changes = [change for name in compared for change in _differences(name, before[name], current[name])]
-    product = saved.get("per_device_train_batch_size", 1) * (saved.get("gradient_accumulation_steps") or 1)
-    each = saved.get("global_batch_size") or product
-    if each != run.sequences_per_step:
-        changes.append(
-            f"sequences per step: {each} -> {run.sequences_per_step} (set global_batch_size: {each} to go on)"
-        )
-    return changes
-
-
-def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
-    """Where two values of a setting differ, down to a single one: `dataset[0].path: a.jsonl -> b.jsonl`."""
-    if before == now:
-        return
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        for key in {**before, **now}:
-            yield from _differences(f"{name}.{key}", before.get(key), now.get(key))
-    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        for place, (one, other) in enumerate(zip(before, now, strict=True)):
-            yield from _differences(f"{name}[{place}]", one, other)
-    else:
-        yield f"{name}: {before} -> {now}"

@@ -287,7 +287,7 @@ def _mapping(told: Told, name: str, value: Any) -> dict[str, Any] | None:
     if isinstance(value, str) and value.startswith("{"):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise odd_value(told, name, value, "a mapping in JSON") from error
     return value if isinstance(value, dict) else None
 

@@ -1,6 +1,5 @@
 """Command lines, scripts, YAML and JSON of other programs -> which program it is, and what it was told."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,8 +8,7 @@ from os.path import normpath
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from surefoot.config.documents import parse_json, parse_yaml, read_text, shorten
 from surefoot.errors import ConfigError
 from surefoot.importing.shell import ASSIGNMENT, UNSET, commands, documents, script_of
 
@@ -96,26 +94,22 @@ def read(source: str | Sequence[str]) -> Told:
 def _read_file(path: Path, program: str | None) -> Told:
     """`program`: that is given the file, where a command says so."""
     try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}. Give {KNOWN}.") from error
+        text = read_text(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error} Give {KNOWN}.") from error
     if path.suffix in (".yaml", ".yml", ".json"):
         return _read_mapping(path.resolve() if program else path, text, program)
     return _read_script(path, text)
 
 
 def _read_mapping(path: Path, text: str, program: str | None) -> Told:
-    try:
-        said = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: is no {path.suffix[1:].upper()}: {error}") from error
+    said = parse_json(text, str(path)) if path.suffix == ".json" else parse_yaml(text, str(path))
     if not isinstance(said, dict) or not all(isinstance(key, str) for key in said):
         raise ConfigError(f"{path}: holds no settings by name. Give {KNOWN}.")
-    if _holds_itself(said):
-        raise ConfigError(f"{path}: an alias stands inside what it stands for. Write the value out.")
     program = program or _program_of(said)
     if program is None:
-        raise ConfigError(f"{path}: settings of no program that is known: {', '.join(list(said)[:8])}. Give {KNOWN}.")
+        names = shorten(", ".join(list(said)[:8]), quote=False)
+        raise ConfigError(f"{path}: settings of no program that is known: {names}. Give {KNOWN}.")
     lines = {match[1]: number for number, line in enumerate(text.splitlines(), 1)
              if (match := re.match(r"""^\s*["']?([\w.-]+)["']?\s*:""", line))}  # fmt: skip
     if program == "axolotl" and isinstance(said.get("trl"), dict):  # of its GRPO
@@ -125,25 +119,6 @@ def _read_mapping(path: Path, text: str, program: str | None) -> Told:
     if program == "DeepSpeed":
         said, places = {"deepspeed": str(path)}, {"deepspeed": path.name}
     return Told(program, dict(said), places, base=path.resolve().parent, method=_method(program, said))
-
-
-def _holds_itself(said: dict[str, Any]) -> bool:
-    """Whether a value of YAML, whose aliases are one and the same object, is a part of itself."""
-    inside: set[int] = set()
-    seen: set[int] = set()
-
-    def holds(value: Any) -> bool:
-        if not isinstance(value, dict | list) or id(value) in seen:
-            return False
-        if id(value) in inside:
-            return True
-        inside.add(id(value))
-        found = any(holds(part) for part in (value.values() if isinstance(value, dict) else value))
-        inside.discard(id(value))
-        seen.add(id(value))
-        return found
-
-    return holds(said)
 
 
 def _program_of(said: Mapping[str, Any]) -> str | None:
@@ -345,13 +320,13 @@ def _of_hostfile(told: Told, name: str) -> None:
     """Machines and their GPUs of deepspeed's `NAME slots=8`, a line each, where a script says nothing else of them."""
     path = found_at(told.base, name)
     try:
-        lines = [line.partition("#")[0] for line in path.read_text("utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError):
+        lines = [line.partition("#")[0] for line in read_text(path).splitlines()]
+    except ConfigError:
         told.notes[f"hostfile = {name}"] = f"the file is not at {told.base}: set nnodes and nproc_per_node as it says"
         return
     finally:
         told.launcher.pop("hostfile", None)
-    slots = [int(found[1]) for line in lines if (found := re.search(r"\bslots\s*=\s*(\d+)", line))]
+    slots = [int(found[1]) for line in lines if (found := re.search(r"\bslots\s*=\s*(\d{1,9})\b", line))]
     if slots:
         counts = {"nnodes": len(slots), "nproc_per_node": min(slots)}
         told.places |= dict.fromkeys(counts.keys() - told.settings.keys(), path.name)
@@ -365,10 +340,7 @@ def _of_accelerate(told: Told, name: str) -> None:
         del told.launcher["config_file"]
         told.notes[f"config_file = {name}"] = f"the file is not at {told.base}: its stage and offload are not known"
         return
-    try:
-        said = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    said = parse_yaml(read_text(path), str(path))
     if not isinstance(said, dict):
         raise ConfigError(f"{path}: holds no settings by name.")
     del told.launcher["config_file"]

@@ -4,13 +4,13 @@ import shutil
 from pathlib import Path
 
 import torch
-import yaml
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.config import RunConfig
+from surefoot.config.documents import parse_yaml, read_text
 from surefoot.data.render import answer_ends
-from surefoot.errors import ModelError
+from surefoot.errors import ConfigError, ModelError
 from surefoot.models.adapter import CONFIG, load_adapter_files, read_adapter, settings_of, write_adapter
 from surefoot.models.build import build_model, load_tokenizer, meta_model, trainable_parameters
 from surefoot.models.export import in_layers, merge_adapter, name_ends, read_untrained, stored_buffers, write_model
@@ -166,8 +166,8 @@ def _tokenizer_of(adapter: Path | None, base: Path) -> PreTrainedTokenizerBase:
 
 def _config_of(run: Path) -> RunConfig:
     try:
-        return RunConfig.model_validate(yaml.safe_load((run / "run.yaml").read_text("utf-8")))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        return RunConfig.model_validate(parse_yaml(read_text(run / "run.yaml"), "run.yaml"))
+    except (ValueError, ConfigError) as error:
         raise ModelError(
             f"{run} is neither a run folder (with run.yaml) nor an adapter folder (with {CONFIG}): {error}"
         ) from error

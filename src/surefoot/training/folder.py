@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import yaml
 
 from surefoot.config import LoadedConfig, RunConfig, changed_fields
+from surefoot.config.documents import parse_yaml, read_text
 from surefoot.errors import CheckpointError, ConfigError
 from surefoot.findings import Finding
 from surefoot.training.checkpoint import (
@@ -252,9 +252,9 @@ def _refuse_other_run(loaded: LoadedConfig, config: RunConfig, folder: Path) -> 
             f"output_dir={folder} already holds a run, and resume_from_checkpoint is false. {ways} ({where})."
         )
     try:
-        saved = yaml.safe_load((folder / "run.yaml").read_text("utf-8"))
+        saved = parse_yaml(read_text(folder / "run.yaml"), "run.yaml")
         changes = changed_fields(saved, config)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (ValueError, ConfigError) as error:
         raise CheckpointError(
             f"output_dir={folder} holds a run whose run.yaml cannot be read. {ways} ({where})."
         ) from error

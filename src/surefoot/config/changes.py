@@ -1,0 +1,50 @@
+"""What differs between the config of a saved run and that of one that would go on from it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from surefoot.config.documents import shorten
+from surefoot.config.schema import FREE_ON_RESUME, RunConfig
+from surefoot.errors import ConfigError
+
+
+def changed_fields(saved: Mapping[str, Any], run: RunConfig, *, also: Sequence[str] = ()) -> list[str]:
+    """Return the settings that enter a run's numbers and differ from a saved config: `learning_rate: 0.0001 -> 0.0002`.
+
+    `also`: settings to compare that do not enter them. Raises: ConfigError where the saved one is no config.
+    """
+    if not isinstance(saved, Mapping):
+        raise ConfigError(f"the saved config holds no settings by name, but {shorten(saved)}.")
+    current = run.model_dump(mode="json")
+    free = FREE_ON_RESUME - set(also)
+    has_fixed_warmup = run.warmup_steps is not None or run.warmup_ratio == 0
+    if run.lr_scheduler_type == "constant" and has_fixed_warmup:  # then the length of the run enters only its end
+        free |= {"max_steps", "num_train_epochs"} - set(also)
+    # A version that did not have a setting did what its default says.
+    before = {name: saved.get(name, field.default) for name, field in RunConfig.model_fields.items()}
+    compared = [name for name in current if name not in free]
+    changes = [change for name in compared for change in _differences(name, before[name], current[name])]
+    global_batch, batch, accumulation = (
+        size if isinstance(size := saved.get(name), int) else None
+        for name in ("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+    )
+    each = global_batch or (batch or 1) * (accumulation or 1)
+    if each != run.sequences_per_step:
+        changes.append(
+            f"sequences per step: {each} -> {run.sequences_per_step} (set global_batch_size: {each} to go on)"
+        )
+    return changes
+
+
+def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
+    """Where two values of a setting differ, down to a single one: `dataset[0].path: a.jsonl -> b.jsonl`."""
+    if before == now:
+        return
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in {**before, **now}:
+            yield from _differences(f"{name}.{key}", before.get(key), now.get(key))
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for place, (old, new) in enumerate(zip(before, now, strict=True)):
+            yield from _differences(f"{name}[{place}]", old, new)
+    else:
+        yield f"{name}: {shorten(before, quote=False)} -> {shorten(now, quote=False)}"

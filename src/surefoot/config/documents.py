@@ -1,0 +1,218 @@
+"""YAML and JSON files that users write, as values with their lines. Everything that is wrong with one is a ConfigError.
+
+PyYAML lets the errors of Python's constructors through (`seed: 2024-13-45`), and follows brackets and aliases as deep
+and as often as a file asks for. This module is the only place that reads such text.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from yaml.error import Mark, MarkedYAMLError
+from yaml.reader import ReaderError
+
+from surefoot.errors import ConfigError
+
+MOST_BYTES = 1 << 20
+"""Size of the largest file that is read as a config, a script or a chat template."""
+MOST_DEPTH = 50
+MOST_VALUES = 100_000
+"""Values of a whole file. A value behind an alias counts at each of its uses."""
+MOST_BITS = 63
+"""Larger integers fit no tensor."""
+SHOWN_CHARACTERS = 80
+
+Result = TypeVar("Result")
+
+
+class _Refused(MarkedYAMLError):
+    """Valid YAML whose value cannot be used."""
+
+    def __init__(self, problem: str, mark: Mark) -> None:
+        super().__init__(problem=problem, problem_mark=mark)
+
+
+class _Loader(yaml.SafeLoader):
+    """A loader that bounds depth and size, joins surrogate pairs, and gives every refused value its place."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._num_values: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose one node. Raises: _Refused for one that is too deep, or stands for too many values."""
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        self._depth += 1
+        if self._depth > MOST_DEPTH:
+            raise _Refused(f"more than {MOST_DEPTH} values inside each other", mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is not None and node not in self._num_values:
+            self._num_values[node] = 1 + sum(self._num_values.get(child, 1) for child in _children(node))
+            if self._num_values[node] > MOST_VALUES:
+                raise _Refused(f"more than {MOST_VALUES} values, each alias counted at every use", mark)
+        return node
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        """Compose a text in which a surrogate pair, as JSON writers escape an emoji, is the character it stands for."""
+        node = super().compose_scalar_node(anchor)
+        node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Construct a value. Raises: _Refused for whatever a constructor of Python raises."""
+        if node in self.recursive_objects:
+            raise _Refused("an alias stands inside what it stands for. Write the value out", node.start_mark)
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+            kind = node.tag.rpartition(":")[2]
+            value = shorten(node.value) if isinstance(node, yaml.ScalarNode) else f"this {_kind(node)}"
+            raise _Refused(f"{value} is no {kind}. Put it in quotes if it is a text", node.start_mark) from error
+
+    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Any, Any]:
+        """Construct a mapping. Raises: _Refused for a key that it holds twice."""
+        keys: set[tuple[str, str]] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
+            if name in keys:
+                raise _Refused(f"the key {shorten(key.value)} stands here twice. Keep one", key.start_mark)
+            if name is not None and key.tag != "tag:yaml.org,2002:merge":
+                keys.add(name)
+        values: dict[Any, Any] = super().construct_mapping(node, deep=deep)  # type: ignore[arg-type]
+        return values
+
+
+def _kind(node: yaml.Node) -> str:
+    return type(node).__name__.removesuffix("Node").lower()
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [child for pair in node.value for child in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+
+
+def read_text(path: Path, shown: str = "") -> str:
+    """Return the text of a file or pipe that a user names; `shown`: how messages call it.
+
+    Raises: ConfigError where it cannot be read, is no UTF-8 text, or is larger than `MOST_BYTES`.
+    """
+    shown = shown or shorten(str(path), quote=False)
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ConfigError(f"{shown} is larger than {MOST_BYTES >> 20} MiB, so it is no file of this kind.")
+        return content.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{shown}: no such file.") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{shown} is a folder. Give a file.") from None
+    except OSError as error:
+        raise ConfigError(f"{shown}: cannot be read: {error.strerror}.") from error
+    except ValueError as error:  # a name with a NUL, or other bytes than UTF-8
+        raise ConfigError(f"{shown}: cannot be read as UTF-8 text: {error}.") from error
+
+
+def read_entries(text: str, name: str) -> list[tuple[str, Any, str]]:
+    """Return (key, value, `name:line`) of each entry of a YAML mapping. Raises: ConfigError."""
+
+    def read(loader: _Loader) -> list[tuple[str, Any, str]]:
+        node = loader.get_single_node()
+        if node is None:
+            raise ConfigError(f"{name} is empty. It needs at least model, dataset and output_dir.")
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"{name}:1: expected `key: value` lines, found a {_kind(node)}.")
+        entries = []
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _Refused(f"a {_kind(key)} is no name of a setting", key.start_mark)
+            place = f"{name}:{key.start_mark.line + 1}"
+            entries.append((key.value, loader.construct_object(value, deep=True), place))
+        return entries
+
+    return _read(text, name, read)
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """Return the value of a YAML text; `name` is what places begin with. Raises: ConfigError."""
+    value = _read(text, name, _construct)
+    check_value(value, name, name)
+    return value
+
+
+def parse_override(text: str, place: str) -> Any:
+    """Return what the value of a `key=value` means; what is no YAML is a text. Raises: ConfigError, see `_Refused`."""
+    try:
+        return _construct(_Loader(text))
+    except _Refused as error:
+        raise ConfigError(f"{error.problem} ({place}).") from error
+    except yaml.YAMLError:
+        return text
+
+
+def parse_json(text: str, name: str, place: str = "") -> Any:
+    """Return the value of a JSON text; `name` is its file, and `place` names the setting of it. Raises: ConfigError."""
+    after = f" ({place})" if place else ""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name}:{error.lineno}: not valid JSON: {error.msg}{after}.") from error
+    except RecursionError:
+        raise ConfigError(f"{name}: more than {MOST_DEPTH} values inside each other{after}.") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise ConfigError(f"{name}: an integer in it has too many digits{after}.") from error
+    check_value(value, name, place or name)
+    return value
+
+
+def _construct(loader: _Loader) -> Any:
+    node = loader.get_single_node()
+    return None if node is None else loader.construct_object(node, deep=True)
+
+
+def _read(text: str, name: str, read: Callable[[_Loader], Result]) -> Result:
+    try:
+        return read(_Loader(text))
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{name}:{line}: not valid YAML: {error.reason}.") from error
+    except MarkedYAMLError as error:
+        place = f"{name}:{error.problem_mark.line + 1}" if error.problem_mark else name
+        kind = "" if isinstance(error, _Refused) else "not valid YAML: "
+        raise ConfigError(f"{place}: {kind}{error.problem}.") from error
+
+
+def check_value(value: Any, name: str, place: str, depth: int = 1) -> None:
+    """Raise ConfigError if a value holds what neither file names, JSON nor tensors can hold."""
+    reason = ""
+    if isinstance(value, str):
+        if "\0" in value:
+            reason = "it holds a NUL character"
+        elif any("\ud800" <= character <= "\udfff" for character in value):
+            reason = "it holds half of a surrogate pair, which is no character"
+    elif isinstance(value, int):
+        if value.bit_length() > MOST_BITS:
+            reason = f"an integer of {value.bit_length()} bits; {MOST_BITS} is the most"
+    elif isinstance(value, dict | list | tuple | set):
+        if depth > MOST_DEPTH:
+            reason = f"more than {MOST_DEPTH} values inside each other"
+        else:
+            for part in [*value, *value.values()] if isinstance(value, dict) else value:
+                check_value(part, name, place, depth + 1)
+    if reason:
+        shown = f" ({shorten(value)})" if isinstance(value, str) else ""
+        raise ConfigError(f"{shorten(name, quote=False)}{shown}: {reason} ({place}).")
+
+
+def shorten(value: Any, *, quote: bool = True) -> str:
+    """Return a value as messages show it: in quotes if it is a text, and cut in the middle if it is long."""
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    text = value if isinstance(value, str) and not quote else repr(value)
+    half = SHOWN_CHARACTERS // 2
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]}[...]{text[-half:]}"

@@ -1,0 +1,59 @@
+"""Paths in settings. They are made absolute and looked at here only, so no name ends in an error of the file system."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from surefoot.config.documents import MOST_BYTES, shorten
+from surefoot.errors import ConfigError
+
+MOST_PATH_BYTES = 3500
+"""Linux ends at 4,095 bytes, and a run writes files inside its folders."""
+ABSENT = (errno.ENOENT, errno.ENOTDIR)
+KINDS = {
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+"""Files that hold no data at rest: reading one may never end, and gives other bytes the second time."""
+
+
+def resolve_path(value: str, base: Path, name: str, place: str) -> Path:
+    """Return the absolute path of a setting; relative ones begin at `base`. The path need not exist.
+
+    Raises: ConfigError for what can be no path, and for one of a device, a pipe or a socket.
+    """
+
+    def refuse(reason: str) -> ConfigError:
+        return ConfigError(f"{name}={shorten(value, quote=False)}: {reason} ({place}).")
+
+    try:
+        path = Path(base, Path(value).expanduser()).resolve()
+        if len(os.fsencode(path)) > MOST_PATH_BYTES:
+            raise refuse(f"the path is longer than {MOST_PATH_BYTES} bytes")
+        str(path).encode()
+        mode = path.stat().st_mode
+    except UnicodeEncodeError:
+        raise refuse("the path is no UTF-8 text, so no file of the run could name it. Rename its folder") from None
+    except PermissionError:  # the process that reads it says which file it is
+        return path
+    except OSError as error:
+        if error.errno in ABSENT:
+            return path
+        raise refuse(f"no such path is possible: {error.strerror}") from error
+    except (RuntimeError, ValueError) as error:  # the home folder of nobody, links in a circle, a NUL
+        raise refuse(str(error).rstrip(".")) from error
+    kind = KINDS.get(stat.S_IFMT(mode))
+    if kind is not None:
+        raise refuse(f"it is {kind}, not a file or folder. Give a file: it is read more than once")
+    return path
+
+
+def check_template_size(path: Path, place: str) -> None:
+    """Raise ConfigError if the file of a chat template is larger than any template."""
+    if path.is_file() and path.stat().st_size > MOST_BYTES:
+        raise ConfigError(
+            f"chat_template={path}: {path.stat().st_size} bytes, and a template has at most {MOST_BYTES} ({place})."
+        )
