@@ -63,8 +63,8 @@ def _check_ranks(run: RunConfig) -> Iterator[Contradiction]:
         port = ENDPOINT.match(run.rdzv_endpoint)
         if port is None or not 0 < int(port[1]) <= MOST_PORT:
             yield Contradiction(
-                f"rdzv_endpoint={run.rdzv_endpoint:.80} is not host:port with a port from 1 to {MOST_PORT}. An example is "
-                "node0:29500; an IPv6 address needs a name",
+                f"rdzv_endpoint={run.rdzv_endpoint:.80} is not host:port with a port from 1 to {MOST_PORT}. An example "
+                "is node0:29500; an IPv6 address needs a name",
                 "rdzv_endpoint",
             )
     if run.webhook is not None and run.webhook.removeprefix("$") not in os.environ:
@@ -101,8 +101,8 @@ def _check_tuning(run: RunConfig, given: set[str]) -> Iterator[Contradiction]:
         )
     if run.lora_dropout and any("experts" in target for target in targets):
         yield Contradiction(
-            f"lora_dropout={run.lora_dropout} with target_modules={targets!s:.80}: dropout cannot be applied inside the "
-            "grouped expert product, and PEFT refuses it too. Set lora_dropout: 0 or leave experts out",
+            f"lora_dropout={run.lora_dropout} with target_modules={targets!s:.80}: dropout cannot be applied inside "
+            "the grouped expert product, and PEFT refuses it too. Set lora_dropout: 0 or leave experts out",
             "lora_dropout",
             "target_modules",
         )

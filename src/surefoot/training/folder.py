@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-
 from surefoot.config import LoadedConfig, RunConfig, changed_fields
 from surefoot.config.documents import parse_yaml, read_text
 from surefoot.errors import CheckpointError, ConfigError
