@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import surefoot
 from surefoot.errors import ConfigError, InputError, StoppedOnFinding, SurefootError
 from surefoot.process_end import is_local_rank, is_rank, leave
-from surefoot.terminal import drop, say, write
+from surefoot.terminal import protect_streams, say, write
 
 if TYPE_CHECKING:
     from surefoot.config import LoadedConfig
@@ -27,6 +27,7 @@ IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit status: 0 done, 2 wrong input, 3 stopped on a finding, 1 anything else."""
+    protect_streams()
     parser = _parser()
     parsed, extra = parser.parse_known_args(arguments)
     if extra and not (hasattr(parsed, "overrides") and all("=" in text for text in extra)):
@@ -61,9 +62,6 @@ def run_verb(verb: Callable[[], int]) -> int:
         return InputError.exit_status
     except KeyboardInterrupt:
         say("interrupted")
-        return FAILED
-    except BrokenPipeError:  # `surefoot ... | head`
-        drop(sys.stdout)
         return FAILED
 
 

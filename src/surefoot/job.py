@@ -12,6 +12,7 @@ import time
 from surefoot.cli import run_verb, train_loaded
 from surefoot.config import LoadedConfig
 from surefoot.process_end import end_with_parent
+from surefoot.terminal import protect_streams
 
 LEAVE_AFTER_S = 300.0
 """How long a run may take to save and end after its supervisor was killed."""
@@ -19,6 +20,7 @@ LEAVE_AFTER_S = 300.0
 
 def main() -> int:
     """Returns the exit status."""
+    protect_streams()
     end_with_parent()  # a supervisor that is killed takes the run along
     text = sys.stdin.read()
     if not text:  # it was killed before it could say what to do

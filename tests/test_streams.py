@@ -1,0 +1,72 @@
+"""A closed, full or unread standard output or error changes no exit status. Real processes, started by a shell."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+REDIRECTIONS = (">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full", "| head -c1 >/dev/null")
+
+
+def status_of(command: str, redirection: str, cwd: Path) -> int:
+    """The exit status of `surefoot COMMAND` with a redirection."""
+    told = cwd / "status"
+    subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m surefoot {command} {redirection}; echo ${{PIPESTATUS[0]}} >{told}"],
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        timeout=300,
+        check=True,
+    )
+    return int(told.read_text())
+
+
+@pytest.mark.parametrize("redirection", REDIRECTIONS)
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        ("settings", 0),
+        ("settings --json", 0),
+        ("explain", 0),
+        ("explain SF104", 0),
+        ("explain SF999", 2),
+        ("--help", 0),
+        ("--version", 0),
+        ("train", 2),
+        ("train nothing.yaml", 2),
+        ("plan nothing.yaml --json", 2),
+        ("import -- swift sft --model m --dataset d.jsonl", 0),
+    ],
+)
+def test_light_verbs_end_as_ever(tmp_path: Path, command: str, status: int, redirection: str) -> None:
+    assert status_of(command, redirection, tmp_path) == status
+
+
+def test_runs_end_as_ever_and_keep_what_they_made(tmp_path: Path, settings: dict[str, Any]) -> None:
+    for number, redirection in enumerate([">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full 2>/dev/full", "| head -c1"]):
+        run = tmp_path / f"run-{number}"
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump({**settings, "max_steps": 2, "output_dir": str(run)}))
+        json = "--json" if number % 2 else ""
+        assert status_of(f"train run.yaml {json}", redirection, tmp_path) == 0, redirection
+        assert (run / "adapter" / "adapter_model.safetensors").stat().st_size > 0
+        assert (run / "summary.json").read_text().startswith("{"), "nothing that was printed went into a file"
+    for command in (
+        f"chat {run} --prompt Count --max-new-tokens 2",
+        f"explain {run}",
+        "data run.yaml",
+        "plan run.yaml",
+    ):
+        assert status_of(command, ">&- 2>&-", tmp_path) == 0, command
+        assert status_of(command, ">/dev/full", tmp_path) == 0, command
+
+
+def test_two_ranks_end_as_ever_where_nobody_reads(tmp_path: Path, settings: dict[str, Any]) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**settings, "nproc_per_node": 2, "max_steps": 2}))
+    assert status_of("train run.yaml", "<&- >&- 2>&-", tmp_path) == 0
+    assert (Path(settings["output_dir"]) / "adapter" / "adapter_model.safetensors").stat().st_size > 0
