@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import surefoot
 from surefoot.errors import ConfigError, InputError, StoppedOnFinding, SurefootError
-from surefoot.process_end import is_local_rank, is_rank, leave
+from surefoot.process_end import handle_stop_signals, ignore_stop_signals, is_local_rank, is_rank, leave
 from surefoot.terminal import protect_streams, say, write
 
 if TYPE_CHECKING:
@@ -189,16 +189,20 @@ def _train(arguments: argparse.Namespace) -> int:
     from surefoot.config import load_config
     from surefoot.models.sources import check_is_known
 
+    handle_stop_signals()
     loaded = load_config(arguments.config, arguments.overrides)
     check_is_known(loaded.run.model, loaded.where("model"))
     asks = not is_rank() or os.environ.get("LOCAL_RANK") == "0"  # torchrun ends the others with the one that is refused
     if loaded.run.preflight and asks and not _preflight(loaded):
         return StoppedOnFinding.exit_status
-    if is_rank() or not loaded.run.health:
-        return train_loaded(loaded, as_json=arguments.json)
-    from surefoot.supervised import train_supervised
+    try:
+        if is_rank() or not loaded.run.health:
+            return train_loaded(loaded, as_json=arguments.json)
+        from surefoot.supervised import train_supervised
 
-    return train_supervised(loaded, as_json=arguments.json)
+        return train_supervised(loaded, as_json=arguments.json)
+    finally:
+        ignore_stop_signals()
 
 
 def train_loaded(loaded: "LoadedConfig", *, as_json: bool) -> int:

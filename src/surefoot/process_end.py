@@ -4,7 +4,9 @@ import ctypes
 import os
 import signal
 import sys
-from typing import NoReturn
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any, NoReturn
 
 from surefoot.cgroup import oom_kills
 
@@ -26,6 +28,41 @@ def stop_signals() -> list[signal.Signals]:
     """That ask a run to save and end: Ctrl-C, a scheduler, a terminal that closes. The last unless nohup ignores it."""
     is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
+
+
+class StopHandler:
+    """A program's handler of stop signals, while no run handles them: they interrupt, and no longer after the run."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._has_interrupted = False
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        """Raise KeyboardInterrupt; of SIGTERM and SIGHUP only for the first."""
+        if not self.is_over and (number == signal.SIGINT or not self._has_interrupted):
+            self._has_interrupted = True
+            raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def handle_stop_signals() -> None:
+    """Let this program end by itself, with a status of its own, whatever asks it to stop. In its main thread."""
+    handler = StopHandler()
+    for number in stop_signals():
+        signal.signal(number, handler)
+
+
+def restore_handlers(before: Mapping[signal.Signals, Any]) -> None:
+    """Give stop signals back to who handled them before a run. A program that only ran it has nothing left to stop."""
+    for number, handler in before.items():
+        if isinstance(handler, StopHandler):
+            handler.is_over = True
+        signal.signal(number, handler)
+
+
+def ignore_stop_signals() -> None:
+    """Ignore what asks this process to stop, right before it ends: Python's own end takes the handlers away."""
+    for number in stop_signals():
+        signal.signal(number, signal.SIG_IGN)
 
 
 def end_with_parent() -> None:

@@ -26,7 +26,7 @@ from surefoot.health.recorder import read_history
 from surefoot.health.supervisor import Supervisor
 from surefoot.health.witness import read_stacks
 from surefoot.kernel_log import killed_for_memory
-from surefoot.process_end import describe_end, stop_signals, was_for_memory
+from surefoot.process_end import describe_end, restore_handlers, stop_signals, was_for_memory
 from surefoot.terminal import say
 from surefoot.training.record import METRICS, FindingLog, write_end
 
@@ -40,19 +40,22 @@ def train_supervised(loaded: LoadedConfig, *, as_json: bool) -> int:
     run, began_s = loaded.run, time.time()
     restarts = 0
     found: list[Finding] = []
-    while True:
-        watch = _Watch(loaded, as_json=as_json)
-        status = watch.until_it_ends()
-        found += watch.found
-        if not watch.was_stopped or run.on_stall != "restart" or restarts >= max(1, run.max_restarts):
-            break
-        restarts += 1
-        say(f"the run is started again after a stall, for the {restarts}. time")
-        if watch.has_begun:  # go on from what it has saved; before that, everything is as it was
-            changes: dict[str, object] = {"overwrite_output_dir": False}
-            if (run.run_folder / "checkpoints").is_dir():
-                changes["resume_from_checkpoint"] = "auto"
-            loaded = replace(loaded, run=run.model_copy(update=changes))
+    signals = _PassedSignals()
+    with signals.passing():
+        while True:
+            watch = _Watch(loaded, signals, as_json=as_json)
+            status = watch.until_it_ends()
+            found += watch.found
+            may_restart = run.on_stall == "restart" and not signals.was_received
+            if not watch.was_stopped or not may_restart or restarts >= max(1, run.max_restarts):
+                break
+            restarts += 1
+            say(f"restarting after a stall (restart {restarts})")
+            if watch.has_begun:  # go on from what it has saved; before that, everything is as it was
+                changes: dict[str, object] = {"overwrite_output_dir": False}
+                if (run.run_folder / "checkpoints").is_dir():
+                    changes["resume_from_checkpoint"] = "auto"
+                loaded = replace(loaded, run=run.model_copy(update=changes))
     try:
         return _ended(run, watch, status, found, began_s)
     finally:
@@ -94,8 +97,9 @@ def _report(run: RunConfig) -> None:
 class _Watch:
     """One start of the run."""
 
-    def __init__(self, loaded: LoadedConfig, *, as_json: bool) -> None:
+    def __init__(self, loaded: LoadedConfig, signals: "_PassedSignals", *, as_json: bool) -> None:
         self._run = loaded.run
+        self._signals = signals
         self._log = FindingLog.of(loaded.run)
         self._began_s = time.time()
         self._oom_kills = cgroup.oom_kills()
@@ -107,17 +111,16 @@ class _Watch:
 
     def until_it_ends(self) -> int:
         """Start it and look at it until then; returns its exit status, negative for a signal."""
-        with self._passing_signals():  # before the start: the run must not inherit that a signal is ignored
-            self._job = subprocess.Popen(
-                [sys.executable, "-m", "surefoot.job"],
-                stdin=subprocess.PIPE,
-                start_new_session=True,
-                env={**os.environ, SUPERVISED: str(os.getpid())},
-            )
-            assert self._job.stdin is not None
-            with suppress(BrokenPipeError), self._job.stdin as told:
-                told.write(json.dumps(self._told).encode())
-            return self._watched()
+        self._job = self._signals.job = subprocess.Popen(
+            [sys.executable, "-m", "surefoot.job"],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, SUPERVISED: str(os.getpid())},
+        )
+        assert self._job.stdin is not None
+        with suppress(BrokenPipeError), self._job.stdin as told:
+            told.write(json.dumps(self._told).encode())
+        return self._watched()
 
     def _watched(self) -> int:
         assert self._job is not None
@@ -203,19 +206,26 @@ class _Watch:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
+
+class _PassedSignals:
+    """Stop signals of this process. They are for the run, from its start to its end and across restarts."""
+
+    def __init__(self) -> None:
+        self.job: subprocess.Popen[bytes] | None = None
+        self.was_received = False
+
     @contextmanager
-    def _passing_signals(self) -> Iterator[None]:
-        """What this process is told, the run is told."""
-
-        def pass_on(number: int, _frame: FrameType | None) -> None:
-            if self._job is None:
-                raise KeyboardInterrupt(signal.Signals(number).name)
-            with suppress(ProcessLookupError):
-                os.kill(self._job.pid, number)
-
-        before = {number: signal.signal(number, pass_on) for number in stop_signals()}
+    def passing(self) -> Iterator[None]:
+        """Pass signals on. The run must not inherit that one is ignored, so this comes before its start."""
+        before = {number: signal.signal(number, self._pass_on) for number in stop_signals()}
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            restore_handlers(before)
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        self.was_received = True
+        if self.job is None:
+            raise KeyboardInterrupt(signal.Signals(number).name)
+        with suppress(ProcessLookupError):
+            self.job.send_signal(number)

@@ -14,7 +14,7 @@ from surefoot.config import LoadedConfig
 from surefoot.errors import InputError, SurefootError
 from surefoot.health.observers import rank_observers
 from surefoot.parallel import launch
-from surefoot.process_end import end_with_parent, leave
+from surefoot.process_end import end_with_parent, handle_stop_signals, leave
 from surefoot.self_test.start import run_rank
 from surefoot.terminal import protect_streams
 from surefoot.training.run import train
@@ -23,6 +23,7 @@ from surefoot.training.run import train
 def main() -> int:
     """Run the job; returns the exit status. An end that all ranks agreed on is none that elastic should act on."""
     protect_streams()
+    handle_stop_signals()
     end_with_parent()  # a launcher that is killed takes its ranks along
     logging.captureWarnings(True)
     logging.getLogger("py.warnings").setLevel(logging.ERROR)

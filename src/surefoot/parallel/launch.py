@@ -30,7 +30,7 @@ from surefoot import cgroup, errors
 from surefoot.errors import StoppedOnFinding, SurefootError
 from surefoot.findings import Finding
 from surefoot.parallel.rendezvous import BACKEND, Launch, attempt, rendezvous
-from surefoot.process_end import describe_end, stop_signals, was_for_memory
+from surefoot.process_end import describe_end, restore_handlers, stop_signals, was_for_memory
 
 FOLDER = "SUREFOOT_LAUNCH"
 """Environment variable: the folder in which launcher and ranks leave each other notes."""
@@ -196,8 +196,7 @@ def _passing_signals(folder: str) -> Iterator[list[str]]:
     try:
         yield passed
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore_handlers(before)
 
 
 def kill_ranks() -> None:

@@ -23,7 +23,7 @@ from surefoot.data.order import StepBatch
 from surefoot.errors import DataError, StoppedOnFinding, SurefootError
 from surefoot.events import BatchDescribed, CheckpointSaved, Evaluated, Event, StepEnded
 from surefoot.parallel.ranks import Ranks
-from surefoot.process_end import stop_signals
+from surefoot.process_end import restore_handlers, stop_signals
 from surefoot.rl.rollout import RolloutInterrupted
 from surefoot.rl.source import LAST_WAIT_S
 from surefoot.terminal import say_at_once
@@ -47,6 +47,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.received: str | None = None
         self._deferred = False
+        self._is_ending = False
 
     @contextmanager
     def watching(self) -> Iterator["StopSignal"]:
@@ -58,8 +59,7 @@ class StopSignal:
         try:
             yield self
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            restore_handlers(before)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -70,11 +70,20 @@ class StopSignal:
         finally:
             self._deferred = False
 
+    def note_last_save(self) -> None:
+        """Ignore further signals from now on: the run saves and ends. Only a first Ctrl-C after the save interrupts."""
+        self._is_ending = True
+
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if not self._deferred or (self.received and number == signal.SIGINT):
+        is_first, self.received = self.received is None, self.received or signal.Signals(number).name
+        is_ctrl_c = number == signal.SIGINT
+        if not is_first and (self._is_ending or not is_ctrl_c):
+            return
+        if not self._deferred and self._is_ending and not is_ctrl_c:
+            return
+        if not self._deferred or not is_first:
             raise KeyboardInterrupt(signal.Signals(number).name)
-        is_first, self.received = self.received is None, signal.Signals(number).name
-        if is_first and number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+        if is_ctrl_c and not self._is_ending and os.environ.get("RANK", "0") == "0":
             say_at_once("the run stops after this step, or in its rollout, and saves; Ctrl-C again ends it unsaved")
 
 
@@ -160,6 +169,7 @@ def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Lite
             if config.save_steps and not is_last and state.step % config.save_steps == 0:
                 _save(job, state)
             _tell_of_saves(job)
+        stop.note_last_save()
         ended_early = not job.is_over(state) or state.evaluation_is_due
         if ended_early or config.save_steps:
             _save_if_new(job, state)
