@@ -1,7 +1,6 @@
 """Over real families' templates: the text is transformers' own, the mask is the assistant's words and end of turn."""
 
 import copy
-import time
 from dataclasses import replace
 from datetime import date
 from typing import Any
@@ -14,7 +13,7 @@ from tokenizers import AddedToken
 
 from surefoot.data.conversation import BadRow, Conversation, Message
 from surefoot.data.render import BEGINS_TWICE, Rendered, Renderer, RendererSource
-from surefoot.data.template import Text, deadline
+from surefoot.data.template import Text
 from surefoot.errors import DataError
 from tests.data.families import EMPTY_THOUGHT, FAMILIES, tokenizer_of
 
@@ -422,25 +421,6 @@ def test_an_endless_template_meets_its_deadline(monkeypatch: pytest.MonkeyPatch)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(DataError, match="took over 0 s for one row: an endless loop"):
         with_template(endless).render(Conversation(talk("a", "b")))
-
-
-class _LetsNothingOut:
-    def __del__(self) -> None:
-        time.sleep(0.5)
-
-
-def wait() -> None:
-    _LetsNothingOut()
-    time.sleep(10)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_deadline_that_passes_where_python_lets_nothing_out_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surefoot.data.template.AGAIN_AFTER_S", 0.1)
-    began = time.monotonic()
-    with pytest.raises(TimeoutError), deadline(0.2):
-        wait()
-    assert time.monotonic() - began < 5
 
 
 WORDS = st.text(st.characters(blacklist_categories=("Cs", "Cc"), blacklist_characters="\U000ffffd"), max_size=30)

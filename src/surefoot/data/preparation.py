@@ -22,6 +22,7 @@ from surefoot.data.cache import CachedFile
 from surefoot.data.containers import Chunk
 from surefoot.data.prepare import Preparer, source_as_dict
 from surefoot.data.render import RendererSource
+from surefoot.data.template_process import TOO_LONG
 from surefoot.errors import DataError, SurefootError
 
 SMALL_BYTES = 1 << 20
@@ -340,6 +341,11 @@ class _Workers:
         if not mine:
             raise DataError(f"a worker process that had nothing to prepare {how}. What was prepared is kept; {advice}.")
         job, _ = next(iter(mine.values()))
+        if status == -TOO_LONG:
+            raise DataError(
+                f"{job.file.recipe.name}: the chat template takes too long for a row of chunk {job.chunk.index} (rows "
+                f"from {job.chunk.first_row + 1} on): an endless loop? Give another one with chat_template."
+            )
         raise DataError(
             f"{job.file.recipe.name}: a worker process {how} while it prepared chunk {job.chunk.index}"
             f" (rows from {job.chunk.first_row + 1} on). What was prepared is kept; {advice}."

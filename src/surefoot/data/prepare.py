@@ -26,6 +26,7 @@ from surefoot.data.render import Renderer, RendererSource
 from surefoot.data.rows import Row
 from surefoot.data.shard import ShardWriter
 from surefoot.data.template import TemplateSource, Text
+from surefoot.data.template_process import TEMPLATE_PROCESS
 from surefoot.errors import DataError, SurefootError
 
 BATCH_ROWS = 512
@@ -202,6 +203,7 @@ def _give_back_memory() -> None:
 
 def _work(preparer: Preparer, jobs: int, answers: int) -> None:
     """Answer jobs until there are no more."""
+    TEMPLATE_PROCESS.is_worker = True
     with open(jobs, encoding="utf-8") as lines, open(answers, "w", encoding="utf-8") as out:
         for line in lines:
             job = json.loads(line)

@@ -9,25 +9,20 @@ the result was written by the template. Knows nothing of token ids, files or bat
 
 import json
 import re
-import signal
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import FrameType
 from typing import Any
-
-from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from surefoot.data.conversation import BadRow, Conversation, Message
 from surefoot.data.images import Image
+from surefoot.data.template_process import TEMPLATE_PROCESS, Rendering
 from surefoot.errors import DataError
 
-RENDER_DEADLINE_S = 10.0
-AGAIN_AFTER_S = 1.0
+RENDER_DEADLINE_S = 3.0
+"""Computing that one rendering may take. The same on a machine that is busy."""
 STAND_INS = (0xF0000, 0x100000)
 """Where stand-in characters are taken from: the private planes of Unicode; the second if a text uses the first."""
 PLAIN_TURNS = (Message("user", "Q1"), Message("assistant", "A1"), Message("user", "Q2"), Message("assistant", "A2"))
@@ -351,28 +346,16 @@ class ChatTemplate:
                 "the data are conversations, but the model's tokenizer has no chat template. Use an instruct model, "
                 "give chat_template: FILE, or use prompt/completion texts"
             )
-        try:
-            with deadline(RENDER_DEADLINE_S):
-                texts, _ = render_jinja_template(
-                    [[message.as_template_input() for message in messages]],
-                    tools=list(tools) or None,
-                    chat_template=template,
-                    add_generation_prompt=add_generation_prompt,
-                    **{**self.source.special_tokens, **self.source.kwargs},
-                )
-        except TemplateSyntaxError as error:
-            raise DataError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from error
-        except TimeoutError as error:
-            raise DataError(
-                f"the chat template took over {RENDER_DEADLINE_S:.0f} s for one row: an endless loop?"
-            ) from error
-        except UndefinedError as error:
-            raise BadRow(f"the chat template uses something that is not there: {error}") from error
-        except TemplateError as error:
-            raise BadRow(f"the chat template refused the conversation: {error}") from error
-        except Exception as error:  # a template is a program that somebody else wrote
-            raise BadRow(f"the chat template failed: {type(error).__name__}: {error}") from error
-        return str(texts[0])
+        return TEMPLATE_PROCESS.render(
+            Rendering(
+                template,
+                [message.as_template_input() for message in messages],
+                tools,
+                {**self.source.special_tokens, **self.source.kwargs},
+                add_generation_prompt,
+                RENDER_DEADLINE_S,
+            )
+        )
 
     def _restored(
         self, hidden_text: str, spans: tuple[Span, ...], conversation: Conversation, hidden: "_Hidden"
@@ -494,23 +477,3 @@ def _common_prefix(one: str, other: str) -> int:
     if one[:length] == other[:length]:
         return length
     return next(index for index in range(length) if one[index] != other[index])
-
-
-@contextmanager
-def deadline(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the main thread's code after so many seconds. Elsewhere the caller has a deadline."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def late(_number: int, _frame: FrameType | None) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, late)
-    # And again: where the collector of garbage calls back, Python lets no exception out.
-    signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_AFTER_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

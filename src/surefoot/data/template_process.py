@@ -1,0 +1,298 @@
+"""Renders a chat template under limits of time and memory: a template is a program that somebody else wrote.
+
+Limits are those of a process. Workers that prepare data are processes for nothing else, and render in themselves.
+Every other process has a child that renders: forked where it is needed, gone after `IDLE_S`. The child is sent pickled
+arguments and answers with JSON, so a template that breaks out of its sandbox reaches no further.
+"""
+
+import gc
+import json
+import os
+import pickle
+import resource
+import select
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from surefoot.data.conversation import BadRow
+from surefoot.errors import DataError
+from surefoot.process_end import describe_end, end_with_parent
+
+MOST_BYTES = 512 << 20
+"""Memory of one rendering beyond what its process has."""
+MOST_CHARACTERS = 32 << 20
+"""Length of one rendered text."""
+AGAIN_AFTER_S = 0.25
+OVERRUN_S = 1.0
+"""Computing beyond the deadline, within one operation of Python, that ends the process."""
+IDLE_S = 0.5
+ENDING_S = 0.2
+"""Time for a child that is ending."""
+ANSWER_WITHIN_S = 120.0
+"""Time for an answer by the clock. A child that computes has a limit of its own; one that waits for a lock has none."""
+ATTEMPTS = 3
+TOO_LONG = signal.SIGVTALRM
+"""Signal that ends a process whose rendering is in one endless operation."""
+RETRIED = (0, -signal.SIGKILL, -signal.SIGPIPE, -signal.SIGTERM)
+"""Ends of a child that say nothing of the template: it was idle, memory was short, the thread that forked it ended."""
+LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """One call of a template."""
+
+    template: str
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]]
+    variables: dict[str, Any]
+    add_generation_prompt: bool
+    deadline_s: float
+
+
+def render_here(call: Rendering) -> str:
+    """Render in this process, which must do nothing else at the same time.
+
+    Raises: DataError where the template cannot be used; BadRow where it refuses these messages.
+    """
+    try:
+        with deadline(call.deadline_s), memory_limit(MOST_BYTES):
+            texts, _ = render_jinja_template(
+                [list(call.messages)],
+                tools=list(call.tools) or None,
+                chat_template=call.template,
+                add_generation_prompt=call.add_generation_prompt,
+                **call.variables,
+            )
+    except TemplateSyntaxError as error:
+        raise DataError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from error
+    except TimeoutError as error:
+        raise took_too_long(call) from error
+    except MemoryError:
+        raise DataError(
+            f"the chat template took over {MOST_BYTES >> 20} MiB of memory for one row. Give another one with "
+            "chat_template"
+        ) from None  # the traceback would hold what the template built
+    except UndefinedError as error:
+        raise BadRow(f"the chat template uses something that is not there: {error}") from error
+    except TemplateError as error:
+        raise BadRow(f"the chat template refused the conversation: {error}") from error
+    except Exception as error:  # a template is a program that somebody else wrote
+        raise BadRow(f"the chat template failed: {type(error).__name__}: {error}") from error
+    text = str(texts[0])
+    if len(text) > MOST_CHARACTERS:
+        raise DataError(
+            f"the chat template wrote {len(text)} characters for one row, and {MOST_CHARACTERS} is the most. Give "
+            "another one with chat_template"
+        )
+    return text
+
+
+def took_too_long(call: Rendering) -> DataError:
+    """Return the error of a template that computes for too long."""
+    return DataError(f"the chat template took over {call.deadline_s:.0f} s for one row: an endless loop?")
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError after so many seconds of computing, in the main thread of a process that does nothing else.
+
+    A single operation that goes on (`10 ** 10 ** 8`) lets no handler run: the system ends the process then.
+    """
+
+    def late(_number: int, _frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGPROF, late)
+    # And again: where the collector of garbage calls back, Python lets no exception out.
+    signal.setitimer(signal.ITIMER_PROF, seconds, AGAIN_AFTER_S)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds + OVERRUN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+@contextmanager
+def memory_limit(num_bytes: int) -> Iterator[None]:
+    """Let this process have so many bytes more than now; more raises MemoryError. Linux only."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (OSError, ValueError):
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    most = pages * resource.getpagesize() + num_bytes
+    known = [limit for limit in (most, *before) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(known), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+class _Child:
+    """A forked process that renders what it is sent, until nothing came for `IDLE_S`."""
+
+    def __init__(self) -> None:
+        requests, self._requests = os.pipe()
+        self._answers, answers = os.pipe()
+        with _quiet_tokenizers():
+            self._process = os.fork()
+        if self._process == 0:
+            _serve(requests, answers)
+        os.close(requests)
+        os.close(answers)
+        self._status = 0
+        self._reaper = threading.Thread(target=self._reap, name="template", daemon=True)
+        self._reaper.start()
+
+    def _reap(self) -> None:
+        """Take the exit status as soon as there is one, so that no dead process stays."""
+        self._status = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
+
+    def ask(self, request: bytes) -> bytes | None:
+        """Return the answer; None where the child has ended instead. Raises: TimeoutError."""
+        try:
+            _write(self._requests, request)
+            return _read(self._answers, time.monotonic() + ANSWER_WITHIN_S)
+        except BrokenPipeError:
+            return None
+
+    def end(self) -> int:
+        """End the child if it has not ended; returns its exit status, negative for a signal."""
+        os.close(self._requests)
+        os.close(self._answers)
+        self._reaper.join(ENDING_S)
+        if self._reaper.is_alive():
+            os.kill(self._process, signal.SIGKILL)
+            self._reaper.join()
+        return self._status
+
+
+class TemplateProcess:
+    """Renders templates for this process: in itself if it is a worker, else in a child."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+        self._owner = os.getpid()
+        self.is_worker = False
+        """Whether this process does nothing but prepare data, in one thread."""
+
+    def render(self, call: Rendering) -> str:
+        """Return the rendered text. Raises: DataError, BadRow, see `render_here`."""
+        if self.is_worker:
+            return render_here(call)
+        request = pickle.dumps(call)
+        with self._lock:
+            answer = self._ask(request, call)
+        kind, text = json.loads(answer)
+        if kind == "text":
+            return str(text)
+        raise DataError(text) if kind == "DataError" else BadRow(text)
+
+    def _ask(self, request: bytes, call: Rendering) -> bytes:
+        for _ in range(ATTEMPTS):
+            if self._child is None or self._owner != os.getpid():  # a child of the process that forked this one
+                self._child, self._owner = _Child(), os.getpid()
+            child, answer, status = self._child, None, 0
+            try:
+                answer = child.ask(request)
+            except TimeoutError:  # it was forked while another thread held a lock that it needs
+                answer = None
+            finally:
+                if answer is None:
+                    self._child = None
+                    status = child.end()
+            if answer is not None:
+                return answer
+            if status == -TOO_LONG:
+                raise took_too_long(call)
+            if status not in RETRIED:
+                raise DataError(f"the process that rendered the chat template {describe_end(status)}. Give another one")
+        raise DataError("the process that renders the chat template gives no answer. Is memory short? Start again")
+
+
+def _serve(requests: int, answers: int) -> NoReturn:
+    """Answer requests; in the child. It holds nothing else of its parent, and never returns into its code."""
+    try:
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGPIPE, TOO_LONG):
+            signal.signal(number, signal.SIG_DFL)
+        end_with_parent()
+        gc.freeze()  # what the parent has left for its collector is not to be finalised here
+        for entry in Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd").iterdir():
+            if int(entry.name) not in (requests, answers):
+                with suppress(OSError):
+                    os.close(int(entry.name))
+        while _is_ready(requests, IDLE_S) and (request := _read(requests)) is not None:
+            call: Rendering = pickle.loads(request)
+            try:
+                answer = ["text", render_here(call)]
+            except (DataError, BadRow) as error:
+                answer = [type(error).__name__, str(error)]
+            _write(answers, json.dumps(answer).encode())
+        os._exit(0)
+    except BaseException:  # noqa: BLE001 - nothing of the parent's code may run here
+        os._exit(1)
+
+
+@contextmanager
+def _quiet_tokenizers() -> Iterator[None]:
+    """The tokenizers library warns of a fork after it has used threads. A child that renders does not use it."""
+    name = "TOKENIZERS_PARALLELISM"
+    is_set = name in os.environ
+    os.environ.setdefault(name, "true")
+    try:
+        yield
+    finally:
+        if not is_set:
+            os.environ.pop(name, None)
+
+
+def _is_ready(descriptor: int, within_s: float) -> bool:
+    """Return whether there is something to read, or the end, within so many seconds."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(max(0.0, within_s) * 1000))
+
+
+def _write(descriptor: int, content: bytes) -> None:
+    view = memoryview(LENGTH.pack(len(content)) + content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _read(descriptor: int, end_s: float | None = None) -> bytes | None:
+    """Return one message; None at the end of the pipe. Raises: TimeoutError where it is not there in time."""
+    content, size = bytearray(), LENGTH.size
+    while len(content) < size:
+        if end_s is not None and not _is_ready(descriptor, end_s - time.monotonic()):
+            raise TimeoutError
+        piece = os.read(descriptor, min(size - len(content), 1 << 20))
+        if not piece:
+            return None
+        content += piece
+        if size == LENGTH.size and len(content) == size:
+            size += LENGTH.unpack(content)[0]
+    return bytes(content[LENGTH.size :])
+
+
+TEMPLATE_PROCESS = TemplateProcess()
+"""Of this process."""
