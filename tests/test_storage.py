@@ -1,14 +1,17 @@
 """Files are there whole or not at all."""
 
+import ctypes
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from surefoot.errors import InputError, StorageError
-from surefoot.storage import new_folder, sha256_of, write_json, write_text
+from surefoot.storage import new_folder, restore_replaced, sha256_of, write_json, write_text
 
 
 def test_text_is_replaced_whole(tmp_path: Path) -> None:
@@ -46,6 +49,57 @@ def test_a_folder_appears_only_when_it_is_complete(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
+def cannot_exchange(*_: Any, **__: Any) -> None:
+    """Stand for a system without renameat2, as NFS and Lustre behave."""
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
+def test_a_folder_is_there_at_every_moment_of_its_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "made"
+    target.mkdir()
+    (target / "file").write_text("old")
+    texts: list[str] = []
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def watch(*arguments: Any, **options: Any) -> Any:
+            result = call(*arguments, **options)
+            texts.append((target / "file").read_text())
+            return result
+
+        return watch
+
+    for name in ("replace", "rename", "unlink", "rmdir", "fsync", "mkdir"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    with new_folder(target) as folder:
+        (folder / "file").write_text("new")
+    assert set(texts) == {"old", "new"}
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_a_replacement_that_was_cut_short_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the file system cannot exchange two names at once."""
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "file").write_text("old")
+    rename = os.replace
+
+    class Killed(BaseException):
+        """Nothing runs after a kill, not even the code that undoes things."""
+
+    def die_after(source: Path, target: Path) -> None:
+        rename(source, target)
+        monkeypatch.setattr(os, "replace", rename)
+        raise Killed
+
+    monkeypatch.setattr(ctypes, "CDLL", cannot_exchange)
+    monkeypatch.setattr(os, "replace", die_after)
+    with pytest.raises(Killed), new_folder(tmp_path / "made") as folder:
+        (folder / "file").write_text("new")
+    assert not (tmp_path / "made").exists()
+    restore_replaced(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    assert (tmp_path / "made" / "file").read_text() == "old"
+
+
 @pytest.mark.parametrize("refused", [1, 2])
 def test_a_folder_that_cannot_be_renamed_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
@@ -62,6 +116,7 @@ def test_a_folder_that_cannot_be_renamed_leaves_the_old_one(
         rename(source, target)
 
     monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr(ctypes, "CDLL", cannot_exchange)
     refusal = pytest.raises(StorageError, match="Nothing that was there before was touched. Choose another")
     with refusal, new_folder(tmp_path / "made") as folder:
         (folder / "file").write_text("new")

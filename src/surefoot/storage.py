@@ -1,8 +1,9 @@
-"""Writing files so that a crash, a kill or a full disk never leaves half a file. Standard library only.
+"""Writing files so that a crash, lost power, a kill or a full disk never leaves half a file. Standard library only.
 
-Everything goes to a temporary name beside its target, is synced, and is renamed.
+Everything goes to a temporary name beside its target, is synced, and is renamed; then the folder is synced as well.
 """
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -19,6 +20,19 @@ from surefoot.errors import InputError, StorageError
 def cache_folder() -> Path:
     """Where fetched models and prepared data are kept: `$SUREFOOT_CACHE`, else `~/.cache/surefoot`."""
     return Path(os.environ.get("SUREFOOT_CACHE", "~/.cache/surefoot")).expanduser()
+
+
+AT_FDCWD = -100
+RENAME_EXCHANGE = 2
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder with those above it, and make their names durable. Raises: OSError."""
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in created:
+        with suppress(PermissionError):  # a folder that may be written to but not listed cannot be opened to sync it
+            sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
@@ -51,7 +65,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
@@ -77,9 +91,8 @@ def new_folder(target: Path) -> Iterator[Path]:
     Raises: StorageError where the file system refuses; InputError where what is read to fill it cannot be.
     """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    replaced = target.with_name(f".{target.name}.{os.getpid()}.old")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         if temporary.exists():
             shutil.rmtree(temporary)
         temporary.mkdir()
@@ -90,7 +103,7 @@ def new_folder(target: Path) -> Iterator[Path]:
             elif path.is_dir():
                 sync_folder(path)
         sync_folder(temporary)
-        replace_folder(target, temporary, replaced)
+        replace_folder(target, temporary)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) and _is_of_reading(error, target, temporary):
@@ -104,20 +117,55 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise
 
 
-def replace_folder(target: Path, complete: Path, replaced: Path) -> None:
-    """Put a folder in the place of another one, which has the name `replaced` meanwhile. Raises: OSError."""
-    if target.exists() and not target.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target))
-    try:
-        if target.exists():
-            os.replace(target, replaced)
+def replace_folder(target: Path, complete: Path) -> None:
+    """Rename `complete` to `target` and make that durable, then delete the folder that had this name.
+
+    Raises: OSError; the old folder stays.
+    """
+    if not target.exists():
         os.replace(complete, target)
         sync_folder(target.parent)
-    finally:
-        if replaced.exists() and not target.exists():
+        return
+    if not target.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target))
+    replaced = complete
+    if not exchange_folders(complete, target):
+        replaced = target.with_name(f".{target.name}.{os.getpid()}.old")
+        os.replace(target, replaced)
+        try:
+            os.replace(complete, target)
+        except OSError:
             os.replace(replaced, target)
-        elif replaced.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
+            raise
+    sync_folder(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def exchange_folders(one: Path, other: Path) -> bool:
+    """Swap the names of two folders at once; return False where the file system cannot.
+
+    Source: renameat2(2); NFS and Lustre do not have it.
+    """
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    status: int = renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE)
+    return status == 0
+
+
+def restore_replaced(folder: Path) -> None:
+    """Put back the folders that `replace_folder` was about to replace when it was cut short between two renames.
+
+    Only for the process that holds `folder`. Raises: OSError.
+    """
+    for replaced in folder.glob(".*.old"):
+        target = replaced.with_name(replaced.name[1:].rsplit(".", 2)[0])
+        if target.exists():
+            shutil.rmtree(replaced)
+        else:
+            os.replace(replaced, target)
+            sync_folder(folder)
 
 
 def _is_of_reading(error: OSError, target: Path, temporary: Path) -> bool:

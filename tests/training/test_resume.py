@@ -28,17 +28,18 @@ from surefoot.errors import CheckpointError, ConfigError, DataError, ModelError,
 from surefoot.events import CompletionsMade, StepEnded
 from surefoot.findings import Finding
 from surefoot.health.explain import explain
-from surefoot.storage import sha256_of
 from surefoot.training import saver
 from surefoot.training.artifacts import export, load
-from surefoot.training.checkpoint import DamagedCheckpoint, find_newest, list_checkpoints, verify
+from surefoot.training.checkpoint import find_newest, list_checkpoints, verify
 from surefoot.training.loop import StopSignal
 from surefoot.training.loss import TokenLoss
+from surefoot.training.manifest import DamagedCheckpoint
 from surefoot.training.metrics import CompletionsFile
 from surefoot.training.pieces import Pieces
 from surefoot.training.record import FindingLog
 from tests.conftest import counting_rows, training_process, write_jsonl
 from tests.conftest import surefoot as command
+from tests.support.checkpoints import read_json, reseal
 
 TIMES = {"tokens_per_second", "step_time_s", "peak_memory_bytes"}
 EXACT = {
@@ -191,7 +192,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(settings: dict
     assert str(weights) in result.findings[0].cause
     assert "does not match its checksum" in result.findings[0].cause
     assert "state.json is missing" in result.findings[1].cause
-    assert "manifest.json is missing or unreadable" in result.findings[2].cause
+    assert "manifest.json is unreadable" in result.findings[2].cause
     assert_same_run(whole.run_folder, run)
 
 
@@ -310,9 +311,8 @@ def test_naming_a_damaged_checkpoint_is_refused(settings: dict[str, Any], tmp_pa
 
 def test_a_newer_format_is_not_read(settings: dict[str, Any]) -> None:
     run = surefoot.train(settings, screen=False).run_folder
-    manifest = list_checkpoints(run)[-1] / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format_version": 99}))
-    with pytest.raises(CheckpointError, match="format version 99; this Surefoot reads 3"):
+    reseal(list_checkpoints(run)[-1], format_version=99)
+    with pytest.raises(CheckpointError, match="format version 99; this Surefoot reads 3 and 4. Use a newer version"):
         surefoot.train(settings, screen=False)
 
 
@@ -418,12 +418,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(
 ) -> None:
     run = surefoot.train(settings, screen=False).run_folder
     path = list_checkpoints(run)[-1]
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["config"]["model"] = str(model_folder("llama"))
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps({**state, "base_fingerprint": ""}))  # as an earlier version left it
-    manifest["files"]["state.json"] = sha256_of(path / "state.json")
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    reseal(path, config={**read_json(path / "manifest.json")["config"], "model": str(model_folder("llama"))})
     with pytest.raises(CheckpointError, match=r"\d+ tensors do not fit this run; model.layers.0.mlp"):
         surefoot.train(
             settings,
@@ -521,7 +518,11 @@ def test_old_checkpoints_are_deleted_beyond_the_limit(settings: dict[str, Any]) 
 
 
 def test_a_checkpoint_that_is_being_deleted_is_none(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    rmtree = shutil.rmtree
+
     def half(path: Path, **_: Any) -> None:
+        if path.name == "notes":
+            rmtree(path)
         (path / "manifest.json").unlink(missing_ok=True)
 
     with monkeypatch.context() as patched:

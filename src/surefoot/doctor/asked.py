@@ -1,6 +1,5 @@
 """Checks that take seconds, or say what a run would refuse by itself anyway: for who asks before starting one."""
 
-import json
 import re
 import shutil
 import socket
@@ -16,6 +15,7 @@ from surefoot.doctor.check import Check, Seen, fine, not_applicable, wrong
 from surefoot.doctor.collect import SET_BY_A_RUN
 from surefoot.doctor.sizes import header
 from surefoot.errors import SurefootError
+from surefoot.json_files import read_object
 from surefoot.models.sources import folder_here
 
 OF_BOTH = ("NCCL_", "GLOO_", "CUDA_", "OMP_", "PYTORCH_", "TORCH_")
@@ -23,6 +23,8 @@ OF_BOTH = ("NCCL_", "GLOO_", "CUDA_", "OMP_", "PYTORCH_", "TORCH_")
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 OWN = frozenset(("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", *ALLOCATOR))
 """But for these, in which a server and training may well differ."""
+SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
+"""Settings of a checkpoint that are calculated with."""
 CONNECT_WITHIN_S = 2.0
 LEAST_VLLM = (0, 32)
 """With which this was tried, 2026-11."""
@@ -48,7 +50,7 @@ def resume(seen: Seen) -> Check:
     damage = _damage(path)
     if damage:
         return wrong(name, "SF739", f"{path} {damage}", where=where, is_fatal=is_fatal)
-    settings = json.loads((path / "manifest.json").read_text("utf-8"))["config"]
+    settings = read_object(path / "manifest.json")["config"]
     changes = changed_fields(settings, _as_then(run, settings))
     if changes:
         return wrong(name, "SF739", f"{path} was written with other settings: {'; '.join(changes)}", changes=changes,
@@ -59,9 +61,11 @@ def resume(seen: Seen) -> Check:
 def _damage(checkpoint: Path) -> str:
     """Why a run could not go on from it, where that is seen without reading all of it; checksums are not compared."""
     try:
-        manifest = json.loads((checkpoint / "manifest.json").read_text("utf-8"))
-        files, _ = list(manifest["files"]), dict(manifest["config"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        manifest = read_object(checkpoint / "manifest.json")
+        files, config = list(manifest["files"]), manifest["config"]
+        if not isinstance(config, dict) or not all(isinstance(config.get(name, 0), int | None) for name in SIZES):
+            raise ValueError("its config is damaged")
+    except (ValueError, KeyError, TypeError) as error:
         return f"has no manifest that can be read: {error}"
     missing = [one for one in files if not (checkpoint / one).is_file()]
     if missing:

@@ -3,11 +3,12 @@
 What cannot be read says why, in `unknown`; nothing is guessed. Imports no torch.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from surefoot.json_files import read_object
 
 HERE, ELSEWHERE = "on this machine", "on another machine"
 LISTENS = "listens on"
@@ -158,7 +159,7 @@ def read_snapshot(path: Path, host: str = "") -> Snapshot:
     Raises: ValueError for a file that is none.
     """
     try:
-        told = json.loads(path.read_text("utf-8"))
+        told = read_object(path)
         machines = [told["machine"], *told.get("other_machines", [])]
         return snapshot_of(next((one for one in machines if one.get("host") == host), machines[0]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

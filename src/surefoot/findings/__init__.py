@@ -4,6 +4,7 @@ A code names one failure mode for ever. The catalogue is the single place where 
 family, by the first figure of the code.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,6 +37,18 @@ class Finding:
     evidence: dict[str, Any]
     fix: str
     confidence: float = 1.0
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> "Finding":
+        """Return the finding that `as_dict` wrote. Raises: ValueError for what is no finding of this version."""
+        code, cause, fix = (values.get(name) for name in ("code", "cause", "fix"))
+        evidence, confidence = values.get("evidence"), values.get("confidence")
+        is_text = isinstance(code, str) and isinstance(cause, str) and isinstance(fix, str)
+        if not is_text or code not in CATALOGUE or not isinstance(evidence, dict):
+            raise ValueError("no finding that this version knows")
+        if not isinstance(confidence, int | float):
+            raise ValueError("a finding without its confidence")
+        return Finding(str(code), str(cause), evidence, str(fix), float(confidence))
 
     @property
     def severity(self) -> Severity:

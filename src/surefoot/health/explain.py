@@ -1,6 +1,5 @@
 """`surefoot explain RUN`: what is known of a run, from its folder alone, while it goes on or after it died."""
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import Any
 import psutil
 
 from surefoot.errors import ConfigError
-from surefoot.findings import CATALOGUE, Finding
+from surefoot.findings import Finding
 from surefoot.health import evidence
 from surefoot.health.diagnose.death import find_death
 from surefoot.health.diagnose.device_memory import find_in_device_memory
@@ -20,11 +19,14 @@ from surefoot.health.diagnose.numerics import find_numerics_in
 from surefoot.health.diagnose.speed import find_slow_in
 from surefoot.health.diagnose.stall import find_stall
 from surefoot.health.recorder import Entry, History, last_start, open_phases, read_history
+from surefoot.json_files import DamagedFile, read_object, read_objects
 from surefoot.kernel_log import killed_for_memory
 
 GONE_AFTER_S = 30.0
 """Of silence: a run that is started again has new processes by then."""
 ENDED = "has ended"
+MAX_NAMED = 20
+"""Damaged lines of findings.jsonl that are named one by one."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def explain(run_folder: Path, history: History | None = None) -> Explanation:
             missing.append(f"whether ranks {', '.join(away)} still run: they are of another machine, ask there")
     of_earlier = frozenset(key for key, is_earlier in earlier.items() if is_earlier)
     of_earlier -= {(finding.code, finding.cause) for finding in again}
-    return Explanation(run_folder, status, ranks, _once(found), missing, why, of_earlier)
+    return Explanation(run_folder, status, ranks, _once(found), missing, None if why is None else str(why), of_earlier)
 
 
 def _is_there(rank: RankNow) -> bool:
@@ -181,29 +183,30 @@ def _status(run_folder: Path, entries: list[Entry]) -> str:
 
 
 def _summary(run_folder: Path) -> dict[str, Any]:
-    """What summary.json says; nothing where there is none that can be read."""
+    """Return what summary.json holds; nothing where it is missing or damaged."""
     try:
-        return dict(json.loads((run_folder / "summary.json").read_text("utf-8")))
-    except (OSError, ValueError, TypeError):
+        return read_object(run_folder / "summary.json")
+    except DamagedFile:
         return {}
 
 
 def _written(path: Path) -> tuple[list[Finding], list[str], list[float]]:
     """(findings of findings.jsonl, what of it cannot be read, when each was written down)."""
-    if not path.is_file():
-        return [], [], []
-    found, unreadable, times = [], [], []
-    for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
+    findings, unreadable, times = [], [], []
+    for number, (_, line) in enumerate(read_objects(path), 1):
         try:
-            said = json.loads(line)
-            finding = Finding(said["code"], said["cause"], dict(said["evidence"]), said["fix"], said["confidence"])
-            if finding.code not in CATALOGUE:
-                raise KeyError(finding.code)
-            found.append(finding)
-            times.append(float(said.get("time_s", inf)))
-        except (ValueError, KeyError, TypeError):
-            unreadable.append(f"{path.name}:{number} is no finding that this version knows")
-    return found, unreadable, times
+            if line is None:
+                raise ValueError("no object")
+            finding = Finding.from_dict(line)
+            time_s = float(line.get("time_s", inf))
+        except (ValueError, TypeError, OverflowError):
+            unreadable.append(number)
+            continue
+        findings.append(finding)
+        times.append(time_s)
+    named = [f"{path.name}:{number} is no finding that this version knows" for number in unreadable[:MAX_NAMED]]
+    more = len(unreadable) - MAX_NAMED
+    return findings, named + [f"{path.name}: {more} more lines like these"] * (more > 0), times
 
 
 def _ranks(entries: list[Entry]) -> list[RankNow]:

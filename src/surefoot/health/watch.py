@@ -16,6 +16,7 @@ from surefoot.health.accelerators import read_looks
 from surefoot.health.diagnose.accelerators import in_words
 from surefoot.health.explain import Explanation, explain
 from surefoot.health.recorder import Entry, read_history
+from surefoot.json_files import is_number
 
 GOING_ON = ("running", "unknown")
 """Of a run whose processes are of this machine, or of others."""
@@ -67,6 +68,7 @@ def _view(run_folder: Path, told: Explanation, entries: Sequence[Entry]) -> Grou
     lines: list[Any] = [head]
     if metrics:
         load = metrics.get("expert_load")
+        load = load if isinstance(load, list) and all(map(is_number, load)) else None
         parts = [
             f"loss {metrics['loss']:.4f}",
             f"grad {metrics['grad_norm']:.2f}",
@@ -91,9 +93,9 @@ def _last_metrics(path: Path) -> dict[str, Any]:
     for line in reversed(lines):
         try:
             said = json.loads(line)
-        except ValueError:  # being written
+        except (ValueError, RecursionError):  # being written, or damaged
             continue
-        if isinstance(said, dict) and all(isinstance(said.get(name), int | float) for name in SHOWN):
+        if isinstance(said, dict) and all(is_number(said.get(name)) for name in SHOWN):
             return said
     return {}
 

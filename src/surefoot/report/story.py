@@ -1,6 +1,5 @@
 """What a run's folder tells of its course, as rows for charts. Reads, writes nothing."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from surefoot.health.accelerators import Look, read_looks
 from surefoot.health.diagnose.speed import RankTimes
 from surefoot.health.explain import Explanation, explain
 from surefoot.health.recorder import Entry, read_history, this_run
+from surefoot.json_files import DamagedFile, is_count, is_number, read_object, read_objects
 from surefoot.training.record import COMPLETIONS, METRICS
 
 Row = dict[str, Any]
@@ -68,22 +68,26 @@ def read_story(run_folder: Path) -> Story:
     """Raises: ConfigError for a folder that holds no run, or one that came to no step."""
     told = explain(run_folder)
     entries = this_run(read_history(run_folder).entries)
-    lines = [line for line in _lines(run_folder / METRICS) if "step" in line] or _recorded_steps(entries)
+    lines = _lines(run_folder / METRICS) or _recorded_steps(entries)
     if not lines:
         raise ConfigError(f"{run_folder}: this run came to no step, so there is nothing to show.")
     began_s = entries[0].time_s if entries else 0.0
-    steps = [line for line in lines if "loss" in line]
+    steps = [line for line in lines if "loss" in line and (line["loss"] is None or is_number(line["loss"]))]
     names = ("step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "step_time_s")
     return Story(
         told=told,
-        steps=_thinned([{name: line[name] for name in names if name in line} for line in steps], MOST_POINTS),
+        steps=_thinned([{"loss": None, **_numbers(line, names)} for line in steps], MOST_POINTS),
         evaluations=_thinned(
-            [{"step": line["step"], name: line[name]} for line in lines for name in EVALUATED if name in line],
+            [
+                {"step": line["step"], name: line[name]}
+                for line in lines
+                for name in EVALUATED
+                if _numbers(line, [name])
+            ],
             MOST_POINTS,
         ),
         rollouts=_thinned(
-            [{name: line[name] for name in ROLLOUT_NAMES if name in line} for line in steps if "reward" in line],
-            MOST_POINTS,
+            [_numbers(line, ROLLOUT_NAMES) for line in steps if is_number(line.get("reward"))], MOST_POINTS
         ),
         completions=_completions(run_folder / COMPLETIONS),
         expert_load=_expert_load(steps),
@@ -93,36 +97,47 @@ def read_story(run_folder: Path) -> Story:
         gpus=_gpus(read_looks(run_folder), began_s),
         events=_thinned(_events(entries, began_s), MOST_POINTS),
         findings=[
-            {"time_min": (line["time_s"] - began_s) / 60, "code": line["code"], "title": line["title"]}
-            for line in _lines(run_folder / "findings.jsonl")
-            if "time_s" in line
+            {"time_min": (line["time_s"] - began_s) / 60, "code": str(line["code"]), "title": str(line["title"])}
+            for _, line in read_objects(run_folder / "findings.jsonl")
+            if line is not None and is_number(line.get("time_s")) and "code" in line and "title" in line
         ],
-        summary=_json(run_folder / "summary.json"),
-        config=(run_folder / "run.yaml").read_text("utf-8") if (run_folder / "run.yaml").is_file() else "",
+        summary=_summary(run_folder / "summary.json"),
+        config=_text(run_folder / "run.yaml"),
     )
 
 
 def _completions(path: Path) -> list[Row]:
     """Of steps from the first to the last, so that a reader sees how answers change."""
     of_step: dict[int, list[Row]] = {}
-    for line in _lines(path):
+    for line in filter(_is_completion, _lines(path)):
         of_step.setdefault(line["step"], []).append(line)
     shown = _thinned([{"step": step} for step in of_step], STEPS_SHOWN)
     return [line for row in shown for line in of_step[row["step"]][:COMPLETIONS_SHOWN]]
 
 
+def _is_completion(line: Row) -> bool:
+    """Return whether a line has what the table of completions shows."""
+    prompt = line.get("prompt")
+    are_messages = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
+    has_text = isinstance(line.get("completion"), str) and (prompt is None or isinstance(prompt, str) or are_messages)
+    return has_text and {"reward", "advantage", "tokens"} <= line.keys()
+
+
 def _lines(path: Path) -> list[Row]:
-    """The whole lines of a file of JSON lines; numbers that are not finite are None, as a browser needs it."""
-    found = []
-    text = path.read_text("utf-8", errors="replace") if path.is_file() else ""
-    for line in text.split("\n"):  # texts may hold other line ends
-        try:
-            said = json.loads(line, parse_constant=lambda _: None)
-        except ValueError:  # cut short by a kill
-            continue
-        if isinstance(said, dict):
-            found.append(said)
-    return found
+    """Return the lines of a file that are objects with a step; numbers that are not finite become None, as a browser
+    needs it.
+    """
+    lines = (line for _, line in read_objects(path) if line is not None and is_count(line.get("step")))
+    return [{name: _finite(value) for name, value in line.items()} for line in lines]
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, int | float) and not isinstance(value, bool) and not is_number(value) else value
+
+
+def _numbers(line: Row, names: Sequence[str]) -> Row:
+    """Return those of the named values that are numbers."""
+    return {name: line[name] for name in names if is_number(line.get(name))}
 
 
 def _recorded_steps(entries: Sequence[Entry]) -> list[Row]:
@@ -135,11 +150,15 @@ def _recorded_steps(entries: Sequence[Entry]) -> list[Row]:
     ]
 
 
-def _json(path: Path) -> Row:
+def _summary(path: Path) -> Row:
     try:
-        return dict(json.loads(path.read_text("utf-8")))
-    except (OSError, ValueError):
+        return {name: _finite(value) for name, value in read_object(path).items()}
+    except DamagedFile:
         return {}
+
+
+def _text(path: Path) -> str:
+    return path.read_text("utf-8", errors="replace") if path.is_file() else ""
 
 
 def _thinned(rows: Sequence[Row], most: int) -> list[Row]:
@@ -149,12 +168,14 @@ def _thinned(rows: Sequence[Row], most: int) -> list[Row]:
 
 
 def _expert_load(steps: Sequence[Row]) -> list[Row]:
-    layers = max((len(line.get("expert_load") or ()) for line in steps), default=0)
+    steps = [line for line in steps if isinstance(line.get("expert_load"), list)]
+    steps = [line for line in steps if all(map(is_number, line["expert_load"]))]
+    layers = max((len(line["expert_load"]) for line in steps), default=0)
     chosen = _thinned(steps, max(1, min(MOST_COLUMNS, MOST_CELLS // max(1, layers))))
     return [
         {"step": line["step"], "layer": layer, "load": round(load, 2)}
         for line in chosen
-        for layer, load in enumerate(line.get("expert_load") or ())
+        for layer, load in enumerate(line["expert_load"])
     ]
 
 

@@ -21,7 +21,9 @@ from surefoot.models.sources import resolve_model
 from surefoot.models.vision import attention_of
 from surefoot.parallel.ranks import ALONE, Ranks
 from surefoot.storage import new_folder
-from surefoot.training.checkpoint import DamagedCheckpoint, checkpoint_folder, list_checkpoints, verify
+from surefoot.training.checkpoint import checkpoint_folder, list_checkpoints, verify
+from surefoot.training.folder import newest_manifest, read_saved_config
+from surefoot.training.manifest import DamagedCheckpoint
 from surefoot.training.pieces import Pieces
 
 
@@ -165,12 +167,20 @@ def _tokenizer_of(adapter: Path | None, base: Path) -> PreTrainedTokenizerBase:
 
 
 def _config_of(run: Path) -> RunConfig:
+    """Return the config of the run in a folder; where run.yaml is damaged, that of its newest checkpoint."""
     try:
-        return RunConfig.model_validate(parse_yaml(read_text(run / "run.yaml"), "run.yaml"))
-    except (ValueError, ConfigError) as error:
-        raise ModelError(
-            f"{run} is neither a run folder (with run.yaml) nor an adapter folder (with {CONFIG}): {error}"
-        ) from error
+        saved = read_saved_config(run / "run.yaml")
+    except ValueError as error:
+        newest = newest_manifest(run)
+        if newest is None:
+            raise ModelError(
+                f"{run} is neither a run folder (with run.yaml) nor an adapter folder (with {CONFIG}): {error}"
+            ) from error
+        saved = newest[1]["config"]
+    try:
+        return RunConfig.model_validate(saved)
+    except ValueError as error:
+        raise ModelError(f"{run} holds settings that this Surefoot does not know: {error}") from error
 
 
 def _checkpoint_of(run: Path, step: int | None) -> Path:

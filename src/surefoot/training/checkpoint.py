@@ -1,6 +1,6 @@
 """Checkpoints: found, checked before they are trusted, and read. `saver` writes them.
 
-    step-00000100/manifest.json   format version, step, config, SHA-256 of every file
+    step-00000100/manifest.json   format version, step, config, SHA-256 of every file and of itself (see `manifest`)
                   model/          what is trained, a file per rank that wrote (see `pieces`)
                   optimizer/      its moments, under `<moment>.<parameter>`
                   state.json      counters
@@ -8,8 +8,6 @@
 Nothing here depends on how many ranks wrote it. No pickle is written or read.
 """
 
-import json
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,14 +20,15 @@ from torch import nn
 from surefoot.data.order import Position
 from surefoot.errors import CheckpointError
 from surefoot.findings import Finding
+from surefoot.json_files import DamagedFile, read_object
 from surefoot.models.placement import block_of
-from surefoot.storage import sha256_of
+from surefoot.training.manifest import NAME, STATE, DamagedCheckpoint, check_files, read_manifest
 from surefoot.training.pieces import Pieces
+from surefoot.training.state_fields import ADDED_IN_FORMAT_3, check_state
 
-FORMAT_VERSION = 3
-NAME = re.compile(r"^step-(\d{8})$")
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-PARTS = ("model", "optimizer")
+MAX_STATE_BYTES = 8 << 30
+"""With GRPO a state holds completions."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,6 @@ class TrainState:
     """In a checkpoint of GRPO: the completions that further steps train on."""
 
 
-class DamagedCheckpoint(Exception):
-    """A checkpoint that cannot be trusted; the text says which file and why."""
-
-
 def checkpoint_folder(run_folder: Path, step: int) -> Path:
     return run_folder / "checkpoints" / f"step-{step:08d}"
 
@@ -86,29 +81,25 @@ def remove_leftovers(run_folder: Path) -> None:
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Check every file against the manifest and return the manifest.
+    """Return the manifest of a checkpoint that a run can go on from: all of it was read and checked.
 
-    Raises: DamagedCheckpoint naming the file; CheckpointError for a format this version does not know.
+    Raises: DamagedCheckpoint naming the file; CheckpointError for a newer format.
     """
+    manifest = read_manifest(path)
+    check_files(path, manifest["files"])
+    state = _read_state(path, may_lack=ADDED_IN_FORMAT_3 if manifest["format_version"] == 3 else frozenset())
+    if state.step != manifest["step"]:
+        raise DamagedCheckpoint(f"{path / STATE} is of step {state.step}, and the manifest of step {manifest['step']}")
     try:
-        manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text("utf-8"))
-        version, files = manifest["format_version"], manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpoint(f"{path}/manifest.json is missing or unreadable ({error})") from error
-    if version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path} has format version {version}; this Surefoot reads {FORMAT_VERSION}. Use the version that wrote "
-            f"it: surefoot {manifest.get('surefoot_version', 'of unknown version')}."
-        )
-    for name, digest in files.items():
-        if not (path / name).is_file():
-            raise DamagedCheckpoint(f"{path / name} is missing")
-        try:
-            found = sha256_of(path / name)
-        except OSError as error:
-            raise DamagedCheckpoint(f"{path / name} cannot be read: {error.strerror}") from error
-        if found != digest:
-            raise DamagedCheckpoint(f"{path / name} does not match its checksum")
+        weights, moments = Pieces(path / "model"), Pieces(path / "optimizer")
+        weights.check_whole()
+        moments.check_whole()
+    except CheckpointError as error:
+        raise DamagedCheckpoint(str(error)) from error
+    wanted = {f"{m}.{name}": torch.Size() if m == "step" else s for name, s in weights.shapes.items() for m in MOMENTS}
+    name = next((name for name in {**wanted, **moments.shapes} if wanted.get(name) != moments.shapes.get(name)), None)
+    if name is not None:
+        raise DamagedCheckpoint(f"{path / 'optimizer'} does not fit {path / 'model'}: {name} is missing or another")
     return manifest
 
 
@@ -133,21 +124,39 @@ def find_newest(run_folder: Path) -> tuple[Path | None, list[Finding]]:
 
 
 def read_state(path: Path) -> TrainState:
-    """The counters of a verified checkpoint."""
-    values = json.loads((path / "state.json").read_text("utf-8"))
+    """Return the counters of a verified checkpoint. Raises: CheckpointError where they have changed since."""
+    try:
+        return _read_state(path, may_lack=ADDED_IN_FORMAT_3)
+    except DamagedCheckpoint as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _read_state(checkpoint: Path, may_lack: frozenset[str]) -> TrainState:
+    path = checkpoint / STATE
+    try:
+        values = read_object(path, MAX_STATE_BYTES)
+        check_state(values, may_lack)
+    except DamagedFile as error:
+        raise DamagedCheckpoint(str(error)) from error
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path} is no state of a run: {error}") from error
     return TrainState(**{**values, "position": Position(**values["position"])})
 
 
 def load_checkpoint(path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     """Put this rank's part of a verified checkpoint's weights and moments in place.
 
-    Raises: CheckpointError where names or shapes differ from this run's, or parts are missing.
+    Raises: CheckpointError where names, shapes or types differ from this run's, or parts are missing.
     """
     weights, moments = Pieces(path / "model"), Pieces(path / "optimizer")
-    shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    weights.check(shapes)
+    weights.check({name: (parameter.shape, parameter.dtype) for name, parameter in parameters.items()})
+    scalar = (torch.Size(), torch.float32)
     moments.check(
-        {f"{m}.{name}": torch.Size() if m == "step" else shape for name, shape in shapes.items() for m in MOMENTS}
+        {
+            f"{moment}.{name}": scalar if moment == "step" else (parameter.shape, parameter.dtype)
+            for name, parameter in parameters.items()
+            for moment in MOMENTS
+        }
     )
     for name, parameter in parameters.items():
         weights.fill(name, block_of(parameter))

@@ -1,28 +1,24 @@
 """The run folder: taken by one process at a time, never shared by two runs, and where a run goes on from."""
 
 import fcntl
-import json
 import os
 import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from surefoot.config import LoadedConfig, RunConfig, changed_fields
 from surefoot.config.documents import parse_yaml, read_text
 from surefoot.errors import CheckpointError, ConfigError
 from surefoot.findings import Finding
-from surefoot.training.checkpoint import (
-    DamagedCheckpoint,
-    find_newest,
-    list_checkpoints,
-    remove_leftovers,
-    step_of,
-    verify,
-)
+from surefoot.json_files import DamagedFile, read_object
+from surefoot.storage import make_folder, restore_replaced, sync_folder
+from surefoot.training.checkpoint import find_newest, list_checkpoints, remove_leftovers, step_of, verify
+from surefoot.training.manifest import DamagedCheckpoint, read_manifest, wrong_size
 from surefoot.training.record import FINDINGS, METRICS, drop_findings_before
 
 OWN_ENTRIES = (
@@ -49,6 +45,8 @@ class Resume:
     """What this claim wrote into the folder; see `check_shared`."""
     claimed_s: float = 0.0
     """When, since 1970."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of how that was decided."""
 
 
 def check_folder(loaded: LoadedConfig) -> None:
@@ -73,7 +71,7 @@ def claim(loaded: LoadedConfig) -> Iterator[Resume]:
     config, folder = loaded.run, loaded.run.run_folder
     check_folder(loaded)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         lock = open(folder / LOCK, "a+")  # noqa: SIM115 - held until the run ends
     except OSError as error:
         raise ConfigError(
@@ -92,6 +90,7 @@ def claim(loaded: LoadedConfig) -> Iterator[Resume]:
                 f"into it at once. Choose another, or mount it with locks, such as Lustre with -o flock "
                 f"({loaded.where('output_dir')})."
             ) from error
+        restore_replaced(folder)
         resume = _decide_resume(loaded, config, folder)
         remove_leftovers(folder)
         token = secrets.token_hex(8)
@@ -122,11 +121,22 @@ def check_shared(loaded: LoadedConfig, token: str) -> None:
 
 
 def _is_run_folder(folder: Path) -> bool:
-    """Whether a run was assembled here: it writes environment.json with our name. Any folder can hold a run.yaml."""
+    """Return whether a run was assembled here. Any folder can hold a run.yaml.
+
+    A run writes environment.json with our name. Where that is damaged, a checkpoint whose manifest proves itself tells.
+    """
     try:
-        return "surefoot" in json.loads((folder / "environment.json").read_text("utf-8"))
-    except (OSError, ValueError, TypeError):
-        return False
+        return "surefoot" in read_object(folder / "environment.json")
+    except DamagedFile:
+        return newest_manifest(folder) is not None
+
+
+def newest_manifest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest checkpoint whose manifest proves itself, with that; its other files are not looked at."""
+    for checkpoint in reversed(list_checkpoints(folder)):
+        with suppress(DamagedCheckpoint, CheckpointError):
+            return checkpoint, read_manifest(checkpoint)
+    return None
 
 
 def delete_run(folder: Path, claimed_s: float) -> None:
@@ -153,12 +163,11 @@ def _decide_resume(loaded: LoadedConfig, config: RunConfig, folder: Path) -> Res
         _refuse_own_inputs(loaded, config, folder)
         return Resume(None, [])  # what is there is deleted once the new run is ready for its first step
     explicit = config.resume_from_checkpoint not in ("auto", False)
-    if _holds_run(folder):
-        _refuse_other_run(loaded, config, folder)
+    notes = _refuse_other_run(loaded, config, folder) if _holds_run(folder) else ()
     if config.resume_from_checkpoint is False:
         return Resume(None, [])
     if not explicit:
-        return _newest(folder)
+        return replace(_newest(folder), notes=notes)
     check_named_checkpoint(loaded)
     path = Path(str(config.resume_from_checkpoint))
     where = loaded.where("resume_from_checkpoint")
@@ -171,7 +180,7 @@ def _decide_resume(loaded: LoadedConfig, config: RunConfig, folder: Path) -> Res
     changes = changed_fields(manifest["config"], config)
     if changes:
         raise CheckpointError(f"{path} was written with other settings: {'; '.join(changes)} ({where}).")
-    return Resume(path, [])
+    return Resume(path, [], notes=notes)
 
 
 def check_resume(loaded: LoadedConfig) -> None:
@@ -212,6 +221,8 @@ def _newest(folder: Path) -> Resume:
     for finding in findings:
         path = Path(finding.evidence["checkpoint"])
         path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
+    if findings:
+        sync_folder(folder / "checkpoints")
     return Resume(newest, findings)
 
 
@@ -223,6 +234,8 @@ def set_aside_after(run_folder: Path, step: int) -> list[str]:
     later = [path for path in list_checkpoints(run_folder) if step_of(path) > step]
     for path in later:
         path.rename(path.with_name(f"left-{path.name}-{time.time_ns()}"))
+    if later:
+        sync_folder(run_folder / "checkpoints")
     return [path.name for path in later]
 
 
@@ -243,20 +256,26 @@ def _refuse_own_inputs(loaded: LoadedConfig, config: RunConfig, folder: Path) ->
                 )
 
 
-def _refuse_other_run(loaded: LoadedConfig, config: RunConfig, folder: Path) -> None:
+def _refuse_other_run(loaded: LoadedConfig, config: RunConfig, folder: Path) -> tuple[str, ...]:
+    """Raise CheckpointError where the run in a folder is not this one; return notes on how that was decided."""
     where = loaded.where("output_dir")
     ways = "Choose another output_dir, or set overwrite_output_dir: true to delete that run"
     if config.resume_from_checkpoint is False:
         raise CheckpointError(
             f"output_dir={folder} already holds a run, and resume_from_checkpoint is false. {ways} ({where})."
         )
+    notes: tuple[str, ...] = ()
     try:
-        saved = parse_yaml(read_text(folder / "run.yaml"), "run.yaml")
-        changes = changed_fields(saved, config)
-    except (ValueError, ConfigError) as error:
-        raise CheckpointError(
-            f"output_dir={folder} holds a run whose run.yaml cannot be read. {ways} ({where})."
-        ) from error
+        saved = read_saved_config(folder / "run.yaml")
+    except ValueError as error:
+        newest = newest_manifest(folder)
+        if newest is None:
+            raise CheckpointError(
+                f"output_dir={folder} holds a run whose run.yaml cannot be read: {error}. {ways} ({where})."
+            ) from error
+        saved = newest[1]["config"]
+        notes = (f"{error}; the settings of {newest[0].name} are compared instead",)
+    changes = changed_fields(saved, config)
     if changes and all(change.partition(":")[0] in ("max_steps", "num_train_epochs") for change in changes):
         made = "init_adapter: adapter" if config.tuning == "lora" else "model: model"
         name, _, artifact = made.partition(": ")
@@ -269,3 +288,22 @@ def _refuse_other_run(loaded: LoadedConfig, config: RunConfig, folder: Path) -> 
         raise CheckpointError(
             f"output_dir={folder} holds another run; it differs in {'; '.join(changes)}. {ways} ({where})."
         )
+    return notes
+
+
+def read_saved_config(path: Path) -> dict[str, Any]:
+    """Return the settings that a run wrote into its folder, unchecked but for those that are calculated with.
+
+    Raises: ValueError for a file that cannot be read or that no run wrote.
+    """
+    try:
+        saved = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        # PyYAML lets through what its constructors raise, such as KeyError for `!!bool 7`.
+        raise ValueError(f"{path} is unreadable ({' '.join(str(error).split())[:200]})") from error
+    if not isinstance(saved, dict):
+        raise ValueError(f"{path} is unreadable (it holds no settings)")
+    wrong = wrong_size(saved)
+    if wrong is not None:
+        raise ValueError(f"{path} is unreadable ({wrong})")
+    return saved

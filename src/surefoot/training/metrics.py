@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,10 +26,12 @@ from surefoot.events import (
     RunStarted,
     StepEnded,
 )
-from surefoot.storage import storage_error, write_text
+from surefoot.json_files import is_count, read_objects
+from surefoot.storage import storage_error, write_bytes
 from surefoot.terminal import write
 from surefoot.training.record import COMPLETIONS, EVAL_COMPLETIONS, METRICS
 
+LOGGER = logging.getLogger(__name__)
 LINE_EVERY_S = 5.0
 
 
@@ -50,7 +53,8 @@ class MetricsFile:
     def observe(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             drop_lines_from(self._path, event.first_step, is_evaluation if event.evaluates_again else None)
-            self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed at the end of the run
+            with _named(self._path):
+                self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed at the end of the run
         elif isinstance(event, Evaluated) or (isinstance(event, StepEnded) and is_logged(event, self._every)):
             assert self._file is not None
             with _named(self._path):
@@ -100,19 +104,27 @@ def is_evaluation(line: Mapping[str, Any]) -> bool:
 def drop_lines_from(
     path: Path, first_step: int, goes_before: Callable[[Mapping[str, Any]], bool] | None = None
 ) -> None:
-    """Keep of a file of lines with a `step` those before a step, but of the last of these not what `goes_before`."""
+    """Keep of a file of lines with a `step` those before a step, but of the last of these not what `goes_before`.
+
+    Lines that hold no such object are left out, and are warned of but for the last, which a kill may have cut short.
+    Raises: StorageError.
+    """
     if not path.is_file():
         return
-    kept = []
-    for line in path.read_text("utf-8").split("\n"):  # not splitlines: texts may hold other line ends
-        try:
-            said = json.loads(line)
-            goes = goes_before is not None and said["step"] == first_step - 1 and goes_before(said)
-            if said["step"] < first_step and not goes:
-                kept.append(line + "\n")
-        except ValueError:  # the last line of a killed run may be cut short
-            break
-    write_text(path, "".join(kept))
+    kept: list[bytes] = []
+    num_lines, damaged = 0, []
+    with _named(path):
+        for text, line in read_objects(path):
+            num_lines += 1
+            step = line.get("step") if line is not None else None
+            if step is None or line is None or not is_count(step):
+                damaged.append(num_lines)
+            elif step < first_step and not (goes_before and step == first_step - 1 and goes_before(line)):
+                kept.append(text.rstrip(b"\n") + b"\n")
+    num_damaged = sum(number < num_lines for number in damaged)
+    if num_damaged:
+        LOGGER.warning("%s: %d lines could not be read and are left out", path, num_damaged)
+    write_bytes(path, b"".join(kept))
 
 
 def is_logged(event: StepEnded, every: int) -> bool:

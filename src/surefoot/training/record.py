@@ -4,16 +4,16 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from surefoot.alerts import post, write_text_page
 from surefoot.events import DataCounted, Event, FindingMade, RunStarted, StepEnded
 from surefoot.findings import Finding
-from surefoot.storage import write_json, write_text
+from surefoot.json_files import is_count, is_number, read_object, read_objects
+from surefoot.storage import write_bytes, write_json
 
 if TYPE_CHECKING:
     from surefoot.config import RunConfig
@@ -65,15 +65,40 @@ class RunResult:
 
 
 def read_result(run_folder: Path) -> RunResult | None:
-    """What summary.json of a run folder says; None where there is none that can be read."""
+    """Return what summary.json of a run folder holds; None where it is missing or is no summary."""
     try:
-        summary = json.loads((run_folder / "summary.json").read_text("utf-8"))
+        summary = read_object(run_folder / "summary.json")
         artifact = summary["artifact"]
-        names = ("code", "cause", "evidence", "fix", "confidence")
-        summary["findings"] = [Finding(**{name: made[name] for name in names}) for made in summary["findings"]]
-        return RunResult(**{**summary, "run_folder": run_folder, "artifact": Path(artifact) if artifact else None})
-    except (OSError, ValueError, KeyError, TypeError):
+        if not all(is_right(summary[name]) for name, is_right in _SUMMARY.items()):
+            return None
+        findings = [Finding.from_dict(values) for values in summary["findings"]]
+        values = {**summary, "run_folder": run_folder, "artifact": Path(artifact) if artifact else None}
+        return RunResult(**{**values, "findings": findings})
+    except (ValueError, KeyError, TypeError):
         return None
+
+
+def _is_number_or_none(value: object) -> bool:
+    return value is None or is_number(value)
+
+
+def _is_text_or_none(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+_SUMMARY: Mapping[str, Callable[[Any], bool]] = {
+    "status": lambda value: value in ("completed", "interrupted", "failed"),
+    "steps": is_count,
+    "train_loss": _is_number_or_none,
+    "tokens_per_second": _is_number_or_none,
+    "peak_memory_bytes": is_count,
+    "examples": lambda value: isinstance(value, dict) and all(map(is_count, value.values())),
+    "examples_are_complete": lambda value: isinstance(value, bool),
+    "artifact": lambda value: _is_text_or_none(value) and "\0" not in (value or ""),
+    "findings": lambda value: isinstance(value, list) and all(isinstance(finding, dict) for finding in value),
+    "error": _is_text_or_none,
+}
+"""Key of summary.json -> whether a value of JSON can be it."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +120,9 @@ class FindingLog:
         A full disk, or a webhook that does not answer, ends no run.
         """
         try:
-            with open(self.run_folder / FINDINGS, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"time_s": time.time(), **finding.as_dict()}) + "\n")
+            with open(self.run_folder / FINDINGS, "ab+") as file:
+                line = json.dumps({"time_s": time.time(), **finding.as_dict()}) + "\n"
+                file.write((b"" if _ends_a_line(file) else b"\n") + line.encode("ascii"))
         except OSError as error:
             LOGGER.warning("finding %s could not be written down: %s", finding.code, error)
         if self.webhook is not None:
@@ -118,18 +144,25 @@ class FindingLog:
         return post(address, self.run_folder, finding)
 
 
+def _ends_a_line(file: BinaryIO) -> bool:
+    """Return whether what is appended to a file begins a line, and is not lost with one that a kill cut short."""
+    if file.seek(0, os.SEEK_END) == 0:
+        return True
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
+
+
 def drop_findings_before(run_folder: Path, began_s: float) -> None:
     """Keep of findings.jsonl what was found since a time, in seconds since 1970. Raises: StorageError."""
     path = run_folder / FINDINGS
     if not path.is_file():
         return
-    kept = []
-    for line in path.read_text("utf-8", errors="replace").splitlines():
-        with suppress(ValueError, KeyError, TypeError):  # of a run that is to be deleted
-            if json.loads(line)["time_s"] >= began_s:
-                kept.append(line + "\n")
+    times = ((text, line.get("time_s")) for text, line in read_objects(path) if line is not None)
+    kept = [
+        text.rstrip(b"\n") + b"\n" for text, time_s in times if isinstance(time_s, int | float) and time_s >= began_s
+    ]
     if kept:
-        write_text(path, "".join(kept))
+        write_bytes(path, b"".join(kept))
     else:
         path.unlink()
 
@@ -152,14 +185,11 @@ def write_end(run_folder: Path, *, findings: Sequence[Finding], error: str | Non
 
 
 def steps_done(run_folder: Path) -> int:
-    """Of the last whole line of the metrics."""
+    """Return the step of the last line of the metrics that can be read; 0 where there is none."""
     steps = 0
-    metrics = run_folder / METRICS
-    for line in metrics.read_text("utf-8").splitlines() if metrics.is_file() else ():
-        try:
-            steps = json.loads(line)["step"]
-        except ValueError:  # cut short by a kill
-            break
+    for _, line in read_objects(run_folder / METRICS):
+        if line is not None and is_count(line.get("step")):
+            steps = line["step"]
     return steps
 
 

@@ -225,6 +225,8 @@ def _open(loaded: LoadedConfig, resume: Resume, emit: Emit, ranks: Ranks) -> _Op
         emit(Noted(f"config: {theirs} is read as {ours}"))
     for note in loaded.notes:
         emit(Noted(f"config: {note}"))
+    for note in resume.notes:
+        emit(Noted(note))
     for finding in resume.findings:
         emit(FindingMade(finding))
 

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from surefoot.errors import StorageError, SurefootError
 from surefoot.models.placement import Block, block_of
 from surefoot.parallel.ranks import ALONE, Ranks
-from surefoot.storage import replace_folder, sha256_of, storage_error, sync_file, sync_folder, write_json
-from surefoot.training.checkpoint import FORMAT_VERSION, MOMENTS, PARTS, TrainState, checkpoint_folder, list_checkpoints
+from surefoot.storage import make_folder, replace_folder, sha256_of, storage_error, sync_file, sync_folder, write_json
+from surefoot.training.checkpoint import MOMENTS, TrainState, checkpoint_folder, list_checkpoints
+from surefoot.training.manifest import FORMAT_VERSION, MANIFEST, PARTS, STATE, seal
 from surefoot.training.pieces import of_this_rank, write_pieces
 
 LOGGER = logging.getLogger(__name__)
@@ -212,6 +213,7 @@ def _delete(checkpoint: Path) -> None:
     leaving = checkpoint.with_name(f".{checkpoint.name}.tmp")
     try:
         checkpoint.rename(leaving)
+        sync_folder(leaving.parent)  # lost power must not leave a checkpoint of its name without some of its files
         shutil.rmtree(leaving)
     except OSError as error:
         LOGGER.warning("an old checkpoint could not be deleted: %s", error)
@@ -219,6 +221,7 @@ def _delete(checkpoint: Path) -> None:
 
 def _empty_folders(temporary: Path, target: Path) -> None:
     try:
+        make_folder(target.parent)
         if temporary.exists():
             shutil.rmtree(temporary)
         for part in (*PARTS, NOTES):
@@ -255,16 +258,17 @@ def _complete(
 ) -> None:
     """All parts are there: say so, and let the checkpoint be found."""
     shutil.rmtree(temporary / NOTES)
-    write_json(temporary / "state.json", asdict(state))
+    write_json(temporary / STATE, asdict(state))
     manifest = {
         "format_version": FORMAT_VERSION,
         "surefoot_version": version("surefoot"),
         "step": state.step,
         "config": dict(config),
-        "files": {**files, "state.json": sha256_of(temporary / "state.json")},
+        "files": {**files, STATE: sha256_of(temporary / STATE)},
     }
-    write_json(temporary / "manifest.json", manifest)
+    write_json(temporary / MANIFEST, seal(manifest))
     for part in PARTS:
         sync_folder(temporary / part)
     sync_folder(temporary)
-    replace_folder(target, temporary, target.with_name(f".{target.name}.old"))
+    sync_folder(target.parent.parent)  # a start that was killed may have made `checkpoints` and not synced its name
+    replace_folder(target, temporary)

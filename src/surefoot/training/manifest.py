@@ -1,0 +1,184 @@
+"""The manifest of a checkpoint: it proves itself, and it names every file that the checkpoint needs.
+
+    {"format_version": 4, "surefoot_version": "...", "step": 100, "config": {...},
+     "files": {"model/rank-00000.safetensors": SHA-256, "optimizer/...": SHA-256, "state.json": SHA-256},
+     "sha256": SHA-256 of the other keys as canonical JSON}
+
+Format 3 is the same without `sha256`. Every later format keeps `format_version` and `sha256` as they are here, so a
+newer format can be told from a damaged manifest.
+"""
+
+import hashlib
+import json
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from surefoot.errors import CheckpointError
+from surefoot.json_files import DamagedFile, is_count, read_object
+from surefoot.storage import sha256_of
+
+FORMAT_VERSION = 4
+READABLE_VERSIONS = (3, 4)
+MANIFEST, STATE = "manifest.json", "state.json"
+PARTS = ("model", "optimizer")
+NAME = re.compile(r"^step-(\d{8})\Z")
+FILE_NAME = re.compile(rf"({'|'.join(PARTS)})/rank-(\d{{5}})\.safetensors")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+KEYS = frozenset(("format_version", "surefoot_version", "step", "config", "files"))
+SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
+"""Settings that a resume calculates with."""
+SHOWN_CHARACTERS = 80
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint that cannot be trusted; the text says which file and why."""
+
+
+def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest with its own checksum."""
+    return {**manifest, "sha256": _digest(manifest)}
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """Return the manifest once it has proved itself; the files it names are not looked at.
+
+    Raises: DamagedCheckpoint; CheckpointError for a genuine manifest of a newer format.
+    """
+    path = checkpoint / MANIFEST
+    try:
+        manifest = read_object(path)
+    except DamagedFile as error:
+        raise DamagedCheckpoint(str(error)) from error
+    _check_version(checkpoint, manifest)
+    for problem in _problems(checkpoint, manifest):
+        raise DamagedCheckpoint(f"{path} {problem}")
+    return manifest
+
+
+def check_files(checkpoint: Path, files: Mapping[str, str]) -> None:
+    """Raise DamagedCheckpoint unless the folder holds exactly the named files, each with its checksum.
+
+    Hidden files, which file systems and desktops leave, are not read and do no harm.
+    """
+    home = checkpoint.resolve()
+    for name in files:
+        path = checkpoint / name
+        try:
+            is_file = stat.S_ISREG(path.stat().st_mode)
+            is_outside = not path.resolve().is_relative_to(home)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise DamagedCheckpoint(f"{path} is missing") from error
+        except (OSError, RuntimeError) as error:  # the second: links that point at each other
+            raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
+        if not is_file:
+            raise DamagedCheckpoint(f"{path} is not a file")
+        if is_outside:
+            raise DamagedCheckpoint(f"{path} is a link to a file outside the checkpoint: {path.resolve()}")
+    for name in _names_in(checkpoint):
+        if name not in files and name != MANIFEST:
+            raise DamagedCheckpoint(f"{checkpoint / name} is not named in {MANIFEST}")
+    for name, digest in files.items():
+        path = checkpoint / name
+        try:
+            is_same = sha256_of(path) == digest
+        except OSError as error:
+            raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+        if not is_same:
+            raise DamagedCheckpoint(f"{path} does not match its checksum")
+
+
+def wrong_size(config: Mapping[str, Any]) -> str | None:
+    """Return which setting that a resume calculates with is no number, in words; None where all are sound."""
+    wrong = next((key for key in SIZES if config.get(key) is not None and not is_count(config[key])), None)
+    return f"{wrong} is {_shown(config[wrong])}" if wrong is not None else None
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def _check_version(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
+    version, path = manifest.get("format_version"), checkpoint / MANIFEST
+    if not is_count(version):
+        raise DamagedCheckpoint(f"{path} has format_version {_shown(version)}, which is no version number")
+    assert isinstance(version, int)
+    try:
+        is_sealed = manifest.get("sha256") == _digest(manifest)
+    except ValueError as error:  # a number beyond all floats, such as 1e400
+        raise DamagedCheckpoint(f"{path} is unreadable ({error})") from error
+    if version >= FORMAT_VERSION and not is_sealed:
+        raise DamagedCheckpoint(f"{path} does not match its own checksum")
+    if version > FORMAT_VERSION:
+        readable = " and ".join(map(str, READABLE_VERSIONS))
+        raise CheckpointError(
+            f"{checkpoint} has format version {version}; this Surefoot reads {readable}. "
+            f"Use a newer version: surefoot {_shown(manifest.get('surefoot_version', 'of unknown version'))} wrote it."
+        )
+    if version not in READABLE_VERSIONS:
+        raise DamagedCheckpoint(f"{path} has format_version {version}, which no Surefoot wrote that this one can read")
+
+
+def _problems(checkpoint: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with a manifest whose version can be read."""
+    keys = KEYS | {"sha256"} if manifest["format_version"] >= FORMAT_VERSION else KEYS
+    for key in sorted(keys ^ manifest.keys()):
+        yield f"has no {key}" if key in keys else f"has the unknown key {_shown(key)}"
+    step, config, files = manifest["step"], manifest["config"], manifest["files"]
+    name = NAME.match(checkpoint.name)
+    if not is_count(step) or not NAME.match(f"step-{step:08d}"):
+        yield f"has step {_shown(step)}, which is no step"
+    elif name and int(name[1]) != step:
+        yield f"is of step {step}, and the folder is named {checkpoint.name}"
+    if not isinstance(config, dict):
+        yield "has a config that is no object"
+    elif wrong := wrong_size(config):
+        yield f"has a config in which {wrong}"
+    yield from _problems_of_files(files)
+
+
+def _problems_of_files(files: Any) -> Iterator[str]:
+    if not isinstance(files, dict):
+        yield "has files that are no object"
+        return
+    ranks: dict[str, set[int]] = {part: set() for part in PARTS}
+    for name, digest in files.items():
+        match = FILE_NAME.fullmatch(name)
+        if match:
+            ranks[match[1]].add(int(match[2]))
+        elif name != STATE:
+            yield f"names {_shown(name)}, which is no file of a checkpoint"
+        if not isinstance(digest, str) or not SHA256.fullmatch(digest):
+            yield f"has {_shown(digest)} as the SHA-256 of {_shown(name)}"
+    if STATE not in files:
+        yield f"does not name {STATE}"
+    num_ranks = 1 + max((rank for numbers in ranks.values() for rank in numbers), default=0)
+    for part in PARTS:
+        missing = next((rank for rank in range(num_ranks) if rank not in ranks[part]), None)
+        if missing is not None:
+            yield f"does not name {part}/rank-{missing:05d}.safetensors"
+
+
+def _names_in(checkpoint: Path) -> Iterator[str]:
+    """Yield the relative paths of everything in a checkpoint that is not hidden, but for its two folders."""
+    try:
+        for path in sorted(checkpoint.iterdir()):
+            if path.name.startswith("."):
+                continue
+            if path.name not in PARTS or not path.is_dir():
+                yield path.name
+                continue
+            names = sorted(inner.name for inner in path.iterdir())
+            yield from (f"{path.name}/{name}" for name in names if not name.startswith("."))
+    except OSError as error:
+        raise DamagedCheckpoint(f"{checkpoint} cannot be read: {error.strerror}") from error
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message, cut."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
