@@ -55,13 +55,19 @@ def read_objects(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
         return
     with open(path, "rb") as file:  # in bytes, since texts may hold the other line ends that Unicode has
         while line := file.readline(MAX_LINE_BYTES):
-            if line.isspace():
-                continue
-            try:
-                value = json.loads(line.decode("utf-8")) if line.lstrip()[:1] == b"{" else None
-            except (ValueError, RecursionError):
-                value = None
-            yield line, value if isinstance(value, dict) else None
+            if not line.isspace():
+                yield line, parse_object(line)
+
+
+def parse_object(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a line, or None where it holds none."""
+    if not line.lstrip().startswith(b"{"):
+        return None
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def is_count(value: object) -> bool:

@@ -1,6 +1,5 @@
 """`surefoot watch RUN`: ranks, phases, speed, memory and findings of a run, live in the terminal."""
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from surefoot.health.accelerators import read_looks
 from surefoot.health.diagnose.accelerators import in_words
 from surefoot.health.explain import Explanation, explain
 from surefoot.health.recorder import Entry, read_history
-from surefoot.json_files import is_number
+from surefoot.json_files import is_number, parse_object
 
 GOING_ON = ("running", "unknown")
 """Of a run whose processes are of this machine, or of others."""
@@ -85,18 +84,15 @@ def _view(run_folder: Path, told: Explanation, entries: Sequence[Entry]) -> Grou
 
 
 def _last_metrics(path: Path) -> dict[str, Any]:
-    """The newest whole line of a step."""
+    """Return the newest whole line of a step; nothing where there is none."""
     try:
-        lines = path.read_text("utf-8", errors="replace").splitlines()
+        lines = path.read_bytes().split(b"\n")
     except OSError:
         return {}
-    for line in reversed(lines):
-        try:
-            said = json.loads(line)
-        except (ValueError, RecursionError):  # being written, or damaged
-            continue
-        if isinstance(said, dict) and all(is_number(said.get(name)) for name in SHOWN):
-            return said
+    for text in reversed(lines):
+        line = parse_object(text)  # one that is being written holds none yet
+        if line is not None and all(is_number(line.get(name)) for name in SHOWN):
+            return line
     return {}
 
 

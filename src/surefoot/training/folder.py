@@ -125,10 +125,10 @@ def _is_run_folder(folder: Path) -> bool:
 
     A run writes environment.json with our name. Where that is damaged, a checkpoint whose manifest proves itself tells.
     """
-    try:
-        return "surefoot" in read_object(folder / "environment.json")
-    except DamagedFile:
-        return newest_manifest(folder) is not None
+    with suppress(DamagedFile):
+        if "surefoot" in read_object(folder / "environment.json"):
+            return True
+    return newest_manifest(folder) is not None
 
 
 def newest_manifest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -301,8 +301,8 @@ def read_saved_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
         # PyYAML lets through what its constructors raise, such as KeyError for `!!bool 7`.
         raise ValueError(f"{path} is unreadable ({' '.join(str(error).split())[:200]})") from error
-    if not isinstance(saved, dict):
-        raise ValueError(f"{path} is unreadable (it holds no settings)")
+    if not isinstance(saved, dict) or not isinstance(saved.get("model"), str):
+        raise ValueError(f"{path} is unreadable (it holds no settings of a run)")
     wrong = wrong_size(saved)
     if wrong is not None:
         raise ValueError(f"{path} is unreadable ({wrong})")

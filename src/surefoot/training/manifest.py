@@ -117,7 +117,7 @@ def _check_version(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
         readable = " and ".join(map(str, READABLE_VERSIONS))
         raise CheckpointError(
             f"{checkpoint} has format version {version}; this Surefoot reads {readable}. "
-            f"Use a newer version: surefoot {_shown(manifest.get('surefoot_version', 'of unknown version'))} wrote it."
+            f"Use a newer version: surefoot {str(manifest.get('surefoot_version'))[:SHOWN_CHARACTERS]} wrote it."
         )
     if version not in READABLE_VERSIONS:
         raise DamagedCheckpoint(f"{path} has format_version {version}, which no Surefoot wrote that this one can read")
