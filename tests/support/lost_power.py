@@ -67,6 +67,8 @@ class Recorder:
         self._lock = threading.RLock()
         self._is_busy = False
         self.events: list[Event] = []
+        self.renamed: list[tuple[str, Tree]] = []
+        """(new name, content) of each folder that was renamed."""
         self._notice()
         self.first, self.events = self.events, []
 
@@ -134,7 +136,15 @@ class Recorder:
     def _rename(self, source: Name, target: Name, *, is_exchange: bool) -> None:
         moved = self._nodes[source[0]].entries[source[1]]
         there = self._nodes[target[0]].entries.get(target[1])
+        if self._nodes[moved].is_folder:
+            self.renamed.append((target[1], dict(self._below(moved, ""))))
         self._change({target: moved, source: there if is_exchange else None})
+
+    def _below(self, folder: int, path: str) -> Iterator[tuple[str, bytes | None]]:
+        for name, number in self._nodes[folder].entries.items():
+            node = self._nodes[number]
+            yield f"{path}{name}", None if node.is_folder else node.content
+            yield from self._below(number, f"{path}{name}/")
 
     def _change(self, names: dict[Name, int | None]) -> None:
         for (folder, name), number in names.items():

@@ -27,6 +27,7 @@ OWN_ENTRIES = (
 ).split()
 """What a run writes into its folder."""
 
+ENVIRONMENT = "environment.json"
 LOCK = ".lock"
 SHARED_WITHIN_S = 60.0
 """How long a network file system may take to show a new file on another machine."""
@@ -126,7 +127,7 @@ def _is_run_folder(folder: Path) -> bool:
     A run writes environment.json with our name. Where that is damaged, a checkpoint whose manifest proves itself tells.
     """
     with suppress(DamagedFile):
-        if "surefoot" in read_object(folder / "environment.json"):
+        if "surefoot" in read_object(folder / ENVIRONMENT):
             return True
     return newest_manifest(folder) is not None
 
@@ -143,13 +144,15 @@ def delete_run(folder: Path, claimed_s: float) -> None:
     """Delete what a run wrote into its folder, but for what this start wrote since it claimed the folder."""
     drop_findings_before(folder, claimed_s)
     for name in OWN_ENTRIES:
-        if name in ("events", "engine", FINDINGS):
+        if name in ("events", "engine", FINDINGS, ENVIRONMENT):
             continue
         path = folder / name
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+    sync_folder(folder)
+    (folder / ENVIRONMENT).unlink(missing_ok=True)  # last: what is left without it would pass for files of the user
 
 
 def _holds_run(folder: Path) -> bool:

@@ -430,8 +430,8 @@ def _begin_folder(config: RunConfig, about: dict[str, Any], claimed_s: float, st
     """Returns the checkpoints of later steps, which are set aside."""
     if config.overwrite_output_dir:
         delete_run(config.run_folder, claimed_s)
+    write_json(config.run_folder / "environment.json", about)  # first, since it tells that the folder is a run's
     write_text(config.run_folder / "run.yaml", as_yaml(config))
-    write_json(config.run_folder / "environment.json", about)
     return set_aside_after(config.run_folder, step)
 
 
