@@ -8,9 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.config import RunConfig
-from surefoot.config.documents import parse_yaml, read_text
 from surefoot.data.render import answer_ends
-from surefoot.errors import ConfigError, ModelError
+from surefoot.errors import ModelError
 from surefoot.models.adapter import CONFIG, load_adapter_files, read_adapter, settings_of, write_adapter
 from surefoot.models.build import build_model, load_tokenizer, meta_model, trainable_parameters
 from surefoot.models.export import in_layers, merge_adapter, name_ends, read_untrained, stored_buffers, write_model

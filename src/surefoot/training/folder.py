@@ -300,9 +300,8 @@ def read_saved_config(path: Path) -> dict[str, Any]:
     Raises: ValueError for a file that cannot be read or that no run wrote.
     """
     try:
-        saved = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
-        # PyYAML lets through what its constructors raise, such as KeyError for `!!bool 7`.
+        saved = parse_yaml(read_text(path), path.name)
+    except ConfigError as error:
         raise ValueError(f"{path} is unreadable ({' '.join(str(error).split())[:200]})") from error
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), str):
         raise ValueError(f"{path} is unreadable (it holds no settings of a run)")
