@@ -145,7 +145,7 @@ def test_an_adapter_of_other_settings_is_refused(model_folder: Callable[[str], P
     with pytest.raises(ModelError, match="lora_rank=2 but the adapter has 4"):
         read_adapter(adapter, shapes, LoraSettings(rank=2, alpha=8))
     fewer = {name: shape for name, shape in shapes.items() if "q_proj" in name}
-    with pytest.raises(ModelError, match="also adapts"):
+    with pytest.raises(ModelError, match="it also adapts"):
         read_adapter(adapter, fewer, settings)
     with pytest.raises(ModelError, match="is no PEFT adapter"):
         read_adapter(tmp_path, shapes, settings)
@@ -156,10 +156,13 @@ def test_an_adapter_of_other_settings_is_refused(model_folder: Callable[[str], P
     [
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', which has changed the base as well"),
         ({"init_lora_weights": "olora"}, "init_lora_weights='olora', which has changed the base as well"),
-        ({"alpha_pattern": {"v_proj": 64}}, "only plain LoRA can be read; this is LORA with alpha_pattern="),
+        (
+            {"alpha_pattern": {"v_proj": 64}},
+            "only plain LoRA can be read; this has peft_type='LORA' with alpha_pattern=",
+        ),
         ({"use_dora": True}, "use_dora=True"),
         ({"bias": "all"}, "bias='all'"),
-        ({"peft_type": "LOHA"}, "this is LOHA"),
+        ({"peft_type": "LOHA"}, "peft_type='LOHA'"),
         ({"r": "4"}, "r='4'; a whole number above 0 is needed"),
         ({"r": 0}, "r=0; a whole number above 0 is needed"),
         ({"lora_alpha": None}, "lora_alpha=None; a number is needed"),

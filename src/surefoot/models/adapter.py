@@ -7,6 +7,7 @@ Routers trained in full are stored whole, as PEFT's `modules_to_save`.
 """
 
 import json
+import re
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,19 +21,25 @@ from torch import Tensor
 from surefoot.errors import ModelError
 from surefoot.models.experts import PROJECTIONS
 from surefoot.models.lora import LoraSettings, is_lora
+from surefoot.models.sources import read_json_object, shorten
 from surefoot.models.weights import tensor_file
 
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+MOST_RANK, MOST_ALPHA = 1_000_000, 1e9
+FIRST_LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of PEFT's init_lora_weights under which the base stays as it is. PiSSA, OLoRA and the like change it when the
 adapter is made, so that the adapter belongs to weights that nobody has kept."""
 OTHER_KINDS = (
     "use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "layer_replication", "alora_invocation_tokens",
     "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config", "fan_in_fan_out",
+    "trainable_token_indices", "ensure_weight_tying", "megatron_config", "layers_pattern",
 )  # fmt: skip
-"""Settings of PEFT's that make another sum of a pair of matrices than plain LoRA."""
+"""Settings of PEFT's that make another sum of a pair of matrices than plain LoRA, or choose other modules."""
+SELECTIONS = ("exclude_modules", "layers_to_transform")
+"""Settings of PEFT's that leave out modules that `target_modules` names."""
 
 
 def write_adapter(
@@ -129,33 +136,39 @@ def read_adapter(folder: Path, wanted: Mapping[str, torch.Size], settings: LoraS
     Raises: ModelError where the folder is no adapter, or its settings, names or shapes differ.
     """
     config, stored = load_adapter_files(folder)
-    check_kind(config)
-    theirs = {
-        "lora_rank": config.get("r"),
-        "lora_alpha": config.get("lora_alpha"),
-        "use_rslora": config.get("use_rslora", False),
-    }
+    theirs = settings_of(config)
     ours = {"lora_rank": settings.rank, "lora_alpha": settings.alpha, "use_rslora": settings.rslora}
-    different = [
-        f"{name}={ours[name]} but the adapter has {theirs[name]}" for name in ours if ours[name] != theirs[name]
-    ]
+    read = {"lora_rank": theirs.rank, "lora_alpha": theirs.alpha, "use_rslora": theirs.rslora}
+    different = [f"{name}={ours[name]} but the adapter has {read[name]}" for name in ours if ours[name] != read[name]]
     if different:
         raise ModelError(f"init_adapter={folder}: {'; '.join(different)}. Set the same values.")
+    keys = {name: _to_peft(name, torch.empty(shape, device="meta"), wanted) for name, shape in wanted.items()}
+    _check_targets(folder, {key for key, _ in keys.values()}, stored.keys(), config, settings)
     values = {}
-    for name, shape in wanted.items():
-        key, as_stored = _to_peft(name, torch.empty(shape, device="meta"), wanted)
-        if key not in stored:
-            raise ModelError(f"init_adapter={folder} has no {key}. Adapt the same modules as it does (target_modules).")
+    for name, (key, as_stored) in keys.items():
         value = stored.pop(key)
         if value.shape != as_stored.shape:
             raise ModelError(
                 f"init_adapter={folder}: {key} has shape {tuple(value.shape)} there, {tuple(as_stored.shape)} here. "
                 "Is it the model this adapter was trained on?"
             )
-        values[name] = _from_peft(name, value, shape)
-    if stored:
-        raise ModelError(f"init_adapter={folder} also adapts {sorted(stored)[0]}, which target_modules leaves out.")
+        values[name] = _from_peft(name, value, wanted[name])
     return values
+
+
+def _check_targets(
+    folder: Path, expected: Collection[str], stored: Collection[str], config: Mapping[str, Any], settings: LoraSettings
+) -> None:
+    """Raise ModelError, with both lists of targets, if an adapter does not hold just the tensors that a run trains."""
+    missing, surplus = sorted(set(expected) - set(stored)), sorted(set(stored) - set(expected))
+    if not missing and not surplus:
+        return
+    details = [f"it has no {missing[0]} (one of {len(missing)})"] if missing else []
+    details += [f"it also adapts {surplus[0]} (one of {len(surplus)})"] if surplus else []
+    raise ModelError(
+        f"init_adapter={folder}: the adapter was trained with {_describe_targets(config)}, and this run trains "
+        f"target_modules={list(settings.targets)}: {'; '.join(details)}. Set target_modules to what the adapter has."
+    )
 
 
 def _from_peft(name: str, value: Tensor, shape: torch.Size) -> Tensor:
@@ -166,16 +179,77 @@ def _from_peft(name: str, value: Tensor, shape: torch.Size) -> Tensor:
 
 
 def load_adapter_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config and the tensors of a PEFT adapter folder, as stored. Raises: ModelError where there are none."""
+    """Return the config and the tensors of a plain LoRA adapter in PEFT's format, as stored.
+
+    Raises: ModelError where there are none, for an adapter of another kind, and for settings of wrong types.
+    """
+    path, weights = folder / CONFIG, folder / WEIGHTS
+    needs = f"{folder} is no PEFT adapter: it needs a readable {CONFIG} and {WEIGHTS}"
     try:
-        config = json.loads((folder / CONFIG).read_text("utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError(f"{CONFIG} holds no object")
-        return config, load_file(folder / WEIGHTS)
+        config = read_json_object(path)
+    except ModelError as error:
+        raise ModelError(f"{needs} ({error})") from error
+    check_kind(config, path)
+    _check_types(config, path)
+    try:
+        return config, load_file(weights)
     except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(f"{needs} ({weights}: {error}).") from error
+
+
+def _check_types(config: Mapping[str, Any], path: Path) -> None:
+    for name in ("target_modules", "target_parameters", "modules_to_save", "exclude_modules"):
+        named = config.get(name)
+        if named is not None and not (isinstance(named, list) and all(isinstance(item, str) for item in named)):
+            raise ModelError(f"{path}: {name}={shorten(named)}; a list of names is needed.")
+    layers = config.get("layers_to_transform")
+    if layers is not None and any(
+        type(layer) is not int for layer in (layers if isinstance(layers, list) else [layers])
+    ):
         raise ModelError(
-            f"{folder} is no PEFT adapter: it needs a readable {CONFIG} and {WEIGHTS} ({error})."
-        ) from error
+            f"{path}: layers_to_transform={shorten(layers)}; a layer's number or a list of them is needed."
+        )
+    rank, alpha, rslora = config.get("r"), config.get("lora_alpha"), config.get("use_rslora", False)
+    if type(rank) is not int or not 1 <= rank <= MOST_RANK:
+        raise ModelError(f"{path}: r={shorten(rank)}; a whole number above 0 is needed.")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= MOST_ALPHA:
+        raise ModelError(f"{path}: lora_alpha={shorten(alpha)}; a number is needed.")
+    if not isinstance(rslora, bool):
+        raise ModelError(f"{path}: use_rslora={shorten(rslora)}; true or false is needed.")
+
+
+def _check_named(folder: Path, config: Mapping[str, Any], stored: Iterable[str]) -> None:
+    """Raise ModelError for a tensor of a module that the config leaves out: PEFT would not read it."""
+    for key in stored:
+        owner, is_pair, _ = key.removeprefix(PREFIX).rpartition(".lora_")
+        module = owner.removesuffix(".base_layer")
+        stacks = [f"{module}.{leaf}" for leaf in PROJECTIONS]
+        is_stack = any(_is_named(stack, config.get("target_parameters")) for stack in stacks)
+        if is_pair and not is_stack and not _is_selected(module, config):
+            raise ModelError(
+                f"{folder}: {WEIGHTS} adapts {module}, which {CONFIG} leaves out ({_describe_targets(config)}). "
+                "Nothing was written. Are the two files of the same adapter?"
+            )
+
+
+def _is_named(module: str, names: Iterable[str] | None) -> bool:
+    return any(f".{module}".endswith(f".{name}") for name in names or ())
+
+
+def _is_selected(module: str, config: Mapping[str, Any]) -> bool:
+    """Tell whether PEFT adapts a linear module. Source: check_target_module_exists in peft.tuners.tuners_utils."""
+    targets, layers = config.get("target_modules") or (), config.get("layers_to_transform")
+    if not _is_named(module, targets) or _is_named(module, config.get("exclude_modules")):
+        return False
+    if layers in (None, []) or module in targets:
+        return True
+    number = FIRST_LAYER.match(module)
+    return number is not None and int(number[1]) in (layers if isinstance(layers, list) else [layers])
+
+
+def _describe_targets(config: Mapping[str, Any]) -> str:
+    names = ("target_modules", "target_parameters", "modules_to_save", *SELECTIONS)
+    return ", ".join(f"{name}={config[name]!r}" for name in names if config.get(name)) or "no targets"
 
 
 @dataclass(frozen=True)
@@ -209,6 +283,7 @@ def read_contents(folder: Path) -> AdapterContents:
     config, stored = load_adapter_files(folder)
     settings = settings_of(config)
     stacks = config.get("target_parameters") or ()
+    _check_named(folder, config, stored)
     low_rank, whole = {}, {}
     for key in stored:
         other = key.replace(".lora_A.", ".lora_B.") if ".lora_A." in key else key.replace(".lora_B.", ".lora_A.")
@@ -218,13 +293,14 @@ def read_contents(folder: Path) -> AdapterContents:
         name = key.removeprefix(PREFIX)
         if name.endswith(".lora_A.weight"):
             owner, b = name.removesuffix(".lora_A.weight"), stored[key.replace(".lora_A.", ".lora_B.")]
-            if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or a.shape[0] % settings.rank:
+            module = owner.removesuffix(".base_layer")
+            adapted = [leaf for leaf in PROJECTIONS if any(f".{module}.{leaf}".endswith(f".{name}") for name in stacks)]
+            is_rank = a.dim() == 2 and (a.shape[0] % settings.rank == 0 if adapted else a.shape[0] == settings.rank)
+            if not is_rank or b.dim() != 2 or a.shape[0] != b.shape[1]:
                 raise ModelError(
                     f"{folder}: {key} has shape {tuple(a.shape)} and its other half {tuple(b.shape)}, which are no "
                     f"pair of rank {settings.rank}. Nothing was written."
                 )
-            module = owner.removesuffix(".base_layer")
-            adapted = [leaf for leaf in PROJECTIONS if any(f".{module}.{leaf}".endswith(f".{name}") for name in stacks)]
             if adapted:  # the outermost wrapper holds the last stack, what it wraps the first
                 leaf = adapted[0] if owner.endswith(".base_layer") else adapted[-1]
                 a = a.view(-1, settings.rank, a.shape[1])
@@ -238,23 +314,10 @@ def read_contents(folder: Path) -> AdapterContents:
 
 
 def settings_of(config: Mapping[str, Any]) -> LoraSettings:
-    """Our settings for an adapter's config.
-
-    Raises: ModelError for an adapter of another kind, which would be read wrongly, and for settings that make no sense.
-    """
-    check_kind(config)
-    for name in ("target_modules", "target_parameters", "modules_to_save"):
-        named = config.get(name)
-        if named is not None and not (isinstance(named, list) and all(isinstance(one, str) for one in named)):
-            raise ModelError(f"{CONFIG}: {name}={named!r}; a list of names is needed.")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or rank < 1:
-        raise ModelError(f"{CONFIG}: r={rank!r}; a whole number above 0 is needed.")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise ModelError(f"{CONFIG}: lora_alpha={alpha!r}; a number is needed.")
+    """Return our settings for an adapter's config, as `load_adapter_files` gives it."""
     return LoraSettings(
-        rank=rank,
-        alpha=alpha,
+        rank=config["r"],
+        alpha=config["lora_alpha"],
         rslora=config.get("use_rslora", False),
         targets=(
             *(config.get("target_modules") or ()),
@@ -264,15 +327,17 @@ def settings_of(config: Mapping[str, Any]) -> LoraSettings:
     )
 
 
-def check_kind(config: Mapping[str, Any]) -> None:
-    """Raises: ModelError for an adapter that is no plain LoRA."""
-    other = [f"{name}={config[name]!r}" for name in OTHER_KINDS if config.get(name)]
+def check_kind(config: Mapping[str, Any], path: Path = Path(CONFIG)) -> None:
+    """Raise ModelError for an adapter that is no plain LoRA."""
+    other = [f"{name}={shorten(config[name])}" for name in OTHER_KINDS if config.get(name)]
     if config.get("bias", "none") != "none":
-        other.append(f"bias={config['bias']!r}")
+        other.append(f"bias={shorten(config['bias'])}")
     if (init := config.get("init_lora_weights", True)) not in INITS:
-        other.append(f"init_lora_weights={init!r}, which has changed the base as well (PEFT's conversion undoes that)")
+        other.append(
+            f"init_lora_weights={shorten(init)}, which has changed the base as well (PEFT's conversion undoes that)"
+        )
     if config.get("peft_type") != "LORA" or other:
         raise ModelError(
-            f"{CONFIG}: only plain LoRA can be read; this is {config.get('peft_type')} with "
+            f"{path}: only plain LoRA can be read; this has peft_type={shorten(config.get('peft_type'))} with "
             f"{', '.join(other) or 'nothing else'}."
         )

@@ -7,30 +7,48 @@ parameters.
 Knows nothing of data, loss or optimisers.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import transformers
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-)
 
 from surefoot.errors import ModelError
 from surefoot.models import attention, experts, vision
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
 from surefoot.models.placement import put
+from surefoot.models.pretrained import (
+    check_generation_config,
+    check_weights_fill,
+    config_errors,
+    load_config,
+    load_tokenizer,
+    meta_model,
+    model_class,
+    quiet_transformers,
+    weight_errors,
+)
 from surefoot.models.reading import computing_on, laid_out_like, parts_stay_in_host_memory, streamed
 from surefoot.models.routing import RoutingRecorder, keep_routing_on_recompute
+
+__all__ = [
+    "BuiltModel",
+    "Sharding",
+    "build_model",
+    "build_without_storage",
+    "load_config",
+    "load_tokenizer",
+    "meta_model",
+    "model_class",
+    "quiet_transformers",
+    "trainable_parameters",
+]
 
 LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
 """Names under which configs list the kind of each layer."""
@@ -61,66 +79,6 @@ class BuiltModel:
     """Whether float32 weights are trained with bfloat16 arithmetic, so forwards run under autocast."""
 
 
-def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with another chat template (a Jinja file) if one is given.
-
-    Raises: ModelError where there is none or it cannot be read.
-    """
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelError(f"{folder}: its tokenizer cannot be read: {error}") from error
-    if chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"chat_template={chat_template}: cannot be read: {error}") from error
-    return tokenizer
-
-
-def load_config(folder: Path) -> PreTrainedConfig:
-    """The model's configuration.
-
-    Raises: ModelError for an architecture that transformers itself does not have, and for quantised weights.
-    """
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:
-        raise ModelError(
-            f"{folder}: transformers {transformers.__version__} cannot read its config.json: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    quantised = getattr(config, "quantization_config", None)
-    if quantised:
-        method = dict(quantised).get("quant_method", "some method") if isinstance(quantised, Mapping) else "some method"
-        raise ModelError(
-            f"{folder}: its weights are quantised ({method}, quantization_config in config.json), and only weights in "
-            "bfloat16, float16 or float32 are trained here. Take the model's release without quantisation."
-        )
-    return config
-
-
-def model_class(folder: Path, config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class with a language-model head for a config; of a vision-language model the whole, to train on text."""
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
-        if type(config) in mapping:
-            found = mapping[type(config)]
-            stock: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
-            return stock
-    raise ModelError(f"{folder}: model_type={config.model_type} has no language model in transformers.")
-
-
-def meta_model(folder: Path) -> PreTrainedModel:
-    """The model of a folder without storage: its modules, names and shapes."""
-    config = load_config(folder)
-    with torch.device("meta"):
-        return model_class(folder, config)(config)
-
-
 def build_without_storage(
     folder: Path,
     *,
@@ -142,7 +100,7 @@ def build_without_storage(
     if layers is not None:
         _keep_layers(config.get_text_config(), layers)
     stored = dtype if lora is not None else torch.float32
-    with quiet_transformers(), _as_config_errors(folder):
+    with quiet_transformers(), config_errors(folder):
         model: PreTrainedModel = stock._from_config(config, dtype=stored, attn_implementation=attention)
         targets = attach(model, lora) if lora is not None else None
     if any(experts.is_fused_experts(module) for module in model.modules()):
@@ -183,6 +141,8 @@ def build_model(
     config = load_config(folder)
     stock = model_class(folder, config)
     _check_samples_stay_apart(stock, config)
+    check_generation_config(folder)
+    check_weights_fill(folder)
     found: list[LoraTargets] = []
     cls = _with_lora(stock, lora, found) if lora is not None else stock
 
@@ -276,7 +236,7 @@ def _load(
     options: dict[str, Any] = {"device_map": {"": device}} if device.type != "cpu" else {}
     if is_sharded:  # what it says is not read: our subclass lays the model out
         options["distributed_config"] = DistributedConfig()
-    with quiet_transformers(), _as_model_errors(folder):
+    with quiet_transformers(), weight_errors(folder):
         # One GPU reads ahead in threads: that is faster, and its host memory holds only what is on the way.
         is_streamed = device.type == "cpu" or is_sharded
         model, info = (streamed(cls) if is_streamed else cls).from_pretrained(
@@ -302,33 +262,6 @@ def _load(
     if any(experts.is_fused_experts(module) for module in model.modules()):
         model.set_experts_implementation(experts_implementation)
     return model
-
-
-@contextmanager
-def _as_config_errors(folder: Path) -> Iterator[None]:
-    """What a model's constructor raises for a config that does not fit together, as one error that names it."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError, RuntimeError) as error:
-        raise ModelError(
-            f"{folder / 'config.json'}: no model can be made of it: {type(error).__name__}: {error}"
-        ) from error
-
-
-@contextmanager
-def _as_model_errors(folder: Path) -> Iterator[None]:
-    """What the loader raises for broken or foreign weights, as one error with its first line."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ModelError(
-            f"{folder}: its weights cannot be loaded: {reason[:300]}. Is the folder complete, its config.json its own?"
-        ) from error
 
 
 def _sharded(
@@ -401,18 +334,3 @@ def _move_whole_tensors(model: PreTrainedModel, device: torch.device) -> None:
             owner, _, leaf = name.rpartition(".")
             moved = laid_out_like(parameter.to_local().to(device), parameter)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(moved, requires_grad=parameter.requires_grad))
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No progress bars and no notes about LoRA parameters that the checkpoint rightly lacks."""
-    log = transformers.utils.logging
-    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        log.set_verbosity(verbosity)
-        if bars:
-            log.enable_progress_bar()

@@ -47,19 +47,31 @@ def complete(
         tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=False)
         for turns in conversations
     ]
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    ends = sorted(end_tokens(model, tokenizer))
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0)
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=temperature > 0,
         temperature=temperature if temperature > 0 else None,
         pad_token_id=pad,
-        eos_token_id=sorted(end_tokens(model, tokenizer)),
+        eos_token_id=ends,
     )
     answers: list[str] = []
-    with generating(model), torch.no_grad():
+    with generating(model), _no_settings_of_its_own(model), torch.no_grad():
         for begin in range(0, len(prompts), batch_size):
             answers += _complete_batch(model, tokenizer, prompts[begin : begin + batch_size], settings, int(pad))
     return answers
+
+
+@contextmanager
+def _no_settings_of_its_own(model: PreTrainedModel) -> Iterator[None]:
+    """Take away a model's own generation settings: transformers would use them wherever the given ones are silent."""
+    before = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = before
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:

