@@ -1,10 +1,10 @@
-# make demo | test | test-matrix | test-vllm | campaign | lint | check | bench: each builds what it needs; only Python 3.11+, git and make must be there.
+# make demo | test | fuzz | test-matrix | test-vllm | campaign | lint | check | bench: each builds what it needs; only Python 3.11+, git and make must be there.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-matrix test-vllm campaign lint check bench clean
+.PHONY: demo test fuzz test-matrix test-vllm campaign lint check bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/demo.py demo
@@ -14,6 +14,10 @@ demo: $(VENV)/.run
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not matrix and not campaign and not vllm" \
 		-n 2 --dist loadfile --no-loadscope-reorder
+
+# Random examples for ten minutes; a failure prints the seed, which SUREFOOT_FUZZ_SEED repeats.
+fuzz: $(VENV)/.dev
+	SUREFOOT_FUZZ_S=$${SUREFOOT_FUZZ_S:-600} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m fuzz tests/fuzz
 
 test-matrix: $(VENV)/.dev
 	$(BIN)/python -m pytest -m matrix

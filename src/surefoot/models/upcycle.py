@@ -86,7 +86,7 @@ def upcycle(
         _write_weights(folder, temporary, dense["num_hidden_layers"], plan, seed)
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for pattern in [*TOKENIZER_FILES, "generation_config.json"]:
-            for path in folder.glob(pattern):
+            for path in filter(Path.is_file, folder.glob(pattern)):  # a device has no end
                 shutil.copy2(path, temporary / path.name)
     return target
 
