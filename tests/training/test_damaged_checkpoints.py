@@ -229,8 +229,8 @@ ON_DISK: dict[str, tuple[str, Damage]] = {
     "state missing": ("state.json", remove("state.json")),
     "weights missing": (WEIGHTS, remove(WEIGHTS)),
     "another rank's weights": ("model/rank-00001.safetensors", copy_rank),
-    "another file": ("notes.txt", write("notes.txt", b"mine")),
-    "another folder": ("old", lambda checkpoint: (checkpoint / "old").mkdir()),
+    "another file": ("model/notes.txt", write("model/notes.txt", b"mine")),
+    "another folder": ("optimizer/old", lambda checkpoint: (checkpoint / "optimizer/old").mkdir()),
     "weights linked": (WEIGHTS, link_outside),
     "folder linked": (WEIGHTS, link_folder_outside),
     "a circle of links": (WEIGHTS, link_in_circles),
@@ -252,10 +252,11 @@ def test_files_that_are_not_the_named_ones_are_damage(run: Path, name: str, is_f
     assert_passed_over(run, f"step-00000003/{file}")
 
 
-def test_hidden_files_do_no_harm(run: Path) -> None:
+def test_hidden_files_and_notes_do_no_harm(run: Path) -> None:
     newest = checkpoint_folder(run, 3)
     (newest / "model/.nfs0000000001").write_text("left by the file system")
     (newest / ".DS_Store").touch()
+    (newest / "README.md").write_text("The best one so far.")
     assert find_newest(run) == (newest, [])
 
 

@@ -42,7 +42,7 @@ def test_the_newest_checkpoint_is_whole_after_a_cut_at_any_call_of_a_save(tmp_pa
     assert num_disks > 500
 
 
-@pytest.mark.parametrize("share", [0.08, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [0.08, pytest.param(1.0, marks=pytest.mark.matrix)])
 def test_a_whole_run_outlives_lost_power_at_any_call(settings: dict[str, Any], tmp_path: Path, share: float) -> None:
     """Two starts: the second passes over a damaged checkpoint, and puts its adapter in the place of the first one's.
 

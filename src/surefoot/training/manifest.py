@@ -59,9 +59,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_files(checkpoint: Path, files: Mapping[str, str]) -> None:
-    """Raise DamagedCheckpoint unless the folder holds exactly the named files, each with its checksum.
+    """Raise DamagedCheckpoint unless each named file has its checksum, and no other file of tensors is beside them.
 
-    Hidden files, which file systems and desktops leave, are not read and do no harm.
+    Hidden files, which file systems and desktops leave, and notes that a person adds are not read and do no harm.
     """
     home = checkpoint.resolve()
     for name in files:
@@ -78,7 +78,7 @@ def check_files(checkpoint: Path, files: Mapping[str, str]) -> None:
         if is_outside:
             raise DamagedCheckpoint(f"{path} is a link to a file outside the checkpoint: {path.resolve()}")
     for name in _names_in(checkpoint):
-        if name not in files and name != MANIFEST:
+        if name not in files:
             raise DamagedCheckpoint(f"{checkpoint / name} is not named in {MANIFEST}")
     for name, digest in files.items():
         path = checkpoint / name
@@ -164,16 +164,11 @@ def _problems_of_files(files: Any) -> Iterator[str]:
 
 
 def _names_in(checkpoint: Path) -> Iterator[str]:
-    """Yield the relative paths of everything in a checkpoint that is not hidden, but for its two folders."""
+    """Yield the relative paths of what is in the folders of tensors and is not hidden."""
     try:
-        for path in sorted(checkpoint.iterdir()):
-            if path.name.startswith("."):
-                continue
-            if path.name not in PARTS or not path.is_dir():
-                yield path.name
-                continue
-            names = sorted(inner.name for inner in path.iterdir())
-            yield from (f"{path.name}/{name}" for name in names if not name.startswith("."))
+        for part in PARTS:
+            names = sorted(path.name for path in (checkpoint / part).iterdir())
+            yield from (f"{part}/{name}" for name in names if not name.startswith("."))
     except OSError as error:
         raise DamagedCheckpoint(f"{checkpoint} cannot be read: {error.strerror}") from error
 
