@@ -8,13 +8,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import surefoot
 from surefoot.errors import ConfigError, InputError, StoppedOnFinding, SurefootError
-from surefoot.process_end import handle_stop_signals, ignore_stop_signals, is_local_rank, is_rank, leave
+from surefoot.process_end import is_local_rank, is_rank, leave, own_stop_signals
 from surefoot.terminal import protect_streams, say, write
 
 if TYPE_CHECKING:
@@ -26,8 +27,13 @@ IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit status: 0 done, 2 wrong input, 3 stopped on a finding, 1 anything else."""
-    protect_streams()
+    """Run one verb; returns the exit status: 0 done, 2 wrong input, 3 stopped on a finding, 1 anything else.
+
+    Without `arguments` this process is the program: its streams and stop signals are then its own to handle.
+    """
+    is_program = arguments is None
+    if is_program:
+        protect_streams()
     parser = _parser()
     parsed, extra = parser.parse_known_args(arguments)
     if extra and not (hasattr(parsed, "overrides") and all("=" in text for text in extra)):
@@ -35,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
     if extra:  # key=value behind an option, and --key=value
         parsed.overrides += extra
-    return run_verb(lambda: parsed.verb(parsed))
+    with own_stop_signals() if is_program and parsed.verb is _train else nullcontext():
+        return run_verb(lambda: parsed.verb(parsed))
 
 
 def run_verb(verb: Callable[[], int]) -> int:
@@ -189,20 +196,16 @@ def _train(arguments: argparse.Namespace) -> int:
     from surefoot.config import load_config
     from surefoot.models.sources import check_is_known
 
-    handle_stop_signals()
     loaded = load_config(arguments.config, arguments.overrides)
     check_is_known(loaded.run.model, loaded.where("model"))
     asks = not is_rank() or os.environ.get("LOCAL_RANK") == "0"  # torchrun ends the others with the one that is refused
     if loaded.run.preflight and asks and not _preflight(loaded):
         return StoppedOnFinding.exit_status
-    try:
-        if is_rank() or not loaded.run.health:
-            return train_loaded(loaded, as_json=arguments.json)
-        from surefoot.supervised import train_supervised
+    if is_rank() or not loaded.run.health:
+        return train_loaded(loaded, as_json=arguments.json)
+    from surefoot.supervised import train_supervised
 
-        return train_supervised(loaded, as_json=arguments.json)
-    finally:
-        ignore_stop_signals()
+    return train_supervised(loaded, as_json=arguments.json)
 
 
 def train_loaded(loaded: "LoadedConfig", *, as_json: bool) -> int:

@@ -11,7 +11,7 @@ import time
 
 from surefoot.cli import run_verb, train_loaded
 from surefoot.config import LoadedConfig
-from surefoot.process_end import end_with_parent, handle_stop_signals, ignore_stop_signals
+from surefoot.process_end import end_with_parent, own_stop_signals
 from surefoot.terminal import protect_streams
 
 LEAVE_AFTER_S = 300.0
@@ -21,7 +21,6 @@ LEAVE_AFTER_S = 300.0
 def main() -> int:
     """Returns the exit status."""
     protect_streams()
-    handle_stop_signals()
     end_with_parent()  # a supervisor that is killed takes the run along
     text = sys.stdin.read()
     if not text:  # it was killed before it could say what to do
@@ -30,10 +29,7 @@ def main() -> int:
     if os.getppid() != said["supervisor"]:
         return 1
     threading.Thread(target=_end_with, args=(said["supervisor"],), name="parent", daemon=True).start()
-    try:
-        return run_verb(lambda: train_loaded(LoadedConfig.from_json(said), as_json=said["as_json"]))
-    finally:
-        ignore_stop_signals()
+    return run_verb(lambda: train_loaded(LoadedConfig.from_json(said), as_json=said["as_json"]))
 
 
 def _end_with(supervisor: int) -> None:
@@ -45,4 +41,6 @@ def _end_with(supervisor: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with own_stop_signals():
+        status = main()
+    sys.exit(status)

@@ -4,7 +4,8 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -59,10 +60,18 @@ def restore_handlers(before: Mapping[signal.Signals, Any]) -> None:
         signal.signal(number, handler)
 
 
-def ignore_stop_signals() -> None:
-    """Ignore what asks this process to stop, right before it ends: Python's own end takes the handlers away."""
-    for number in stop_signals():
-        signal.signal(number, signal.SIG_IGN)
+@contextmanager
+def own_stop_signals() -> Iterator[None]:
+    """Handle stop signals as the program of this process, and ignore them from the end of the block to its exit.
+
+    Python's own exit takes the handlers away, and a signal then would change the exit status. In the main thread.
+    """
+    handle_stop_signals()
+    try:
+        yield
+    finally:
+        for number in stop_signals():
+            signal.signal(number, signal.SIG_IGN)
 
 
 def end_with_parent() -> None:
