@@ -198,7 +198,7 @@ class Damage:
             return
         try:
             content = json.loads(path.read_bytes())
-        except ValueError:  # another damage was here before
+        except (ValueError, RecursionError):  # another damage was here before
             return
         path.write_text(json.dumps(self.change.apply(content)))
 

@@ -107,6 +107,19 @@ def test_settings_of_the_folder_do_not_change_how_chat_generates(folder: Path) -
     assert cli.main(["chat", str(folder), "--prompt", "x", "--max-new-tokens", "2"]) == 0
 
 
+def test_a_chat_template_that_fails_is_refused(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{% endfor %}")
+    assert cli.main(["chat", str(folder), "--prompt", "x"]) == 2
+
+
+def test_a_device_in_a_folder_is_not_copied(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").symlink_to("/dev/zero")
+    (folder / "vocab.txt").symlink_to("/dev/zero")
+    assert cli.main(["upcycle", str(folder), str(folder.parent / "moe")]) == 0
+    assert not (folder.parent / "moe" / "vocab.txt").exists()
+
+
 @pytest.mark.parametrize("weight_map", [[], {}, 7, None, {"a": 7}, {"a": ["x"]}, {"a": ""}])
 def test_a_malformed_index_is_refused(folder: Path, weight_map: Any) -> None:
     change(folder / INDEX, metadata={}, weight_map=weight_map)

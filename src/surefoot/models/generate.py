@@ -43,10 +43,16 @@ def complete(
         )
     if tokenizer.chat_template is None:
         raise ModelError("the model's tokenizer has no chat template, so it cannot be talked to in turns.")
-    prompts: list[list[int]] = [
-        tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=False)
-        for turns in conversations
-    ]
+    try:
+        prompts: list[list[int]] = [
+            tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=False)
+            for turns in conversations
+        ]
+    except Exception as error:  # a template is a program, and fails as such: with any error
+        raise ModelError(
+            f"the model's chat template fails on this conversation: {type(error).__name__}: {str(error)[:300]}. "
+            "Correct the template (chat_template.jinja), or take the model's own."
+        ) from error
     ends = sorted(end_tokens(model, tokenizer))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0)
     settings = GenerationConfig(
