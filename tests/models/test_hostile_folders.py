@@ -68,6 +68,11 @@ def test_a_wrong_value_in_config_json_is_refused_by_file_and_key(folder: Path, k
         assert key in str(caught.value)
 
 
+def test_settings_that_releases_leave_empty_are_no_mistakes(folder: Path) -> None:
+    change(folder / "config.json", classifier_dropout=None, text_config=None, vision_config=None)
+    build(folder)
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b"\xff{}", b"{", NESTED.encode(), b'{"model_type": 7}'])
 def test_a_config_json_that_is_no_object_is_refused(folder: Path, content: bytes) -> None:
     (folder / "config.json").write_bytes(content)

@@ -18,10 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from surefoot.config.documents import shorten
 from surefoot.errors import ModelError
 from surefoot.models.experts import PROJECTIONS
 from surefoot.models.lora import LoraSettings, is_lora
-from surefoot.models.sources import read_json_object, shorten
+from surefoot.models.sources import read_json_object
 from surefoot.models.weights import tensor_file
 
 PREFIX = "base_model.model."

@@ -28,8 +28,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
+from surefoot.config.documents import shorten
 from surefoot.errors import ModelError
-from surefoot.models.sources import read_json_object, shorten, weight_files
+from surefoot.models.sources import read_json_object, weight_files
 
 MOST_LAYERS, MOST_EXPERTS, MOST_SIZE = 1000, 100_000, 2**31 - 1
 """Upper bounds of numbers in config.json: making the modules of more would take minutes, or overflow."""
@@ -102,7 +103,7 @@ def _check_numbers(path: Path, content: Mapping[str, Any]) -> None:
     """Raise ModelError for counts and sizes that no model has, before modules are made of them."""
     parts = {"": content}
     for name in ("text_config", "vision_config"):
-        part = content.get(name, {})
+        part = content.get(name) or {}
         if not isinstance(part, dict):
             raise ModelError(f"{path}: {name}={shorten(part)}; an object is needed. Correct it.")
         parts[f"{name}."] = part
@@ -113,7 +114,8 @@ def _check_numbers(path: Path, content: Mapping[str, Any]) -> None:
                 raise ModelError(f"{path}: {prefix}{name}={shorten(value)} is beyond {most}. Correct it.")
             if name in SIZES and type(value) is int and value < 1:
                 raise ModelError(f"{path}: {prefix}{name}={value}; a whole number above 0 is needed. Correct it.")
-            if name.endswith("dropout") and not (isinstance(value, int | float) and 0 <= value < 1):
+            is_used = name.endswith("dropout") and name != "classifier_dropout"  # null where there is no classifier
+            if is_used and not (isinstance(value, int | float) and 0 <= value < 1):
                 raise ModelError(
                     f"{path}: {prefix}{name}={shorten(value)}; a number from 0 to 1 is needed. Correct it."
                 )

