@@ -10,15 +10,24 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+)
 
 from surefoot.errors import ConfigError, SurefootError
-from surefoot.parallel import rendezvous, rendezvous_client, rendezvous_messages
+from surefoot.parallel import rendezvous, rendezvous_messages
+from surefoot.parallel.listening import has_ranks_elsewhere, is_one_machine, serve_store_at
 from surefoot.parallel.rendezvous_secret import FILE, VARIABLE, read_secret
+from surefoot.parallel.rendezvous_server import UNPROVEN_CONNECTIONS
+from tests.support.sockets import listening_sockets
 
 
 @dataclass(frozen=True)
@@ -112,25 +121,49 @@ def test_who_has_another_secret_is_refused_and_the_machines_go_on(
         joined = pool.submit(first.next_rendezvous)
         time.sleep(0.5)
         monkeypatch.setenv(VARIABLE, "the secret of a stranger")
-        with pytest.raises(ConfigError):
-            second.next_rendezvous()
-        monkeypatch.setenv(VARIABLE, "the secret of this run")
+        with pytest.raises(ConfigError, match=f"the secret in this machine's {VARIABLE} is not the one"):
+            open_rendezvous(run).next_rendezvous()
         assert second.next_rendezvous().rank == 1
         assert joined.result(20).rank == 0
 
 
-def test_a_secret_that_is_too_short_is_refused(
+@pytest.mark.parametrize(("secret", "numbers"), [("short", "5 characters, 5"), ("a" * 20, "20 characters, 1")])
+def test_a_secret_that_is_easy_to_guess_is_refused(
+    run: Run,
+    open_rendezvous: Callable[..., RendezvousHandler],
+    monkeypatch: pytest.MonkeyPatch,
+    secret: str,
+    numbers: str,
+) -> None:
+    monkeypatch.setenv(VARIABLE, secret)
+    with pytest.raises(ConfigError, match=f"{VARIABLE} has {numbers}.*at least 16"):
+        open_rendezvous(run)
+
+
+def test_children_do_not_get_the_secret(
     run: Run, open_rendezvous: Callable[..., RendezvousHandler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "short")
-    with pytest.raises(ConfigError, match=f"{VARIABLE} has 5 characters.*at least 16"):
-        open_rendezvous(run)
+    monkeypatch.setenv(VARIABLE, "the secret of this run")
+    with rendezvous.rendezvous(run, "train", 5.0):
+        assert VARIABLE not in os.environ
+    assert os.environ[VARIABLE] == "the secret of this run"
+
+
+def test_a_secret_that_is_deleted_after_the_start_is_not_needed_any_more(
+    run: Run, open_rendezvous: Callable[..., RendezvousHandler]
+) -> None:
+    launchers = [open_rendezvous(run), open_rendezvous(run)]
+    join_all(*launchers)
+    (run.run_folder / FILE).unlink()
+    first, second = join_all(*launchers)
+    first.store.set("word", "text")
+    assert second.store.get("word") == b"text"
 
 
 def test_machines_that_do_not_share_the_folder_are_named(
     run: Run, open_rendezvous: Callable[..., RendezvousHandler], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(rendezvous_client, "SHARED_WITHIN_S", 1.0)
+    monkeypatch.setattr(rendezvous, "SHARED_WITHIN_S", 1.0)
     open_rendezvous(run)
     other = open_rendezvous(Run(2, run.rdzv_endpoint, tmp_path / "elsewhere"))
     with pytest.raises(ConfigError, match=rf"does not see the secret.*elsewhere/{FILE}.*output_dir.*{VARIABLE}"):
@@ -158,8 +191,9 @@ def test_launchers_of_another_command_are_refused(
 
 
 def test_a_run_that_is_complete_takes_no_further_machine(
-    run: Run, open_rendezvous: Callable[..., RendezvousHandler]
+    run: Run, open_rendezvous: Callable[..., RendezvousHandler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rendezvous, "FULL_WITHIN_S", 1.0)
     launchers = [open_rendezvous(run), open_rendezvous(run)]
     join_all(*launchers)
     with pytest.raises(ConfigError, match="has all its 2 machines"):
@@ -176,14 +210,14 @@ def test_a_run_that_was_given_up_is_waited_for_by_nobody(
         waiting = pool.submit(launchers[0].next_rendezvous)
         time.sleep(0.2)
         launchers[1].set_closed()
-        with pytest.raises(ConfigError, match="has ended"):
+        with pytest.raises(RendezvousClosedError, match="has ended"):
             waiting.result(20)
 
 
 def test_a_serving_launcher_that_ends_is_noticed(
     run: Run, open_rendezvous: Callable[..., RendezvousHandler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "LEAVE_AFTER_S", 0.5)
+    monkeypatch.setattr(rendezvous, "ATTACH_WITHIN_S", 0.5)
     with ExitStack() as serving:
         first = serving.enter_context(rendezvous.rendezvous(run, "train", 20.0))
         second = open_rendezvous(run)
@@ -192,6 +226,34 @@ def test_a_serving_launcher_that_ends_is_noticed(
     time.sleep(0.6)
     with pytest.raises(RendezvousConnectionError):
         second.num_nodes_waiting()
+
+
+def test_a_connection_that_is_lost_is_made_again(run: Run, open_rendezvous: Callable[..., RendezvousHandler]) -> None:
+    launchers = [open_rendezvous(run), open_rendezvous(run)]
+    join_all(*launchers)
+    client = launchers[1]._client  # type: ignore[attr-defined]
+    client._loop.call_soon_threadsafe(client._launcher[1].transport.abort)
+    time.sleep(0.2)
+    assert [launchers[1].num_nodes_waiting() for _ in range(3)] == [0, 0, 0]
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(launchers[0].next_rendezvous)
+        deadline = time.monotonic() + 20
+        while launchers[1].num_nodes_waiting() == 0:
+            assert time.monotonic() < deadline
+        assert launchers[1].next_rendezvous().rank == 1
+        assert first.result(20).rank == 0
+
+
+def test_a_launcher_serves_once_the_one_before_it_has_left_the_port(
+    run: Run, open_rendezvous: Callable[..., RendezvousHandler]
+) -> None:
+    with socket.create_server(address_of(run)) as earlier:
+        launchers = [open_rendezvous(run), open_rendezvous(run)]
+        with ThreadPoolExecutor(2) as pool:
+            joined = [pool.submit(launcher.next_rendezvous) for launcher in launchers]
+            time.sleep(0.5)
+            earlier.close()
+            assert sorted(future.result(30).rank for future in joined) == [0, 1]
 
 
 def test_a_machine_waits_for_the_one_that_serves(
@@ -212,7 +274,6 @@ def hello(address: tuple[str, int]) -> tuple[socket.socket, dict[str, Any]]:
 @pytest.mark.parametrize(
     "text",
     [
-        b"",
         b"\n",
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x80\x04\x95\n",
@@ -224,26 +285,42 @@ def hello(address: tuple[str, int]) -> tuple[socket.socket, dict[str, Any]]:
     ],
 )
 def test_strangers_learn_nothing_and_hinder_nobody(
-    run: Run, open_rendezvous: Callable[..., RendezvousHandler], text: bytes, monkeypatch: pytest.MonkeyPatch
+    run: Run, open_rendezvous: Callable[..., RendezvousHandler], text: bytes
 ) -> None:
-    monkeypatch.setattr(rendezvous_messages, "ANSWER_WITHIN_S", 0.5)
     first = open_rendezvous(run)
     stranger, greeting = hello(address_of(run))
     assert greeting.keys() == {"surefoot", "challenge", "secret"}
     with stranger, stranger.makefile("rb") as answers:
         stranger.sendall(text)
-        rest = answers.read() if text else b""  # until the server closes the connection
+        rest = answers.read()  # until the server closes the connection
     assert rest in (b"", b'{"error": "wrong secret"}\n')
     assert [info.rank for info in join_all(first, open_rendezvous(run))] == [0, 1]
 
 
-def test_silent_connections_are_bounded_and_end(run: Run, open_rendezvous: Callable[..., RendezvousHandler]) -> None:
-    """More of them than may be in a handshake at once only delay a machine until their time is over."""
+def test_silent_connections_are_bounded_and_keep_no_machine_out(
+    run: Run, open_rendezvous: Callable[..., RendezvousHandler]
+) -> None:
+    """A stranger holds as many as it can, from another address than the machines."""
     first = open_rendezvous(run)
+    begun = len(list(Path("/proc/self/fd").iterdir()))
     with ExitStack() as open_connections:
-        for _ in range(100):
-            open_connections.enter_context(socket.create_connection(address_of(run)))
+        for _ in range(400):
+            stranger = socket.create_connection(address_of(run), source_address=("127.0.0.9", 0))
+            open_connections.enter_context(stranger)
+        time.sleep(0.5)
+        held_by_server = len(list(Path("/proc/self/fd").iterdir())) - begun - 400
+        assert 0 < held_by_server <= UNPROVEN_CONNECTIONS + 2
         assert [info.rank for info in join_all(first, open_rendezvous(run))] == [0, 1]
+
+
+def test_a_connection_that_says_nothing_is_closed(
+    run: Run, open_rendezvous: Callable[..., RendezvousHandler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous_messages, "ANSWER_WITHIN_S", 0.3)
+    open_rendezvous(run)
+    stranger, _ = hello(address_of(run))
+    with stranger:
+        assert stranger.recv(1) == b""
 
 
 def test_a_server_that_does_not_know_the_secret_is_not_believed(
@@ -264,7 +341,7 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed(
     with socket.create_server(address_of(run)) as listener:
         thread = threading.Thread(target=pretend, args=(listener,))
         thread.start()
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError, match="is not the one of the launcher there"):
             open_rendezvous(run).next_rendezvous()
         thread.join(20)
     assert received == [""], "it is told nothing further"
@@ -282,3 +359,50 @@ def test_a_name_that_is_loopback_on_its_own_machine_is_refused(
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
     with pytest.raises(ConfigError, match=r"node0 is 127\.0\.1\.1, where no other machine can reach it"):
         open_rendezvous(Run(2, "node0:29517", tmp_path / "run"))
+
+
+def test_an_endpoint_of_every_interface_is_refused(
+    open_rendezvous: Callable[..., RendezvousHandler], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0, every interface"):
+        open_rendezvous(Run(2, "0.0.0.0:29518", tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_one", "is_elsewhere"),
+    [
+        ({"LOCAL_WORLD_SIZE": "4"}, True, False),
+        ({"LOCAL_WORLD_SIZE": "2"}, False, True),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, True, False),
+        ({"SLURM_STEP_NUM_NODES": "1"}, True, False),
+        ({"SLURM_STEP_NUM_NODES": "2"}, False, True),
+        ({"MASTER_ADDR": "localhost"}, False, False),
+    ],
+)
+def test_launchers_say_where_the_ranks_are(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], is_one: bool, is_elsewhere: bool
+) -> None:
+    """The last of them says neither: some give rank 0 alone that address, and its peers another one."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_STEP_NUM_NODES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert (is_one_machine(4), has_ranks_elsewhere(4)) == (is_one, is_elsewhere)
+
+
+@pytest.mark.parametrize(("ranks_here", "is_loopback"), [("4", True), ("2", False)])
+def test_the_store_of_rank_0_is_where_its_peers_reach_it(
+    monkeypatch: pytest.MonkeyPatch, ranks_here: str, is_loopback: bool
+) -> None:
+    """Under a launcher that gives rank 0 the address localhost, also where others are on other machines."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    try:
+        store = serve_store_at("localhost", port, 4, timedelta(seconds=10))
+    except RuntimeError:
+        assert not is_loopback
+        pytest.skip("this machine has no route to other networks")
+    (found,) = {found for found in listening_sockets(os.getpid()) if found.port == port}
+    assert found.is_loopback == is_loopback
+    del store

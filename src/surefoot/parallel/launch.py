@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+import psutil
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
@@ -126,7 +127,12 @@ def launch(
             return told or _died(error, silent, oom_kills=oom_kills)
         except SignalException as error:
             raise SurefootError(f"the launcher was stopped by {signal.Signals(error.sigval).name}.") from error
-        except (RendezvousError, RuntimeError, ValueError, OSError) as error:
+        except (RendezvousError, SurefootError, RuntimeError, ValueError, OSError) as error:
+            reported = _told(folder, consequences=True)
+            if reported is not None:  # what ended the ranks says more than why they do not start again
+                return reported
+            if isinstance(error, SurefootError):
+                raise
             reason = str(error).partition(" See inner exception")[0].rstrip(". ") or type(error).__name__
             raise SurefootError(
                 f"the ranks of this machine (nproc_per_node={config.nproc_per_node}) were not started or were stopped: "
@@ -184,9 +190,8 @@ def _passing_signals(folder: str) -> Iterator[list[str]]:
     def pass_on(number: int, _frame: FrameType | None) -> None:
         passed.append(signal.Signals(number).name)
         (Path(folder) / STOP).touch()  # for ranks that have not noted their process yet
-        started = list(Path(folder).glob("pid-*"))
-        if not started:  # nothing to lose: still waiting for other machines, or for ranks to start
-            raise KeyboardInterrupt(signal.Signals(number).name)
+        if not any(_running_ranks(Path(folder))) and not _have_all_ended(Path(folder)):
+            raise KeyboardInterrupt(signal.Signals(number).name)  # nothing to lose: ranks are yet to start
         _signal_ranks(Path(folder), number)
 
     if threading.current_thread() is not threading.main_thread():
@@ -205,10 +210,25 @@ def kill_ranks() -> None:
 
 
 def _signal_ranks(folder: Path, number: int) -> None:
-    """To those of the last attempt: the numbers of earlier ones may be other processes' by now."""
+    for process in _running_ranks(folder):
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process.send_signal(number)
+
+
+def _running_ranks(folder: Path) -> Iterator[psutil.Process]:
+    """Yield the ranks of the last attempt that run. The number of one that ended may be another process's by now."""
     for path in folder.glob(f"pid-*-{_last_attempt(folder)}"):
-        with suppress(ProcessLookupError, PermissionError, ValueError):
-            os.kill(int(path.read_text()), number)
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError, ValueError):
+            process = psutil.Process(int(path.read_text()))
+            if process.ppid() == os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
+
+
+def _have_all_ended(folder: Path) -> bool:
+    """Return whether each rank of the last attempt has said that it is through."""
+    last = _last_attempt(folder)
+    noted, through = (len(list(folder.glob(f"{kind}-*-{last}"))) for kind in ("pid", "through"))
+    return 0 < noted == through
 
 
 def note_process() -> None:

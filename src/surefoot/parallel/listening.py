@@ -1,5 +1,6 @@
 """Sockets that listen on one address. torch's own stores listen on every interface of the machine."""
 
+import errno
 import ipaddress
 import os
 import socket
@@ -10,8 +11,13 @@ import psutil
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 LOOPBACK = "127.0.0.1"
-BACKLOG = 1024
-"""Connections that may wait to be accepted: every rank of a run connects at about the same time."""
+BACKLOG = 128
+"""Connections that may wait to be accepted."""
+CONNECT_WITHIN_S = 5.0
+RANKS_HERE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+"""Environment variables of torchrun, DeepSpeed, Open MPI and Intel MPI: number of ranks on this machine."""
+ELSEWHERE = "192.0.2.1"
+"""An address of no machine (TEST-NET-1): the route towards it is the one to other networks."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -24,6 +30,8 @@ def listen(host: str, port: int) -> socket.socket:
         try:
             return socket.create_server(address[:2], family=family, backlog=BACKLOG)
         except OSError as refused:
+            if refused.errno == errno.EADDRINUSE:  # another address of the host would make two servers of one run
+                raise
             error = error or refused
     raise error or OSError(f"{host} has no address")
 
@@ -37,6 +45,15 @@ def local_address_towards(host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def can_connect(host: str, port: int) -> bool:
+    """Return whether something accepts connections there."""
+    try:
+        socket.create_connection((host, port), CONNECT_WITHIN_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def serve_store(listener: socket.socket, timeout: timedelta) -> Any:
@@ -56,17 +73,23 @@ def serve_store(listener: socket.socket, timeout: timedelta) -> Any:
     )
 
 
-def serve_store_at(host: str, port: int, timeout: timedelta) -> Any:
-    """Return the server of a TCPStore that listens on the interface of `host` alone.
+def serve_store_at(host: str, port: int, num_ranks: int, timeout: timedelta) -> Any:
+    """Return the server of a TCPStore for all ranks of a run that listens on one interface, that of `host`.
 
     A host may be this machine under an address that none of its interfaces has (a service of Kubernetes, a floating
-    address): the store listens on the interface that leads there. Raises: RuntimeError if the port cannot be used.
+    address): the store listens on the interface that leads there. If the name is a loopback address here and some ranks
+    are elsewhere, it listens on the interface that leads to other networks. Raises: RuntimeError if it cannot.
     """
     try:
         try:
             listener = listen(host, port)
-        except OSError:
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
             listener = listen(local_address_towards(host, port), port)
+        if is_loopback(listener.getsockname()[0]) and has_ranks_elsewhere(num_ranks):
+            listener.close()
+            listener = listen(local_address_towards(ELSEWHERE, port), port)
     except OSError as error:
         raise RuntimeError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     return serve_store(listener, timeout)
@@ -83,10 +106,19 @@ def keep_on_this_machine() -> None:
 
 def is_one_machine(num_ranks: int) -> bool:
     """Return whether the launcher's environment says that all ranks of the run are on this machine."""
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        return os.environ["LOCAL_WORLD_SIZE"] == str(num_ranks)
-    address = os.environ.get("MASTER_ADDR", "")
-    return num_ranks == 1 or address == "localhost" or is_loopback(address)
+    return num_ranks == 1 or _num_ranks_here() == num_ranks or os.environ.get("SLURM_STEP_NUM_NODES") == "1"
+
+
+def has_ranks_elsewhere(num_ranks: int) -> bool:
+    """Return whether the launcher's environment says that some ranks are on other machines. It may say neither."""
+    ranks_here = _num_ranks_here()
+    is_known = ranks_here is not None or "SLURM_STEP_NUM_NODES" in os.environ
+    return is_known and not is_one_machine(num_ranks)
+
+
+def _num_ranks_here() -> int | None:
+    numbers = (os.environ.get(name, "") for name in RANKS_HERE)
+    return next((int(number) for number in numbers if number.isdigit()), None)
 
 
 def loopback_variables() -> dict[str, str]:

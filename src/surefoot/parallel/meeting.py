@@ -29,7 +29,7 @@ COUNT = "number here"
 POLL_S = 0.1
 
 
-def shared_store(rank: int, timeout: timedelta) -> Any:
+def shared_store(rank: int, num_ranks: int, timeout: timedelta) -> Any:
     """Connect to the store that the launcher's environment names, for this attempt of the run alone.
 
     Where the launcher serves none, rank 0 does. A launcher may give a restarted run the store of the attempt before,
@@ -37,7 +37,7 @@ def shared_store(rank: int, timeout: timedelta) -> Any:
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store = serve_store_at(host, port, timeout)
+        store = serve_store_at(host, port, num_ranks, timeout)
     else:
         store = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     return PrefixStore(f"attempt-{attempt()}", store)
@@ -49,7 +49,7 @@ def meet(rank: int, size: int) -> Any:
     Raises: StoppedOnFinding (SF111) after `DEADLINE`, naming the ranks that did not come, or the store.
     """
     try:
-        store = shared_store(rank, DEADLINE)
+        store = shared_store(rank, size, DEADLINE)
     except RuntimeError as error:
         finding = _no_store(rank, error)
         say(finding.as_text())
@@ -124,7 +124,7 @@ def _no_store(rank: int, error: RuntimeError) -> Finding:
         {"rank": rank, "host": socket.gethostname(), "address": address, "error": str(error).splitlines()[0]},
         "Was rank 0 started? Is its machine reached from here by that name (MASTER_ADDR), and the port not blocked? "
         "Rank 0 listens on the interface of MASTER_ADDR alone: on its own machine that name must not be a loopback "
-        "address.",
+        "address (see /etc/hosts).",
     )
 
 

@@ -6,19 +6,21 @@ torch's own rendezvous is not used: it listens on every interface and unpickles 
 """
 
 import errno
+import ipaddress
 import os
 import socket
 import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
@@ -28,18 +30,32 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from surefoot.errors import ConfigError, SurefootError
-from surefoot.parallel.listening import LOOPBACK, is_loopback, listen, serve_store
-from surefoot.parallel.rendezvous_client import LOST, RendezvousClient, not_started
-from surefoot.parallel.rendezvous_secret import VARIABLE, secret_of_environment, shared_secret
-from surefoot.parallel.rendezvous_server import STORE_TIMEOUT, RendezvousServer
+from surefoot.parallel.listening import LOOPBACK, can_connect, is_loopback, listen, serve_store
+from surefoot.parallel.rendezvous_client import LOST, RendezvousClient
+from surefoot.parallel.rendezvous_messages import ProtocolError, WrongSecret
+from surefoot.parallel.rendezvous_secret import (
+    FILE,
+    VARIABLE,
+    hidden_from_children,
+    secret_of_environment,
+    shared_secret,
+)
+from surefoot.parallel.rendezvous_server import ENDED, FULL, STORE_TIMEOUT, RendezvousServer
 from surefoot.terminal import say
 
 BACKEND = "surefoot"
 """Name under which elastic finds these handlers."""
 ATTEMPT = "SUREFOOT_ATTEMPT"
 """Environment variable of ranks: how often the ranks of all machines were started before."""
-LEAVE_AFTER_S = 10.0
-"""How long ranks go on after the serving launcher is lost: time for them to report why."""
+RETRY_S = 0.5
+SHARED_WITHIN_S = 60.0
+"""How long a network file system may take to show the secret on another machine."""
+SILENT_WITHIN_S = 20.0
+"""How long a launcher may be too busy to answer, before it is taken for another service."""
+FULL_WITHIN_S = 40.0
+"""How long a machine without power may count as one of the run."""
+ATTACH_WITHIN_S = 60.0
+"""How long the serving launcher may be unreachable before the ranks of this machine are stopped."""
 
 
 class Launch(Protocol):
@@ -60,16 +76,14 @@ def attempt() -> int:
 
 @contextmanager
 def rendezvous(run: Launch, purpose: str, join_within_s: float) -> Iterator[RendezvousHandler]:
-    """Give elastic the rendezvous of a run, for as long as it launches.
+    """Give elastic the rendezvous of a run, until its launcher has ended.
 
     `purpose`: what the machines come together for, "train" or "test". Raises: ConfigError, StorageError.
     """
     try:
-        if run.nnodes == 1:
-            yield OneMachine()
-        else:
-            with ManyMachines(run, purpose, join_within_s).running() as handler:
-                yield handler
+        handler = OneMachine() if run.nnodes == 1 else ManyMachines(run, purpose, join_within_s)
+        with hidden_from_children(), handler.running():
+            yield handler
     finally:
         os.environ.pop(ATTEMPT, None)
 
@@ -87,6 +101,10 @@ class _Rendezvous(RendezvousHandler):
     def use_agent_store(self) -> bool:
         """The launcher serves the store: rank 0 opens none of its own."""
         return True
+
+    @abstractmethod
+    def running(self) -> AbstractContextManager[object]:
+        """Do what the rendezvous needs beside the launcher."""
 
     @abstractmethod
     def next_rendezvous(self) -> RendezvousInfo: ...
@@ -115,6 +133,10 @@ class OneMachine(_Rendezvous):
         super().__init__()
         self._round = 0
 
+    def running(self) -> AbstractContextManager[object]:
+        """Need nothing: each round has a store of its own."""
+        return nullcontext()
+
     def next_rendezvous(self) -> RendezvousInfo:
         """Open the store of another round. Elastic keeps it until the round after it."""
         store = serve_store(listen(LOOPBACK, 0), STORE_TIMEOUT)
@@ -131,9 +153,12 @@ class ManyMachines(_Rendezvous):
         assert run.rdzv_endpoint is not None
         self._run, self._purpose, self._join_within_s = run, purpose, join_within_s
         self._endpoint = run.rdzv_endpoint
-        self._client = RendezvousClient(self._endpoint, run.run_folder)
-        self._node = uuid.uuid4().hex
-        self._is_server = False
+        self._host, _, port = self._endpoint.rpartition(":")
+        self._port = int(port)
+        self._secret = secret_of_environment()
+        self._client = RendezvousClient(self._endpoint, run.run_folder, self._secret)
+        self._serving = ExitStack()
+        self._me = {"node": uuid.uuid4().hex, "host": socket.gethostname(), "is_server": False}
         self._lost_since_s: float | None = None
 
     @contextmanager
@@ -142,24 +167,30 @@ class ManyMachines(_Rendezvous):
 
         Raises: ConfigError if other machines cannot reach the endpoint; StorageError if the secret cannot be written.
         """
-        with ExitStack() as stack:
-            secret, source = secret_of_environment(), "environment"
-            listener = self._own_listener()
-            if listener is not None:
-                stack.callback(listener.close)
-                self._is_server = True
-                if secret is None:
-                    secret, source = stack.enter_context(shared_secret(self._run.run_folder)), "file"
-                server = RendezvousServer(self._run.nnodes, self._purpose, secret, source, _tell_of_refusal)
-            stack.enter_context(self._client.running())
-            if listener is not None:
-                self._client.serve(server, listener)
+        with self._serving, self._client.running():
+            self._serve_if_possible()
             yield self
 
+    def _serve_if_possible(self) -> None:
+        if self._me["is_server"]:
+            return
+        listener = self._own_listener()
+        if listener is None:
+            return
+        self._serving.callback(listener.close)
+        secret, source = self._secret, "environment"
+        if secret is None:
+            secret, source = self._serving.enter_context(shared_secret(self._run.run_folder)), "file"
+        server = RendezvousServer(self._run.nnodes, self._purpose, secret, source, _tell_of_refusal)
+        self._client.serve(server, listener, secret)
+        self._me["is_server"] = True
+
     def _own_listener(self) -> socket.socket | None:
-        host, _, port = self._endpoint.rpartition(":")
+        """Return a socket at the endpoint; None if it is another machine's, or another launcher has it."""
         try:
-            listener = listen(host, int(port))
+            listener = listen(self._host, self._port)
+        except socket.gaierror:  # a name may be known some time after the machines have started
+            return None
         except OSError as error:
             if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
                 return None
@@ -168,65 +199,139 @@ class ManyMachines(_Rendezvous):
                 "Give host:port of a machine that all others reach."
             ) from error
         address = listener.getsockname()[0]
-        if is_loopback(address) and host != "localhost" and not is_loopback(host):
+        is_own_name = is_loopback(address) and not self._is_loopback_endpoint
+        if is_own_name or ipaddress.ip_address(address).is_unspecified:
             listener.close()
+            reason = "where no other machine can reach it (see /etc/hosts)" if is_own_name else "every interface"
             raise ConfigError(
-                f"rdzv_endpoint={self._endpoint}: on this machine the name {host} is {address}, where no other machine "
-                f"can reach it (see /etc/hosts). Give this machine's address in the network between the machines, on "
-                f"all of them. It has {_own_addresses()}."
+                f"rdzv_endpoint={self._endpoint}: on this machine {self._host} is {address}, {reason}. Give this "
+                f"machine's address in the network between the machines, on all of them. It has {_own_addresses()}."
             )
         return listener
+
+    @property
+    def _is_loopback_endpoint(self) -> bool:
+        return self._host == "localhost" or is_loopback(self._host)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all machines and return this one's number and a store for its ranks.
 
-        Raises: ConfigError if this machine is refused; SurefootError if the others do not come in time.
+        Raises: ConfigError if this machine is refused; SurefootError if the others do not come in time;
+        RendezvousClosedError if the run has ended.
         """
         deadline = time.monotonic() + self._join_within_s
-        self._client.connect(self._join_within_s)
-        request = {
-            "request": "join",
-            "purpose": self._purpose,
-            "num_machines": self._run.nnodes,
-            "node": self._node,
-            "host": socket.gethostname(),
-            "is_server": self._is_server,
-        }
-        try:
-            answer = self._client.ask(request, deadline - time.monotonic())
-        except TimeoutError:
-            reason = f"not all {self._run.nnodes} machines (nnodes) came in time"
-            raise SurefootError(not_started(self._endpoint, reason)) from None
-        except LOST as error:
-            reason = "the launcher that served the rendezvous has ended"
-            raise SurefootError(not_started(self._endpoint, reason)) from error
-        if "error" in answer:
-            raise ConfigError(not_started(self._endpoint, str(answer["error"])))
+        if self._client.round == 0:
+            self._connect(deadline)
+        answer = self._join(deadline)
         self._client.round = int(answer["round"])
         os.environ[ATTEMPT] = str(self._client.round - 1)
-        info = RendezvousStoreInfo(LOOPBACK, self._client.relay_port)
-        store = TCPStore(info.master_addr, info.master_port, is_master=False, timeout=STORE_TIMEOUT)
-        return RendezvousInfo(store, int(answer["rank"]), self._run.nnodes, info)
+        port = int(answer["store_port"]) if self._me["is_server"] else self._client.relay_port
+        store = TCPStore(LOOPBACK, port, is_master=False, timeout=STORE_TIMEOUT)
+        return RendezvousInfo(store, int(answer["rank"]), self._run.nnodes, RendezvousStoreInfo(LOOPBACK, port))
+
+    def _connect(self, deadline: float) -> None:
+        """Connect to the launcher that serves, which may start later."""
+        began_s, problem = time.monotonic(), "nobody serves the rendezvous"
+        while time.monotonic() < deadline:
+            waited_s = time.monotonic() - began_s
+            try:
+                self._client.connect()
+                return
+            except ProtocolError as error:
+                raise ConfigError(self._no_rendezvous(str(error))) from error
+            except WrongSecret as error:
+                is_final = self._secret is not None or self._client.greeting.get("secret") == "environment"
+                if is_final or waited_s > SHARED_WITHIN_S:
+                    raise ConfigError(self._not_started(self._wrong_secret())) from error
+            except TimeoutError as error:  # it is reached and silent: another service, or a launcher that is busy
+                if waited_s > SILENT_WITHIN_S and can_connect(self._host, self._port):
+                    raise ConfigError(self._no_rendezvous(f"it says nothing for {waited_s:.0f} s")) from error
+            except (EOFError, OSError) as error:
+                problem = f"nobody serves the rendezvous ({error})"
+            self._serve_if_possible()  # the launcher that had the port may have ended
+            time.sleep(RETRY_S)
+        raise SurefootError(self._not_started(problem))
+
+    def _join(self, deadline: float) -> dict[str, Any]:
+        request = {"request": "join", "purpose": self._purpose, "num_machines": self._run.nnodes, **self._me}
+        full_until_s = time.monotonic() + FULL_WITHIN_S
+        while True:
+            try:
+                answer = self._client.ask(request, deadline - time.monotonic())
+            except TimeoutError:
+                reason = f"not all {self._run.nnodes} machines (nnodes) came in time"
+                if self._is_loopback_endpoint:
+                    reason += f", and {self._host} is each machine itself"
+                raise SurefootError(self._not_started(reason)) from None
+            except LOST as error:
+                reason = "the launcher that served the rendezvous has ended"
+                raise SurefootError(self._not_started(reason)) from error
+            problem, reason = answer.get("error"), str(answer.get("reason"))
+            if problem is None:
+                return answer
+            if problem == ENDED:
+                raise RendezvousClosedError(reason)
+            if problem != FULL or time.monotonic() > full_until_s:
+                raise ConfigError(self._not_started(reason))
+            time.sleep(RETRY_S)  # a machine that lost its power counts for a while
+            self._connect(deadline)
 
     def num_nodes_waiting(self) -> int:
         """Return how many machines wait for the ranks to be started again.
 
-        Raises: RendezvousConnectionError some time after the serving launcher was lost.
+        Raises: RendezvousConnectionError if the serving launcher is lost, and does not come back.
         """
+        if self._lost_since_s is not None:
+            self._attach(self._lost_since_s)
         if self._lost_since_s is None:
             try:
                 return int(self._client.ask({"request": "count_waiting"})["waiting"])
             except (KeyError, *LOST):
                 self._lost_since_s = time.monotonic()
-        if time.monotonic() - self._lost_since_s > LEAVE_AFTER_S:
-            raise RendezvousConnectionError("the launcher that served the rendezvous has ended")
         return 0
+
+    def _attach(self, lost_since_s: float) -> None:
+        """Connect again to the launcher that serves. Ranks go on meanwhile: they have connections of their own."""
+        try:
+            self._client.connect()
+            answer = self._client.ask({"request": "attach", "round": self._client.round, **self._me})
+            if "error" not in answer:
+                self._lost_since_s = None
+                return
+        except (WrongSecret, *LOST):
+            pass  # tried again until it is given up
+        if time.monotonic() - lost_since_s > ATTACH_WITHIN_S:
+            raise RendezvousConnectionError("the launcher that served the rendezvous has ended")
 
     def set_closed(self) -> None:
         """Let no machine wait for another round."""
         super().set_closed()
         with suppress(*LOST):  # with the serving launcher lost, nobody can join either
             self._client.ask({"request": "close"})
+
+    def _no_rendezvous(self, reason: str) -> str:
+        return (
+            f"rdzv_endpoint={self._endpoint}: what accepts connections there is not the rendezvous of a run: {reason}. "
+            "Choose a free port."
+        )
+
+    def _wrong_secret(self) -> str:
+        if self._secret is not None:
+            reason = f"the secret in this machine's {VARIABLE} is not the one of the launcher there"
+        elif self._client.greeting.get("secret") == "environment":
+            reason = f"the launcher there has its secret from {VARIABLE}, which is not set on this machine"
+        else:
+            reason = (
+                f"this machine does not see the secret that the launcher there wrote to {self._run.run_folder}/{FILE}"
+            )
+        return f"{reason}. All machines must share output_dir, or have the same {VARIABLE}"
+
+    def _not_started(self, reason: str) -> str:
+        return (
+            f"{reason}: the ranks of this machine were not started. They meet at rdzv_endpoint={self._endpoint}: is it "
+            "an address of one of the machines, is it reached from all of them, is its port free, and was the same "
+            "command started on each?"
+        )
 
 
 def _tell_of_refusal(address: str) -> None:

@@ -3,15 +3,13 @@
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from surefoot.errors import ConfigError, SurefootError
-from surefoot.parallel.listening import LOOPBACK, listen
+from surefoot.parallel.listening import BACKLOG, LOOPBACK, listen
 from surefoot.parallel.rendezvous_messages import (
     LINE_BYTES,
     ProtocolError,
@@ -23,13 +21,13 @@ from surefoot.parallel.rendezvous_messages import (
     relay,
     send,
 )
-from surefoot.parallel.rendezvous_secret import FILE, VARIABLE, read_secret, secret_of_environment
+from surefoot.parallel.rendezvous_secret import read_secret
 from surefoot.parallel.rendezvous_server import RendezvousServer, keep_alive
+from surefoot.terminal import say
 
 CONNECT_WITHIN_S = 5.0
-RETRY_S = 0.5
-SHARED_WITHIN_S = 60.0
-"""How long a network file system may take to show the secret on another machine."""
+NEXT_ADDRESS_AFTER_S = 0.25
+"""When the next address of a name is tried beside one that does not answer (RFC 8305)."""
 ANSWER_WITHIN_S = 30.0
 LOST = (ProtocolError, EOFError, OSError)
 """How a connection to the serving launcher ends before its time. TimeoutError is an OSError."""
@@ -41,13 +39,18 @@ T = TypeVar("T")
 class RendezvousClient:
     """Works in an event loop of its own, in a thread; its methods are called from others."""
 
-    def __init__(self, endpoint: str, run_folder: Path) -> None:
-        self._endpoint, self._run_folder = endpoint, run_folder
+    def __init__(self, endpoint: str, run_folder: Path, secret: str | None) -> None:
+        """`secret`: None to read it from the run folder, where the serving launcher writes it."""
         self._host, _, port = endpoint.rpartition(":")
         self._port = int(port)
+        self._run_folder = run_folder
+        self._secret = secret
         self._launcher: Connection | None = None
         self._loop: asyncio.AbstractEventLoop
         self._servers: list[asyncio.Server] = []
+        self._has_told = False
+        self.greeting: dict[str, Any] = {}
+        """What the server said first when it was last connected to."""
         self.relay_port = 0
         """Port of this machine's loopback interface at which its ranks reach the store."""
         self.round = 0
@@ -62,7 +65,8 @@ class RendezvousClient:
         try:
             listener = listen(LOOPBACK, 0)
             self.relay_port = listener.getsockname()[1]
-            self._servers.append(self._call(asyncio.start_server(self._relay_rank, sock=listener, limit=LINE_BYTES)))
+            relaying = asyncio.start_server(self._relay_rank, sock=listener, limit=LINE_BYTES, backlog=BACKLOG)
+            self._servers.append(self._call(relaying))
             yield
         finally:
             with suppress(TimeoutError):
@@ -72,17 +76,17 @@ class RendezvousClient:
             if not thread.is_alive():
                 self._loop.close()
 
-    def serve(self, server: RendezvousServer, listener: socket.socket) -> None:
+    def serve(self, server: RendezvousServer, listener: socket.socket, secret: str) -> None:
         """Serve the rendezvous itself in this event loop."""
+        self._secret = secret
         self._servers.append(self._call(server.serve(listener)))
 
-    def connect(self, within_s: float) -> None:
-        """Connect to the launcher that serves, which may start later.
+    def connect(self) -> None:
+        """Connect to the launcher that serves, in place of an earlier connection.
 
-        Raises: ConfigError if something else is there, or it has another secret; SurefootError after `within_s`.
+        Raises: WrongSecret; ProtocolError if another service is there; EOFError or OSError if nobody answers.
         """
-        if self._launcher is None:
-            self._launcher = self._call(self._connect(time.monotonic() + within_s), within_s + 2 * ANSWER_WITHIN_S)
+        self._call(self._connect())
 
     def ask(self, request: dict[str, Any], within_s: float = ANSWER_WITHIN_S) -> dict[str, Any]:
         """Return the answer to a request. Raises: TimeoutError after `within_s`; one of LOST."""
@@ -93,60 +97,58 @@ class RendezvousClient:
             raise EOFError("there is no connection")
         reader, writer = self._launcher
         await send(writer, request)
-        return await receive(reader, None)
+        return await receive(reader, may_take_long=True)
 
-    async def _connect(self, deadline: float) -> Connection:
-        refused_since_s: float | None = None
-        while time.monotonic() < deadline:
-            greeting: dict[str, Any] = {}
-            try:
-                return await self._open(greeting)
-            except ProtocolError as error:
-                raise ConfigError(
-                    f"rdzv_endpoint={self._endpoint}: what accepts connections there is not the rendezvous of a run: "
-                    f"{error}. Choose a free port."
-                ) from error
-            except WrongSecret as error:
-                refused_since_s = refused_since_s or time.monotonic()
-                is_final = secret_of_environment() is not None or greeting.get("secret") == "environment"
-                if is_final or time.monotonic() - refused_since_s > SHARED_WITHIN_S:
-                    raise ConfigError(self._wrong_secret(greeting)) from error
-            except (EOFError, OSError):
-                pass  # nobody serves there yet
-            await asyncio.sleep(RETRY_S)
-        raise SurefootError(not_started(self._endpoint, "nobody serves the rendezvous"))
+    async def _connect(self) -> None:
+        if self._launcher is not None:
+            await close(self._launcher[1])
+            self._launcher = None
+        self._launcher = await self._open()
 
-    async def _open(self, greeting: dict[str, Any]) -> Connection:
-        """Open a connection and prove the secret. `greeting` receives what the server said first."""
+    async def _open(self) -> Connection:
+        """Open a connection and prove the secret."""
         async with asyncio.timeout(CONNECT_WITHIN_S):
-            reader, writer = await asyncio.open_connection(self._host, self._port, limit=LINE_BYTES)
+            reader, writer = await asyncio.open_connection(
+                self._host, self._port, limit=LINE_BYTES, happy_eyeballs_delay=NEXT_ADDRESS_AFTER_S
+            )
         try:
             keep_alive(writer)
-            greeting.update(await receive_greeting(reader))
-            secret = secret_of_environment() or read_secret(self._run_folder)
+            self.greeting = await receive_greeting(reader)
+            secret = self._secret
+            if secret is None:  # in a thread, because a network file system may take its time
+                secret = await self._loop.run_in_executor(None, read_secret, self._run_folder)
             if secret is None:
                 raise WrongSecret
-            await greet_server(reader, writer, greeting, secret)
+            await greet_server(reader, writer, self.greeting, secret)
         except BaseException:
             await close(writer)
             raise
+        self._secret = secret  # the file may be deleted from now on
         return reader, writer
 
     async def _relay_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Connect a rank of this machine to the store of the round."""
         server: Connection | None = None
         try:
-            server = await self._open({})
+            server = await self._open()
             await send(server[1], {"request": "store", "round": self.round})
             answer = await receive(server[0])
             if "error" not in answer:
                 await relay((reader, writer), server)
-        except (WrongSecret, asyncio.CancelledError, *LOST):
-            pass  # the rank sees its connection closed, and reports it; a cancelled task would be logged
+        except asyncio.CancelledError:
+            pass  # the launch has ended; a cancelled task would be logged
+        except (WrongSecret, *LOST) as error:
+            self._tell_of_lost_rank(error)  # the rank sees its connection closed
         finally:
             await close(writer)
             if server is not None:
                 await close(server[1])
+
+    def _tell_of_lost_rank(self, error: Exception) -> None:
+        if not self._has_told:
+            self._has_told = True
+            text = f"a rank could not be connected to rdzv_endpoint ({type(error).__name__} {error})".rstrip()
+            threading.Thread(target=say, args=(text,), daemon=True).start()
 
     async def _end(self) -> None:
         """Accept no more connections, cancel what runs in the event loop, and close all connections."""
@@ -166,21 +168,3 @@ class RendezvousClient:
             return future.result(max(within_s, 0.0))
         finally:
             future.cancel()
-
-    def _wrong_secret(self, greeting: dict[str, Any]) -> str:
-        if secret_of_environment() is not None:
-            reason = f"the secret in this machine's {VARIABLE} is not the one of the launcher there"
-        elif greeting.get("secret") == "environment":
-            reason = f"the launcher there has its secret from {VARIABLE}, which is not set on this machine"
-        else:
-            reason = f"this machine does not see the secret that the launcher there wrote to {self._run_folder}/{FILE}"
-        return not_started(self._endpoint, f"{reason}. All machines must share output_dir, or have the same {VARIABLE}")
-
-
-def not_started(endpoint: str, reason: str) -> str:
-    """Return the text of an error that keeps the ranks of this machine from starting."""
-    return (
-        f"{reason}: the ranks of this machine were not started. They meet at rdzv_endpoint={endpoint}: is it an "
-        "address of one of the machines, is it reached from all of them, is its port free, and was the same command "
-        "started on each?"
-    )

@@ -3,7 +3,7 @@
     server -> client   {"surefoot": 1, "challenge": C, "secret": "file" | "environment"}
     client -> server   {"challenge": D, "proof": HMAC-SHA256(secret, "client" C D)}
     server -> client   {"proof": HMAC-SHA256(secret, "server" C D)}
-    client -> server   {"request": "join" | "count_waiting" | "close" | "store", ...}, answered one by one
+    client -> server   {"request": "join" | "attach" | "count_waiting" | "close" | "store", ...}, answered one by one
 
 After a request for the store the connection carries the store's own bytes. Lines and times are bounded. Nothing is
 unpickled. What follows the proofs is neither encrypted nor signed.
@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import os
 import re
 import secrets
 from contextlib import suppress
@@ -40,9 +41,9 @@ async def send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
     await writer.drain()
 
 
-async def receive(reader: asyncio.StreamReader, within_s: float | None = ANSWER_WITHIN_S) -> dict[str, Any]:
+async def receive(reader: asyncio.StreamReader, *, may_take_long: bool = False) -> dict[str, Any]:
     """Return the next message. Raises: ProtocolError, EOFError, TimeoutError, OSError."""
-    async with asyncio.timeout(within_s):
+    async with asyncio.timeout(None if may_take_long else ANSWER_WITHIN_S):
         try:
             line = await reader.readline()
         except ValueError as error:
@@ -61,7 +62,7 @@ async def receive(reader: asyncio.StreamReader, within_s: float | None = ANSWER_
 def prove(secret: str, side: str, server_challenge: str, client_challenge: str) -> str:
     """Return the proof that a side ("server" or "client") knows the secret."""
     text = f"surefoot {VERSION} {side} {server_challenge} {client_challenge}"
-    return hmac.new(secret.encode(), text.encode(), hashlib.sha256).hexdigest()
+    return hmac.new(os.fsencode(secret), text.encode(), hashlib.sha256).hexdigest()
 
 
 def new_challenge() -> str:
@@ -99,12 +100,9 @@ async def greet_client(
 async def receive_greeting(reader: asyncio.StreamReader) -> dict[str, Any]:
     """The client's first step: return the server's greeting.
 
-    Raises: ProtocolError if it is another service; EOFError or OSError if the connection is lost.
+    Raises: ProtocolError if it is another service; EOFError or OSError (TimeoutError) if there is no answer.
     """
-    try:
-        greeting = await receive(reader)
-    except TimeoutError as error:
-        raise ProtocolError(f"it says nothing for {ANSWER_WITHIN_S:.0f} s") from error
+    greeting = await receive(reader)
     if greeting.get("surefoot") != VERSION:
         raise ProtocolError("another service, or another version of Surefoot")
     challenge_of(greeting)

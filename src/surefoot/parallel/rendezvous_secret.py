@@ -15,19 +15,31 @@ from surefoot.storage import storage_error, sync_folder
 
 VARIABLE = "SUREFOOT_RENDEZVOUS_SECRET"
 FILE = ".rendezvous-secret"
-LEAST_CHARACTERS = 16
+LEAST_CHARACTERS, LEAST_DIFFERENT = 16, 8
 MOST_BYTES = 4096
 
 
 def secret_of_environment() -> str | None:
-    """Return the secret that the environment gives, if any. Raises: ConfigError if it is too short."""
+    """Return the secret that the environment gives, if any. Raises: ConfigError if it is too easy to guess."""
     secret = os.environ.get(VARIABLE)
-    if secret is not None and len(secret) < LEAST_CHARACTERS:
+    if secret is not None and (len(secret) < LEAST_CHARACTERS or len(set(secret)) < LEAST_DIFFERENT):
         raise ConfigError(
-            f"{VARIABLE} has {len(secret)} characters, and a secret needs at least {LEAST_CHARACTERS}. Generate one "
-            "with `openssl rand -hex 32` and set the same on all machines."
+            f"{VARIABLE} has {len(secret)} characters, {len(set(secret))} of them different, and a secret needs at "
+            f"least {LEAST_CHARACTERS} and {LEAST_DIFFERENT}. Generate one with `openssl rand -hex 32` and set the "
+            "same on all machines."
         )
     return secret
+
+
+@contextmanager
+def hidden_from_children() -> Iterator[None]:
+    """Keep the secret out of the environment of processes that are started meanwhile."""
+    secret = os.environ.pop(VARIABLE, None)
+    try:
+        yield
+    finally:
+        if secret is not None:
+            os.environ[VARIABLE] = secret
 
 
 def read_secret(run_folder: Path) -> str | None:
@@ -50,22 +62,24 @@ def shared_secret(run_folder: Path) -> Iterator[str]:
     temporary = path.with_name(f"{FILE}.{os.getpid()}.tmp")
     secret = secrets.token_hex(32)
     try:
-        run_folder.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w", encoding="ascii") as file:
-            file.write(secret)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(run_folder)
-    except OSError as error:
-        raise storage_error(path, error) from error
-    try:
+        try:
+            run_folder.mkdir(parents=True, exist_ok=True)
+            temporary.unlink(missing_ok=True)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w", encoding="ascii") as file:
+                file.write(secret)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            sync_folder(run_folder)
+        except OSError as error:
+            raise storage_error(path, error) from error
         yield secret
     finally:
-        if read_secret(run_folder) == secret:  # another launcher may serve there by now
-            path.unlink(missing_ok=True)
+        with suppress(OSError):  # a file system that fails: the secret is of no use to anyone after this run
+            temporary.unlink(missing_ok=True)
+            if read_secret(run_folder) == secret:  # another launcher may serve there by now
+                path.unlink()
         for folder in new_folders:
             with suppress(OSError):
                 folder.rmdir()

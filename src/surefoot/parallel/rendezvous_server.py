@@ -7,12 +7,14 @@ loopback interface: what other machines ask of it comes through connections whos
 import asyncio
 import contextlib
 import socket
+import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from surefoot.parallel.listening import LOOPBACK, listen, serve_store
+from surefoot.parallel.listening import BACKLOG, LOOPBACK, listen, serve_store
 from surefoot.parallel.rendezvous_messages import (
     LINE_BYTES,
     ProtocolError,
@@ -25,11 +27,13 @@ from surefoot.parallel.rendezvous_messages import (
 )
 
 UNPROVEN_CONNECTIONS = 64
-"""Connections that may be in their handshake at the same time. One more closes the oldest, so that strangers who hold
-theirs open keep nobody out."""
+"""Connections that may be in their handshake at the same time. One more closes the oldest of the address that has most
+of them."""
 STORE_TIMEOUT = timedelta(minutes=10)
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """Seconds after which a machine without power is noticed: about 25."""
+OTHER, ENDED, FULL = "other run", "ended", "full"
+"""Why a launcher is refused: it comes for another run; this one has ended; it has all its machines, for now."""
 LOST = (ProtocolError, EOFError, OSError)
 """How a connection ends, besides well. TimeoutError is an OSError."""
 
@@ -66,38 +70,47 @@ class RendezvousServer:
         self._store: Any = None
         self._is_closed = False
         self._changed = asyncio.Condition()
-        self._unproven: dict[asyncio.StreamWriter, None] = {}
+        self._unproven: dict[asyncio.StreamWriter, str] = {}
+        """Connections in their handshake, oldest first, and the address that each is from."""
 
     async def serve(self, listener: socket.socket) -> asyncio.Server:
         """Accept connections until the returned server is closed."""
-        return await asyncio.start_server(self._accept, sock=listener, limit=LINE_BYTES)
+        return await asyncio.start_server(self._accept, sock=listener, limit=LINE_BYTES, backlog=BACKLOG)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         keep_alive(writer)
+        address = str(writer.get_extra_info("peername", ("unknown",))[0])
         try:
-            self._unproven[writer] = None
-            if len(self._unproven) > UNPROVEN_CONNECTIONS:
-                next(iter(self._unproven)).transport.abort()
+            self._make_room()
+            self._unproven[writer] = address
             try:
                 await greet_client(reader, writer, self._secret, self._secret_source)
             finally:
-                del self._unproven[writer]
+                self._unproven.pop(writer, None)
             await self._answer(reader, writer)
         except WrongSecret:
-            if self._on_refusal is not None:
-                self._on_refusal(str(writer.get_extra_info("peername", ("unknown",))[0]))
+            if self._on_refusal is not None:  # in a thread, because a terminal may take no text
+                threading.Thread(target=self._on_refusal, args=(address,), daemon=True).start()
                 self._on_refusal = None
         except (asyncio.CancelledError, *LOST):
             pass  # the launcher itself reports how its run ended; a cancelled task would be logged
         finally:
             await close(writer)
 
+    def _make_room(self) -> None:
+        """Close a connection if too many are in their handshake."""
+        if len(self._unproven) >= UNPROVEN_CONNECTIONS:
+            crowded, _ = Counter(self._unproven.values()).most_common(1)[0]
+            oldest = next(writer for writer, address in self._unproven.items() if address == crowded)
+            del self._unproven[oldest]
+            oldest.transport.abort()
+
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the requests of a launcher that has proven the secret."""
         machine: Machine | None = None
         try:
             while True:
-                message = await receive(reader, None)
+                message = await receive(reader, may_take_long=True)
                 request = message.get("request")
                 if request == "store":
                     await self._connect_to_store(message, reader, writer)
@@ -107,6 +120,10 @@ class RendezvousServer:
                     if machine is None:
                         return
                     await self._wait_for_round(machine, reader)
+                elif request == "attach":
+                    machine = await self._attach(message, writer)
+                    if machine is None:
+                        return
                 elif request == "count_waiting":
                     waiting = sum(other.is_waiting for other in self._machines.values())
                     await send(writer, {"waiting": waiting})
@@ -125,17 +142,17 @@ class RendezvousServer:
         """Register a launcher for the next round; None if it was refused, with the reason sent."""
         node, host = str(message.get("node")), str(message.get("host"))
         others = [name for name in self._machines if name != node]
-        refusal = ""
+        refusal: tuple[str, str] | None = None
         if message.get("purpose") != self._purpose:
-            refusal = f"the machines there come together to {self._purpose}, not to {message.get('purpose')}"
+            refusal = OTHER, f"the machines there come together to {self._purpose}, not to {message.get('purpose')}"
         elif message.get("num_machines") != self._num_machines:
-            refusal = f"the machines there have nnodes={self._num_machines}, not {message.get('num_machines')}"
+            refusal = OTHER, f"the machines there have nnodes={self._num_machines}, not {message.get('num_machines')}"
         elif self._is_closed:
-            refusal = "the run there has ended"
+            refusal = ENDED, "the run there has ended"
         elif len(others) >= self._num_machines:
-            refusal = f"the run there has all its {self._num_machines} machines"
-        if refusal:
-            await send(writer, {"error": refusal})
+            refusal = FULL, f"the run there has all its {self._num_machines} machines"
+        if refusal is not None:
+            await send(writer, {"error": refusal[0], "reason": refusal[1]})
             return None
         machine = Machine(node, host, message.get("is_server") is True, writer)
         self._machines.pop(node, None)
@@ -144,6 +161,17 @@ class RendezvousServer:
             if len(self._machines) == self._num_machines and all(m.is_waiting for m in self._machines.values()):
                 self._begin_round()
             self._changed.notify_all()
+        return machine
+
+    async def _attach(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> Machine | None:
+        """Take back a launcher of the current round whose connection was lost; None if its round is over."""
+        node = str(message.get("node"))
+        if self._is_closed or message.get("round") != self._round or node not in self._ranks:
+            await send(writer, {"error": ENDED, "reason": f"round {message.get('round')} is over"})
+            return None
+        machine = Machine(node, str(message.get("host")), message.get("is_server") is True, writer, is_waiting=False)
+        self._machines[node] = machine
+        await send(writer, {})
         return machine
 
     def _begin_round(self) -> None:
@@ -175,15 +203,15 @@ class RendezvousServer:
         async with self._changed:
             await self._changed.wait_for(lambda: self._is_closed or not machine.is_waiting)
         if machine.is_waiting:
-            return {"error": "the run there has ended"}
-        return {"round": self._round, "rank": self._ranks[machine.node]}
+            return {"error": ENDED, "reason": "the run there has ended"}
+        return {"round": self._round, "rank": self._ranks[machine.node], "store_port": self._store.port}
 
     async def _connect_to_store(
         self, message: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Carry the bytes of a rank and the store of its round."""
         if message.get("round") != self._round or self._store is None:
-            await send(writer, {"error": f"round {message.get('round')} is over"})
+            await send(writer, {"error": ENDED, "reason": f"round {message.get('round')} is over"})
             return
         store = await asyncio.open_connection(LOOPBACK, self._store.port)
         try:

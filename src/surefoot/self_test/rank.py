@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from surefoot.doctor.collect import collect, existing_folder
 from surefoot.doctor.nvml import read_visible
 from surefoot.errors import ConfigError, StoppedOnFinding
-from surefoot.parallel.listening import keep_on_this_machine
+from surefoot.parallel.listening import is_one_machine, keep_on_this_machine
 from surefoot.parallel.meeting import shared_store
 from surefoot.parallel.ranks import gpu_of
 from surefoot.self_test import collectives, reach
@@ -118,7 +118,7 @@ def _reach(place: Place) -> Any:
 
 def _join(place: Place) -> Any:
     """The process group of a run, and the NCCL that it loaded."""
-    if len(place.firsts) == 1:
+    if is_one_machine(place.size):
         keep_on_this_machine()
     dist.init_process_group(
         "nccl" if place.device.type == "cuda" else "gloo",
@@ -239,8 +239,8 @@ def try_out(task: Task, stages: Sequence[Stage] | None = None) -> tuple[Report |
     device = gpu_of(rank, local_rank) if task.device == "cuda" else torch.device("cpu")
     chosen = stages_of(size, is_deep=task.is_deep) if stages is None else stages
     try:
-        working = PrefixStore("self-test", shared_store(rank, CONNECT_WITHIN))
-        watching = PrefixStore("self-test", shared_store(-1, CONNECT_WITHIN))  # the other may wait for an answer
+        working = PrefixStore("self-test", shared_store(rank, size, CONNECT_WITHIN))
+        watching = PrefixStore("self-test", shared_store(-1, size, CONNECT_WITHIN))  # the other may wait for an answer
     except RuntimeError as error:
         raise ConfigError(
             f"rank {rank}: nobody answers at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where rank 0 or "

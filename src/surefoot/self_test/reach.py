@@ -14,6 +14,7 @@ import psutil
 from surefoot.parallel.listening import listen, local_address_towards
 
 CONNECT_WITHIN_S = 3.0
+RETRY_S = 0.1
 AT_A_TIME = 128
 WORD = b"surefoot "
 PINGS = 5
@@ -21,7 +22,7 @@ NAMING = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 class Listener:
-    """Accepts connections on a free port of some addresses of this machine and sends its rank, until it is closed."""
+    """Accepts connections on a free port of some addresses of this machine and sends its rank, to the process's end."""
 
     def __init__(self, rank: int, addresses: Sequence[str]) -> None:
         self._greeting = WORD + str(rank).encode()
@@ -36,10 +37,13 @@ class Listener:
 
     def _answer(self, listening: socket.socket) -> None:
         while True:
-            with suppress(OSError):  # a caller that hung up
+            try:
                 caller, _ = listening.accept()
-                with caller:
-                    caller.sendall(self._greeting)
+            except OSError:  # no descriptor is free
+                time.sleep(RETRY_S)
+                continue
+            with caller, suppress(OSError):  # a caller that hung up
+                caller.sendall(self._greeting)
 
 
 def listening_addresses(environment: Mapping[str, str], endpoint: str | None) -> list[str]:

@@ -213,7 +213,7 @@ def _environment(config: RunConfig) -> dict[str, str]:
     if config.tuning == "lora":
         own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     own.pop("VLLM_API_KEY", None)  # of another server: this one listens to its machine alone, and is asked without one
-    return {**own, **loopback_variables(), "VLLM_HOST_IP": LOOPBACK, "VLLM_NO_USAGE_STATS": "1"}
+    return {**loopback_variables(), "VLLM_HOST_IP": LOOPBACK, **own, "VLLM_NO_USAGE_STATS": "1"}
 
 
 def _without_segments(options: str) -> str:
