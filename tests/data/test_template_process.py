@@ -17,10 +17,11 @@ import yaml
 from transformers import PreTrainedTokenizerFast
 
 from surefoot.data.conversation import BadRow, Conversation, Message
-from surefoot.data.render import Renderer, RendererSource
+from surefoot.data.render import Renderer, RendererSource, answer_ends
 from surefoot.data.template_process import IDLE_S, deadline, memory_limit
 from surefoot.errors import DataError
 from tests.conftest import CHATML, counting_rows, surefoot, write_jsonl
+from tests.data.opening import prepared
 
 ASKED = Conversation((Message("user", "a"), Message("assistant", "b")))
 DOUBLES = "{% set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
@@ -142,3 +143,11 @@ def test_a_run_with_a_hostile_template_ends_with_status_2(
     assert "rows.jsonl" in done.stderr
     assert "the chat template" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_preparation_leaves_no_child(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    before = children()
+    assert answer_ends(tokenizer)
+    assert children() == before
+    prepared(write_jsonl(tmp_path / "rows.jsonl", counting_rows(5)), tokenizer)
+    assert children() == before

@@ -22,7 +22,7 @@ from surefoot.data.cache import CachedFile
 from surefoot.data.containers import Chunk
 from surefoot.data.prepare import Preparer, source_as_dict
 from surefoot.data.render import RendererSource
-from surefoot.data.template_process import TOO_LONG
+from surefoot.data.template_process import TEMPLATE_PROCESS, TOO_LONG
 from surefoot.errors import DataError, SurefootError
 
 SMALL_BYTES = 1 << 20
@@ -207,9 +207,12 @@ class Preparation:
         jobs = _jobs(self._files, ours, first)
         if (self.is_small or self._num_workers == 0) and threading.current_thread() is threading.main_thread():
             preparer = Preparer(self._source)
-            for job in jobs:
-                preparer.prepare(job.file.recipe, job.chunk)
-                self._report(job)
+            try:
+                for job in jobs:
+                    preparer.prepare(job.file.recipe, job.chunk)
+                    self._report(job)
+            finally:
+                TEMPLATE_PROCESS.end()
         else:
             with _Workers(self._source, max(1, self._num_workers)) as workers:
                 for job in workers.run(jobs, self._stopping):

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.images import Image, ImageSettings, find_image
 from surefoot.data.template import ChatTemplate, Span, TemplateSource, Text
+from surefoot.data.template_process import TEMPLATE_PROCESS
 from surefoot.errors import DataError
 from surefoot.storage import cache_folder, write_bytes
 
@@ -117,6 +118,8 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | 
         ends = ChatTemplate(source).ends
     except DataError:  # of no use to anyone: where conversations are trained or asked, that is said
         return frozenset()
+    finally:
+        TEMPLATE_PROCESS.end()
     return frozenset(tokenizer.convert_tokens_to_ids(list(ends)))
 
 

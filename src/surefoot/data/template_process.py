@@ -208,6 +208,13 @@ class TemplateProcess:
             return str(text)
         raise DataError(text) if kind == "DataError" else BadRow(text)
 
+    def end(self) -> None:
+        """End the child, if there is one: nothing is rendered for some time."""
+        with self._lock:
+            child, self._child = self._child, None
+            if child is not None and self._owner == os.getpid():
+                child.end()
+
     def _ask(self, request: bytes, call: Rendering) -> bytes:
         for _ in range(ATTEMPTS):
             if self._child is None or self._owner != os.getpid():  # a child of the process that forked this one
