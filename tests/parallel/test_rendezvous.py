@@ -45,8 +45,9 @@ def run(tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def open_rendezvous() -> Iterator[Callable[..., RendezvousHandler]]:
+def open_rendezvous(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RendezvousHandler]]:
     """Open a rendezvous as one more launcher, until the test ends."""
+    monkeypatch.delenv(VARIABLE, raising=False)  # and is undone after the launchers have given the secret back
     with ExitStack() as stack:
 
         def open_one(run: Run, purpose: str = "train", join_within_s: float = 20.0) -> RendezvousHandler:
@@ -115,7 +116,9 @@ def test_who_has_another_secret_is_refused_and_the_machines_go_on(
     run: Run, open_rendezvous: Callable[..., RendezvousHandler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "the secret of this run")
-    first, second = open_rendezvous(run), open_rendezvous(run)
+    first = open_rendezvous(run)
+    monkeypatch.setenv(VARIABLE, "the secret of this run")  # an open rendezvous hides it from children
+    second = open_rendezvous(run)
     assert not (run.run_folder / FILE).exists(), "it is written nowhere"
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(first.next_rendezvous)
@@ -140,9 +143,7 @@ def test_a_secret_that_is_easy_to_guess_is_refused(
         open_rendezvous(run)
 
 
-def test_children_do_not_get_the_secret(
-    run: Run, open_rendezvous: Callable[..., RendezvousHandler], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_children_do_not_get_the_secret(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "the secret of this run")
     with rendezvous.rendezvous(run, "train", 5.0):
         assert VARIABLE not in os.environ
