@@ -1,14 +1,13 @@
 """Renders a chat template under limits of time and memory: a template is a program that somebody else wrote.
 
 Limits are those of a process. Workers that prepare data are processes for nothing else, and render in themselves.
-Every other process has a child that renders: forked where it is needed, gone after `IDLE_S`. The child is sent pickled
-arguments and answers with JSON, so a template that breaks out of its sandbox reaches no further.
+Every other process has a child that renders: forked where it is needed, gone after `IDLE_S`. Requests and answers are
+JSON, so a template that breaks out of its sandbox reaches no further.
 """
 
 import gc
 import json
 import os
-import pickle
 import resource
 import select
 import signal
@@ -18,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -200,7 +199,7 @@ class TemplateProcess:
         """Return the rendered text. Raises: DataError, BadRow, see `render_here`."""
         if self.is_worker:
             return render_here(call)
-        request = pickle.dumps(call)
+        request = json.dumps(asdict(call), default=str).encode()
         with self._lock:
             answer = self._ask(request, call)
         kind, text = json.loads(answer)
@@ -251,7 +250,7 @@ def _serve(requests: int, answers: int) -> NoReturn:
                 with suppress(OSError):
                     os.close(int(entry.name))
         while _is_ready(requests, IDLE_S) and (request := _read(requests)) is not None:
-            call: Rendering = pickle.loads(request)
+            call = Rendering(**json.loads(request))
             try:
                 answer = ["text", render_here(call)]
             except (DataError, BadRow) as error:

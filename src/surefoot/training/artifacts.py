@@ -139,12 +139,17 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
 def _merge_or_copy(finished: Path, target: Path, merge: bool) -> Path:
     if not merge:
         with new_folder(target) as folder:
-            shutil.copytree(finished, folder, dirs_exist_ok=True)
+            shutil.copytree(finished, folder, dirs_exist_ok=True, ignore=_devices)
         return target
     base = load_adapter_files(finished)[0].get("base_model_name_or_path")
     if not base or not isinstance(base, str):
         raise ModelError(f"{finished}/{CONFIG} names no base model.")
     return _merge(resolve_model(base, f"{finished}/{CONFIG}"), finished, target)
+
+
+def _devices(folder: str, names: list[str]) -> list[str]:
+    """Return what is neither a file nor a folder: a device or a pipe may have no end."""
+    return [name for name in names if not Path(folder, name).is_file() and not Path(folder, name).is_dir()]
 
 
 def _merge(base: Path, adapter: Path, target: Path) -> Path:
