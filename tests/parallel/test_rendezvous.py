@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 from surefoot.errors import ConfigError, SurefootError
 from surefoot.parallel import rendezvous, rendezvous_messages
 from surefoot.parallel.listening import has_ranks_elsewhere, is_one_machine, serve_store_at
+from surefoot.parallel.meeting import ATTEMPT
 from surefoot.parallel.rendezvous_secret import FILE, VARIABLE, read_secret
 from surefoot.parallel.rendezvous_server import UNPROVEN_CONNECTIONS
 from tests.support.sockets import listening_sockets
@@ -76,7 +77,7 @@ def test_machines_are_numbered_and_share_a_store(run: Run, open_rendezvous: Call
     for info in (first, second):
         assert info.bootstrap_store_info is not None
         assert info.bootstrap_store_info.master_addr == "127.0.0.1", "ranks reach the store through their own launcher"
-    assert os.environ[rendezvous.ATTEMPT] == "0"
+    assert os.environ[ATTEMPT] == "0"
 
 
 def test_a_machine_that_starts_again_is_waited_for_and_each_round_has_a_store_of_its_own(
@@ -95,7 +96,7 @@ def test_a_machine_that_starts_again_is_waited_for_and_each_round_has_a_store_of
         assert (first.rank, second.result(20).rank) == (0, 1)
     assert launchers[0].num_nodes_waiting() == 0
     assert not first.store.check(["word"])
-    assert os.environ[rendezvous.ATTEMPT] == "1", "the same on all machines, whoever failed"
+    assert os.environ[ATTEMPT] == "1", "the same on all machines, whoever failed"
 
 
 def test_the_secret_is_new_private_and_deleted(run: Run) -> None:

@@ -6,7 +6,8 @@ PAGES = {
     "SF601": Page(
         "warning",
         "a damaged checkpoint was passed over",
-        "A file of it is missing or does not match the checksum in its manifest; an older one is used.",
+        "A file of it is missing, is not named in its manifest, does not match its checksum or does not hold what it "
+        "should. An older checkpoint is used.",
         "Check the disk if this happens again.",
     ),
 }

@@ -30,7 +30,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from surefoot import cgroup, errors
 from surefoot.errors import StoppedOnFinding, SurefootError
 from surefoot.findings import Finding
-from surefoot.parallel.rendezvous import BACKEND, Launch, attempt, rendezvous
+from surefoot.parallel.meeting import attempt
+from surefoot.parallel.rendezvous import BACKEND, Launch, rendezvous
 from surefoot.process_end import describe_end, restore_handlers, stop_signals, was_for_memory
 
 FOLDER = "SUREFOOT_LAUNCH"

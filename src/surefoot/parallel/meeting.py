@@ -18,15 +18,21 @@ from torch.distributed.distributed_c10d import PrefixStore
 from surefoot.errors import StoppedOnFinding
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.parallel.listening import serve_store_at
-from surefoot.parallel.rendezvous import attempt
 from surefoot.terminal import say
 
 LATE = timedelta(seconds=15)
 """Launchers start all ranks at once: after so long the absent ones are named."""
 DEADLINE = timedelta(minutes=10)
 """After which a rank fails that still waits for others; by then an image was pulled."""
+ATTEMPT = "SUREFOOT_ATTEMPT"
+"""Environment variable of ranks: how often the ranks of all machines were started before."""
 COUNT = "number here"
 POLL_S = 0.1
+
+
+def attempt() -> int:
+    """Return how often the ranks of this run were started before, in a rank."""
+    return int(os.environ.get(ATTEMPT, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
 
 def shared_store(rank: int, num_ranks: int, timeout: timedelta) -> Any:

@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from surefoot.errors import ConfigError, SurefootError
 from surefoot.parallel.listening import LOOPBACK, can_connect, is_loopback, listen, serve_store
+from surefoot.parallel.meeting import ATTEMPT
 from surefoot.parallel.rendezvous_client import LOST, RendezvousClient
 from surefoot.parallel.rendezvous_messages import ProtocolError, WrongSecret
 from surefoot.parallel.rendezvous_secret import (
@@ -45,8 +46,6 @@ from surefoot.terminal import say
 
 BACKEND = "surefoot"
 """Name under which elastic finds these handlers."""
-ATTEMPT = "SUREFOOT_ATTEMPT"
-"""Environment variable of ranks: how often the ranks of all machines were started before."""
 RETRY_S = 0.5
 SHARED_WITHIN_S = 60.0
 """How long a network file system may take to show the secret on another machine."""
@@ -67,11 +66,6 @@ class Launch(Protocol):
     def rdzv_endpoint(self) -> str | None: ...
     @property
     def run_folder(self) -> Path: ...
-
-
-def attempt() -> int:
-    """Return how often the ranks of this run were started before, in a rank."""
-    return int(os.environ.get(ATTEMPT, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
 
 @contextmanager
