@@ -26,6 +26,7 @@ from surefoot.doctor.nvml import read_cards, read_peers, read_topology
 from surefoot.doctor.other_nccl import other_nccl
 from surefoot.doctor.snapshot import ELSEWHERE, HERE, LISTENS, Disk, Interface, Port, Snapshot
 from surefoot.kernel_log import OF_PROGRAMS, KernelLog, gpu_errors
+from surefoot.loopback import variables_of_user
 
 PART_WITHIN_S, PATIENT_WITHIN_S = 1.5, 8.0
 GPU_PARTS = ("cards", "peers", "topology")
@@ -142,7 +143,7 @@ def _versions(root: Path) -> dict[str, str]:
 def _variables() -> dict[str, str]:
     return {
         name: value
-        for name, value in sorted(os.environ.items())
+        for name, value in sorted(variables_of_user().items())
         if name.startswith(READ_BY) and name not in SET_BY_A_RUN
     }
 

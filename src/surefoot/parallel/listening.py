@@ -7,10 +7,8 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-import psutil
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-LOOPBACK = "127.0.0.1"
 BACKLOG = 128
 """Connections that may wait to be accepted."""
 CONNECT_WITHIN_S = 5.0
@@ -95,15 +93,6 @@ def serve_store_at(host: str, port: int, num_ranks: int, timeout: timedelta) -> 
     return serve_store(listener, timeout)
 
 
-def keep_on_this_machine() -> None:
-    """Let gloo and NCCL connect the ranks over the loopback interface, unless the environment names another one.
-
-    For ranks that are all on this machine. By default both listen on the interface of the machine's host name.
-    """
-    for name, value in loopback_variables().items():
-        os.environ.setdefault(name, value)
-
-
 def is_one_machine(num_ranks: int) -> bool:
     """Return whether the launcher's environment says that all ranks of the run are on this machine."""
     return num_ranks == 1 or _num_ranks_here() == num_ranks or os.environ.get("SLURM_STEP_NUM_NODES") == "1"
@@ -119,14 +108,6 @@ def has_ranks_elsewhere(num_ranks: int) -> bool:
 def _num_ranks_here() -> int | None:
     numbers = (os.environ.get(name, "") for name in RANKS_HERE)
     return next((int(number) for number in numbers if number.isdigit()), None)
-
-
-def loopback_variables() -> dict[str, str]:
-    """Return the variables that keep gloo and NCCL on the loopback interface; none if there is no such interface."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.family == socket.AF_INET and address.address == LOOPBACK for address in addresses):
-            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
-    return {}
 
 
 def is_loopback(address: str) -> bool:

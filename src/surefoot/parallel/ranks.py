@@ -20,7 +20,8 @@ from torch._C._distributed_c10d import HashStore
 from surefoot import errors
 from surefoot.errors import ConfigError, StoppedOnFinding, SurefootError
 from surefoot.findings import Finding
-from surefoot.parallel.listening import is_one_machine, keep_on_this_machine
+from surefoot.loopback import kept_on_this_machine
+from surefoot.parallel.listening import is_one_machine
 from surefoot.parallel.meeting import connecting, meet
 
 DEADLINE = timedelta(minutes=10)
@@ -165,17 +166,25 @@ def joined(device_type: str, *, alone_too: bool = False) -> Iterator[Ranks]:
     said = os.environ.get("WORLD_SIZE", "1")
     if not said.isdigit() or int(said) < 1:
         raise ConfigError(f"WORLD_SIZE='{said}' is no number of ranks. Unset it, or start ranks with a launcher.")
-    if int(said) == 1:
+    size = int(said)
+    with kept_on_this_machine(is_needed=is_one_machine(size)):
+        if size > 1:
+            with _joined_others(backend, size) as ranks:
+                yield ranks
+            return
         is_ours = alone_too and not dist.is_initialized()
         if is_ours:
-            keep_on_this_machine()
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         try:
             yield ALONE
         finally:
             if is_ours:
                 dist.destroy_process_group()
-        return
+
+
+@contextmanager
+def _joined_others(backend: str, size: int) -> Iterator[Ranks]:
+    """Join the other ranks of a run of several."""
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(
@@ -183,15 +192,13 @@ def joined(device_type: str, *, alone_too: bool = False) -> Iterator[Ranks]:
             "set. Start ranks with nproc_per_node, torchrun, or as the SLURM example does; where a pod has RANK and "
             "WORLD_SIZE of its own, unset them."
         )
-    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     device = None
-    if device_type == "cuda":
+    if backend == "nccl":
         device = gpu_of(rank, local_rank)
         torch.cuda.set_device(device)
     is_ours = not dist.is_initialized()
     if is_ours:
-        if is_one_machine(size):
-            keep_on_this_machine()
         store = meet(rank, size)
         with connecting(rank, backend):
             dist.init_process_group(

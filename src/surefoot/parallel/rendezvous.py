@@ -30,7 +30,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from surefoot.errors import ConfigError, SurefootError
-from surefoot.parallel.listening import LOOPBACK, can_connect, is_loopback, listen, serve_store
+from surefoot.loopback import ADDRESS as LOOPBACK
+from surefoot.parallel.listening import can_connect, is_loopback, listen, serve_store
 from surefoot.parallel.meeting import ATTEMPT
 from surefoot.parallel.rendezvous_client import LOST, RendezvousClient
 from surefoot.parallel.rendezvous_messages import ProtocolError, WrongSecret

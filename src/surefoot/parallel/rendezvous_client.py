@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from surefoot.parallel.listening import BACKLOG, LOOPBACK, listen
+from surefoot.loopback import ADDRESS as LOOPBACK
+from surefoot.parallel.listening import BACKLOG, listen
 from surefoot.parallel.rendezvous_messages import (
     LINE_BYTES,
     ProtocolError,

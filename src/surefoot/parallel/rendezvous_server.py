@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from surefoot.parallel.listening import BACKLOG, LOOPBACK, listen, serve_store
+from surefoot.loopback import ADDRESS as LOOPBACK
+from surefoot.parallel.listening import BACKLOG, listen, serve_store
 from surefoot.parallel.rendezvous_messages import (
     LINE_BYTES,
     ProtocolError,

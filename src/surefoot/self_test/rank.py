@@ -22,7 +22,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from surefoot.doctor.collect import collect, existing_folder
 from surefoot.doctor.nvml import read_visible
 from surefoot.errors import ConfigError, StoppedOnFinding
-from surefoot.parallel.listening import is_one_machine, keep_on_this_machine
+from surefoot.loopback import kept_on_this_machine
+from surefoot.parallel.listening import is_one_machine
 from surefoot.parallel.meeting import shared_store
 from surefoot.parallel.ranks import gpu_of
 from surefoot.self_test import collectives, reach
@@ -118,8 +119,6 @@ def _reach(place: Place) -> Any:
 
 def _join(place: Place) -> Any:
     """The process group of a run, and the NCCL that it loaded."""
-    if is_one_machine(place.size):
-        keep_on_this_machine()
     dist.init_process_group(
         "nccl" if place.device.type == "cuda" else "gloo",
         store=PrefixStore("group", place.store),
@@ -253,8 +252,9 @@ def try_out(task: Task, stages: Sequence[Stage] | None = None) -> tuple[Report |
     last = threading.Timer(longest_s(chosen), _give_up, (report, path, chosen, rank))
     last.daemon = True
     last.start()  # for a store that answers nothing any more: asking it has no deadline
-    threading.Thread(target=_perform, args=(place, chosen), name="stages", daemon=True).start()
-    status = _lead(report, chosen, watching, path) if rank == 0 else _follow(rank, watching, longest_s(chosen))
+    with kept_on_this_machine(is_needed=is_one_machine(size)):
+        threading.Thread(target=_perform, args=(place, chosen), name="stages", daemon=True).start()
+        status = _lead(report, chosen, watching, path) if rank == 0 else _follow(rank, watching, longest_s(chosen))
     last.cancel()
     return (report if rank == 0 else None), status
 

@@ -1,7 +1,6 @@
 """The parts of a GRPO run besides model and loss: reward workers, an engine, and the source that joins them."""
 
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ import torch
 from PIL import Image as Picture
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surefoot import loopback
 from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.images import ImageSettings, find_image
 from surefoot.data.order import Position
@@ -30,7 +30,6 @@ from surefoot.models.lora import noisy_adapter
 from surefoot.models.routing import router_names
 from surefoot.models.sources import longest_context
 from surefoot.models.vision import image_tokens
-from surefoot.parallel.listening import LOOPBACK, loopback_variables
 from surefoot.parallel.ranks import Ranks
 from surefoot.rl.builtin_rewards import BUILT_IN, columns_problem
 from surefoot.rl.engines.local import LocalEngine
@@ -197,7 +196,7 @@ def _options(config: RunConfig, images: ImageSettings | None) -> list[str]:
 
 
 def _environment(config: RunConfig) -> dict[str, str]:
-    own = {name: value for name, value in os.environ.items() if not _is_of_launcher(name)}
+    own = {name: value for name, value in loopback.variables_of_user().items() if not _is_of_launcher(name)}
     if config.device == "cpu":
         own.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         if not config.max_staleness:  # training waits meanwhile, so no core is kept free for others
@@ -213,7 +212,7 @@ def _environment(config: RunConfig) -> dict[str, str]:
     if config.tuning == "lora":
         own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     own.pop("VLLM_API_KEY", None)  # of another server: this one listens to its machine alone, and is asked without one
-    return {**loopback_variables(), "VLLM_HOST_IP": LOOPBACK, **own, "VLLM_NO_USAGE_STATS": "1"}
+    return {**loopback.loopback_variables(), "VLLM_HOST_IP": loopback.ADDRESS, **own, "VLLM_NO_USAGE_STATS": "1"}
 
 
 def _without_segments(options: str) -> str:
