@@ -48,6 +48,7 @@ def test_light_verbs_end_as_ever(tmp_path: Path, command: str, status: int, redi
     assert status_of(command, redirection, tmp_path) == status
 
 
+@pytest.mark.matrix
 def test_runs_end_as_ever_and_keep_what_they_made(tmp_path: Path, settings: dict[str, Any]) -> None:
     for number, redirection in enumerate([">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full 2>/dev/full", "| head -c1"]):
         run = tmp_path / f"run-{number}"

@@ -1,6 +1,7 @@
 """Reading JSON files that lost power, a failing disk or a person may have damaged. Standard library only."""
 
 import json
+import os
 from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
@@ -28,7 +29,8 @@ def read_object(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
         if not path.is_file():  # to open a named pipe would wait for ever
             raise DamagedFile(f"{path} is not a file")
         with open(path, "rb") as file:
-            content = file.read(max_bytes + 1)
+            size = os.fstat(file.fileno()).st_size  # Python takes the memory for all that is asked for
+            content = file.read(min(size, max_bytes) + 1)
     except (OSError, ValueError) as error:
         if isinstance(error, DamagedFile):
             raise

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from surefoot.events import CompletionsMade, RunStarted
 from surefoot.findings import Finding
 from surefoot.health.explain import explain
 from surefoot.health.watch import watch
+from surefoot.json_files import read_object
 from surefoot.report.page import write_report
 from surefoot.training.checkpoint import list_checkpoints
 from surefoot.training.metrics import CompletionsFile, drop_lines_from
@@ -173,3 +175,14 @@ def test_a_completion_is_not_lost_to_a_cut_line(tmp_path: Path) -> None:
     observer.observe(RunStarted(tmp_path, {}, 4, 2, 1, 1))
     observer.observe(CompletionsMade(2, 1, ({"prompt": "y"},)))
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_reading_a_file_takes_no_memory_beyond_its_size(tmp_path: Path) -> None:
+    """The largest size that is allowed may be more than the machine has."""
+    (tmp_path / "state.json").write_text('{"step": 1}')
+    tracemalloc.start()
+    try:
+        assert read_object(tmp_path / "state.json", max_bytes=1 << 40) == {"step": 1}
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

@@ -54,7 +54,14 @@ def stop_with(settings: dict[str, Any], numbers: Sequence[int]) -> tuple[int, st
     return process.returncode, said
 
 
-@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param([signal.SIGTERM], marks=pytest.mark.matrix),
+        pytest.param([signal.SIGINT], marks=pytest.mark.matrix),
+        [signal.SIGTERM, signal.SIGINT, signal.SIGHUP],
+    ],
+)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_storm_of_signals_within_the_last_save_ends_a_run_as_one_does(
     settings: dict[str, Any], num_ranks: int, numbers: Sequence[int]

@@ -122,7 +122,7 @@ def read_json_object(path: Path, where: str | None = None) -> dict[str, Any]:
     place = f" ({where})" if where is not None else ""
     try:
         with open(path, "rb") as file:
-            text = file.read(MOST_JSON_BYTES + 1)
+            text = file.read(min(os.fstat(file.fileno()).st_size or MOST_JSON_BYTES, MOST_JSON_BYTES) + 1)
         if len(text) > MOST_JSON_BYTES:
             raise ModelError(f"{path} is longer than {MOST_JSON_BYTES} bytes, so it was not read{place}.")
         content = json.loads(text)
