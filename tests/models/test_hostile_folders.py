@@ -132,16 +132,21 @@ def test_a_malformed_index_is_refused(folder: Path, weight_map: Any) -> None:
         weight_files(folder)
 
 
-@pytest.mark.parametrize("name", ["../other/x.safetensors", "/etc/passwd", "link.safetensors", "sub/x", "\0", "\ud800"])
+@pytest.mark.parametrize("name", ["../other/x.safetensors", "/etc/passwd", "sub/../../other/x", "\0", "\ud800"])
 def test_a_weight_map_that_leaves_the_folder_is_refused(folder: Path, name: str) -> None:
     other = folder.parent / "other"
     other.mkdir()
     shutil.copy(folder / "model.safetensors", other / "x.safetensors")
-    (folder / "link.safetensors").symlink_to(other / "x.safetensors")
-    (folder / "sub").symlink_to(other)
     change(folder / INDEX, metadata={}, weight_map={"lm_head.weight": name, "model.norm.weight": "model.safetensors"})
     with pytest.raises(ModelError, match=r"weight_map gives 'lm_head.weight' the file .* outside the folder"):
         weight_files(folder)
+
+
+def test_links_that_the_owner_of_a_folder_has_put_there_are_followed(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "on another disk.safetensors")
+    (folder / "part.safetensors").symlink_to(folder.parent / "on another disk.safetensors")
+    change(folder / INDEX, metadata={}, weight_map={"lm_head.weight": "part.safetensors"})
+    build(folder)
 
 
 def test_links_of_the_hubs_cache_are_followed(folder: Path) -> None:
