@@ -141,7 +141,7 @@ def replace_folder(target: Path, complete: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def exchange_folders(one: Path, other: Path) -> bool:
+def exchange_folders(first: Path, second: Path) -> bool:
     """Swap the names of two folders at once; return False where the file system cannot.
 
     Source: renameat2(2); NFS and Lustre do not have it.
@@ -150,7 +150,7 @@ def exchange_folders(one: Path, other: Path) -> bool:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
         return False
-    status: int = renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE)
+    status: int = renameat2(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE)
     return status == 0
 
 

@@ -1,4 +1,4 @@
-"""What differs between the config of a saved run and that of one that would go on from it."""
+"""Differences between the config of a saved run and that of a run that would resume it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -37,7 +37,7 @@ def changed_fields(saved: Mapping[str, Any], run: RunConfig, *, also: Sequence[s
 
 
 def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
-    """Where two values of a setting differ, down to a single one: `dataset[0].path: a.jsonl -> b.jsonl`."""
+    """Yield where two values of a setting differ, as deep as it goes: `dataset[0].path: a.jsonl -> b.jsonl`."""
     if before == now:
         return
     if isinstance(before, Mapping) and isinstance(now, Mapping):

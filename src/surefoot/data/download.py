@@ -106,11 +106,11 @@ def _response_to(url: str, deadline: float, *, is_redirect: bool) -> Iterator[ht
 
 def _connect(host: str, port: int, *, is_redirect: bool) -> socket.socket:
     """Connect to the first address of a host that answers. Raises: OSError, also if any of them is not allowed."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    for *_, address in found:
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for *_, address in addresses:
         _check(ip_address(str(address[0]).partition("%")[0]), host, is_redirect=is_redirect)
     failure: OSError | None = None
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         channel = socket.socket(family, kind, protocol)
         try:
             channel.settimeout(ANSWER_S)

@@ -32,9 +32,9 @@ from surefoot.errors import DataError
 from surefoot.storage import cache_folder, write_bytes
 
 MOST_BYTES = 64 << 20
-"""Of an image file; a larger one is a mistake."""
+"""Size of the largest image file; a larger one is a mistake."""
 MOST_PIXELS = 89_478_485
-"""Of an image: where Pillow begins to warn. Decoding takes up to 24 bytes a pixel, 2 GiB."""
+"""Pixels of the largest image: Pillow warns of more. Decoding takes up to 24 bytes a pixel, 2 GiB."""
 MOST_ASPECT = 200
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Decoders that files may start. Some of Pillow's others run programs: Ghostscript for EPS."""

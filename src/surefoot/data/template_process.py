@@ -138,8 +138,8 @@ def memory_limit(num_bytes: int) -> Iterator[None]:
     os.close(about)
     before = resource.getrlimit(resource.RLIMIT_AS)
     most = pages * resource.getpagesize() + num_bytes
-    known = [limit for limit in (most, *before) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(known), before[1]))
+    limits = [limit for limit in (most, *before) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), before[1]))
     try:
         yield
     finally:
@@ -303,4 +303,4 @@ def _read(descriptor: int, end_s: float | None = None) -> bytes | None:
 
 
 TEMPLATE_PROCESS = TemplateProcess()
-"""Of this process."""
+"""The one instance of this process."""

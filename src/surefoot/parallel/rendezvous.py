@@ -59,7 +59,7 @@ ATTACH_WITHIN_S = 60.0
 
 
 class Launch(Protocol):
-    """What a rendezvous needs to know of a run."""
+    """The settings of a run that a rendezvous needs."""
 
     @property
     def nnodes(self) -> int: ...
@@ -84,7 +84,7 @@ def rendezvous(run: Launch, purpose: str, join_within_s: float) -> Iterator[Rend
 
 
 class _Rendezvous(RendezvousHandler):
-    """What both kinds have in common."""
+    """The part of elastic's interface that both kinds share."""
 
     def __init__(self) -> None:
         self._is_closed = False

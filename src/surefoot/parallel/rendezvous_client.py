@@ -51,7 +51,7 @@ class RendezvousClient:
         self._servers: list[asyncio.Server] = []
         self._has_told = False
         self.greeting: dict[str, Any] = {}
-        """What the server said first when it was last connected to."""
+        """First message of the server on the newest connection."""
         self.relay_port = 0
         """Port of this machine's loopback interface at which its ranks reach the store."""
         self.round = 0

@@ -1,4 +1,4 @@
-"""What launchers say to each other at `rdzv_endpoint`: a proof that each knows the run's secret, then lines of JSON.
+"""The protocol between launchers at `rdzv_endpoint`: a proof that each knows the run's secret, then lines of JSON.
 
     server -> client   {"surefoot": 1, "challenge": C, "secret": "file" | "environment"}
     client -> server   {"challenge": D, "proof": HMAC-SHA256(secret, "client" C D)}

@@ -33,9 +33,9 @@ END_NOTICE_S = 2.0
 SIGN_OF_LIFE_S = 5.0
 """Between two words to whoever waits for rewards."""
 ANSWER_BYTES = 16 << 20
-"""Of a worker's answer: some 25 a completion, or an error's text."""
+"""Size of the largest answer of a worker: about 25 bytes a completion, or the text of an error."""
 ERROR_CHARACTERS = 5000
-"""Of an error's text with its trace; a worker gives less."""
+"""Length of the longest text of an error with its trace; a worker sends less."""
 ODD_ANSWER = "its process answered something else: does the function fork, or write to open files?"
 LARGEST = 1e12
 """Of a reward: the squares of much larger ones are no numbers any more."""

@@ -1,4 +1,4 @@
-"""What a worker process prints, passed on to standard error up to a bound. The rest is read and dropped.
+"""The output of a worker process, passed on to standard error up to a bound. The rest is read and dropped.
 
 A worker never waits for a reader, whatever it prints, and neither a terminal nor a log file fills up with it.
 """

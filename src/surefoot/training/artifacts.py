@@ -21,7 +21,7 @@ from surefoot.models.vision import attention_of
 from surefoot.parallel.ranks import ALONE, Ranks
 from surefoot.storage import new_folder
 from surefoot.training.checkpoint import checkpoint_folder, list_checkpoints, verify
-from surefoot.training.folder import newest_manifest, read_saved_config
+from surefoot.training.folder import saved_config
 from surefoot.training.manifest import DamagedCheckpoint
 from surefoot.training.pieces import Pieces
 
@@ -173,14 +173,11 @@ def _tokenizer_of(adapter: Path | None, base: Path) -> PreTrainedTokenizerBase:
 def _config_of(run: Path) -> RunConfig:
     """Return the config of the run in a folder; where run.yaml is damaged, that of its newest checkpoint."""
     try:
-        saved = read_saved_config(run / "run.yaml")
+        saved, _ = saved_config(run)
     except ValueError as error:
-        newest = newest_manifest(run)
-        if newest is None:
-            raise ModelError(
-                f"{run} is neither a run folder (with run.yaml) nor an adapter folder (with {CONFIG}): {error}"
-            ) from error
-        saved = newest[1]["config"]
+        raise ModelError(
+            f"{run} is neither a run folder (with run.yaml) nor an adapter folder (with {CONFIG}): {error}"
+        ) from error
     try:
         return RunConfig.model_validate(saved)
     except ValueError as error:

@@ -267,17 +267,12 @@ def _refuse_other_run(loaded: LoadedConfig, config: RunConfig, folder: Path) -> 
         raise CheckpointError(
             f"output_dir={folder} already holds a run, and resume_from_checkpoint is false. {ways} ({where})."
         )
-    notes: tuple[str, ...] = ()
     try:
-        saved = read_saved_config(folder / "run.yaml")
+        saved, notes = saved_config(folder)
     except ValueError as error:
-        newest = newest_manifest(folder)
-        if newest is None:
-            raise CheckpointError(
-                f"output_dir={folder} holds a run whose run.yaml cannot be read: {error}. {ways} ({where})."
-            ) from error
-        saved = newest[1]["config"]
-        notes = (f"{error}; the settings of {newest[0].name} are compared instead",)
+        raise CheckpointError(
+            f"output_dir={folder} holds a run whose run.yaml cannot be read: {error}. {ways} ({where})."
+        ) from error
     changes = changed_fields(saved, config)
     if changes and all(change.partition(":")[0] in ("max_steps", "num_train_epochs") for change in changes):
         made = "init_adapter: adapter" if config.tuning == "lora" else "model: model"
@@ -292,6 +287,21 @@ def _refuse_other_run(loaded: LoadedConfig, config: RunConfig, folder: Path) -> 
             f"output_dir={folder} holds another run; it differs in {'; '.join(changes)}. {ways} ({where})."
         )
     return notes
+
+
+def saved_config(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the settings of the run in a folder, and notes on where they are from.
+
+    They are those of its newest checkpoint where run.yaml is damaged. Raises: ValueError if neither can be read.
+    """
+    try:
+        return read_saved_config(folder / "run.yaml"), ()
+    except ValueError as error:
+        newest = newest_manifest(folder)
+        if newest is None:
+            raise
+        checkpoint, manifest = newest
+        return manifest["config"], (f"{error}; the settings of {checkpoint.name} are taken instead",)
 
 
 def read_saved_config(path: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from surefoot.json_files import is_count
 from surefoot.models.placement import Block
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""What can be trained, as safetensors names it."""
+"""Types of tensors that can be trained, by the names that safetensors has for them."""
 MAX_SIZE = 2**62
 
 
@@ -114,10 +114,10 @@ class Pieces:
         different = sorted(name for name in {**own, **wanted} if own.get(name) != wanted.get(name))
         if different:
             name = different[0]
-            there, here = (f"{tuple(t[name][0])} {t[name][1]}" if name in t else "absent" for t in (own, wanted))
+            stored, expected = (f"{tuple(t[name][0])} {t[name][1]}" if name in t else "absent" for t in (own, wanted))
             raise CheckpointError(
-                f"{self._folder}: {len(different)} tensors do not fit this run; {name} is {there} there and {here} "
-                "here. The checkpoint belongs to another model or LoRA setting."
+                f"{self._folder}: {len(different)} tensors do not fit this run; {name} is {stored} there and "
+                f"{expected} here. The checkpoint belongs to another model or LoRA setting."
             )
 
     def fill(self, name: str, block: Block) -> None:

@@ -1,4 +1,4 @@
-"""What the fields of a checkpoint's state.json must be. A file may match its checksum and still be no state."""
+"""Checks of the fields of a checkpoint's state.json. A file may match its checksum and still be no state."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,7 +101,7 @@ def _problems_of_rows(kind: type[Completion] | type[Trajectory], rows: Any) -> I
         if (
             not completion.ids
             or min(tokens) < 0
-            or any(one is not None and len(one) != len(completion.ids) for one in lists)
+            or any(values is not None and len(values) != len(completion.ids) for values in lists)
         ):
             yield f"the tokens of a {kind.__name__.lower()} do not fit their likelihoods"
 
