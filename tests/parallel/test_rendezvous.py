@@ -1,5 +1,6 @@
 """The rendezvous of several machines, with real sockets: who is let in, and what machines learn of each other."""
 
+import asyncio
 import json
 import os
 import socket
@@ -8,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +28,7 @@ from surefoot.errors import ConfigError, SurefootError
 from surefoot.parallel import rendezvous, rendezvous_messages
 from surefoot.parallel.listening import has_ranks_elsewhere, is_one_machine, serve_store_at
 from surefoot.parallel.meeting import ATTEMPT
+from surefoot.parallel.rendezvous_client import RendezvousClient
 from surefoot.parallel.rendezvous_secret import FILE, VARIABLE, read_secret
 from surefoot.parallel.rendezvous_server import UNPROVEN_CONNECTIONS
 from tests.support.sockets import listening_sockets
@@ -349,6 +351,41 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed(
             open_rendezvous(run).next_rendezvous()
         thread.join(20)
     assert received == [""], "it is told nothing further"
+
+
+def test_a_launch_that_ends_while_a_rank_is_being_disconnected_says_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The relay of the rank waits for bytes that the rank never takes, and is cancelled there."""
+    secret = "the secret of this run"
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await rendezvous_messages.greet_client(reader, writer, secret, "file")
+        await rendezvous_messages.receive(reader)
+        await rendezvous_messages.send(writer, {})
+        with suppress(ConnectionError):
+            while True:
+                writer.write(bytes(2**16))
+                await writer.drain()
+        await rendezvous_messages.close(writer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        stack.callback(loop.close)
+        stack.callback(thread.join, 20)
+        stack.callback(loop.call_soon_threadsafe, loop.stop)
+        asyncio.run_coroutine_threadsafe(asyncio.start_server(flood, sock=listener), loop).result(20)
+
+        client = RendezvousClient(f"127.0.0.1:{listener.getsockname()[1]}", tmp_path, secret)
+        with client.running():
+            rank = stack.enter_context(socket.create_connection(("127.0.0.1", client.relay_port)))
+            assert rank.recv(1) == b"\0"
+            time.sleep(0.5)  # until no more bytes can be sent to the rank
+            rank.shutdown(socket.SHUT_WR)
+            time.sleep(0.5)
+    assert caplog.text == ""
 
 
 def test_a_name_that_is_loopback_on_its_own_machine_is_refused(

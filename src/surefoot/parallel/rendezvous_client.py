@@ -5,7 +5,7 @@ import socket
 import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,6 +61,7 @@ class RendezvousClient:
     def running(self) -> Iterator[None]:
         """Run the event loop, and relay this machine's ranks to the store."""
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(report_unless_cancelled)
         thread = threading.Thread(target=self._loop.run_forever, name="rendezvous", daemon=True)
         thread.start()
         try:
@@ -129,21 +130,17 @@ class RendezvousClient:
 
     async def _relay_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Connect a rank of this machine to the store of the round."""
-        server: Connection | None = None
-        try:
-            server = await self._open()
-            await send(server[1], {"request": "store", "round": self.round})
-            answer = await receive(server[0])
-            if "error" not in answer:
-                await relay((reader, writer), server)
-        except asyncio.CancelledError:
-            pass  # the launch has ended; a cancelled task would be logged
-        except (WrongSecret, *LOST) as error:
-            self._tell_of_lost_rank(error)  # the rank sees its connection closed
-        finally:
-            await close(writer)
-            if server is not None:
-                await close(server[1])
+        async with AsyncExitStack() as connections:
+            connections.push_async_callback(close, writer)
+            try:
+                server = await self._open()
+                connections.push_async_callback(close, server[1])
+                await send(server[1], {"request": "store", "round": self.round})
+                answer = await receive(server[0])
+                if "error" not in answer:
+                    await relay((reader, writer), server)
+            except (WrongSecret, *LOST) as error:
+                self._tell_of_lost_rank(error)  # the rank sees its connection closed
 
     def _tell_of_lost_rank(self, error: Exception) -> None:
         if not self._has_told:
@@ -169,3 +166,9 @@ class RendezvousClient:
             return future.result(max(within_s, 0.0))
         finally:
             future.cancel()
+
+
+def report_unless_cancelled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Exception handler of the event loop. Python 3.11 reports connections that `_end` cancels as errors."""
+    if not isinstance(context.get("exception"), asyncio.CancelledError):
+        loop.default_exception_handler(context)

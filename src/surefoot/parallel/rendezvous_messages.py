@@ -141,7 +141,11 @@ async def relay(
 
 
 async def close(writer: asyncio.StreamWriter) -> None:
-    """Close a connection, whatever state it is in."""
+    """Close a connection, whatever state it is in, once all is sent; at once if this is cancelled."""
     writer.close()
-    with suppress(OSError):
-        await writer.wait_closed()
+    try:
+        with suppress(OSError):
+            await writer.wait_closed()
+    except asyncio.CancelledError:
+        writer.transport.abort()
+        raise

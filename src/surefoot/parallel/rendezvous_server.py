@@ -93,8 +93,8 @@ class RendezvousServer:
             if self._on_refusal is not None:  # in a thread, because a terminal may take no text
                 threading.Thread(target=self._on_refusal, args=(address,), daemon=True).start()
                 self._on_refusal = None
-        except (asyncio.CancelledError, *LOST):
-            pass  # the launcher itself reports how its run ended; a cancelled task would be logged
+        except LOST:
+            pass  # the launcher itself reports how its run ended
         finally:
             await close(writer)
 
