@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from surefoot.errors import InputError, StorageError
-from surefoot.storage import new_folder, restore_replaced, sha256_of, write_json, write_text
+from surefoot.storage import new_folder, repair_folder, sha256_of, write_json, write_text
 
 
 def test_text_is_replaced_whole(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_replacement_that_was_cut_short_is_undone(tmp_path: Path, monkeypatch:
     with pytest.raises(Killed), new_folder(tmp_path / "made") as folder:
         (folder / "file").write_text("new")
     assert not (tmp_path / "made").exists()
-    restore_replaced(tmp_path)
+    repair_folder(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
     assert (tmp_path / "made" / "file").read_text() == "old"
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from surefoot.process_end import is_rank
+from surefoot.process_end import is_rank, launcher_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -48,14 +48,14 @@ def train_loaded(loaded: "LoadedConfig", *, screen: bool = True) -> "RunResult":
         from surefoot.health.observers import rank_observers
         from surefoot.training.run import train as run
 
-        rank = int(os.environ.get("RANK", "0"))
+        rank = launcher_number("RANK")
         return run(loaded, rank_observers(loaded.run.run_folder, rank) if loaded.run.health else [], screen=screen)
 
 
 def _watched(loaded: "LoadedConfig") -> AbstractContextManager[None]:
     """A supervisor beside the run, where it should have one and this process is the one to start it."""
     run = loaded.run
-    if not run.health or (is_rank() and os.environ.get("LOCAL_RANK", "0") != "0"):
+    if not run.health or (is_rank() and launcher_number("LOCAL_RANK") != 0):
         return nullcontext()
     from surefoot.beside import ALONE_GONE_S, Watched, ranks_elsewhere, watched
     from surefoot.health.supervisor import GONE_S
@@ -127,13 +127,17 @@ def complete(
     temperature: float = 0.0,
     batch_size: int = 16,
 ) -> list[str]:
-    """The assistant's next turn for each conversation (lists of {role, content}). Temperature 0 is greedy."""
+    """Return the assistant's next turn for each conversation (lists of {role, content}). Temperature 0 is greedy.
+
+    Raises: InputError for impossible settings; ModelError where the chat template cannot render a conversation.
+    """
+    from surefoot.data.render import tokenize_prompts
     from surefoot.models.generate import complete as generate
 
     return generate(
         model,
         tokenizer,
-        conversations,
+        tokenize_prompts(tokenizer, conversations),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         batch_size=batch_size,

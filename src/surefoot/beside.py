@@ -25,6 +25,7 @@ from surefoot.health.recorder import last_start, read_history
 from surefoot.health.supervisor import Supervisor
 from surefoot.health.witness import read_stacks
 from surefoot.kernel_log import killed_for_memory
+from surefoot.process_end import PYTHON
 from surefoot.terminal import say
 from surefoot.training.record import FindingLog, write_end
 
@@ -80,9 +81,7 @@ def watched(run: Watched) -> Iterator[None]:
 def start(run: Watched) -> "subprocess.Popen[bytes]":
     """Start watching; it ends by itself when this process is gone."""
     told = {"run": asdict(run), "began_s": time.time(), "process": os.getpid()}
-    watcher = subprocess.Popen(
-        [sys.executable, "-m", "surefoot.beside"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
-    )
+    watcher = subprocess.Popen([*PYTHON, "-m", "surefoot.beside"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     assert watcher.stdin is not None
     with suppress(BrokenPipeError), watcher.stdin as stream:
         stream.write(json.dumps(told, default=str).encode())

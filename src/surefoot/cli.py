@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 DONE, FAILED = 0, 1
 IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 """What the file system says of a name that no file can have."""
+REFUSED_BY_SYSTEM = (
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENOMEM, errno.EMFILE,
+    errno.EAGAIN,
+)  # fmt: skip
+"""What the system says where the machine is the cause: a full disk, a mount that is gone, no process left."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,10 +68,11 @@ def run_verb(verb: Callable[[], int]) -> int:
         say(f"error: {error.filename or 'a file'}: {error.strerror}. Give this user the right to read it.")
         return InputError.exit_status
     except OSError as error:
-        if error.errno not in IMPOSSIBLE_PATH:
+        if error.errno not in (*IMPOSSIBLE_PATH, *REFUSED_BY_SYSTEM):
             raise
-        say(f"error: {error.filename!s:.80}: {error.strerror}.")
-        return InputError.exit_status
+        name = f"{error.filename!s:.80}: " if error.filename is not None else ""
+        say(f"error: {name}{error.strerror}.")
+        return InputError.exit_status if error.errno in IMPOSSIBLE_PATH else FAILED
     except KeyboardInterrupt:
         say("interrupted")
         return FAILED

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,6 +24,7 @@ import psutil
 from surefoot.config import load_config
 from surefoot.errors import ConfigError
 from surefoot.health.faults import FAULTS, VARIABLE
+from surefoot.process_end import PYTHON
 
 TOGETHER = 3
 """Runs at the same time: one that stands still costs nothing."""
@@ -184,7 +184,7 @@ def strike(
     began = time.monotonic()
     with open(folder / "output", "w") as output, limited(kind) as inside:
         run = subprocess.Popen(
-            [*inside, sys.executable, "-m", "surefoot", "train", str(folder / "run.json"), *overrides],
+            [*inside, *PYTHON, "-m", "surefoot", "train", str(folder / "run.json"), *overrides],
             env={**os.environ, VARIABLE: f"{kind}:{rank}:{step}:{struck}", "OMP_NUM_THREADS": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -57,3 +57,8 @@ class StoppedOnFinding(SurefootError):
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.as_text())
         self.finding = finding
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether a library written in Rust has panicked: PyO3 raises that as no Exception, of a class it hides."""
+    return type(error).__name__ == "PanicException"

@@ -13,6 +13,9 @@ MAX_DEPTH = 200
 """Nesting that no writer of ours comes near, and that every reader of ours can follow."""
 
 
+MAX_SIZE = 1 << 31
+
+
 class DamagedFile(ValueError):
     """A file that does not hold what it should; the text names the file and says why."""
 
@@ -43,7 +46,7 @@ def read_object(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
         raise DamagedFile(f"{path} is unreadable ({error})") from error
     if not isinstance(value, dict):
         raise DamagedFile(f"{path} is unreadable (it holds no JSON object)")
-    if _depth(value) > MAX_DEPTH:
+    if nesting_depth(value) > MAX_DEPTH:
         raise DamagedFile(f"{path} is unreadable (it is nested more than {MAX_DEPTH} levels deep)")
     return value
 
@@ -77,6 +80,11 @@ def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def is_size(value: object) -> bool:
+    """Return whether a value is an integer from 0 on that can be calculated with, and is no integer of 1000 digits."""
+    return isinstance(value, int) and is_count(value) and value < MAX_SIZE
+
+
 def is_number(value: object) -> bool:
     """Return whether a value is a finite number; true and false are none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -98,8 +106,8 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
-def _depth(value: Any) -> int:
-    """Return how deep lists and objects are nested, without recursion."""
+def nesting_depth(value: Any) -> int:
+    """Return how deep lists and objects of JSON are nested, without recursion."""
     depth, level = 0, [value]
     while level:
         depth += 1

@@ -1,4 +1,4 @@
-"""How processes end: with their parent, and what whoever started one can say of its end. Standard library only."""
+"""How processes start and end: with their parent, and what whoever started one can say of its end."""
 
 import ctypes
 import os
@@ -10,7 +10,10 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from surefoot.cgroup import oom_kills
+from surefoot.errors import ConfigError
 
+PYTHON = (sys.executable, "-P")
+"""Command of Python for a process of ours. Without -P it would take `yaml.py` in the current folder for PyYAML."""
 PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 
@@ -18,6 +21,17 @@ PARENT_DEATH_SIGNAL = 1
 def is_rank() -> bool:
     """Whether our launcher, torchrun or SLURM says that this process is a rank; some set only how many there are."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
+def launcher_number(name: str, default: int = 0) -> int:
+    """Return a number that a launcher gives in an environment variable. Raises: ConfigError for anything else."""
+    text = os.environ.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise ConfigError(
+            f"{name}={text[:80]!r} in the environment is no number. A launcher such as torchrun sets it; unset it "
+            "where this run has none."
+        )
+    return int(text)
 
 
 def is_local_rank() -> bool:

@@ -8,6 +8,8 @@ import errno
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,10 +20,19 @@ from surefoot.errors import InputError, StorageError
 
 
 def cache_folder() -> Path:
-    """Where fetched models and prepared data are kept: `$SUREFOOT_CACHE`, else `~/.cache/surefoot`."""
-    return Path(os.environ.get("SUREFOOT_CACHE", "~/.cache/surefoot")).expanduser()
+    """Return where fetched models and prepared data are kept: `$SUREFOOT_CACHE`, else `~/.cache/surefoot`.
+
+    Raises: InputError where the home folder is unknown.
+    """
+    text = os.environ.get("SUREFOOT_CACHE", "~/.cache/surefoot")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise InputError(f"SUREFOOT_CACHE={text}: {error} Set it to a folder that can be written.") from error
 
 
+LEFTOVER = re.compile(r"^\.(?P<target>.+)\.\d+-[0-9a-f]{8}\.(?P<kind>tmp|old)$")
+"""Names of what this module writes beside a target, and of what it replaces there."""
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
 
@@ -63,7 +74,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
     Raises: StorageError where the file system refuses; the old file stays.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _beside(path, "tmp")
     try:
         make_folder(path.parent)
         with open(temporary, "wb") as file:
@@ -90,11 +101,9 @@ def new_folder(target: Path) -> Iterator[Path]:
     An existing `target` is replaced only after the new one is complete: it is there, old or new, whatever happens.
     Raises: StorageError where the file system refuses; InputError where what is read to fill it cannot be.
     """
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = _beside(target, "tmp")
     try:
         make_folder(target.parent)
-        if temporary.exists():
-            shutil.rmtree(temporary)
         temporary.mkdir()
         yield temporary
         for path in sorted(temporary.rglob("*")):
@@ -118,7 +127,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def replace_folder(target: Path, complete: Path) -> None:
-    """Rename `complete` to `target` and make that durable, then delete the folder that had this name.
+    """Rename `complete` to `target` and make that durable, then delete the folder, or the link to one, of this name.
 
     Raises: OSError; the old folder stays.
     """
@@ -130,7 +139,7 @@ def replace_folder(target: Path, complete: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target))
     replaced = complete
     if not exchange_folders(complete, target):
-        replaced = target.with_name(f".{target.name}.{os.getpid()}.old")
+        replaced = _beside(target, "old")
         os.replace(target, replaced)
         try:
             os.replace(complete, target)
@@ -138,7 +147,8 @@ def replace_folder(target: Path, complete: Path) -> None:
             os.replace(replaced, target)
             raise
     sync_folder(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(OSError):
+        delete(replaced)
 
 
 def exchange_folders(first: Path, second: Path) -> bool:
@@ -154,18 +164,34 @@ def exchange_folders(first: Path, second: Path) -> bool:
     return status == 0
 
 
-def restore_replaced(folder: Path) -> None:
-    """Put back the folders that `replace_folder` was about to replace when it was cut short between two renames.
+def repair_folder(folder: Path) -> None:
+    """Delete what writes that were cut short have left in a folder, and put back what they were about to replace.
 
     Only for the process that holds `folder`. Raises: OSError.
     """
-    for replaced in folder.glob(".*.old"):
-        target = replaced.with_name(replaced.name[1:].rsplit(".", 2)[0])
-        if target.exists():
-            shutil.rmtree(replaced)
+    for path in folder.iterdir():
+        leftover = LEFTOVER.match(path.name)
+        if leftover is None:
+            continue
+        target = path.with_name(leftover["target"])
+        if leftover["kind"] == "tmp" or target.exists():
+            delete(path)
         else:
-            os.replace(replaced, target)
+            os.replace(path, target)
             sync_folder(folder)
+
+
+def delete(path: Path) -> None:
+    """Delete a file, a link (not what it leads to), or a folder with all that is in it. Raises: OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _beside(target: Path, kind: str) -> Path:
+    """Return a new name beside a target; machines that share a folder may have processes of equal numbers."""
+    return target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.{kind}")
 
 
 def _is_of_reading(error: OSError, target: Path, temporary: Path) -> bool:
@@ -177,13 +203,15 @@ def _is_of_reading(error: OSError, target: Path, temporary: Path) -> bool:
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:
-    """The system's refusal to write `path`, with the room that is left on its file system."""
+    """Return the system's refusal to write `path`, with the room that is left on its file system if that answers."""
     place = "folder for the cache with SUREFOOT_CACHE" if path.is_relative_to(cache_folder()) else "output_dir"
     advice = "Free space or choose" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Choose"
-    folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
-    free_mib = shutil.disk_usage(folder).free / 2**20
+    room = ""
+    with suppress(OSError):  # a mount that is gone answers nothing
+        folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
+        room = f" ({shutil.disk_usage(folder).free / 2**20:.0f} MiB free on its file system)"
     return StorageError(
-        f"{path}: could not be written: {error.strerror or error} ({free_mib:.0f} MiB free on its file system). "
+        f"{path}: could not be written: {error.strerror or error}{room}. "
         f"Nothing that was there before was touched. {advice} another {place}, then run again."
     )
 

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,7 +25,7 @@ from surefoot.health.recorder import read_history
 from surefoot.health.supervisor import Supervisor
 from surefoot.health.witness import read_stacks
 from surefoot.kernel_log import killed_for_memory
-from surefoot.process_end import describe_end, restore_handlers, stop_signals, was_for_memory
+from surefoot.process_end import PYTHON, describe_end, restore_handlers, stop_signals, was_for_memory
 from surefoot.terminal import say
 from surefoot.training.record import METRICS, FindingLog, write_end
 
@@ -84,7 +83,7 @@ def _report(run: RunConfig) -> None:
     metrics = run.run_folder / METRICS
     if not run.report or not metrics.is_file() or not metrics.stat().st_size:
         return
-    command = [sys.executable, "-m", "surefoot", "report", str(run.run_folder)]
+    command = [*PYTHON, "-m", "surefoot", "report", str(run.run_folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=REPORT_WITHIN_S)
     except subprocess.TimeoutExpired:
@@ -112,7 +111,7 @@ class _Watch:
     def until_it_ends(self) -> int:
         """Start it and look at it until then; returns its exit status, negative for a signal."""
         self._job = self._signals.job = subprocess.Popen(
-            [sys.executable, "-m", "surefoot.job"],
+            [*PYTHON, "-m", "surefoot.job"],
             stdin=subprocess.PIPE,
             start_new_session=True,
             env={**os.environ, SUPERVISED: str(os.getpid())},
@@ -120,6 +119,8 @@ class _Watch:
         assert self._job.stdin is not None
         with suppress(BrokenPipeError), self._job.stdin as told:
             told.write(json.dumps(self._told).encode())
+        if self._signals.was_received:  # after the start before this one had ended
+            self._job.send_signal(signal.SIGTERM)
         return self._watched()
 
     def _watched(self) -> int:

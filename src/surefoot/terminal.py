@@ -10,6 +10,8 @@ from typing import Any, TextIO
 
 GONE = (errno.EIO, errno.EPIPE)
 """Errors of a terminal that was closed, and of a pipe that nobody reads."""
+TAKES_WITHIN_S = 5.0
+"""How long the reader of a pipe that must not block is waited for, before what is written is dropped."""
 STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
 
@@ -19,7 +21,10 @@ class _Output(io.FileIO):
     def write(self, content: Any, /) -> int:
         """Write what can be written; report all of it as written."""
         try:
-            return super().write(content)
+            written: int | None = super().write(content)
+            if written is None and select.select([], [self.fileno()], [], TAKES_WITHIN_S)[1]:
+                written = super().write(content)
+            return len(memoryview(content)) if written is None else written
         except OSError as error:
             if error.errno in GONE:
                 drop(self.fileno())

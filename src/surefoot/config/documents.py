@@ -40,12 +40,16 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = 0
+        self._num_composed = 0
         self._num_values: dict[yaml.Node, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose one node. Raises: _Refused for one that is too deep, or stands for too many values."""
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         self._depth += 1
+        self._num_composed += 1
+        if self._num_composed > MOST_VALUES:
+            raise _Refused(f"more than {MOST_VALUES} values", mark)
         if self._depth > MOST_DEPTH:
             raise _Refused(f"more than {MOST_DEPTH} values inside each other", mark)
         node: yaml.Node | None = super().compose_node(parent, index)
@@ -153,6 +157,8 @@ def parse_override(text: str, place: str) -> Any:
         raise ConfigError(f"{error.problem} ({place}).") from error
     except yaml.YAMLError:
         return text
+    except (ValueError, OverflowError) as error:  # an escape beyond Unicode
+        raise ConfigError(f"{shorten(text)} holds what is no text: {error} ({place}).") from error
 
 
 def parse_json(text: str, name: str, place: str = "") -> Any:
@@ -176,8 +182,10 @@ def _construct(loader: _Loader) -> Any:
 
 
 def _read(text: str, name: str, read: Callable[[_Loader], Result]) -> Result:
+    loader = None
     try:
-        return read(_Loader(text))
+        loader = _Loader(text)
+        return read(loader)
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"{name}:{line}: not valid YAML: {error.reason}.") from error
@@ -185,6 +193,9 @@ def _read(text: str, name: str, read: Callable[[_Loader], Result]) -> Result:
         place = f"{name}:{error.problem_mark.line + 1}" if error.problem_mark else name
         kind = "" if isinstance(error, _Refused) else "not valid YAML: "
         raise ConfigError(f"{place}: {kind}{error.problem}.") from error
+    except (ValueError, OverflowError) as error:  # of the scanner: an escape beyond Unicode, digits without end
+        line = loader.get_mark().line + 1 if loader is not None else 1
+        raise ConfigError(f"{name}:{line}: not valid YAML: {error}.") from error
 
 
 def check_value(value: Any, name: str, place: str, depth: int = 1) -> None:

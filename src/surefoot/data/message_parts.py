@@ -6,9 +6,12 @@ from typing import Any
 
 from surefoot.data.conversation import IMAGE, BadRow, ImageSource, shown
 from surefoot.data.image_places import IMAGE_PARTS, source_of
+from surefoot.data.rows import MAX_DEPTH
+from surefoot.json_files import nesting_depth
 
 WEIGHTS = ("loss", "loss_weight", "weight", "train", "training")
 """Names of a message's weight in the loss: ms-swift, LLaMA-Factory v1, OpenAI, axolotl."""
+MAX_WEIGHT = 1e6
 REASONING = ("reasoning_content", "reasoning", "thinking")
 UNTRAINABLE_PARTS = ("video", "video_url", "audio", "input_audio", "audio_url")
 
@@ -79,9 +82,17 @@ def parsed(value: Any, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return _from_json(value)
     except (ValueError, RecursionError) as error:
         raise BadRow(f"{name} should be JSON, but is not: {error}; it begins {shown(value)}") from error
+
+
+def _from_json(text: str) -> Any:
+    """Return a value of JSON. Raises: ValueError, RecursionError."""
+    value = json.loads(text)
+    if nesting_depth(value) > MAX_DEPTH:
+        raise ValueError(f"more than {MAX_DEPTH} values inside each other")
+    return value
 
 
 def weight_of(others: dict[str, Any], name: str) -> float | None:
@@ -89,9 +100,12 @@ def weight_of(others: dict[str, Any], name: str) -> float | None:
     for key in WEIGHTS:
         if key in others:
             value = others.pop(key)
-            if isinstance(value, bool | int | float) and 0 <= value < float("inf"):
+            if isinstance(value, bool | int | float) and 0 <= value <= MAX_WEIGHT:
                 return float(value)
-            raise BadRow(f"{name} has {key}={shown(value)}; a weight in the loss is true, false or a number from 0 up")
+            raise BadRow(
+                f"{name} has {key}={shown(value)}; a weight in the loss is true, false or a number from 0 to "
+                f"{MAX_WEIGHT:g}"
+            )
     return None
 
 
@@ -118,7 +132,7 @@ def _tool_call(call: Any, name: str) -> dict[str, Any]:
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = _from_json(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError) as error:
             raise BadRow(
                 f"{name} calls {function['name']} with malformed arguments ({error}): {shown(arguments)}"

@@ -139,8 +139,13 @@ class GlobalOrder:
 
     def windows_from(self, position: Position) -> list[list[int]]:
         """The chunks of each window from a position to the end of its epoch."""
-        windows = self._windows_of(position.epoch)[position.window :]
-        return [list(dict.fromkeys(visit.chunk for visit in visits)) for visits in windows]
+        windows = self._windows_of(position.epoch)
+        if position.window >= len(windows):
+            raise DataError(
+                f"the place to go on from is window {position.window} of data that have {len(windows)}. The counters "
+                "of the checkpoint are damaged: go on from an older one with resume_from_checkpoint."
+            )
+        return [list(dict.fromkeys(visit.chunk for visit in visits)) for visits in windows[position.window :]]
 
     def _windows(self, epoch: int) -> list[list[_Visit]]:
         """The visits of an epoch, cut into windows of about WINDOW_ROWS rows."""

@@ -14,6 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from surefoot.data.images import Image, ImageSettings, open_image, positions
 from surefoot.errors import DataError
+from surefoot.json_files import read_object
 
 KEPT_BYTES = 256 << 20
 """Of patches that are kept: images of prompts that are trained on right after they were answered."""
@@ -101,8 +102,9 @@ def load_processor(folder: Path) -> Qwen2VLImageProcessorPil | None:
     if present is None:
         return None
     try:
+        read_object(present)
         processor: Qwen2VLImageProcessorPil = Qwen2VLImageProcessorPil.from_pretrained(str(folder))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # each of its fields is checked in another way, or not at all
         raise DataError(f"{present}: its image processor cannot be read: {error}") from error
     return processor
 

@@ -8,7 +8,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from surefoot.data.prepare import Preparer, source_as_dict
 from surefoot.data.render import RendererSource
 from surefoot.data.template_process import TEMPLATE_PROCESS, TOO_LONG
 from surefoot.errors import DataError, SurefootError
+from surefoot.process_end import PYTHON
 
 SMALL_BYTES = 1 << 20
 """Files that together are smaller are prepared faster than workers start."""
@@ -268,7 +268,7 @@ class _Workers:
             self._answers.append(answers)
             theirs.append((jobs_end, answers_end))
         self._loader = subprocess.Popen(
-            [sys.executable, "-m", "surefoot.data.prepare", *(f"{jobs},{answers}" for jobs, answers in theirs)],
+            [*PYTHON, "-m", "surefoot.data.prepare", *(f"{jobs},{answers}" for jobs, answers in theirs)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[descriptor for pair in theirs for descriptor in pair],

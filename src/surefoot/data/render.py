@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.images import Image, ImageSettings, find_image
-from surefoot.data.template import ChatTemplate, Span, TemplateSource, Text
-from surefoot.data.template_process import TEMPLATE_PROCESS
-from surefoot.errors import DataError
+from surefoot.data.template import RENDER_DEADLINE_S, ChatTemplate, Span, TemplateSource, Text
+from surefoot.data.template_process import TEMPLATE_PROCESS, Rendering
+from surefoot.errors import DataError, ModelError, is_panic
 from surefoot.storage import cache_folder, write_bytes
 
 ENDS_TWICE, BEGINS_TWICE, ANSWER_IN_PROMPT = 1, 2, 4
@@ -123,6 +123,29 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | 
     return frozenset(tokenizer.convert_tokens_to_ids(list(ends)))
 
 
+def tokenize_prompts(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[dict[str, str]]]
+) -> list[list[int]]:
+    """Return the tokens of each conversation up to where its next answer begins.
+
+    Raises: ModelError where there is no chat template, or it fails or is endless.
+    """
+    if tokenizer.chat_template is None:
+        raise ModelError("the model's tokenizer has no chat template, so it cannot be talked to in turns.")
+    try:
+        template, variables = tokenizer.get_chat_template(), dict(tokenizer.special_tokens_map)
+        calls = [Rendering(template, turns, [], variables, True, RENDER_DEADLINE_S) for turns in conversations]
+        texts = [TEMPLATE_PROCESS.render(call) for call in calls]
+    except (BadRow, DataError) as error:
+        raise ModelError(
+            f"{error}. Correct the template (chat_template.jinja), or take the model's own, then try again."
+        ) from error
+    finally:
+        TEMPLATE_PROCESS.end()
+    prompts: list[list[int]] = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return prompts
+
+
 def _template_source(
     tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any], today: date, *, parse_special_tokens: bool
 ) -> TemplateSource:
@@ -200,11 +223,13 @@ class Renderer:
 
         A token is trained when any of its characters is in a trained span.
         """
-        whole = [text.text for text in texts if text.pieces is None]
-        encodings = iter(self._tokenizer.encode_batch(whole, add_special_tokens=False))
+        encodings = iter(self._encode([text.text for text in texts if text.pieces is None]))
         for text in texts:
             if text.pieces is None:
                 encoding = next(encodings)
+                if isinstance(encoding, BadRow):
+                    yield encoding
+                    continue
                 ids, spans = encoding.ids, tuple(self._token_span(encoding, span) for span in text.spans)
                 bounds = encoding.offsets if with_bounds else None
             elif self._can_cut:
@@ -221,6 +246,17 @@ class Renderer:
                 yield self._with_cells(rendered)
             except BadRow as error:
                 yield error
+
+    def _encode(self, texts: list[str]) -> list[Encoding | BadRow]:
+        """Encode texts; one on which the tokenizer panics, as an expression that backtracks does, is a bad row."""
+        try:
+            return list(self._tokenizer.encode_batch(texts, add_special_tokens=False))
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            if len(texts) == 1:
+                return [BadRow(f"the tokenizer fails on its text: {str(error)[:200]}")]
+            return [encoding for text in texts for encoding in self._encode([text])]
 
     def _with_cells(self, sample: Rendered) -> Rendered:
         """A sample in which each image is as many tokens as it has cells. Raises: BadRow."""

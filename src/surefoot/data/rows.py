@@ -6,6 +6,8 @@ from typing import IO, Any
 
 MAX_ROW_BYTES = 8 << 20
 """A longer row is no training sample but a mistake; reading it would cost memory without bound."""
+MAX_DEPTH = 100
+"""Values inside each other in a row."""
 READ_BYTES = 1 << 20
 
 

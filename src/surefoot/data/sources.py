@@ -5,7 +5,6 @@ Knows nothing of what is in the files.
 
 import difflib
 import glob
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,13 +14,15 @@ from typing import Any
 
 from surefoot.config import DatasetItem
 from surefoot.data.containers import COMPRESSIONS, KINDS, kind_of
+from surefoot.data.conversation import shown
 from surefoot.data.formats import FORMATS, FormatSpec
 from surefoot.errors import DataError
+from surefoot.json_files import DamagedFile, is_size, read_object
 
 COLUMNS = frozenset(name for made in FORMATS.values() for name in made.required | made.optional)
 """Our names for columns."""
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
-SPLIT = re.compile(r"^(?P<name>[\w.-]*)(\[(?P<begin>-?\d+%?)?:(?P<end>-?\d+%?)?\])?$")
+SPLIT = re.compile(r"^(?P<name>[\w.-]*)(\[(?P<begin>-?\d{1,12}%?)?:(?P<end>-?\d{1,12}%?)?\])?$", re.ASCII)
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "training", "testing", "evaluation")
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "config.json")
 """Files that `datasets` and LLaMA-Factory write beside data."""
@@ -203,13 +204,13 @@ def _from_hub(name: str, subset: str | None, split: str, where: str) -> tuple[Pa
 def _from_info(info: Path, name: str | None, item: DatasetItem, rows: RowRange, where: str) -> Source:
     """One entry of LLaMA-Factory's dataset_info.json: where its file is, and how its columns are to be read."""
     info = info / "dataset_info.json" if info.is_dir() else info
+    if not info.exists():
+        raise DataError(f"{info} does not exist, so dataset '{name}' cannot be looked up ({where}).")
     try:
-        entries: Mapping[str, Any] = json.loads(info.read_text("utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{info} does not exist, so dataset '{name}' cannot be looked up ({where}).") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{info} cannot be read as JSON: {error} ({where}).") from error
-    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+        entries: Mapping[str, Any] = read_object(info)
+    except DamagedFile as error:
+        raise DataError(f"{error}. It cannot be read as JSON ({where}).") from error
+    if not all(isinstance(entry, dict) for entry in entries.values()):
         raise DataError(f"{info} is no dataset_info.json: expected an object with one object per dataset ({where}).")
     if not name and len(entries) == 1:
         name = next(iter(entries))
@@ -218,7 +219,7 @@ def _from_info(info: Path, name: str | None, item: DatasetItem, rows: RowRange, 
         raise DataError(
             f"{info} {asked}. It has: {', '.join(sorted(entries)[:12])}. Ask for one with {info.name}:NAME ({where})."
         )
-    entry = entries[name]
+    entry = entries[str(name)]
     at = f"{info.name}, entry '{name}'"
     if entry.get("ranking"):
         raise DataError(
@@ -231,7 +232,7 @@ def _from_info(info: Path, name: str | None, item: DatasetItem, rows: RowRange, 
     if spec.format == "auto":
         spec = replace(spec, format=item.format)
     samples = entry.get("num_samples")
-    if samples is not None and not isinstance(samples, int):
+    if samples is not None and not is_size(samples):
         raise DataError(f"{at}: num_samples is {samples!r}; it must be a number ({where}).")
     if samples is not None and rows == RowRange():
         rows = RowRange(None, str(samples))
@@ -266,9 +267,9 @@ UNTRAINABLE_INFO = ("videos", "audios", "chosen", "rejected", "kto_tag")
 def _info_spec(entry: Mapping[str, Any], at: str, where: str) -> FormatSpec:
     formatting, columns, tags = (entry.get(name) for name in ("formatting", "columns", "tags"))
     formatting = formatting or "alpaca"
-    if formatting not in INFO_COLUMNS:
+    if not isinstance(formatting, str) or formatting not in INFO_COLUMNS:
         known_formats = ", ".join(INFO_COLUMNS)
-        raise DataError(f"{at}: formatting '{formatting}' is not known. Known: {known_formats} ({where}).")
+        raise DataError(f"{at}: formatting {shown(formatting)} is not known. Known: {known_formats} ({where}).")
     known = {**INFO_COLUMNS[formatting], "system": "system", "tools": "tools", "images": "images"}
     for name, value, names in (("columns", columns, (*known, *UNTRAINABLE_INFO)), ("tags", tags, INFO_TAGS)):
         if value is not None and not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Rows of tables: CSV, Parquet and Arrow. Columnar files are read a few hundred rows at a time."""
+"""Rows of tables: CSV, Parquet and Arrow. Columnar files are read some rows at a time."""
 
 import codecs
 import csv
@@ -8,6 +8,9 @@ from typing import IO, Any
 
 from surefoot.data.rows import MAX_ROW_BYTES, Broken, Row
 from surefoot.errors import DataError
+
+ROWS_AT_ONCE = 32
+"""A few bytes of a dictionary-encoded column can stand for as many long texts."""
 
 
 def csv_rows(file: IO[bytes]) -> Iterator[Row]:
@@ -82,7 +85,7 @@ def parquet_rows(path: Path) -> Iterator[Row]:
 
     try:
         with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
-            yield from _columnar(file.iter_batches(batch_size=256, use_threads=False))
+            yield from _columnar(file.iter_batches(batch_size=ROWS_AT_ONCE, use_threads=False))
     except pyarrow.ArrowException as error:
         raise DataError(f"{path.name}: not a readable Parquet file: {error}") from error
 
@@ -108,11 +111,14 @@ def arrow_rows(path: Path) -> Iterator[Row]:
 def _columnar(batches: Iterable[Any]) -> Iterator[Row]:
     number = 0
     for batch in batches:
-        for begin in range(0, batch.num_rows, 256):
+        batch.validate(full=True)  # offsets of a damaged file may lead anywhere in memory
+        for begin in range(0, batch.num_rows, ROWS_AT_ONCE):
             try:
-                values = batch.slice(begin, 256).to_pylist()
+                values = batch.slice(begin, ROWS_AT_ONCE).to_pylist()
             except UnicodeDecodeError as error:
-                raise Broken(f":{number + 1}: a text in this row or the 255 behind it is not UTF-8") from error
+                raise Broken(f":{number + 1}: a text in this row or those behind it is not UTF-8") from error
+            except (ValueError, OverflowError) as error:  # a date that Python has none for
+                raise Broken(f":{number + 1}: a value in this row or those behind it is unreadable: {error}") from error
             for value in values:
                 number += 1
                 yield Row({name: _without_nulls(item) for name, item in value.items()}, number)

@@ -31,6 +31,7 @@ from surefoot.process_end import describe_end, end_with_parent
 
 MOST_BYTES = 512 << 20
 """Memory of one rendering beyond what its process has."""
+MOST_REASON = 500
 MOST_CHARACTERS = 32 << 20
 """Length of one rendered text."""
 AGAIN_AFTER_S = 0.25
@@ -76,7 +77,7 @@ def render_here(call: Rendering) -> str:
                 **call.variables,
             )
     except TemplateSyntaxError as error:
-        raise DataError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from error
+        raise DataError(f"the chat template is not valid Jinja: line {error.lineno}: {_reason(error)}") from error
     except TimeoutError as error:
         raise took_too_long(call) from error
     except MemoryError:
@@ -85,11 +86,11 @@ def render_here(call: Rendering) -> str:
             "chat_template"
         ) from None  # the traceback would hold what the template built
     except UndefinedError as error:
-        raise BadRow(f"the chat template uses something that is not there: {error}") from error
+        raise BadRow(f"the chat template uses something that is not there: {_reason(error)}") from error
     except TemplateError as error:
-        raise BadRow(f"the chat template refused the conversation: {error}") from error
+        raise BadRow(f"the chat template refused the conversation: {_reason(error)}") from error
     except Exception as error:  # a template is a program that somebody else wrote
-        raise BadRow(f"the chat template failed: {type(error).__name__}: {error}") from error
+        raise BadRow(f"the chat template failed: {type(error).__name__}: {_reason(error)}") from error
     text = str(texts[0])
     if len(text) > MOST_CHARACTERS:
         raise DataError(
@@ -97,6 +98,11 @@ def render_here(call: Rendering) -> str:
             "another one with chat_template"
         )
     return text
+
+
+def _reason(error: Exception) -> str:
+    """Return what an error of a template says; a template can make it as long as it likes."""
+    return str(error)[:MOST_REASON]
 
 
 def took_too_long(call: Rendering) -> DataError:

@@ -4,7 +4,8 @@ import io
 from pathlib import Path
 from typing import Any
 
-from surefoot.data.rows import READ_BYTES
+PIECE_BYTES = 1 << 10
+"""Compressed bytes of a piece. At most 32 MiB come out of it: a block of 4 bytes can stand for 128 KiB."""
 
 
 class ZstandardFile(io.RawIOBase):
@@ -16,7 +17,7 @@ class ZstandardFile(io.RawIOBase):
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb")
         self._frame: Any = None
-        self._ready = b""
+        self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -26,14 +27,14 @@ class ZstandardFile(io.RawIOBase):
 
         while not self._ready:
             content = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
-            content = content or self._file.read(READ_BYTES)
+            content = content or self._file.read(PIECE_BYTES)
             if not content:
                 if self._frame is not None and not self._frame.eof:
                     raise EOFError("the compressed file ends before its data do. Was it copied whole?")
                 return 0
             if self._frame is None or self._frame.eof:
                 self._frame = zstandard.ZstdDecompressor().decompressobj()
-            self._ready = self._frame.decompress(content)
+            self._ready = memoryview(self._frame.decompress(content))
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count

@@ -29,7 +29,7 @@ PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 MOST_RANK, MOST_ALPHA = 1_000_000, 1e9
-FIRST_LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
+FIRST_LAYER = re.compile(r".*?\.[^.]*\.(\d{1,9})\.", re.ASCII)
 INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of PEFT's init_lora_weights under which the base stays as it is. PiSSA, OLoRA and the like change it when the
 adapter is made, so that the adapter belongs to weights that nobody has kept."""
@@ -296,8 +296,8 @@ def read_contents(folder: Path) -> AdapterContents:
             owner, b = name.removesuffix(".lora_A.weight"), stored[key.replace(".lora_A.", ".lora_B.")]
             module = owner.removesuffix(".base_layer")
             adapted = [leaf for leaf in PROJECTIONS if any(f".{module}.{leaf}".endswith(f".{name}") for name in stacks)]
-            is_rank = a.dim() == 2 and (a.shape[0] % settings.rank == 0 if adapted else a.shape[0] == settings.rank)
-            if not is_rank or b.dim() != 2 or a.shape[0] != b.shape[1]:
+            is_pair = a.dim() == b.dim() == 2 and min(*a.shape, *b.shape) > 0 and a.shape[0] == b.shape[1]
+            if not is_pair or (a.shape[0] % settings.rank if adapted else a.shape[0] != settings.rank):
                 raise ModelError(
                     f"{folder}: {key} has shape {tuple(a.shape)} and its other half {tuple(b.shape)}, which are no "
                     f"pair of rank {settings.rank}. Nothing was written."

@@ -1,4 +1,4 @@
-"""Complete conversations with a model: for chat, for looking, and for exact-match evaluation. Not a serving engine."""
+"""Complete prompts with a model: for chat, for looking, and for exact-match evaluation. Not a serving engine."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -6,10 +6,8 @@ from contextlib import contextmanager
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from surefoot.errors import InputError, ModelError
+from surefoot.errors import InputError
 from surefoot.models.vision import attention
-
-Turns = Sequence[dict[str, str]]
 
 
 @contextmanager
@@ -27,32 +25,20 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
 def complete(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Turns],
+    prompts: Sequence[list[int]],
     *,
     max_new_tokens: int = 256,
     temperature: float = 0.0,
     batch_size: int = 16,
 ) -> list[str]:
-    """The assistant's next turn for each conversation, without its end-of-turn token. Temperature 0 is greedy.
+    """Return the text that follows each prompt, without its end-of-turn token. Temperature 0 is greedy.
 
-    Raises: InputError for impossible settings, ModelError for a tokenizer without a chat template.
+    `prompts`: token ids, as `data.render.tokenize_prompts` makes them. Raises: InputError for impossible settings.
     """
     if max_new_tokens < 1 or temperature < 0:
         raise InputError(
             f"max_new_tokens={max_new_tokens}, temperature={temperature}: need at least 1, and not below 0."
         )
-    if tokenizer.chat_template is None:
-        raise ModelError("the model's tokenizer has no chat template, so it cannot be talked to in turns.")
-    try:
-        prompts: list[list[int]] = [
-            tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=False)
-            for turns in conversations
-        ]
-    except Exception as error:  # a template is a program, and fails as such: with any error
-        raise ModelError(
-            f"the model's chat template fails on this conversation: {type(error).__name__}: {str(error)[:300]}. "
-            "Correct the template (chat_template.jinja), or take the model's own."
-        ) from error
     ends = sorted(end_tokens(model, tokenizer))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0)
     settings = GenerationConfig(
@@ -89,7 +75,7 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> se
 def _complete_batch(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: list[list[int]],
+    prompts: Sequence[list[int]],
     settings: GenerationConfig,
     pad: int,
 ) -> list[str]:

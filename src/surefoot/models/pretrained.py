@@ -28,8 +28,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from surefoot.config.documents import shorten
-from surefoot.errors import ModelError
+from surefoot.config.documents import read_text, shorten
+from surefoot.errors import ModelError, is_panic
 from surefoot.models.sources import read_json_object, weight_files
 
 MOST_LAYERS, MOST_EXPERTS, MOST_SIZE = 1000, 100_000, 2**31 - 1
@@ -53,6 +53,16 @@ def load_config(folder: Path) -> PreTrainedConfig:
     """
     path = folder / "config.json"
     content = read_json_object(path)
+    if "transformers_weights" in content:
+        raise ModelError(
+            f"{path}: transformers_weights={shorten(content['transformers_weights'])} is not followed: weights are "
+            "read from model.safetensors, or the files of its index. Delete the key, or rename the file."
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{folder} holds an adapter (adapter_config.json) beside the model's config.json, and transformers would "
+            "load both as one. Move the adapter to a folder of its own, and name that as init_adapter or --adapter."
+        )
     _check_architecture(path, content)
     _check_numbers(path, content)
     try:
@@ -61,6 +71,8 @@ def load_config(folder: Path) -> PreTrainedConfig:
                 str(folder), local_files_only=True, trust_remote_code=False
             )
             text = config.get_text_config()
+            # A folder does not choose what computes: it could name code of the hub, which transformers would fetch.
+            config._attn_implementation = config._experts_implementation = None
     except Exception as error:  # each architecture checks its fields in its own way; the file is the cause of it all
         raise ModelError(
             f"{path}: transformers {transformers.__version__} cannot read it: {_reason(error)}. Correct it, or take "
@@ -177,7 +189,9 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrained
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
-    except Exception as error:  # tokenizers raises Exception itself for a file that it cannot read
+    except BaseException as error:  # tokenizers raises Exception itself for a file that it cannot read, or panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"{settings}: this tokenizer is not one of transformers {transformers.__version__}. "
@@ -190,10 +204,7 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrained
     if isinstance(longest, bool) or not isinstance(longest, int | float):
         raise ModelError(f"{settings}: model_max_length={shorten(longest)}; a number is needed. Correct it.")
     if chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"chat_template={chat_template}: cannot be read: {error}") from error
+        tokenizer.chat_template = read_text(Path(chat_template), f"chat_template={chat_template}")
     return tokenizer
 
 

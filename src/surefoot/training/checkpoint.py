@@ -8,7 +8,6 @@
 Nothing here depends on how many ranks wrote it. No pickle is written or read.
 """
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from surefoot.errors import CheckpointError
 from surefoot.findings import Finding
 from surefoot.json_files import DamagedFile, read_object
 from surefoot.models.placement import block_of
+from surefoot.storage import delete
 from surefoot.training.manifest import NAME, STATE, DamagedCheckpoint, check_files, read_manifest
 from surefoot.training.pieces import Pieces
 from surefoot.training.state_fields import ADDED_IN_FORMAT_3, check_state
@@ -75,9 +75,9 @@ def step_of(path: Path) -> int:
 
 
 def remove_leftovers(run_folder: Path) -> None:
-    """Delete what an interrupted save left behind. Only for the process that holds the run folder."""
-    for path in (*run_folder.glob(".*.tmp"), *(run_folder / "checkpoints").glob(".step-*.tmp")):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    """Delete what an interrupted save left behind. Only for the process that holds the run folder. Raises: OSError."""
+    for path in (run_folder / "checkpoints").glob(".step-*.tmp"):
+        delete(path)
 
 
 def verify(path: Path) -> dict[str, Any]:

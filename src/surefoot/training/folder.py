@@ -3,7 +3,6 @@
 import fcntl
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +15,7 @@ from surefoot.config.documents import parse_yaml, read_text
 from surefoot.errors import CheckpointError, ConfigError
 from surefoot.findings import Finding
 from surefoot.json_files import DamagedFile, read_object
-from surefoot.storage import make_folder, restore_replaced, sync_folder
+from surefoot.storage import delete, make_folder, repair_folder, storage_error, sync_folder
 from surefoot.training.checkpoint import find_newest, list_checkpoints, remove_leftovers, step_of, verify
 from surefoot.training.manifest import DamagedCheckpoint, read_manifest, wrong_size
 from surefoot.training.record import FINDINGS, METRICS, drop_findings_before
@@ -71,6 +70,7 @@ def claim(loaded: LoadedConfig) -> Iterator[Resume]:
     """Take the run folder for this process, decide what to resume, and refuse to mix two runs."""
     config, folder = loaded.run, loaded.run.run_folder
     check_folder(loaded)
+    _refuse_links(loaded)
     try:
         make_folder(folder)
         lock = open(folder / LOCK, "a+")  # noqa: SIM115 - held until the run ends
@@ -91,15 +91,32 @@ def claim(loaded: LoadedConfig) -> Iterator[Resume]:
                 f"into it at once. Choose another, or mount it with locks, such as Lustre with -o flock "
                 f"({loaded.where('output_dir')})."
             ) from error
-        restore_replaced(folder)
-        resume = _decide_resume(loaded, config, folder)
-        remove_leftovers(folder)
         token = secrets.token_hex(8)
-        lock.truncate(0)
-        lock.write(token)
-        lock.flush()
-        os.fsync(lock.fileno())
+        try:
+            repair_folder(folder)
+            resume = _decide_resume(loaded, config, folder)
+            remove_leftovers(folder)
+            lock.truncate(0)
+            lock.write(token)
+            lock.flush()
+            os.fsync(lock.fileno())
+        except OSError as error:
+            raise storage_error(folder, error) from error
         yield replace(resume, token=token, claimed_s=time.time())
+
+
+def _refuse_links(loaded: LoadedConfig) -> None:
+    """Raise ConfigError for a link where a run writes a file: it would be written to wherever that leads.
+
+    A folder may be a link to another one, such as checkpoints on a larger disk.
+    """
+    for name in (LOCK, *OWN_ENTRIES):
+        path = loaded.run.run_folder / name
+        if path.is_symlink() and not path.is_dir():
+            raise ConfigError(
+                f"{path} is a link to {path.readlink()}, which this run would write to. Delete the link, or choose "
+                f"another output_dir ({loaded.where('output_dir')})."
+            )
 
 
 def check_shared(loaded: LoadedConfig, token: str) -> None:
@@ -147,10 +164,8 @@ def delete_run(folder: Path, claimed_s: float) -> None:
         if name in ("events", "engine", FINDINGS, ENVIRONMENT):
             continue
         path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        if path.exists() or path.is_symlink():
+            delete(path)
     sync_folder(folder)
     (folder / ENVIRONMENT).unlink(missing_ok=True)  # last: what is left without it would pass for files of the user
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.errors import CheckpointError
-from surefoot.json_files import DamagedFile, is_count, read_object
+from surefoot.json_files import DamagedFile, is_count, is_size, read_object
 from surefoot.storage import sha256_of
 
 FORMAT_VERSION = 4
@@ -92,7 +92,7 @@ def check_files(checkpoint: Path, files: Mapping[str, str]) -> None:
 
 def wrong_size(config: Mapping[str, Any]) -> str | None:
     """Return which setting that a resume calculates with is no number, in words; None where all are sound."""
-    wrong = next((key for key in SIZES if config.get(key) is not None and not is_count(config[key])), None)
+    wrong = next((key for key in SIZES if config.get(key) is not None and not is_size(config[key])), None)
     return f"{wrong} is {_shown(config[wrong])}" if wrong is not None else None
 
 

@@ -1,6 +1,5 @@
 """The composition root: from a config to a finished run. Reads as a list of what a run is made of."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from surefoot.data.order import StepBatch
 from surefoot.data.render import answer_ends
 from surefoot.doctor.across import facts_of, ranks_differ
 from surefoot.doctor.collect import collect
-from surefoot.errors import CheckpointError, ConfigError, ModelError, StoppedOnFinding, SurefootError
+from surefoot.errors import CheckpointError, ConfigError, ModelError, StoppedOnFinding, StorageError, SurefootError
 from surefoot.events import Event, FindingMade, Noted, Observer, RunEnded, RunStarted
 from surefoot.models.build import load_tokenizer
 from surefoot.models.generate import end_tokens
@@ -24,6 +23,7 @@ from surefoot.models.lora import experts_left_out
 from surefoot.models.sources import fingerprint, resolve_model
 from surefoot.parallel.layout import Layout
 from surefoot.parallel.ranks import Ranks, gpu_of, joined
+from surefoot.process_end import launcher_number
 from surefoot.storage import write_json, write_text
 from surefoot.training.artifacts import lora_settings, write_artifact
 from surefoot.training.batches import RunData, open_data
@@ -79,7 +79,7 @@ def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: b
             observer.observe(event)
 
     with ExitStack() as held:
-        with Phases(emit, int(os.environ.get("RANK", "0")))("launch"):
+        with Phases(emit, launcher_number("RANK"))("launch"):
             ranks = held.enter_context(joined(device_type(loaded), alone_too=loaded.run.offload is not None))
         return _train(resolve(loaded, ranks.size), observers, ranks, screen=screen)
 
@@ -110,6 +110,13 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *,
             emit(RunEnded(result.as_dict()))
             return result
 
+        def fail(status: Status, error: str) -> None:
+            """Write down how the run ended; where a full disk refuses that, what ended it is still what is raised."""
+            try:
+                finish(status, error=error)
+            except StorageError as refused:
+                emit(Noted(str(refused)))
+
         def agreed(result: RunResult) -> RunResult:
             """Rank 0 has heard what happened; the others read what it wrote."""
             ranks.barrier()
@@ -133,21 +140,19 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *,
                 artifact = assembled.write_artifact() if status == "completed" else None
             return agreed(finish(status, train_loss=train_loss, artifact=artifact))
         except KeyboardInterrupt:
-            finish("interrupted", error="stopped before the first step, or by a second signal")
+            fail("interrupted", "stopped before the first step, or by a second signal")
             raise
         except StoppedOnFinding as error:
             emit(FindingMade(error.finding))
-            finish("failed", error=str(error))
+            fail("failed", str(error))
             raise
         except Exception as error:
             if is_out_of_memory(error):
                 finding = memory.finding(error, DeviceNow.read())
                 emit(FindingMade(finding))
-                finish("failed", error=finding.as_text())
+                fail("failed", finding.as_text())
                 raise StoppedOnFinding(finding) from error
-            finish(
-                "failed", error=str(error) if isinstance(error, SurefootError) else f"{type(error).__name__}: {error}"
-            )
+            fail("failed", str(error) if isinstance(error, SurefootError) else f"{type(error).__name__}: {error}")
             raise
         finally:
             undo.close()

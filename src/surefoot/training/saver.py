@@ -28,7 +28,16 @@ from torch import Tensor, nn
 from surefoot.errors import StorageError, SurefootError
 from surefoot.models.placement import Block, block_of
 from surefoot.parallel.ranks import ALONE, Ranks
-from surefoot.storage import make_folder, replace_folder, sha256_of, storage_error, sync_file, sync_folder, write_json
+from surefoot.storage import (
+    delete,
+    make_folder,
+    replace_folder,
+    sha256_of,
+    storage_error,
+    sync_file,
+    sync_folder,
+    write_json,
+)
 from surefoot.training.checkpoint import MOMENTS, TrainState, checkpoint_folder, list_checkpoints
 from surefoot.training.manifest import FORMAT_VERSION, MANIFEST, PARTS, STATE, seal
 from surefoot.training.pieces import of_this_rank, write_pieces
@@ -161,6 +170,7 @@ class Saver:
 
     def _write(self, temporary: Path, target: Path, blocks: Blocks, state: TrainState, began: float) -> None:
         """What the thread does."""
+        failure: SurefootError | None = StorageError(f"{target}: its writing was cut short. Older checkpoints stay.")
         try:
             note: dict[str, Any] = {}
             try:
@@ -176,13 +186,16 @@ class Saver:
                 for old in list_checkpoints(self._run_folder)[: -self._keep if self._keep else 0]:
                     _delete(old)
             self._saved = Saved(state.step, target, time.perf_counter() - began)
+            failure = None
         except OSError as error:
-            self._error = storage_error(target, error)
+            failure = storage_error(target, error)
         except SurefootError as error:
-            self._error = error
+            failure = error
         except Exception as error:  # noqa: BLE001 - whatever it is, this save is not complete
-            self._error = StorageError(f"{target}: could not be written: {_said(error)}. Older checkpoints stay.")
-        if self._error is not None and self._ranks.is_first:
+            failure = StorageError(f"{target}: could not be written: {_said(error)}. Older checkpoints stay.")
+        finally:
+            self._error = failure
+        if failure is not None and self._ranks.is_first:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _files_of_all(self, temporary: Path) -> dict[str, str]:
@@ -214,7 +227,7 @@ def _delete(checkpoint: Path) -> None:
     try:
         checkpoint.rename(leaving)
         sync_folder(leaving.parent)  # lost power must not leave a checkpoint of its name without some of its files
-        shutil.rmtree(leaving)
+        delete(leaving)
     except OSError as error:
         LOGGER.warning("an old checkpoint could not be deleted: %s", error)
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from surefoot.data.order import Position
-from surefoot.json_files import is_count, is_number
+from surefoot.json_files import is_count, is_number, is_size
 from surefoot.rl.batch import Trajectory
 from surefoot.rl.rollout import Completion
 
@@ -45,7 +45,7 @@ def _are_texts(value: Any) -> bool:
 
 def _is_position(value: Any) -> bool:
     names = {field.name for field in fields(Position)}
-    return isinstance(value, dict) and value.keys() == names and all(map(is_count, value.values()))
+    return isinstance(value, dict) and value.keys() == names and all(map(is_size, value.values()))
 
 
 CHECKS: Mapping[str, Callable[[Any], bool]] = {
@@ -81,6 +81,8 @@ def _problems_of_pending(pending: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield "completions in use have no place in the data"
         elif not isinstance(about["about"], dict) or not all(map(is_number, about["about"].values())):
             yield "measurements of completions in use are no numbers"
+        elif not is_size(about["about"].get("policy_version")):
+            yield "completions in use are of no policy version"
         yield from _problems_of_rows(Trajectory, rows)
 
 
