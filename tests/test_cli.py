@@ -1,6 +1,7 @@
 """The command line as a user meets it: exit statuses, messages, JSON."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -231,7 +232,9 @@ def test_explain_tells_what_a_folder_says(settings: dict[str, Any], tmp_path: Pa
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set"),
         ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, "Make them agree"),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE='' is no number of ranks"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE='' in the environment is no number"),
+        ({"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "RANK='x' in the environment is no number"),
+        ({"RANK": "0", "LOCAL_RANK": "", "WORLD_SIZE": "2"}, "LOCAL_RANK='' in the environment is no number"),
     ],
 )
 def test_half_of_what_a_launcher_says_starts_no_job_of_its_own(
@@ -251,3 +254,32 @@ def test_a_file_that_may_not_be_read_is_named_without_a_traceback(capsys: pytest
 
     assert cli.run_verb(refused) == 2
     assert "error: /data/rows.jsonl: Permission denied." in capsys.readouterr().err
+
+
+def test_modules_in_the_current_folder_are_imported_by_no_process_of_a_run(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """A cloned dataset may hold a yaml.py. Every process that a run starts is started here, by the console script."""
+    here = tmp_path / "clone"
+    here.mkdir()
+    for name in ("yaml", "psutil", "numpy", "torch", "rich", "altair", "random"):
+        (here / f"{name}.py").write_text("open('was_imported', 'w')")
+    (tmp_path / "reward.py").write_text(
+        "def length(completions, **_):\n    return [len(text) for text in completions]\n"
+    )
+    rewards = [f"{tmp_path / 'reward.py'}:length"]
+    grpo = {"method": "grpo", "reward_funcs": rewards, "num_generations": 2, "max_completion_length": 4}
+    more = {"nproc_per_node": 2, "dataset_num_proc": 2, "report": True, "max_steps": 1, "global_batch_size": 2}
+    (tmp_path / "run.json").write_text(json.dumps({**settings, **grpo, **more}))
+    environment = {name: value for name, value in os.environ.items() if name != "SUREFOOT_SUPERVISED"}
+    done = subprocess.run(
+        [Path(sys.executable).with_name("surefoot"), "train", tmp_path / "run.json"],
+        cwd=here,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (Path(settings["output_dir"]) / "report.html").is_file()
+    assert not (here / "was_imported").exists()

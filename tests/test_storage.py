@@ -4,14 +4,16 @@ import ctypes
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from surefoot.errors import InputError, StorageError
-from surefoot.storage import new_folder, repair_folder, sha256_of, write_json, write_text
+from surefoot.storage import new_folder, repair_folder, sha256_of, storage_error, write_json, write_text
 
 
 def test_text_is_replaced_whole(tmp_path: Path) -> None:
@@ -147,3 +149,45 @@ def test_a_refusal_names_the_file_and_the_room_left(tmp_path: Path) -> None:
 def test_sha256(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     assert sha256_of(tmp_path / "a").startswith("ba7816bf8f01cfea")
+
+
+def test_a_mount_that_is_gone_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_path: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(shutil, "disk_usage", refuse)
+    error = storage_error(tmp_path / "a", OSError(errno.ESTALE, "Stale file handle"))
+    assert "could not be written: Stale file handle." in str(error)
+
+
+def test_only_what_this_program_left_is_repaired(tmp_path: Path) -> None:
+    mine = [".notes.bak.old", ".adapter.v1.old", ".draft.tmp", ".adapter.7.old"]
+    for name in mine:
+        (tmp_path / name).mkdir()
+    (tmp_path / "notes").write_text("x")
+    (tmp_path / ".report.html.7-0123abcd.tmp").write_text("half")
+    (tmp_path / ".model.7-0123abcd.old").mkdir()
+    repair_folder(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*mine, "notes", "model"])
+
+
+def test_processes_of_one_number_on_two_machines_write_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: write_text(tmp_path / "a", str(number) * 1000), range(200)))
+    assert len(set((tmp_path / "a").read_text())) <= 3
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_link_to_a_folder_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("theirs")
+    (tmp_path / "made").symlink_to(tmp_path / "other")
+    with new_folder(tmp_path / "made") as folder:
+        (folder / "file").write_text("new")
+    assert not (tmp_path / "made").is_symlink()
+    assert (tmp_path / "made" / "file").read_text() == "new"
+    assert (tmp_path / "other" / "file").read_text() == "theirs"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "other"]

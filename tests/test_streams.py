@@ -71,3 +71,21 @@ def test_two_ranks_end_as_ever_where_nobody_reads(tmp_path: Path, settings: dict
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**settings, "nproc_per_node": 2, "max_steps": 2}))
     assert status_of("train run.yaml", "<&- >&- 2>&-", tmp_path) == 0
     assert (Path(settings["output_dir"]) / "adapter" / "adapter_model.safetensors").stat().st_size > 0
+
+
+def test_a_reader_that_is_slow_to_read_a_pipe_that_must_not_block_changes_no_status() -> None:
+    program = """
+import os, subprocess, sys, time
+reading, writing = os.pipe()
+os.set_blocking(writing, False)
+verb = subprocess.Popen([sys.executable, "-m", "surefoot", "settings", "--json"], stdout=writing, stderr=writing)
+os.close(writing)
+time.sleep(2)
+size = 0
+while piece := os.read(reading, 1 << 16):
+    size += len(piece)
+print(verb.wait(), size)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    whole = subprocess.run([sys.executable, "-m", "surefoot", "settings", "--json"], capture_output=True, check=True)
+    assert done.stdout.split() == ["0", str(len(whole.stdout))]

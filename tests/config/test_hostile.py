@@ -70,6 +70,9 @@ VALUES = {
     "halves in the wrong order": r'"\ude00\ud83d"',
     "NUL": r'"a\0b"',
     "bell": "\a",
+    "escape beyond Unicode": r'"\U00110000"',
+    "escape of 32 bits": r'"\UFFFFFFFF"',
+    "20,001 values": "[" + "x," * 20_001 + "]",
 }
 
 
@@ -232,3 +235,10 @@ def test_a_saved_config_that_is_none_is_refused() -> None:
         changed_fields(["a"], run)  # type: ignore[arg-type]
     odd = {name: {"a": "b"} for name in RunConfig.model_fields}
     assert all(len(change) < 300 for change in changed_fields({**odd, "global_batch_size": "x" * 500}, run))
+
+
+def test_a_version_of_yaml_with_digits_without_end_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"%YAML 1.{'9' * 5000}\n---\nmodel: m\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml:1"):
+        load_config(path, ())

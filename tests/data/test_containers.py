@@ -15,6 +15,8 @@ import zstandard
 from surefoot.data import containers, json_rows, rows
 from surefoot.data.containers import ChunkReader, kind_of, scan, stream_chunks
 from surefoot.data.rows import MAX_ROW_BYTES, Row
+from surefoot.data.template_process import memory_limit
+from surefoot.data.zstandard_file import ZstandardFile
 from surefoot.errors import DataError
 
 ROWS = [{"prompt": "a\nb", "completion": "b"}, {"prompt": "ü,\"'", "completion": "中文"}]
@@ -142,7 +144,8 @@ def test_columnar_files_do_not_invent_null_keys(tmp_path: Path) -> None:
         (b'{"a": 1}\n{"a": "\xe9"}\n', 2, r"not UTF-8: byte 0xe9 at byte 8"),
         ('{"a": 1}\n'.encode("utf-16"), 1, r"not UTF-8: .* It looks like UTF-16"),
         (b'{"a": "x\0y"}\n', 1, r"not valid JSON: .*The line holds a NUL byte"),
-        (b"[" * 100_000, 1, r"not valid JSON|JSON nested too deeply"),
+        (b"[" * 100_000, 1, r"not valid JSON|more than 100 JSON values"),
+        (b'{"a": 1}\n' + b'{"a":' * 600 + b"1" + b"}" * 600, 2, r"more than 100 JSON values inside each other"),
     ],
 )
 def test_a_line_that_is_no_row_says_why(tmp_path: Path, content: bytes, line: int, problem: str) -> None:
@@ -213,3 +216,47 @@ def test_a_csv_row_with_too_few_values_is_a_bad_row(tmp_path: Path) -> None:
     good, bad = rows_of(tmp_path / "a.csv")
     assert good.columns == {"a": "1", "b": "2"}
     assert (bad.line, bad.problem) == (3, "1 values for 2 columns. Is a text not in quotes?")
+
+
+def test_a_json_file_with_a_row_that_is_nested_deeply_keeps_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("[" + '{"a":' * 600 + "1" + "}" * 600 + ', {"a": 2}]')
+    deep, sound = rows_of(path)
+    assert "more than 100 JSON values" in str(deep.problem)
+    assert sound.columns == {"a": 2}
+
+
+def test_a_small_zstandard_file_takes_little_memory(tmp_path: Path) -> None:
+    """2 GiB of zeros in 64 KiB: refused as a row that is too long, and never in memory whole."""
+    path = tmp_path / "a.jsonl.zst"
+    compressor = zstandard.ZstdCompressor().compressobj()
+    zeros = bytes(1 << 20)
+    path.write_bytes(b"".join(compressor.compress(zeros) for _ in range(1 << 11)) + compressor.flush())
+    with ZstandardFile(path) as file, memory_limit(200 << 20):
+        assert len(file.read(100)) == 100
+        assert sum(len(piece) for piece in iter(lambda: file.read(1 << 20), b"")) == (2 << 30) - 100
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_date_that_python_has_none_for_is_named_with_its_row(tmp_path: Path, name: str) -> None:
+    table = pyarrow.table({"day": pyarrow.array([0, 10**8], pyarrow.date32())})
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(table, tmp_path / name)
+    else:
+        with pyarrow.ipc.new_file(tmp_path / name, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(DataError, match=f"{name}:1: a value in this row or those behind it is unreadable"):
+        rows_of(tmp_path / name)
+
+
+def test_offsets_of_an_arrow_file_that_lead_out_of_it_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    table = pyarrow.table({"text": ["first", "second"]})
+    with pyarrow.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table)
+    content = path.read_bytes()
+    offsets = b"".join(number.to_bytes(4, "little") for number in (0, 5, 11))
+    assert content.count(offsets) == 1
+    path.write_bytes(content.replace(offsets, b"".join(n.to_bytes(4, "little") for n in (0, 5, 1_900_000_000))))
+    with pytest.raises(DataError, match=r"a\.arrow: not a readable Arrow file"):
+        rows_of(path)

@@ -1,6 +1,7 @@
 """Which files a dataset setting means."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +122,34 @@ def test_a_dataset_info_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="names several datasets"):
         find(llamafactory(tmp_path))
     (tmp_path / "dataset_info.json").write_text("[1]")
+    with pytest.raises(DataError, match="holds no JSON object"):
+        find(tmp_path / "dataset_info.json")
+    (tmp_path / "dataset_info.json").write_text('{"a": 1}')
     with pytest.raises(DataError, match="is no dataset_info.json"):
         find(tmp_path / "dataset_info.json")
-    (tmp_path / "dataset_info.json").write_text("{")
-    with pytest.raises(DataError, match="cannot be read as JSON"):
+    for content in ("{", "[" * 2000, '{"a": {}, "a": {}}'):
+        (tmp_path / "dataset_info.json").write_text(content)
+        with pytest.raises(DataError, match="cannot be read as JSON"):
+            find(tmp_path / "dataset_info.json")
+    (tmp_path / "dataset_info.json").unlink()
+    os.mkfifo(tmp_path / "dataset_info.json")
+    with pytest.raises(DataError, match="is not a file"):
         find(tmp_path / "dataset_info.json")
+
+
+@pytest.mark.parametrize("entry", [{"formatting": ["q"]}, {"num_samples": True}, {"num_samples": -1}])
+def test_values_of_an_entry_that_cannot_be_are_named(tmp_path: Path, entry: dict[str, Any]) -> None:
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"a": {"file_name": "a.jsonl", **entry}}))
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match=f"entry 'a': {next(iter(entry))}"):
+        find(tmp_path / "dataset_info.json")
+
+
+@pytest.mark.parametrize("split", ["[:" + "9" * 5000 + "]", "[:" + "9" * 400 + "%]", "[:²]"])
+def test_a_split_whose_bound_is_no_number_of_rows_is_refused(tmp_path: Path, split: str) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match="split="):
+        find(tmp_path / "a.jsonl", split=split)
 
 
 def test_a_pattern_that_links_lead_around_in_gives_each_file_once(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from surefoot import cli
 from surefoot.errors import ModelError
 from surefoot.models.build import build_model, load_config, load_tokenizer
 from surefoot.models.export import merge_adapter
+from surefoot.models.pretrained import meta_model
 from surefoot.models.sources import weight_files
 from surefoot.training.artifacts import load, load_adapter
 from tests.conftest import surefoot
@@ -117,6 +118,46 @@ def test_a_chat_template_that_fails_is_refused(folder: Path) -> None:
     assert cli.main(["chat", str(folder), "--prompt", "x"]) == 2
 
 
+def test_a_chat_template_without_an_end_is_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(loop)
+    assert cli.main(["chat", str(folder), "--prompt", "x"]) == 2
+    assert "an endless loop?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["adapter_model.bin", "other.safetensors.index.json", 5])
+def test_weights_are_read_from_the_files_of_that_name_alone(folder: Path, value: Any) -> None:
+    torch.save({"lm_head.weight": torch.ones(1)}, folder / "adapter_model.bin")
+    change(folder / "config.json", transformers_weights=value)
+    with pytest.raises(ModelError, match="transformers_weights="):
+        build(folder)
+
+
+def test_the_weights_that_are_checked_are_those_that_are_loaded(folder: Path) -> None:
+    change(folder / INDEX, metadata={}, weight_map={"lm_head.weight": "other.safetensors"})
+    assert weight_files(folder) == [folder / "model.safetensors"]
+    build(folder)
+
+
+def test_an_adapter_beside_a_model_is_not_loaded_with_it(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("[]")
+    with pytest.raises(ModelError, match="Move the adapter to a folder of its own"):
+        build(folder)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_a_folder_does_not_choose_what_computes(folder: Path, key: str) -> None:
+    change(folder / "config.json", **{key: "somebody/kernels"})
+    meta_model(folder)
+    build(folder)
+
+
+def test_a_tokenizer_on_which_the_library_panics_is_refused(folder: Path) -> None:
+    change(folder / "tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "AA=="})
+    with pytest.raises(ModelError, match=r"its tokenizer cannot be read .*Panic"):
+        load_tokenizer(folder)
+
+
 def test_a_device_in_a_folder_is_not_copied(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     (folder / "generation_config.json").symlink_to("/dev/zero")
@@ -128,6 +169,7 @@ def test_a_device_in_a_folder_is_not_copied(folder: Path) -> None:
 @pytest.mark.parametrize("weight_map", [[], {}, 7, None, {"a": 7}, {"a": ["x"]}, {"a": ""}])
 def test_a_malformed_index_is_refused(folder: Path, weight_map: Any) -> None:
     change(folder / INDEX, metadata={}, weight_map=weight_map)
+    (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"index\.json: weight_map"):
         weight_files(folder)
 
@@ -136,8 +178,8 @@ def test_a_malformed_index_is_refused(folder: Path, weight_map: Any) -> None:
 def test_a_weight_map_that_leaves_the_folder_is_refused(folder: Path, name: str) -> None:
     other = folder.parent / "other"
     other.mkdir()
-    shutil.copy(folder / "model.safetensors", other / "x.safetensors")
-    change(folder / INDEX, metadata={}, weight_map={"lm_head.weight": name, "model.norm.weight": "model.safetensors"})
+    shutil.move(folder / "model.safetensors", other / "x.safetensors")
+    change(folder / INDEX, metadata={}, weight_map={"lm_head.weight": name, "model.norm.weight": "a.safetensors"})
     with pytest.raises(ModelError, match=r"weight_map gives 'lm_head.weight' the file .* outside the folder"):
         weight_files(folder)
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import surefoot
-from surefoot.errors import CheckpointError
+from surefoot.errors import CheckpointError, DataError
 from surefoot.training.checkpoint import TrainState, checkpoint_folder, find_newest, load_checkpoint, verify
 from surefoot.training.manifest import DamagedCheckpoint, seal
 from surefoot.training.state_fields import CHECKS
@@ -274,7 +274,12 @@ def test_each_field_of_a_state_is_checked() -> None:
 
 COMPLETION = {"ids": [1, 2], "logprobs": [-0.5, -0.1], "finish": "stop", "policy_version": 3}
 AHEAD = {"ahead": {"epoch": 0, "window": 0, "used": 4}, "completions": [COMPLETION]}
-IN_USE = {"began": 0.0, "epoch": 0.5, "next": {"epoch": 0, "window": 0, "used": 4}, "about": {"reward": 0.5}}
+IN_USE = {
+    "began": 0.0,
+    "epoch": 0.5,
+    "next": {"epoch": 0, "window": 0, "used": 4},
+    "about": {"reward": 0.5, "policy_version": 1.0},
+}
 TRAJECTORY = {
     "prompt": [1], "ids": [2, 3], "rollout_logprobs": [-1.0, -2.0], "advantage": 1.0, "weight": 0.5, "place": "a:1"
 }  # fmt: skip
@@ -469,3 +474,26 @@ def test_a_damaged_checkpoint_that_is_named_is_refused_by_the_command(settings: 
     assert f"{newest}/manifest.json" in done.stderr
     done = command("export", str(run), str(tmp_path / "adapter"), "--step", "4")
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+
+
+def test_a_place_beyond_the_data_is_named(settings: dict[str, Any]) -> None:
+    run = surefoot.train(settings, screen=False, save_steps=2).run_folder
+    newest = checkpoint_folder(run, 2)
+    edit("state.json", position={"epoch": 0, "window": 9, "used": 0})(newest)
+    with pytest.raises(DataError, match="window 9 of data that have 1"):
+        surefoot.train(
+            settings, screen=False, output_dir=run.with_name("new"), resume_from_checkpoint=newest, save_steps=2
+        )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"position": {"epoch": 10**400, "window": 0, "used": 0}},
+        {"pending": [{"began": 0, "epoch": 0, "next": {"epoch": 0, "window": 0, "used": 0}, "about": {}}]},
+    ],
+    ids=["epoch", "no policy version"],
+)
+def test_counters_that_no_run_reaches_are_damage(run: Path, changes: dict[str, Any]) -> None:
+    edit("state.json", **changes)(checkpoint_folder(run, 3))
+    assert_passed_over(run, "step-00000003/state.json")

@@ -39,7 +39,7 @@ from surefoot.training.pieces import Pieces
 from surefoot.training.record import FindingLog
 from tests.conftest import counting_rows, training_process, write_jsonl
 from tests.conftest import surefoot as command
-from tests.support.checkpoints import read_json, reseal
+from tests.support.checkpoints import read_json, reseal, save_steps
 
 TIMES = {"tokens_per_second", "step_time_s", "peak_memory_bytes"}
 EXACT = {
@@ -693,3 +693,38 @@ def test_a_finding_of_an_earlier_start_is_told_as_one(
     first, second = explain(folder).as_dict()["findings"]
     assert (first["is_of_earlier_start"], second["is_of_earlier_start"]) == (True, False)
     assert second["cause"] == again.cause
+
+
+@pytest.mark.parametrize("name", [".lock", "findings.jsonl", "metrics.jsonl", "summary.json"])
+def test_a_link_in_a_run_folder_is_not_written_through(settings: dict[str, Any], tmp_path: Path, name: str) -> None:
+    """A run folder from elsewhere may hold a link to ~/.bashrc."""
+    (tmp_path / "bashrc").write_text("mine")
+    folder = Path(settings["output_dir"])
+    folder.mkdir()
+    (folder / name).symlink_to(tmp_path / "bashrc")
+    with pytest.raises(ConfigError, match="is a link to"):
+        surefoot.train(settings, screen=False)
+    assert (tmp_path / "bashrc").read_text() == "mine"
+
+
+def test_a_linked_folder_of_checkpoints_is_used_and_an_overwriting_run_leaves_it_alone(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    run = surefoot.train(settings, screen=False).run_folder
+    shutil.move(run / "checkpoints", tmp_path / "other")
+    (run / "checkpoints").symlink_to(tmp_path / "other")
+    assert surefoot.train(settings, screen=False).status == "completed"
+    assert surefoot.train(settings, screen=False, overwrite_output_dir=True).status == "completed"
+    assert not (run / "checkpoints").is_symlink()
+    assert list((tmp_path / "other").iterdir())
+
+
+def test_an_old_checkpoint_that_is_a_link_is_pruned_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    save_steps(tmp_path / "run", range(1, 3), None, lambda _: None)
+    oldest = list_checkpoints(tmp_path / "run")[0]
+    shutil.move(oldest, tmp_path / "elsewhere")
+    oldest.symlink_to(tmp_path / "elsewhere")
+    save_steps(tmp_path / "run", range(3, 4), 2, lambda _: None)
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000002", "step-00000003"]
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
+    assert (tmp_path / "elsewhere" / "manifest.json").is_file()

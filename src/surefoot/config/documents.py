@@ -18,7 +18,7 @@ from surefoot.errors import ConfigError
 MOST_BYTES = 1 << 20
 """Size of the largest file that is read as a config, a script or a chat template."""
 MOST_DEPTH = 50
-MOST_VALUES = 100_000
+MOST_VALUES = 20_000
 """Values of a whole file. A value behind an alias counts at each of its uses."""
 MOST_BITS = 63
 """Larger integers fit no tensor."""

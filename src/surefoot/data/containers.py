@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from surefoot.data.json_rows import json_lines, json_values
-from surefoot.data.rows import MAX_DEPTH, MAX_ROW_BYTES, READ_BYTES, Broken, Row, lines_of, too_long
+from surefoot.data.rows import MAX_ROW_BYTES, READ_BYTES, Broken, Row, lines_of, too_long
 from surefoot.data.table_rows import arrow_rows, csv_rows, parquet_rows
 from surefoot.data.zstandard_file import ZstandardFile
 from surefoot.errors import DataError
@@ -174,10 +174,8 @@ def _chunked(rows: Iterable[Row]) -> Iterator[tuple[Chunk, list[Row]]]:
     chunk: list[Row] = []
     for row in rows:
         row_size = _size(row.columns)
-        if row_size is None:
-            row, row_size = Row({}, row.line, f"the row has more than {MAX_DEPTH} values inside each other"), 0
         size += row_size
-        if size > MAX_ROW_BYTES and row_size > MAX_ROW_BYTES:
+        if row_size > MAX_ROW_BYTES:
             row, size = Row({}, row.line, too_long(row_size)), 0
         chunk.append(row)
         if len(chunk) == CHUNK_ROWS or size >= CHUNK_BYTES:
@@ -187,25 +185,15 @@ def _chunked(rows: Iterable[Row]) -> Iterator[tuple[Chunk, list[Row]]]:
         yield Chunk(index, first_row, len(chunk)), chunk
 
 
-def _size(columns: dict[str, Any]) -> int | None:
-    """Return about the bytes of a row's texts; None for one that is nested too deeply."""
-    size, level = 0, list[Any](columns.values())
-    for _ in range(MAX_DEPTH):
-        inner: list[Any] = []
-        for value in level:
-            if isinstance(value, str | bytes):
-                size += len(value)
-            elif isinstance(value, dict):
-                size += sum(len(str(key)) for key in value)
-                inner += value.values()
-            elif isinstance(value, list | tuple):
-                inner += value
-            else:
-                size += 8
-        if not inner:
-            return size
-        level = inner
-    return None
+def _size(value: Any) -> int:
+    """Return about the bytes of a value's texts."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(str(key)) + _size(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return sum(map(_size, value))
+    return 8
 
 
 def _opened(path: Path, compression: str) -> Any:

@@ -5,8 +5,10 @@ import json
 from collections.abc import Iterator
 from typing import IO, Any
 
-from surefoot.data.rows import MAX_ROW_BYTES, READ_BYTES, Broken, Row, lines_of, too_long
+from surefoot.data.rows import MAX_DEPTH, MAX_ROW_BYTES, READ_BYTES, Broken, Row, lines_of, too_long
+from surefoot.json_files import nesting_depth
 
+TOO_DEEP = f"more than {MAX_DEPTH} JSON values inside each other, so it is no row of training data"
 NEAR_END = 64
 """Characters before the end of what is read within which a JSON error may mean that more must be read."""
 
@@ -25,7 +27,8 @@ def _text(line: bytes) -> str:
 
 def _json_row(value: Any, line: int) -> Row:
     if isinstance(value, dict):
-        return Row(value, line)
+        is_deep = nesting_depth(value) > MAX_DEPTH
+        return Row({} if is_deep else value, line, TOO_DEEP if is_deep else None)
     return Row({}, line, f"expected a JSON object with named columns, found a {type(value).__name__}")
 
 
@@ -60,7 +63,7 @@ def _line_row(stripped: bytes, line: int) -> Row:
         )
         return Row({}, line, problem)
     except RecursionError:
-        return Row({}, line, "JSON nested too deeply to be a row of training data")
+        return Row({}, line, TOO_DEEP)
     except ValueError as error:
         return Row({}, line, str(error))
 

@@ -89,6 +89,7 @@ class GlobalOrder:
 
         Waits for the shards of its window. Raises: DataError for what is wrong with them.
         """
+        self._windows_at(position)
         epoch, window, used = position.epoch, position.window, position.used
         rows: list[list[SampleKey]] = []
         wanted = count or self._per_step
@@ -139,13 +140,18 @@ class GlobalOrder:
 
     def windows_from(self, position: Position) -> list[list[int]]:
         """The chunks of each window from a position to the end of its epoch."""
+        windows = self._windows_at(position)
+        return [list(dict.fromkeys(visit.chunk for visit in visits)) for visits in windows[position.window :]]
+
+    def _windows_at(self, position: Position) -> list[list[_Visit]]:
+        """The windows of a position's epoch. Raises: DataError if the position is in none of them."""
         windows = self._windows_of(position.epoch)
         if position.window >= len(windows):
             raise DataError(
                 f"the place to go on from is window {position.window} of data that have {len(windows)}. The counters "
                 "of the checkpoint are damaged: go on from an older one with resume_from_checkpoint."
             )
-        return [list(dict.fromkeys(visit.chunk for visit in visits)) for visits in windows[position.window :]]
+        return windows
 
     def _windows(self, epoch: int) -> list[list[_Visit]]:
         """The visits of an epoch, cut into windows of about WINDOW_ROWS rows."""

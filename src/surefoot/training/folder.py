@@ -69,8 +69,8 @@ def check_folder(loaded: LoadedConfig) -> None:
 def claim(loaded: LoadedConfig) -> Iterator[Resume]:
     """Take the run folder for this process, decide what to resume, and refuse to mix two runs."""
     config, folder = loaded.run, loaded.run.run_folder
-    check_folder(loaded)
     _refuse_links(loaded)
+    check_folder(loaded)
     try:
         make_folder(folder)
         lock = open(folder / LOCK, "a+")  # noqa: SIM115 - held until the run ends

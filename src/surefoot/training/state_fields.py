@@ -81,7 +81,7 @@ def _problems_of_pending(pending: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield "completions in use have no place in the data"
         elif not isinstance(about["about"], dict) or not all(map(is_number, about["about"].values())):
             yield "measurements of completions in use are no numbers"
-        elif not is_size(about["about"].get("policy_version")):
+        elif "policy_version" not in about["about"]:
             yield "completions in use are of no policy version"
         yield from _problems_of_rows(Trajectory, rows)
 
