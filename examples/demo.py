@@ -41,6 +41,9 @@ def main(folder: Path) -> None:
         HERE / "orders-moe-lora.yaml", model=moe, dataset=train, eval_dataset=dev, output_dir=folder / "run"
     )
 
+    if result.status != "completed":
+        raise SystemExit(f"{result.status} after {result.steps} steps; the same command goes on from there")
+
     print("4. answer the same orders after training", flush=True)
     after = complete(*surefoot.load(result.run_folder), rows)
 

@@ -120,13 +120,16 @@ def main(folder: Path) -> None:
     write_model(folder / "model")
 
     print(f"1. SFT on {WARMUP_ROWS} of {ROWS} pictures", flush=True)
-    surefoot.train(
+    warmup = surefoot.train(
         HERE / "grpo-vision-warmup.yaml",
         model=folder / "model",
         dataset=folder / "warmup.jsonl",
         output_dir=folder / "warmup",
         screen=False,
     )
+
+    if warmup.status != "completed":
+        raise SystemExit(f"{warmup.status} after {warmup.steps} steps")
 
     print("2. GRPO", flush=True)
     result = surefoot.train(

@@ -69,6 +69,9 @@ VALUES = {
     "half a surrogate pair": r'"\ud83d"',
     "halves in the wrong order": r'"\ude00\ud83d"',
     "NUL": r'"a\0b"',
+    "base 60": "1:30",
+    "base 60 with a point": "1:30.5",
+    "octal": "010",
     "bell": "\a",
     "escape beyond Unicode": r'"\U00110000"',
     "escape of 32 bits": r'"\UFFFFFFFF"',
@@ -241,4 +244,11 @@ def test_a_version_of_yaml_with_digits_without_end_is_refused(tmp_path: Path) ->
     path = tmp_path / "run.yaml"
     path.write_text(f"%YAML 1.{'9' * 5000}\n---\nmodel: m\n")
     with pytest.raises(ConfigError, match=r"run\.yaml:1"):
+        load_config(path, ())
+
+
+def test_a_byte_that_is_no_utf_8_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(BASE.encode() + b"run_name: caf\xe9\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml:4: not UTF-8: byte 0xe9"):
         load_config(path, ())

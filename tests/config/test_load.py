@@ -144,7 +144,8 @@ def test_bad_values_say_what_and_where(tmp_path: Path, text: str, message: str) 
         ("target_modules: []\n", "target_modules is empty"),
         ("overwrite_output_dir: true\nresume_from_checkpoint: some/step\n", "Keep one"),
         ("compile: true\ngradient_checkpointing: true\n", "exclude each other"),
-        ("chat_template_kwargs: {date: 2024-01-01}\n", r"no JSON.*Quote them.*\(run.yaml:4\)"),
+        ("chat_template_kwargs: {date: 2024-01-01}\n", r"run.yaml:4: 2024-01-01 is a date to YAML"),
+        ("chat_template_kwargs: {code: !!binary aGVsbG8=}\n", r"no JSON.*Quote them.*\(run.yaml:4\)"),
         ("chat_template_kwargs: {tools: {1: a}}\n", r"no JSON.*\(run.yaml:4\)"),
     ],
 )

@@ -497,3 +497,12 @@ def test_a_place_beyond_the_data_is_named(settings: dict[str, Any]) -> None:
 def test_counters_that_no_run_reaches_are_damage(run: Path, changes: dict[str, Any]) -> None:
     edit("state.json", **changes)(checkpoint_folder(run, 3))
     assert_passed_over(run, "step-00000003/state.json")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", WEIGHTS])
+def test_a_file_that_may_not_be_read_is_no_damage(run: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests may run as root, who may read everything."""
+    refused = checkpoint_folder(run, 3) / name
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != refused)
+    with pytest.raises(CheckpointError, match="permission denied"):
+        find_newest(run)

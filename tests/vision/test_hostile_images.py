@@ -355,6 +355,20 @@ def test_a_proxy_is_used_where_the_environment_names_it(
     ]
 
 
+def test_an_address_that_gives_no_image_is_asked_once(serve: Serve, tmp_path: Path) -> None:
+    requests: list[str] = []
+
+    def answer(channel: socket.socket, request: str) -> None:
+        requests.append(request)
+        channel.sendall(b"HTTP/1.1 200 OK\r\n\r\n<html>")
+
+    address = f"{serve(answer)}/1.png"
+    for _ in range(3):
+        with pytest.raises(images.BadImage):
+            find_image(address, tmp_path, ONLINE)
+    assert len(requests) == 1
+
+
 def test_an_https_server_is_known_by_its_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = draw(tmp_path / "1.png", "red").read_bytes()
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
@@ -378,6 +392,7 @@ def test_an_https_server_is_known_by_its_certificate(tmp_path: Path, monkeypatch
     address = f"https://127.0.0.1:{listener.getsockname()[1]}/1.png"
     with pytest.raises(images.BadImage, match="CERTIFICATE_VERIFY_FAILED"):
         find_image(address, tmp_path, ONLINE)
+    images.NOT_FETCHED.clear()
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     assert find_image(address, tmp_path, ONLINE).rows > 0
     thread.join(10)

@@ -4,7 +4,9 @@ PyYAML lets the errors of Python's constructors through (`seed: 2024-13-45`), an
 and as often as a file asks for. This module is the only place that reads such text.
 """
 
+import datetime
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +25,8 @@ MOST_VALUES = 20_000
 MOST_BITS = 63
 """Larger integers fit no tensor."""
 SHOWN_CHARACTERS = 80
+YAML_1_1_NUMBER = re.compile(r"[-+]?(0[0-7_]+$|[0-9_]+:)")
+"""Octal numbers that begin with 0, and numbers of base 60, such as times: few who write them mean them."""
 
 Result = TypeVar("Result")
 
@@ -71,11 +75,20 @@ class _Loader(yaml.SafeLoader):
         if node in self.recursive_objects:
             raise _Refused("an alias stands inside what it stands for. Write the value out", node.start_mark)
         try:
-            return super().construct_object(node, deep=deep)
+            value = super().construct_object(node, deep=deep)
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             kind = node.tag.rpartition(":")[2]
             value = shorten(node.value) if isinstance(node, yaml.ScalarNode) else f"this {_kind(node)}"
             raise _Refused(f"{value} is no {kind}. Put it in quotes if it is a text", node.start_mark) from error
+        if isinstance(value, datetime.date):
+            raise _Refused(f"{node.value} is a date to YAML. Put it in quotes", node.start_mark)
+        is_number = isinstance(value, int | float) and isinstance(node, yaml.ScalarNode)
+        if is_number and YAML_1_1_NUMBER.match(node.value):
+            raise _Refused(
+                f"{shorten(node.value, quote=False)} is {shorten(value)} to YAML. Write that, or put a text in quotes",
+                node.start_mark,
+            )
+        return value
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Any, Any]:
         """Construct a mapping. Raises: _Refused for a key that it holds twice."""
@@ -118,8 +131,13 @@ def read_text(path: Path, shown: str = "") -> str:
         raise ConfigError(f"{shown} is a folder. Give a file.") from None
     except OSError as error:
         raise ConfigError(f"{shown}: cannot be read: {error.strerror}.") from error
-    except ValueError as error:  # a name with a NUL, or other bytes than UTF-8
-        raise ConfigError(f"{shown}: cannot be read as UTF-8 text: {error}.") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{shown}:{line}: not UTF-8: byte 0x{error.object[error.start]:02x}. Save it as UTF-8."
+        ) from error
+    except ValueError as error:  # a name with a NUL
+        raise ConfigError(f"{shown}: cannot be read: {error}.") from error
 
 
 def read_entries(text: str, name: str) -> list[tuple[str, Any, str]]:

@@ -15,7 +15,7 @@ from surefoot.data.images import ImageSettings
 from surefoot.data.pixels import PROCESSORS, PixelReader, limits_of, load_processor
 from surefoot.data.preparation import OnProgress
 from surefoot.data.render import TEXT_ONLY, RendererSource
-from surefoot.data.sources import Source, find_sources
+from surefoot.data.sources import Source, find_sources, is_of_hub
 from surefoot.errors import ConfigError, DataError
 
 MAX_WORKERS = 16
@@ -105,6 +105,15 @@ def sources_of(loaded: LoadedConfig, setting: Literal["dataset", "eval_dataset"]
     prompts = config.method == "grpo"
     sources = find_sources(own, loaded.where(setting))
     return [replace(source, spec=replace(source.spec, prompts=prompts)) for source in sources]
+
+
+def check_sources(loaded: LoadedConfig) -> None:
+    """Raise DataError for data of this machine that do not exist. Nothing is fetched."""
+    settings: tuple[Literal["dataset", "eval_dataset"], ...] = ("dataset", "eval_dataset")
+    for setting in settings:
+        items: list[DatasetItem] = getattr(loaded.run, setting) or []
+        if items and not any(map(is_of_hub, items)):
+            sources_of(loaded, setting)
 
 
 OF_IMAGES = ("min_pixels", "max_pixels", "image_dir", "allow_image_urls")

@@ -199,6 +199,10 @@ def _from_base64(text: str) -> bytes:
         raise BadRow(f"an image is no base64 text: {error}; it begins {text[:20]!r}") from error
 
 
+NOT_FETCHED: dict[str, str] = {}
+"""Address -> why this process got no image from it. Many rows may name one address, which is asked once."""
+
+
 def _downloaded(address: str, settings: ImageSettings) -> Path:
     """The file of an address, fetched once."""
     if not settings.allow_urls:
@@ -206,15 +210,27 @@ def _downloaded(address: str, settings: ImageSettings) -> Path:
             f"image {address[:200]} is an address, which is not fetched. Set allow_image_urls: true to allow it"
         )
     target = cache_folder() / "data" / "images" / f"url-{hashlib.sha256(address.encode()).hexdigest()}"
+    if address in NOT_FETCHED:
+        raise BadImage(NOT_FETCHED[address])
     if not target.is_file():
         try:
-            content = download(address, most_bytes=MOST_BYTES)
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            raise BadImage(f"image {address[:200]} could not be fetched: {error}") from error
-        _check_size(len(content), address)
-        _decoded(content, address[:200]).close()  # an error page is not kept
+            content = _fetch(address)
+        except BadRow as error:
+            NOT_FETCHED[address] = str(error)
+            raise
         write_bytes(target, content)
     return target
+
+
+def _fetch(address: str) -> bytes:
+    """Return an image file. Raises: BadRow, BadImage; an error page is no image."""
+    try:
+        content = download(address, most_bytes=MOST_BYTES)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise BadImage(f"image {address[:200]} could not be fetched: {error}") from error
+    _check_size(len(content), address)
+    _decoded(content, address[:200]).close()
+    return content
 
 
 def _kept(content: bytes) -> Path:

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from surefoot.config import LoadedConfig
-from surefoot.data.assemble import held_out_side, open_dataset, open_images
+from surefoot.data.assemble import check_sources, held_out_side, open_dataset, open_images
 from surefoot.data.dataset import Dataset, progress_line
 from surefoot.data.findings import data_findings
 from surefoot.data.loader import MicroBatch, all_batches, micro_batches
@@ -187,6 +187,7 @@ def _columns(dataset: Dataset, chunk: int) -> dict[str, object]:
 
 def describe(loaded: LoadedConfig, *, show: int) -> DataReport:
     """What `surefoot data` shows. Loads the tokenizer, not the model. Raises: SurefootError."""
+    check_sources(loaded)  # before a model is fetched
     screen = Screen(1)
     base = resolve_model(loaded.run.model, loaded.where("model"), weights=False)
     data = open_data(loaded, base, load_tokenizer(base, loaded.run.chat_template), screen.observe)

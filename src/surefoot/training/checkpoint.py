@@ -22,7 +22,15 @@ from surefoot.findings import Finding
 from surefoot.json_files import DamagedFile, read_object
 from surefoot.models.placement import block_of
 from surefoot.storage import delete
-from surefoot.training.manifest import NAME, STATE, DamagedCheckpoint, check_files, read_manifest
+from surefoot.training.manifest import (
+    MANIFEST,
+    NAME,
+    STATE,
+    DamagedCheckpoint,
+    check_files,
+    read_manifest,
+    refuse_unreadable,
+)
 from surefoot.training.pieces import Pieces
 from surefoot.training.state_fields import ADDED_IN_FORMAT_3, check_state
 
@@ -85,6 +93,7 @@ def verify(path: Path) -> dict[str, Any]:
 
     Raises: DamagedCheckpoint naming the file; CheckpointError for a newer format.
     """
+    refuse_unreadable(path / MANIFEST)
     manifest = read_manifest(path)
     check_files(path, manifest["files"])
     state = _read_state(path, may_lack=ADDED_IN_FORMAT_3 if manifest["format_version"] == 3 else frozenset())

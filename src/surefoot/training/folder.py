@@ -290,12 +290,14 @@ def _refuse_other_run(loaded: LoadedConfig, config: RunConfig, folder: Path) -> 
         ) from error
     changes = changed_fields(saved, config)
     if changes and all(change.partition(":")[0] in ("max_steps", "num_train_epochs") for change in changes):
-        made = "init_adapter: adapter" if config.tuning == "lora" else "model: model"
-        name, _, artifact = made.partition(": ")
+        name, artifact = ("init_adapter", "adapter") if config.tuning == "lora" else ("model", "model")
+        source = str(folder / artifact)
+        if not Path(source).is_dir():  # the run was interrupted
+            source = f"the folder that `surefoot export {folder} FOLDER` writes"
         raise CheckpointError(
             f"output_dir={folder} holds a run of another length: {'; '.join(changes)}. With lr_scheduler_type: "
             f"{config.lr_scheduler_type} that would change every learning rate. Begin a new run from it, with {name}: "
-            f"{folder / artifact} and another output_dir; or set overwrite_output_dir: true to delete it ({where})."
+            f"{source} and another output_dir; or set overwrite_output_dir: true to delete it ({where})."
         )
     if changes:
         raise CheckpointError(

@@ -10,6 +10,7 @@ newer format can be told from a damaged manifest.
 
 import hashlib
 import json
+import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
@@ -58,6 +59,12 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
+def refuse_unreadable(path: Path) -> None:
+    """Raise CheckpointError if this user may not read a file: that is no damage, for which it would be set aside."""
+    if path.exists() and not os.access(path, os.R_OK):
+        raise CheckpointError(f"{path}: permission denied. Give this user the right to read it. Nothing was set aside.")
+
+
 def check_files(checkpoint: Path, files: Mapping[str, str]) -> None:
     """Raise DamagedCheckpoint unless each named file has its checksum, and no other file of tensors is beside them.
 
@@ -75,6 +82,7 @@ def check_files(checkpoint: Path, files: Mapping[str, str]) -> None:
             raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
         if not is_file:
             raise DamagedCheckpoint(f"{path} is not a file")
+        refuse_unreadable(path)
         if is_outside:
             raise DamagedCheckpoint(f"{path} is a link to a file outside the checkpoint: {path.resolve()}")
     for name in _names_in(checkpoint):

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from surefoot.config import OF_ALL_RANKS, LoadedConfig, RunConfig, as_yaml, changed_fields
+from surefoot.data.assemble import check_sources
 from surefoot.data.loader import MicroBatch
 from surefoot.data.order import StepBatch
 from surefoot.data.render import answer_ends
@@ -237,6 +238,7 @@ def _open(loaded: LoadedConfig, resume: Resume, emit: Emit, ranks: Ranks) -> _Op
 
     phases = Phases(emit, ranks.rank)
     with phases("load"):
+        ranks.node_by_node(lambda: check_sources(loaded))  # before a model is fetched
         base = ranks.node_by_node(lambda: resolve_model(config.model, loaded.where("model")))
         ranks.node_by_node(lambda: check_experts(loaded, base))
         ranks.node_by_node(lambda: check_routing_replay(loaded, base))
