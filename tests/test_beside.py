@@ -22,7 +22,7 @@ from surefoot.health.ring import CAPACITY, HEADER, MAGIC, VERSION, RingWriter, t
 from surefoot.health.supervisor import Supervisor
 from surefoot.report.story import read_story
 from surefoot.training.record import FindingLog
-from tests.conftest import counting_rows, write_jsonl
+from tests.support.data import counting_rows, write_jsonl
 
 pytestmark = pytest.mark.slow
 EXAMPLE = Path(__file__).parents[1] / "examples" / "trl_watched.py"

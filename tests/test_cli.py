@@ -15,7 +15,8 @@ import yaml
 from surefoot import cli, train
 from surefoot.config import load_config
 from surefoot.findings import CATALOGUE
-from tests.conftest import counting_rows, surefoot, write_jsonl
+from tests.support.data import counting_rows, write_jsonl
+from tests.support.processes import surefoot
 
 
 def config_file(tmp_path: Path, settings: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from surefoot.drill import TOGETHER, drill, started
 from surefoot.errors import ConfigError
-from tests.conftest import surefoot
+from tests.support.processes import surefoot
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ from surefoot.health.recorder import Entry
 from surefoot.report.page import write_report
 from surefoot.report.story import _ledger
 from surefoot.training.record import FindingLog
-from tests.conftest import counting_rows, surefoot, write_jsonl
+from tests.support.data import counting_rows, write_jsonl
+from tests.support.processes import surefoot
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 CHARTS = {"loss", "rate", "speed", "phases", "memory", "ledger", "experts", "timeline"}

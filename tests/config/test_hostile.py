@@ -13,7 +13,7 @@ import pytest
 from surefoot.config import RunConfig, changed_fields, load_config
 from surefoot.config.documents import MOST_BYTES, parse_json, parse_yaml
 from surefoot.errors import ConfigError
-from tests.conftest import surefoot
+from tests.support.processes import surefoot
 
 BASE = "model: some/model\ndataset: train.jsonl\noutput_dir: out\n"
 WORKING = {"model": "some/model", "dataset": "train.jsonl", "output_dir": "out"}

@@ -16,9 +16,10 @@ from surefoot.data import containers
 from surefoot.data.dataset import Counts, Dataset
 from surefoot.data.findings import data_findings
 from surefoot.errors import DataError
-from tests.conftest import VOCAB_SIZE, counting_rows, write_jsonl
 from tests.data.families import tokenizer_of
 from tests.data.opening import open_dataset, prepared
+from tests.support.data import counting_rows, write_jsonl
+from tests.support.models import VOCAB_SIZE
 
 
 @pytest.fixture

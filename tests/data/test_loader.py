@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from surefoot.data.dataset import Sample
 from surefoot.data.loader import all_batches, collate
-from tests.conftest import counting_rows, write_jsonl
 from tests.data.opening import prepared
+from tests.support.data import counting_rows, write_jsonl
 
 
 def sample(ids: list[int], weights: list[float], place: str) -> Sample:

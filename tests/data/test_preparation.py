@@ -18,8 +18,9 @@ from surefoot.data.dataset import Dataset
 from surefoot.data.preparation import Progress
 from surefoot.errors import DataError
 from surefoot.storage import cache_folder
-from tests.conftest import counting_rows, make_tokenizer, write_jsonl
 from tests.data.opening import open_dataset, prepared
+from tests.support.data import counting_rows, write_jsonl
+from tests.support.models import make_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +158,7 @@ def test_reasons_that_quote_what_is_no_text_can_be_stored(tmp_path: Path, tokeni
 PREPARE = """
 import sys
 from pathlib import Path
-from tests.conftest import make_tokenizer
+from tests.support.models import make_tokenizer
 from tests.data.opening import open_dataset
 from surefoot.data import preparation
 preparation.SMALL_BYTES = 0

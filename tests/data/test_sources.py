@@ -11,7 +11,7 @@ from surefoot.config import DatasetItem
 from surefoot.data.formats import FormatSpec
 from surefoot.data.sources import RowRange, find_sources
 from surefoot.errors import DataError
-from tests.conftest import write_jsonl
+from tests.support.data import write_jsonl
 
 ROW = {"prompt": "a", "completion": "b"}
 

@@ -20,8 +20,10 @@ from surefoot.data.conversation import BadRow, Conversation, Message
 from surefoot.data.render import Renderer, RendererSource, answer_ends
 from surefoot.data.template_process import IDLE_S, deadline, memory_limit
 from surefoot.errors import DataError
-from tests.conftest import CHATML, counting_rows, surefoot, write_jsonl
 from tests.data.opening import prepared
+from tests.support.data import counting_rows, write_jsonl
+from tests.support.models import CHATML
+from tests.support.processes import surefoot
 
 ASKED = Conversation((Message("user", "a"), Message("assistant", "b")))
 DOUBLES = "{% set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"

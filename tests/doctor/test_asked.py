@@ -19,7 +19,7 @@ from surefoot.config import load_config
 from surefoot.doctor.check import Check
 from surefoot.doctor.examine import as_launched, examine
 from surefoot.errors import ConfigError
-from tests.doctor.test_checks import LAPTOP
+from tests.support.machines import LAPTOP
 
 
 def asked(name: str, settings: dict[str, Any], **changes: Any) -> Check:

@@ -8,7 +8,7 @@ import pytest
 from surefoot.config import load_config
 from surefoot.doctor.check import Check
 from surefoot.training.first_rows import LOOKED_AT, first_rows
-from tests.conftest import counting_rows, write_jsonl
+from tests.support.data import counting_rows, write_jsonl
 
 
 def said(settings: dict[str, Any], **changes: Any) -> Check:

@@ -15,28 +15,10 @@ from surefoot.config import LoadedConfig, load_config
 from surefoot.doctor.check import Check, Seen
 from surefoot.doctor.examine import changes, examine
 from surefoot.doctor.nvml import visible
-from surefoot.doctor.snapshot import Gpu, Snapshot, snapshot_of
-from tests.doctor.test_checks import NODE, bad
+from surefoot.doctor.snapshot import Snapshot, snapshot_of
+from tests.support.machines import NODE, SOUND, bad
 
 GIB = 1 << 30
-SOUND = Gpu(
-    index=0,
-    name="NVIDIA H100 80GB HBM3",
-    uuid="GPU-0",
-    power_limit_w=700.0,
-    power_default_w=700.0,
-    temperature_c=34,
-    slowdown_c=87,
-    uncorrected_errors=0,
-    links=(True,) * 18,
-    fabric="completed",
-    pcie_width=16,
-    pcie_most_width=16,
-    pcie_most_generation=5,
-    pcie_own_generation=5,
-    memory_used_bytes=1 << 29,
-    memory_bytes=80 * GIB,
-)
 PAIRS = {f"{i}-{j}": "ok" for i in range(8) for j in range(i + 1, 8)}
 
 

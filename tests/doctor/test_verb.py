@@ -18,8 +18,8 @@ from surefoot import cli
 from surefoot.cli import main
 from surefoot.config import load_config
 from surefoot.doctor.examine import as_launched
-from tests.conftest import surefoot as surefoot_command
-from tests.doctor.test_checks import LAPTOP
+from tests.support.machines import LAPTOP
+from tests.support.processes import surefoot as surefoot_command
 
 
 @pytest.fixture

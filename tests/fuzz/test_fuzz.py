@@ -29,8 +29,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from surefoot import cli
-from tests.conftest import counting_rows, surefoot, write_jsonl
 from tests.fuzz.strategies import Damage, copy_damaged, damages, row_files, yaml_files
+from tests.support.data import counting_rows, write_jsonl
+from tests.support.processes import surefoot
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.filterwarnings("ignore")]
 

@@ -14,8 +14,8 @@ import pytest
 
 from surefoot.drill import can_limit, faults, settings_of, started, strike
 from surefoot.health.faults import FAULTS
-from tests.conftest import counting_rows, write_jsonl
 from tests.health.healthy import HEALTHY, healthy
+from tests.support.data import counting_rows, write_jsonl
 
 SEEDS = range(int(os.environ.get("SEEDS", "1")))
 MATRIX = ("skipped-collective", "gil-held", "stopped")

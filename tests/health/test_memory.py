@@ -5,7 +5,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,19 +13,7 @@ import pytest
 from surefoot.health import own_process
 from surefoot.health.diagnose.memory import MemoryTrend, find_leaks, find_replicated_load
 from surefoot.health.own_process import OwnMemory, TimeInLine
-from surefoot.health.recorder import Entry
-
-MIB = 1 << 20
-
-
-def history(grown_by: Callable[[int, str], float], steps: int = 200) -> Iterator[Entry]:
-    """A rank whose memory changes in its phases as `grown_by(step, phase)` says, in MiB."""
-    now = 500.0
-    for step in range(1, steps + 1):
-        for phase in ("forward", "backward", "optimizer"):
-            yield Entry(0, 7, 7, float(step), "phase began", phase, step, {"anonymous_bytes": now * MIB})
-            now += grown_by(step, phase)
-            yield Entry(0, 7, 7, float(step), "phase ended", phase, step, {"anonymous_bytes": now * MIB})
+from tests.support.histories import MIB, history
 
 
 @pytest.mark.parametrize("owner", ["forward", "optimizer"])

@@ -14,7 +14,7 @@ from surefoot.findings import Finding
 from surefoot.health.diagnose.numerics import Numbers
 from surefoot.health.explain import explain
 from surefoot.training.expert_use import STEPS, ExpertUse
-from tests.conftest import make_model
+from tests.support.models import make_model
 
 
 def found(losses: list[float], norms: list[float] | None = None) -> list[Finding]:

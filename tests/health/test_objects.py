@@ -16,7 +16,7 @@ from surefoot.health.leaks import Leaks
 from surefoot.health.objects import Census, read_census
 from surefoot.health.witness import OBJECTS
 from surefoot.health.witnesses import WITHIN_S, Witnesses
-from tests.health.test_memory import history
+from tests.support.histories import history
 
 LEAKS = {
     "bytes": "class Cache:\n  pass\ncache = Cache(); cache.seen = []\ndef leak(): cache.seen.append(bytes(4 << 20))",

@@ -15,7 +15,7 @@ import surefoot
 from surefoot.errors import InputError
 from surefoot.events import PhaseBegan, PhaseEnded, RunEnded, RunStarted, StepEnded
 from surefoot.health.recorder import KEPT_STARTS, Entry, Recorder, read_history
-from tests.conftest import training_process
+from tests.support.processes import training_process
 
 STEP = ["wait for data", "communicate", "forward", "backward", "communicate", "optimizer"]
 """In `backward` the device is waited for, before anything is communicated."""

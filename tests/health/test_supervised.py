@@ -20,10 +20,10 @@ from surefoot.health.faults import VARIABLE
 from surefoot.health.recorder import KINDS, PHASES
 from surefoot.health.ring import RingWriter
 from surefoot.health.watch import watch
-from tests.conftest import counting_rows, write_jsonl
+from tests.support.data import counting_rows, write_jsonl
+from tests.support.processes import FAULTS
 
 pytestmark = pytest.mark.slow
-FAULTS = Path(__file__).parents[1] / "parallel" / "faults"
 
 
 @pytest.fixture

@@ -13,45 +13,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from surefoot.errors import ModelError
-from surefoot.models.adapter import read_adapter, write_adapter
-from surefoot.models.build import BuiltModel, build_model, trainable_parameters
+from surefoot.models.adapter import read_adapter
+from surefoot.models.build import trainable_parameters
 from surefoot.models.export import merge_adapter
 from surefoot.models.generate import generating
-from surefoot.models.lora import LoraSettings, adaptable_names
+from surefoot.models.lora import LoraSettings
+from tests.support.adapters import logits_of, save, trained_model
 
 KINDS = ["mixtral", "qwen2_moe", "qwen3_moe", "qwen2", "llama"]
-TARGETS = {
-    "mixtral": ("attention", "experts", "router"),
-    "qwen2_moe": ("all",),
-    "qwen3_moe": ("experts.down_proj", "q_proj"),
-}
-
-
-def trained_model(
-    folder: Path, kind: str, rslora: bool = False, targets: tuple[str, ...] | None = None
-) -> tuple[BuiltModel, LoraSettings]:
-    """A built model whose trainable parameters are far from their initial values."""
-    settings = LoraSettings(rank=4, alpha=8, rslora=rslora, targets=targets or TARGETS.get(kind, ("all",)))
-    built = build_model(folder, lora=settings, device=torch.device("cpu"), dtype=torch.float32)
-    torch.manual_seed(11)
-    for parameter in trainable_parameters(built.model).values():
-        parameter.data += torch.randn_like(parameter) * 0.2
-    return built, settings
-
-
-def save(built: BuiltModel, settings: LoraSettings, folder: Path, base: Path) -> Path:
-    folder.mkdir()
-    parameters = {name: p.data for name, p in trainable_parameters(built.model).items()}
-    shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    write_adapter(folder, shapes, parameters.items(), settings, str(base), adaptable_names(built.model))
-    return folder
-
-
-def logits_of(model: torch.nn.Module) -> torch.Tensor:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        result: torch.Tensor = model.eval()(input_ids=torch.randint(3, 500, (2, 12))).logits
-    return result
 
 
 @pytest.mark.parametrize("rslora", [False, True])

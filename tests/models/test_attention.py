@@ -9,7 +9,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from surefoot.errors import ModelError
 from surefoot.models import attention  # registers the implementation
-from tests.conftest import SIZES, make_model
+from tests.support.models import SIZES, make_model
 
 
 def packed_arguments(lengths: list[int]) -> dict[str, object]:

@@ -20,8 +20,8 @@ from surefoot.models.export import merge_adapter
 from surefoot.models.pretrained import meta_model
 from surefoot.models.sources import weight_files
 from surefoot.training.artifacts import load, load_adapter
-from tests.conftest import surefoot
-from tests.models.test_adapter import logits_of, save, trained_model
+from tests.support.adapters import logits_of, save, trained_model
+from tests.support.processes import surefoot
 
 NESTED = '{"a":' * 100_000
 INDEX = "model.safetensors.index.json"

@@ -12,7 +12,7 @@ from surefoot.errors import ModelError
 from surefoot.models.build import build_model, trainable_parameters
 from surefoot.models.generate import generating
 from surefoot.models.lora import LoraLinear, LoraSettings, attach, find_targets, initial_value, noisy_adapter
-from tests.conftest import make_model
+from tests.support.models import make_model
 
 CPU = torch.device("cpu")
 

@@ -30,7 +30,7 @@ from surefoot.training.grpo import GrpoObjective
 from surefoot.training.loss import forward_arguments
 from surefoot.training.sft import SftObjective
 from surefoot.training.step import Totals
-from tests.conftest import make_model
+from tests.support.models import make_model
 
 LORA = LoraSettings(rank=4, alpha=8, targets=("attention", "experts", "router"))
 

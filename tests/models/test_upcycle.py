@@ -19,7 +19,7 @@ from transformers import (
 
 from surefoot.errors import ModelError
 from surefoot.models.upcycle import upcycle
-from tests.conftest import SIZES
+from tests.support.models import SIZES
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
-from tests.conftest import SIZES, counting_rows, make_model, write_jsonl
-from tests.vision.conftest import KINDS, make_processor, make_vision_model, picture_rows, vision_tokenizer
+from tests.support.data import counting_rows, write_jsonl
+from tests.support.models import SIZES, make_model
+from tests.support.vision import KINDS, make_processor, make_vision_model, picture_rows, vision_tokenizer
 
 WORKER = Path(__file__).with_name("worker.py")
 Jobs = Mapping[str, dict[str, Any]]
@@ -86,20 +87,3 @@ def run_on(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, Sequence[
         assert done.returncode == 0, done.stderr[-6000:]
 
     return run
-
-
-def settings_of(model: Path, data: Path, output: Path, **changes: Any) -> dict[str, Any]:
-    """A run of ten steps whose batches divide by no number of ranks."""
-    return {
-        "model": str(model),
-        "dataset": str(data),
-        "output_dir": str(output),
-        "max_length": 128,
-        "max_steps": 10,
-        "learning_rate": 1e-3,
-        "device": "cpu",
-        "save_steps": 0,
-        "global_batch_size": 7,
-        "per_device_train_batch_size": 2,
-        **changes,
-    }

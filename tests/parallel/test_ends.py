@@ -27,11 +27,11 @@ from surefoot.parallel.launch import FOLDER, LEAVE_AFTER_S, RankFailure, kill_ra
 from surefoot.parallel.rendezvous_secret import VARIABLE
 from surefoot.training.checkpoint import find_newest, list_checkpoints
 from surefoot.training.record import FindingLog
-from tests.conftest import counting_rows, write_jsonl
-from tests.parallel.conftest import settings_of
-from tests.parallel.test_matrix import GRPO
+from tests.support.data import counting_rows, write_jsonl
+from tests.support.grpo import GRPO
+from tests.support.processes import FAULTS
+from tests.support.runs import settings_of
 
-FAULTS = Path(__file__).with_name("faults")
 pytestmark = pytest.mark.slow
 
 

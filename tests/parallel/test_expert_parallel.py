@@ -18,7 +18,7 @@ from surefoot.training.expert_parallel import (
     describe_choice,
     possible_sizes,
 )
-from tests.parallel.conftest import settings_of
+from tests.support.runs import settings_of
 
 
 def measured(folder: Path) -> tuple[int, dict[str, float]]:

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import surefoot
 from surefoot.parallel.rendezvous_secret import FILE, VARIABLE
-from tests.parallel.conftest import settings_of
+from tests.support.runs import settings_of
 from tests.support.sockets import ListeningSocket, listening_sockets, watch_sockets
 
 UNPICKLING = Path(__file__).with_name("unpickling")

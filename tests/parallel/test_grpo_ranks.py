@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.conftest import settings_of
-from tests.parallel.test_ends import FAULTS
-from tests.parallel.test_matrix import GRPO
+from tests.support.grpo import GRPO
+from tests.support.processes import FAULTS
+from tests.support.runs import settings_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 REWARDS = """

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from surefoot.training.pieces import Pieces
-from tests.parallel.conftest import settings_of
-from tests.vision.conftest import KINDS
+from tests.support.grpo import GRPO
+from tests.support.runs import settings_of
+from tests.support.vision import KINDS
 
 TOLERANCE = 1e-4
 NORM_TOLERANCE = 1e-6
@@ -38,18 +39,6 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "4-ep4": (4, {"expert_parallel_size": 4}),
     "4-replicate2-ep2-zero3": (4, {"dp_replicate_size": 2, "expert_parallel_size": 2, "zero_stage": 3}),
     "5-zero3": (5, {"zero_stage": 3}),
-}
-GRPO: dict[str, Any] = {
-    "method": "grpo",
-    "reward_funcs": [
-        {"func": "regex", "args": {"pattern": "[aeiou]"}},
-        {"func": "regex", "args": {"pattern": "[0-9]"}},
-        {"func": f"{Path(__file__).with_name('rewards.py')}:longest"},  # ranks share groups
-    ],
-    "num_generations": 3,
-    "global_batch_size": 9,
-    "max_completion_length": 9,
-    "stop": ["a", "e", "1", "7"],  # ranks are through with their completions at different times
 }
 JOBS: dict[str, dict[str, Any]] = {
     "llama-full": {"model": "llama", "tuning": "full", "eval_fraction": 0.2},

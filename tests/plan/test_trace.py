@@ -13,7 +13,6 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from surefoot.config import DatasetItem, RunConfig
-from surefoot.data.loader import MicroBatch
 from surefoot.models.build import build_model, build_without_storage
 from surefoot.models.lora import LoraSettings
 from surefoot.plan.exchange import share_out
@@ -22,10 +21,10 @@ from surefoot.rl.batch import Trajectory, collate_policy
 from surefoot.training.grpo import GrpoObjective, PolicyLoss
 from surefoot.training.sft import SftObjective
 from surefoot.training.step import Totals
-from tests.conftest import make_model
+from tests.support.batches import LENGTHS, batch
+from tests.support.models import make_model
 
 Folders = Callable[[str], Path]
-LENGTHS = [96, 160]
 LORA = LoraSettings(4, 8, targets=("all",))
 
 
@@ -41,20 +40,6 @@ def traced(
         batch = shaped_batch(lengths, sum(lengths) - len(lengths))
         forward = likelihood(built, batch, 0.0)
         return trace_step(built, batch, forward, is_on_gpu=False, twice=twice, gradient_share=share)
-
-
-def batch() -> MicroBatch:
-    tokens = sum(LENGTHS)
-    return MicroBatch(
-        ids=torch.randint(0, 40, (1, tokens)),
-        position_ids=torch.cat([torch.arange(length) for length in LENGTHS])[None],
-        lengths=LENGTHS,
-        cu_seq_lens=torch.tensor([0, LENGTHS[0], tokens], dtype=torch.int32),
-        predict_at=torch.arange(tokens - 2),
-        targets=torch.randint(0, 40, (tokens - 2,)),
-        weights=None,
-        places=(),
-    )
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointing"])

@@ -10,7 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import surefoot, write_jsonl
+from tests.support.data import write_jsonl
+from tests.support.processes import surefoot
 
 SERVER = Path(__file__).with_name("model_server.py")
 

@@ -21,9 +21,11 @@ from transformers import (
 )
 
 from surefoot.models.sources import resolve_model
-from tests.conftest import make_tokenizer, surefoot, write_jsonl
+from tests.support.data import write_jsonl
+from tests.support.models import make_tokenizer
+from tests.support.processes import surefoot
 from tests.support.sockets import watch_sockets
-from tests.vision.conftest import make_processor, picture_rows, vision_tokenizer
+from tests.support.vision import make_processor, picture_rows, vision_tokenizer
 
 COMMAND = os.environ.get("SUREFOOT_VLLM", "")
 pytestmark = [

@@ -23,7 +23,7 @@ from surefoot.self_test.loader import loader
 from surefoot.self_test.rank import stages_of
 from surefoot.self_test.report import Report, read_report
 from surefoot.self_test.verdict import checks_of
-from tests.conftest import surefoot
+from tests.support.processes import surefoot
 
 RANK = """
 import json, os, socket, sys, time

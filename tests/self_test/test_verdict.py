@@ -13,8 +13,7 @@ from surefoot.doctor.snapshot import Interface
 from surefoot.self_test.report import Report, read_report
 from surefoot.self_test.start import _elsewhere
 from surefoot.self_test.verdict import checks_of, expected_gb_s
-from tests.doctor.test_checks import NODE, PORT
-from tests.doctor.test_gpus import SOUND
+from tests.support.machines import NODE, PORT, SOUND
 
 RANKS = range(8)
 

@@ -1,27 +1,16 @@
 """A small run of GRPO, and what it writes."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from surefoot.errors import StoppedOnFinding
 from surefoot.rl.engines.local import LocalEngine
 from surefoot.rl.engines.server import Server
-from surefoot.rl.rollout import Wait
 from surefoot.training import rollouts, run
-from tests.conftest import write_jsonl
-
-VOWELS = {"func": "regex", "args": {"pattern": "[aeiou]"}}
-
-
-def prompt_rows(count: int) -> list[dict[str, Any]]:
-    return [
-        {"prompt": [{"role": "user", "content": f"Count to {number}"}], "answer": str(number), "tag": [number]}
-        for number in range(count)
-    ]
+from tests.support.data import write_jsonl
+from tests.support.grpo import VOWELS, EagerEngine, prompt_rows
 
 
 @pytest.fixture
@@ -44,33 +33,6 @@ def grpo(model_folder: Callable[[str], Path], tmp_path: Path) -> dict[str, Any]:
         "device": "cpu",
         "report": False,
     }
-
-
-def lines(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / name).read_text("utf-8").splitlines()]
-
-
-def reward_file(folder: Path, body: str) -> str:
-    (folder / "mine.py").write_text(f"import time\n\ndef mine(completions, **columns):\n{body}\n")
-    return f"{folder}/mine.py:mine"
-
-
-class EagerEngine(LocalEngine):
-    """Makes completions when it is asked, like a server: by the weights as they are then."""
-
-    versions: ClassVar[list[int]] = []
-    """Of the policies that it was asked for."""
-    ends: ClassVar[list[frozenset[int]]] = []
-
-    def ask(self, *arguments: Any) -> Wait:
-        self.versions.append(arguments[2])
-        self.ends.append(arguments[1].ends)
-        made = self.generate(*arguments)
-        return lambda _seconds: made
-
-
-def broken() -> StoppedOnFinding:
-    return Server("http://127.0.0.1:9").stopped("SF801", "a completion is missing")
 
 
 @pytest.fixture

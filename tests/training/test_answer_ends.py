@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, GenerationConfig
 import surefoot
 from surefoot.data.render import answer_ends
 from surefoot.training import rollouts
-from tests.conftest import CHATML
-from tests.training.conftest import EagerEngine
+from tests.support.grpo import EagerEngine
+from tests.support.models import CHATML
 
 OF_TEXTS, OF_TURNS = "<|endoftext|>", "<|im_end|>"
 

@@ -18,8 +18,8 @@ from surefoot.errors import CheckpointError, DataError
 from surefoot.training.checkpoint import TrainState, checkpoint_folder, find_newest, load_checkpoint, verify
 from surefoot.training.manifest import DamagedCheckpoint, seal
 from surefoot.training.state_fields import CHECKS
-from tests.conftest import surefoot as command
 from tests.support.checkpoints import as_format_3, read_json, reseal, save_steps, small_parameters
+from tests.support.processes import surefoot as command
 
 WEIGHTS, MOMENTS = "model/rank-00000.safetensors", "optimizer/rank-00000.safetensors"
 Damage = Callable[[Path], Any]

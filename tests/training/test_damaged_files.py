@@ -21,8 +21,8 @@ from surefoot.report.page import write_report
 from surefoot.training.checkpoint import list_checkpoints
 from surefoot.training.metrics import CompletionsFile, drop_lines_from
 from surefoot.training.record import FindingLog, drop_findings_before, read_result, steps_done, write_end
-from tests.conftest import surefoot as command
 from tests.support.checkpoints import read_json
+from tests.support.processes import surefoot as command
 
 LINES = ("metrics.jsonl", "completions.jsonl", "eval_completions.jsonl", "findings.jsonl")
 OBJECTS = ("summary.json", "environment.json", "run.yaml")

@@ -23,8 +23,8 @@ import surefoot
 from surefoot.data import order, preparation
 from surefoot.errors import DataError
 from surefoot.events import DataCounted, Event, StepEnded
-from tests.conftest import counting_rows, write_jsonl
-from tests.conftest import surefoot as command
+from tests.support.data import counting_rows, write_jsonl
+from tests.support.processes import surefoot as command
 
 TOOL = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
 SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}

@@ -23,10 +23,10 @@ from surefoot.rl.findings import EngineDrift, FlatRewards
 from surefoot.training.batches import describe
 from surefoot.training.checkpoint import list_checkpoints
 from surefoot.training.run import train
-from tests.conftest import surefoot as command
-from tests.conftest import write_jsonl
-from tests.training.conftest import VOWELS, lines, reward_file
-from tests.training.test_resume import SignalAfter, assert_same_run, train_with
+from tests.support.data import write_jsonl
+from tests.support.grpo import VOWELS, lines, reward_file
+from tests.support.processes import surefoot as command
+from tests.support.runs import SignalAfter, assert_same_run, train_with
 
 
 def test_a_run_writes_metrics_and_completions(grpo: dict[str, Any], tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from surefoot.errors import ConfigError, DataError, StoppedOnFinding
 from surefoot.events import Event, PhaseBegan
 from surefoot.health.recorder import read_history
 from surefoot.report.story import read_story
-from tests.conftest import write_jsonl
-from tests.training.conftest import EagerEngine, broken, lines, prompt_rows, reward_file
-from tests.training.test_resume import SignalAfter, assert_same_run, train_with
+from tests.support.data import write_jsonl
+from tests.support.grpo import EagerEngine, broken, lines, prompt_rows, reward_file
+from tests.support.runs import SignalAfter, assert_same_run, train_with
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from surefoot.training.learner import build_learner
 from surefoot.training.resolve import resolve
 from surefoot.training.saver import Saver
 from surefoot.training.step import Learner, Totals
-from tests.plan.test_trace import batch
+from tests.support.batches import batch
 
 
 def learner_of(settings: dict[str, Any], **changes: Any) -> Learner:

@@ -37,11 +37,12 @@ from surefoot.training.manifest import DamagedCheckpoint
 from surefoot.training.metrics import CompletionsFile
 from surefoot.training.pieces import Pieces
 from surefoot.training.record import FindingLog
-from tests.conftest import counting_rows, training_process, write_jsonl
-from tests.conftest import surefoot as command
 from tests.support.checkpoints import read_json, reseal, save_steps
+from tests.support.data import counting_rows, write_jsonl
+from tests.support.processes import surefoot as command
+from tests.support.processes import training_process
+from tests.support.runs import SignalAfter, assert_same_run, numbers, train_with
 
-TIMES = {"tokens_per_second", "step_time_s", "peak_memory_bytes"}
 EXACT = {
     "lora_dropout": 0.1,
     "target_modules": ["attention", "mlp"],
@@ -53,46 +54,6 @@ EXACT = {
     "save_steps": 2,
     "save_total_limit": None,
 }
-
-
-def numbers(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    assert numbers(one) == numbers(other)
-    assert (one / "adapter/adapter_model.safetensors").read_bytes() == (
-        other / "adapter/adapter_model.safetensors"
-    ).read_bytes()
-    for part in ("model", "optimizer"):
-        first, second = (next((list_checkpoints(run)[-1] / part).glob("*.safetensors")) for run in (one, other))
-        tensors, others = load_file(first), load_file(second)
-        assert tensors.keys() == others.keys()
-        assert all(torch.equal(tensors[name], others[name]) for name in tensors)
-    states = [json.loads((list_checkpoints(run)[-1] / "state.json").read_text()) for run in (one, other)]
-    assert states[0] == states[1]
-    summaries = [json.loads((run / "summary.json").read_text()) for run in (one, other)]
-    for key in ("status", "steps", "train_loss", "examples"):
-        assert summaries[0][key] == summaries[1][key]
-
-
-class SignalAfter:
-    """An observer that sends this process a signal at the end of a step."""
-
-    def __init__(self, step: int, number: int) -> None:
-        self.step, self.number = step, number
-
-    def observe(self, event: Any) -> None:
-        if getattr(event, "step", None) == self.step and hasattr(event, "loss"):
-            os.kill(os.getpid(), self.number)
-
-
-def train_with(settings: dict[str, Any], observer: Any) -> Any:
-    from surefoot.config import load_config
-    from surefoot.training.run import train
-
-    return train(load_config(None, (), settings), [observer], screen=False)
 
 
 def test_full_fine_tuning_resumes_bit_for_bit(settings: dict[str, Any], tmp_path: Path) -> None:

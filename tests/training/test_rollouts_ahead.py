@@ -16,8 +16,8 @@ from surefoot.events import CompletionsMade
 from surefoot.rl.engines.local import LocalEngine
 from surefoot.rl.rollout import Completion, Wait
 from surefoot.training.checkpoint import list_checkpoints
-from tests.training.conftest import EagerEngine, broken, lines
-from tests.training.test_resume import SignalAfter, assert_same_run, train_with
+from tests.support.grpo import EagerEngine, broken, lines
+from tests.support.runs import SignalAfter, assert_same_run, train_with
 
 
 class LateEngine(EagerEngine):

@@ -18,8 +18,9 @@ from surefoot.config import load_config
 from surefoot.errors import ConfigError, ModelError, StoppedOnFinding
 from surefoot.models.generate import generating
 from surefoot.training.run import train
-from tests.conftest import MOE, SIZES, counting_rows, write_jsonl
-from tests.conftest import surefoot as surefoot_command
+from tests.support.data import counting_rows, write_jsonl
+from tests.support.models import MOE, SIZES
+from tests.support.processes import surefoot as surefoot_command
 
 METRICS = {
     "step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "trained_tokens", "tokens_per_second",

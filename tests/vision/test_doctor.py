@@ -7,8 +7,8 @@ from typing import Any
 from surefoot.config import load_config
 from surefoot.doctor.check import Check
 from surefoot.training.first_rows import first_rows
-from tests.conftest import write_jsonl
-from tests.vision.conftest import picture_rows
+from tests.support.data import write_jsonl
+from tests.support.vision import picture_rows
 
 
 def said(settings: dict[str, Any]) -> Check:

@@ -24,10 +24,9 @@ from surefoot.rl.engines.local import LocalEngine
 from surefoot.rl.engines.vllm_protocol import call_for, completion_of
 from surefoot.rl.rollout import Request, RolloutInterrupted, Sampling
 from surefoot.training.loss import TokenLogprobs
-from tests.conftest import write_jsonl
-from tests.training.test_resume import SignalAfter, assert_same_run, train_with
-from tests.vision.conftest import KINDS, draw, make_processor, picture_rows
-from tests.vision.test_sft import Make, built, opened
+from tests.support.data import write_jsonl
+from tests.support.runs import SignalAfter, assert_same_run, train_with
+from tests.support.vision import KINDS, Make, built, draw, make_processor, opened, picture_rows
 
 
 def asked(settings: dict[str, Any], each: int = 2) -> tuple[list[Request], Any]:

@@ -28,8 +28,8 @@ from surefoot.data import download, images
 from surefoot.data.conversation import BadRow
 from surefoot.data.images import Image, ImageSettings, find_image, open_image
 from surefoot.errors import DataError
-from tests.conftest import write_jsonl
-from tests.vision.conftest import draw, picture_rows
+from tests.support.data import write_jsonl
+from tests.support.vision import draw, picture_rows
 
 SETTINGS = ImageSettings("<|image_pad|>", 5, 14, 2, 28 * 28, 16 * 28 * 28)
 ONLINE = replace(SETTINGS, allow_urls=True)

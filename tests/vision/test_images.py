@@ -23,7 +23,7 @@ from surefoot.data.images import Image, ImageSettings, find_image, open_image, p
 from surefoot.data.pixels import PixelReader
 from surefoot.data.render import Renderer, RendererSource
 from surefoot.errors import DataError
-from tests.vision.conftest import draw, make_processor, vision_tokenizer
+from tests.support.vision import draw, make_processor, vision_tokenizer
 
 SETTINGS = ImageSettings("<|image_pad|>", 5, 14, 2, 28 * 28, 16 * 28 * 28)
 

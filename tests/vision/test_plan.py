@@ -22,7 +22,7 @@ from surefoot.plan.tower import Pictures, pictures_of, show
 from surefoot.plan.trace import ATTEND, ATTENTION, Trace, _Live, likelihood, shaped_batch, trace_step
 from surefoot.training.sft import SftObjective
 from surefoot.training.step import Totals
-from tests.vision.conftest import KINDS
+from tests.support.vision import KINDS
 
 Folders = Callable[[str], Path]
 LENGTH, PICTURES = 80, Pictures(count=2, cells_each=16, patches_each=64)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import counting_rows, write_jsonl
-from tests.vision.conftest import draw
+from tests.support.data import counting_rows, write_jsonl
+from tests.support.vision import draw
 
 pytestmark = pytest.mark.slow
 GRPO = {

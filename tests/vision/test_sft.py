@@ -1,7 +1,6 @@
 """SFT on images: what is computed equals what transformers computes, and runs do what their settings say."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,48 +23,27 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from surefoot import describe_data, export, load, train
 from surefoot.config import load_config
-from surefoot.data.dataset import Sample
 from surefoot.data.loader import collate
 from surefoot.data.order import Position
-from surefoot.data.pixels import PixelReader, limits_of, load_processor
+from surefoot.data.pixels import limits_of, load_processor
 from surefoot.errors import ConfigError, DataError, ModelError
 from surefoot.health.recorder import read_history
-from surefoot.models.build import BuiltModel, build_model, load_tokenizer, trainable_parameters
-from surefoot.models.lora import LoraSettings, find_targets
+from surefoot.models.build import build_model, trainable_parameters
+from surefoot.models.lora import find_targets
 from surefoot.models.vision import vision_names
 from surefoot.parallel.ranks import Ranks
 from surefoot.plan.devices import Device
 from surefoot.plan.forecast import forecast
-from surefoot.training.batches import RunData, open_data
 from surefoot.training.loss import TokenLoss
-from tests.conftest import make_model, write_jsonl
-from tests.vision.conftest import COLOURS, KINDS, draw, make_processor, picture_rows
+from tests.support.data import write_jsonl
+from tests.support.models import make_model
+from tests.support.vision import COLOURS, KINDS, Make, built, draw, make_processor, opened, picture_rows
 
-Make = Callable[[str], Path]
 TEXT_MODELS: dict[str, Any] = {
     "qwen2_5_vl": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3_vl": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_vl_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
-TRAINED = {"targets": ("attention", "mlp"), "rank": 4, "alpha": 8.0}
-
-
-def opened(settings: dict[str, Any]) -> tuple[RunData, list[Sample], PixelReader]:
-    base = Path(settings["model"])
-    data = open_data(load_config(None, (), settings), base, load_tokenizer(base), lambda _: None)
-    data.train.prepare()
-    assert data.reader is not None
-    return data, list(data.train), data.reader
-
-
-def built(base: Path, **lora: Any) -> BuiltModel:
-    model = build_model(base, lora=LoraSettings(**{**TRAINED, **lora}), device=torch.device("cpu"), dtype=torch.float32)  # type: ignore[arg-type]
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():  # B is zero at first, and would hide what A does
-        for parameter in trainable_parameters(model.model).values():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    model.model.eval()
-    return model
 
 
 @pytest.mark.parametrize("kind", KINDS)
