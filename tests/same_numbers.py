@@ -24,7 +24,7 @@ from tests.support.grpo import VOWELS, prompt_rows
 from tests.support.models import make_model, make_tokenizer
 from tests.support.vision import make_processor, make_vision_model, picture_rows, vision_tokenizer
 
-BASE = {"max_length": 128, "max_steps": 6, "learning_rate": 1e-2, "lora_rank": 4, "global_batch_size": 6,
+BASE = {"max_length": 128, "max_steps": 6, "learning_rate": 1e-2, "global_batch_size": 6,
         "per_device_train_batch_size": 2, "device": "cpu", "report": False, "preflight": False}  # fmt: skip
 GRPO = {"method": "grpo", "dataset": "prompts.jsonl", "reward_funcs": [VOWELS], "num_generations": 4,
         "global_batch_size": 8, "max_completion_length": 6, "max_length": 64}  # fmt: skip
@@ -73,7 +73,8 @@ def make_parts(folder: Path) -> None:
 
 def run_job(folder: Path, name: str) -> dict[str, Any]:
     """Run one job with the command line; return its numbers and a hash of the tensors that it trained."""
-    settings = {**BASE, "dataset": "train.jsonl", "save_steps": 3, **JOBS[name], "output_dir": name}
+    rank = {"lora_rank": 4} if JOBS[name].get("tuning") != "full" else {}
+    settings = {**BASE, **rank, "dataset": "train.jsonl", "save_steps": 3, **JOBS[name], "output_dir": name}
     (folder / f"{name}.json").write_text(json.dumps(settings))
     done = subprocess.run(
         [sys.executable, "-m", "surefoot", "train", f"{name}.json"],

@@ -1,6 +1,7 @@
 """Findings reach a webhook and TensorBoard; what does not take them ends no run."""
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -50,17 +51,17 @@ def test_a_finding_is_written_down_and_posted(tmp_path: Path, server: Any, monke
     assert json.loads((tmp_path / "findings.jsonl").read_text())["code"] == "SF301"
     (said,) = posted
     assert said["finding"]["evidence"] == {"step": 40}
-    assert "SF301 steps have become slower" in said["text"]
+    assert f"SF301 {FINDING.title}" in said["text"]
 
 
 def test_an_address_that_is_not_set_is_refused_before_the_run(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"webhook=\$NO_SUCH_HOOK, but the environment has no NO_SUCH_HOOK.*argument"):
+    with pytest.raises(ConfigError, match=r"webhook=\$NO_SUCH_HOOK.* NO_SUCH_HOOK.*\(argument\)"):
         load_config(None, (), {**settings, "webhook": "$NO_SUCH_HOOK"})
 
 
 def test_an_address_that_is_not_set_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     FindingLog(tmp_path, "$NO_SUCH_HOOK").note(FINDING)
-    assert "webhook: $NO_SUCH_HOOK is not set in the environment, so finding SF301 is not sent" in caplog.text
+    assert all(name in caplog.text for name in ("webhook", "$NO_SUCH_HOOK", "SF301"))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_a_webhook_that_fails_is_named_without_its_secret(
     monkeypatch.setenv("MY_HOOK", address.format(url=url))
     FindingLog(tmp_path, "$MY_HOOK").note(FINDING)
     assert (tmp_path / "findings.jsonl").is_file()
-    assert f"the webhook did not take finding SF301: {said}" in caplog.text
+    assert re.search(f"webhook .*SF301.*: {said}", caplog.text)
     assert "secret" not in caplog.text
 
 
@@ -100,7 +101,7 @@ def test_a_service_that_is_no_web_server_ends_nothing(
         thread.start()
         FindingLog(tmp_path, "$MY_HOOK").note(FINDING)
         thread.join(10)
-    assert "the webhook did not take finding SF301" in caplog.text
+    assert re.search("webhook .*SF301", caplog.text)
 
 
 def test_the_address_stands_in_no_file_of_a_run(
@@ -114,7 +115,7 @@ def test_the_address_stands_in_no_file_of_a_run(
 
 def test_a_folder_that_is_gone_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     FindingLog(tmp_path / "gone").note(FINDING)
-    assert "finding SF301 could not be written down" in caplog.text
+    assert re.search("SF301 .*No such file", caplog.text)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_tensorboard_shows_findings_as_text(tmp_path: Path) -> None:
     events.Reload()
     (page,) = events.Tensors("findings/SF301")
     assert page.step == 40
-    assert b"steps take 3 times as long" in page.tensor_proto.string_val[0]
+    assert FINDING.cause.encode() in page.tensor_proto.string_val[0]
 
 
 @pytest.mark.parametrize("address", ["https://host/secret", "$", "MY_HOOK", "$1"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,9 +53,11 @@ def test_help_loads_no_torch() -> None:
 
 
 def test_settings_are_listed() -> None:
-    assert "learning_rate: 0.0001\n    Peak learning rate." in surefoot("settings").stdout
-    assert 'lr_scheduler_type: "cosine"  (linear | cosine | constant | wsd)' in surefoot("settings").stdout
-    assert json.loads(surefoot("settings", "--json").stdout)["seed"]["default"] == 42
+    schema = json.loads(surefoot("settings", "--json").stdout)
+    assert schema["seed"]["default"] == 42
+    shown = surefoot("settings").stdout
+    assert f"learning_rate: 0.0001\n    {schema['learning_rate']['description']}" in shown
+    assert 'lr_scheduler_type: "cosine"  (linear | cosine | constant | wsd)' in shown
 
 
 def test_train_export_and_chat(tmp_path: Path, settings: dict[str, Any], here: Here) -> None:
@@ -65,21 +68,21 @@ def test_train_export_and_chat(tmp_path: Path, settings: dict[str, Any], here: H
     assert "step 2/2  loss" in done.stderr
     assert "tok/s" in done.stderr
     assert "ETA 0:00" in done.stderr
-    assert "held at once" not in done.stderr, "the model's output layer is all that makes its logits"
+    assert "per_device_train_batch_size" not in done.stderr, "the model's output layer is all that makes its logits"
     merged = surefoot("export", settings["output_dir"], str(tmp_path / "merged"), "--merge")
     assert merged.returncode == 0, merged.stderr
     assert (tmp_path / "merged" / "config.json").is_file()
     again = here("export", settings["output_dir"], str(tmp_path / "merged"), "--merge")
     assert again.returncode == 2
-    assert "exists already" in again.stderr
+    assert str(tmp_path / "merged") in again.stderr
     for source in (settings["output_dir"], str(tmp_path / "merged")):
         chat = here("chat", source, "--prompt", "Count", "--max-new-tokens", "3", "--json")
         assert chat.returncode == 0, chat.stderr
         assert json.loads(chat.stdout)["prompt"] == "Count"
-    for option in ("--max-new-tokens=-3", "--temperature=-1"):
+    for option, named in (("--max-new-tokens=-3", "max_new_tokens=-3"), ("--temperature=-1", "temperature=-1")):
         refused = here("chat", settings["output_dir"], "--prompt", "Count", option)
         assert refused.returncode == 2
-        assert "need at least 1, and not below 0" in refused.stderr
+        assert named in refused.stderr
     talk = subprocess.run(
         [sys.executable, "-m", "surefoot", "chat", settings["output_dir"], "--max-new-tokens", "3"],
         input="one\ntwo\n\n",
@@ -99,10 +102,10 @@ def test_upcycle(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
 
 
 BAD_ROWS: dict[str, tuple[Any, str]] = {
-    "roles": ({"messages": [{"role": "assistant", "content": "a"}] * 2}, "bad.jsonl:3: roles out of order"),
-    "no assistant": ({"messages": [{"role": "user", "content": "a"}]}, "bad.jsonl:3: no assistant turn"),
-    "no format": ({"story": "a"}, "bad.jsonl:3: the columns (story) fit no known format"),
-    "mixed": ({"text": "a"}, "bad.jsonl:3: mixed formats: this row is text, the file began as messages"),
+    "roles": ({"messages": [{"role": "assistant", "content": "a"}] * 2}, r"bad\.jsonl:3: .* 1 of 2: assistant"),
+    "no assistant": ({"messages": [{"role": "user", "content": "a"}]}, r"bad\.jsonl:3: .*\(roles: user\)"),
+    "no format": ({"story": "a"}, r"bad\.jsonl:3: .*\(story\)"),
+    "mixed": ({"text": "a"}, r"bad\.jsonl:3: .* text, .*messages"),
 }
 
 
@@ -113,18 +116,18 @@ def test_bad_rows_end_with_status_2(tmp_path: Path, settings: dict[str, Any], ki
     done = here("train", config_file(tmp_path, {**settings, "dataset": str(data)}))
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: ")
-    assert message in done.stderr
+    assert re.search(message, done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"learning_rat": 1}, "unknown setting 'learning_rat'; did you mean 'learning_rate'? (run.yaml:"),
-        ({"lora_rank": "big"}, "lora_rank='big': must be a valid integer"),
-        ({"model": "./nowhere"}, "nowhere: no such folder"),
-        ({"dataset": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
-        ({"target_modules": ["q_prj"]}, "'q_prj' matches nothing in Qwen2MoeForCausalLM. Nearest: q_proj"),
-        ({"max_length": 50}, "rows are longer than max_length=50"),
+        ({"learning_rat": 1}, r"'learning_rat'.*'learning_rate'.*\(run\.yaml:\d+\)"),
+        ({"lora_rank": "big"}, r"lora_rank='big': .*\(run\.yaml:\d+\)"),
+        ({"model": "./nowhere"}, r"/nowhere: .*\(run\.yaml:\d+\)"),
+        ({"dataset": "nowhere.jsonl"}, r"/nowhere\.jsonl .*\(run\.yaml:\d+\)"),
+        ({"target_modules": ["q_prj"]}, r"'q_prj' .*Qwen2MoeForCausalLM.* q_proj"),
+        ({"max_length": 50}, r"max_length=50\b.*train\.jsonl:\d+"),
     ],
 )
 def test_bad_settings_end_with_status_2(
@@ -133,7 +136,7 @@ def test_bad_settings_end_with_status_2(
     done = here("train", config_file(tmp_path, {**settings, **changes}))
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: ")
-    assert message in done.stderr
+    assert re.search(message, done.stderr), done.stderr
 
 
 def test_bad_input_ends_the_supervised_run_with_status_2_and_no_traceback(
@@ -150,7 +153,7 @@ def test_a_folder_that_is_no_model(tmp_path: Path, settings: dict[str, Any], her
     (tmp_path / "empty").mkdir()
     done = here("train", config_file(tmp_path, {**settings, "model": str(tmp_path / "empty")}))
     assert done.returncode == 2
-    assert "is no model folder: it has no config.json" in done.stderr
+    assert re.search(rf"{tmp_path}/empty .*config\.json", done.stderr)
 
 
 def test_a_model_without_chat_template(
@@ -161,7 +164,7 @@ def test_a_model_without_chat_template(
     (folder / "chat_template.jinja").unlink()
     done = here("train", config_file(tmp_path, {**settings, "model": str(folder)}))
     assert done.returncode == 2
-    assert "train.jsonl:1: the data are conversations, but the model's tokenizer has no chat template" in done.stderr
+    assert re.search(r"train\.jsonl:1: .*chat template.*chat_template: FILE", done.stderr)
     template = tmp_path / "chat.jinja"
     template.write_text(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
@@ -181,7 +184,7 @@ def test_a_finding_ends_with_status_3(tmp_path: Path, settings: dict[str, Any]) 
 
 def test_explain_prints_the_page_of_a_code_and_lists_all() -> None:
     page = surefoot("explain", "sf104").stdout
-    assert "SF104 ranks called different collectives" in page
+    assert f"SF104 {CATALOGUE['SF104'].title}" in page
     assert all(f"https://github.com/{one.replace('#', '/issues/')}" in page for one in CATALOGUE["SF104"].cases)
     listed = surefoot("explain").stdout
     assert all(code in listed for code in CATALOGUE)
@@ -190,7 +193,9 @@ def test_explain_prints_the_page_of_a_code_and_lists_all() -> None:
 
 def test_explain_of_a_code_that_is_not_there(here: Here) -> None:
     said = here("explain", "SF999")
-    assert (said.returncode, said.stderr) == (2, "error: there is no finding SF999. `surefoot explain` lists all.\n")
+    assert said.returncode == 2
+    (line,) = said.stderr.splitlines()
+    assert re.match("error: .*SF999.*`surefoot explain`", line)
 
 
 def test_explain_says_why_a_run_failed(settings: dict[str, Any], tmp_path: Path, here: Here) -> None:
@@ -212,16 +217,15 @@ def test_explain_tells_what_a_folder_says(settings: dict[str, Any], tmp_path: Pa
     later = {"code": "SF999", "cause": "", "evidence": {}, "fix": "", "confidence": 1}
     lines = ["broken", json.dumps(later), json.dumps({**later, "code": "SF101", "evidence": None})]
     (folder / "findings.jsonl").write_text("\n".join(lines) + "\n")
-    assert json.loads(surefoot("explain", str(folder), "--json").stdout)["missing"] == [
-        f"findings.jsonl:{number} is no finding that this version knows" for number in (1, 2, 3)
-    ]
+    missing = json.loads(surefoot("explain", str(folder), "--json").stdout)["missing"]
+    assert [text.partition(" ")[0] for text in missing] == [f"findings.jsonl:{number}" for number in (1, 2, 3)]
     (folder / "events" / "gpus-0.jsonl").write_bytes(
         b'\xff\n{"time_s": 1, "gpus": [[0, 0.5, 71.0, 700.0, 1980, 1073741824, null, []]]}\n'
     )
     (folder / "metrics.jsonl").write_bytes(b'5\n\xff\n{"loss": 1}\n{"step": 1, "loss": null}\n')
     shown = surefoot("watch", str(folder), "--once")
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert "GPUs: 0: 50% busy, 71 W of 700 W, 1.0 GiB" in shown.stdout
+    assert re.search(r"0: 50%.* 71 W .*700 W.* 1\.0 GiB", shown.stdout)
     assert surefoot("report", str(folder)).returncode == 0
     nothing = surefoot("explain", str(tmp_path / "nowhere"))
     assert nothing.returncode == 2
@@ -231,11 +235,11 @@ def test_explain_tells_what_a_folder_says(settings: dict[str, Any], tmp_path: Pa
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set"),
-        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, "Make them agree"),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE='' in the environment is no number"),
-        ({"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "RANK='x' in the environment is no number"),
-        ({"RANK": "0", "LOCAL_RANK": "", "WORLD_SIZE": "2"}, "LOCAL_RANK='' in the environment is no number"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK, MASTER_ADDR, MASTER_PORT "),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, "nproc_per_node=2"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"),
+        ({"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "RANK='x'"),
+        ({"RANK": "0", "LOCAL_RANK": "", "WORLD_SIZE": "2"}, "LOCAL_RANK=''"),
     ],
 )
 def test_half_of_what_a_launcher_says_starts_no_job_of_its_own(

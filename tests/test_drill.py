@@ -28,18 +28,18 @@ def test_a_fault_that_is_not_named_ends_the_drill_with_status_3() -> None:
     done = surefoot("drill", "--kinds", "killed", "max_steps=3")
     assert done.returncode == 3
     assert "MISSED" in done.stdout
-    assert "0 of 1 faults" in done.stdout
+    assert "0 of 1 " in done.stdout
 
 
 def test_settings_that_make_no_run_are_no_fault_that_was_missed() -> None:
     done = surefoot("drill", "--kinds=killed", "bogus=1")
     assert done.returncode == 2
-    assert "unknown setting" in done.stderr
+    assert "'bogus'" in done.stderr
     assert done.stdout == ""
 
 
 def test_a_fault_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no such fault: nonsense. There are: killed"):
+    with pytest.raises(ConfigError, match="nonsense.*: killed"):
         next(drill(["nonsense"]))
 
 

@@ -101,7 +101,7 @@ def test_of_a_long_run_a_few_steps_and_the_beginnings_of_answers_are_shown(grpo_
     shown = [int(step) for step in re.findall(r"<summary>completions of step (\d+)</summary>", text)]
     assert (shown[0], shown[-1]) == (1, 100)
     assert 10 <= len(shown) <= 13
-    assert text.count("x ... (3000 more characters)") == 8 * len(shown)
+    assert len(re.findall(r"x \.\.\. \(3000\b", text)) == 8 * len(shown)
     assert len(text) < 1.5e6
 
 
@@ -144,7 +144,7 @@ def test_a_browser_draws_every_chart_without_an_error(run_folder: Path, scheme: 
 
 def test_a_run_that_took_no_step_has_no_page(tmp_path: Path) -> None:
     (tmp_path / "events").mkdir()
-    with pytest.raises(ConfigError, match="came to no step"):
+    with pytest.raises(ConfigError, match="no step"):
         write_report(tmp_path)
 
 
@@ -162,7 +162,7 @@ def test_the_page_is_made_at_the_end_and_by_its_verb(run_folder: Path, tmp_path:
     assert page.stat().st_mtime_ns > made
     nothing = surefoot("report", str(tmp_path / "nowhere"))
     assert nothing.returncode == 2
-    assert "holds no run" in nothing.stderr
+    assert str(tmp_path / "nowhere") in nothing.stderr
 
 
 def test_activations_on_a_gpu_are_those_of_the_gpu() -> None:

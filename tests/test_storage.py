@@ -4,6 +4,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -119,7 +120,7 @@ def test_a_folder_that_cannot_be_renamed_leaves_the_old_one(
 
     monkeypatch.setattr(os, "replace", refuse)
     monkeypatch.setattr(ctypes, "CDLL", cannot_exchange)
-    refusal = pytest.raises(StorageError, match="Nothing that was there before was touched. Choose another")
+    refusal = pytest.raises(StorageError, match="/made: .*Input/output error.*touched")
     with refusal, new_folder(tmp_path / "made") as folder:
         (folder / "file").write_text("new")
     assert (tmp_path / "made" / "file").read_text() == "old"
@@ -127,14 +128,14 @@ def test_a_folder_that_cannot_be_renamed_leaves_the_old_one(
 
 
 def test_what_cannot_be_read_is_no_full_disk(tmp_path: Path) -> None:
-    refusal = pytest.raises(InputError, match=r"/there: cannot be read: No such file or .*/made was not written")
+    refusal = pytest.raises(InputError, match=r"/there: .*No such file or .*/made ")
     with refusal, new_folder(tmp_path / "made") as folder:
         (folder / "file").write_bytes((tmp_path / "there").read_bytes())
     (tmp_path / "file").touch()
-    refusal = pytest.raises(StorageError, match="could not be written: File exists .* touched. Choose another")
+    refusal = pytest.raises(StorageError, match="/file.*: .*File exists ")
     with refusal, new_folder(tmp_path / "file" / "made"):
         pass
-    refusal = pytest.raises(StorageError, match="/file: could not be written: Not a directory")
+    refusal = pytest.raises(StorageError, match="/file: .*Not a directory")
     with refusal, new_folder(tmp_path / "file"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -142,7 +143,7 @@ def test_what_cannot_be_read_is_no_full_disk(tmp_path: Path) -> None:
 
 def test_a_refusal_names_the_file_and_the_room_left(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"file/below/a.txt: could not be written: .*MiB free"):
+    with pytest.raises(StorageError, match=r"file/below/a\.txt: .*written: .* MiB "):
         write_text(tmp_path / "file" / "below" / "a.txt", "x")
 
 
@@ -157,7 +158,7 @@ def test_a_mount_that_is_gone_is_named_too(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(shutil, "disk_usage", refuse)
     error = storage_error(tmp_path / "a", OSError(errno.ESTALE, "Stale file handle"))
-    assert "could not be written: Stale file handle." in str(error)
+    assert re.search(r"/a: .*Stale file handle\.", str(error))
 
 
 def test_only_what_this_program_left_is_repaired(tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ def test_what_means_the_same_is_mapped_and_the_rest_is_listed(tmp_path: Path) ->
     assert (run.learning_rate, run.adam_beta1, run.adam_beta2, run.adam_epsilon) == (2e-5, 0.8, 0.95, 1e-6)
     assert (run.lr_scheduler_type, run.warmup_steps) == ("linear", 7)
     assert (run.dtype, run.weight_decay, run.gradient_accumulation_steps) == ("auto", 0.0, None)
-    assert "ds.json: zero_optimization.stage is read as zero_stage=3" in loaded.notes
-    left = " ".join(note for note in loaded.notes if note.startswith("DeepSpeed's"))
+    assert any("ds.json: zero_optimization.stage" in note and "zero_stage=3" in note for note in loaded.notes)
+    left = " ".join(note for note in loaded.notes if not note.startswith("ds.json"))
     expected = {"loss_scale", "torch_adam", "pin_memory", "overlap_comm", "stage3_max_live_parameters"}
     assert {name for name in [*expected, "stage:", "offload_param", "wall_clock", "warmup"] if name in left} == {
         "torch_adam", "pin_memory", "overlap_comm", "stage3_max_live_parameters", "warmup",
@@ -66,7 +66,7 @@ def test_what_means_the_same_is_mapped_and_the_rest_is_listed(tmp_path: Path) ->
 def test_float16_and_other_optimizers_are_listed_and_never_read_as_something_else(tmp_path: Path) -> None:
     loaded = load(tmp_path, {"fp16": {"enabled": True}, "optimizer": {"type": "OneBitAdam"}, "xyz": {"a": 1}})
     assert loaded.run.dtype == "auto"
-    left = " ".join(note for note in loaded.notes if note.startswith("DeepSpeed's"))
+    left = " ".join(note for note in loaded.notes if not note.startswith("ds.json"))
     assert all(name in left for name in ("fp16.enabled: true", 'optimizer.type: "OneBitAdam"', "xyz.a: 1"))
 
 
@@ -115,20 +115,20 @@ def test_the_command_line_wins_over_the_json_and_the_json_over_the_file(tmp_path
 @pytest.mark.parametrize(
     ("deepspeed", "text", "message"),
     [
-        ("missing.json", "", r"missing.json: no such file.*zero2.*\(run.yaml:1\)"),
+        ("missing.json", "", r"missing\.json: .*zero2.*\(run\.yaml:1\)"),
         (
             {"zero_optimization": {"stage": 1}},
             "zero_stage: 2\n",
-            r"set twice: to 2 \(run.yaml:5\) and to 1 \(ds.json: zero_opt",
+            r"zero_stage.* 2 \(run\.yaml:5\).* 1 \(ds\.json: zero_opt",
         ),
-        ({"zero_optimization": {"stage": 7}}, "", r"zero_stage=7: must be .*\(ds.json: zero_optimization.stage\)"),
+        ({"zero_optimization": {"stage": 7}}, "", r"zero_stage=7: .*\(ds\.json: zero_optimization\.stage\)"),
         (
             {"optimizer": {"params": {"lr": 1e-4}}, "scheduler": {"params": {"warmup_max_lr": 2e-4}}},
             "",
-            r"learning_rate is set to 0.0001 and to 0.0002, by optimizer.params.lr and scheduler.params.warmup_max_lr",
+            r"learning_rate .*0\.0001 .*0\.0002, .*optimizer\.params\.lr .*scheduler\.params\.warmup_max_lr",
         ),
-        ([1], "", r"expected a DeepSpeed config, found \[1\]"),
-        ("7", "", r"expected a DeepSpeed config, found 7 \(run.yaml:1\)"),
+        ([1], "", r"deepspeed: .* \[1\] \("),
+        ("7", "", r"deepspeed: .* 7 \(run\.yaml:1\)"),
     ],
 )  # fmt: skip
 def test_bad_deepspeed_configs_say_what_and_where(tmp_path: Path, deepspeed: Any, text: str, message: str) -> None:
@@ -142,9 +142,8 @@ def test_what_would_train_differently_is_told_from_what_is_only_about_speed(tmp_
         "scheduler": {"type": [1]},
         "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}, "allgather_bucket_size": 5e8},
     }
-    notes = load(tmp_path, given).notes
-    (loud,) = [note for note in notes if "NOT done here" in note]
-    (quiet,) = [note for note in notes if "left out" in note]
+    loud, quiet = (note for note in load(tmp_path, given).notes if not note.startswith("ds.json"))
+    assert "train" in loud
     assert "OneBitAdam" in loud
     assert "scheduler.type: [1]" in loud
     assert '"nvme"' in loud
@@ -154,7 +153,7 @@ def test_what_would_train_differently_is_told_from_what_is_only_about_speed(tmp_
 
 def test_batch_sizes_that_no_number_of_ranks_makes_agree_are_refused(tmp_path: Path) -> None:
     sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
-    with pytest.raises(ConfigError, match=r"train_batch_size=16 is no multiple of .*=3 x .*=2 = 6.*\(ds.json\)"):
+    with pytest.raises(ConfigError, match=r"train_batch_size=16 .*=3 x .*=2 = 6.*\(ds\.json\)"):
         load(tmp_path, sizes)
 
 
@@ -162,12 +161,12 @@ def test_a_json_on_the_command_line_says_what_it_replaces(tmp_path: Path) -> Non
     (tmp_path / "later.json").write_text('{"zero_optimization": {"stage": 3}}')
     loaded = load(tmp_path, {}, f"deepspeed={tmp_path / 'later.json'}", text="zero_stage: 1\n")
     assert loaded.run.zero_stage == 3
-    assert any("over zero_stage=1 of run.yaml:5" in note for note in loaded.notes)
+    assert any("zero_stage=3" in note and "zero_stage=1 of run.yaml:5" in note for note in loaded.notes)
 
 
 def test_json_that_is_broken_says_the_line(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text('{"a": 1,\n]')
-    with pytest.raises(ConfigError, match=r"broken.json:2: not valid JSON.*\(run.yaml:1\)"):
+    with pytest.raises(ConfigError, match=r"broken\.json:2: .*\(run\.yaml:1\)"):
         load(tmp_path, "broken.json")
 
 

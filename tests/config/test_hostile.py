@@ -151,12 +151,12 @@ def test_a_chat_template_that_is_huge_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_config_without_an_end_is_refused() -> None:
-    with pytest.raises(ConfigError, match="/dev/zero is larger than 1 MiB"):
+    with pytest.raises(ConfigError, match="/dev/zero .* 1 MiB"):
         load_config("/dev/zero")
 
 
 def test_a_config_whose_name_is_too_long_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="File name too long"):
         load_config("a" * 300)
 
 
@@ -234,7 +234,7 @@ def test_the_command_line_says_so_with_status_2(tmp_path: Path) -> None:
 
 def test_a_saved_config_that_is_none_is_refused() -> None:
     run = load_config(None, values=WORKING).run
-    with pytest.raises(ConfigError, match="no settings by name"):
+    with pytest.raises(ConfigError, match=r"\['a'\]"):
         changed_fields(["a"], run)  # type: ignore[arg-type]
     odd = {name: {"a": "b"} for name in RunConfig.model_fields}
     assert all(len(change) < 300 for change in changed_fields({**odd, "global_batch_size": "x" * 500}, run))
@@ -250,5 +250,5 @@ def test_a_version_of_yaml_with_digits_without_end_is_refused(tmp_path: Path) ->
 def test_a_byte_that_is_no_utf_8_is_named_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(BASE.encode() + b"run_name: caf\xe9\n")
-    with pytest.raises(ConfigError, match=r"run\.yaml:4: not UTF-8: byte 0xe9"):
+    with pytest.raises(ConfigError, match=r"run\.yaml:4: .*UTF-8.* 0xe9"):
         load_config(path, ())

@@ -1,6 +1,7 @@
 """Reading a config: places, aliases, suggestions, overrides and contradictions."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from surefoot.config.names import ALIASES
 from surefoot.config.schema import FREE_ON_RESUME
 from surefoot.errors import ConfigError
 
+PATH_DESCRIPTION = re.escape(str(DatasetItem.model_fields["path"].description))
 BASE = "model: some/model\ndataset: train.jsonl\noutput_dir: out\n"
 
 
@@ -41,10 +43,12 @@ def test_all_contradictions_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         load(tmp_path, "tuning: full\nlora_rank: 4\ntarget_modules: []\nmax_steps: 3\nnum_train_epochs: 2\n")
     head, full, length = str(refused.value).splitlines()
-    assert head == "2 things in this config cannot be:"
-    assert full.startswith("- tuning=full trains every weight, yet lora_rank, target_modules asks for LoRA.")
+    assert head.startswith("2 ")
+    assert full.startswith("- tuning=full ")
+    assert "lora_rank, target_modules" in full
     assert full.endswith("(run.yaml:5, run.yaml:6).")
-    assert length.startswith("- max_steps and num_train_epochs both set the length of the run.")
+    assert length.startswith("- max_steps ")
+    assert "num_train_epochs" in length
     assert length.endswith("(run.yaml:7, run.yaml:8).")
 
 
@@ -96,32 +100,32 @@ def test_peers_names_and_values(tmp_path: Path, text: str, field: str, value: An
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("stage: sft\n", r"unknown setting 'stage' \(run.yaml:4\)\. It is .*: surefoot import --to NEW.yaml run.yaml"),
-        ("learning_rte: 1\n", r"unknown setting 'learning_rte'; did you mean 'learning_rate'\? \(run.yaml:4\)"),
-        ("\n\nsequence_length: 3\n", r"did you mean 'sequence_len' \(here: max_length\)\? \(run.yaml:6\)"),
-        ("xyzzy: 1\n", r"unknown setting 'xyzzy'.*surefoot settings"),
-        ("max_steps: many\n", r"max_steps='many': must be a valid integer .*\(run.yaml:4\)"),
-        ("max_steps: 0\n", r"max_steps=0: must be greater than 0 \(run.yaml:4\)"),
-        ("lora_rank: -8\n", r"lora_rank=-8: must be greater than 0"),
+        ("stage: sft\n", r"'stage' .*\(run\.yaml:4\).* surefoot import --to NEW\.yaml run\.yaml"),
+        ("learning_rte: 1\n", r"'learning_rte'.*'learning_rate'.*\(run\.yaml:4\)"),
+        ("\n\nsequence_length: 3\n", r"'sequence_length'.*'sequence_len'.*max_length.*\(run\.yaml:6\)"),
+        ("xyzzy: 1\n", r"'xyzzy'.*`surefoot settings`.*\(run\.yaml:4\)"),
+        ("max_steps: many\n", r"max_steps='many': .*integer.*\(run\.yaml:4\)"),
+        ("max_steps: 0\n", r"max_steps=0: must .* 0 \(run\.yaml:4\)"),
+        ("lora_rank: -8\n", r"lora_rank=-8: .* 0 \(run\.yaml:4\)"),
         ("max_length: 0\n", r"max_length=0"),
         ("learning_rate: .nan\n", r"learning_rate=nan"),
-        ("packing: 1\n", r"packing=1: must be a valid boolean"),
-        ("method: dpo\n", r"method='dpo': must be 'sft'"),
-        ("model: other\n", r"'model' is set twice: to some/model \(run.yaml:1\) and to other \(run.yaml:4\)"),
+        ("packing: 1\n", r"packing=1: .*boolean"),
+        ("method: dpo\n", r"method='dpo': .*'sft'"),
+        ("model: other\n", r"'model' .*some/model \(run\.yaml:1\).* other \(run\.yaml:4\)"),
         (
             "base_model: other\n",
-            r"'model' is set twice: to some/model \(run.yaml:1\) and to other as 'base_model' \(run.yaml:4\)",
+            r"'model' .*some/model \(run\.yaml:1\).* other .*'base_model' \(run\.yaml:4\)",
         ),
-        ("nproc_per_node: 0\n", r"nproc_per_node=0: must be greater than 0"),
-        ("tensor_parallel_size: 2\n", r"'tensor_parallel_size': tensor parallelism .*zero_stage: 3"),
-        ("fp16: true\n", r"'fp16': float16 is not available.*bf16: true.*\(run.yaml:4\)"),
-        ("nnodes: 2\n", r"nnodes=2 without rdzv_endpoint.*node0:29500 \(run.yaml:4\)"),
-        ("rdzv_endpoint: node0\n", r"rdzv_endpoint=node0 is not host:port"),
+        ("nproc_per_node: 0\n", r"nproc_per_node=0: .* 0 \(run\.yaml:4\)"),
+        ("tensor_parallel_size: 2\n", r"'tensor_parallel_size': .*zero_stage: 3"),
+        ("fp16: true\n", r"'fp16': .*bf16: true.*\(run\.yaml:4\)"),
+        ("nnodes: 2\n", r"nnodes=2 .*rdzv_endpoint.*node0:29500 \(run\.yaml:4\)"),
+        ("rdzv_endpoint: node0\n", r"rdzv_endpoint=node0 .*host:port"),
         (
             "rdzv_endpoint: node0:99999\n",
-            r"rdzv_endpoint=node0:99999 is not host:port with a port from 1 to 65535.*\(run.yaml:4\)",
+            r"rdzv_endpoint=node0:99999 .*65535.*\(run\.yaml:4\)",
         ),
-        ("a: [1\n", r"run.yaml:5: not valid YAML"),
+        ("a: [1\n", r"run\.yaml:5: .*YAML"),
     ],
 )
 def test_bad_values_say_what_and_where(tmp_path: Path, text: str, message: str) -> None:
@@ -134,19 +138,28 @@ def test_bad_values_say_what_and_where(tmp_path: Path, text: str, message: str) 
     [
         (
             "global_batch_size: 8\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 2\n",
-            r"global_batch_size=8 but .*2 x .*2 x 1 ranks = 4.*\(run.yaml:4, run.yaml:6\)",
+            r"global_batch_size=8 .*=2 x .*=2 x 1 .*= 4.*\(run\.yaml:4, run\.yaml:6\)",
         ),
-        ("tuning: full\nlora_rank: 16\n", "tuning=full trains every weight, yet lora_rank"),
-        ("lora_dropout: 0.1\ntarget_modules: [attention, experts]\n", "dropout cannot be applied inside"),
-        ("warmup_steps: 3\nwarmup_ratio: 0.1\n", "both set the warm-up"),
-        ("max_steps: 3\nnum_train_epochs: 1\n", "both set the length"),
-        ("eval_steps: 5\n", "nothing to evaluate"),
-        ("target_modules: []\n", "target_modules is empty"),
-        ("overwrite_output_dir: true\nresume_from_checkpoint: some/step\n", "Keep one"),
-        ("compile: true\ngradient_checkpointing: true\n", "exclude each other"),
-        ("chat_template_kwargs: {date: 2024-01-01}\n", r"run.yaml:4: 2024-01-01 is a date to YAML"),
-        ("chat_template_kwargs: {code: !!binary aGVsbG8=}\n", r"no JSON.*Quote them.*\(run.yaml:4\)"),
-        ("chat_template_kwargs: {tools: {1: a}}\n", r"no JSON.*\(run.yaml:4\)"),
+        ("tuning: full\nlora_rank: 16\n", r"tuning=full .*lora_rank .*\(run\.yaml:5\)"),
+        (
+            "lora_dropout: 0.1\ntarget_modules: [attention, experts]\n",
+            r"lora_dropout=0\.1 .*experts.*\(run\.yaml:4, run\.yaml:5\)",
+        ),
+        ("warmup_steps: 3\nwarmup_ratio: 0.1\n", r"warmup_steps .*warmup_ratio .*\(run\.yaml:4, run\.yaml:5\)"),
+        ("max_steps: 3\nnum_train_epochs: 1\n", r"max_steps .*num_train_epochs .*\(run\.yaml:4, run\.yaml:5\)"),
+        ("eval_steps: 5\n", r"eval_steps=5 .*eval_dataset .*eval_fraction"),
+        ("target_modules: []\n", "target_modules .*empty"),
+        (
+            "overwrite_output_dir: true\nresume_from_checkpoint: some/step\n",
+            r"overwrite_output_dir .*resume_from_checkpoint .*\(run\.yaml:4, run\.yaml:5\)",
+        ),
+        (
+            "compile: true\ngradient_checkpointing: true\n",
+            r"compile .*gradient_checkpointing .*\(run\.yaml:4, run\.yaml:5",
+        ),
+        ("chat_template_kwargs: {date: 2024-01-01}\n", r"run\.yaml:4: 2024-01-01 .*date"),
+        ("chat_template_kwargs: {code: !!binary aGVsbG8=}\n", r"chat_template_kwargs=.*JSON.*\(run\.yaml:4\)"),
+        ("chat_template_kwargs: {tools: {1: a}}\n", r"chat_template_kwargs=.*JSON.*\(run\.yaml:4\)"),
     ],
 )
 def test_contradictions_are_refused_before_anything_loads(tmp_path: Path, text: str, message: str) -> None:
@@ -158,7 +171,7 @@ def test_an_override_takes_the_place_of_its_rival_in_the_file(tmp_path: Path) ->
     assert load(tmp_path, "num_train_epochs: 3\n", max_steps=10).num_train_epochs is None
     run = load(tmp_path, "max_steps: 10\nwarmup_ratio: 0.1\n", "num_train_epochs=1", "warmup_steps=2")
     assert (run.max_steps, run.epochs, run.warmup_ratio, run.warmup_steps) == (None, 1.0, 0.0, 2)
-    with pytest.raises(ConfigError, match="both set the length"):
+    with pytest.raises(ConfigError, match=r"max_steps .*num_train_epochs .*\(command line\)"):
         load(tmp_path, "", "max_steps=3", "num_train_epochs=2")
 
 
@@ -201,20 +214,20 @@ def test_llamafactorys_names_are_looked_up_in_dataset_dir(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("dataset_format: dolly\n", r"dataset_format='dolly': must be 'auto', 'messages'"),
+        ("dataset_format: dolly\n", r"dataset_format='dolly': .*'auto', 'messages'"),
+        ("eval_dataset: {path: a, weigth: 2}\n", r"eval_dataset\[0\]\.weigth: .*'weight'"),
+        ("eval_dataset: {path: a, weight: 0}\n", r"eval_dataset\[0\]\.weight: .* 0, .* 0(\.0)? \("),
+        ("eval_dataset: {weight: 1}\n", rf"eval_dataset\[0\]\.path .*missing.*{PATH_DESCRIPTION}"),
+        ("eval_dataset: ''\n", r"eval_dataset\[0\]\.path .*empty"),
+        ("eval_dataset: [3]\n", r"eval_dataset\[0\] .*\{path, .* 3 \("),
+        ("eval_dataset: []\n", r"eval_dataset=\[\]: .* 1 item"),
+        ("eval_dataset: a\neval_fraction: 0.1\n", r"eval_dataset .*eval_fraction .*\(run\.yaml:4, run\.yaml:5\)"),
+        ("eval_fraction: 1\n", r"eval_fraction=1: .* 1 \("),
         (
-            "eval_dataset: {path: a, weigth: 2}\n",
-            r"eval_dataset\[0\].weigth: there is no such key; did you mean 'weight'",
+            "enable_thinking: true\nchat_template_kwargs: {enable_thinking: false}\n",
+            r"enable_thinking .*chat_template_kwargs.*\(run\.yaml:4, run\.yaml:5\)",
         ),
-        ("eval_dataset: {path: a, weight: 0}\n", r"eval_dataset\[0\].weight: must be greater than 0, found 0"),
-        ("eval_dataset: {weight: 1}\n", r"eval_dataset\[0\].path is missing. A file, a folder"),
-        ("eval_dataset: ''\n", r"eval_dataset\[0\].path is empty"),
-        ("eval_dataset: [3]\n", r"eval_dataset\[0\] must be a text or .*found 3"),
-        ("eval_dataset: []\n", r"eval_dataset=\[\]: List should have at least 1 item"),
-        ("eval_dataset: a\neval_fraction: 0.1\n", r"both set the held-out data. Keep one \(run.yaml:4, run.yaml:5\)"),
-        ("eval_fraction: 1\n", r"eval_fraction=1: must be less than 1"),
-        ("enable_thinking: true\nchat_template_kwargs: {enable_thinking: false}\n", r"enable_thinking is set twice"),
-        ("bf16: false\n", r"bf16=false does not say which type"),
+        ("bf16: false\n", r"bf16=false .*dtype.*\(run\.yaml:4\)"),
     ],
 )
 def test_wrong_data_settings_are_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -224,18 +237,18 @@ def test_wrong_data_settings_are_refused(tmp_path: Path, text: str, message: str
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("model: m\n")
-    with pytest.raises(ConfigError, match=r"'dataset' is missing(.|\n)*'output_dir' is missing"):
+    with pytest.raises(ConfigError, match=r"'dataset' .*missing(.|\n)*'output_dir' .*missing"):
         load_config(tmp_path / "run.yaml")
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match=r"none\.yaml: "):
         load_config(tmp_path / "none.yaml")
     (tmp_path / "run.yaml").write_text("")
-    with pytest.raises(ConfigError, match="is empty"):
+    with pytest.raises(ConfigError, match=r"run\.yaml .*empty"):
         load_config(tmp_path / "run.yaml")
     (tmp_path / "run.yaml").write_text("- a\n- b\n")
-    with pytest.raises(ConfigError, match="expected `key: value` lines, found a sequence"):
+    with pytest.raises(ConfigError, match=r"run\.yaml:1: .*sequence"):
         load_config(tmp_path / "run.yaml")
     (tmp_path / "run.yaml").write_bytes(b"model: \xff\n")
-    with pytest.raises(ConfigError, match="UTF-8"):
+    with pytest.raises(ConfigError, match=r"run\.yaml:1: .*UTF-8"):
         load_config(tmp_path / "run.yaml")
 
 
@@ -253,10 +266,10 @@ def test_changed_fields_are_those_that_enter_the_numbers(tmp_path: Path) -> None
     same = run.model_copy(update={"save_steps": 7, "per_device_train_batch_size": 1, "logging_steps": 3})
     assert changed_fields(saved, same) == []
     other = run.model_copy(update={"learning_rate": 0.5, "global_batch_size": 4})
-    assert changed_fields(saved, other) == [
-        "learning_rate: 0.0001 -> 0.5",
-        "sequences per step: 8 -> 4 (set global_batch_size: 8 to go on)",
-    ]
+    rate, sequences = changed_fields(saved, other)
+    assert rate == "learning_rate: 0.0001 -> 0.5"
+    assert ": 8 -> 4 " in sequences
+    assert "global_batch_size: 8" in sequences
 
 
 def test_changes_are_told_down_to_a_single_value(tmp_path: Path) -> None:
@@ -298,15 +311,13 @@ def test_names_in_one_text_are_a_list(tmp_path: Path, text: str) -> None:
     ("line", "said"),
     [
         ("max_samples: 10", "split: '[:1000]'"),
-        ("quantization_bit: 4", "weights are not quantised here"),
-        ("template: qwen", "the model's own chat template is used"),
-        ("dataloader_num_workers: 4", "dataset_num_proc processes"),
-        ("save_strategy: steps", "save_steps and logging_steps say when"),
+        ("quantization_bit: 4", "`surefoot plan`"),
+        ("template: qwen", "chat_template"),
+        ("dataloader_num_workers: 4", "dataset_num_proc"),
+        ("save_strategy: steps", "save_steps and logging_steps"),
     ],
 )
 def test_settings_of_others_that_are_none_here_say_what_to_do(tmp_path: Path, line: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"unknown setting '{line.partition(':')[0]}' \(run.yaml:4\): .*"):
-        load(tmp_path, f"{line}\n")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=rf"'{line.partition(':')[0]}' \(run\.yaml:4\): ") as caught:
         load(tmp_path, f"{line}\n")
     assert said in str(caught.value)

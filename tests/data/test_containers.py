@@ -139,13 +139,13 @@ def test_columnar_files_do_not_invent_null_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "line", "problem"),
     [
-        (b'{"a": 1}\n{"a": \n', 2, r"not valid JSON: Expecting value"),
-        (b'{"a": 1}\n[1]\n', 2, r"expected a JSON object .* found a list"),
-        (b'{"a": 1}\n{"a": "\xe9"}\n', 2, r"not UTF-8: byte 0xe9 at byte 8"),
-        ('{"a": 1}\n'.encode("utf-16"), 1, r"not UTF-8: .* It looks like UTF-16"),
-        (b'{"a": "x\0y"}\n', 1, r"not valid JSON: .*The line holds a NUL byte"),
-        (b"[" * 100_000, 1, r"not valid JSON|more than 100 JSON values"),
-        (b'{"a": 1}\n' + b'{"a":' * 600 + b"1" + b"}" * 600, 2, r"more than 100 JSON values inside each other"),
+        (b'{"a": 1}\n{"a": \n', 2, r"JSON: Expecting value"),
+        (b'{"a": 1}\n[1]\n', 2, r"JSON object .*list"),
+        (b'{"a": 1}\n{"a": "\xe9"}\n', 2, r"UTF-8: .* 0xe9 .*byte 8\b"),
+        ('{"a": 1}\n'.encode("utf-16"), 1, r"UTF-8: .*UTF-16"),
+        (b'{"a": "x\0y"}\n', 1, r"JSON: .*NUL"),
+        (b"[" * 100_000, 1, r"valid JSON|100 JSON values"),
+        (b'{"a": 1}\n' + b'{"a":' * 600 + b"1" + b"}" * 600, 2, r"100 JSON values"),
     ],
 )
 def test_a_line_that_is_no_row_says_why(tmp_path: Path, content: bytes, line: int, problem: str) -> None:
@@ -162,47 +162,43 @@ def test_a_row_of_fifty_megabytes_is_refused_without_reading_it_whole(tmp_path: 
         file.write(b'{"text": "' + b"x" * 50_000_000 + b'"}\n{"text": "after"}\n')
     first, second = rows_of(path)
     assert first.problem is not None
-    assert f"the row has 47.7 MiB; rows over {MAX_ROW_BYTES >> 20} MiB are not read" in first.problem
+    assert all(f" {size} MiB" in first.problem for size in (47.7, MAX_ROW_BYTES >> 20))
     assert (second.columns, second.line) == ({"text": "after"}, 2)
     (tmp_path / "b.json").write_text(json.dumps([{"text": "x" * 10_000_000}, {"text": "after"}]))
     first, second = rows_of(tmp_path / "b.json")
-    assert "rows over" in str(first.problem)
+    assert f" {MAX_ROW_BYTES >> 20} MiB" in str(first.problem)
     assert second.columns == {"text": "after"}
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", b'[{"a": 1},\n{"a": }]', r"a.json:2: not valid JSON: Expecting value"),
-        ("a.json", b'[\n{"a": 1},\n{"a": "cut', r"a.json:3: the JSON array is cut short"),
-        ("a.json", b'[\n{"a": 1}\n', r"a.json:\d: the JSON array is cut short"),
-        ("a.json", b'[{"a": 1}]\n{"a": 2}', r"a.json:2: '\{' after the end of the array"),
-        ("a.json", b'"text"', r"a.json:1: expected a JSON array of objects, or one object a line"),
-        ("a.json", b'[{"a": ' + b"9" * 5000 + b"}]", r"a.json:1: not readable as JSON: .*digits"),
+        ("a.json", b'[{"a": 1},\n{"a": }]', r"a\.json:2: .*Expecting value"),
+        ("a.json", b'[\n{"a": 1},\n{"a": "cut', r"a\.json:3: .*cut short"),
+        ("a.json", b'[\n{"a": 1}\n', r"a\.json:\d: .*cut short"),
+        ("a.json", b'[{"a": 1}]\n{"a": 2}', r"a\.json:2: '\{' .*end"),
+        ("a.json", b'"text"', r"a\.json:1: expected .*JSON array"),
+        ("a.json", b'[{"a": ' + b"9" * 5000 + b"}]", r"a\.json:1: .*digits"),
         (
             "a.json",
             b'[{"a": "x" "b": 1},' + b'{"a": "y"},' * 4_000_000,
-            r"a.json:1: not valid JSON: Expecting ',' delimiter",
+            r"a\.json:1: .*Expecting ',' delimiter",
         ),
-        (
-            "a.csv",
-            b'a,b\n1,"2\n3,4\n5,6\n',
-            r"a.csv:2: not valid CSV in the row that begins here: unexpected end of data",
-        ),
-        ("a.jsonl.zst", zstandard.compress(b'{"a": 1}\n' * 9999)[:-8], r"a.jsonl.zst: cannot be read: .*ends before"),
-        ("a.jsonl.gz", damaged(gzip.compress(b'{"a": 1}\n' * 9999, mtime=0)), r"a.jsonl.gz: cannot be read"),
-        ("a.json", b'[{"a": "\xe9"}]', r"a.json: not UTF-8"),
-        ("a.csv", b"a,a\n1,2\n", r"a.csv:1: the header names a column twice"),
-        ("a.csv", b"a,b\n1,\0\n", r"a.csv:2: the line holds a NUL byte"),
-        ("a.csv", b"a,b\n1,\xe9\n", r"a.csv:\d: not UTF-8"),
-        ("a.csv", b"a,b\n1,2\n1," + b"x" * 9_000_000 + b"\n", r"a.csv:3: .* over 8 MiB"),
-        ("a.csv", b"a,b\n1,2\n" + b"1,x," * 2_500_000 + b"\n", r"a.csv:3: .* over 8 MiB"),
-        ("a.csv", b'a,b\n1,"2\n' + b"3,4\n" * 2_500_000, r"a.csv:2: .* over 8 MiB. Is a closing quote missing"),
-        ("a.parquet", b"PAR1 nonsense", r"not a readable Parquet file"),
-        ("a.arrow", b"ARROW1 nonsense", r"not a readable Arrow file"),
-        ("a.jsonl.gz", b"nonsense", r"a.jsonl.gz: cannot be read: Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 999, mtime=0)[:-12], r"a.jsonl.gz: cannot be read: .*end"),
-        ("a.jsonl.zst", b"nonsense", r"a.jsonl.zst: not readable as Zstandard"),
+        ("a.csv", b'a,b\n1,"2\n3,4\n5,6\n', r"a\.csv:2: .*CSV.*unexpected end of data"),
+        ("a.jsonl.zst", zstandard.compress(b'{"a": 1}\n' * 9999)[:-8], r"a\.jsonl\.zst: .*ends before"),
+        ("a.jsonl.gz", damaged(gzip.compress(b'{"a": 1}\n' * 9999, mtime=0)), r"a\.jsonl\.gz: .*read"),
+        ("a.json", b'[{"a": "\xe9"}]', r"a\.json: .*UTF-8"),
+        ("a.csv", b"a,a\n1,2\n", r"a\.csv:1: .*column.*: a, a"),
+        ("a.csv", b"a,b\n1,\0\n", r"a\.csv:2: .*NUL"),
+        ("a.csv", b"a,b\n1,\xe9\n", r"a\.csv:\d: .*UTF-8"),
+        ("a.csv", b"a,b\n1,2\n1," + b"x" * 9_000_000 + b"\n", r"a\.csv:3: .* 8 MiB"),
+        ("a.csv", b"a,b\n1,2\n" + b"1,x," * 2_500_000 + b"\n", r"a\.csv:3: .* 8 MiB"),
+        ("a.csv", b'a,b\n1,"2\n' + b"3,4\n" * 2_500_000, r"a\.csv:2: .* 8 MiB.*quote"),
+        ("a.parquet", b"PAR1 nonsense", r"a\.parquet: .*Parquet"),
+        ("a.arrow", b"ARROW1 nonsense", r"a\.arrow: .*Arrow"),
+        ("a.jsonl.gz", b"nonsense", r"a\.jsonl\.gz: .*Not a gzipped file"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 999, mtime=0)[:-12], r"a\.jsonl\.gz: .*end"),
+        ("a.jsonl.zst", b"nonsense", r"a\.jsonl\.zst: .*Zstandard"),
     ],
 )
 def test_a_file_that_is_broken_as_a_whole_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -215,14 +211,15 @@ def test_a_csv_row_with_too_few_values_is_a_bad_row(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a,b\n1,2\n3\n")
     good, bad = rows_of(tmp_path / "a.csv")
     assert good.columns == {"a": "1", "b": "2"}
-    assert (bad.line, bad.problem) == (3, "1 values for 2 columns. Is a text not in quotes?")
+    assert bad.line == 3
+    assert re.match(r"1 .* 2 columns", str(bad.problem))
 
 
 def test_a_json_file_with_a_row_that_is_nested_deeply_keeps_the_others(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text("[" + '{"a":' * 600 + "1" + "}" * 600 + ', {"a": 2}]')
     deep, sound = rows_of(path)
-    assert "more than 100 JSON values" in str(deep.problem)
+    assert "100 JSON values" in str(deep.problem)
     assert sound.columns == {"a": 2}
 
 
@@ -245,7 +242,7 @@ def test_a_date_that_python_has_none_for_is_named_with_its_row(tmp_path: Path, n
     else:
         with pyarrow.ipc.new_file(tmp_path / name, table.schema) as writer:
             writer.write_table(table)
-    with pytest.raises(DataError, match=f"{name}:1: a value in this row or those behind it is unreadable"):
+    with pytest.raises(DataError, match=rf"{name}:1: .*value"):
         rows_of(tmp_path / name)
 
 
@@ -258,5 +255,5 @@ def test_offsets_of_an_arrow_file_that_lead_out_of_it_are_refused(tmp_path: Path
     offsets = b"".join(number.to_bytes(4, "little") for number in (0, 5, 11))
     assert content.count(offsets) == 1
     path.write_bytes(content.replace(offsets, b"".join(n.to_bytes(4, "little") for n in (0, 5, 1_900_000_000))))
-    with pytest.raises(DataError, match=r"a\.arrow: not a readable Arrow file"):
+    with pytest.raises(DataError, match=r"a\.arrow: .*Arrow"):
         rows_of(path)

@@ -63,17 +63,17 @@ def test_rows_read_are_trained_truncated_or_skipped(counting: Path, tokenizer: P
 
 
 def test_a_row_cut_until_nothing_is_trained_is_skipped(counting: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(DataError, match="no row of 12 is left to train on: 12 were skipped, the first data.jsonl:1"):
+    with pytest.raises(DataError, match=r" 12 .* 12 .*data\.jsonl:1\b"):
         prepared(counting, tokenizer, max_length=10, truncation="right")
 
 
 def test_rows_too_long_are_an_error_by_default(counting: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(DataError, match=r"\d+ of 12 rows are longer than max_length=60: the first is data.jsonl:\d"):
+    with pytest.raises(DataError, match=r"\d+ of 12 .*max_length=60: .*data\.jsonl:\d"):
         prepared(counting, tokenizer, max_length=60)
 
 
 def test_a_tokenizer_of_another_model_is_noticed(counting: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(DataError, match=r"data.jsonl:\d+: token id \d+ is outside the model's vocabulary of 50"):
+    with pytest.raises(DataError, match=r"data\.jsonl:\d+: .* \d+ .*vocabulary .* ?50\b"):
         prepared(counting, tokenizer, vocab_size=50)
     dataset = open_dataset(counting, tokenizer, vocab_size=50, is_lenient=True)
     dataset.preparation.run()
@@ -95,7 +95,9 @@ def test_weights_of_rows_win(tmp_path: Path, tokenizer: PreTrainedTokenizerFast)
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     dataset = prepared(path, tokenizer)
     assert dataset.counts() == Counts(2, 1, 0, 1)
-    assert list(dataset.skipped()) == [("a.jsonl:2", "no token of it is trained")]
+    ((place, reason),) = dataset.skipped()
+    assert place == "a.jsonl:2"
+    assert "trained" in reason
     (sample,) = dataset
     for weight, text in ((0.25, "two<|im_end|>"), (1.0, "three<|im_end|>")):
         assert tokenizer.decode(sample.ids[sample.weights == weight]) == text
@@ -127,9 +129,7 @@ def test_weights_of_rows_win_over_what_is_trained_on(
 def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [talk("one"), {"messages": []}, talk("two"), {"instruction": "a", "output": "b"}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    with pytest.raises(
-        DataError, match=r"a.jsonl:2: 'messages' must .*1 more of the 4 rows .*on_bad_row: skip \(run.yaml:2\)"
-    ):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: 'messages' .*\b1 .* 4 rows .*on_bad_row: skip \(run\.yaml:2\)"):
         prepared(path, tokenizer)
     dataset = prepared(path, tokenizer, skip_bad_rows=True)
     assert dataset.counts() == Counts(4, 2, 0, 2)
@@ -165,16 +165,16 @@ def test_held_out_samples_are_told_by_content(tmp_path: Path, tokenizer: PreTrai
 
 def test_a_held_out_share_or_a_range_without_rows_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [talk("same")] * 3)
-    with pytest.raises(DataError, match=r"eval_fraction=0.001 holds out no sample. Raise it"):
+    with pytest.raises(DataError, match=r"eval_fraction=0\.001 "):
         prepared(path, tokenizer, eval_fraction=0.001, side="eval")
-    with pytest.raises(DataError, match=r"no row is left of the ranges"):
+    with pytest.raises(DataError, match=r"`split` .*eval_fraction"):
         prepared([DatasetItem(path=str(path), split="[5:]")], tokenizer)
 
 
 def test_a_row_too_long_stops_an_early_start_too(counting: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     dataset = open_dataset(counting, tokenizer, max_length=60)
     dataset.preparation.run()
-    with pytest.raises(DataError, match=r"data.jsonl:\d+: \d+ tokens, longer than max_length=60"):
+    with pytest.raises(DataError, match=r"data\.jsonl:\d+: \d+ tokens.* max_length=60"):
         dataset.usable(0)
 
 

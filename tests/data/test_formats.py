@@ -153,7 +153,7 @@ def test_other_columns_are_kept_for_rewards_when_asked() -> None:
 def test_columns_can_be_mapped() -> None:
     spec = FormatSpec(columns={"query": "question", "response": "answer"})
     assert turns(convert(spec, question="hi", answer="hello")) == BRIEF[1:]
-    with pytest.raises(BadRow, match="column 'answer', named in `columns`, is missing"):
+    with pytest.raises(BadRow, match="'answer'.*`columns`"):
         convert(spec, question="hi")
     forced = FormatSpec("alpaca")
     assert turns(convert(forced, instruction="hi", output="hello", text="x")) == BRIEF[1:]
@@ -180,61 +180,61 @@ def test_llamafactory_tags_rename_roles_and_keys() -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"question": "a", "answer": "b"}, r"columns \(answer, question\) fit no known format: messages .* `columns:"),
-        ({"messages": [USER, ASSISTANT], "text": "x"}, r"fit several formats: messages, text.*dataset_format: mess"),
-        ({"instruction": "a", "output": "b", "text": "x"}, r"fit several formats: alpaca, text"),
-        ({"messages": [USER, USER, ASSISTANT]}, r"roles out of order at message 2 of 3: user after user"),
-        ({"messages": [SYSTEM, ASSISTANT]}, r"roles out of order at message 2 of 2: assistant after system"),
-        ({"messages": [ASSISTANT, USER]}, r"roles out of order at message 1 of 2: assistant at the start"),
-        ({"messages": [USER, SYSTEM, ASSISTANT]}, r"roles out of order at message 2 of 3"),
-        ({"messages": [USER, RESULT, ASSISTANT]}, r"roles out of order at message 2 of 3: tool after user"),
-        ({"messages": [USER, ASSISTANT, USER]}, r"the conversation ends with user, not with the assistant"),
-        ({"messages": [USER]}, r"no assistant turn, so there is nothing to train on \(roles: user\)"),
-        ({"messages": []}, r"'messages' must be a non-empty list"),
-        ({"conversations": []}, r"'conversations' must be a non-empty list"),
-        ({"messages": "hi"}, r"messages should be JSON, but is not"),
-        ({"messages": [USER, {"role": "bard", "content": "x"}]}, r"messages\[1\] has role 'bard'. Known roles"),
-        ({"messages": [USER, {"role": None, "content": "x"}]}, r"messages\[1\] has role None"),
-        ({"messages": [USER, {"role": "assistant", "content": None}]}, r"messages\[1\] \(assistant\) has content None"),
-        ({"messages": [USER, {"role": "assistant", "content": 4}]}, r"has content 4; it must be a text"),
-        ({"messages": [USER, "hello"]}, r"messages\[1\] must be an object"),
-        ({"instruction": "a", "input": "", "output": None}, r"output is None; it must be a text"),
-        ({"query": 3, "response": "b"}, r"query is 3; it must be a text"),
-        ({"query": "a", "response": "b", "history": ["x"]}, r"'history' must be a list of \[question, answer\] pairs"),
-        ({"prompt": "a", "completion": [ASSISTANT]}, r"prompt is 'a' and completion .*both must be texts"),
-        ({"prompt": "a", "completion": ""}, r"the completion is empty"),
-        ({"text": ""}, r"the text is empty"),
-        ({"messages": [USER, ASSISTANT], "videos": ["a.mp4"]}, r"the row has videos .*trains on text and images"),
-        ({"prompt": "a", "completion": "b", "label": False}, r"label is false: a bad answer of preference data"),
-        ({"messages": [SYSTEM, USER, ASSISTANT], "system": "x"}, r"the system prompt is given twice"),
-        ({"instruction": "a", "input": 0, "output": "b"}, r"input is 0; it must be a text"),
+        ({"question": "a", "answer": "b"}, r"\(answer, question\) .*: messages .* `columns: "),
+        ({"messages": [USER, ASSISTANT], "text": "x"}, r": messages, text.*dataset_format: messages"),
+        ({"instruction": "a", "output": "b", "text": "x"}, r": alpaca, text.*dataset_format: alpaca"),
+        ({"messages": [USER, USER, ASSISTANT]}, r" 2 of 3: user after user"),
+        ({"messages": [SYSTEM, ASSISTANT]}, r" 2 of 2: assistant .*system"),
+        ({"messages": [ASSISTANT, USER]}, r" 1 of 2: assistant .*start"),
+        ({"messages": [USER, SYSTEM, ASSISTANT]}, r" 2 of 3: system "),
+        ({"messages": [USER, RESULT, ASSISTANT]}, r" 2 of 3: tool .*user"),
+        ({"messages": [USER, ASSISTANT, USER]}, r"ends with user"),
+        ({"messages": [USER]}, r"no assistant .*\(roles: user\)"),
+        ({"messages": []}, r"'messages' .*non-empty list"),
+        ({"conversations": []}, r"'conversations' .*list"),
+        ({"messages": "hi"}, r"messages .*JSON"),
+        ({"messages": [USER, {"role": "bard", "content": "x"}]}, r"messages\[1\] .*role 'bard'.*assistant, "),
+        ({"messages": [USER, {"role": None, "content": "x"}]}, r"messages\[1\] .*role None"),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, r"messages\[1\] \(assistant\) .*content None"),
+        ({"messages": [USER, {"role": "assistant", "content": 4}]}, r"messages\[1\] \(assistant\) .*content 4\b"),
+        ({"messages": [USER, "hello"]}, r"messages\[1\] .*object.*'hello'"),
+        ({"instruction": "a", "input": "", "output": None}, r"output .*None"),
+        ({"query": 3, "response": "b"}, r"query .*3\b"),
+        ({"query": "a", "response": "b", "history": ["x"]}, r"'history' .*\[question, answer\].*\['x'\]"),
+        ({"prompt": "a", "completion": [ASSISTANT]}, r"prompt .*'a' .*completion .*texts"),
+        ({"prompt": "a", "completion": ""}, r"completion .*empty"),
+        ({"text": ""}, r"text .*empty"),
+        ({"messages": [USER, ASSISTANT], "videos": ["a.mp4"]}, r"videos .*a\.mp4"),
+        ({"prompt": "a", "completion": "b", "label": False}, r"label .*false"),
+        ({"messages": [SYSTEM, USER, ASSISTANT], "system": "x"}, r"system .*twice"),
+        ({"instruction": "a", "input": 0, "output": "b"}, r"input .*0\b"),
         (
             {"messages": [USER, {**ASSISTANT, "tool_calls": [{"function": {"name": "\ud800"}}]}]},
-            r"the name of a called function is no valid text",
+            r"name .*function .*valid text",
         ),
-        ({"prompt": "a", "completion": "cut \ud83d"}, r"completion is no valid text at character 5"),
-        ({"prompt": "a\0b", "completion": "c"}, r"prompt holds a NUL character at position 2"),
-        ({"messages": [USER, {**ASSISTANT, "loss": "yes"}]}, r"loss='yes'; a weight in the loss is true, false"),
+        ({"prompt": "a", "completion": "cut \ud83d"}, r"completion .*character 5\b"),
+        ({"prompt": "a\0b", "completion": "c"}, r"prompt .*NUL .* 2\b"),
+        ({"messages": [USER, {**ASSISTANT, "loss": "yes"}]}, r"loss='yes'"),
         ({"messages": [USER, {**ASSISTANT, "weight": -1}]}, r"weight=-1"),
-        ({"messages": [{**USER, "loss": True}, ASSISTANT]}, r"only the assistant's turns take one"),
-        ({"messages": [USER, {**ASSISTANT, "tool_calls": [CALL]}]}, r"a tool call of 'weather', but the row has no"),
-        ({"messages": [USER, {**ASSISTANT, "tool_calls": [CALL]}], "tools": [{"name": "sun"}]}, r"row declares sun"),
-        ({"messages": [USER, {**ASSISTANT, "tool_calls": [1]}]}, r"a tool call without a function name: 1"),
+        ({"messages": [{**USER, "loss": True}, ASSISTANT]}, r"messages\[0\] \(user\) .*weight"),
+        ({"messages": [USER, {**ASSISTANT, "tool_calls": [CALL]}]}, r"call of 'weather', .*no `tools`"),
+        ({"messages": [USER, {**ASSISTANT, "tool_calls": [CALL]}], "tools": [{"name": "sun"}]}, r"'weather', .*sun"),
+        ({"messages": [USER, {**ASSISTANT, "tool_calls": [1]}]}, r"function name: 1"),
         (
             {"messages": [USER, {**ASSISTANT, "tool_calls": [{"function": {"name": "f", "arguments": '{"a": '}}]}]},
-            r"calls f with malformed arguments",
+            r" f .*malformed",
         ),
         (
             {"messages": [USER, {**ASSISTANT, "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
-            r"calls f with arguments \[1\]; they must be an object",
+            r" f .*arguments \[1\]",
         ),
-        ({"messages": [USER, ASSISTANT], "tools": ["x"]}, r"tools should be JSON, but is not"),
+        ({"messages": [USER, ASSISTANT], "tools": ["x"]}, r"tools .*JSON"),
         (
             {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": "x"}]}, ASSISTANT]},
-            r"messages\[0\], part 0 is of type video_url; this version trains on text and images",
+            r"messages\[0\], part 0 .*type video_url",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "smell"}]}, ASSISTANT]}, r"known part types"),
-        ({f"c{n}": n for n in range(10_000)}, r"\(c0, c1, .* \.\.\. \(10000 columns\)\) fit no known format"),
+        ({"messages": [{"role": "user", "content": [{"type": "smell"}]}, ASSISTANT]}, r"messages\[0\], part 0 .*types"),
+        ({f"c{n}": n for n in range(10_000)}, r"\(c0, c1, .* \.\.\. \(10000 columns\)\) "),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_named(columns: dict[str, Any], message: str) -> None:
@@ -249,7 +249,7 @@ def test_ten_thousand_columns_beside_a_conversation_do_no_harm() -> None:
 
 def test_a_row_of_another_format_than_its_file_is_refused() -> None:
     reader = Reader(FormatSpec(), "messages")
-    with pytest.raises(BadRow, match="mixed formats: this row is alpaca, the file began as messages"):
+    with pytest.raises(BadRow, match="mixed .*alpaca, .*messages"):
         reader.read({"instruction": "a", "output": "b"})
 
 

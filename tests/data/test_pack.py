@@ -25,5 +25,5 @@ def test_it_wastes_little() -> None:
 
 
 def test_a_sample_longer_than_a_pack_is_refused() -> None:
-    with pytest.raises(ValueError, match="sample 1 has 9 tokens, more than a pack of 8"):
+    with pytest.raises(ValueError, match=r"sample 1 .* 9 .* 8\b"):
         best_fit([8, 9], 8)

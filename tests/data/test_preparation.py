@@ -123,14 +123,14 @@ def test_a_file_changed_while_it_is_prepared_poisons_nothing(
     path = write_jsonl(tmp_path / "a.jsonl", rows[:1])
     dataset = open_dataset(path, tokenizer)
     write_jsonl(path, rows[1:])
-    with pytest.raises(DataError, match="a.jsonl was changed while it was being prepared"):
+    with pytest.raises(DataError, match=r"a\.jsonl .*changed"):
         dataset.prepare()
     write_jsonl(path, rows[:1])
     assert "ORIGINAL" in tokenizer.decode(next(iter(prepared(path, tokenizer))).ids)
     other = write_jsonl(tmp_path / "b.jsonl", rows)
     dataset = open_dataset(other, tokenizer)
     other.unlink()
-    with pytest.raises(DataError, match="cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"b\.jsonl.*No such file"):
         dataset.prepare()
 
 
@@ -264,13 +264,13 @@ def test_a_failure_in_a_worker_reaches_the_user(tmp_path: Path, background: bool
     dataset = open_dataset(big_file(tmp_path / "a.jsonl", 5000), broken_template(), num_workers=1)
     if background:
         dataset.preparation.start([])
-    with pytest.raises(DataError, match=r"a.jsonl:\d+: the chat template is not valid Jinja: line 1"):
+    with pytest.raises(DataError, match=r"a\.jsonl:\d+: .*Jinja: line 1"):
         dataset.usable(0) if background else dataset.prepare()
 
 
 @pytest.mark.parametrize(
     ("rows", "workers", "doing"),
-    [(60_000, 1, r"while it prepared chunk \d"), (6_000, 3, "")],  # some of the three have nothing to do
+    [(60_000, 1, r" chunk \d"), (6_000, 3, "")],  # some of the three have nothing to do
 )
 @pytest.mark.usefixtures("always_workers")
 def test_a_killed_worker_is_named_with_its_signal(
@@ -278,7 +278,7 @@ def test_a_killed_worker_is_named_with_its_signal(
 ) -> None:
     dataset = open_dataset(big_file(tmp_path / "a.jsonl", rows), tokenizer, num_workers=workers)
     dataset.preparation._on_progress = lambda _: kill_workers()
-    with pytest.raises(DataError, match=rf"a worker process .*was killed by signal 9 ?{doing}"):
+    with pytest.raises(DataError, match=rf"worker .* signal 9.*{doing}"):
         dataset.prepare()
     assert shards() or workers > 1, "what was prepared is kept"
 
@@ -294,7 +294,7 @@ def kill_workers() -> None:
 def test_a_missing_an_empty_and_a_blank_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     for name, content in (("empty.jsonl", ""), ("blank.jsonl", "\n \n"), ("none.json", "[]")):
         (tmp_path / name).write_text(content)
-        with pytest.raises(DataError, match=rf"{name} (is empty \(0 bytes\)|holds no rows).*\(run.yaml:2\)"):
+        with pytest.raises(DataError, match=rf"{name} .*(0 bytes|no rows).*\(run\.yaml:2\)"):
             open_dataset(tmp_path / name, tokenizer)
 
 

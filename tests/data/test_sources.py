@@ -46,9 +46,9 @@ def test_a_split_picks_files_by_name_and_a_range_of_rows(tmp_path: Path) -> None
     assert found.rows.of(1000) == (100, 200)
     assert RowRange(None, "-5").of(20) == (0, 15)
     assert RowRange("90%", None).of(7) == (6, 7)
-    with pytest.raises(DataError, match=r"no file belongs to split 'dev'"):
+    with pytest.raises(DataError, match=r"split 'dev'"):
         find(tmp_path, split="dev")
-    with pytest.raises(DataError, match=r"split=train\[: write a name, a range, or both"):
+    with pytest.raises(DataError, match=r"split=train\["):
         find(tmp_path, split="train[")
 
 
@@ -103,14 +103,14 @@ def test_entries_of_dataset_info_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gone", r"entry 'gone': its file_name .*gone.jsonl does not exist \(run.yaml:2\)"),
-        ("none", r"has no dataset 'none'. It has: corpus, films, gone, hub, many, mapped"),
-        ("ranked", r"ranking dataset"),
-        ("scripted", r"uses script_url, which is not supported"),
-        ("typo", r"columns names 'promt', which is not known. Known: prompt, query"),
-        ("films", r"has videos; this version trains on answers to texts and images"),
-        ("many", r"num_samples is 'many'; it must be a number"),
-        ("odd", r"formatting 'dolly' is not known. Known: alpaca, sharegpt, openai"),
+        ("gone", r"entry 'gone': .*file_name .*gone\.jsonl .*\(run\.yaml:2\)"),
+        ("none", r" 'none'.*: corpus, films, gone, hub, many, mapped"),
+        ("ranked", r"entry 'ranked' .*ranking"),
+        ("scripted", r"entry 'scripted' .*script_url.*file_name"),
+        ("typo", r"columns .*'promt'.*: prompt, query"),
+        ("films", r"entry 'films' has videos"),
+        ("many", r"num_samples .*'many'"),
+        ("odd", r"formatting 'dolly' .*: alpaca, sharegpt, openai"),
     ],
 )
 def test_entries_that_cannot_be_used_are_named(tmp_path: Path, name: str, message: str) -> None:
@@ -119,17 +119,17 @@ def test_entries_that_cannot_be_used_are_named(tmp_path: Path, name: str, messag
 
 
 def test_a_dataset_info_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="names several datasets"):
+    with pytest.raises(DataError, match="several .*: corpus, films"):
         find(llamafactory(tmp_path))
     (tmp_path / "dataset_info.json").write_text("[1]")
-    with pytest.raises(DataError, match="holds no JSON object"):
+    with pytest.raises(DataError, match="JSON object"):
         find(tmp_path / "dataset_info.json")
     (tmp_path / "dataset_info.json").write_text('{"a": 1}')
     with pytest.raises(DataError, match="is no dataset_info.json"):
         find(tmp_path / "dataset_info.json")
     for content in ("{", "[" * 2000, '{"a": {}, "a": {}}'):
         (tmp_path / "dataset_info.json").write_text(content)
-        with pytest.raises(DataError, match="cannot be read as JSON"):
+        with pytest.raises(DataError, match=r"dataset_info\.json.*JSON"):
             find(tmp_path / "dataset_info.json")
     (tmp_path / "dataset_info.json").unlink()
     os.mkfifo(tmp_path / "dataset_info.json")
@@ -162,11 +162,11 @@ def test_a_pattern_that_links_lead_around_in_gives_each_file_once(tmp_path: Path
 def test_several_splits_in_a_folder_are_not_mixed(tmp_path: Path) -> None:
     for name in ("train-0.jsonl", "train_sft-0.jsonl", "test.jsonl"):
         write_jsonl(tmp_path / name, [ROW])
-    with pytest.raises(DataError, match="holds several splits: train, test. Name one"):
+    with pytest.raises(DataError, match="splits: train, test.*split: train"):
         find(tmp_path)
     assert find(tmp_path, split="train").names == ("train-0.jsonl",)
     assert find(tmp_path / "*.jsonl", split="test").names == ("test.jsonl",)
-    with pytest.raises(DataError, match="no file belongs to split 'test'"):
+    with pytest.raises(DataError, match=r"split 'test'.*train-0\.jsonl"):
         find(tmp_path / "train-0.jsonl", split="test")
 
 
@@ -177,34 +177,34 @@ def test_splits_are_told_in_any_of_their_spellings(tmp_path: Path, names: tuple[
     for name in names:
         write_jsonl(tmp_path / f"{name}.jsonl", [ROW])
     (tmp_path / "dataset_infos.json").write_text("{}")
-    with pytest.raises(DataError, match="holds several splits"):
+    with pytest.raises(DataError, match="split: train"):
         find(tmp_path)
     if names[0] != "training":
         assert find(tmp_path, split="train").names == (f"{names[0]}.jsonl",)
 
 
 def test_a_column_that_no_format_has_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"'inptu' is no column of any format; did you mean 'input'\? \(run.yaml:2\)"):
+    with pytest.raises(DataError, match=r"columns: 'inptu' .*'input'.*\(run\.yaml:2\)"):
         find(write_jsonl(tmp_path / "a.jsonl", [ROW]), columns={"inptu": "x"})
 
 
 def test_what_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none.jsonl does not exist.*\(run.yaml:2\)"):
+    with pytest.raises(DataError, match=r"none\.jsonl .*exist.*\(run\.yaml:2\)"):
         find(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match=r"the folder holds no .jsonl"):
+    with pytest.raises(DataError, match=r"holds no \.jsonl"):
         find(tmp_path)
-    with pytest.raises(DataError, match=r"the pattern matches no file"):
+    with pytest.raises(DataError, match=r"\*\.jsonl: .*pattern"):
         find(tmp_path / "*.jsonl")
     (tmp_path / "a.docx").write_text("x")
-    with pytest.raises(DataError, match=r"'.docx' files are not read. Known: .jsonl"):
+    with pytest.raises(DataError, match=r"'\.docx' .*: \.jsonl"):
         find(tmp_path / "a.docx")
     (tmp_path / "self.jsonl").symlink_to(tmp_path / "self.jsonl")
-    with pytest.raises(DataError, match=r"self.jsonl cannot be read: Too many levels of symbolic links"):
+    with pytest.raises(DataError, match=r"self\.jsonl .*Too many levels of symbolic links"):
         find(tmp_path / "self.jsonl")
 
 
 def test_a_dataset_of_the_hub_that_cannot_be_fetched_is_named() -> None:
-    with pytest.raises(DataError, match=r"nobody/nothing \(split train\): no such file or folder here"):
+    with pytest.raises(DataError, match=r"nobody/nothing \(split train\): .*hub.*\(run\.yaml:2\)"):
         find("nobody/nothing")
 
 

@@ -81,7 +81,7 @@ PARALLEL_SHAPES = {
 
 def test_words_that_a_template_drops_are_not_lost_in_silence() -> None:
     conversation = Conversation(PARALLEL_SHAPES["words and parallel calls"], tools=(TOOL,))
-    with pytest.raises(BadRow, match=r"does not show the words of message 2 \('let me see'\)"):
+    with pytest.raises(BadRow, match=r"message 2 \('let me see'\)"):
         renderer_of("mistral").render(conversation)
 
 
@@ -234,40 +234,40 @@ def with_template(template: str | None) -> Renderer:
 
 
 UNSAFE = {
-    "no template": (None, r"no chat template. Use an instruct model"),
-    "syntax error": ("{% for %}", r"not valid Jinja: line 1: Expected an expression"),
+    "no template": (None, r"no chat template.*chat_template: FILE"),
+    "syntax error": ("{% for %}", r"Jinja: line 1: Expected an expression"),
     "forgets earlier answers": (
-        "{% for m in messages %}{% if loop.last or m.role == 'user' %}"
+        "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}"
         "<|im_start|>{{ m.content }}<|im_end|>{% endif %}{% endfor %}",
-        r"renders earlier turns differently|does not show the words|writes .* before the assistant's words",
+        r"message 3 \('two'\)",
     ),
-    "refuses": ("{{ raise_exception('no system turns please') }}", r"refused the conversation: no system turns please"),
+    "refuses": ("{{ raise_exception('no system turns please') }}", r"chat template .*: no system turns please"),
     "no end of turn": (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}",
-        r"writes no end-of-turn token",
+        r"no end-of-turn token",
     ),
     "no generation prompt": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
-        r"writes '<\|im_start\|>assistant' before the assistant's words, but not as the generation prompt",
+        r"'<\|im_start\|>assistant' .*add_generation_prompt",
     ),
     "no generation prompt, header of plain text": (
         "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}\n"
         "{% endfor %}",
-        r"writes '### assistant:' before the assistant's words",
+        r"'### assistant:' .*add_generation_prompt",
     ),
     "drops the system": (
         "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-        r"does not show the words of message 1 \(system: 'SECRET'\)",
+        r"message 1 \(system: 'SECRET'\)",
     ),
-    "divides by zero": ("{{ 1 // 0 }}", r"the chat template failed: ZeroDivisionError"),
-    "misses a variable": ("{{ nothing.at_all }}", r"uses something that is not there: 'nothing' is undefined"),
+    "divides by zero": ("{{ 1 // 0 }}", r"chat template .*: ZeroDivisionError"),
+    "misses a variable": ("{{ nothing.at_all }}", r"chat template .*: 'nothing' is undefined"),
     "changes the words": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{{ m.content | upper if m.role == 'assistant' else m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-        r"does not show the words of message 3",
+        r"message 3 \('two'\)",
     ),
 }
 
@@ -280,28 +280,28 @@ def test_a_template_that_cannot_be_masked_safely_is_refused(template: str | None
 
 def test_tools_that_the_template_does_not_show_are_refused() -> None:
     conversation = Conversation(TOOL_SHAPES["call"], tools=(TOOL,))
-    with pytest.raises(BadRow, match="does not show the tool 'weather'"):
+    with pytest.raises(BadRow, match="tool 'weather'"):
         renderer_of("qwen1.5").render(conversation)
 
 
 def test_a_call_or_a_tool_that_is_only_mentioned_is_not_shown() -> None:
     words = "let me check the weather"
     called = Conversation((Message("user", "weather?"), Message("assistant", words, (CALL,))))
-    with pytest.raises(BadRow, match="does not show the call of 'weather' in message 2"):
+    with pytest.raises(BadRow, match="call of 'weather' in message 2"):
         renderer_of("qwen1.5").render(called)
-    with pytest.raises(BadRow, match="does not show the tool 'weather'"):
+    with pytest.raises(BadRow, match="tool 'weather'"):
         renderer_of("qwen1.5").render(Conversation(talk("weather?", "weather!"), tools=(TOOL,)))
     first_only = (
         "{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    with pytest.raises(BadRow, match="does not show all 2 calls of 'weather'"):
+    with pytest.raises(BadRow, match="2 calls of 'weather'"):
         with_template(first_only).render(Conversation(TOOL_SHAPES["parallel calls"], tools=(TOOL,)))
 
 
 def test_words_around_thoughts_are_not_taken_for_thoughts() -> None:
-    with pytest.raises(BadRow, match="does not show the words of message 2"):
+    with pytest.raises(BadRow, match=r"message 2 \('Wrap thoughts"):
         renderer_of("qwen3").render(Conversation(talk("how?", "Wrap thoughts in <think> and </think> tags.")))
 
 
@@ -345,7 +345,7 @@ def test_special_tokens_that_the_template_reads_can_be_asked_for() -> None:
         if asked:
             assert renderer.render(conversation).text == own_template("qwen3", conversation)
         else:
-            with pytest.raises(BadRow, match="set parse_special_tokens: true"):
+            with pytest.raises(BadRow, match="parse_special_tokens: true"):
                 renderer.render(conversation)
 
 
@@ -419,7 +419,7 @@ def test_a_template_that_writes_todays_date_writes_the_same_one_tomorrow() -> No
 def test_an_endless_template_meets_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("surefoot.data.template.RENDER_DEADLINE_S", 0.3)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(DataError, match="took over 0 s for one row: an endless loop"):
+    with pytest.raises(DataError, match=" 0 s .*endless loop"):
         with_template(endless).render(Conversation(talk("a", "b")))
 
 

@@ -30,9 +30,11 @@ def asked(name: str, settings: dict[str, Any], **changes: Any) -> Check:
 
 
 def test_a_run_that_begins(settings: dict[str, Any]) -> None:
-    assert asked("resume", settings).text.startswith("no checkpoint in")
-    assert asked("resume", settings, resume_from_checkpoint=False).text == "the run begins anew"
-    assert asked("resume", settings, overwrite_output_dir=True).text == "the run begins anew"
+    check = asked("resume", settings)
+    assert (check.status, settings["output_dir"] in check.text) == ("not applicable", True)
+    for anew in ({"resume_from_checkpoint": False}, {"overwrite_output_dir": True}):
+        check = asked("resume", settings, **anew)
+        assert (check.status, "anew" in check.text) == ("not applicable", True)
 
 
 def test_a_run_that_goes_on(settings: dict[str, Any]) -> None:
@@ -40,48 +42,56 @@ def test_a_run_that_goes_on(settings: dict[str, Any]) -> None:
     result = surefoot.train(settings)
     newest = result.run_folder / "checkpoints" / "step-00000002"
     check = asked("resume", settings)
-    assert (check.status, check.text.split()[:2]) == ("ok", ["from", "step-00000002"])
+    assert (check.status, "step-00000002" in check.text) == ("ok", True)
 
     for changes in ({"learning_rate": 0.5}, {"learning_rate": 0.5, "resume_from_checkpoint": str(newest)}):
         check = asked("resume", settings, **changes)
         assert check.finding is not None
         assert check.finding.code == "SF739"
-        assert "learning_rate: " in check.text
-        assert "-> 0.5" in check.text
+        (change,) = check.finding.evidence["changes"]
+        assert change.startswith("learning_rate: ")
+        assert change.endswith(" 0.5")
+        assert change in check.text
 
     (newest / "state.json").rename(newest / "elsewhere")
     check = asked("resume", settings)
-    assert (check.status, check.text) == ("warning", f"{newest} lacks state.json")
+    assert (check.status, check.text.startswith(str(newest))) == ("warning", True)
+    assert check.text.endswith("lacks state.json")
     named = {"resume_from_checkpoint": str(newest), "output_dir": str(result.run_folder.with_name("other"))}
     assert asked("resume", settings, **named).status == "failed"
     (newest / "elsewhere").rename(newest / "state.json")
     weights = newest / "model/rank-00000.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-4])
-    assert asked("resume", settings).text == f"{newest} holds a part of model/{weights.name}"
+    check = asked("resume", settings)
+    assert (check.status, check.text.startswith(str(newest))) == ("warning", True)
+    assert check.text.endswith(f"part of model/{weights.name}")
     weights.write_bytes(whole)
     assert asked("resume", settings).status == "ok"
     for text in ("{", "{}", "[]", '{"files": 3, "config": {}}'):
         (newest / "manifest.json").write_text(text)
-        assert "has no manifest that can be read" in asked("resume", settings).text, text
+        assert "no manifest" in asked("resume", settings).text, text
     assert asked("resume", settings).status == "warning"
     shutil.rmtree(newest.with_name("step-00000001"))
     assert asked("resume", settings).status == "failed", "none is left to go on from"
 
 
-@pytest.mark.parametrize("said", [("x", "1"), ("1", "0"), ("", "")])
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [(("x", "1"), "^WORLD_SIZE='x'"), (("1", "0"), "^LOCAL_WORLD_SIZE='0'"), (("", ""), "^WORLD_SIZE=''")],
+)
 def test_variables_of_a_launcher_that_are_no_numbers(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, said: tuple[str, str]
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, said: tuple[str, str], named: str
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", said[0])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", said[1])
-    with pytest.raises(ConfigError, match="is no number of ranks"):
+    with pytest.raises(ConfigError, match=named):
         as_launched(load_config(None, (), settings))
 
 
 def test_a_template_is_tried(settings: dict[str, Any], tmp_path: Path) -> None:
     check = asked("chat template", settings)
-    assert (check.status, check.text) == ("ok", "of an answer it trains 'It is two.<|im_end|>'")
+    assert (check.status, check.text.split("'")[1::2]) == ("ok", ["It is two.<|im_end|>"])
 
     hides = tmp_path / "hides.jinja"
     hides.write_text("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}")
@@ -105,7 +115,8 @@ def test_a_template_that_never_ends_is_stopped(
     endless = tmp_path / "endless.jinja"
     endless.write_text("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
     check = asked("chat template", settings, chat_template=str(endless))
-    assert (check.status, "an endless loop?" in check.text) == ("warning", True)
+    assert check.finding is not None
+    assert (check.status, check.finding.code, "endless" in check.text) == ("warning", "SF740", True)
 
 
 def test_a_tokenizer_that_is_missing_is_no_matter_of_templates(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -147,16 +158,19 @@ def test_a_server_that_runs_elsewhere_is_compared(settings: dict[str, Any]) -> N
     takes_adapters = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with listening() as address:
         check = asked("rollout server's own", grpo, vllm_server=address)
-        assert (check.status, "will take no adapter" in check.text) == ("failed", True)
+        assert (check.status, check.finding and check.finding.code) == ("failed", "SF710")
+        assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in check.text
     with listening(**takes_adapters, NCCL_IB_DISABLE="1", CUDA_VISIBLE_DEVICES="7") as address:
         check = asked("rollout server's own", grpo, vllm_server=address)
         assert check.status == "warning"
-        assert check.text.endswith("NCCL_IB_DISABLE=1 there, (not set) here")
+        assert "NCCL_IB_DISABLE=1 there" in check.text
+        assert "CUDA_VISIBLE_DEVICES" not in check.text
     with listening(**takes_adapters) as address:
         assert asked("rollout server's own", grpo, vllm_server=address).status == "ok"
     silent = asked("rollout server's own", grpo, vllm_server=address)
     assert (silent.status, silent.finding and silent.finding.code) == ("warning", "SF801")
-    assert "Connection refused. A run waits 900 s for it" in silent.text
+    for said in (address.removeprefix("http://"), "Connection refused", "900 s"):
+        assert said in silent.text
 
 
 @pytest.mark.parametrize("reachable", [True, False])
@@ -172,7 +186,7 @@ def test_a_server_on_another_machine_is_reached(
     monkeypatch.setattr("socket.create_connection", connect)
     check = asked("rollout server's own", {**settings, **OF_VLLM}, vllm_server="http://10.255.255.1:8000")
     assert check.status == ("not applicable" if reachable else "warning")
-    assert ("can be reached: run `surefoot doctor` there" if reachable else "timed out") in check.text
+    assert ("`surefoot doctor`" if reachable else "timed out") in check.text
 
 
 def test_segments_that_a_sleeping_server_cannot_have_are_told(settings: dict[str, Any]) -> None:
@@ -181,7 +195,7 @@ def test_segments_that_a_sleeping_server_cannot_have_are_told(settings: dict[str
         loaded = load_config(None, (), {**settings, **OF_VLLM, "device": "auto", "vllm_sleep": sleeps})
         checks = examine(replace(LAPTOP, environment=own), loaded, asked=True)
         (check,) = [check for check in checks if check.name == "rollout server's own"]
-        assert ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True holds for training" in check.text) == sleeps
+        assert ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in check.text) == sleeps
         assert (check.finding.code if check.finding else None) == ("SF710" if sleeps else None)
 
 
@@ -191,21 +205,23 @@ def test_an_old_server_is_named_before_it_is_started(settings: dict[str, Any], t
     command.write_text("#!/bin/sh\n")
     command.chmod(0o755)
     grpo = {**settings, **OF_VLLM, "vllm_command": str(command)}
-    assert asked("rollout server's own", grpo).text.endswith("is not known")
+    check = asked("rollout server's own", grpo)
+    assert (check.status, str(command) in check.text, "not known" in check.text) == ("not applicable", True, True)
     packages = tmp_path / "lib" / "python3.12" / "site-packages"
     (packages / "vllm-0.9.2.dist-info").mkdir(parents=True)
     check = asked("rollout server's own", grpo)
     assert check.finding is not None
-    assert (check.finding.code, "this is vLLM 0.9.2" in check.text) == ("SF709", True)
+    assert (check.finding.code, "vLLM 0.9.2" in check.text) == ("SF709", True)
     (packages / "vllm-0.9.2.dist-info").rename(packages / "vllm-0.33.0.dist-info")
-    assert asked("rollout server's own", grpo).text == "vLLM 0.33.0"
+    check = asked("rollout server's own", grpo)
+    assert (check.status, "vLLM 0.33.0" in check.text) == ("ok", True)
 
 
 def test_a_warm_up_that_is_longer_than_the_run_is_told_of(settings: dict[str, Any]) -> None:
     check = asked("schedule", settings, max_steps=2, warmup_steps=100)
-    assert (check.status, check.text) == (
-        "warning", "warmup_steps=100, of max_steps=2: the learning rate never reaches its peak"
-    )  # fmt: skip
+    assert check.finding is not None
+    assert (check.status, check.finding.code) == ("warning", "SF720")
+    assert (check.finding.evidence["warmup_steps"], check.finding.evidence["max_steps"]) == (100, 2)
     assert asked("schedule", settings, max_steps=100, warmup_steps=2).status == "ok"
 
 

@@ -116,7 +116,7 @@ def test_a_part_that_fails_and_one_that_hangs_stop_nothing(tmp_path: Path, monke
     began = time.monotonic()
     seen = collect(root=tmp_path)
     assert time.monotonic() - began < 5
-    assert seen.unknown["host_addresses"] == "no answer within 0.5 s"
+    assert seen.unknown["host_addresses"].endswith(" 0.5 s")
     assert collecting.PATIENT_WITHIN_S > 5  # for cards that must wake up
     monkeypatch.setattr(collecting, "read_cards", lambda: time.sleep(1.5) or ())
     write(tmp_path, {"proc/driver/nvidia/gpus/0000:1b:00.0/information": ""})

@@ -17,10 +17,10 @@ def said(settings: dict[str, Any], **changes: Any) -> Check:
 
 def test_rows_of_text(settings: dict[str, Any], tmp_path: Path) -> None:
     check = said(settings)
-    assert check.status == "ok"
-    assert "all of them text" in check.text
+    assert (check.status, "images" in check.text) == ("ok", False)
     bad = write_jsonl(tmp_path / "late.jsonl", [*counting_rows(LOOKED_AT), {"messages": []}])
-    assert said(settings, dataset=str(bad)).text == f"{LOOKED_AT} read, all of them text", "no more are looked at"
+    check = said(settings, dataset=str(bad))
+    assert (check.status, check.text.split()[0]) == ("ok", str(LOOKED_AT)), "no more are looked at"
 
 
 @pytest.mark.parametrize(("on_bad_row", "status"), [("error", "failed"), ("skip", "warning")])
@@ -28,13 +28,14 @@ def test_a_bad_row_is_named(settings: dict[str, Any], tmp_path: Path, on_bad_row
     bad = write_jsonl(tmp_path / "bad.jsonl", [*counting_rows(3), {"messages": []}])
     check = said(settings, dataset=str(bad), on_bad_row=on_bad_row)
     assert (check.status, check.finding and check.finding.code) == (status, "SF743")
-    assert "bad.jsonl:4: 'messages' must be a non-empty list" in check.text
+    assert "bad.jsonl:4: 'messages' " in check.text
 
 
 def test_columns_of_no_known_format_are_named(settings: dict[str, Any], tmp_path: Path) -> None:
     check = said(settings, dataset=str(write_jsonl(tmp_path / "odd.jsonl", [{"title": "a", "body": "b"}])))
     assert check.status == "failed"
-    assert "odd.jsonl:1: the columns (body, title) fit no known format" in check.text
+    assert "odd.jsonl:1: " in check.text
+    assert "(body, title)" in check.text
 
 
 def test_a_file_that_is_broken_is_named(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -51,7 +52,8 @@ def test_data_of_the_hub_are_not_fetched(settings: dict[str, Any]) -> None:
 
 def test_rows_beyond_a_split_are_not_the_runs(settings: dict[str, Any], tmp_path: Path) -> None:
     bad = write_jsonl(tmp_path / "bad.jsonl", [*counting_rows(30), {"messages": []}, *counting_rows(9)])
-    assert said(settings, dataset=[{"path": str(bad), "split": "[:10]"}]).text == "10 read, all of them text"
+    check = said(settings, dataset=[{"path": str(bad), "split": "[:10]"}])
+    assert (check.status, check.text.split()[0]) == ("ok", "10")
     assert said(settings, dataset=[{"path": str(bad), "split": "[:35]"}]).status == "failed"
     for split in ("[35:]", "[:-9]", "[:20%]"):
         assert said(settings, dataset=[{"path": str(bad), "split": split}]).status == "not applicable", split

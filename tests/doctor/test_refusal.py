@@ -1,6 +1,7 @@
 """What a run would be refused for is said by the doctor too."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import surefoot
 from surefoot.cli import main
 from surefoot.config import load_config
-from surefoot.training.refusal import refusal
+from surefoot.training.refusal import NAME, refusal
 
 GRPO = {"method": "grpo", "num_generations": 2, "global_batch_size": 4, "reward_funcs": ["exact_match"]}
 Folders = Callable[[str], Path]
@@ -29,7 +30,8 @@ def test_a_run_that_would_start(settings: dict[str, Any], model_folder: Folders)
     assert said(settings, **mixtral)[0] == "ok"
     dense = {**mixtral, "model": str(model_folder("llama"))}
     status, cause = said(settings, **dense)
-    assert (status, "has no experts to share out" in cause) == ("failed", True)
+    assert (status, "no experts" in cause) == ("failed", True)
+    assert cause.startswith("expert_parallel_size=2, ")
     assert said(settings, model="Qwen/Qwen3-0.6B")[0] == "ok", "what is fetched is not looked at"
     assert not Path(settings["output_dir"]).exists()
 
@@ -38,35 +40,36 @@ def test_a_run_that_would_start(settings: dict[str, Any], model_folder: Folders)
     ("changes", "text"),
     [
         ({"model": "/nope"}, "/nope"),
-        ({"device": "cuda"}, "sees no CUDA device"),
-        ({"nproc_per_node": 3, "expert_parallel_size": 2}, "does not divide the 3 ranks"),
-        ({"nproc_per_node": 2, "offload": "cpu"}, "offload=cpu on device=cpu"),
+        ({"device": "cuda"}, "device=cuda, "),
+        ({"nproc_per_node": 3, "expert_parallel_size": 2}, "expert_parallel_size=2 .* 3 ranks"),
+        ({"nproc_per_node": 2, "offload": "cpu"}, "offload=cpu .*device=cpu"),
         ({"dataset": "/none/rows.jsonl"}, "/none/rows.jsonl"),
         ({"eval_dataset": "/none/other.jsonl"}, "/none/other.jsonl"),
         ({"init_adapter": "/none"}, "/none"),
-        ({"target_modules": ["nosuch"]}, "'nosuch' matches nothing"),
-        ({"target_modules": "all", "lora_dropout": 0.1}, "expert stacks among the targets: dropout cannot be applied"),
+        ({"target_modules": ["nosuch"]}, "target_modules: 'nosuch' "),
+        ({"target_modules": "all", "lora_dropout": 0.1}, "lora_dropout=0.1 "),
         (
             {"nproc_per_node": 2, "dtype": "bfloat16", "target_modules": ["attention", "router"]},
-            "routers are trained in float32, but the model is stored in bfloat16 and sharded",
+            "target_modules: .*float32, .*bfloat16 ",
         ),
-        ({"max_pixels": 100}, "max_pixels: a setting of images"),
-        ({"resume_from_checkpoint": "/nope"}, "/nope: no such folder"),
-        ({**GRPO, "reward_funcs": ["/none.py:f"]}, "/none.py does not exist"),
-        ({**GRPO, "rollout_engine": "vllm", "vllm_command": "/no/vllm"}, "there is no /no/vllm here"),
+        ({"max_pixels": 100}, "max_pixels: "),
+        ({"resume_from_checkpoint": "/nope"}, "resume_from_checkpoint=/nope: "),
+        ({**GRPO, "reward_funcs": ["/none.py:f"]}, "reward_funcs: /none.py "),
+        ({**GRPO, "rollout_engine": "vllm", "vllm_command": "/no/vllm"}, "vllm_command: .* /no/vllm "),
     ],
 )
 def test_what_would_be_refused(settings: dict[str, Any], changes: dict[str, Any], text: str) -> None:
     status, cause = said(settings, **changes)
     assert status == "failed"
-    assert text in cause
+    assert re.search(text, cause), cause
 
 
 def test_a_balance_of_routers_that_are_not_there_would_be_refused(
     settings: dict[str, Any], model_folder: Folders
 ) -> None:
     status, cause = said(settings, model=str(model_folder("llama")), router_aux_loss_coef=0.01)
-    assert (status, "LlamaForCausalLM has no routers to balance" in cause) == ("failed", True)
+    assert (status, cause.startswith("router_aux_loss_coef=0.01, ")) == ("failed", True)
+    assert "LlamaForCausalLM" in cause
     assert said(settings, router_aux_loss_coef=0.01)[0] == "ok"
 
 
@@ -78,7 +81,7 @@ def test_files_that_are_no_folder_or_no_model(settings: dict[str, Any], tmp_path
     broken = shutil.copytree(settings["model"], tmp_path / "model")
     config = json.loads((broken / "config.json").read_text())
     quantised = json.dumps({**config, "quantization_config": {"quant_method": "gptq"}})
-    for text, reason in (("{", "not a readable JSON object"), (quantised, "quantised (gptq")):
+    for text, reason in (("{", f"{broken / 'config.json'}: "), (quantised, "(gptq, ")):
         (broken / "config.json").write_text(text)
         status, cause = said(settings, model=str(broken))
         assert (status, reason in cause) == ("failed", True), cause
@@ -88,7 +91,8 @@ def test_a_folder_of_another_run_would_be_refused(settings: dict[str, Any]) -> N
     surefoot.train(settings, screen=False, max_steps=1)
     assert said(settings, max_steps=1)[0] == "ok"
     status, cause = said(settings, max_steps=1, learning_rate=0.5)
-    assert (status, "holds another run" in cause) == ("failed", True)
+    assert (status, "another run" in cause) == ("failed", True)
+    assert "learning_rate: " in cause
     assert said(settings, max_steps=1, learning_rate=0.5, overwrite_output_dir=True)[0] == "ok"
 
 
@@ -96,4 +100,4 @@ def test_the_verb_fails_with_it(settings: dict[str, Any], tmp_path: Path, capsys
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps({**settings, "model": "/nope"}))
     assert main(["doctor", str(path)]) == 3
-    assert "FAILED  the run itself" in capsys.readouterr().out
+    assert re.search(f"^FAILED +{NAME} ", capsys.readouterr().out, re.M)

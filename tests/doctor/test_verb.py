@@ -17,7 +17,8 @@ import surefoot
 from surefoot import cli
 from surefoot.cli import main
 from surefoot.config import load_config
-from surefoot.doctor.examine import as_launched
+from surefoot.doctor.examine import as_launched, not_looked_at
+from surefoot.findings import CATALOGUE
 from tests.support.machines import LAPTOP
 from tests.support.processes import surefoot as surefoot_command
 
@@ -34,8 +35,8 @@ def test_a_sound_machine_is_shown_line_by_line(config: str, capsys: pytest.Captu
     assert "ok      versions" in capsys.readouterr().out
     assert main(["doctor", config, "nproc_per_node=2"]) == 0
     said = capsys.readouterr().out
-    assert "ok      devices                       2 ranks on the CPU" in said
-    assert "at least 0.0 GiB of" in said
+    assert re.search(r"^ok +devices +2 ranks .*CPU$", said, re.M)
+    assert re.search(r"^ok +host memory +.* 0\.0 GiB ", said, re.M)
     assert not Path(json.loads(Path(config).read_text())["output_dir"]).exists()
 
 
@@ -48,8 +49,8 @@ def test_what_is_wrong_comes_with_its_fix_and_status_3(
     assert main(["doctor", config, "nproc_per_node=2"]) == 3
     said = capsys.readouterr().out
     assert "FAILED  interfaces" in said
-    assert "SF705 a network interface that is not there" in said
-    assert "fix: Set it to an interface that" in said
+    assert f"SF705 {CATALOGUE['SF705'].title}\n" in said
+    assert f"fix: {CATALOGUE['SF705'].fix}\n" in said
     assert main(["doctor", config, "nproc_per_node=2", "--json"]) == 3
     checks = json.loads(capsys.readouterr().out)["checks"]
     (failed,) = [check for check in checks if check["status"] == "failed"]
@@ -67,10 +68,10 @@ def test_what_was_not_looked_at_is_said(
     said = capsys.readouterr().out
     assert cli._preflight(as_launched(load_config(config)))
     answers.set()
-    assert re.search(r"-       model +cannot be looked at: no answer within 0\.5 s", said)
+    assert re.search(r"^- +model +.* 0\.5 s$", said, re.M)
     for name in ("chat template", "the run itself", "first rows"):
-        assert re.search(rf"-       {name} +not looked at: other files gave no answer", said), said
-    assert "doctor: model: cannot be looked at: no answer within 0.5 s" in capsys.readouterr().err
+        assert re.search(rf"^- +{name} +{not_looked_at(name).text}$", said, re.M), said
+    assert re.search(r"^doctor: model: .* 0\.5 s$", capsys.readouterr().err, re.M)
 
 
 def test_train_does_not_start_what_cannot_work(config: str) -> None:
@@ -78,7 +79,7 @@ def test_train_does_not_start_what_cannot_work(config: str) -> None:
     refused = surefoot_command("train", config, "nproc_per_node=2", env=broken)
     assert refused.returncode == 3
     assert refused.stderr.count("SF705") == 1
-    assert refused.stderr.rstrip().endswith("preflight=false starts it all the same")
+    assert "preflight=false" in refused.stderr.rstrip().splitlines()[-1]
     folder = Path(json.loads(Path(config).read_text())["output_dir"])
     assert not folder.exists()
     started = surefoot_command("train", config, "nproc_per_node=2", "preflight=false", "max_steps=1", env=broken)
@@ -93,14 +94,14 @@ def test_cards_that_say_nothing_are_told_of_before_a_run(
     monkeypatch.setattr("surefoot.doctor.examine.snapshot_for", lambda _: machine)
     for device, is_told in (("auto", True), ("cpu", False)):
         assert cli._preflight(load_config(config, [f"device={device}"]))
-        said = "doctor: the GPUs cannot be looked at (cards): no answer within 8.0 s"
-        assert (said in capsys.readouterr().err) == is_told
+        said = re.search(r"^doctor: .*\(cards\): .* 8\.0 s$", capsys.readouterr().err, re.M)
+        assert (said is not None) == is_told
 
 
 def test_a_folder_that_is_not_there_is_no_matter_of_the_machine(config: str) -> None:
     refused = surefoot_command("train", config, "model=./nowhere")
     assert refused.returncode == 2
-    assert "nowhere: no such folder. Give the folder" in refused.stderr
+    assert f"model={Path('nowhere').absolute()}: " in refused.stderr
     assert "preflight" not in refused.stderr
 
 
@@ -112,8 +113,8 @@ def test_ranks_of_torchrun_are_not_started_either(config: str) -> None:
         [*torchrun, "-m", "surefoot", "train", config], env=broken, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 1, "torchrun's own"
-    assert done.stderr.count("SF705 a network interface") == 1, done.stderr
-    assert "the run was not started" in done.stderr
+    assert done.stderr.count(f"SF705 {CATALOGUE['SF705'].title}") == 1, done.stderr
+    assert "preflight=false" in done.stderr
     assert not Path(json.loads(Path(config).read_text())["output_dir"]).exists()
 
 
@@ -130,10 +131,7 @@ def test_warnings_are_said_and_stop_nothing(
     monkeypatch.setenv("NCCL_SOCKET_IFNAMES", "lo")
     assert cli._preflight(load_config(config))
     said = capsys.readouterr().err
-    assert (
-        said
-        == "doctor: SF710 environment variables: NCCL_SOCKET_IFNAMES is no variable of NCCL, which would ignore it\n"
-    )
+    assert re.fullmatch(r"doctor: SF710 environment variables: NCCL_SOCKET_IFNAMES .*\n", said)
 
 
 def test_a_run_knows_its_machine_and_what_changed_since(
@@ -143,21 +141,23 @@ def test_a_run_knows_its_machine_and_what_changed_since(
     two = {**settings, "nproc_per_node": 2, "output_dir": f"{settings['output_dir']}2", "report": False}
     for folder in (run, surefoot.train(two, screen=False, max_steps=1).run_folder):
         assert main(["doctor", "--against", str(folder)]) == 0
-        assert capsys.readouterr().out.endswith(f"changed since {folder}:\nnothing\n")
+        *_, title, changes = capsys.readouterr().out.splitlines()
+        assert (str(folder) in title, changes) == (True, "nothing")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     assert main(["doctor", "--against", str(run)]) == 0
-    assert capsys.readouterr().out.endswith("environment.NCCL_DEBUG: not there -> WARN\n")
+    assert re.search(r"\nenvironment\.NCCL_DEBUG: .* -> WARN\n$", capsys.readouterr().out)
 
 
 def test_a_model_folder_that_is_not_there_is_not_fetched(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", config, "model=/none/llama"]) == 3
-    assert "FAILED  model                         /none/llama: no such folder" in capsys.readouterr().out
+    assert re.search(r"^FAILED +model +/none/llama: ", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.parametrize("path", ["nowhere", "run.yaml"])
 def test_against_what_is_no_run(config: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--against", str(Path(config).with_name(path))]) == 2
-    assert "is no snapshot of a machine" in capsys.readouterr().err
+    against = Path(config).with_name(path)
+    assert main(["doctor", "--against", str(against)]) == 2
+    assert f"--against: {against} " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -174,9 +174,10 @@ def test_a_model_that_was_fetched_before_is_looked_at(config: str, tmp_path: Pat
     assert done.returncode == 0, done.stderr
     said = {check["name"]: (check["status"], check["text"]) for check in json.loads(done.stdout)["checks"]}
     if is_whole:
-        assert said["model"][1].endswith("files are whole")
+        assert said["model"][0] == "ok"
         assert said["chat template"][0] == "ok"
         assert said["context"][0] == "warning"
     else:
-        assert said["model"] == ("not applicable", "some/model is not here yet: it is fetched when the run starts")
-        assert said["host memory"][1] == "the size of the model is not known"
+        assert said["model"][0] == "not applicable"
+        assert said["model"][1].startswith("some/model is not here yet")
+        assert said["host memory"][0] == "not applicable"

@@ -4,6 +4,7 @@ published figures, and the sampler talks through NVIDIA's own bindings to a libr
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -43,8 +44,9 @@ def codes(seen: list[Look]) -> list[str]:
 
 def test_a_card_that_is_busy_at_idle_power_spins() -> None:
     (finding,) = find_in_gpus(looks(SPINNING))
-    assert finding.code == "SF307"
-    assert "GPU 0 100% busy at 10% of its power" in finding.cause
+    assert (finding.code, finding.evidence["of"]) == ("SF307", 1)
+    assert re.findall(r"\d+%?", finding.evidence["gpus"]) == ["0", "100%", "10%"]
+    assert finding.evidence["gpus"] in finding.cause
 
 
 def test_a_card_alone_may_run_small_kernels() -> None:
@@ -75,16 +77,18 @@ SOUND = replace(WORKING, lost_data=3, links_up=18, pcie_lanes=16)
 
 
 @pytest.mark.parametrize(
-    ("changes", "code", "said"),
+    ("changes", "code", "numbers"),
     [
-        ({"lost_data": 5}, "SF722", "GPU 0's memory lost data 2 times since the run began"),
-        ({"links_up": 12}, "SF724", "GPU 0 has 12 NVLinks up, and had 18 when the run began"),
-        ({"pcie_lanes": 4}, "SF725", "GPU 0 uses 4 lanes of PCIe, and used 16 when the run began"),
+        ({"lost_data": 5}, "SF722", ["0", "2"]),
+        ({"links_up": 12}, "SF724", ["0", "12", "18"]),
+        ({"pcie_lanes": 4}, "SF725", ["0", "4", "16"]),
     ],
 )
-def test_a_card_that_gets_worse_during_a_run_is_named(changes: dict[str, int], code: str, said: str) -> None:
+def test_a_card_that_gets_worse_during_a_run_is_named(changes: dict[str, int], code: str, numbers: list[str]) -> None:
     (finding,) = find_worse_gpus((0.0, (SOUND,)), looks(replace(SOUND, **changes)))
-    assert (finding.code, finding.cause, finding.evidence["device"]) == (code, said, 0)
+    assert (finding.code, finding.evidence["device"]) == (code, 0)
+    assert finding.cause.startswith("GPU 0")
+    assert re.findall(r"\d+", finding.cause) == numbers
 
 
 @pytest.mark.parametrize("sample", [SOUND, WORKING], ids=["as it was", "not told"])
@@ -103,7 +107,7 @@ def test_a_program_that_cannot_start_kernels_fast_enough_is_named() -> None:
     finding = find_launch_bound(looks(HALF_USED), cores=1.02, computing=0.93)
     assert finding is not None
     assert finding.code == "SF310"
-    assert "38% of the time, while 93% of a step" in finding.cause
+    assert (finding.evidence["gpu_utilisation"], finding.evidence["computing"]) == ("38%", "93%")
 
 
 @pytest.mark.parametrize(
@@ -257,4 +261,4 @@ def test_the_page_of_a_run_shows_its_cards(settings: dict[str, Any]) -> None:
     run = surefoot.train(settings, screen=False, max_steps=2).run_folder
     lines = [{"time_s": time.time() + n, "gpus": [[0, 1.0, 71.0, 700.0, 1980, 1, None, []]]} for n in range(5)]
     (run / "events" / "gpus-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "{cut")
-    assert "GPUs: busy (line) against power (dashed)" in write_report(run).read_text()
+    assert "GPUs: busy" in write_report(run).read_text()

@@ -33,10 +33,10 @@ def test_tensors_that_pile_up_are_found_with_the_step_at_which_memory_ends() -> 
     ]
     (finding,) = find_in_device_memory(history)
     assert (finding.code, finding.evidence["rank"]) == ("SF203", 1)
-    assert "grow by 2.00 MiB a step" in finding.cause
-    assert "There is room for 19.6 GiB" in finding.cause
+    assert " 2.00 MiB " in finding.cause
+    assert " 19.6 GiB" in finding.cause
     left_mib = (10 * GIB + 30 * GIB - 20 * GIB - 400 * MIB) / MIB  # what is free, and held by the allocator
-    assert f"used up at about step {200 + round(left_mib / 2)}" in finding.cause
+    assert finding.cause.endswith(f"step {200 + round(left_mib / 2)}")
 
 
 def test_an_allocator_that_finds_no_piece_is_found() -> None:
@@ -72,7 +72,8 @@ def test_a_step_that_nearly_did_not_fit_is_named_with_its_batch() -> None:
     finding = peaks().finding(room_bytes=2 * GIB)
     assert finding is not None
     assert (finding.code, finding.evidence["step"]) == ("SF205", 40)
-    assert "its batch has 4000 tokens, 1000 are usual" in finding.cause
+    assert (finding.evidence["tokens_of_its_batch"], finding.evidence["usual_tokens"]) == (4000, 1000)
+    assert "4000 tokens, 1000 " in finding.cause
 
 
 def test_a_save_long_before_excuses_no_peak() -> None:
@@ -88,7 +89,8 @@ def test_large_images_are_named_before_their_tokens() -> None:
         found.add("step", step, {"peak_memory_bytes": 16 * GIB + (8 * GIB if step >= 40 else 0.0)})
     finding = found.finding(room_bytes=2 * GIB)
     assert finding is not None
-    assert "its batch has 9000 patches of images, 1200 are usual" in finding.cause
+    assert (finding.evidence["patches_of_its_batch"], finding.evidence["usual_patches"]) == (9000, 1200)
+    assert "9000 patches" in finding.cause
     assert (finding.evidence["tokens_of_its_batch"], finding.evidence["usual_tokens"]) == (4000, 1000)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.health.diagnose.accelerators import find_gpu_errors
+from surefoot.findings import CATALOGUE
+from surefoot.health.diagnose.accelerators import XIDS, find_gpu_errors
 from surefoot.kernel_log import LOG, KernelLog, gpu_errors, killed_for_memory
 
 FALLEN = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
@@ -36,10 +37,10 @@ def test_only_what_is_new_is_read(tmp_path: Path) -> None:
 def test_an_xid_is_named_with_what_it_means() -> None:
     device, ours = find_gpu_errors(gpu_errors([FALLEN, FAULT, "usb 1-1: new device"]), [4711])
     assert device.code == ours.code == "SF112"
-    assert device.evidence["device"] == "0000:3b:00"
-    assert "Xid 79, it has fallen off the bus" in device.cause
+    assert (device.evidence["device"], device.evidence["xid"], ours.evidence["xid"]) == ("0000:3b:00", 79, 31)
+    assert f"Xid 79, {XIDS[79]}" in device.cause
     assert "Xid 31" in ours.cause
-    assert ours.fix.startswith("Restart the program")
+    assert device.fix == CATALOGUE["SF112"].fix != ours.fix
 
 
 def test_each_error_of_a_card_is_named_once() -> None:

@@ -21,13 +21,13 @@ def test_a_mebibyte_a_step_is_found_with_its_phase(owner: str) -> None:
     swing = {"forward": 300.0, "backward": -300.0, "optimizer": 0.0}  # activations come and go
     (finding,) = find_leaks(list(history(lambda _, phase: swing[phase] + (1.0 if phase == owner else 0.0))))
     assert finding.code == "SF202"
-    assert "grows by 1.00 MiB a step" in finding.cause
+    assert " 1.00 MiB " in finding.cause
 
 
 def test_the_owner_is_the_phase_in_which_it_grows() -> None:
     (finding,) = find_leaks(list(history(lambda _, phase: 2.0 * (phase == "backward"))))
     assert finding.evidence["phase"] == "backward"
-    assert "100% of it in backward" in finding.cause
+    assert " 100% " in finding.cause
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_ranks_that_each_held_the_whole_model_are_named() -> None:
     whole = {"whole": 14 * gib, "kept": 0.0, "peak": 15 * gib}
     finding = find_replicated_load({0: whole, 1: whole}, 40 * gib)
     assert finding is not None
-    assert finding.code == "SF206"
-    assert "2 ranks of this machine each held the whole model of 14.0 GiB in host memory" in finding.cause
-    assert "30.0 GiB together" in finding.cause
+    assert (finding.code, finding.evidence["ranks"], finding.evidence["model_gib"]) == ("SF206", "0, 1", 14.0)
+    assert " 14.0 GiB " in finding.cause
+    assert " 30.0 GiB " in finding.cause
     part = {**whole, "peak": 4 * gib}
     for loads in (
         {0: whole},

@@ -1,5 +1,6 @@
 """What grows is told by counting objects twice: in processes that really keep more and more."""
 
+import re
 import subprocess
 import sys
 import time
@@ -83,14 +84,15 @@ def owner_of(kind: str, folder: Path) -> Owner:
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
-        ("bytes", "it is bytes objects in a list of 25, Cache.seen"),
-        ("tensors", "it is torch.Tensor objects in a dict of 25, __main__.kept"),
-        ("arrays", "it is numpy.ndarray objects in a deque of 25, __main__.kept"),
-        ("native", "no kind of Python's objects has grown by it: native code keeps it"),
+        ("bytes", r" bytes .* list of 25, Cache\.seen$"),
+        ("tensors", r" torch\.Tensor .* dict of 25, __main__\.kept$"),
+        ("arrays", r" numpy\.ndarray .* deque of 25, __main__\.kept$"),
+        ("native", "native code"),
     ],
 )
 def test_the_objects_that_grow_are_named_with_what_holds_them(kind: str, what: str, tmp_path: Path) -> None:
-    assert owner_of(kind, tmp_path).what == what
+    said = owner_of(kind, tmp_path).what
+    assert re.search(what, said), said
 
 
 class Deaf(Witnesses):
@@ -124,7 +126,7 @@ def test_a_rank_that_does_not_answer_is_asked_again(
     named_at = min(1 + missed, 3)
     assert [len(findings) for findings in found] == [int(look == named_at) for look in range(5)]
     (finding,) = found[named_at]
-    owner = f"it is bytes objects in a list of {25 * named_at}, Cache.seen"
+    owner = f" list of {25 * named_at}, Cache.seen"
     assert (owner in finding.cause) == (missed < 100)
 
 

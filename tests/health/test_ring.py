@@ -83,7 +83,7 @@ def test_a_ring_takes_its_room_at_once_or_not_at_all(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(StorageError, match="b.ring: could not be written"):
+        with pytest.raises(StorageError, match=r"b\.ring: "):
             RingWriter(tmp_path / "b.ring", rank=0, capacity=100)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

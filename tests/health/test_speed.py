@@ -67,7 +67,7 @@ def test_sound_steps_have_no_finding() -> None:
 def test_padding_is_named_with_what_it_takes() -> None:
     (finding,) = find_slow({0: times(takes()), 1: times(takes(), padding=60.0)})
     assert (finding.code, finding.evidence["rank"]) == ("SF311", 1)
-    assert "60% of the tokens that rank 1 computes are padding: up to 54% of the time" in finding.cause
+    assert re.findall(r"\d+%", finding.cause) == ["60%", "54%"]
     assert codes(times(takes(), padding=20.0)) == []
     assert codes(times(takes(optimizer=3.0), padding=60.0)) == [], "little of a step depends on its tokens"
     assert codes(times(takes(), padding=100.0, tokens=lambda _: 0.0)) == [], "nothing is known"
@@ -77,7 +77,7 @@ def test_padding_is_named_with_what_it_takes() -> None:
 def test_data_that_are_waited_for_are_named_with_their_rank() -> None:
     (finding,) = find_slow({0: times(takes()), 1: times(takes(wait_for_data=0.5))})
     assert (finding.code, finding.evidence["rank"]) == ("SF302", 1)
-    assert "35% of the time" in finding.cause
+    assert " 35% " in finding.cause
 
 
 def test_one_long_wait_is_no_slowness() -> None:
@@ -104,7 +104,7 @@ def test_steps_that_become_slower_are_named_with_the_phase() -> None:
     slower = times(lambda step, phase: SOUND[phase] * (4 if phase == "backward" and step > 40 else 1), steps=90)
     (finding,) = find_slow({0: slower})
     assert (finding.code, finding.evidence["phase"]) == ("SF301", "backward")
-    assert "2.5 times as long" in finding.cause
+    assert " 2.5 times " in finding.cause
 
 
 def test_steps_that_wait_for_cores_are_told_from_those_that_do_more() -> None:
@@ -117,7 +117,7 @@ def test_steps_that_wait_for_cores_are_told_from_those_that_do_more() -> None:
 
     (finding,) = find_slow({0: slower(0.1), 1: slower(1.3), 2: slower(0.9)})
     assert (finding.code, finding.evidence["rank"], finding.evidence["in_line"]) == ("SF313", 1, "64%")
-    assert "2.5 times as long" in finding.cause
+    assert " 2.5 times " in finding.cause
     nearly = times(lambda step, phase: SOUND[phase] * (2.8 if phase == "backward" and step > 40 else 1), steps=90,
                    in_line_s=lambda step: 0.7 * (step > 40))  # fmt: skip
     assert codes(slower(0.1)) == ["SF301"]
@@ -184,7 +184,7 @@ def test_the_rank_that_comes_late_again_and_again_is_named(together: int) -> Non
     finding = find_straggler(meetings(lambda _: 0.4, together=together))
     assert finding is not None
     assert (finding.code, finding.evidence["rank"]) == ("SF303", 1)
-    assert re.search(r"in 4[012]% of the time", finding.cause)
+    assert re.search(r" 4[012]% ", finding.cause)
     assert find_straggler(meetings(lambda _: 0.4, together=together), are_idle=True) is None, "it may be the network"
     assert find_straggler(meetings(lambda _: 0.8, together=together), are_idle=True) is not None
 
@@ -222,8 +222,8 @@ def test_experts_that_are_used_unevenly_are_named_where_ranks_wait_for_them() ->
     assert find_straggler(in_turns) is None
     finding = find_uneven_experts(in_turns, 1.6)
     assert finding is not None
-    assert finding.code == "SF312"
-    assert "in 30% of the time: the busiest gets 1.6 times as many rows" in finding.cause
+    assert (finding.code, finding.evidence["load"]) == ("SF312", 1.6)
+    assert re.search(r" 30% .* 1\.6 times ", finding.cause)
     assert find_uneven_experts(in_turns, 1.1) is None, "even experts: something else is slow"
     others = {rank: flight({key[1]: when for key, when in one.asked.items()}) for rank, one in in_turns.items()}
     assert find_uneven_experts(others, 1.6) is None, "no tokens travel there"
@@ -240,7 +240,7 @@ def test_memory_that_is_read_back_from_swap_is_named() -> None:
     finding = find_swapping(40 * 2**20, 3 << 30, 5000.0)
     assert finding is not None
     assert finding.code == "SF309"
-    assert "40 MiB/s, while 3.0 GiB" in finding.cause
+    assert (finding.evidence["read_back_mib_per_s"], finding.evidence["in_swap_gib"]) == (40.0, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -272,8 +272,7 @@ def test_ranks_that_compute_nothing_wait_for_the_network() -> None:
     idle: dict[int, float | None] = dict.fromkeys(ranks, 0.05)
     finding = find_idle_ranks(ranks, idle)
     assert finding is not None
-    assert finding.code == "SF304"
-    assert "use 0.05 cores at most" in finding.cause
+    assert (finding.code, finding.evidence["busiest_rank_cores"]) == ("SF304", 0.05)
     assert find_idle_ranks(ranks, {**idle, 1: 0.9}) is None, "one of them computes"
     assert find_idle_ranks(ranks, {**idle, 1: None}) is None, "not known yet"
     assert find_idle_ranks({0: ranks[0]}, {0: 0.05}) is None

@@ -1,6 +1,7 @@
 """The diagnosis of stalls, on evidence that was recorded in real runs with real faults."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from surefoot.health import witness
 from surefoot.health.diagnose.stall import find_stall
 from surefoot.health.evidence import RankEvidence, StallEvidence, keep, read
 from surefoot.health.faults import FAULTS
-from surefoot.health.flight import read_flight
+from surefoot.health.flight import MEANINGS, read_flight
 
 RECORDINGS = Path(__file__).with_name("recordings")
 NAMED = {path.stem: path for path in sorted(RECORDINGS.glob("*.json"))}
@@ -42,8 +43,10 @@ def test_what_is_missing_is_named_where_the_cause_is_not() -> None:
     finding = find_stall(replace(silent, num_ranks=4))
     assert finding.code == "SF110"
     assert finding.confidence < 0.5
-    assert "rank 0: Python stacks, an answer of its witness thread, a flight record" in finding.fix
-    assert "2 ranks on other machines: everything" in finding.fix
+    missing = dict(one.split(": ") for one in finding.evidence["missing"].split("; "))
+    assert list(missing) == ["rank 0", "rank 1", "2 ranks on other machines"]
+    assert len(missing["rank 0"].split(", ")) == 3, "stacks, a witness's answer, a flight record"
+    assert finding.evidence["missing"] in finding.fix
 
 
 def test_a_rank_that_is_gone_comes_before_whoever_waits_for_it() -> None:
@@ -85,7 +88,7 @@ def test_an_all_to_all_whose_sizes_do_not_agree_is_no_matter_of_the_network() ->
 
     finding = told((14, 15), (15, 15))
     assert finding.code == "SF104"
-    assert "232 elements, and 240 are waited for (rank 0 sends 112 and waits for 120" in finding.cause
+    assert re.search(r": 232 .* 240 .*\(rank 0 .* 112 .* 120, rank 1 .* 120 .* 120\)$", finding.cause)
     assert told((14, 15), (15, 14)).code == "SF108"
 
 
@@ -109,7 +112,7 @@ def test_evidence_is_the_same_after_it_was_kept(tmp_path: Path) -> None:
     evidence = read(NAMED["sleeping"])
     assert read(keep(tmp_path, evidence)) == evidence
     (tmp_path / "broken.json").write_text('{"ranks": 3}')
-    with pytest.raises(ValueError, match="no evidence"):
+    with pytest.raises(ValueError, match=r"broken\.json"):
         read(tmp_path / "broken.json")
 
 
@@ -124,7 +127,7 @@ def test_a_dump_of_another_form_is_refused() -> None:
 def test_a_dump_that_cannot_be_read_is_missing_evidence() -> None:
     recorded = read(NAMED["sleeping"])
     broken = alter(recorded, flight={"entries": [{"is_p2p": False}]}, phase="forward", stacks="", cpu_share=0.0)
-    assert "rank 0: no dump of the Flight Recorder" in find_stall(broken).fix
+    assert "rank 0: no dump" in find_stall(broken).evidence["missing"]
 
 
 def test_of_ranks_in_different_groups_the_one_that_ran_ahead_is_named() -> None:
@@ -195,7 +198,7 @@ def test_ranks_that_wait_for_one_that_has_ended_are_told_so() -> None:
     waiting = rank(0, entry("0", 5, "all_reduce"))
     finding = find_stall(stalled(waiting, rank(1, has_ended=True), replace(waiting, rank=2)))
     assert (finding.code, finding.evidence["rank"]) == ("SF106", 1)
-    assert finding.cause.startswith("rank 1 has ended, in forward of step 9, and ranks 0, 2 wait in all_reduce of")
+    assert re.match(r"rank 1 .*ended, in forward of step 9, .*ranks 0, 2 .* all_reduce ", finding.cause)
 
 
 def test_a_collective_of_experts_is_one_of_a_layer() -> None:
@@ -203,26 +206,24 @@ def test_a_collective_of_experts_is_one_of_a_layer() -> None:
     came = {**travelling, "collective_seq_id": 6, "retired": True}
     finding = find_stall(stalled(rank(0, travelling, layer=12), rank(1, came, layer=12)))
     assert (finding.code, finding.evidence["rank"]) == ("SF106", 1)
-    assert "in forward of step 9, in layer 12" in finding.cause
-    assert "number 7 of group 4 (the ranks that share experts, tokens travelling to experts and back, layer 12)" in (
-        finding.cause
-    )
+    assert "step 9, in layer 12," in finding.cause
+    experts = rf"number 7 of group 4 \({MEANINGS['mesh_ep']}, tokens travelling .*, layer 12\)"
+    assert re.search(experts, finding.cause)
     # With gloo gradients are summed by the same call; of a group of all ranks its phase tells.
     for group in ("mesh_fsdp", "default_pg"):
         sums = {**travelling, "process_group": ["4", group]}
         said = find_stall(stalled(rank(0, sums, layer=12, phase="backward"), rank(1, layer=12))).cause
         assert "tokens travelling" not in said
     everywhere = {**travelling, "process_group": ["4", "default_pg"]}
-    assert "(all ranks, tokens travelling to experts and back, layer 12)" in (
-        find_stall(stalled(rank(0, everywhere, layer=12), rank(1, layer=12))).cause
-    )
+    said = find_stall(stalled(rank(0, everywhere, layer=12), rank(1, layer=12))).cause
+    assert re.search(rf"\({MEANINGS['default_pg']}, tokens travelling .*, layer 12\)", said)
 
 
 def test_groups_that_share_no_rank_do_not_wait_for_each_other() -> None:
     ranks = [rank(number, entry("1" if number < 2 else "2", 7, "all_to_all")) for number in range(4)]
     finding = find_stall(stalled(*ranks))
     assert finding.code == "SF108"
-    assert "all ranks are in the collectives of the groups they share, some in all_to_all" in finding.cause
+    assert re.search("groups they share, .*all_to_all", finding.cause)
     both = entry("2", 6, "all_to_all", retired=True)  # one that is in both groups is missed in the other
     ranks[1] = rank(1, both, entry("1", 7, "all_to_all"))
     assert find_stall(stalled(*ranks)).code == "SF105"

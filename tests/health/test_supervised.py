@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -111,8 +112,8 @@ def test_a_run_that_goes_on_again_keeps_its_finding(settings: dict[str, Any]) ->
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "interrupted after" in stdout
-    assert "the run goes on again" in stderr
+    assert "interrupted" in stdout
+    assert "goes on again" in stderr
     assert [finding["code"] for finding in summary_of(settings)["findings"]] == ["SF102"]
 
 
@@ -126,8 +127,8 @@ def test_a_rank_that_stands_in_its_experts_is_named_with_the_layer(
     _, stderr = start(settings).communicate(timeout=120)
     (finding,) = summary_of(settings)["findings"]
     assert (finding["code"], finding["evidence"]["rank"]) == ("SF106", 1), stderr
-    assert ", in layer 1, at " in finding["cause"]
-    assert "(all ranks, tokens travelling to experts and back, layer 1)" in finding["cause"]
+    assert "layer 1, at " in finding["cause"]
+    assert re.search(r" all_to_all.*, layer 1\)", finding["cause"]), finding["cause"]
 
 
 @pytest.mark.campaign
@@ -136,7 +137,7 @@ def test_a_stalled_run_is_started_again_from_its_checkpoint(settings: dict[str, 
     process = start(settings, "sleeping:0:12")
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
-    assert "resuming after step 10" in stderr
+    assert re.search(r"resum.* step 10\b", stderr)
     summary = summary_of(settings)
     assert (summary["status"], summary["steps"]) == ("completed", 30)
     assert [finding["code"] for finding in summary["findings"]] == ["SF106"]
@@ -146,8 +147,8 @@ def test_a_run_that_is_killed_is_named_by_its_supervisor(settings: dict[str, Any
     process = start({**settings, "max_steps": 100_000}, "killed:0:7")
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 3
-    assert "SF101 a rank died" in stderr
-    assert "rank 0 was killed by signal 9 (SIGKILL) in forward of step 7" in stderr
+    assert "SF101 " in stderr
+    assert re.search(r"rank 0 .*\(SIGKILL\).* forward of step 7", stderr)
     summary = summary_of(settings)
     assert (summary["status"], summary["steps"]) == ("failed", 6)
     assert [finding["code"] for finding in summary["findings"]] == ["SF101"]
@@ -189,13 +190,14 @@ def test_a_run_that_is_killed_with_all_who_watch_it_is_explained_from_its_folder
     told = explain(folder)
     (finding,) = told.findings
     assert (told.status, finding.code, finding.evidence["ranks_gone"]) == ("killed", "SF101", "0, 1")
-    assert "is gone together with whoever watched it" in finding.cause
+    assert "whoever watched" in finding.cause
     watch(folder)  # ends by itself
     assert "killed" in capsys.readouterr().out
     monkeypatch.setattr("surefoot.health.ring.this_machine", lambda: b"x" * 16)
     elsewhere = explain(folder)
     assert (elsewhere.status, elsewhere.findings) == ("unknown", [])
-    assert elsewhere.missing == ["whether ranks 0, 1 still run: they are of another machine, ask there"]
+    (missing,) = elsewhere.missing
+    assert re.search("ranks 0, 1 .*another machine", missing)
 
 
 def test_a_younger_process_of_the_same_number_is_no_rank(tmp_path: Path) -> None:

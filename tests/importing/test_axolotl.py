@@ -15,7 +15,7 @@ def test_sources_of_axolotl_that_say_more_are_listed(tmp_path: Path) -> None:
         "  - {path: b.jsonl, type: my.module}\n"
     )
     made = imported(tmp_path / "theirs.yaml", text)
-    listed = {what for what in made.left_out if not what.endswith("which was not given")}
+    listed = {what for what in made.left_out if " = " in what}
     assert listed == {
         "adapter = qlora", "shards = 4 of a.jsonl", "type = alpaca of a.jsonl", "type = my.module of b.jsonl",
     }  # fmt: skip
@@ -42,7 +42,7 @@ def test_epochs_of_axolotl_are_told_in_steps_and_shares(tmp_path: Path) -> None:
     )
     made = imported(tmp_path / "a.yml", text)
     assert {"evals_per_epoch = 4", "saves_per_epoch = 4"} <= made.left_out.keys()
-    assert "save_steps, which was not given" not in made.left_out
+    assert not any(what.startswith("save_steps") for what in made.left_out)
     assert values(made)["min_lr_ratio"] == 0.1
     assert made.unknown == []
 
@@ -105,5 +105,5 @@ def test_what_a_file_says_is_carried_or_listed(
 @pytest.mark.parametrize("adapter", ["ia3", "dora"])
 def test_adapters_that_are_not_available_do_not_become_full_training(tmp_path: Path, adapter: str) -> None:
     text = f"base_model: a/b\nadapter: {adapter}\ndatasets: [{{path: rows.jsonl, type: chat_template}}]\n"
-    with pytest.raises(ConfigError, match=rf"tuning='{adapter}': must be .* \(adapter, run.yaml:2\)"):
+    with pytest.raises(ConfigError, match=rf"tuning='{adapter}': .* \(adapter, run\.yaml:2\)"):
         imported(tmp_path / "run.yaml", text)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from surefoot import cli
-from surefoot.config import load_config
+from surefoot.config import RunConfig, load_config
 from surefoot.errors import ConfigError
 from surefoot.importing.convert import convert
 from surefoot.importing.read import read
@@ -43,6 +43,12 @@ FILES = {
 }  # fmt: skip
 
 
+def subject(what: str) -> str:
+    """Return what an entry of `left_out` is about: `their setting = value`, or a setting of ours that was not given."""
+    name = what.partition(",")[0]
+    return name if name in RunConfig.model_fields else what
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_files_of_other_programs(name: str, tmp_path: Path) -> None:
     text, expected = FILES[name]
@@ -59,7 +65,8 @@ def test_defaults_of_the_other_program_are_written_down(tmp_path: Path) -> None:
     found = values(made)
     assert found["dataset"] == [{"path": "a.jsonl", "split": "[:500]"}, "b.jsonl"]
     assert (found["lora_alpha"], found["weight_decay"], found["adam_beta2"]) == (32, 0.1, 0.95)
-    assert "lora_alpha: 32  # default of ms-swift" in made.as_yaml()
+    (line,) = [line for line in made.as_yaml().splitlines() if line.startswith("lora_alpha: 32  # ")]
+    assert "ms-swift" in line
 
 
 def test_a_deepspeed_json(tmp_path: Path) -> None:
@@ -71,32 +78,35 @@ def test_a_deepspeed_json(tmp_path: Path) -> None:
 def test_options_that_are_not_known_are_listed(tmp_path: Path) -> None:
     made = imported(tmp_path / "a.sh", "swift sft --model some/model --dataset a.jsonl --use_flux true --lora_r 4")
     assert made.unknown == ["use_flux = True"]
-    assert "# not known: use_flux = True" in made.as_yaml()
+    assert any(line.startswith("# ") and line.endswith(": use_flux = True") for line in made.as_yaml().splitlines())
 
 
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("llamafactory-cli train a.sh", ["not known: a.sh"]),
-        ("trl sft --model_name_or_path m --report_to mlflow wandb", ["report_to = mlflow: there are", '["wandb"]']),
+        ("llamafactory-cli train a.sh", ["a.sh"]),
+        ("trl sft --model_name_or_path m --report_to mlflow wandb", ["report_to = mlflow", 'report_to: ["wandb"]']),
         ("accelerate launch --mixed_precision fp8 sft.py --model_name_or_path m", ["mixed_precision = fp8"]),
         ("swift sft --model m --dataset a --train_sampler_random false", ["shuffle: false"]),
-        ("swift sft -x 3 --model m --dataset a", ["not known: -x = 3"]),
-        ("swift sft --model m --dataset a -y", ["not known: -y = True"]),
-        ("swift sft stray --model m --dataset a", ["not known: stray"]),
+        ("swift sft -x 3 --model m --dataset a", ["-x = 3"]),
+        ("swift sft --model m --dataset a -y", ["-y = True"]),
+        ("swift sft stray --model m --dataset a", ["stray"]),
         (
             "accelerate launch --config_file z.yaml sft.py --model_name_or_path m --dataset_name d",
             ["config_file = z.yaml"],
         ),
-        ("trl sft --model_name_or_path m --dataset_name d --optim adafactor", ["optim = adafactor: AdamW is used"]),
-        ("trl sft --model_name_or_path m --dataset_name d --save_strategy epoch", ["save_strategy = epoch: save_st"]),
-        ("trl sft --model_name_or_path m --dataset_name d --push_to_hub", ["push_to_hub = True: nothing is sent"]),
-        ("trl sft --model_name_or_path m --dataset_name d --deepspeed z3.json", ["z3.json: the file is not at"]),
+        ("trl sft --model_name_or_path m --dataset_name d --optim adafactor", ["optim = adafactor"]),
+        ("trl sft --model_name_or_path m --dataset_name d --save_strategy epoch", ["save_strategy = epoch"]),
+        ("trl sft --model_name_or_path m --dataset_name d --push_to_hub", ["push_to_hub = True"]),
+        ("trl sft --model_name_or_path m --dataset_name d --deepspeed z3.json", ["deepspeed = z3.json"]),
     ],
 )
 def test_nothing_is_dropped_in_silence(tmp_path: Path, command: str, said: list[str]) -> None:
     made = imported(tmp_path / "a.sh", command)
-    assert all(one in made.as_yaml() for one in said), made.as_yaml()
+    written = made.as_yaml()
+    listed = {*made.unknown, *made.left_out, *(line.partition("  #")[0] for line in written.splitlines())}
+    assert listed >= set(said), written
+    assert all(one in written for one in said), written
     assert "-y" not in str(values(made).get("dataset"))
 
 
@@ -124,8 +134,7 @@ def test_rewards_of_trl(tmp_path: Path) -> None:
     command = "trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward think_format_reward mine"
     made = imported(tmp_path / "a.sh", command)
     assert [one["func"] for one in values(made)["reward_funcs"]] == ["math_verify", "regex"]
-    not_given = ["max_prompt_length, which was not given", "nproc_per_node, which was not given"]
-    assert sorted(made.left_out) == [*not_given, "reward_funcs = mine"]
+    assert sorted(map(subject, made.left_out)) == ["max_prompt_length", "nproc_per_node", "reward_funcs = mine"]
 
 
 def test_a_deepspeed_json_is_looked_into(tmp_path: Path) -> None:
@@ -150,29 +159,26 @@ def test_paths_are_those_of_the_new_file(tmp_path: Path) -> None:
 def test_every_line_of_what_is_written_has_its_origin(tmp_path: Path) -> None:
     made = imported(tmp_path / "theirs.yaml", FILES["llama-factory"][0])
     said = made.as_yaml()
-    assert "lora_rank: 64  # lora_rank of theirs.yaml:5" in said
+    (line,) = [line for line in said.splitlines() if line.startswith("lora_rank: 64  # lora_rank ")]
+    assert "theirs.yaml:5" in line
     assert yaml.safe_load(said)["lora_rank"] == 64
 
 
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.sh", "echo nothing\n", "no command of a program that is known"),
-        ("a.sh", "swift sft --model 'x\n", "cannot be read as a shell script"),
-        ("a.yaml", "[1, 2]", "holds no settings by name"),
-        ("a.yaml", "a: [", "not valid YAML"),
-        ("a.json", "{", "not valid JSON"),
-        ("a.yaml", "color: red\n", "settings of no program that is known: color"),
+        ("a.sh", "echo nothing\n", r"a\.sh: .*no command"),
+        ("a.sh", "swift sft --model 'x\n", "shell script: "),
+        ("a.yaml", "[1, 2]", r"a\.yaml: .*no settings"),
+        ("a.yaml", "a: [", r"a\.yaml:1: .*valid YAML"),
+        ("a.json", "{", r"a\.json:1: .*valid JSON"),
+        ("a.yaml", "color: red\n", r"a\.yaml: .*program .*: color\b"),
         ("a.sh", "swift sft --model m --dataset d --learning_rate fast", "learning_rate='fast'"),
-        (
-            "a.yaml",
-            "base_model: m\ndatasets:\n",
-            "datasets=None, and not a list of mappings with a path each (a.yaml:2)",
-        ),
-        ("a.yaml", "base_model: m\ndatasets: [a, b]\n", "datasets=['a', 'b'], and not a list of mappings"),
-        ("a.yaml", "base_model: m\ndatasets: {path: a}\n", "and not a list of mappings"),
+        ("a.yaml", "base_model: m\ndatasets:\n", r"datasets=None, .*list .*path .*\(a\.yaml:2\)"),
+        ("a.yaml", "base_model: m\ndatasets: [a, b]\n", r"datasets=\['a', 'b'\], .*list"),
+        ("a.yaml", "base_model: m\ndatasets: {path: a}\n", r"datasets=\{'path': 'a'\}, .*list"),
         ("a.yaml", "finetuning_type: lora\nmodel_name_or_path: m\ndataset: d\nlora_rank: big\n", "lora_rank='big'"),
-        ("a.yaml", "train_type: lora\nmodel: m\ndataset: [{a: b}]\n", "and not names of datasets (a.yaml:3)"),
+        ("a.yaml", "train_type: lora\nmodel: m\ndataset: [{a: b}]\n", r"dataset=\[\{'a': 'b'\}\], .*\(a\.yaml:3\)"),
         ("a.json", '{"zero_optimization": {"stage": 9}}', "zero_stage"),
         ("a.sh", "NPROC_PER_NODE=many swift sft --model m --dataset d", "NPROC_PER_NODE=many"),
     ],
@@ -183,7 +189,7 @@ def test_what_cannot_be_imported(
     (tmp_path / name).write_text(text)
     assert cli.main(["import", str(tmp_path / name)]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert re.search(said, error), error
     assert "Traceback" not in error
 
 
@@ -193,7 +199,7 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(command) == 0
     assert load_config(target).run.model == "some/model"
     assert cli.main(command) == 2, "nothing is written over"
-    assert "there is such a file" in capsys.readouterr().err
+    assert f"--to {target}" in capsys.readouterr().err
     assert cli.main(["import"]) == 2
     assert cli.main(["import", "--json", "--", "trl", "sft", "--model_name_or_path", "m", "--dataset_name", "d"]) == 0
     assert json.loads(capsys.readouterr().out)["settings"]["tuning"] == "full"
@@ -257,15 +263,15 @@ def test_towers_of_other_programs_are_adapted_or_trained(tmp_path: Path) -> None
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --max_length 900",
          {"max_length": 900, "truncation": "left"}, None),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy", {"truncation": "error"},
-         "max_prompt_length, which was not given"),
+         "max_prompt_length"),
         ("trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward --max_prompt_length 512",
          {"max_prompt_length": 512, "truncation": "left"}, None),
         ("trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward --shuffle_dataset false",
-         {"shuffle": False, "truncation": "error"}, "max_prompt_length, which was not given"),
+         {"shuffle": False, "truncation": "error"}, "max_prompt_length"),
         ("trl sft --model_name_or_path m --dataset_name d --shuffle_dataset false --assistant_only_loss false",
-         {"shuffle": None, "train_on": "all"}, "train_on, which was not given"),
+         {"shuffle": None, "train_on": "all"}, "train_on"),
         ("llamafactory-cli train --model_name_or_path m --dataset d", {"truncation": "drop"},
-         "truncation, which was not given"),
+         "truncation"),
         ("CUDA_VISIBLE_DEVICES=0,1,2,3 llamafactory-cli train --model_name_or_path m --dataset d --template qwen2_vl",
          {"nproc_per_node": 4, "max_pixels": 589824}, "template = qwen2_vl"),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --use_vllm true --sleep_level 1",
@@ -277,7 +283,7 @@ def test_towers_of_other_programs_are_adapted_or_trained(tmp_path: Path) -> None
         ("python swift/cli/sft.py --model m --dataset d", {"tuning": "lora", "num_train_epochs": 3}, None),
         ("python -m swift.cli.sft --model m --dataset d", {"gradient_accumulation_steps": 16}, None),
         ("NNODES=2 MASTER_ADDR=10.0.0.1 swift sft --model m --dataset d", {"rdzv_endpoint": "10.0.0.1:29500"}, None),
-        ("trl sft --model_name_or_path m --dataset_name d", {"train_on": "all"}, "train_on, which was not given"),
+        ("trl sft --model_name_or_path m --dataset_name d", {"train_on": "all"}, "train_on"),
         ("trl sft --model_name_or_path m --dataset_name d --assistant_only_loss true", {"train_on": "assistant"}, None),
         ("trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward",
          {"max_completion_length": 512, "train_on": None}, None),
@@ -294,7 +300,7 @@ def test_towers_of_other_programs_are_adapted_or_trained(tmp_path: Path) -> None
         ("swift rlhf --rlhf_type grpo --model m --dataset d --save_steps 0.05", {"save_steps": None},
          "save_steps = 0.05"),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --scale_rewards none", {"scale_rewards": "none"},
-         "reward_funcs, which was not given"),
+         "reward_funcs"),
         (f"{SWIFT} --task_type embedding --loss_type infonce", {"method": "embedding"}, "method = embedding"),
         (f"{SWIFT} --task_type causal_lm", {"method": None}, None),
         (f"{SWIFT} --save_total_limit -1 --loss_scale last_round", {"train_on": "last_assistant"}, None),
@@ -305,7 +311,7 @@ def test_towers_of_other_programs_are_adapted_or_trained(tmp_path: Path) -> None
         (f"{SWIFT} --target_modules q_proj, v_proj", {"target_modules": ["q_proj", "v_proj"]}, None),
         ("trl sft --model_name_or_path m --dataset_name d --lora_target_modules none", {"tuning": "full"}, None),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_weights 1.0 0.1 0.2",
-         {"reward_weights": [1.0, 0.1, 0.2]}, "reward_funcs, which was not given"),
+         {"reward_weights": [1.0, 0.1, 0.2]}, "reward_funcs"),
         (f"{SWIFT} --target_modules q_proj,v_proj", {"target_modules": ["q_proj", "v_proj"]}, None),
         (f"{SWIFT} --model_author me", {}, "model_author = me"),
         ("swift sft --model iic/gte --dataset hf::a/b:c#5 AI-ModelScope/x",
@@ -347,8 +353,8 @@ def test_towers_of_other_programs_are_adapted_or_trained(tmp_path: Path) -> None
          "--main_process_port 6000 sft.py --model_name_or_path m --dataset_name d",
          {"zero_stage": 3, "nproc_per_node": 2, "rdzv_endpoint": "10.0.0.7:6000"}, None),
         ("llamafactory-cli train --model_name_or_path m --dataset d", {"nproc_per_node": None},
-         "nproc_per_node, which was not given"),
-        ("trl sft --model_name_or_path m", {"model": "m"}, "dataset, which was not given"),
+         "nproc_per_node"),
+        ("trl sft --model_name_or_path m", {"model": "m"}, "dataset"),
         ("accelerate launch --use_fsdp --fsdp_sharding_strategy 2 --fsdp_offload_params true sft.py "
          "--model_name_or_path m --dataset_name d", {"zero_stage": 2, "offload": "cpu"}, None),
         ("accelerate launch --use_fsdp true sft.py --model_name_or_path m --dataset_name d", {"zero_stage": 3}, None),
@@ -379,7 +385,7 @@ def test_towers_of_other_programs_are_adapted_or_trained(tmp_path: Path) -> None
         ("swift sft --model m --dataset d --learning_rate 1e-4 --lr_scheduler_type cosine_with_min_lr "
          "--lr_scheduler_kwargs '{\"min_lr\": 1e-5}'", {"min_lr_ratio": pytest.approx(0.1)}, None),
         ("llamafactory-cli train --model_name_or_path m --dataset a/b --dataset_dir ONLINE", {"dataset_dir": None},
-         "nproc_per_node, which was not given"),
+         "nproc_per_node"),
         ("deepspeed --include w0:0,1@w1:0,1 src/train_bash.py --stage sft --model_name_or_path m --dataset d",
          {"nproc_per_node": 2, "nnodes": 2}, None),
         (f"{SWIFT} --deepspeed zero3_no_offload.json", {"zero_stage": 3, "offload": None},
@@ -411,10 +417,10 @@ def test_what_another_program_means(words: str, settings: dict[str, Any], left_o
     made = of_words(words)
     assert {name: made.settings.get(name, (None, ""))[0] for name in settings} == settings
     if left_out is not None:
-        assert left_out in made.left_out
+        assert left_out in map(subject, made.left_out)
     else:
         told = ("top_k", "top_p", "save_steps", "vllm_mode", "the server at")
-        others = [what for what in made.left_out if not what.endswith("which was not given")]
+        others = [what for what in made.left_out if subject(what) not in RunConfig.model_fields]
         assert not [what for what in others if not what.startswith(told)]
     assert made.unknown == []
 
@@ -444,7 +450,7 @@ def test_sharding_of_files_is_carried(tmp_path: Path) -> None:
     ],
 )
 def test_what_trains_no_language_model_is_not_made_to(words: str) -> None:
-    with pytest.raises(ConfigError, match="freeze_llm=True .*nothing but the vision tower"):
+    with pytest.raises(ConfigError, match=r"freeze_llm=True .*\[vision\]"):
         of_words(f"{SWIFT} {words}")
 
 
@@ -472,7 +478,7 @@ def test_settings_of_an_engine_that_is_not_started_are_listed() -> None:
 
 @pytest.mark.parametrize("words", ["--columns '{text1'", "--lr_scheduler_kwargs '{0.1}'"])
 def test_json_that_is_none_is_refused(words: str) -> None:
-    with pytest.raises(ConfigError, match="and not a mapping in JSON"):
+    with pytest.raises(ConfigError, match="(columns|lr_scheduler_kwargs)=.* JSON"):
         of_words(f"{SWIFT} {words}")
 
 
@@ -500,10 +506,10 @@ def test_a_file_of_grpo_needs_no_command(tmp_path: Path) -> None:
         ("NPROC_PER_NODE=0 swift sft --model m --dataset d", "nproc_per_node"),
         ("swift sft --model m --dataset d --per_device_train_batch_size 0", "per_device_train_batch_size = 0"),
         ("swift sft --model m --dataset d --lr_scheduler_type cosine linear", "lr_scheduler_type"),
-        ("MAX_PIXELS=\u00b2 swift sft --model m --dataset d", "is no whole number"),
+        ("MAX_PIXELS=\u00b2 swift sft --model m --dataset d", "MAX_PIXELS=\u00b2"),
         ("accelerate launch --num_machines 3 --num_processes 16 sft.py --model_name_or_path m --dataset_name d",
-         "16 is not divided by --num_machines 3"),
-        ("megatron sft --model m --dataset d", "no command of a program that is known"),
+         "--num_processes 16 .*--num_machines 3"),
+        ("megatron sft --model m --dataset d", "megatron sft: .*no command"),
     ],
 )  # fmt: skip
 def test_odd_numbers_are_refused_or_left_out_with_their_reason(words: str, said: str) -> None:
@@ -511,7 +517,7 @@ def test_odd_numbers_are_refused_or_left_out_with_their_reason(words: str, said:
         told = of_words(words).as_yaml()
     except ConfigError as error:
         told = f"# {error}"
-    assert any(said in line for line in told.splitlines() if line.startswith("#")), told
+    assert any(re.search(said, line) for line in told.splitlines() if line.startswith("#")), told
 
 
 def test_secrets_are_not_copied() -> None:
@@ -535,15 +541,15 @@ def test_deepspeed_files_are_known_by_their_names(tmp_path: Path, text: dict[str
     if is_one:
         assert imported(tmp_path / "ds.json", json.dumps(text)).program == "DeepSpeed"
     else:
-        with pytest.raises(ConfigError, match=r"of no program that is known"):
+        with pytest.raises(ConfigError, match=r"ds\.json: .*program"):
             imported(tmp_path / "ds.json", json.dumps(text))
 
 
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("ds.json", '{"zero_optimization": "x"}', "expected a DeepSpeed config"),
-        ("run.yaml", "finetuning_type: lora\nmodel_name_or_path: &a [*a]\n", "an alias stands inside"),
+        ("ds.json", '{"zero_optimization": "x"}', "deepspeed: "),
+        ("run.yaml", "finetuning_type: lora\nmodel_name_or_path: &a [*a]\n", r"run\.yaml:2: .*alias"),
         ("run.yaml", "model_name_or_path: a/b\nfinetuning_type: oft\ndataset: c\n", r"\(finetuning_type, run.yaml:2\)"),
     ],
 )

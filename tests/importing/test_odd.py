@@ -103,12 +103,11 @@ deepspeed --num_gpus 8 ../../src/train_bash.py \\
 
 def test_the_script_that_hangs_at_its_start_has_three_contradictions(tmp_path: Path) -> None:
     made = imported(tmp_path / "train.sh", GRPO_72B)
-    causes = [finding.cause for finding in made.findings]
     assert [finding.code for finding in made.findings] == ["SF720"] * 3
-    assert "vllm_max_model_len=2048 holds no prompt" in causes[0]
-    assert "MAX_PIXELS=640000" in causes[0]
-    assert "the model has about 144 GB" in causes[1]
-    assert "ZeRO-3 gathers the whole model, about 144 GB" in causes[2]
+    assert [finding.evidence for finding in made.findings] == [
+        {"window": 2048, "needed": 4096}, {"needed_gb": 144, "room_gb": 42}, {"gathered_gb": 144},
+    ]  # fmt: skip
+    assert "MAX_PIXELS=640000" in made.findings[0].cause
     assert values(made)["method"] == "grpo"
     assert values(made)["nproc_per_node"] == 8
     assert values(made)["deepspeed"] == "zero3_offload"
@@ -135,8 +134,8 @@ def test_a_mixture_of_experts_with_zero_3_becomes_a_run(tmp_path: Path) -> None:
     assert (run.num_train_epochs, run.learning_rate, run.gradient_checkpointing) == (1.0, 5e-5, True)
     assert run.output_dir == str(tmp_path / "output")
     experts, fp16 = made.findings
-    assert "ZeRO-3 gathers each expert" in experts.cause
-    assert "fp16" in fp16.cause
+    assert "each expert" in experts.cause
+    assert fp16.evidence == {"asked": ["fp16: true"]}
     assert any(what.startswith("template = mistral") for what in made.left_out)
     assert any(what.startswith("fp16 = True") for what in made.left_out)
     assert made.unknown == []
@@ -146,16 +145,16 @@ def test_experts_that_hang_under_zero_3_are_named_with_the_timeout_that_hides_it
     made = imported(tmp_path / "train.sh", QWEN_MOE_ZERO3)
     experts, fp16 = made.findings
     assert [experts.code, fp16.code] == ["SF720", "SF720"]
-    assert "ZeRO-3 gathers each expert" in experts.cause
-    assert "ddp_timeout=180000000 s, 2083 days" in experts.cause
-    assert "fp16" in fp16.cause
+    assert experts.evidence == {"ddp_timeout_s": 180000000}
+    assert "2083 days" in experts.cause
+    assert fp16.evidence == {"asked": ["fp16: true"]}
     settings = values(made)
     assert (settings["model"], settings["dataset"]) == ("Qwen1.5-MoE-A2.7B-Chat", "custom_data")
     assert (settings["tuning"], settings["nproc_per_node"], settings["max_length"]) == ("full", 8, 3000)
     assert (settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]) == (1, 2)
     assert (settings["warmup_steps"], settings["save_total_limit"], settings["logging_steps"]) == (20, 1, 10)
     assert settings["gradient_checkpointing"] is True, "as LLaMA-Factory does where nothing is said"
-    assert "zero_stage is 3 by its name" in made.left_out["deepspeed = ../deepspeed/ds_z3_config.json"]
+    assert "zero_stage is 3" in made.left_out["deepspeed = ../deepspeed/ds_z3_config.json"]
     assert made.unknown == []
     (tmp_path / "run.yaml").write_text(made.as_yaml())
     run = load_config(tmp_path / "run.yaml").run
@@ -173,12 +172,12 @@ def test_experts_that_hang_under_zero_3_are_named_with_the_timeout_that_hides_it
 )
 def test_it_takes_both_experts_and_zero_3(tmp_path: Path, command: str, hangs: bool) -> None:
     made = imported(tmp_path / "a.sh", command)
-    assert any("gathers each expert" in finding.cause for finding in made.findings) == hangs
+    assert [finding.code for finding in made.findings] == ["SF720"] * hangs
 
 
 def test_what_is_odd_is_said_of_runs_that_cannot_be_made_too() -> None:
     words = f"NNODES=2 {SWIFT_GRPO} --use_vllm true --vllm_max_model_len 4096 --max_length 4096"
-    with pytest.raises(ConfigError, match=r"nnodes=2[\s\S]*SF720[\s\S]*vllm_max_model_len=4096 holds no prompt"):
+    with pytest.raises(ConfigError, match=r"nnodes=2[\s\S]*SF720[\s\S]*vllm_max_model_len=4096"):
         of_words(f"{words} --max_completion_length 4096")
 
 
@@ -188,28 +187,31 @@ def test_a_window_that_fits_exactly_is_not_odd(window: int, is_odd: bool) -> Non
     assert bool(of_words(f"{words} --vllm_max_model_len {window}").findings) is is_odd
 
 
-@pytest.mark.parametrize(("model", "said"), [("Qwen2.5-1.5B", ""), ("Qwen2.5-72B", "Hand over the adapter alone.")])
-def test_a_gathered_model_is_odd_where_it_is_large(model: str, said: str) -> None:
+@pytest.mark.parametrize(("model", "gathered_gb"), [("Qwen2.5-1.5B", []), ("Qwen2.5-72B", [144])])
+def test_a_gathered_model_is_odd_where_it_is_large(model: str, gathered_gb: list[int]) -> None:
     words = f"accelerate launch --zero_stage 3 grpo.py --model_name_or_path {model} --dataset_name d"
     found = of_words(f"{words} --reward_funcs accuracy_reward --use_vllm true").findings
-    assert [finding.fix for finding in found if "ZeRO-3" in finding.cause] == ([said] if said else [])
+    assert [finding.evidence["gathered_gb"] for finding in found] == gathered_gb
+    assert not any("move_model_batches" in finding.fix for finding in found), "a setting of ms-swift alone"
 
 
-@pytest.mark.parametrize("words", ["--torch_dtype float16", "--fp16 true", "--mixed_precision fp16"])
+@pytest.mark.parametrize("words", ["torch_dtype float16", "fp16 true", "mixed_precision fp16"])
 def test_half_precision_is_odd_however_it_is_asked_for(words: str) -> None:
-    assert ["overflows" in finding.cause for finding in of_words(f"{SWIFT} {words}").findings] == [True]
+    asked = [words.replace(" ", ": ")]
+    assert [finding.evidence["asked"] for finding in of_words(f"{SWIFT} --{words}").findings] == [asked]
 
 
 def test_segments_beside_an_engine_that_sleeps_are_odd() -> None:
     words = f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True {SWIFT_GRPO} --use_vllm true --sleep_level 1"
-    assert ["vllm#11743" in finding.cause for finding in of_words(words).findings] == [True]
+    assert [finding.evidence for finding in of_words(words).findings] == [{"allocator": "expandable_segments:True"}]
 
 
 def test_half_precision_of_a_deepspeed_file_is_odd(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}))
     made = imported(tmp_path / "run.sh", f"{SWIFT} --deepspeed ds.json\n")
     (finding,) = made.findings
-    assert finding.evidence["asked"] == ["fp16.enabled of its DeepSpeed config"]
+    (asked,) = finding.evidence["asked"]
+    assert asked.startswith("fp16.enabled ")
     (tmp_path / "ds.json").write_text(json.dumps({"fp16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}))
     assert not imported(tmp_path / "run.sh", f"{SWIFT} --deepspeed ds.json\n").findings
 
@@ -223,4 +225,4 @@ def test_half_precision_of_a_deepspeed_file_is_odd(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_routers_that_are_linear_layers_there_are_told_of(words: str, is_noted: bool) -> None:
     made = of_words(f"swift sft --dataset rows.jsonl {words}")
-    assert ("routers, among all linear layers" in made.left_out) == is_noted
+    assert any(what.startswith("routers") for what in made.left_out) == is_noted

@@ -101,7 +101,7 @@ def test_an_adapter_for_another_model_is_not_merged_in_silence(
 ) -> None:
     built, settings = trained_model(model_folder("qwen2_moe"), "qwen2_moe")
     adapter = save(built, settings, tmp_path / "adapter", model_folder("qwen2_moe"))
-    with pytest.raises(ModelError, match="found no weight"):
+    with pytest.raises(ModelError, match=r"\d+ .*no weight in "):
         merge_adapter(model_folder("qwen2"), adapter, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
@@ -111,32 +111,29 @@ def test_an_adapter_of_other_settings_is_refused(model_folder: Callable[[str], P
     built, settings = trained_model(base, "llama")
     adapter = save(built, settings, tmp_path / "adapter", base)
     shapes = {name: p.shape for name, p in trainable_parameters(built.model).items()}
-    with pytest.raises(ModelError, match="lora_rank=2 but the adapter has 4"):
+    with pytest.raises(ModelError, match=r"lora_rank=2 .* 4\b"):
         read_adapter(adapter, shapes, LoraSettings(rank=2, alpha=8))
     fewer = {name: shape for name, shape in shapes.items() if "q_proj" in name}
-    with pytest.raises(ModelError, match="it also adapts"):
+    with pytest.raises(ModelError, match="also adapts"):
         read_adapter(adapter, fewer, settings)
-    with pytest.raises(ModelError, match="is no PEFT adapter"):
+    with pytest.raises(ModelError, match=r"PEFT adapter.*adapter_config\.json"):
         read_adapter(tmp_path, shapes, settings)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', which has changed the base as well"),
-        ({"init_lora_weights": "olora"}, "init_lora_weights='olora', which has changed the base as well"),
-        (
-            {"alpha_pattern": {"v_proj": 64}},
-            "only plain LoRA can be read; this has peft_type='LORA' with alpha_pattern=",
-        ),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
+        ({"alpha_pattern": {"v_proj": 64}}, "plain LoRA .*peft_type='LORA' .*alpha_pattern="),
         ({"use_dora": True}, "use_dora=True"),
         ({"bias": "all"}, "bias='all'"),
         ({"peft_type": "LOHA"}, "peft_type='LOHA'"),
-        ({"r": "4"}, "r='4'; a whole number above 0 is needed"),
-        ({"r": 0}, "r=0; a whole number above 0 is needed"),
-        ({"lora_alpha": None}, "lora_alpha=None; a number is needed"),
-        ({"target_modules": 7}, "target_modules=7; a list of names is needed"),
-        ({"target_modules": ".*proj"}, r"target_modules='\.\*proj'; a list of names is needed"),
+        ({"r": "4"}, " r='4'"),
+        ({"r": 0}, " r=0"),
+        ({"lora_alpha": None}, "lora_alpha=None"),
+        ({"target_modules": 7}, "target_modules=7"),
+        ({"target_modules": ".*proj"}, r"target_modules='\.\*proj'"),
     ],
 )
 def test_adapters_that_would_be_read_wrongly_are_refused(
@@ -180,7 +177,7 @@ def test_half_a_pair_is_not_dropped(model_folder: Callable[[str], Path], tmp_pat
     stored = load_file(adapter / "adapter_model.safetensors")
     lost = next(name for name in stored if half in name)
     save_file({name: value for name, value in stored.items() if name != lost}, adapter / "adapter_model.safetensors")
-    with pytest.raises(ModelError, match=rf"is one half of a pair; {lost} is not there"):
+    with pytest.raises(ModelError, match=rf"half .* {lost} "):
         merge_adapter(base, adapter, tmp_path / "merged")
 
 
@@ -192,9 +189,9 @@ def test_a_pair_of_other_shapes_is_not_turned_round(model_folder: Callable[[str]
     turned = {name: value.T.contiguous() for name, value in stored.items()}
     save_file(turned, adapter / "adapter_model.safetensors")
     shapes = {name: p.shape for name, p in trainable_parameters(built.model).items()}
-    with pytest.raises(ModelError, match=r"has shape \(\d+, 4\) there, \(4, \d+\) here"):
+    with pytest.raises(ModelError, match=r"\(\d+, 4\) .*\(4, \d+\)"):
         read_adapter(adapter, shapes, settings)
-    with pytest.raises(ModelError, match="no pair of rank 4"):
+    with pytest.raises(ModelError, match="pair of rank 4"):
         merge_adapter(base, adapter, tmp_path / "merged")
 
 
@@ -212,5 +209,5 @@ def test_broken_adapters_and_bases_are_named(
     (path,) = base.glob("*.safetensors")
     for part in (path.read_bytes()[:40], path.read_bytes()[:-40]):
         path.write_bytes(part)
-        with pytest.raises(ModelError, match="is no whole safetensors file"):
+        with pytest.raises(ModelError, match=rf"{path.name}: "):
             merge_adapter(base, adapter, tmp_path / "merged")

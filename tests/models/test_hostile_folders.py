@@ -84,7 +84,7 @@ def test_a_config_json_that_is_no_object_is_refused(folder: Path, content: bytes
 
 def test_a_model_larger_than_its_files_takes_no_memory(folder: Path) -> None:
     change(folder / "config.json", hidden_size=2**20, head_dim=2**18)
-    with pytest.raises(ModelError, match=r"describes a model of \d+ parameters, and the weight files hold \d+"):
+    with pytest.raises(ModelError, match=r"config\.json .* \d+ parameters.* \d+\."):
         build(folder)
 
 
@@ -122,7 +122,7 @@ def test_a_chat_template_without_an_end_is_ended(folder: Path, capsys: pytest.Ca
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (folder / "chat_template.jinja").write_text(loop)
     assert cli.main(["chat", str(folder), "--prompt", "x"]) == 2
-    assert "an endless loop?" in capsys.readouterr().err
+    assert "chat template" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["adapter_model.bin", "other.safetensors.index.json", 5])
@@ -141,7 +141,7 @@ def test_the_weights_that_are_checked_are_those_that_are_loaded(folder: Path) ->
 
 def test_an_adapter_beside_a_model_is_not_loaded_with_it(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("[]")
-    with pytest.raises(ModelError, match="Move the adapter to a folder of its own"):
+    with pytest.raises(ModelError, match=r"adapter_config\.json.*config\.json"):
         build(folder)
 
 
@@ -154,7 +154,7 @@ def test_a_folder_does_not_choose_what_computes(folder: Path, key: str) -> None:
 
 def test_a_tokenizer_on_which_the_library_panics_is_refused(folder: Path) -> None:
     change(folder / "tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "AA=="})
-    with pytest.raises(ModelError, match=r"its tokenizer cannot be read .*Panic"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json.*Panic"):
         load_tokenizer(folder)
 
 
@@ -180,7 +180,7 @@ def test_a_weight_map_that_leaves_the_folder_is_refused(folder: Path, name: str)
     other.mkdir()
     shutil.move(folder / "model.safetensors", other / "x.safetensors")
     change(folder / INDEX, metadata={}, weight_map={"lm_head.weight": name, "model.norm.weight": "a.safetensors"})
-    with pytest.raises(ModelError, match=r"weight_map gives 'lm_head.weight' the file .* outside the folder"):
+    with pytest.raises(ModelError, match=r"index\.json: weight_map .*'lm_head\.weight' .*outside"):
         weight_files(folder)
 
 
@@ -256,7 +256,7 @@ def test_an_architecture_and_a_tokenizer_with_code_of_their_own_are_named(folder
     change(folder / "config.json", auto_map={"AutoConfig": "configuration.X"})
     assert load_config(folder).model_type == "llama", "transformers has this one itself"
     change(folder / "config.json", model_type="made_up")
-    with pytest.raises(ModelError, match=r"'made_up' is not an architecture .* \(auto_map\), and Surefoot never runs"):
+    with pytest.raises(ModelError, match=r"model_type='made_up' .*\(auto_map\)"):
         load_config(folder)
     change(folder / "config.json", model_type="llama")
     change(folder / "tokenizer_config.json", tokenizer_class="X", auto_map={"AutoTokenizer": ["t.X", "t.X"]})
@@ -309,9 +309,7 @@ def test_tensors_that_the_adapters_config_leaves_out_are_not_merged(
     folder: Path, adapter: Path, settings: dict[str, Any]
 ) -> None:
     change(adapter / "adapter_config.json", **settings)
-    with pytest.raises(
-        ModelError, match=r"adapts model\.layers\.\d\.self_attn\.._proj, which adapter_config.json leaves"
-    ):
+    with pytest.raises(ModelError, match=r"model\.layers\.\d\.self_attn\.._proj, .*adapter_config\.json"):
         merge_adapter(folder, adapter, folder.parent / "merged")
 
 
@@ -341,7 +339,7 @@ def test_damaged_tensors_of_an_adapter_are_refused(folder: Path, adapter: Path) 
     weights = adapter / "adapter_model.safetensors"
     stored = load_file(weights)
     save_file({name: value[..., :-1].contiguous() for name, value in stored.items()}, weights)
-    with pytest.raises(ModelError, match="no pair of rank 4"):
+    with pytest.raises(ModelError, match=r"\(\d+, \d+\) .* rank 4\b"):
         merge_adapter(folder, adapter, folder.parent / "merged")
     os.truncate(weights, 9)
     with pytest.raises(ModelError, match=r"adapter_model\.safetensors"):

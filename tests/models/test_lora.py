@@ -99,9 +99,9 @@ def test_groups_and_names(target: str, linears: int, experts: int, routers: int)
 
 
 def test_a_target_that_matches_nothing_names_the_nearest() -> None:
-    with pytest.raises(ModelError, match=r"'qproj' matches nothing in Qwen2MoeForCausalLM. Nearest: .*q_proj"):
+    with pytest.raises(ModelError, match=r"'qproj' .*Qwen2MoeForCausalLM.* q_proj"):
         find_targets(make_model("qwen2_moe"), ["attention", "qproj"])
-    with pytest.raises(ModelError, match="group 'experts' is empty in LlamaForCausalLM"):
+    with pytest.raises(ModelError, match="'experts' .*empty .*LlamaForCausalLM"):
         find_targets(make_model("llama"), ["experts"])
 
 
@@ -147,7 +147,7 @@ def test_a_checkpoint_that_does_not_fill_the_model_is_refused(
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.self_attn.q_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"1 weights are missing .*layers.1.self_attn.q_proj.weight"):
+    with pytest.raises(ModelError, match=r"1 .*missing .*layers\.1\.self_attn\.q_proj\.weight"):
         build_model(folder, lora=settings("all"), device=CPU, dtype=torch.float32)
 
 

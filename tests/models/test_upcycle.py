@@ -83,24 +83,24 @@ def test_the_same_seed_gives_the_same_folder(model_folder: Callable[[str], Path]
 
 
 def test_what_cannot_be_upcycled_is_refused(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="1 <= top_k"):
+    with pytest.raises(ModelError, match="num_experts=2, top_k=3"):
         upcycle(str(model_folder("llama")), tmp_path / "moe", num_experts=2, top_k=3)
-    with pytest.raises(ModelError, match="mixtral, qwen2_moe|llama, mistral or qwen2"):
+    with pytest.raises(ModelError, match="llama, mistral .*qwen2 .* mixtral, attention_bias=False"):
         upcycle(str(model_folder("mixtral")), tmp_path / "moe")
-    with pytest.raises(ModelError, match="biases, which Mixtral lacks"):
+    with pytest.raises(ModelError, match="biases.*qwen2_moe"):
         upcycle(str(model_folder("qwen2")), tmp_path / "moe", form="mixtral")
     lacking = shutil.copytree(model_folder("llama"), tmp_path / "lacking")
     (path,) = lacking.glob("*.safetensors")
     save_file({"model.norm.weight": torch.ones(3)}, path)
-    with pytest.raises(ModelError, match=r"lacking: its weights have no model.layers.0.mlp.gate_proj.weight"):
+    with pytest.raises(ModelError, match=r"lacking: .*no model\.layers\.0\.mlp\.gate_proj\.weight"):
         upcycle(str(lacking), tmp_path / "moe")
     config = json.loads((lacking / "config.json").read_text())
     quantised = {**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
     (lacking / "config.json").write_text(json.dumps(quantised))
-    with pytest.raises(ModelError, match=r"its weights are quantised \(gptq"):
+    with pytest.raises(ModelError, match=r"lacking: .*\(gptq, "):
         upcycle(str(lacking), tmp_path / "moe")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
-    with pytest.raises(ModelError, match="not empty"):
+    with pytest.raises(ModelError, match="/taken .*not empty"):
         upcycle(str(model_folder("llama")), tmp_path / "taken")
     assert not (tmp_path / "moe").exists()

@@ -26,16 +26,16 @@ def layout(size: int, **changes: object) -> Layout:
 @pytest.mark.parametrize(
     ("size", "changes", "message"),
     [
-        (4, {"expert_parallel_size": 3}, r"expert_parallel_size=3 does not divide the 4 ranks.*one of 1, 2, 4"),
-        (6, {"dp_replicate_size": 4}, r"dp_replicate_size=4 does not divide the 6 ranks.*one of 1, 2, 3, 6"),
-        (8, {"dp_replicate_size": 4, "expert_parallel_size": 4}, r"the 2 ranks of each of the 4 replicas"),
+        (4, {"expert_parallel_size": 3}, "expert_parallel_size=3 .*4 ranks.*1, 2, 4"),
+        (6, {"dp_replicate_size": 4}, "dp_replicate_size=4 .*6 ranks.*1, 2, 3, 6"),
+        (8, {"dp_replicate_size": 4, "expert_parallel_size": 4}, "expert_parallel_size=4 .*2 ranks .*4 replicas"),
         (
             4,
             {"zero_stage": 0, "dp_replicate_size": 2},
-            r"zero_stage=0 keeps everything on each rank.*:zero_stage and run.yaml:dp_rep",
+            "zero_stage=0 .*dp_replicate_size=2 .*:zero_stage and run.yaml:dp_rep",
         ),
-        (2, {"offload": "cpu"}, r"offload=cpu on device=cpu.*\(run.yaml:offload\)"),
-        (2, {"offload": "cpu", "device": "cuda", "zero_stage": 0}, r"offload=cpu moves sharded state"),
+        (2, {"offload": "cpu"}, r"offload=cpu .*device=cpu.*\(run.yaml:offload\)"),
+        (2, {"offload": "cpu", "device": "cuda", "zero_stage": 0}, "offload=cpu .*zero_stage 1, 2 or 3"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(size: int, changes: dict[str, object], message: str) -> None:
@@ -78,7 +78,7 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert ranks.gpu_of(7, 3) == torch.device("cuda", 3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="rank 7 is number 3 on this machine, which has 1 GPUs"):
+    with pytest.raises(ConfigError, match="nproc_per_node: rank 7 .*3 .*1 GPUs"):
         ranks.gpu_of(7, 3)
     monkeypatch.setenv("SLURM_PROCID", "7")  # srun --gpus-per-task=1
     monkeypatch.setenv("SLURM_LOCALID", "3")

@@ -128,7 +128,7 @@ def test_who_has_another_secret_is_refused_and_the_machines_go_on(
         joined = pool.submit(first.next_rendezvous)
         time.sleep(0.5)
         monkeypatch.setenv(VARIABLE, "the secret of a stranger")
-        with pytest.raises(ConfigError, match=f"the secret in this machine's {VARIABLE} is not the one"):
+        with pytest.raises(ConfigError, match=f"{VARIABLE} is not the one"):
             open_rendezvous(run).next_rendezvous()
         assert second.next_rendezvous().rank == 1
         assert joined.result(20).rank == 0
@@ -171,15 +171,15 @@ def test_machines_that_do_not_share_the_folder_are_named(
     monkeypatch.setattr(rendezvous, "SHARED_WITHIN_S", 1.0)
     open_rendezvous(run)
     other = open_rendezvous(Run(2, run.rdzv_endpoint, tmp_path / "elsewhere"))
-    with pytest.raises(ConfigError, match=rf"does not see the secret.*elsewhere/{FILE}.*output_dir.*{VARIABLE}"):
+    with pytest.raises(ConfigError, match=f"elsewhere/{FILE}.*output_dir.*{VARIABLE}"):
         other.next_rendezvous()
 
 
 @pytest.mark.parametrize(
     ("run_changes", "purpose", "reason"),
     [
-        ({}, "test", "come together to train, not to test"),
-        ({"nnodes": 3}, "train", "have nnodes=2, not 3"),
+        ({}, "test", "to train, not to test"),
+        ({"nnodes": 3}, "train", "nnodes=2, not 3"),
     ],
 )
 def test_launchers_of_another_command_are_refused(
@@ -201,7 +201,7 @@ def test_a_run_that_is_complete_takes_no_further_machine(
     monkeypatch.setattr(rendezvous, "FULL_WITHIN_S", 1.0)
     launchers = [open_rendezvous(run), open_rendezvous(run)]
     join_all(*launchers)
-    with pytest.raises(ConfigError, match="has all its 2 machines"):
+    with pytest.raises(ConfigError, match="all its 2 machines"):
         open_rendezvous(run).next_rendezvous()
     assert launchers[0].num_nodes_waiting() == 0, "its ranks are not started again"
 
@@ -347,7 +347,7 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed(
     with socket.create_server(address_of(run)) as listener:
         thread = threading.Thread(target=pretend, args=(listener,))
         thread.start()
-        with pytest.raises(ConfigError, match="is not the one of the launcher there"):
+        with pytest.raises(ConfigError, match=f"{VARIABLE} is not the one"):
             open_rendezvous(run).next_rendezvous()
         thread.join(20)
     assert received == [""], "it is told nothing further"
@@ -398,14 +398,14 @@ def test_a_name_that_is_loopback_on_its_own_machine_is_refused(
         return resolve("127.0.1.1" if host == "node0" else host, *arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
-    with pytest.raises(ConfigError, match=r"node0 is 127\.0\.1\.1, where no other machine can reach it"):
+    with pytest.raises(ConfigError, match=r"rdzv_endpoint=node0:29517: .*node0 is 127\.0\.1\.1,"):
         open_rendezvous(Run(2, "node0:29517", tmp_path / "run"))
 
 
 def test_an_endpoint_of_every_interface_is_refused(
     open_rendezvous: Callable[..., RendezvousHandler], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"0\.0\.0\.0, every interface"):
+    with pytest.raises(ConfigError, match=r"rdzv_endpoint=0\.0\.0\.0:29518: .*0\.0\.0\.0, "):
         open_rendezvous(Run(2, "0.0.0.0:29518", tmp_path / "run"))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -217,20 +218,20 @@ def test_the_page_of_a_plan_of_grpo(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(PLANS.parent / "qwen2.5-vl-72b-grpo.yaml")
     assert cli.main(["plan", path, "device=a100"]) == 0
     said = capsys.readouterr().out
-    assert "a sync sends the adapter alone, 0.78 GiB: 0.57% of a merged model" in said
+    assert re.search(r"^a sync .* 0\.78 GiB: 0\.57% ", said, re.M)
     assert "gathers" not in said
     assert cli.main(["plan", path, "device=a100", *LOCAL]) == 0
     said = capsys.readouterr().out
-    assert "what drawing tokens takes, are not in it" in said
+    assert "what drawing tokens takes" in said
     assert "for its rollout" in said
-    assert "each further token of a rollout gathers 137.5 GiB of weights" in said
+    assert " gathers 137.5 GiB " in said
     assert cli.main(["plan", path, "device=a100", "vllm_args=null"]) == 3
     said = capsys.readouterr().out
-    assert "the vLLM server must hold 136.7 GiB of weights on each of its GPUs, and may take 72.8 GiB" in said
+    assert re.search(r"vLLM server .* 136\.7 GiB .* 72\.8 GiB$", said, re.M)
     fitting = 'vllm_args: ["--tensor-parallel-size", "8", "--gpu-memory-utilization", "0.4"]'
     assert fitting in said, "a setting that fits"
     assert cli.main(["plan", path, "device=a100", "vllm_args=null", "vllm_server=http://10.0.0.2:8000"]) == 0
-    assert "the vLLM server has devices of its own" in capsys.readouterr().out
+    assert "vLLM server has devices of its own" in capsys.readouterr().out
 
 
 def test_a_server_must_hold_the_model_in_its_share() -> None:
@@ -287,7 +288,7 @@ def test_full_fine_tuning_sends_a_server_the_whole_model(more: tuple[str, ...], 
     grpo = ("method=grpo", "packing=false", "reward_funcs=length", "rollout_engine=vllm", "nproc_per_node=8")
     run = load_config(str(PLANS / "qwen-72b-lora.yaml"), [*grpo, "tuning=full", *more]).run
     said = as_text(forecast(run, PLANS / "qwen-72b", DEVICES["h200"]), [], [], 0.0)
-    assert f"a sync writes the whole model to output_dir, {size} GiB, and the server reads it" in said
+    assert re.search(rf"^a sync .* output_dir, {re.escape(size)} GiB", said, re.M)
 
 
 def test_parameters_are_those_that_the_models_are_known_by() -> None:
@@ -322,35 +323,31 @@ def test_the_page_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_heads_that_do_not_divide_are_named_where_transformers_lets_them_pass(tmp_path: Path) -> None:
     config = json.loads((PLANS / "qwen-72b/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 8193}))
-    with pytest.raises(ModelError, match="hidden_size=8193 is no multiple of num_attention_heads=64"):
+    with pytest.raises(ModelError, match="hidden_size=8193 .*num_attention_heads=64"):
         plan(str(PLANS / "qwen-72b-lora.yaml"), ["device=h200", f"model={tmp_path}"])
 
 
 @pytest.mark.parametrize(
     ("change", "arguments", "said"),
     [
-        ({}, ["device=tpu"], "device=tpu: not known. There are: b200, h200"),
-        ({}, ["device=h200", "price=much"], "price=much is no number"),
-        ({}, ["device=h200", "host_gib=inf"], "host_gib=inf is no number"),
-        ({}, ["device=h200", "max_length=100000000"], "plans are made for up to"),
-        ({}, ["device=h200", "expert_parallel_size=2", "nproc_per_node=2"], "does not divide the 0 experts"),
-        ({}, ["device=h200", "dp_replicate_size=3"], "dp_replicate_size=3 does not divide the 1 ranks"),
-        ({"num_key_value_heads": 3}, ["device=h200"], "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
-        ({"num_hidden_layers": 100000}, ["device=h200"], "num_hidden_layers=100000 is beyond 1000"),
+        ({}, ["device=tpu"], "device=tpu: .* b200, h200"),
+        ({}, ["device=h200", "price=much"], "price=much "),
+        ({}, ["device=h200", "host_gib=inf"], "host_gib=inf "),
+        ({}, ["device=h200", "max_length=100000000"], "per_device_train_batch_size=.* 100000000 "),
+        ({}, ["device=h200", "expert_parallel_size=2", "nproc_per_node=2"], "expert_parallel_size=2 .* 0 experts"),
+        ({}, ["device=h200", "dp_replicate_size=3"], "dp_replicate_size=3 .* 1 ranks"),
+        ({"num_key_value_heads": 3}, ["device=h200"], "num_attention_heads=4 .*num_key_value_heads=3"),
+        ({"num_hidden_layers": 100000}, ["device=h200"], "num_hidden_layers=100000 .* 1000\\."),
         ({"hidden_size": "many"}, ["device=h200"], "hidden_size"),
-        ({"num_attention_heads": 0}, ["device=h200"], "config.json: num_attention_heads=0 is no size"),
-        ({"intermediate_size": 0}, ["device=h200"], "config.json: intermediate_size=0 is no size"),
-        ({"num_hidden_layers": 0}, ["device=h200"], "config.json: num_hidden_layers=0 is no size"),
-        ({"hidden_size": None}, ["device=h200"], "config.json: has no hidden_size, and without it"),
-        ({"num_hidden_layers": None}, ["device=h200"], "config.json: has no num_hidden_layers"),
-        (
-            {"head_dim": None, "hidden_size": 65},
-            ["device=h200"],
-            "(65) is not a multiple of the number of attention",
-        ),
-        ({"hidden_act": "nope"}, ["device=h200"], "config.json: hidden_act=nope is no activation"),
+        ({"num_attention_heads": 0}, ["device=h200"], "config.json: num_attention_heads=0 "),
+        ({"intermediate_size": 0}, ["device=h200"], "config.json: intermediate_size=0 "),
+        ({"num_hidden_layers": 0}, ["device=h200"], "config.json: num_hidden_layers=0 "),
+        ({"hidden_size": None}, ["device=h200"], "config.json: .* no hidden_size,"),
+        ({"num_hidden_layers": None}, ["device=h200"], "config.json: .* no num_hidden_layers,"),
+        ({"head_dim": None, "hidden_size": 65}, ["device=h200"], r"\(65\) .*multiple"),
+        ({"hidden_act": "nope"}, ["device=h200"], "config.json: hidden_act=nope "),
         ({"model_type": "perceptron"}, ["device=h200"], "perceptron"),
-        ({}, ["device=cuda"], "no GPU is here"),
+        ({}, ["device=cuda"], "device=cuda, .*no GPU"),
     ],
 )
 def test_what_cannot_be_planned(
@@ -364,7 +361,7 @@ def test_what_cannot_be_planned(
     run.write_text(json.dumps({"model": str(tmp_path), "dataset": "rows.jsonl", "output_dir": "run"}))
     assert cli.main(["plan", str(run), *arguments]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert re.search(said, error), error
     assert "Traceback" not in error
 
 
@@ -453,13 +450,13 @@ def test_a_price_is_in_the_json_too(
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("qwen2_moe", {"num_experts": None}, "has no num_experts, and without it"),
-        ("qwen2_moe", {"moe_intermediate_size": None}, "has no moe_intermediate_size, and without it"),
-        ("qwen2_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok=0, and a token must go to one expert"),
-        ("qwen2_moe", {"shared_expert_intermediate_size": -5}, "shared_expert_intermediate_size=-5 is no size"),
-        ("qwen2_moe", {"num_experts_per_tok": 99}, "num_experts_per_tok=99 is more than the 6 experts there are"),
-        ("llama", {"num_key_value_heads": 0}, "num_key_value_heads=0 is no size"),
-        ("llama", {"head_dim": 0}, "head_dim=0 is no size"),
+        ("qwen2_moe", {"num_experts": None}, "config.json: .* no num_experts,"),
+        ("qwen2_moe", {"moe_intermediate_size": None}, "config.json: .* no moe_intermediate_size,"),
+        ("qwen2_moe", {"num_experts_per_tok": 0}, "config.json: num_experts_per_tok=0"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": -5}, "config.json: shared_expert_intermediate_size=-5 "),
+        ("qwen2_moe", {"num_experts_per_tok": 99}, "config.json: num_experts_per_tok=99 .* 6 experts"),
+        ("llama", {"num_key_value_heads": 0}, "config.json: num_key_value_heads=0 "),
+        ("llama", {"head_dim": 0}, "config.json: head_dim=0 "),
     ],
 )
 def test_experts_and_heads_that_are_not_said_are_named(
@@ -506,7 +503,7 @@ def test_a_model_is_planned_by_whichever_name_its_config_has_for_experts(
     assert plan(str(tmp_path / "run.yaml"), []).forecast.sizes.num_experts == 8
     other = Path(shutil.copytree(model, tmp_path / "other"))
     (other / "config.json").write_text(json.dumps({key: v for key, v in config.items() if key != name}))
-    with pytest.raises(ModelError, match="has no num_"):
+    with pytest.raises(ModelError, match="no num_(local_)?experts,"):
         plan(str(tmp_path / "run.yaml"), [f"model={other}"])
 
 
@@ -522,7 +519,7 @@ def test_code_of_a_model_is_never_run(
     (tmp_path / "run.yaml").write_text(json.dumps({**settings, "model": str(model)}))
     assert cli.main(["plan", str(tmp_path / "run.yaml")]) == 2
     assert cli.main(["doctor", str(tmp_path / "run.yaml")]) == 3
-    with pytest.raises(ModelError, match="is not an architecture of transformers"):
+    with pytest.raises(ModelError, match="model_type='?theirs"):
         surefoot.train({**settings, "model": str(model)}, screen=False)
     assert not (tmp_path / "was_run").exists()
 
@@ -543,7 +540,7 @@ def test_values_narrower_than_queries_are_planned(tmp_path: Path) -> None:
 
 
 def test_experts_that_are_whole_on_a_rank_are_not_offloaded() -> None:
-    with pytest.raises(ConfigError, match="each expert is whole on one"):
+    with pytest.raises(ConfigError, match="offload=cpu .*expert_parallel_size=.* whole"):
         plan(str(PLANS / "mixtral-8x7b-full-ep.yaml"), ["device=h100", "offload=cpu"])
 
 

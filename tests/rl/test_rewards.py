@@ -16,7 +16,7 @@ import pytest
 from surefoot.config.schema import RewardItem
 from surefoot.errors import ConfigError
 from surefoot.rl.builtin_rewards import columns_problem
-from surefoot.rl.rewards import Answers, Rewards, Scored, _Failed
+from surefoot.rl.rewards import ODD_ANSWER, Answers, Rewards, Scored, _Failed
 
 FUNCTIONS = """
 import os, time
@@ -139,12 +139,12 @@ def test_what_a_function_prints_is_no_answer(rewards: Callable[..., Rewards]) ->
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("hangs_on_bad", "it took over 1 s, and was ended"),
+        ("hangs_on_bad", r"it took over 1 s\b"),
         ("raises_on_bad", "ZeroDivisionError: division by zero"),
-        ("nan_on_bad", "the reward is nan, which is no finite number"),
-        ("huge_on_bad", r"the reward is -1e\+200, beyond 1e\+12: too large"),
-        ("text_on_bad", "TypeError: it returned the text '1' as a reward"),
-        ("dies_on_bad", r"its process was killed by signal 9 \(SIGKILL\)"),
+        ("nan_on_bad", "the reward is nan,"),
+        ("huge_on_bad", r"the reward is -1e\+200, .*1e\+12"),
+        ("text_on_bad", "TypeError: .*'1'"),
+        ("dies_on_bad", r"its process .*\(SIGKILL\)"),
     ],
 )
 def test_only_the_completion_on_which_a_function_fails_has_no_reward(
@@ -171,7 +171,7 @@ def test_those_on_which_a_function_does_not_fail_are_compared_with_each_other(re
     assert values(scored) == [[0.25], [0.5], [1.0], [None]]
     (scored,) = rewards("fails_but_alone").score([asked(["a", "aa", "bad"])])
     assert values(scored) == [[None]] * 3
-    assert "without those on which it fails alone as well" in (scored[0][0].failure or "")
+    assert "fails alone" in (scored[0][0].failure or "")
 
 
 def test_each_function_has_a_name_of_its_own(tmp_path: Path) -> None:
@@ -220,12 +220,12 @@ def test_a_wrong_count_is_no_reward_for_anyone(rewards: Callable[..., Rewards], 
     """Nor for a completion alone, where a function that returns one number for each call would seem right."""
     (scored,) = rewards(name).score([asked()])
     assert [of_one[0].reward for of_one in scored] == [None] * 3
-    assert {of_one[0].failure for of_one in scored} == {f"it returned {returned} rewards for 3 completions"}
+    assert all(re.search(rf"\b{returned} rewards .*3 completions$", of_one[0].failure or "") for of_one in scored)
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("scalar", "it returned float, not"), ("unordered", "it returned set")],
+    [("scalar", "returned float"), ("unordered", "returned set")],
 )
 def test_what_is_no_list_of_numbers_is_told(rewards: Callable[..., Rewards], name: str, reason: str) -> None:
     (scored,) = rewards(name).score([asked()])
@@ -301,15 +301,15 @@ def test_workers_end_with_the_run_even_when_it_is_killed(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("func", "reason"),
     [
-        ("exact", r"'exact' is neither a built-in \(exact_match, .*\) nor of the form file.py:function \(run.yaml:7\)"),
-        ("/nowhere/mine.py:f", r"/nowhere/mine.py does not exist \(run.yaml:7\)"),
-        ("{folder}/mine.py:not a name", "does not end with the name of a function"),
-        ("{folder}/mine.py:absent", r"mine.py has no function absent; it has .*\(run.yaml:7\)"),
-        ("{folder}/mine.py:cuont", r"; did you mean count\? \(run.yaml:7\)"),
-        ("{folder}/mine.py:answer", r"answer of .*mine.py is no function, but int \(run.yaml:7\)"),
-        ("{folder}/broken.py:f", r"cannot be loaded: \S*/broken.py:1: SyntaxError: .* \(run.yaml:7\)\.$"),
-        ("{folder}/parses.py:f", r"cannot be loaded: \S*/parses.py:1: JSONDecodeError: [^\n]* \(run.yaml:7\)\.$"),
-        ("{folder}/lacks.py:f", r"cannot be loaded: \S*/lacks.py:2: ModuleNotFoundError: [^\n]* \(run.yaml:7\)\.$"),
+        ("exact", r"'exact' .*\(exact_match, .*file.py:function \(run.yaml:7\)"),
+        ("/nowhere/mine.py:f", r"/nowhere/mine.py .*exist \(run.yaml:7\)"),
+        ("{folder}/mine.py:not a name", r"mine.py:not a name' .*\(run.yaml:7\)"),
+        ("{folder}/mine.py:absent", r"mine.py .*absent; .*\(run.yaml:7\)"),
+        ("{folder}/mine.py:cuont", r"\bcount\? \(run.yaml:7\)"),
+        ("{folder}/mine.py:answer", r"answer of .*mine.py .*\bint \(run.yaml:7\)"),
+        ("{folder}/broken.py:f", r": \S*/broken.py:1: SyntaxError: .* \(run.yaml:7\)\.$"),
+        ("{folder}/parses.py:f", r": \S*/parses.py:1: JSONDecodeError: [^\n]* \(run.yaml:7\)\.$"),
+        ("{folder}/lacks.py:f", r": \S*/lacks.py:2: ModuleNotFoundError: [^\n]* \(run.yaml:7\)\.$"),
     ],
 )
 def test_a_function_that_is_not_there_is_refused_at_the_start(tmp_path: Path, func: str, reason: str) -> None:
@@ -365,7 +365,7 @@ def test_an_endless_pattern_masks_its_sample_and_no_more(rewards: Callable[..., 
 
 def test_rows_without_the_answer_are_named(rewards: Callable[..., Rewards]) -> None:
     (scored,) = rewards(item("exact_match")).score([asked(["x"])])
-    assert "the rows have no column of solution, answer" in (scored[0][0].failure or "")
+    assert "solution, answer" in (scored[0][0].failure or "")
 
 
 def test_workers_live_from_call_to_call(tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ def odd(tmp_path: Path, name: str) -> RewardItem:
 def test_a_function_that_writes_into_the_answers_is_named(rewards: Callable[..., Rewards], tmp_path: Path) -> None:
     ours = rewards(odd(tmp_path, "scribbles"))
     (scored,) = ours.score([asked()])
-    assert all("answered something else" in (of_one[0].failure or "") for of_one in scored)
+    assert all(ODD_ANSWER in (of_one[0].failure or "") for of_one in scored)
 
 
 def test_a_function_that_closes_the_answers_is_named(rewards: Callable[..., Rewards], tmp_path: Path) -> None:
@@ -441,7 +441,7 @@ def test_a_function_that_reads_gets_nothing(rewards: Callable[..., Rewards], tmp
 
 def test_a_text_is_no_list_of_rewards(rewards: Callable[..., Rewards], tmp_path: Path) -> None:
     (scored,) = rewards(odd(tmp_path, "text")).score([asked(["x"])])
-    assert "it returned str, not a list with a number for each completion" in (scored[0][0].failure or "")
+    assert "returned str" in (scored[0][0].failure or "")
 
 
 def test_what_a_function_started_ends_with_it(rewards: Callable[..., Rewards], tmp_path: Path) -> None:
@@ -485,23 +485,24 @@ def test_a_column_with_answers_is_looked_for_in_a_row() -> None:
     assert columns_problem("math_verify", {"answer_column": "right"}, {"right": 2}) is None
     assert columns_problem("length", {}, {"prompt": "1 + 1"}) is None
     said = columns_problem("exact_match", {"answer_column": "right"}, {"prompt": "1 + 1", "answer": 2})
-    assert said == "the rows have no column right; they have answer, prompt"
+    assert said is not None
+    assert re.search("no column right; .*answer, prompt$", said)
     said = columns_problem("math_verify", {}, {"prompt": "1 + 1"})
     assert said is not None
-    assert said.startswith("the rows have no column of solution, answer, ")
+    assert "no column of solution, answer, " in said
 
 
 @pytest.mark.parametrize(
     ("reward", "reason"),
     [
-        (item("regex"), r"regex: it needs args: \{pattern: ...\} \(run.yaml:7\)"),
-        (item("regex", pattern="("), "is no regular expression"),
-        (item("regex", pattern=7), "pattern is 7, and not of the type str"),
-        (item("length", most=3), "args has 'most', which it does not know; it knows min, max"),
-        (item("length", min="a"), "min is 'a', and not of the type int"),
-        (item("length", min=5, max=2), "no completion has at least 5 and at most 2 tokens"),
-        (item("exact_match", pattern="x"), "args has 'pattern', which it does not know; it knows answer_column"),
-        (item("json_schema", schema={"type": "nonsense"}), "the schema is none: 'nonsense' is not valid"),
+        (item("regex"), r"regex: .*\{pattern: ...\} \(run.yaml:7\)"),
+        (item("regex", pattern="("), r"pattern '\(' "),
+        (item("regex", pattern=7), "pattern is 7, .*str"),
+        (item("length", most=3), "'most', .*min, max"),
+        (item("length", min="a"), "min is 'a', .*int"),
+        (item("length", min=5, max=2), "at least 5 .*at most 2 "),
+        (item("exact_match", pattern="x"), "'pattern', .*answer_column"),
+        (item("json_schema", schema={"type": "nonsense"}), "schema .*'nonsense'"),
     ],
 )
 def test_settings_of_built_ins_are_checked_at_the_start(reward: RewardItem, reason: str) -> None:

@@ -71,7 +71,7 @@ def test_a_server_that_ignores_adapters_is_found_before_the_first_step(run: Call
     assert done.returncode == 3, done.stderr[-3000:]
     (found,) = findings(tmp_path)
     assert found["code"] == "SF805"
-    assert "the server does not apply the adapter" in found["cause"]
+    assert found["evidence"]["change"] > 0
     assert steps(tmp_path) == []
     assert_no_server_is_left()
 
@@ -141,6 +141,6 @@ def test_a_server_that_dies_ends_all_ranks_and_keeps_what_was_learned(run: Calla
     assert done.returncode == 3, done.stderr[-3000:]
     (found,) = findings(tmp_path)
     assert found["code"] == "SF801"
-    assert "the server ended with status 3" in found["cause"]
+    assert "status 3" in found["cause"]
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
     assert_no_server_is_left()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -66,10 +67,11 @@ def serve() -> Iterator[Callable[..., Server]]:
 def test_a_server_that_is_waited_for_is_named_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "WORD_EVERY_S", 0.6)
     heard: list[str] = []
-    with pytest.raises(ServerFailed, match="was not ready in 2 s"):
+    with pytest.raises(ServerFailed, match=r"http://127\.0\.0\.1:9 .*not ready .*\b2 s"):
         Server("http://127.0.0.1:9").wait_until_ready(2.0, heard.append)
     assert 1 <= len(heard) <= 4
-    assert set(heard) == {"waiting for the vLLM server at http://127.0.0.1:9, up to 2 s"}
+    (said,) = set(heard)
+    assert re.search(r"waiting .*http://127\.0\.0\.1:9, .*\b2 s$", said)
 
 
 def test_what_a_server_that_is_gone_left_is_ended() -> None:
@@ -132,27 +134,27 @@ def test_an_adapter_is_a_small_part_of_the_model(
 @pytest.mark.parametrize(
     ("fault", "code", "cause"),
     [
-        ("late", "SF801", r"POST /v1/completions was not answered in \d s"),
-        ("trickles", "SF801", r"POST /v1/completions was not answered in \d s"),
-        ("dies", "SF801", "the server ended with status 3"),
+        ("late", "SF801", r"POST /v1/completions .* \d s\b"),
+        ("trickles", "SF801", r"POST /v1/completions .* \d s\b"),
+        ("dies", "SF801", "server .*status 3"),
         ("error", "SF801", "status 500: .*the engine is dead"),
-        ("fewer", "SF806", "ended for its length after 4 of 5 tokens"),
-        ("fewer_and_stop", "SF806", "stopped after 4 tokens, at token 7, which ends no answer of training"),
-        ("other_version", "SF806", "a completion is of policy-0, but policy-00000000-.* was asked for"),
-        ("no_logprobs", "SF806", "5 tokens and 4 logprobs"),
+        ("fewer", "SF806", "length .*4 of 5 tokens"),
+        ("fewer_and_stop", "SF806", "4 tokens, .*token 7,"),
+        ("other_version", "SF806", "policy-0, .*policy-00000000-"),
+        ("no_logprobs", "SF806", "5 tokens .*4 logprobs"),
         ("no_json", "SF806", "a page of a proxy"),
-        ("no_experts", "SF806", "without the experts of its tokens. Start the server with --enable-return-routed"),
-        ("few_experts", "SF806", "comes with the experts of 3 tokens in 2 layers, where 6 were read, by 2 layers"),
-        ("odd_experts", "SF806", "no array: TypeError"),
-        ("other_experts", "SF806", "comes with experts 9 to 9, of a model with 4"),
-        ("beyond", "SF806", "has the token 10000000, which the model of 1000 cannot draw"),
-        ("negative", "SF806", "has the token -5,"),
-        ("text_token", "SF806", "has the token '7',"),
-        ("banned", "SF806", "has the token 9,"),
-        ("nan", "SF806", "has nan as a logprob"),
-        ("text", "SF806", "has '-1.0' as a logprob"),
-        ("endless", "SF806", r"has -1e\+300 as a logprob"),
-        ("positive", "SF806", "has 0.5 as a logprob"),
+        ("no_experts", "SF806", "experts .*--enable-return-routed-experts"),
+        ("few_experts", "SF806", "experts .*3 tokens .*2 layers, .*6 .*2 layers"),
+        ("odd_experts", "SF806", "array: TypeError"),
+        ("other_experts", "SF806", "experts 9 to 9, .*4"),
+        ("beyond", "SF806", "token 10000000, .*1000 "),
+        ("negative", "SF806", "token -5,"),
+        ("text_token", "SF806", "token '7',"),
+        ("banned", "SF806", "token 9,"),
+        ("nan", "SF806", "nan .*logprob"),
+        ("text", "SF806", "'-1.0' .*logprob"),
+        ("endless", "SF806", r"-1e\+300 .*logprob"),
+        ("positive", "SF806", "0.5 .*logprob"),
     ],
 )
 def test_a_rollout_that_is_not_as_asked_for_is_a_finding(
@@ -173,7 +175,7 @@ def test_a_rollout_that_is_not_as_asked_for_is_a_finding(
 def test_an_adapter_that_the_server_refuses_is_a_finding(
     serve: Callable[..., Server], engine: Callable[..., VllmEngine]
 ) -> None:
-    with pytest.raises(StoppedOnFinding, match=r"could not be loaded: .*status 400: .*no room") as stopped:
+    with pytest.raises(StoppedOnFinding, match="adapter policy-00000000 .*status 400: .*no room") as stopped:
         engine(serve("refuses_adapter")).publish(0)
     assert stopped.value.finding.code == "SF801"
 
@@ -182,7 +184,7 @@ def test_an_adapter_that_is_loaded_too_slowly_is_a_finding(
     serve: Callable[..., Server], engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("surefoot.rl.engines.vllm_sync.SYNC_TIMEOUT_S", 1.0)
-    with pytest.raises(StoppedOnFinding, match=r"could not be loaded: .* was not answered in 1 s") as stopped:
+    with pytest.raises(StoppedOnFinding, match=r"adapter policy-00000000 .*/v1/load_lora_adapter .*\b1 s\b") as stopped:
         engine(serve("late_sync")).publish(0)
     assert stopped.value.finding.code == "SF801"
 
@@ -213,7 +215,7 @@ def test_a_rollout_whose_time_is_over_says_so(serve: Callable[..., Server], engi
     ours = engine(serve())
     ours.publish(0)
     ours._timeout_s = 0.0
-    with pytest.raises(StoppedOnFinding, match="the 0 s of rollout_timeout_s were over before") as stopped:
+    with pytest.raises(StoppedOnFinding, match=r"\b0 s of rollout_timeout_s") as stopped:
         ours.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
     assert stopped.value.finding.code == "SF801"
 
@@ -262,11 +264,10 @@ def test_a_policy_that_never_arrives_ends_the_run() -> None:
     stale = {"logprob_difference": 0.5, "staleness": 2.0}
     for step, measured in enumerate((far, far, near, far, stale, {}, far)):
         look(step, measured)
-    with pytest.raises(
-        StoppedOnFinding, match="in 3 steps that could tell, one after the other, up to step 9, the engine gave"
-    ) as stopped:
+    with pytest.raises(StoppedOnFinding, match="3 steps .*step 9") as stopped:
         look(9, far)
     assert (stopped.value.finding.code, stopped.value.is_agreed) == ("SF805", True)
+    assert (stopped.value.finding.evidence["step"], stopped.value.finding.evidence["mean_difference"]) == (9, 0.03)
     local = watch_of_engine(config.model_copy(update={"rollout_engine": "local"}))
     for step in range(5):
         local(step, late)
@@ -282,7 +283,7 @@ def test_a_request_that_was_not_taken_is_asked_again(
     (made,) = ours.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(inf) or []
     assert made.ids
     monkeypatch.setattr(vllm, "PAUSES_S", (0.01,))
-    with pytest.raises(StoppedOnFinding, match="a completion is missing.*status 503") as stopped:
+    with pytest.raises(StoppedOnFinding, match="status 503") as stopped:
         ours.ask([Request([1, 2], (0, 1))], SAMPLING, 0)(inf)
     assert stopped.value.finding.code == "SF801"
 
@@ -299,7 +300,7 @@ def test_a_server_that_shares_memory_is_asleep_before_the_model_is_loaded(serve:
     assert heard == []
     gone = Server("http://127.0.0.1:9")
     late = config.model_copy(update={"device": "cuda", "vllm_start_timeout_s": 0.7})
-    with pytest.raises(StoppedOnFinding, match="was not ready in 1 s") as stopped:
+    with pytest.raises(StoppedOnFinding, match=r"http://127\.0\.0\.1:9 .*\b1 s\b") as stopped:
         settle_server(late, gone, ALONE, heard.append)
     assert stopped.value.finding.code == "SF801"
     settle_server(late.model_copy(update={"vllm_devices": "7"}), gone, ALONE, heard.append)  # nothing is shared
@@ -319,7 +320,7 @@ def test_a_server_sleeps_between_rollouts(serve: Callable[..., Server], engine: 
 
 @pytest.mark.parametrize(
     ("fault", "cause"),
-    [("no_sleep", "404.*It must run with --enable-sleep-mode"), ("sleepless", "the server says is_sleeping: False")],
+    [("no_sleep", "404.*--enable-sleep-mode"), ("sleepless", "is_sleeping: False")],
 )
 def test_a_server_that_does_not_sleep_is_a_finding(
     serve: Callable[..., Server], engine: Callable[..., VllmEngine], fault: str, cause: str
@@ -356,7 +357,7 @@ def test_full_fine_tuning_lets_the_server_read_the_whole_model(
     for fault, cause in (("no_reload", "404.*DEV_MODE"), ("keeps_cache", "success: false")):
         server = serve(fault)
         ours = engine(server, sync=FullSync(server, write, tmp_path / "weights", 60.0))
-        with pytest.raises(StoppedOnFinding, match=f"did not take the weights policy-00000000: .*{cause}") as stopped:
+        with pytest.raises(StoppedOnFinding, match=f"weights policy-00000000: .*{cause}") as stopped:
             ours.publish(0)
         assert stopped.value.finding.code == "SF801"
 
@@ -372,8 +373,8 @@ def changes_one(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("break_it", "cause"),
     [
-        (loses_one, "adapter policy-00000000 is not whole"),
-        (changes_one, r"1 of \d+ tensors of the adapter policy-00000000 are not what"),
+        (loses_one, "policy-00000000 is not whole"),
+        (changes_one, r"1 of \d+ tensors .*policy-00000000 "),
     ],
 )
 def test_an_adapter_that_is_not_what_was_trained_is_a_finding(
@@ -401,7 +402,7 @@ def test_an_adapter_that_is_not_what_was_trained_is_a_finding(
 def test_a_server_with_other_probabilities_is_a_finding(
     serve: Callable[..., Server], engine: Callable[..., VllmEngine], logprob: float
 ) -> None:
-    with pytest.raises(StoppedOnFinding, match="other probabilities than the trainer") as stopped:
+    with pytest.raises(StoppedOnFinding, match="other probabilities") as stopped:
         engine(serve(), score=lambda _, ids: [logprob] * len(ids)).publish(0)
     assert stopped.value.finding.code == "SF805"
     engine(serve(probe=[-1.005] * 24)).publish(0)  # other kernels, other rounding
@@ -414,9 +415,9 @@ def test_a_server_with_other_probabilities_is_a_finding(
         (
             "ignores_adapters",
             0.1,
-            "the server does not apply the adapter: noise in it changes the trainer's .* by 1 ",
+            "does not apply the adapter: .* by 1 ",
         ),
-        ("none", 1e9, "noise of 16 in the adapter changes the trainer's own logprobs by 0"),
+        ("none", 1e9, "noise of 16 .* by 0"),
     ],
 )
 def test_a_server_must_show_that_it_applies_adapters(
@@ -470,8 +471,9 @@ def test_a_policy_that_did_not_work_is_not_taken_for_published(
 ) -> None:
     ours = engine(serve(probe=[-9.0] * 24))
     for _ in range(2):
-        with pytest.raises(StoppedOnFinding, match="other probabilities than the trainer"):
+        with pytest.raises(StoppedOnFinding) as stopped:
             ours.publish(0)
+        assert stopped.value.finding.evidence["mean_difference"] > 1
 
 
 def test_a_server_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> None:
@@ -479,10 +481,10 @@ def test_a_server_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> No
     script.write_text("#!/bin/sh\necho no such model >&2\nexit 7\n")
     script.chmod(0o755)
     server = start_server(str(script), tmp_path, [], dict(os.environ), tmp_path / "log", "run.yaml:9")
-    with pytest.raises(ServerFailed, match="the server ended with status 7 before it was ready"):
+    with pytest.raises(ServerFailed, match="server .*status 7 "):
         server.wait_until_ready(30, print)
     assert "no such model" in server.evidence()["end_of_log"]
-    with pytest.raises(ConfigError, match=r"vllm_command: /nowhere/vllm cannot be started: .*run.yaml:9"):
+    with pytest.raises(ConfigError, match="vllm_command: /nowhere/vllm .*run.yaml:9"):
         start_server("/nowhere/vllm", tmp_path, [], {}, tmp_path / "log", "run.yaml:9")
 
 

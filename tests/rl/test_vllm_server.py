@@ -266,6 +266,6 @@ def test_a_server_that_is_killed_in_a_rollout_is_a_finding(tmp_path: Path) -> No
             run.kill()
     assert run.returncode == 3
     assert b"SF801" in said
-    assert b"the server was killed by signal 9 (SIGKILL)" in said
+    assert b"(SIGKILL)" in said
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"
     assert (tmp_path / "run/completions.jsonl").is_file()

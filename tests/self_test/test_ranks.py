@@ -90,25 +90,22 @@ def test_damaged_numbers_are_told_by_those_who_get_them(tmp_path: Path) -> None:
     assert report.of("exchange")[0]["wrong"] == [1]
     wrong = report.of("collectives")[0]["wrong"]
     assert set(wrong) == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast from rank 1"}
-    assert wrong["broadcast from rank 1"] == "number 0 of 10007 is 132.0 instead of 131.0"
+    assert re.findall(r"[\d.]+", wrong["broadcast from rank 1"]) == ["0", "10007", "132.0", "131.0"]
 
 
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("raises", "rank 1: ZeroDivisionError: division by zero, in exchanging data in pairs"),
-        ("hangs", "rank 1 did not come through exchanging data in pairs within 4 s"),
-        (
-            "dies",
-            "rank 1 did not come through exchanging data in pairs within 4 s (rank 0 lost it: Runtime",
-        ),
+        ("raises", "rank 1: ZeroDivisionError: division by zero, "),
+        ("hangs", "rank 1 did not .* 4 s"),
+        ("dies", r"rank 1 did not .* 4 s \(rank 0 .*: Runtime"),
     ],
 )
 def test_the_rank_that_keeps_the_others_is_named(tmp_path: Path, fault: str, said: str) -> None:
     report, took_s = together(tmp_path / "report.json", fault)
     (finding,) = [check.finding for check in checks_of(report) if check.finding is not None]
-    assert finding.code == "SF742"
-    assert finding.cause.startswith(said), finding.cause
+    assert (finding.code, finding.evidence["stage"]) == ("SF742", "exchange")
+    assert re.match(said, finding.cause), finding.cause
     assert took_s < 60
 
 
@@ -138,7 +135,7 @@ def test_a_store_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
         text=True,
         timeout=120,
     )
-    assert "ConfigError: rank 1: nobody answers at 127.0.0.1:9, where rank 0 or its launcher should be" in done.stderr
+    assert re.search(r"ConfigError: rank 1: .* 127\.0\.0\.1:9, ", done.stderr), done.stderr
 
 
 @pytest.fixture
@@ -151,16 +148,15 @@ def config(settings: dict[str, Any], tmp_path: Path) -> str:
 def test_the_verb_starts_the_ranks_of_a_run(config: str) -> None:
     done = surefoot("doctor", config, "nproc_per_node=2", "--deep")
     assert done.returncode == 0, done.stderr
-    assert "ok      ranks are alike" in done.stdout
-    assert "2 ranks on one machine have the same versions and variables" in done.stdout
+    assert re.search(r"^ok +ranks are alike +2 ranks on one machine ", done.stdout, re.M)
     assert "ok      collectives" in done.stdout
     speeds = next(line for line in done.stdout.splitlines() if "bus bandwidth" in line)
     for kind in ("all-reduce", "all-gather", "all-to-all"):
         figures = re.search(kind + r" 0.0625 MiB: ([\d.e+-]+), 1 MiB: ([\d.e+-]+), 16 MiB: ([\d.e+-]+)", speeds)
         assert figures is not None, speeds
         assert all(float(figure) > 0 for figure in figures.groups())
-    assert "PCIe under load               no GPU was asked" in done.stdout
-    assert "rank 0 writes" in done.stdout
+    assert re.search(r"^- +PCIe under load ", done.stdout, re.M)
+    assert re.search(r"^\S+ +speed of output_dir +rank 0 .* MB/s ", done.stdout, re.M)
     assert "ok      loader alone" in done.stdout
     folder = Path(json.loads(Path(config).read_text())["output_dir"])
     assert not folder.exists(), "nothing is left behind"
@@ -225,7 +221,7 @@ def test_data_that_take_long_to_prepare_are_not_waited_for(
     (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 60_000)
     check = loader(load_config(None, (), {**settings, "dataset": str(tmp_path / "rows.jsonl")}))
     assert (check.status, check.finding) == ("not applicable", None)
-    assert "are not prepared within" in check.text
+    assert " 0.01 s" in check.text
 
 
 def test_under_a_launcher_one_report_names_the_rank_that_differs(config: str) -> None:
@@ -239,7 +235,8 @@ def test_under_a_launcher_one_report_names_the_rank_that_differs(config: str) ->
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ranks are alike") == 1, "one report for all"
-    assert "NCCL_ALGO is Ring on rank 1, and not set on rank 0" in done.stdout
+    assert re.search(r"NCCL_ALGO .*\bRing .*\brank 1\b.* rank 0\b", done.stdout)
+    assert "SF730" in done.stdout
     assert "matrix product" not in done.stdout, "only --deep takes the devices"
 
 
@@ -286,10 +283,10 @@ def test_machines_of_a_run_are_looked_at_together(config: str) -> None:
     said = [one.communicate(timeout=180) for one in both]
     assert [one.returncode for one in both] == [0, 0], said
     (report,) = [out for out, _ in said if out]
-    assert "2 ranks on 2 machines have the same" in report
-    assert "each on a free port of each" in report
+    assert re.search(r"^ok +ranks are alike +2 ranks on 2 machines ", report, re.M)
+    assert re.search(r"^ok +machines reach each other ", report, re.M)
     assert "SF712" not in report, "each machine knows the endpoint"
-    assert ["the machine of rank 0 shows the report of all" in errors for out, errors in said if not out] == [True]
+    assert ["machine of rank 0 shows" in errors for out, errors in said if not out] == [True]
 
 
 def test_a_machine_that_does_not_come_is_a_finding(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,4 +299,4 @@ def test_a_machine_that_does_not_come_is_a_finding(config: str, monkeypatch: pyt
     assert status == 3
     (finding,) = [check.finding for check in checks if check.finding is not None]
     assert finding.code == "SF742"
-    assert finding.cause.startswith("not all 2 machines (nnodes) came in time")
+    assert "2 machines (nnodes)" in finding.cause

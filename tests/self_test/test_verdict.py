@@ -1,6 +1,7 @@
 """What is made of what ranks say: reports written by hand, of eight ranks on two machines and of two on one."""
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from surefoot.doctor.check import Check
 from surefoot.doctor.snapshot import Interface
 from surefoot.self_test.report import Report, read_report
 from surefoot.self_test.start import _elsewhere
-from surefoot.self_test.verdict import checks_of, expected_gb_s
+from surefoot.self_test.verdict import WHAT, checks_of, expected_gb_s
 from tests.support.machines import NODE, PORT, SOUND
 
 RANKS = range(8)
@@ -69,40 +70,40 @@ def test_sound_ranks_have_no_finding() -> None:
     assert found(checks) == {}
     assert [check.status for check in checks] == ["ok"] * 11
     said = {check.name: check.text for check in checks}
-    assert said["ranks are alike"] == "8 ranks on 2 machines have the same versions and variables"
-    assert said["clocks"] == "at most 2 ms apart"
-    assert said["pairs of ranks"] == "56 exchanges arrived whole"
-    assert said["bus bandwidth, GB/s"] == (
-        "all-reduce 1 MiB: 5, 1 GiB: 47; all-to-all 1 MiB: 4, 1 GiB: 9 (45 to be expected of a large all-reduce: "
-        "1 InfiniBand ports of 400 Gbit/s)"
-    )
-    assert said["GPU clocks under load"] == "nothing slows them down, the warmest has 61 °C"
-    assert said["PCIe under load"] == "generation 5, as card and slot can"
+    assert said["ranks are alike"].startswith("8 ranks on 2 machines ")
+    assert " 2 ms " in said["clocks"]
+    assert said["pairs of ranks"].startswith("56 ")
+    figures, _, expected = said["bus bandwidth, GB/s"].partition(" (")
+    assert figures == "all-reduce 1 MiB: 5, 1 GiB: 47; all-to-all 1 MiB: 4, 1 GiB: 9"
+    assert re.fullmatch(r"45 .* all-reduce: 1 InfiniBand ports of 400 Gbit/s\)", expected)
+    assert "61 °C" in said["GPU clocks under load"]
+    assert said["PCIe under load"].startswith("generation 5,")
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "what", "there", "elsewhere"),
     [
-        (
-            {"environment": {"NCCL_DEBUG": "WARN", "NCCL_P2P_DISABLE": "1"}},
-            "NCCL_P2P_DISABLE is 1 on rank 6 (node2), and not set on ranks 0, 1, 2, 3, 4, 5, 7 (node1, node2)",
-        ),
-        (
-            {"versions": {**NODE.versions, "torch": "2.12.0"}},
-            "torch is 2.12.0 on rank 6 (node2), and 2.13.0 on ranks 0,",
-        ),
-        ({"kernel": "5.4.0"}, "kernel is 5.4.0 on rank 6 (node2)"),
-        ({"device": "NVIDIA A100"}, "GPU is NVIDIA A100 on rank 6 (node2), and none on ranks"),
+        ({"environment": {"NCCL_DEBUG": "WARN", "NCCL_P2P_DISABLE": "1"}}, "NCCL_P2P_DISABLE", "1", "not set"),
+        ({"versions": {**NODE.versions, "torch": "2.12.0"}}, "torch", "2.12.0", "2.13.0"),
+        ({"kernel": "5.4.0"}, "kernel", "5.4.0", NODE.kernel),
+        ({"device": "NVIDIA A100"}, "GPU", "NVIDIA A100", "none"),
         (
             {"interfaces": {"eth0": {"addresses": NODE.host_addresses, "is_up": True, "mtu": 9000, "speed_mbit": 0}}},
-            "MTU is 9000 on rank 6 (node2), and 1500 on ranks",
+            "MTU",
+            "9000",
+            "1500",
         ),
     ],
 )
-def test_a_rank_that_differs_is_named_with_its_machine(changed: dict[str, Any], said: str) -> None:
-    status, text = found(checks_of(report(machine=machines(**changed))))["SF730"]
-    assert status == "warning"
-    assert said in text
+def test_a_rank_that_differs_is_named_with_its_machine(
+    changed: dict[str, Any], what: str, there: str, elsewhere: str
+) -> None:
+    (check,) = [one for one in checks_of(report(machine=machines(**changed))) if one.finding is not None]
+    assert check.finding is not None
+    assert (check.finding.code, check.status) == ("SF730", "warning")
+    assert check.finding.evidence["differing"][what] == {there: [6], elsewhere: [0, 1, 2, 3, 4, 5, 7]}
+    named = rf"{what} .*{there} on rank 6 \(node2\), .*{elsewhere} on ranks 0, 1, 2, 3, 4, 5, 7 \(node1, node2\)"
+    assert re.search(named, check.text)
 
 
 def test_what_may_differ_is_no_finding() -> None:
@@ -113,21 +114,22 @@ def test_what_may_differ_is_no_finding() -> None:
 @pytest.mark.parametrize(
     ("stage", "changed", "code", "status", "said"),
     [
-        ("clock", [-7.5, 0.1], "SF731", "warning", "rank 6 (node2) is 7.5 s ahead of rank 0"),
-        ("reach", {"0": "10.0.0.5: timed out"}, "SF732", "failed", "rank 6 (node2) does not reach rank 0 (node1)"),
-        ("join", {"nccl": "2.18.1", "loaded": ["/opt/libnccl.so.2"]}, "SF741", "warning", "has loaded NCCL 2.18.1"),
-        ("exchange", {"pairs": 7, "wrong": [2]}, "SF734", "failed", "rank 6 (node2) got something else than"),
-        ("collectives", {"wrong": {"all-gather": "number 3"}}, "SF734", "failed", "all-gather at rank 6 (node2)"),
+        ("clock", [-7.5, 0.1], "SF731", "warning", r"rank 6 \(node2\) .*7\.5 s ahead "),
+        ("reach", {"0": "10.0.0.5: timed out"}, "SF732", "failed", r"rank 6 \(node2\) .* rank 0 \(node1\): "),
+        ("join", {"nccl": "2.18.1", "loaded": ["/opt/libnccl.so.2"]}, "SF741", "warning",
+         r"rank 6 \(node2\) .* NCCL 2\.18\.1 "),
+        ("exchange", {"pairs": 7, "wrong": [2]}, "SF734", "failed", r"rank 6 \(node2\) .* rank 2 \(node1\) "),
+        ("collectives", {"wrong": {"all-gather": "number 3"}}, "SF734", "failed", r"^all-gather .*rank 6 \(node2\): "),
         ("bandwidth", bandwidth(11.0), "SF733", "warning",
-         "a large all-reduce has 11 GB/s of bus bandwidth, and 45 are to be expected: 1 InfiniBand ports"),
+         "all-reduce .* 11 GB/s .* 45 .*: 1 InfiniBand ports"),
         ("product", {"tflops": 400.0, "card": BUSY}, "SF735", "warning",
-         "rank 6 (node2) 400 TFLOP/s, and 702 is usual among 8 ranks"),
+         r"rank 6 \(node2\) 400 TFLOP/s, .* 702 .* 8 ranks"),
         ("product", {"tflops": 700.0, "card": {**BUSY, "slowed_by": ["too hot (hardware)"]}}, "SF723", "warning",
-         "the GPU of rank 6 (node2) is slowed down: too hot (hardware)"),
+         r" rank 6 \(node2\) .*: too hot \(hardware\)"),
         ("product", {"tflops": 700.0, "card": {**BUSY, "pcie_generation": 1}}, "SF725", "warning",
-         "the GPU of rank 6 (node2) uses generation 1 of 5 while it computes"),
-        ("storage", {"write": 3.0, "read": 9.0, "is_same": True}, "SF711", "warning", "rank 6 (node2) writes 3 MB/s"),
-        ("storage", {"write": 900.0, "read": 9.0, "is_same": False}, "SF711", "failed", "read something else"),
+         r" rank 6 \(node2\) .* generation 1 of 5 "),
+        ("storage", {"write": 3.0, "read": 9.0, "is_same": True}, "SF711", "warning", r"rank 6 \(node2\) .*\b3 MB/s "),
+        ("storage", {"write": 900.0, "read": 9.0, "is_same": False}, "SF711", "failed", r"rank 6 \(node2\) read "),
     ],
 )  # fmt: skip
 def test_what_one_rank_says_becomes_a_finding(stage: str, changed: Any, code: str, status: str, said: str) -> None:
@@ -135,14 +137,14 @@ def test_what_one_rank_says_becomes_a_finding(stage: str, changed: Any, code: st
     told.said[stage][6] = changed
     (one,) = found(checks_of(told)).items()
     assert (one[0], one[1][0]) == (code, status)
-    assert said in one[1][1]
+    assert re.search(said, one[1][1])
 
 
 def test_machines_of_one_name_are_told_apart() -> None:
     told = report(machine={rank: {**said, "host": "localhost"} for rank, said in machines().items()})
     told.said["reach"][4] = {"0": "10.0.0.5: timed out"}
     text = found(checks_of(told))["SF732"][1]
-    assert text == "rank 4 (localhost #2) does not reach rank 0 (localhost #1): 10.0.0.5: timed out"
+    assert re.fullmatch(r"rank 4 \(localhost #2\) .* rank 0 \(localhost #1\): 10\.0\.0\.5: timed out", text)
 
 
 def test_a_clock_that_is_not_known_better_is_not_blamed() -> None:
@@ -156,14 +158,14 @@ def test_the_stage_that_was_not_gone_through_names_who_did_not() -> None:
     del told.said["collectives"], told.said["bandwidth"], told.said["product"], told.said["storage"]
     told.stopped_in, told.within_s, told.silent = "collectives", 60.0, [5]
     status, text = found(checks_of(told))["SF742"]
-    assert (status, text) == ("failed", "rank 5 (node2) did not come through their first collectives within 60 s")
+    assert status == "failed"
+    assert re.fullmatch(rf"rank 5 \(node2\) .*{WHAT['collectives']} .* 60 s", text)
     told.errors = {3: "RuntimeError: Connection closed by peer"}
     text = found(checks_of(told))["SF742"][1]
-    assert text.startswith(
-        "rank 5 (node2) did not come through their first collectives within 60 s (rank 3 (node1) lost it"
-    )
+    assert re.match(rf"rank 5 \(node2\) .*{WHAT['collectives']} .* 60 s \(rank 3 \(node1\) ", text)
     told.errors = {3: "RuntimeError: Connection closed by peer", 2: "OutOfMemoryError: no"}
-    assert found(checks_of(told))["SF742"][1] == "rank 2 (node1): OutOfMemoryError: no, in their first collectives"
+    text = found(checks_of(told))["SF742"][1]
+    assert re.fullmatch(rf"rank 2 \(node1\): OutOfMemoryError: no, .*{WHAT['collectives']}", text)
 
 
 def one_machine(name: str, ranks: int = 8, gpus: int = 8, **changed: Any) -> Report:
@@ -205,10 +207,12 @@ def test_what_a_network_gives() -> None:
     slow, down = replace(port, rate="100 Gb/sec"), replace(port, state="DOWN")
     assert expected_gb_s(network(ports=[asdict(one) for one in (port, port, slow, down)]))[0] == 90.0
     assert expected_gb_s(network(ports=[asdict(port)] * 9))[0] == 180.0, "four ranks use four ports"
-    assert expected_gb_s(network(ports=[asdict(PORT)])) == (None, "which RoCE ports carry it is not known")
+    least, why = expected_gb_s(network(ports=[asdict(PORT)]))
+    assert (least, "RoCE" in why) == (None, True)
     bridge = {"docker0": asdict(Interface(("172.17.0.1",), True, 1500, 10_000))}
     nothing = network(ports=[], interfaces=bridge)
-    assert expected_gb_s(nothing) == (None, "the speed of the network is not known")
+    least, why = expected_gb_s(nothing)
+    assert (least, "speed of the network" in why) == (None, True)
     own = {**bridge, "eth0": asdict(Interface(("10.0.0.5",), True, 1500, 1000))}
     assert expected_gb_s(network(ports=[], interfaces=own)) == (0.0625, "Ethernet of 1 Gbit/s")
 

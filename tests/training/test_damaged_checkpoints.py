@@ -403,14 +403,14 @@ def test_tensors_of_another_type_are_refused(run: Path) -> None:
         rewrite(name, as_type(torch.float16))(newest)
     verify(newest)
     parameters = small_parameters()
-    with pytest.raises(CheckpointError, match=r"float16 there and .*float32 here"):
+    with pytest.raises(CheckpointError, match="float16 .*float32"):
         load_checkpoint(newest, parameters, torch.optim.AdamW(parameters.values()))
 
 
 def test_a_newer_format_is_one_only_if_its_manifest_proves_itself(run: Path) -> None:
     newest = checkpoint_folder(run, 3)
     reseal(newest, format_version=5, surefoot_version="9.9", is_new=True)
-    with pytest.raises(CheckpointError, match="format version 5; this Surefoot reads 3 and 4. .* 9.9"):
+    with pytest.raises(CheckpointError, match="version 5; .* 3 and 4.* 9.9"):
         find_newest(run)
     manifest = newest / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"9.9"', '"9.8"'))
@@ -480,7 +480,7 @@ def test_a_place_beyond_the_data_is_named(settings: dict[str, Any]) -> None:
     run = surefoot.train(settings, screen=False, save_steps=2).run_folder
     newest = checkpoint_folder(run, 2)
     edit("state.json", position={"epoch": 0, "window": 9, "used": 0})(newest)
-    with pytest.raises(DataError, match="window 9 of data that have 1"):
+    with pytest.raises(DataError, match=r"window 9 .* 1\."):
         surefoot.train(
             settings, screen=False, output_dir=run.with_name("new"), resume_from_checkpoint=newest, save_steps=2
         )
@@ -504,5 +504,5 @@ def test_a_file_that_may_not_be_read_is_no_damage(run: Path, name: str, monkeypa
     """Tests may run as root, who may read everything."""
     refused = checkpoint_folder(run, 3) / name
     monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != refused)
-    with pytest.raises(CheckpointError, match="permission denied"):
+    with pytest.raises(CheckpointError, match=f"step-00000003/{name}: permission denied"):
         find_newest(run)

@@ -141,7 +141,7 @@ def test_a_run_without_its_run_yaml_is_compared_by_its_checkpoint(run: Path, lon
         surefoot.train(longer, screen=False, learning_rate=0.02)
     for path in list_checkpoints(run):
         (path / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"run.yaml is unreadable"):
+    with pytest.raises(CheckpointError, match="run.yaml is unreadable"):
         surefoot.train(longer, screen=False)
 
 
@@ -150,7 +150,7 @@ def test_a_folder_without_a_sound_checkpoint_is_no_run(run: Path, longer: dict[s
     for path in list_checkpoints(run):
         (path / "manifest.json").write_text("{}")
     before = sorted(run.rglob("*"))
-    with pytest.raises(ConfigError, match="holds files that are no run"):
+    with pytest.raises(ConfigError, match="output_dir=.*: adapter, checkpoints, "):
         surefoot.train(longer, screen=False, overwrite_output_dir=True)
     assert sorted(run.rglob("*")) == before
 
@@ -164,7 +164,7 @@ def test_the_commands_say_what_they_can(run: Path, longer: dict[str, Any], tmp_p
     trained = command("train", str(tmp_path / "longer.yaml"))
     for done in (explained, trained):
         assert (done.returncode, "Traceback" in done.stderr + done.stdout) == (0, False), done.stderr
-    assert "run.yaml is unreadable" in trained.stderr
+    assert f"{run}/run.yaml " in trained.stderr
     assert "step-00000002" in trained.stderr
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -136,7 +137,7 @@ def test_a_bad_row_ends_the_run_when_preparing_comes_to_it(settings: dict[str, A
     """Long before training does; and what was learned until then is kept."""
     data = _written(tmp_path / "big.jsonl", [*counting_rows(20_000), {"messages": []}])
     base = {**settings, "dataset": data, "dataset_num_proc": 1, "max_steps": None, "shuffle": False}
-    with pytest.raises(DataError, match=r"big.jsonl:20001: 'messages' must be a non-empty list"):
+    with pytest.raises(DataError, match=r"big\.jsonl:20001: 'messages'"):
         run(base)
     folder = Path(base["output_dir"])
     steps = json.loads((folder / "summary.json").read_text())["steps"]
@@ -179,7 +180,7 @@ def test_data_as_json_is_what_is_trained(
     assert report["rows"] == {"read": 8, "trained": 7, "truncated": 0, "skipped": 1}
     assert report["duplicates"] == 1
     assert report["skipped"][0]["source"] == "a.jsonl:8"
-    assert "a.jsonl:8: 'messages' must be a non-empty list" in report["refusal"]
+    assert "a.jsonl:8: 'messages'" in report["refusal"]
     assert {finding["code"] for finding in report["findings"]} == {"SF502", "SF508"}
     first, second = report["samples"]
     assert first["source"] == "a.jsonl:1"
@@ -212,23 +213,23 @@ def test_a_cut_sample_is_shown_as_it_is_cut(
 def test_data_that_cannot_be_trained_are_named_and_end_with_status_2(settings: dict[str, Any], tmp_path: Path) -> None:
     done = command("data", config_file(tmp_path, {**settings, "max_length": 5, "truncation": "right"}))
     assert done.returncode == 2
-    assert "SF501 no token of any sample is trained" in done.stdout
+    assert "SF501" in done.stdout
 
 
 BAD_FILES: dict[str, tuple[str, bytes, str]] = {
-    "broken line": ("a.jsonl", json.dumps(ALPACA).encode() + b"\n{", "a.jsonl:2: not valid JSON"),
-    "cut array": ("a.json", b"[\n" + json.dumps(ALPACA).encode() + b",\n", "the JSON array is cut short"),
-    "not utf-8": ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl:1: not UTF-8"),
-    "nul": ("a.jsonl", b'{"text": "a\\u0000"}\n', "a.jsonl:1: text holds a NUL character"),
-    "huge row": ("a.jsonl", b'{"text": "' + b"x" * 50_000_000 + b'"}\n', "a.jsonl:1: the row has 47.7 MiB"),
-    "mixed": ("a.jsonl", f"{json.dumps(ALPACA)}\n{json.dumps(SHAREGPT)}\n".encode(), "a.jsonl:2: mixed formats"),
-    "ambiguous": ("a.jsonl", json.dumps({**ALPACA, **SHAREGPT}).encode(), "fit several formats: sharegpt, alpaca"),
-    "many columns": ("a.jsonl", json.dumps({f"c{n}": n for n in range(10_000)}).encode(), "(10000 columns)"),
+    "broken line": ("a.jsonl", json.dumps(ALPACA).encode() + b"\n{", r"a\.jsonl:2: .*JSON"),
+    "cut array": ("a.json", b"[\n" + json.dumps(ALPACA).encode() + b",\n", r"a\.json:\d: .*JSON array"),
+    "not utf-8": ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl:1: .*UTF-8"),
+    "nul": ("a.jsonl", b'{"text": "a\\u0000"}\n', r"a\.jsonl:1: text .*NUL"),
+    "huge row": ("a.jsonl", b'{"text": "' + b"x" * 50_000_000 + b'"}\n', r"a\.jsonl:1: .*47\.7 MiB"),
+    "mixed": ("a.jsonl", f"{json.dumps(ALPACA)}\n{json.dumps(SHAREGPT)}\n".encode(), r"a\.jsonl:2: .*sharegpt.*alpaca"),
+    "ambiguous": ("a.jsonl", json.dumps({**ALPACA, **SHAREGPT}).encode(), "formats: sharegpt, alpaca"),
+    "many columns": ("a.jsonl", json.dumps({f"c{n}": n for n in range(10_000)}).encode(), r"\(10000 columns\)"),
     "undeclared tool": (
         "a.jsonl",
         b'{"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": '
         b'"{\\"name\\": \\"f\\", \\"arguments\\": {}}"}]}',
-        "a.jsonl:1: a tool call of 'f', but the row has no `tools`",
+        r"a\.jsonl:1: .*'f'.*`tools`",
     ),
 }
 
@@ -239,7 +240,7 @@ def test_bad_files_stop_training_before_it_begins(settings: dict[str, Any], tmp_
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
         run(settings, dataset=str(tmp_path / name))
-    assert message in str(caught.value)
+    assert re.search(message, str(caught.value))
     assert not (Path(settings["output_dir"]) / "adapter").exists()
 
 
@@ -250,7 +251,7 @@ def test_data_shows_what_is_wrong_without_a_traceback(settings: dict[str, Any], 
     (tmp_path / name).write_bytes(content)
     done = command("data", config_file(tmp_path, {**settings, "dataset": str(tmp_path / name)}))
     assert done.returncode == 2
-    assert message in done.stdout + done.stderr
+    assert re.search(message, done.stdout + done.stderr)
     assert "Traceback" not in done.stderr
 
 
@@ -269,7 +270,7 @@ def test_a_template_in_an_endless_loop_ends_with_status_2(settings: dict[str, An
     )
     done = command("train", config_file(tmp_path, {**settings, "chat_template": str(tmp_path / "loop.jinja")}))
     assert done.returncode == 2
-    assert "train.jsonl:1: the chat template took over 3 s" in done.stderr
+    assert re.search(r"train\.jsonl:1: .*chat template .*\b3 s\b", done.stderr)
 
 
 def test_an_interrupt_while_data_are_prepared_leaves_no_worker(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -120,13 +120,13 @@ def test_a_missing_reward_is_told_before_data_are_prepared(grpo: dict[str, Any])
 
 def test_rows_without_an_answer_are_told_before_the_model_is_loaded(grpo: dict[str, Any], tmp_path: Path) -> None:
     settings = {**grpo, "reward_funcs": [{"func": "exact_match", "args": {"answer_column": "right"}}]}
-    with pytest.raises(ConfigError, match="exact_match: the rows have no column right; they have answer, prompt, tag"):
+    with pytest.raises(ConfigError, match="exact_match: .*right.*answer, prompt, tag"):
         surefoot.train(settings, screen=False)
     assert not list(tmp_path.glob("run/completions.jsonl"))
 
 
 def test_a_dense_model_has_no_routing_to_replay(grpo: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="routing_replay=rollout, but .* has no routers"):
+    with pytest.raises(ConfigError, match="routing_replay=rollout, .*routers"):
         surefoot.train(grpo, routing_replay="rollout", screen=False)
 
 
@@ -174,7 +174,7 @@ def test_a_reward_that_fails_on_some_is_a_finding_and_masks_them(grpo: dict[str,
     loaded = load_config(None, (), {**grpo, "reward_funcs": [reward_file(tmp_path, body)]})
     result = train(loaded, [Listens()], screen=False)
     assert [finding.code for finding in found] == ["SF802"]
-    assert "mine: ValueError: an a" in found[0].cause
+    assert "mine: ValueError: an a" in found[0].evidence["first"]
     assert found[0].code in [one["code"] for one in result.as_dict()["findings"]]
     for one in lines(tmp_path / "run", "completions.jsonl"):
         assert ("failures" in one) == ("a" in one["completion"])
@@ -187,7 +187,7 @@ def test_a_reward_of_one_number_for_each_group_is_a_finding_that_says_so(grpo: d
     settings = {**grpo, "reward_funcs": [reward_file(tmp_path, body)], "max_steps": 6}
     result = surefoot.train(settings, screen=False)
     (finding,) = [one for one in result.as_dict()["findings"] if one["code"] == "SF802"]
-    assert "mine: it returned 1 rewards for 4 completions" in finding["cause"]
+    assert re.match("mine: .*1 rewards .*4 completions", finding["evidence"]["first"])
     rewards = [one["reward"] for one in lines(tmp_path / "run", "completions.jsonl")]
     assert rewards.count(None) == 4
     assert rewards.count(0.5) == 44
@@ -219,7 +219,7 @@ def test_what_fails_in_groups_that_are_replaced_is_told_too(grpo: dict[str, Any]
     result = surefoot.train(settings, screen=False, dynamic_sampling_tries=8, max_steps=2)
     (finding,) = result.as_dict()["findings"]
     assert finding["code"] == "SF802"
-    assert "the judge is down" in finding["cause"]
+    assert "the judge is down" in finding["evidence"]["first"]
     metrics = lines(tmp_path / "run")
     assert sum(line["rewards_failed"] for line in metrics) == 4 * sum(line["groups_replaced"] for line in metrics) > 0
 
@@ -231,7 +231,8 @@ def test_rollouts_of_which_all_is_left_out_of_the_loss_are_a_finding(grpo: dict[
     assert sum(line["trained_tokens"] for line in lines(tmp_path / "run")) == 0
     (finding,) = result.as_dict()["findings"]
     assert finding["code"] == "SF804"
-    assert "that could teach were cut at max_completion_length" in finding["cause"]
+    assert "mask_truncated_completions" in finding["cause"]
+    assert finding["evidence"]["truncated_share"] == 1
 
 
 def test_rewards_and_what_is_trained_are_those_of_the_settings(grpo: dict[str, Any], tmp_path: Path) -> None:
@@ -273,7 +274,7 @@ def test_a_reward_has_the_deadline_of_the_settings(grpo: dict[str, Any], tmp_pat
     settings = {**grpo, "reward_funcs": [reward_file(tmp_path, "    time.sleep(30)")], "reward_timeout_s": 0.2}
     with pytest.raises(StoppedOnFinding) as stopped:
         surefoot.train(settings, screen=False)
-    assert "it took over 0.2 s" in stopped.value.finding.cause
+    assert re.match(r"mine: .*\b0\.2 s\b", stopped.value.finding.evidence["first"])
 
 
 @pytest.mark.matrix
@@ -285,7 +286,7 @@ def test_completions_that_cannot_be_written_end_all_ranks(grpo: dict[str, Any], 
     (tmp_path / "run.json").write_text(json.dumps({**grpo, "nproc_per_node": 2}))
     done = command("train", str(tmp_path / "run.json"), timeout_s=60)
     assert done.returncode == 1, done.stderr
-    assert "completions.jsonl: could not be written: No space left on device" in done.stderr
+    assert re.search(r"completions\.jsonl: .*No space left on device", done.stderr)
     assert "SF1" not in done.stderr, "no rank waits for the other"
 
 
@@ -294,14 +295,15 @@ def test_a_step_without_any_reward_stops_the_run(grpo: dict[str, Any], tmp_path:
     with pytest.raises(StoppedOnFinding) as stopped:
         surefoot.train(settings, screen=False)
     assert stopped.value.finding.code == "SF803"
-    assert "returned None" in stopped.value.finding.cause
+    assert "None" in stopped.value.finding.cause
+    assert stopped.value.finding.evidence["first"] == "none failed"
     assert len(lines(tmp_path / "run", "completions.jsonl")) == 8  # what was generated can be looked at
 
 
 def test_a_run_that_goes_on_with_other_rewards_says_so(
     grpo: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changed = "mine.py: changed since step 1; rewards from here on are of other functions"
+    changed = "mine.py: changed since step 1"
     body = "    return [float(len(one)) for one in completions]"
     settings = {**grpo, "reward_funcs": [reward_file(tmp_path, body)], "lr_scheduler_type": "constant"}
     surefoot.train(settings, warmup_ratio=0.0, max_steps=1)
@@ -316,15 +318,16 @@ def test_a_function_without_a_weight_only_watches(grpo: dict[str, Any], tmp_path
     broken = {"func": reward_file(tmp_path, "    raise OSError('no answer')"), "weight": 0.0}
     result = surefoot.train({**grpo, "reward_funcs": [VOWELS, broken], "max_steps": 1}, screen=False)
     (finding,) = [one for one in result.as_dict()["findings"] if one["code"] == "SF802"]
-    assert "the function has no weight: none is left out of the loss" in finding["cause"]
+    assert "no weight" in finding["cause"]
     assert all(one["reward"] == one["rewards"]["regex"] for one in lines(tmp_path / "run", "completions.jsonl"))
 
     judge = reward_file(tmp_path, "    return [None] * len(completions)")
     settings = {**grpo, "reward_funcs": [judge, {**VOWELS, "weight": 0.0}], "output_dir": str(tmp_path / "other")}
-    with pytest.raises(StoppedOnFinding, match="none of the 8 completions of step 1 has a reward"):
+    with pytest.raises(StoppedOnFinding) as stopped:
         surefoot.train(settings, screen=False)
+    assert (stopped.value.finding.code, stopped.value.finding.evidence["step"]) == ("SF803", 1)
     settings = {**grpo, "reward_funcs": [{**VOWELS, "weight": 0.0}]}
-    with pytest.raises(ConfigError, match="each of reward_funcs has weight 0"):
+    with pytest.raises(ConfigError, match="reward_funcs .*weight 0"):
         surefoot.train(settings, screen=False)
 
 
@@ -402,20 +405,21 @@ def test_rewards_of_answers_that_are_cut_are_told_from_those_of_whole_ones() -> 
         for step in range(12):
             found += flat.add(step, teaches=False, is_truncated=False, truncated_share=share, rewards=[0.0, 0.0])
         (finding,) = found
-        assert ("Raise max_completion_length" in finding.fix) == ("were cut" in finding.cause)
+        assert ("max_completion_length" in finding.fix) == ("max_completion_length" in finding.cause)
+        assert finding.evidence["truncated_share"] == share
         return finding.cause
 
-    assert cause(0.95).endswith("95% of the last completions were cut at max_completion_length")
-    assert "were cut" not in cause(0.5)
+    assert re.search("95% .*max_completion_length$", cause(0.95))
+    assert "max_completion_length" not in cause(0.5)
 
 
 def test_a_completion_longer_than_the_context_is_refused_by_row(grpo: dict[str, Any]) -> None:
-    message = r"12 rows are longer than the context of 256 less max_completion_length=6: .* Lower max_compl"
+    message = "12 rows .*context of 256 less max_completion_length=6: .* Lower max_compl"
     with pytest.raises(DataError, match=message):
         surefoot.train(grpo, max_completion_length=250, screen=False)
-    with pytest.raises(ConfigError, match="max_completion_length=256 leaves no room for a prompt in the 256 tokens"):
+    with pytest.raises(ConfigError, match="max_completion_length=256 leaves .* 256 tokens"):
         surefoot.train(grpo, max_completion_length=256, screen=False)
-    with pytest.raises(DataError, match="rows are longer than max_prompt_length=8"):
+    with pytest.raises(DataError, match="max_prompt_length=8"):
         surefoot.train(grpo, max_prompt_length=8, screen=False)
 
 
@@ -428,56 +432,56 @@ def test_positions_that_were_scaled_are_counted(grpo: dict[str, Any], tmp_path: 
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     settings = {**grpo, "model": str(tmp_path / "model"), "max_completion_length": 64, "max_steps": 1}
     assert surefoot.train(settings, screen=False).status == "completed"
-    with pytest.raises(DataError, match="longer than the context of 256 less max_completion_length"):
+    with pytest.raises(DataError, match="256 .*max_completion_length=6"):
         surefoot.train(settings, max_completion_length=250, screen=False, overwrite_output_dir=True)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"reward_funcs": []}, "method=grpo without reward_funcs"),
-        ({"reward_weights": [1.0, 2.0]}, "reward_weights has 2 numbers for 1 reward_funcs"),
-        ({"global_batch_size": 10}, "are no multiple of num_generations=4"),
-        ({"global_batch_size": None}, "a step has 3 completions"),
-        ({"beta": 0.1, "tuning": "full"}, "there is none. Set tuning: lora"),
-        ({"beta": 0.1, "target_modules": ["attention", "router"]}, "routers are trained in full"),
-        ({"importance_floor": 0.5, "importance_correction": "none"}, "which weighs nothing"),
+        ({"reward_funcs": []}, "method=grpo .*reward_funcs"),
+        ({"reward_weights": [1.0, 2.0]}, "reward_weights .*2 .*1 reward_funcs"),
+        ({"global_batch_size": 10}, "global_batch_size=10 .*num_generations=4"),
+        ({"global_batch_size": None}, "3 completions .*num_generations=4"),
+        ({"beta": 0.1, "tuning": "full"}, "beta=0.1 .*tuning=full"),
+        ({"beta": 0.1, "target_modules": ["attention", "router"]}, "beta=0.1 .*router .*target_modules"),
+        ({"importance_floor": 0.5, "importance_correction": "none"}, "importance_floor=0.5 .*correction=none"),
         # A lag that the engine rules out is not weighed against anything else.
         (
             {"max_staleness": 1, "num_iterations": 2, "importance_correction": "none"},
-            "^max_staleness=1 with roll.*it gen",
+            "^max_staleness=1 .*rollout_engine=local",
         ),
-        ({"max_staleness": 1}, "generates with the trained model itself"),
-        ({"max_staleness": 1, "num_iterations": 2, "rollout_engine": "vllm"}, "lag by 2 steps"),
+        ({"max_staleness": 1}, "max_staleness=1 .*rollout_engine=local"),
+        ({"max_staleness": 1, "num_iterations": 2, "rollout_engine": "vllm"}, "max_staleness=1 .*num_iterations=2"),
         (
             {"max_staleness": 1, "vllm_sleep": True, "rollout_engine": "vllm", "device": "auto"},
-            "the server would sleep while",
+            "vllm_sleep .*max_staleness=1",
         ),
-        ({"vllm_sleep": True, "rollout_engine": "vllm"}, "vLLM does not have it on the CPU"),
-        ({"routing_replay": "rollout", "rollout_engine": "vllm"}, "vLLM does not have it on the CPU"),
+        ({"vllm_sleep": True, "rollout_engine": "vllm"}, "vllm_sleep .*device=cpu"),
+        ({"routing_replay": "rollout", "rollout_engine": "vllm"}, "routing_replay .*device=cpu"),
         (
             {"rollout_engine": "vllm", "nnodes": 2, "rdzv_endpoint": "node1:29500"},
-            "is reached from its own machine only",
+            "rollout_engine=vllm .*nnodes=2",
         ),
-        ({"vllm_devices": "0"}, "vllm_devices: a setting of vLLM, but rollout_engine is local"),
+        ({"vllm_devices": "0"}, "^vllm_devices: .*rollout_engine"),
         (
             {"max_staleness": 1, "importance_correction": "none", "rollout_engine": "vllm"},
-            "nothing would make up for completions",
+            "max_staleness=1 .*importance_correction=none",
         ),
-        ({"target_modules": ["all", "vision"], "rollout_engine": "vllm"}, "with vision in target_modules"),
-        ({"routing_replay": "first"}, "there is one forward on each completion"),
-        ({"packing": True}, "packing=True is not available with method: grpo"),
-        ({"soft_overlong_length": 7}, "soft_overlong_length=7 is more than max_completion_length=6"),
-        ({"stop": ""}, "stop holds an empty text"),
+        ({"target_modules": ["all", "vision"], "rollout_engine": "vllm"}, "rollout_engine=vllm .*vision .*target"),
+        ({"routing_replay": "first"}, "routing_replay=first .*num_iterations=1"),
+        ({"packing": True}, "packing=True .*method: grpo"),
+        ({"soft_overlong_length": 7}, "soft_overlong_length=7 .*max_completion_length=6"),
+        ({"stop": ""}, "^stop .*empty"),
         ({"temperature": 0.0}, "temperature=0.0"),
-        ({"truncation": "right"}, "truncation=right would cut off the end of a prompt"),
-        ({"rollout_engine": "vllm", "vllm_server": "https://x:1"}, "is no address of the form"),
-        ({"rollout_engine": "vllm", "vllm_server": "http://127.0.0.1:99999"}, "is no address of the form"),
-        ({"rollout_engine": "vllm", "top_p": 0.9, "temperature": 0.9}, "rollout_engine=vllm with top_p or top_k"),
-        ({"rollout_engine": "vllm", "target_modules": ["router"]}, "routers are trained in full"),
-        ({"method": "sft"}, "is a setting of GRPO. Set method: grpo"),
-        ({"reward_funcs": [{"func": "regex", "pattern": "x"}]}, r"reward_funcs\[0\].pattern: there is no such key"),
-        ({"reward_funcs": ["vowels"]}, "'vowels' is neither a built-in"),
+        ({"truncation": "right"}, "truncation=right"),
+        ({"rollout_engine": "vllm", "vllm_server": "https://x:1"}, "vllm_server=https://x:1 .*http://"),
+        ({"rollout_engine": "vllm", "vllm_server": "http://127.0.0.1:99999"}, "vllm_server=.*:99999 "),
+        ({"rollout_engine": "vllm", "top_p": 0.9, "temperature": 0.9}, "rollout_engine=vllm .*top_p .*temperature=0.9"),
+        ({"rollout_engine": "vllm", "target_modules": ["router"]}, "rollout_engine=vllm .*router .*target"),
+        ({"method": "sft"}, "reward_funcs.* method: grpo"),
+        ({"reward_funcs": [{"func": "regex", "pattern": "x"}]}, r"reward_funcs\[0\].pattern: "),
+        ({"reward_funcs": ["vowels"]}, "'vowels' .*exact_match"),
     ],
 )
 def test_settings_that_make_no_run_are_refused(grpo: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
@@ -492,7 +496,7 @@ def test_bad_input_on_the_command_line_ends_with_status_2(grpo: dict[str, Any], 
     )
     done = command("train", str(tmp_path / "run.yaml"))
     assert done.returncode == 2
-    assert f"reward_funcs: {tmp_path}/absent.py does not exist (run.yaml:7)." in done.stderr
+    assert re.search(rf"reward_funcs: {tmp_path}/absent\.py .*\(run\.yaml:7\)\.", done.stderr)
     assert "Traceback" not in done.stderr
 
 
@@ -500,9 +504,7 @@ def test_completions_longer_than_the_context_end_a_run_with_status_2(grpo: dict[
     (tmp_path / "run.yaml").write_text(json.dumps(grpo))
     done = command("train", str(tmp_path / "run.yaml"), "max_completion_length=250")
     assert done.returncode == 2
-    assert "error: 12 of 12 rows are longer than the context of 256 less max_completion_length=6: the first is " in (
-        done.stderr
-    )
+    assert re.search("^error: 12 of 12 rows .* 256 .*max_completion_length=6: ", done.stderr, re.MULTILINE)
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run/completions.jsonl").exists()
 
@@ -560,7 +562,7 @@ def test_a_server_is_started_with_what_the_run_asks_of_it(
     script.write_text('#!/bin/sh\necho "$*" > "$0.options"\nenv > "$0.variables"\nexit 7\n')
     script.chmod(0o755)
     given = {**grpo, "rollout_engine": "vllm", "vllm_command": str(script), **changes}
-    with pytest.raises(StoppedOnFinding, match="the server ended with status 7") as stopped:
+    with pytest.raises(StoppedOnFinding, match="status 7") as stopped:
         surefoot.train({name: value for name, value in given.items() if value is not None}, screen=False)
     assert stopped.value.finding.code == "SF801"
     said, environment = (tmp_path / f"vllm.{name}" for name in ("options", "variables"))

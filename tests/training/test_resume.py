@@ -5,6 +5,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import resource
 import select
 import shutil
@@ -151,7 +152,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(settings: dict
     result = surefoot.train(settings, screen=False)
     assert [finding.code for finding in result.findings] == ["SF601"] * 3
     assert str(weights) in result.findings[0].cause
-    assert "does not match its checksum" in result.findings[0].cause
+    assert "checksum" in result.findings[0].cause
     assert "state.json is missing" in result.findings[1].cause
     assert "manifest.json is unreadable" in result.findings[2].cause
     assert_same_run(whole.run_folder, run)
@@ -161,7 +162,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over_in_silence(
     run = surefoot.train(settings, screen=False, save_steps=2).run_folder
     for path in list_checkpoints(run):
         (path / "manifest.json").unlink(missing_ok=True)
-    with pytest.raises(CheckpointError, match="all 2 checkpoints are damaged; the newest: .*step-00000004"):
+    with pytest.raises(CheckpointError, match="all 2 .*damaged; .*step-00000004"):
         surefoot.train(settings, screen=False)
     assert len(list_checkpoints(run)) == 2
 
@@ -173,9 +174,7 @@ def test_an_adapter_does_not_go_on_beside_other_weights(settings: dict[str, Any]
     (path,) = model.glob("*.safetensors")
     weights = load_file(path)
     save_file({name: value * 1.5 for name, value in weights.items()}, path, metadata={"format": "pt"})
-    with pytest.raises(
-        CheckpointError, match=r"step-00000001 was trained beside other weights: those of .*/model have"
-    ):
+    with pytest.raises(CheckpointError, match="step-00000001 .*other weights: .*/model "):
         surefoot.train(settings, max_steps=2, screen=False)
     save_file(weights, path, metadata={"format": "pt"})
     assert surefoot.train(settings, max_steps=2, screen=False).steps == 2
@@ -186,12 +185,12 @@ def test_overwriting_deletes_the_old_run_only_when_the_new_one_is_ready(settings
     summary = (run / "summary.json").read_bytes()
     with pytest.raises(DataError):
         surefoot.train(settings, screen=False, overwrite_output_dir=True, dataset="typo.jsonl")
-    with pytest.raises(ConfigError, match="would delete init_adapter="):
+    with pytest.raises(ConfigError, match="overwrite_output_dir .*init_adapter="):
         surefoot.train(settings, screen=False, overwrite_output_dir=True, init_adapter=run / "adapter")
     template, kept = run / "adapter" / "chat_template.jinja", run / "checkpoints" / "held-out.jsonl"
     shutil.copy(settings["dataset"], kept)
     for name, value in (("chat_template", template), ("eval_dataset", kept), ("image_dir", run / "adapter")):
-        with pytest.raises(ConfigError, match=f"would delete {name}="):
+        with pytest.raises(ConfigError, match=f"overwrite_output_dir .*{name}="):
             surefoot.train(settings, screen=False, overwrite_output_dir=True, **{name: str(value)})
     assert kept.is_file()
     assert (run / "adapter").is_dir()
@@ -213,7 +212,7 @@ def test_a_start_that_fails_keeps_what_a_failed_one_achieved(settings: dict[str,
     with pytest.raises(DataError):
         surefoot.train(settings, screen=False)
     again = json.loads((run / "summary.json").read_text())
-    assert "rows.jsonl does not exist" in again["error"]
+    assert "rows.jsonl" in again["error"]
     assert {**again, "error": ""} == {**summary, "status": "failed", "error": ""}
 
 
@@ -254,7 +253,7 @@ def test_overwriting_keeps_what_this_start_found(settings: dict[str, Any], tmp_p
 def test_naming_a_run_folder_says_which_checkpoint_to_name(settings: dict[str, Any], tmp_path: Path) -> None:
     run = surefoot.train(settings, screen=False).run_folder
     other = {**settings, "output_dir": str(tmp_path / "other"), "resume_from_checkpoint": str(run)}
-    with pytest.raises(CheckpointError, match=rf"is a run folder. Name one.*{list_checkpoints(run)[-1].name}, or set"):
+    with pytest.raises(CheckpointError, match=f"run folder.*{list_checkpoints(run)[-1].name}"):
         surefoot.train(other, screen=False)
 
 
@@ -262,18 +261,18 @@ def test_naming_a_damaged_checkpoint_is_refused(settings: dict[str, Any], tmp_pa
     run = surefoot.train(settings, screen=False).run_folder
     path = list_checkpoints(run)[-1]
     os.truncate(next((path / "optimizer").glob("*.safetensors")), 100)
-    with pytest.raises(DamagedCheckpoint, match="does not match its checksum"):
+    with pytest.raises(DamagedCheckpoint, match=r"optimizer/.*\.safetensors"):
         verify(path)
-    with pytest.raises(CheckpointError, match="is damaged"):
+    with pytest.raises(CheckpointError, match=f"resume_from_checkpoint=.*{path.name} is damaged"):
         surefoot.train(settings, screen=False, output_dir=tmp_path / "new", resume_from_checkpoint=path)
-    with pytest.raises(CheckpointError, match="no such folder"):
+    with pytest.raises(CheckpointError, match="resume_from_checkpoint=.*/none: "):
         surefoot.train(settings, screen=False, resume_from_checkpoint=tmp_path / "none")
 
 
 def test_a_newer_format_is_not_read(settings: dict[str, Any]) -> None:
     run = surefoot.train(settings, screen=False).run_folder
     reseal(list_checkpoints(run)[-1], format_version=99)
-    with pytest.raises(CheckpointError, match="format version 99; this Surefoot reads 3 and 4. Use a newer version"):
+    with pytest.raises(CheckpointError, match="version 99; .* 3 and 4. .*newer version"):
         surefoot.train(settings, screen=False)
 
 
@@ -300,9 +299,7 @@ def test_checkpoints_of_later_steps_are_left_behind_by_a_run_that_goes_on_from_b
             said.append(getattr(event, "text", ""))
 
     train_with(again, Hears(4, signal.SIGTERM))
-    assert any(
-        text.startswith("set aside in checkpoints/, since this run goes on from before: step-00000003") for text in said
-    )
+    assert any(re.match("set aside in checkpoints/.*: step-00000003", text) for text in said)
     assert [path.name for path in list_checkpoints(run)] == ["step-00000003", "step-00000004"]
     assert len(list((run / "checkpoints").glob("left-step-0000000?-*"))) == 4
     surefoot.train({**again, "resume_from_checkpoint": "auto"}, screen=False)
@@ -336,9 +333,9 @@ def test_a_signal_in_an_evaluation_is_heard_before_the_next_batch(
 def test_what_a_run_is_not_through_with_is_said(settings: dict[str, Any]) -> None:
     run = surefoot.train(settings, screen=False, max_steps=2, save_steps=0).run_folder
     shutil.rmtree(run / "adapter")
-    with pytest.raises(ModelError, match="has no checkpoint yet"):
+    with pytest.raises(ModelError, match="no checkpoint yet: .*save_steps"):
         export(run, run / "new", merge=False, step=None)
-    with pytest.raises(ModelError, match=r"has not come to its end. `surefoot export .*` writes what its newest"):
+    with pytest.raises(ModelError, match="`surefoot export .*/run FOLDER`"):
         load(str(run), None)
 
 
@@ -354,12 +351,12 @@ def test_a_completed_run_is_not_trained_again(settings: dict[str, Any]) -> None:
 
 def test_a_changed_config_is_named_field_by_field(settings: dict[str, Any], tmp_path: Path) -> None:
     run = surefoot.train(settings, screen=False).run_folder
-    with pytest.raises(CheckpointError, match=r"differs in learning_rate: 0.01 -> 0.5; seed: 42 -> 7. Choose another"):
+    with pytest.raises(CheckpointError, match="differs in learning_rate: 0.01 -> 0.5; seed: 42 -> 7"):
         surefoot.train(settings, screen=False, learning_rate=0.5, seed=7)
     path = list_checkpoints(run)[-1]
-    with pytest.raises(CheckpointError, match="written with other settings: seed: 42 -> 7"):
+    with pytest.raises(CheckpointError, match="step-00000004 .*other settings: seed: 42 -> 7"):
         surefoot.train(settings, screen=False, seed=7, output_dir=tmp_path / "new", resume_from_checkpoint=path)
-    with pytest.raises(CheckpointError, match="already holds a run, and resume_from_checkpoint is false"):
+    with pytest.raises(CheckpointError, match="output_dir=.*resume_from_checkpoint is false"):
         surefoot.train(settings, screen=False, resume_from_checkpoint=False)
     replaced = surefoot.train(settings, screen=False, seed=7, overwrite_output_dir=True)
     assert replaced.status == "completed"
@@ -370,7 +367,7 @@ def test_changed_data_are_noticed(settings: dict[str, Any], tmp_path: Path) -> N
     settings = {**settings, "dataset": str(data)}
     train_with(settings, SignalAfter(2, signal.SIGTERM))
     write_jsonl(data, counting_rows(21))
-    with pytest.raises(CheckpointError, match="trained on other data"):
+    with pytest.raises(CheckpointError, match=r"step-00000002 .*other data: .*/data\.jsonl "):
         surefoot.train(settings, screen=False)
 
 
@@ -382,7 +379,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps({**state, "base_fingerprint": ""}))  # as an earlier version left it
     reseal(path, config={**read_json(path / "manifest.json")["config"], "model": str(model_folder("llama"))})
-    with pytest.raises(CheckpointError, match=r"\d+ tensors do not fit this run; model.layers.0.mlp"):
+    with pytest.raises(CheckpointError, match=r"\d+ tensors .*; model.layers.0.mlp"):
         surefoot.train(
             settings,
             screen=False,
@@ -396,19 +393,19 @@ def test_a_folder_with_other_files_is_not_touched(settings: dict[str, Any]) -> N
     folder = Path(settings["output_dir"])
     folder.mkdir()
     (folder / "thesis.tex").write_text("mine")
-    with pytest.raises(ConfigError, match="holds files that are no run: thesis.tex"):
+    with pytest.raises(ConfigError, match="files that are no run: thesis.tex"):
         surefoot.train(settings, screen=False)
     assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
     for overwrite in (False, True):
         shutil.rmtree(folder)
         (folder / "model").mkdir(parents=True)
         (folder / "run.yaml").write_text("the user's own")
-        with pytest.raises(ConfigError, match="holds files that are no run: model, run.yaml"):
+        with pytest.raises(ConfigError, match="output_dir=.*: model, run.yaml"):
             surefoot.train(settings, screen=False, overwrite_output_dir=overwrite)
         assert (folder / "model").is_dir()
     shutil.rmtree(folder)
     folder.write_text("a file")
-    with pytest.raises(ConfigError, match="is a file"):
+    with pytest.raises(ConfigError, match="output_dir=.* is a file"):
         surefoot.train(settings, screen=False)
 
 
@@ -437,7 +434,7 @@ def test_two_processes_cannot_share_a_run_folder(settings: dict[str, Any]) -> No
                     Second.error = error
 
     train_with(settings, Second())
-    assert "in use by another process" in str(Second.error)
+    assert f"output_dir={settings['output_dir']} is in use" in str(Second.error)
 
 
 def test_a_disk_that_fills_during_a_save_loses_nothing(settings: dict[str, Any]) -> None:
@@ -455,9 +452,7 @@ def test_a_disk_that_fills_during_a_save_loses_nothing(settings: dict[str, Any])
                 resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
 
     try:
-        with pytest.raises(
-            StorageError, match=r"step-00000004: could not be written: .*MiB free.*Nothing that was there"
-        ):
+        with pytest.raises(StorageError, match="step-00000004: .*MiB free"):
             train_with({**settings, "save_steps": 2}, DiskFills())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -503,7 +498,7 @@ def test_a_save_that_fails_in_any_way_is_an_error_of_the_run(
         raise RuntimeError("broken on purpose")
 
     monkeypatch.setattr(saver, "write_pieces", broken)
-    with pytest.raises(StorageError, match="RuntimeError: broken on purpose. Older checkpoints stay"):
+    with pytest.raises(StorageError, match="step-00000002: .*RuntimeError: broken on purpose"):
         surefoot.train(settings, save_steps=2, screen=False)
     assert list_checkpoints(Path(settings["output_dir"])) == []
 
@@ -515,12 +510,12 @@ def test_a_file_system_without_locks_is_not_taken_for_a_folder_in_use(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(ConfigError, match="takes no locks: No locks available"):
+    with pytest.raises(ConfigError, match="output_dir=.*No locks available"):
         surefoot.train(settings, screen=False)
 
 
 def test_lines_that_cannot_be_written_end_the_run_with_their_file() -> None:
-    with pytest.raises(StorageError, match=r"/dev/full: could not be written: No space left on device"):
+    with pytest.raises(StorageError, match="/dev/full: .*No space left on device"):
         CompletionsFile(Path("/dev/full"), Path("/dev/full")).observe(CompletionsMade(1, 0, ({"place": "x:1"},)))
 
 
@@ -616,7 +611,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 def test_a_run_that_is_beyond_its_new_end_says_so(settings: dict[str, Any]) -> None:
     settings |= {"lr_scheduler_type": "constant", "save_steps": 2}
     surefoot.train(settings, max_steps=4, screen=False)
-    with pytest.raises(ConfigError, match=r"max_steps=2, and the run in .* is at step 4 already. Raise it"):
+    with pytest.raises(ConfigError, match="max_steps=2, .* step 4 "):
         surefoot.train(settings, max_steps=2, screen=False)
     assert json.loads((Path(settings["output_dir"]) / "summary.json").read_text())["status"] == "completed"
 
@@ -624,7 +619,7 @@ def test_a_run_that_is_beyond_its_new_end_says_so(settings: dict[str, Any]) -> N
 def test_a_run_of_another_length_is_told_how_to_go_on_from_it(settings: dict[str, Any]) -> None:
     settings |= {"lr_scheduler_type": "cosine"}
     surefoot.train(settings, max_steps=2, screen=False)
-    with pytest.raises(CheckpointError, match=r"a run of another length: max_steps: 2 -> 5.*init_adapter: .*/adapter"):
+    with pytest.raises(CheckpointError, match="max_steps: 2 -> 5.*init_adapter: .*/adapter"):
         surefoot.train(settings, max_steps=5, screen=False)
 
 
@@ -642,11 +637,11 @@ def test_a_finding_of_an_earlier_start_is_told_as_one(
     settings |= {"lr_scheduler_type": "constant"}
     folder = surefoot.train(settings, max_steps=1, screen=False).run_folder
     FindingLog(folder).note(Finding("SF101", "rank 0 was killed", {"rank": 0}, "See why."))
-    assert "when: in an earlier start" not in explain(folder).as_text()
+    assert "earlier start" not in explain(folder).as_text()
     surefoot.train(settings, max_steps=2, screen=False)
     told = explain(folder)
     assert (told.status, "SF101" in told.as_text()) == ("completed", True)
-    assert "when: in an earlier start of this run" in told.as_text()
+    assert "earlier start" in told.as_text()
     (said,) = told.as_dict()["findings"]
     assert said["is_of_earlier_start"]
     again = Finding("SF101", "rank 0 does it again", {"rank": 0}, "See why.")
@@ -663,7 +658,7 @@ def test_a_link_in_a_run_folder_is_not_written_through(settings: dict[str, Any],
     folder = Path(settings["output_dir"])
     folder.mkdir()
     (folder / name).symlink_to(tmp_path / "bashrc")
-    with pytest.raises(ConfigError, match="is a link to"):
+    with pytest.raises(ConfigError, match=f"{name} .*/bashrc,"):
         surefoot.train(settings, screen=False)
     assert (tmp_path / "bashrc").read_text() == "mine"
 

@@ -17,7 +17,7 @@ import surefoot
 from surefoot.config import load_config
 from surefoot.errors import ConfigError, ModelError, StoppedOnFinding
 from surefoot.models.generate import generating
-from surefoot.training.run import train
+from surefoot.training.run import ALL_LOGITS, EXPERTS_LEFT_OUT, train
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.models import MOE, SIZES
 from tests.support.processes import surefoot as surefoot_command
@@ -169,7 +169,7 @@ def test_full_fine_tuning_leaves_a_plain_model(settings: dict[str, Any], tmp_pat
         logits_of(AutoModelForCausalLM.from_pretrained(exported)), logits_of(model), atol=1e-5, rtol=1e-5
     )
     assert tokenizer.chat_template is not None
-    with pytest.raises(surefoot.errors.ModelError, match="no adapter to merge"):
+    with pytest.raises(surefoot.errors.ModelError, match="no adapter .*--merge"):
         surefoot.export(run, tmp_path / "merged", merge=True)
 
 
@@ -248,7 +248,7 @@ def test_a_non_finite_loss_stops_the_run_with_its_rows_and_the_last_good_checkpo
     assert finding.evidence["last_good_checkpoint"] == str(run / "checkpoints" / f"step-{step - 1:08d}")
     assert finding.evidence["rows"].count("train.jsonl:") == 4
     assert finding.evidence["largest_trained_weight"] > 1e6
-    assert "so the steps before were too large" in finding.cause
+    assert "too large" in finding.cause
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert summary["steps"] == step - 1
@@ -291,7 +291,7 @@ def test_layers_that_carry_state_across_samples_are_refused(
     config = Lfm2Config(**SIZES, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)
     Lfm2ForCausalLM(config).save_pretrained(tmp_path / "lfm2")
     tokenizer.save_pretrained(tmp_path / "lfm2")
-    with pytest.raises(ModelError, match="mixes samples that share a batch"):
+    with pytest.raises(ModelError, match="Lfm2ForCausalLM .* conv,"):
         surefoot.train(settings, screen=False, model=str(tmp_path / "lfm2"), target_modules=["attention"])
 
 
@@ -334,7 +334,7 @@ def test_the_text_part_of_a_vision_language_moe_is_trained(
 
 
 def test_dropout_with_experts_among_the_targets_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match="lora_dropout=0.1 with 4 expert stacks among the targets"):
+    with pytest.raises(ModelError, match="lora_dropout=0.1 .*4 expert stacks"):
         surefoot.train(settings, screen=False, lora_dropout=0.1)
 
 
@@ -349,12 +349,12 @@ def test_names_that_mean_experts_elsewhere_are_told_of(
     changes = {"model": str(model_folder("qwen2_moe")), "target_modules": targets}
     surefoot.train({**settings, **changes}, max_steps=1)
     shown = "".join(capsys.readouterr())
-    said = "gate_proj, down_proj mean linear layers, and the experts of this model are none: add `experts`"
+    said = EXPERTS_LEFT_OUT.format("gate_proj, down_proj")
     assert (said in shown) == is_told, shown
 
 
 def test_balancing_a_dense_model_is_refused(settings: dict[str, Any], model_folder: Callable[[str], Path]) -> None:
-    with pytest.raises(ModelError, match="LlamaForCausalLM has no routers to balance"):
+    with pytest.raises(ModelError, match="router_aux_loss_coef=0.1, .*LlamaForCausalLM has no routers"):
         surefoot.train(settings, screen=False, model=str(model_folder("llama")), router_aux_loss_coef=0.1)
 
 
@@ -370,7 +370,7 @@ def test_the_model_is_stopped_from_scaling_its_logits_in_silence(
     tokenizer.save_pretrained(tmp_path / "granite")
     result = surefoot.train({**settings, "model": str(tmp_path / "granite"), "shuffle": False, "max_steps": 1})
     found = metrics_of(result.run_folder)[0]["loss"]
-    assert "those of all trained tokens of a micro-batch are held at once" in capsys.readouterr().err
+    assert ALL_LOGITS in capsys.readouterr().err
     row = counting_rows(4)
     total = count = 0.0
     for entry in row:

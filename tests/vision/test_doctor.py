@@ -1,5 +1,6 @@
 """The doctor says what becomes of images beside text."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,10 @@ def said(settings: dict[str, Any]) -> Check:
 def test_text_beside_images(vision: Callable[..., dict[str, Any]], settings: dict[str, Any], tmp_path: Path) -> None:
     mixed = said(vision())
     assert mixed.status == "ok"
-    assert "8 of 12 have images and 4 are text: ranks that get text alone show the tower a blank image" in mixed.text
+    assert re.search("8 of 12 .*images .*4 .*text", mixed.text)
     seen = [row for row in picture_rows(tmp_path / "more") if row.get("images")]
-    assert (
-        said(vision(dataset=str(write_jsonl(tmp_path / "more" / "seen.jsonl", seen)))).text == "8 of 8 have images: all"
-    )
+    all_seen = said(vision(dataset=str(write_jsonl(tmp_path / "more" / "seen.jsonl", seen))))
+    assert re.fullmatch("8 of 8 .*images.*all", all_seen.text)
     blind = said({**vision(), "model": settings["model"]})
     assert blind.status == "failed"
-    assert "8 of 12 have images; this model reads text only" in blind.text
+    assert re.search("8 of 12 .*images; .*text only", blind.text)

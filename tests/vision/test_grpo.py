@@ -191,7 +191,7 @@ def test_an_image_that_goes_during_a_run_ends_it_with_its_row(grpo: Any, tmp_pat
     rows = [row for row in picture_rows(tmp_path / "data") if row["images"]]
     path = write_jsonl(tmp_path / "data" / "seen.jsonl", rows)
     given = grpo(dataset=str(path)) | {"reward_funcs": [f"{tmp_path}/mine.py:mine"], "max_steps": 20}
-    with pytest.raises(DataError, match=r"seen\.jsonl:\d+: image .*\.png was changed since its row was prepared"):
+    with pytest.raises(DataError, match=r"seen\.jsonl:\d+: image .*\.png was changed"):
         surefoot.train(given, screen=False)
 
 
@@ -219,7 +219,7 @@ def test_a_server_is_shown_the_pixels_of_training(vision: Any) -> None:
     made = completion_of(answer, request, sampling, "policy", 4, 1000)
     assert (made.ids, made.logprobs, made.policy_version) == ([5, 6, 7], [-5.0, -6.0, -7.0], 4)
     answer["prompt_token_ids"] = [8, *[token] * (cells[0] + 1), 9, *[token] * cells[1], 7]
-    with pytest.raises(ValueError, match="reads the prompt of x:1 as .* tokens.*scales images in another way"):
+    with pytest.raises(ValueError, match="prompt of x:1 .* tokens.*scales images"):
         completion_of(answer, request, sampling, "policy", 4, 1000)
 
 

@@ -267,7 +267,7 @@ def test_a_redirect_leads_to_public_addresses_alone(target: str, serve: Serve, t
     "host", ["169.254.169.254", "[fe80::1]", "0.0.0.0", "[::]", "100.100.100.200", "[fd00:ec2::254]", "224.0.0.1"]
 )
 def test_addresses_that_no_image_server_has_are_not_connected_to(host: str, tmp_path: Path) -> None:
-    with pytest.raises(images.BadImage, match="is neither a public nor a private address"):
+    with pytest.raises(images.BadImage, match="neither a public nor a private"):
         find_image(f"http://{host}/1.png", tmp_path, ONLINE)
 
 
@@ -320,7 +320,7 @@ def test_a_download_has_no_more_bytes_than_an_image_may_have(serve: Serve, tmp_p
 
 def test_a_download_that_breaks_off_is_told_from_a_broken_image(serve: Serve, tmp_path: Path) -> None:
     address = serve(lambda channel, _: channel.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n1234"))
-    with pytest.raises(images.BadImage, match="ended after 4 bytes; 996 more"):
+    with pytest.raises(images.BadImage, match="4 bytes; 996 "):
         find_image(f"{address}/1.png", tmp_path, ONLINE)
 
 
@@ -344,9 +344,9 @@ def test_a_proxy_is_used_where_the_environment_names_it(
         monkeypatch.setenv(name, proxy)
     monkeypatch.delenv("no_proxy", raising=False)
     assert find_image("http://images.example/1.png?a=b c", tmp_path, ONLINE).rows > 0
-    with pytest.raises(images.BadImage, match="a redirect leads to 127"):
+    with pytest.raises(images.BadImage, match="redirect .*127"):
         find_image("http://images.example/away", tmp_path, ONLINE)
-    with pytest.raises(images.BadImage, match="the proxy answered with HTTP status 403"):
+    with pytest.raises(images.BadImage, match="proxy .*403"):
         find_image("https://images.example/1.png", tmp_path, ONLINE)
     assert requests == [
         "GET http://images.example/1.png?a=b%20c HTTP/1.1",

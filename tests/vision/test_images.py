@@ -17,6 +17,7 @@ import torch
 from PIL import Image as Pillow
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 
+from surefoot.data import images
 from surefoot.data.conversation import BadRow
 from surefoot.data.formats import FormatSpec, Reader, format_of
 from surefoot.data.images import Image, ImageSettings, find_image, open_image, positions
@@ -178,27 +179,27 @@ def refused(rows: Path) -> dict[str, tuple[dict[str, Any], str]]:
         return {"query": question, "response": "a", "images": list(images)}
 
     return {
-        "missing": (asking("no.png"), r"image no\.png is missing; looked for "),
+        "missing": (asking("no.png"), r"image no\.png is missing"),
         "broken": (asking("broken.png"), r"broken\.png is broken: "),
         "cut short": (asking("short.png"), r"short\.png is broken: "),
         "no image": (asking("notes.txt"), r"notes\.txt is broken: "),
         "address": (
             {"messages": talk([{"type": "image_url", "image_url": {"url": "https://x.org/1.png"}}])},
-            "https://x.org/1.png is an address, which is not fetched",
+            "https://x.org/1.png .*allow_image_urls",
         ),
-        "too few": (asking(good, question="<image><image>?"), "columns name 1 images, and its turns hold 2 x <image>"),
-        "too many": (asking(good, good), "columns name 2 images, and its turns hold 1 x <image>"),
-        "none": ({"messages": talk([{"type": "image"}])}, "columns name 0 images, and its turns hold 1 x <image>"),
-        "empty": (asking(), "columns name 0 images, and its turns hold 1 x <image>"),
-        "in an answer": ({"messages": talk("?", "<image>"), "images": [good]}, "the assistant's turn holds an image"),
-        "a number": (asking(3, question="?"), r"images\[0\] is 3; an image is a path"),
-        "no base64": (asking("data:image/png;base64,###", question="?"), "is no base64 text"),
-        "bare text": ({"prompt": "?", "completion": "a", "images": [good]}, "bare texts instead of messages"),
-        "twice": ({**asking(good), "image": good}, "images in both of `images` and `image`"),
+        "too few": (asking(good, question="<image><image>?"), "1 images, .*2 x <image>"),
+        "too many": (asking(good, good), "2 images, .*1 x <image>"),
+        "none": ({"messages": talk([{"type": "image"}])}, "0 images, .*1 x <image>"),
+        "empty": (asking(), "0 images, .*1 x <image>"),
+        "in an answer": ({"messages": talk("?", "<image>"), "images": [good]}, "assistant's turn .*image"),
+        "a number": (asking(3, question="?"), r"images\[0\] is 3;"),
+        "no base64": (asking("data:image/png;base64,###", question="?"), "no base64"),
+        "bare text": ({"prompt": "?", "completion": "a", "images": [good]}, "bare texts"),
+        "twice": ({**asking(good), "image": good}, "`images` and `image`"),
         "another column": ({"query": "<image>?", "response": "a", "picture": good}, r"columns: \{images: picture\}"),
         "another name": ({"query": "<image>?", "response": "a", "file": "a.JPG"}, r"Set columns: \{images: file\}"),
         "video": ({"query": "?", "response": "a", "videos": ["a.mp4"]}, "this version trains on text and images"),
-        "narrow": (asking("narrow.png", question="?"), "more than 200 times as long as wide"),
+        "narrow": (asking("narrow.png", question="?"), "2 x 500 .*200 times"),
     }  # fmt: skip
 
 
@@ -216,7 +217,7 @@ def test_what_cannot_be_seen_is_refused(name: str, tmp_path: Path) -> None:
 
 def test_a_model_that_reads_text_only_refuses_images(tmp_path: Path) -> None:
     draw(tmp_path / "1.png", "red")
-    with pytest.raises(BadRow, match="the row has an image, and this model reads text only"):
+    with pytest.raises(BadRow, match="image, .*reads text only"):
         rendered({"query": "?", "response": "a", "images": ["1.png"]}, tmp_path, None)
 
 
@@ -231,10 +232,10 @@ def test_an_image_that_changed_after_it_was_prepared_is_refused(tmp_path: Path) 
     path = draw(tmp_path / "1.png", "red")
     image = find_image("1.png", tmp_path, SETTINGS)
     draw(path, "blue")
-    with pytest.raises(DataError, match=r"data:7: image .*1\.png was changed since its row was prepared"):
+    with pytest.raises(DataError, match=r"data:7: image .*1\.png was changed since"):
         PixelReader(make_processor(), SETTINGS).read([("data:7", [image])])
     path.unlink()
-    with pytest.raises(DataError, match=r"data:7: image .*1\.png cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"data:7: image .*1\.png .*No such file"):
         PixelReader(make_processor(), SETTINGS).read([("data:7", [image])])
 
 
@@ -260,7 +261,9 @@ def server(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
         pictures.shutdown()
 
 
-def test_addresses_are_fetched_once_where_that_is_allowed(server: tuple[str, list[str]], tmp_path: Path) -> None:
+def test_addresses_are_fetched_once_where_that_is_allowed(
+    server: tuple[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     address, asked = server
     allowed = replace(SETTINGS, allow_urls=True)
     local = find_image(str(draw(tmp_path / "1.png", "red")), tmp_path, SETTINGS)
@@ -271,9 +274,10 @@ def test_addresses_are_fetched_once_where_that_is_allowed(server: tuple[str, lis
     with pytest.raises(BadRow, match="no.png could not be fetched: .*404"):
         find_image(f"{address}/no.png", tmp_path, allowed)
     (tmp_path / "page.html").write_text("<html>")
-    with pytest.raises(BadRow, match="is broken"):
+    with pytest.raises(BadRow, match=r"page\.html is broken"):
         find_image(f"{address}/page.html", tmp_path, allowed)
-    draw(tmp_path / "right.png", "red").rename(tmp_path / "page.html")  # what was wrong there is not kept
+    draw(tmp_path / "right.png", "red").rename(tmp_path / "page.html")  # what was wrong there is not in the cache
+    monkeypatch.setattr(images, "NOT_FETCHED", {})  # as in the next process
     assert find_image(f"{address}/page.html", tmp_path, allowed).sha256 == local.sha256
 
 
@@ -328,14 +332,14 @@ def deep_png() -> bytes:
 
 def test_colours_of_more_than_eight_bits_would_be_cut_off_too(tmp_path: Path) -> None:
     (tmp_path / "deep.png").write_bytes(deep_png())
-    with pytest.raises(BadRow, match=r"deep\.png has more than 8 bits a channel \(RGB;16B\)"):
+    with pytest.raises(BadRow, match=r"deep\.png .*8 bits .*\(RGB;16B\)"):
         rendered({"query": "?", "response": "a", "images": ["deep.png"]}, tmp_path)
 
 
 def test_more_than_eight_bits_would_be_cut_off(tmp_path: Path) -> None:
     for mode in ("I;16", "F"):
         Pillow.new(mode, (60, 60)).save(tmp_path / "deep.tiff")
-        with pytest.raises(BadRow, match=r"deep\.tiff has more than 8 bits a channel"):
+        with pytest.raises(BadRow, match=r"deep\.tiff .*8 bits"):
             find_image("deep.tiff", tmp_path, SETTINGS)
 
 
@@ -343,10 +347,10 @@ def test_more_than_eight_bits_would_be_cut_off(tmp_path: Path) -> None:
     ("source", "reason"),
     [
         ("~nobody-of-this-name/a.png", "is no path"),
-        ("iVBORw0KGgo" * 500, "before base64 `data:image/png;base64,` must stand"),
-        ("s3://bucket/1.png", "is an address of a kind that is not read"),
-        ("folder", "image folder is a folder; name one file"),
-        ("empty.png", "the file is empty"),
+        ("iVBORw0KGgo" * 500, "`data:image/png;base64,`"),
+        ("s3://bucket/1.png", "s3://bucket/1.png .*https"),
+        ("folder", "image folder is a folder"),
+        ("empty.png", "empty.png .*file is empty"),
     ],
 )
 def test_odd_sources_are_named(source: str, reason: str, tmp_path: Path) -> None:

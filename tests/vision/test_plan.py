@@ -130,7 +130,7 @@ def test_a_forecast_counts_the_tower(kind: str, vision_folder: Folders) -> None:
         return forecast(config, vision_folder(kind), named("a100"))
 
     frozen, trained = peak(), peak(target_modules=["attention", "vision"])
-    assert str(frozen.pictures) == "196 images of 16 tokens"
+    assert (frozen.pictures.count, frozen.pictures.cells_each) == (196, 16)
     assert trained.device_peak[1] > frozen.device_peak[1] + (1 << 20)
     assert trained.phases["step"].device["activations: vision"] > frozen.phases["step"].device["activations: vision"]
 
@@ -138,8 +138,8 @@ def test_a_forecast_counts_the_tower(kind: str, vision_folder: Folders) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda config: config.pop("vision_config"), "has no vision_config"),
-        (lambda config: config["vision_config"].update(patch_size=0), "patch_size=0 of vision_config is no size"),
+        (lambda config: config.pop("vision_config"), "no vision_config"),
+        (lambda config: config["vision_config"].update(patch_size=0), "patch_size=0 .*vision_config"),
     ],
 )
 def test_a_tower_that_config_json_does_not_describe(

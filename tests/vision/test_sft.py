@@ -1,6 +1,7 @@
 """SFT on images: what is computed equals what transformers computes, and runs do what their settings say."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,7 @@ def test_names_that_tower_and_decoder_share_mean_the_decoder(vision_folder: Make
     assert by_name.linears == ["model.visual.blocks.0.mlp.down_proj"]
     tower = find_targets(model, ["vision"]).linears
     assert {name.split(".")[2] for name in tower} == {"blocks", "merger"}
-    with pytest.raises(ModelError, match="the group 'vision' is empty in LlamaForCausalLM"):
+    with pytest.raises(ModelError, match="'vision' is empty in LlamaForCausalLM"):
         find_targets(make_model("llama"), ["vision"])
 
 
@@ -243,18 +244,18 @@ def test_images_are_never_cut(vision: Any, tmp_path: Path) -> None:
     assert len(samples) == 1
     ((place, reason),) = data.train.skipped()
     assert place == "long.jsonl:2"
-    assert reason.endswith(" tokens with images, which are never cut, longer than max_length=40")
-    with pytest.raises(DataError, match=r"1 of 2 rows .* max_length=40: .* long.jsonl:2.*drop \(leave them out\) \("):
+    assert re.search(r"\d tokens .*images, .*max_length=40$", reason)
+    with pytest.raises(DataError, match=r"1 of 2 rows .* max_length=40: .* long.jsonl:2.*: drop \([^()]*\) \("):
         opened(vision(dataset=str(path), max_length=40, max_pixels=30 * 784))
 
 
 def test_bad_images_stop_the_run_with_their_row(vision: Any, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "data" / "bad.jsonl", picture_rows(tmp_path / "data"))
     (tmp_path / "data" / "4.png").write_bytes(b"\x89PNG nothing")
-    with pytest.raises(DataError, match=r"bad\.jsonl:5: image .*/4\.png is broken: .*on_bad_row: skip"):
+    with pytest.raises(DataError, match=r"bad\.jsonl:5: image .*/4\.png .*on_bad_row: skip"):
         train(vision(dataset=str(path)), screen=False)
     (tmp_path / "data" / "4.png").unlink()
-    with pytest.raises(DataError, match=r"bad\.jsonl:5: image 4\.png is missing"):
+    with pytest.raises(DataError, match=r"bad\.jsonl:5: image 4\.png "):
         train(vision(dataset=str(path)), screen=False)
     train(vision(dataset=str(path), on_bad_row="skip"), screen=False)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["examples"]["skipped"] == 1
@@ -296,7 +297,7 @@ def test_a_run_goes_on_with_the_rows_it_saw(vision: Any, pictures: Path, cache: 
 
     train(settings, max_steps=2, overwrite_output_dir=True, screen=False)
     draw(pictures.parent / "0.png", "blue", size=(28, 28))
-    with pytest.raises(DataError, match=r"pictures.jsonl:1: of the 12 rows from here on, some have other images"):
+    with pytest.raises(DataError, match=r"pictures\.jsonl:1: .*12 rows .*other images"):
         train(settings, screen=False)
 
 
@@ -307,7 +308,7 @@ def test_a_missing_image_is_shown_by_surefoot_data(vision: Any, pictures: Path) 
     (pictures.parent / "0.png").unlink()
     report = describe_data(vision(), show=2)
     assert report.refusal is not None
-    assert "pictures.jsonl:1: image 0.png is missing" in report.refusal
+    assert "pictures.jsonl:1: image 0.png " in report.refusal
     assert report.samples[0].source == "pictures.jsonl:3"  # line 2 shows it too
 
 
@@ -315,7 +316,7 @@ def test_bad_rows_speak_for_themselves(vision: Any, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "data" / "gone.jsonl", [{"query": "?", "response": "a", "images": ["gone.png"]}])
     report = describe_data(vision(dataset=str(path)), show=1)
     assert report.refusal is not None
-    assert "gone.jsonl:1: image gone.png is missing" in report.refusal
+    assert "gone.jsonl:1: image gone.png " in report.refusal
     assert report.findings == [], "their masks are not what is wrong"
 
 
@@ -324,12 +325,12 @@ def test_a_tower_that_would_see_nothing_is_not_trained(vision: Any, vision_folde
         (vision_folder("qwen2_5_vl") / name).rename(vision_folder("qwen2_5_vl") / "away.json")
     try:
         train(vision(dataset=str(data_file)), screen=False)
-        with pytest.raises(ConfigError, match="target_modules names vision, but .* has no preprocessor_config"):
+        with pytest.raises(ConfigError, match="target_modules .*vision, .*preprocessor_config"):
             train(
                 vision(dataset=str(data_file), target_modules=["all", "vision"], overwrite_output_dir=True),
                 screen=False,
             )
-        with pytest.raises(DataError, match="the row has an image, and the model's folder has no preprocessor_config"):
+        with pytest.raises(DataError, match="image, .*preprocessor_config"):
             train(vision(overwrite_output_dir=True), screen=False)
     finally:
         (vision_folder("qwen2_5_vl") / "away.json").rename(vision_folder("qwen2_5_vl") / "preprocessor_config.json")
@@ -377,7 +378,7 @@ def test_every_form_of_processor_files_is_read(size: dict[str, int], tmp_path: P
     )
     found = load_processor(tmp_path)
     assert found is not None
-    with pytest.raises(DataError, match="says no least and largest number of pixels"):
+    with pytest.raises(DataError, match="image processor .*size .*56.*least and largest"):
         limits_of(found, tmp_path)
 
 
@@ -385,8 +386,8 @@ def test_every_form_of_processor_files_is_read(size: dict[str, int], tmp_path: P
     ("given", "message"),
     [
         ({"min_pixels": 5000, "max_pixels": 2000}, "min_pixels=5000, max_pixels=2000"),
-        ({"max_pixels": 300}, "an image has at least 28x28 pixels"),
-        ({"freeze_vision_tower": False}, "freeze_vision_tower=false is of full fine-tuning"),
+        ({"max_pixels": 300}, "max_pixels=300: .*28x28 "),
+        ({"freeze_vision_tower": False}, "freeze_vision_tower=false"),
     ],
 )
 def test_impossible_settings_are_refused(given: dict[str, Any], message: str, vision: Any) -> None:
@@ -403,5 +404,5 @@ def test_max_pixels_bounds_the_tokens(vision: Any, tmp_path: Path) -> None:
 
 
 def test_settings_of_images_are_refused_for_a_model_that_reads_none(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="max_pixels: a setting of images, but .* reads none"):
+    with pytest.raises(ConfigError, match="max_pixels: .*images, .*reads none"):
         train(settings, max_pixels=100_000, screen=False)
