@@ -26,12 +26,12 @@ test-matrix: $(VENV)/.dev
 test-vllm: $(VENV)/.dev .venv-vllm/.done
 	SUREFOOT_VLLM=$(CURDIR)/.venv-vllm/bin/vllm $(BIN)/python -m pytest -m vllm
 
-.venv-vllm/.done: tests/rl/install-vllm
-	PYTHON=$(PYTHON) tests/rl/install-vllm .venv-vllm
+.venv-vllm/.done: tests/grpo/install-vllm
+	PYTHON=$(PYTHON) tests/grpo/install-vllm .venv-vllm
 	touch $@
 
 campaign: $(VENV)/.dev
-	$(BIN)/python -m pytest -m campaign tests/health
+	$(BIN)/python -m pytest -m campaign tests/monitor
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

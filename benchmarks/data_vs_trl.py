@@ -160,8 +160,8 @@ def measure_ours(folder: Path, data: Path, workers: int) -> dict[str, float]:
 
 def measure_order(folder: Path, data: Path, sample: int) -> dict[str, float]:
     """Opening a prepared dataset and reading the batch at a late sample; what the loader alone gives; packing."""
-    from surefoot.data.loader import micro_batches
-    from surefoot.data.order import GlobalOrder, Position
+    from surefoot.data.collate import micro_batches
+    from surefoot.data.sampler import GlobalOrder, Position
 
     def order_of(packed: bool) -> GlobalOrder:
         pack_length = MAX_LENGTH if packed else None

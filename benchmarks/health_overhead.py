@@ -29,7 +29,7 @@ WARMUP_STEPS = 8
 
 def model(folder: Path) -> Path:
     """About 20 M parameters, in 8 layers of 8 experts."""
-    from surefoot.drill import write_job
+    from surefoot.diagnostics.drill import write_job
 
     write_job(folder)
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -74,8 +74,8 @@ def run(folder: Path, name: str, *, health: bool) -> tuple[list[float], float]:
 
 
 def event_cost_us(folder: Path) -> float:
+    from surefoot.diagnostics.monitor.event_log import Recorder
     from surefoot.events import PhaseBegan, PhaseEnded, RunEnded
-    from surefoot.health.recorder import Recorder
 
     recorder, count = Recorder(folder / "alone", 0), 20_000
     began = time.perf_counter()
@@ -89,7 +89,7 @@ def event_cost_us(folder: Path) -> float:
 
 def events_of_a_step(run_folder: Path) -> float:
     """On one rank."""
-    from surefoot.health.recorder import read_history
+    from surefoot.diagnostics.monitor.event_log import read_history
 
     of_rank = [entry for entry in read_history(run_folder).entries if entry.rank == 0 and entry.step]
     return len(of_rank) / len({entry.step for entry in of_rank})

@@ -30,13 +30,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
+from surefoot.data.collate import MicroBatch, collate
 from surefoot.data.dataset import Sample
-from surefoot.data.loader import MicroBatch, collate
+from surefoot.distributed.process_group import ALONE
+from surefoot.methods.sft import SftObjective
 from surefoot.models.adapter import write_adapter
 from surefoot.models.build import build_model, trainable_parameters
 from surefoot.models.lora import LoraSettings, adaptable_names
-from surefoot.parallel.ranks import ALONE
-from surefoot.training.sft import SftObjective
 from surefoot.training.step import Learner, Totals, counts_of, train_step
 
 HERE = Path(__file__).parent

@@ -56,8 +56,8 @@ def moe_model(folder: Path) -> Path:
 def batches(count: int, rank: int) -> list[Any]:
     import numpy as np
 
+    from surefoot.data.collate import collate
     from surefoot.data.dataset import Sample
-    from surefoot.data.loader import collate
 
     made = []
     for number in range(count):
@@ -73,15 +73,15 @@ def rank_steps(folder: Path, tuning: str) -> dict[str, list[float]]:
     """Seconds of each step: `ddp` and `zero2`, taken in turns."""
     from torch.nn.parallel import DistributedDataParallel
 
+    from surefoot.distributed.fsdp import Sharding
+    from surefoot.distributed.parallel_dims import Layout
+    from surefoot.distributed.process_group import joined
+    from surefoot.methods.sft import SftObjective
+    from surefoot.methods.token_loss import TokenLoss
     from surefoot.models.build import build_model, trainable_parameters
     from surefoot.models.lora import LoraSettings
-    from surefoot.models.reading import keep_freed_memory
-    from surefoot.parallel.layout import Layout
-    from surefoot.parallel.ranks import joined
-    from surefoot.parallel.shard import Sharding
-    from surefoot.training.loss import TokenLoss
-    from surefoot.training.optim import build_optimizer
-    from surefoot.training.sft import SftObjective
+    from surefoot.models.weight_loading import keep_freed_memory
+    from surefoot.training.optimizer import build_optimizer
     from surefoot.training.step import Learner, Totals, counts_of, train_step
 
     device, settings = torch.device("cpu"), config(learning_rate=1e-4)
@@ -135,11 +135,11 @@ def rank_steps(folder: Path, tuning: str) -> dict[str, list[float]]:
 
 def rank_load(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     """Load one rank's part; pauses before, so that memory can be measured from there."""
+    from surefoot.distributed.fsdp import Sharding
+    from surefoot.distributed.parallel_dims import Layout
+    from surefoot.distributed.process_group import joined
     from surefoot.models.build import build_model
     from surefoot.models.lora import LoraSettings
-    from surefoot.parallel.layout import Layout
-    from surefoot.parallel.ranks import joined
-    from surefoot.parallel.shard import Sharding
 
     with joined("cpu") as ranks:
         sharding = Sharding(Layout.of(config(**changes), ranks.size), torch.device("cpu"))
@@ -203,8 +203,8 @@ def measure_load(folder: Path, changes: dict[str, Any]) -> dict[str, float]:
 
 def measure_save() -> dict[str, float]:
     """A state of 1 GB: how long the call holds training, and how long until the checkpoint is complete."""
+    from surefoot.training.async_checkpoint import Saver
     from surefoot.training.checkpoint import TrainState
-    from surefoot.training.saver import Saver
 
     torch.manual_seed(0)
     parameters = {f"p{i}": torch.nn.Parameter(torch.randn(1024, 1024)) for i in range(83)}
@@ -227,7 +227,7 @@ def measure_save() -> dict[str, float]:
 def measure_cadence(example: str, steps: int) -> dict[str, float]:
     """The share of the time that saving holds an example's training, at its own cadence."""
     import surefoot
-    from surefoot.training.saver import Saver
+    from surefoot.training.async_checkpoint import Saver
 
     held = 0.0
     original = Saver.save

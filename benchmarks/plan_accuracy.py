@@ -23,10 +23,10 @@ import torch
 import transformers
 
 from surefoot.config import load_config
-from surefoot.drill import write_job
-from surefoot.health.recorder import read_history
-from surefoot.plan.devices import this_cpu
-from surefoot.plan.forecast import forecast
+from surefoot.diagnostics.drill import write_job
+from surefoot.diagnostics.monitor.event_log import read_history
+from surefoot.planner.devices import this_cpu
+from surefoot.planner.forecast import forecast
 
 ALLOWED = 0.10
 DENSE = {

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import surefoot
-from surefoot.models.sources import resolve_model
+from surefoot.models.resolve_model import resolve_model
 
 HERE = Path(__file__).parent
 BESIDE = HERE.parent.parent / "shared"

@@ -3,7 +3,7 @@
 import json
 import sys
 
-from surefoot.training.record import RunResult
+from surefoot.training.run_summary import RunResult
 
 SHOWN_STEPS = 10
 

@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from surefoot.storage import cache_folder
+from surefoot.system.atomic_io import cache_folder
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.models import make_model, make_tokenizer
 

@@ -35,7 +35,7 @@ def here(capsys: pytest.CaptureFixture[str]) -> Here:
 
     def run(*arguments: str) -> Any:
         if arguments[0] == "train":
-            status = cli.run_verb(lambda: cli.train_loaded(load_config(arguments[1]), as_json=False))
+            status = cli.run_verb(lambda: cli.train_and_print(load_config(arguments[1]), as_json=False))
         else:
             status = cli.main(arguments)
         said = capsys.readouterr()

@@ -12,7 +12,7 @@ import torch
 
 import surefoot
 from surefoot.config import load_config
-from surefoot.models.sources import resolve_model
+from surefoot.models.resolve_model import resolve_model
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("**/*.yaml"))

@@ -9,14 +9,14 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from surefoot.process_end import is_rank, launcher_number
+from surefoot.system.process import is_rank, launcher_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from surefoot.config import LoadedConfig
-    from surefoot.data.report import DataReport
-    from surefoot.training.record import RunResult
+    from surefoot.data.inspect import DataReport
+    from surefoot.training.run_summary import RunResult
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "complete", "describe_data", "export", "load", "train", "upcycle"]
@@ -42,11 +42,11 @@ def train_loaded(loaded: "LoadedConfig", *, screen: bool = True) -> "RunResult":
     """`train` for a config that was read and checked before."""
     with _watched(loaded):
         if loaded.run.nproc_per_node * loaded.run.nnodes > 1 and not is_rank():
-            from surefoot.launched import train_launched
+            from surefoot.launch.multi_rank import train_launched
 
             return train_launched(loaded, screen=screen)
-        from surefoot.health.observers import rank_observers
-        from surefoot.training.run import train as run
+        from surefoot.diagnostics.monitor.observers import rank_observers
+        from surefoot.training.trainer import train as run
 
         rank = launcher_number("RANK")
         return run(loaded, rank_observers(loaded.run.run_folder, rank) if loaded.run.health else [], screen=screen)
@@ -57,9 +57,9 @@ def _watched(loaded: "LoadedConfig") -> AbstractContextManager[None]:
     run = loaded.run
     if not run.health or (is_rank() and launcher_number("LOCAL_RANK") != 0):
         return nullcontext()
-    from surefoot.beside import ALONE_GONE_S, Watched, ranks_elsewhere, watched
-    from surefoot.health.supervisor import GONE_S
-    from surefoot.training.record import FindingLog
+    from surefoot.diagnostics.monitor.supervisor import GONE_S
+    from surefoot.launch.sidecar import ALONE_GONE_S, Watched, ranks_elsewhere, watched
+    from surefoot.training.run_summary import FindingLog
 
     ranks = int(os.environ["WORLD_SIZE"]) if is_rank() else run.nproc_per_node * run.nnodes
     may_restart = ranks > 1 and not is_rank()
@@ -82,7 +82,7 @@ def describe_data(
     Raises: surefoot.errors.SurefootError.
     """
     from surefoot.config import load_config
-    from surefoot.training.batches import describe
+    from surefoot.methods.training_data import describe
 
     if isinstance(config, Mapping):
         return describe(load_config(None, overrides, {**config, **settings}), show=show)
@@ -106,14 +106,14 @@ def upcycle(
 
 def export(run: str | Path, target: str | Path, *, merge: bool = False, step: int | None = None) -> Path:
     """Write the adapter of a run (or of one checkpoint), or with `merge` the model with the adapter merged in."""
-    from surefoot.training.artifacts import export as write
+    from surefoot.training.export import export as write
 
     return write(Path(run), Path(target), merge=merge, step=step)
 
 
 def load(source: str | Path, adapter: str | Path | None = None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """A model and its tokenizer, ready to complete: a run folder, a model folder, a hub id or pypi:."""
-    from surefoot.training.artifacts import load as read
+    from surefoot.training.export import load as read
 
     return read(str(source), Path(adapter) if adapter is not None else None)
 

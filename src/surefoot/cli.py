@@ -1,34 +1,24 @@
 """The verbs of the command line. Imports nothing heavy until a verb needs it."""
 
 import argparse
-import errno
 import json
-import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import surefoot
-from surefoot.errors import ConfigError, InputError, StoppedOnFinding, SurefootError
-from surefoot.process_end import is_local_rank, is_rank, leave, own_stop_signals
-from surefoot.terminal import protect_streams, say, write
+from surefoot.errors import ConfigError, InputError, StoppedOnFinding
+from surefoot.launch.run_verb import DONE, run_verb, train_and_print
+from surefoot.system.console import print_json, protect_streams, say
+from surefoot.system.process import is_local_rank, is_rank, leave, own_stop_signals
 
 if TYPE_CHECKING:
     from surefoot.config import LoadedConfig
-
-DONE, FAILED = 0, 1
-IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
-"""What the file system says of a name that no file can have."""
-REFUSED_BY_SYSTEM = (
-    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENOMEM, errno.EMFILE,
-    errno.EAGAIN,
-)  # fmt: skip
-"""What the system says where the machine is the cause: a full disk, a mount that is gone, no process left."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,34 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed.overrides += extra
     with own_stop_signals() if is_program and parsed.verb is _train else nullcontext():
         return run_verb(lambda: parsed.verb(parsed))
-
-
-def run_verb(verb: Callable[[], int]) -> int:
-    """Call a verb and turn what it raises into a line and an exit status."""
-    # Large pages for large tensors: fewer faults when activations come and go. Read once, when torch is loaded.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    logging.captureWarnings(True)
-    logging.getLogger("py.warnings").setLevel(logging.ERROR)
-    try:
-        return verb()
-    except SurefootError as error:
-        is_said = error.is_agreed and os.environ.get("RANK", "0") != "0"  # by rank 0
-        if not is_said and not isinstance(error, StoppedOnFinding):  # a finding has been shown when it was made
-            say(f"error: {error}")
-        return error.exit_status
-    except PermissionError as error:  # of whatever file: it is the user's to change
-        say(f"error: {error.filename or 'a file'}: {error.strerror}. Give this user the right to read it.")
-        return InputError.exit_status
-    except OSError as error:
-        if error.errno not in (*IMPOSSIBLE_PATH, *REFUSED_BY_SYSTEM):
-            raise
-        name = f"{error.filename!s:.80}: " if error.filename is not None else ""
-        say(f"error: {name}{error.strerror}.")
-        return InputError.exit_status if error.errno in IMPOSSIBLE_PATH else FAILED
-    except KeyboardInterrupt:
-        say("interrupted")
-        return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -200,7 +162,7 @@ def _count(text: str) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     from surefoot.config import load_config
-    from surefoot.models.sources import check_is_known
+    from surefoot.models.resolve_model import check_is_known
 
     loaded = load_config(arguments.config, arguments.overrides)
     check_is_known(loaded.run.model, loaded.where("model"))
@@ -208,34 +170,18 @@ def _train(arguments: argparse.Namespace) -> int:
     if loaded.run.preflight and asks and not _preflight(loaded):
         return StoppedOnFinding.exit_status
     if is_rank() or not loaded.run.health:
-        return train_loaded(loaded, as_json=arguments.json)
-    from surefoot.supervised import train_supervised
+        return train_and_print(loaded, as_json=arguments.json)
+    from surefoot.launch.run_supervisor import train_supervised
 
     return train_supervised(loaded, as_json=arguments.json)
-
-
-def train_loaded(loaded: "LoadedConfig", *, as_json: bool) -> int:
-    """Run to the end and print what it did; returns the exit status."""
-    result = surefoot.train_loaded(loaded)
-    if os.environ.get("RANK", "0") != "0":
-        pass  # one of several ranks: rank 0 speaks
-    elif as_json:
-        _print_json(result.as_dict())
-    else:
-        speed = f", {result.tokens_per_second:.0f} tok/s" if result.tokens_per_second else ""
-        loss = f", train_loss {result.train_loss:.4f}" if result.train_loss is not None else ""
-        made = f"artifact: {result.artifact}" if result.artifact else f"run folder: {result.run_folder}"
-        steps = f"{result.steps} step{'s' * (result.steps != 1)}"
-        write(sys.stdout, f"{result.status} after {steps}{loss}{speed}\n{made}\n")
-    return DONE if result.status == "completed" else FAILED
 
 
 def _data(arguments: argparse.Namespace) -> int:
     report = surefoot.describe_data(arguments.config, arguments.overrides, show=arguments.show)
     if arguments.json:
-        _print_json(report.as_dict())
+        print_json(report.as_dict())
     else:
-        from surefoot.data.report import as_text
+        from surefoot.data.inspect import as_text
 
         print(as_text(report, color=sys.stdout.isatty()))
     return InputError.exit_status if report.refusal is not None else DONE
@@ -243,8 +189,8 @@ def _data(arguments: argparse.Namespace) -> int:
 
 def _preflight(loaded: "LoadedConfig") -> bool:
     """Say what the doctor finds; returns whether the run may start."""
-    from surefoot.doctor.collect import GPU_PARTS
-    from surefoot.doctor.examine import as_launched, examine, snapshot_for
+    from surefoot.diagnostics.preflight.runner import as_launched, examine, snapshot_for
+    from surefoot.system.machine_snapshot import GPU_PARTS
 
     loaded = as_launched(loaded)
     machine = snapshot_for(loaded)
@@ -267,22 +213,30 @@ def _preflight(loaded: "LoadedConfig") -> bool:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from surefoot.config import load_config
-    from surefoot.doctor.examine import as_launched, as_text, changes, examine, has_answers, not_looked_at, snapshot_for
-    from surefoot.doctor.snapshot import read_snapshot
+    from surefoot.diagnostics.preflight.runner import (
+        as_launched,
+        as_text,
+        changes,
+        examine,
+        has_answers,
+        not_looked_at,
+        snapshot_for,
+    )
+    from surefoot.system.machine import read_snapshot
 
     loaded = load_config(arguments.config, arguments.overrides) if arguments.config is not None else None
     launched = as_launched(loaded) if loaded is not None else None
     machine = snapshot_for(launched, patient=True)
     checks = examine(machine, launched, asked=True)
     if loaded is not None:
-        from surefoot.training import first_rows, refusal
+        from surefoot.diagnostics.preflight import dataset_sample, run_config
 
         if has_answers(checks):
-            checks += [refusal.refusal(loaded), first_rows.first_rows(loaded)]
+            checks += [run_config.refusal(loaded), dataset_sample.first_rows(loaded)]
         else:
-            checks += [not_looked_at(refusal.NAME), not_looked_at(first_rows.NAME)]
+            checks += [not_looked_at(run_config.NAME), not_looked_at(dataset_sample.NAME)]
     if arguments.deep or is_local_rank():
-        from surefoot.self_test.start import self_test
+        from surefoot.diagnostics.selftest.launch import self_test
 
         tried, status = self_test(loaded, is_deep=arguments.deep)
         if tried is None:
@@ -301,7 +255,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--against: {error}. Give the output_dir of a run, or what --json printed.") from error
     if arguments.json:
         said = {"machine": machine.as_dict(), "checks": [check.as_dict() for check in checks]}
-        _print_json({**said, **({"changes": differences} if differences is not None else {})})
+        print_json({**said, **({"changes": differences} if differences is not None else {})})
     else:
         print(as_text(checks))
         if differences is not None:
@@ -311,20 +265,20 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from surefoot.plan.verb import plan
+    from surefoot.planner.command import plan
 
     told = plan(arguments.config, arguments.overrides)
     if arguments.json:
-        _print_json(told.as_dict())
+        print_json(told.as_dict())
     else:
         print(told.as_text())
     return DONE if told.forecast.fits else StoppedOnFinding.exit_status
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from surefoot.importing.convert import convert
-    from surefoot.importing.read import read
-    from surefoot.storage import write_text
+    from surefoot.migrate.convert import convert
+    from surefoot.migrate.parse_input import read
+    from surefoot.system.atomic_io import write_text
 
     words = arguments.source[1:] if arguments.source[:1] == ["--"] else arguments.source
     if not words:
@@ -339,7 +293,7 @@ def _import(arguments: argparse.Namespace) -> int:
         made = made.moved(told.base, Path(arguments.to).resolve().parent)
         write_text(Path(arguments.to), made.as_yaml())
     if arguments.json:
-        _print_json(made.as_dict())
+        print_json(made.as_dict())
     elif arguments.to is None:
         print(made.as_yaml(), end="")
     for finding in made.findings:
@@ -354,7 +308,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     if not code or code in CATALOGUE:
         pages = {code: CATALOGUE[code]} if code else CATALOGUE
         if arguments.json:
-            _print_json({name: asdict(page) for name, page in pages.items()})
+            print_json({name: asdict(page) for name, page in pages.items()})
         elif code:
             print(CATALOGUE[code].as_text(code))
         else:
@@ -362,29 +316,29 @@ def _explain(arguments: argparse.Namespace) -> int:
         return DONE
     if re.fullmatch(r"SF\d+", code):
         raise ConfigError(f"there is no finding {code}. `surefoot explain` lists all.")
-    from surefoot.health.explain import explain
+    from surefoot.diagnostics.monitor.explain import explain
 
     told = explain(Path(arguments.what))
-    _print_json(told.as_dict()) if arguments.json else print(told.as_text())
+    print_json(told.as_dict()) if arguments.json else print(told.as_text())
     return DONE
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    from surefoot.health.watch import watch
+    from surefoot.diagnostics.monitor.watch import watch
 
     watch(Path(arguments.run), once=arguments.once)
     return DONE
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from surefoot.report.page import write_report
+    from surefoot.diagnostics.report.html import write_report
 
     print(write_report(Path(arguments.run)))
     return DONE
 
 
 def _drill(arguments: argparse.Namespace) -> int:
-    from surefoot.drill import drill
+    from surefoot.diagnostics.drill import drill
 
     missed = total = 0
     kinds = [kind for kind in arguments.kinds.split(",") if kind]
@@ -406,7 +360,7 @@ def _settings(arguments: argparse.Namespace) -> int:
 
     schema = RunConfig.model_json_schema()["properties"]
     if arguments.json:
-        _print_json(schema)
+        print_json(schema)
         return DONE
     for name, about in schema.items():
         default = json.dumps(about["default"]) if "default" in about else "required"
@@ -424,7 +378,7 @@ def _choices(about: dict[str, Any]) -> str:
 def _export(arguments: argparse.Namespace) -> int:
     target = surefoot.export(arguments.run, arguments.target, merge=arguments.merge, step=arguments.step)
     if arguments.json:
-        _print_json({"target": str(target), "merged": arguments.merge})
+        print_json({"target": str(target), "merged": arguments.merge})
     else:
         print(f"written: {target}")
     return DONE
@@ -440,7 +394,7 @@ def _upcycle(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     if arguments.json:
-        _print_json(
+        print_json(
             {"target": str(target), "experts": arguments.experts, "top_k": arguments.top_k, "form": arguments.form}
         )
     else:
@@ -462,7 +416,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 
     if arguments.prompt is not None:
         reply = answer(arguments.prompt)
-        _print_json({"prompt": arguments.prompt, "completion": reply}) if arguments.json else print(reply)
+        print_json({"prompt": arguments.prompt, "completion": reply}) if arguments.json else print(reply)
         return DONE
     say("Type a message; an empty line or Ctrl-D ends.")
     while True:
@@ -474,10 +428,6 @@ def _chat(arguments: argparse.Namespace) -> int:
         if not text:
             return DONE
         print(answer(text))
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, ensure_ascii=False))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from surefoot.config import DatasetItem, RunConfig, as_yaml, changed_fields, load_config
-from surefoot.config.names import ALIASES
+from surefoot.config.aliases import ALIASES
 from surefoot.config.schema import FREE_ON_RESUME
 from surefoot.errors import ConfigError
 

@@ -3,7 +3,7 @@
 import pytest
 
 from surefoot.config import load_config
-from surefoot.config.vllm_arguments import (
+from surefoot.config.vllm_args import (
     MEMORY_SHARE,
     TENSOR_PARALLEL,
     USUAL_SHARE,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from surefoot.config import DatasetItem
-from surefoot.data import containers
+from surefoot.data import file_readers as containers
+from surefoot.data.checks import data_findings
 from surefoot.data.dataset import Counts, Dataset
-from surefoot.data.findings import data_findings
 from surefoot.errors import DataError
 from tests.data.families import tokenizer_of
 from tests.data.opening import open_dataset, prepared

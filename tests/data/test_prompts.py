@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from surefoot.data.conversation import BadRow
-from surefoot.data.formats import FormatSpec, Reader, detect
 from surefoot.data.render import Renderer, RendererSource
+from surefoot.data.row_formats import FormatSpec, Reader, detect
 
 ASKED = [{"role": "user", "content": "Two?"}]
 ANSWERED = [*ASKED, {"role": "assistant", "content": "2"}]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from surefoot.config import DatasetItem
-from surefoot.data.formats import FormatSpec
+from surefoot.data.row_formats import FormatSpec
 from surefoot.data.sources import RowRange, find_sources
 from surefoot.errors import DataError
 from tests.support.data import write_jsonl

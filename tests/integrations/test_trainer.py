@@ -20,10 +20,10 @@ from transformers import (
     TrainingArguments,
 )
 
+from surefoot.diagnostics.monitor.event_log import Entry, read_history
+from surefoot.diagnostics.monitor.explain import explain
+from surefoot.diagnostics.monitor.process_stats import LoadPeak
 from surefoot.errors import ConfigError
-from surefoot.health.explain import explain
-from surefoot.health.own_process import LoadPeak
-from surefoot.health.recorder import Entry, read_history
 from surefoot.integrations import SurefootCallback
 from surefoot.integrations.batches import ENDLESS_STEPS, MOST_FORWARDS, Batches, Counted, Labels
 

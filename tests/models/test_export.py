@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 import surefoot
-from surefoot.models import weights
+from surefoot.models import safetensors_writer as weights
 from surefoot.models.build import meta_model
 from surefoot.models.export import _layer_of, in_layers, read_untrained, write_model
-from surefoot.training.pieces import Pieces
+from surefoot.training.sharded_tensors import Pieces
 
 
 def values_of(base: Path) -> tuple[dict[str, Tensor], list[str]]:

@@ -18,8 +18,8 @@ from surefoot.errors import ModelError
 from surefoot.models.build import build_model, load_config, load_tokenizer
 from surefoot.models.export import merge_adapter
 from surefoot.models.pretrained import meta_model
-from surefoot.models.sources import weight_files
-from surefoot.training.artifacts import load, load_adapter
+from surefoot.models.resolve_model import weight_files
+from surefoot.training.export import load, load_adapter
 from tests.support.adapters import logits_of, save, trained_model
 from tests.support.processes import surefoot
 

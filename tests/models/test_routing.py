@@ -11,9 +11,14 @@ from torch import nn
 from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss_func
 
 from surefoot.config import RunConfig
+from surefoot.data.collate import MicroBatch, collate
 from surefoot.data.dataset import Sample
-from surefoot.data.loader import MicroBatch, collate
 from surefoot.errors import ModelError
+from surefoot.methods.grpo.batch import PolicyBatch, Trajectory, collate_policy
+from surefoot.methods.grpo.loss import GrpoObjective
+from surefoot.methods.grpo.routed_experts import as_text
+from surefoot.methods.sft import SftObjective
+from surefoot.methods.token_loss import forward_arguments
 from surefoot.models.build import BuiltModel, build_model
 from surefoot.models.lora import LoraSettings
 from surefoot.models.routing import (
@@ -24,11 +29,6 @@ from surefoot.models.routing import (
     expert_counts,
     load_balancing_loss,
 )
-from surefoot.rl.batch import PolicyBatch, Trajectory, collate_policy
-from surefoot.rl.chosen_experts import as_text
-from surefoot.training.grpo import GrpoObjective
-from surefoot.training.loss import forward_arguments
-from surefoot.training.sft import SftObjective
 from surefoot.training.step import Totals
 from tests.support.models import make_model
 

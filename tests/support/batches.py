@@ -2,7 +2,7 @@
 
 import torch
 
-from surefoot.data.loader import MicroBatch
+from surefoot.data.collate import MicroBatch
 
 LENGTHS = [96, 160]
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from surefoot.storage import sha256_of
+from surefoot.system.atomic_io import sha256_of
+from surefoot.training.async_checkpoint import Saver
 from surefoot.training.checkpoint import TrainState
 from surefoot.training.manifest import seal
-from surefoot.training.saver import Saver
 
 
 def small_parameters() -> dict[str, nn.Parameter]:

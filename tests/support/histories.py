@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from surefoot.health.recorder import Entry
+from surefoot.diagnostics.monitor.event_log import Entry
 
 MIB = 1 << 20
 

@@ -1,7 +1,7 @@
 """Snapshots of machines for the doctor's checks."""
 
-from surefoot.doctor.check import Check
-from surefoot.doctor.snapshot import Disk, Gpu, Interface, Port, Snapshot
+from surefoot.diagnostics.preflight.check import Check
+from surefoot.system.machine import Disk, Gpu, Interface, Port, Snapshot
 
 GIB = 1 << 30
 PORT = Port(

@@ -48,7 +48,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 def train_with(settings: dict[str, Any], observer: Any) -> Any:
     from surefoot.config import load_config
-    from surefoot.training.run import train
+    from surefoot.training.trainer import train
 
     return train(load_config(None, (), settings), [observer], screen=False)
 

@@ -16,7 +16,7 @@ LISTENING, UNCONNECTED = "0A", "07"
 @dataclass(frozen=True)
 class ListeningSocket:
     command: str
-    """The module or program of the process, such as `surefoot.worker`."""
+    """The module or program of the process, such as `surefoot.launch.rank_process`."""
     protocol: str
     address: str
     port: int

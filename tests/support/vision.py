@@ -20,10 +20,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from surefoot.config import load_config
 from surefoot.data.dataset import Sample
-from surefoot.data.pixels import PixelReader
+from surefoot.data.image_processor import PixelReader
+from surefoot.methods.training_data import RunData, open_data
 from surefoot.models.build import BuiltModel, build_model, load_tokenizer, trainable_parameters
 from surefoot.models.lora import LoraSettings
-from surefoot.training.batches import RunData, open_data
 from tests.support.models import SIZES, make_tokenizer
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")

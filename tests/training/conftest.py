@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from surefoot.rl.engines.local import LocalEngine
-from surefoot.rl.engines.server import Server
-from surefoot.training import rollouts, run
+from surefoot.methods.grpo import setup as rollouts
+from surefoot.methods.grpo.engines.local import LocalEngine
+from surefoot.methods.grpo.engines.server import Server
+from surefoot.training import trainer as run
 from tests.support.data import write_jsonl
 from tests.support.grpo import VOWELS, EagerEngine, prompt_rows
 

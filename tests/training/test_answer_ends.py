@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import surefoot
 from surefoot.data.render import answer_ends
-from surefoot.training import rollouts
-from surefoot.training.run import UNNAMED_ENDS
+from surefoot.methods.grpo import setup as rollouts
+from surefoot.training.trainer import UNNAMED_ENDS
 from tests.support.grpo import EagerEngine
 from tests.support.models import CHATML
 

@@ -11,16 +11,16 @@ import pytest
 import yaml
 
 import surefoot
+from surefoot.diagnostics.monitor.explain import explain
+from surefoot.diagnostics.monitor.watch import watch
+from surefoot.diagnostics.report.html import write_report
 from surefoot.errors import CheckpointError, ConfigError
 from surefoot.events import CompletionsMade, RunStarted
 from surefoot.findings import Finding
-from surefoot.health.explain import explain
-from surefoot.health.watch import watch
-from surefoot.json_files import read_object
-from surefoot.report.page import write_report
+from surefoot.system.json_files import read_object
 from surefoot.training.checkpoint import list_checkpoints
 from surefoot.training.metrics import CompletionsFile, drop_lines_from
-from surefoot.training.record import FindingLog, drop_findings_before, read_result, steps_done, write_end
+from surefoot.training.run_summary import FindingLog, drop_findings_before, read_result, steps_done, write_end
 from tests.support.checkpoints import read_json
 from tests.support.processes import surefoot as command
 

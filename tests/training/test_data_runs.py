@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import surefoot
-from surefoot.data import order, preparation
+from surefoot.data import prepare_pool as preparation
+from surefoot.data import sampler as order
 from surefoot.errors import DataError
 from surefoot.events import DataCounted, Event, StepEnded
 from tests.support.data import counting_rows, write_jsonl
@@ -48,7 +49,7 @@ class Seen:
 
 def run(settings: dict[str, Any], **changes: Any) -> tuple[Any, Seen]:
     from surefoot.config import load_config
-    from surefoot.training.run import train
+    from surefoot.training.trainer import train
 
     seen = Seen()
     return train(load_config(None, (), {**settings, **changes}), [seen], screen=False), seen

@@ -15,14 +15,14 @@ import pytest
 
 import surefoot
 from surefoot.config import changed_fields, load_config
-from surefoot.data.report import as_text
+from surefoot.data.inspect import as_text
 from surefoot.errors import ConfigError, DataError, StoppedOnFinding
 from surefoot.events import Event, FindingMade, PhaseBegan
-from surefoot.rl.engines.local import LocalEngine
-from surefoot.rl.findings import EngineDrift, FlatRewards
-from surefoot.training.batches import describe
+from surefoot.methods.grpo.engines.local import LocalEngine
+from surefoot.methods.grpo.reward_checks import EngineDrift, FlatRewards
+from surefoot.methods.training_data import describe
 from surefoot.training.checkpoint import list_checkpoints
-from surefoot.training.run import train
+from surefoot.training.trainer import train
 from tests.support.data import write_jsonl
 from tests.support.grpo import VOWELS, lines, reward_file
 from tests.support.processes import surefoot as command

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import surefoot
+from surefoot.diagnostics.monitor.event_log import read_history
+from surefoot.diagnostics.report.run_history import read_story
 from surefoot.errors import ConfigError, DataError, StoppedOnFinding
 from surefoot.events import Event, PhaseBegan
-from surefoot.health.recorder import read_history
-from surefoot.report.story import read_story
 from tests.support.data import write_jsonl
 from tests.support.grpo import EagerEngine, broken, lines, prompt_rows, reward_file
 from tests.support.runs import SignalAfter, assert_same_run, train_with

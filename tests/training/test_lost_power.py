@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from surefoot import storage
 from surefoot.config import load_config
+from surefoot.config.resolve import resolve
 from surefoot.events import CheckpointSaved, Event
+from surefoot.system import atomic_io as storage
 from surefoot.training.checkpoint import checkpoint_folder, find_newest, list_checkpoints, step_of
-from surefoot.training.folder import claim
-from surefoot.training.resolve import resolve
-from surefoot.training.run import train
+from surefoot.training.run_dir import claim
+from surefoot.training.trainer import train
 from tests.support.checkpoints import save_steps
 from tests.support.lost_power import Recorder, Tree, read_tree, write_tree
 

@@ -25,19 +25,19 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import surefoot
+from surefoot.diagnostics.monitor.explain import explain
 from surefoot.errors import CheckpointError, ConfigError, DataError, ModelError, StorageError
 from surefoot.events import CompletionsMade, StepEnded
 from surefoot.findings import Finding
-from surefoot.health.explain import explain
-from surefoot.training import saver
-from surefoot.training.artifacts import export, load
+from surefoot.methods.token_loss import TokenLoss
+from surefoot.training import async_checkpoint as saver
 from surefoot.training.checkpoint import find_newest, list_checkpoints, verify
+from surefoot.training.export import export, load
 from surefoot.training.loop import StopSignal
-from surefoot.training.loss import TokenLoss
 from surefoot.training.manifest import DamagedCheckpoint
 from surefoot.training.metrics import CompletionsFile
-from surefoot.training.pieces import Pieces
-from surefoot.training.record import FindingLog
+from surefoot.training.run_summary import FindingLog
+from surefoot.training.sharded_tensors import Pieces
 from tests.support.checkpoints import read_json, reseal, save_steps
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.processes import surefoot as command
@@ -645,7 +645,7 @@ def test_a_finding_of_an_earlier_start_is_told_as_one(
     (said,) = told.as_dict()["findings"]
     assert said["is_of_earlier_start"]
     again = Finding("SF101", "rank 0 does it again", {"rank": 0}, "See why.")
-    monkeypatch.setattr("surefoot.health.explain.find_leaks", lambda _: [again])
+    monkeypatch.setattr("surefoot.diagnostics.monitor.explain.find_leaks", lambda _: [again])
     first, second = explain(folder).as_dict()["findings"]
     assert (first["is_of_earlier_start"], second["is_of_earlier_start"]) == (True, False)
     assert second["cause"] == again.cause

@@ -17,7 +17,7 @@ import surefoot
 from surefoot.config import load_config
 from surefoot.errors import ConfigError, ModelError, StoppedOnFinding
 from surefoot.models.generate import generating
-from surefoot.training.run import ALL_LOGITS, EXPERTS_LEFT_OUT, train
+from surefoot.training.trainer import ALL_LOGITS, EXPERTS_LEFT_OUT, train
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.models import MOE, SIZES
 from tests.support.processes import surefoot as surefoot_command

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from surefoot.data.loader import MicroBatch
-from surefoot.parallel.ranks import ALONE
-from surefoot.training import loss as loss_module
-from surefoot.training.loss import _nll_sum
+from surefoot.data.collate import MicroBatch
+from surefoot.distributed.process_group import ALONE
+from surefoot.methods import token_loss as loss_module
+from surefoot.methods.token_loss import _nll_sum
 from surefoot.training.step import Learner, LossParts, NotFinite, Totals, train_step
 
 
@@ -118,7 +118,7 @@ def test_the_norm_is_taken_without_a_copy_of_the_gradient() -> None:
     """In a process of its own, because the largest use of memory so far cannot be reset."""
     probe = (
         "import resource, torch\n"
-        "from surefoot.models.placement import block_of\n"
+        "from surefoot.models.dtensor_blocks import block_of\n"
         "from surefoot.training.step import _sum_of_squares\n"
         "blocks = [block_of(torch.ones(40_000_000, dtype=torch.bfloat16))]\n"
         "_sum_of_squares([block_of(torch.ones(1000))], torch.device('cpu'))\n"

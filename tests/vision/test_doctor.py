@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.config import load_config
-from surefoot.doctor.check import Check
-from surefoot.training.first_rows import first_rows
+from surefoot.diagnostics.preflight.check import Check
+from surefoot.diagnostics.preflight.dataset_sample import first_rows
 from tests.support.data import write_jsonl
 from tests.support.vision import picture_rows
 

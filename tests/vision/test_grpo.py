@@ -16,14 +16,14 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import surefoot
+from surefoot.distributed.process_group import Ranks
 from surefoot.errors import DataError
+from surefoot.methods.grpo.batch import Trajectory, collate_policy
+from surefoot.methods.grpo.engines.local import LocalEngine
+from surefoot.methods.grpo.engines.vllm_protocol import call_for, completion_of
+from surefoot.methods.grpo.types import Request, RolloutInterrupted, Sampling
+from surefoot.methods.token_loss import TokenLogprobs
 from surefoot.models.build import trainable_parameters
-from surefoot.parallel.ranks import Ranks
-from surefoot.rl.batch import Trajectory, collate_policy
-from surefoot.rl.engines.local import LocalEngine
-from surefoot.rl.engines.vllm_protocol import call_for, completion_of
-from surefoot.rl.rollout import Request, RolloutInterrupted, Sampling
-from surefoot.training.loss import TokenLogprobs
 from tests.support.data import write_jsonl
 from tests.support.runs import SignalAfter, assert_same_run, train_with
 from tests.support.vision import KINDS, Make, built, draw, make_processor, opened, picture_rows

@@ -19,10 +19,10 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForCond
 
 from surefoot.data import images
 from surefoot.data.conversation import BadRow
-from surefoot.data.formats import FormatSpec, Reader, format_of
+from surefoot.data.image_processor import PixelReader
 from surefoot.data.images import Image, ImageSettings, find_image, open_image, positions
-from surefoot.data.pixels import PixelReader
 from surefoot.data.render import Renderer, RendererSource
+from surefoot.data.row_formats import FormatSpec, Reader, format_of
 from surefoot.errors import DataError
 from tests.support.vision import draw, make_processor, vision_tokenizer
 

@@ -10,17 +10,17 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from surefoot.config import DatasetItem, RunConfig
-from surefoot.data.loader import MicroBatch
-from surefoot.data.pixels import Vision
+from surefoot.data.collate import MicroBatch
+from surefoot.data.image_processor import Vision
 from surefoot.errors import ModelError
+from surefoot.methods.sft import SftObjective
 from surefoot.models.build import build_model, build_without_storage
 from surefoot.models.lora import LoraSettings
-from surefoot.plan.devices import named
-from surefoot.plan.forecast import forecast
-from surefoot.plan.sizes import check_fields
-from surefoot.plan.tower import Pictures, pictures_of, show
-from surefoot.plan.trace import ATTEND, ATTENTION, Trace, _Live, likelihood, shaped_batch, trace_step
-from surefoot.training.sft import SftObjective
+from surefoot.planner.devices import named
+from surefoot.planner.forecast import forecast
+from surefoot.planner.sizes import check_fields
+from surefoot.planner.trace import ATTEND, ATTENTION, Trace, _Live, likelihood, shaped_batch, trace_step
+from surefoot.planner.vision_tower import Pictures, pictures_of, show
 from surefoot.training.step import Totals
 from tests.support.vision import KINDS
 

@@ -24,18 +24,18 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from surefoot import describe_data, export, load, train
 from surefoot.config import load_config
-from surefoot.data.loader import collate
-from surefoot.data.order import Position
-from surefoot.data.pixels import limits_of, load_processor
+from surefoot.data.collate import collate
+from surefoot.data.image_processor import limits_of, load_processor
+from surefoot.data.sampler import Position
+from surefoot.diagnostics.monitor.event_log import read_history
+from surefoot.distributed.process_group import Ranks
 from surefoot.errors import ConfigError, DataError, ModelError
-from surefoot.health.recorder import read_history
+from surefoot.methods.token_loss import TokenLoss
 from surefoot.models.build import build_model, trainable_parameters
 from surefoot.models.lora import find_targets
 from surefoot.models.vision import vision_names
-from surefoot.parallel.ranks import Ranks
-from surefoot.plan.devices import Device
-from surefoot.plan.forecast import forecast
-from surefoot.training.loss import TokenLoss
+from surefoot.planner.devices import Device
+from surefoot.planner.forecast import forecast
 from tests.support.data import write_jsonl
 from tests.support.models import make_model
 from tests.support.vision import COLOURS, KINDS, Make, built, draw, make_processor, opened, picture_rows

@@ -11,13 +11,13 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from surefoot.config.contradictions import contradictions
+from surefoot.config.aliases import ALIASES, FLAG_ALIASES, INSTEAD, NOT_HERE, VALUE_ALIASES
 from surefoot.config.deepspeed import CHANGES_TRAINING, read_deepspeed
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.documents import check_value, parse_override, read_entries, read_text, shorten
-from surefoot.config.names import ALIASES, FLAG_ALIASES, INSTEAD, NOT_HERE, VALUE_ALIASES
 from surefoot.config.paths import check_template_size, resolve_path
 from surefoot.config.schema import DatasetItem, RewardItem, RunConfig
+from surefoot.config.validate import contradictions
 from surefoot.errors import ConfigError
 
 NUMBER = re.compile(r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$")

@@ -1,0 +1,1 @@
+"""From files to batches: rows, conversations, tokens with what is trained, and the order of samples."""

@@ -25,14 +25,14 @@ from typing import Any
 import tokenizers
 import transformers
 
-from surefoot.data.containers import CHUNK_BYTES, CHUNK_ROWS, Chunk, Scan, scan
-from surefoot.data.formats import FormatSpec
-from surefoot.data.prepare import FileRecipe, detect_format, stamp_of
+from surefoot.data.file_readers import CHUNK_BYTES, CHUNK_ROWS, Chunk, Scan, scan
+from surefoot.data.prepare_worker import FileRecipe, detect_format, stamp_of
 from surefoot.data.render import RendererSource
+from surefoot.data.row_formats import FormatSpec
 from surefoot.data.rows import MAX_ROW_BYTES
 from surefoot.data.shard import Shard
 from surefoot.errors import DataError
-from surefoot.storage import cache_folder, storage_error, write_json
+from surefoot.system.atomic_io import cache_folder, storage_error, write_json
 
 VERSION = 8
 """Part of every key: raised when the same input gives other shards."""

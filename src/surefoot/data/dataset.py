@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surefoot.data.cache import CachedFile, renderer_key
-from surefoot.data.containers import can_be_entered
+from surefoot.data.file_readers import can_be_entered
 from surefoot.data.images import Image
-from surefoot.data.preparation import OnProgress, Preparation, Progress
+from surefoot.data.prepare_pool import OnProgress, Preparation, Progress
 from surefoot.data.render import RendererSource
 from surefoot.data.shard import Shard
 from surefoot.data.sources import Source

@@ -29,7 +29,7 @@ from PIL import ImageOps, UnidentifiedImageError
 from surefoot.data.conversation import BadRow, ImageSource
 from surefoot.data.download import download
 from surefoot.errors import DataError
-from surefoot.storage import cache_folder, write_bytes
+from surefoot.system.atomic_io import cache_folder, write_bytes
 
 MOST_BYTES = 64 << 20
 """Size of the largest image file; a larger one is a mistake."""

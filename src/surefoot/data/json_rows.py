@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from surefoot.data.rows import MAX_DEPTH, MAX_ROW_BYTES, READ_BYTES, Broken, Row, lines_of, too_long
-from surefoot.json_files import nesting_depth
+from surefoot.system.json_files import nesting_depth
 
 TOO_DEEP = f"more than {MAX_DEPTH} JSON values inside each other, so it is no row of training data"
 NEAR_END = 64

@@ -21,7 +21,7 @@ from surefoot.data.images import Image, ImageSettings, find_image
 from surefoot.data.template import RENDER_DEADLINE_S, ChatTemplate, Span, TemplateSource, Text
 from surefoot.data.template_process import TEMPLATE_PROCESS, Rendering
 from surefoot.errors import DataError, ModelError, is_panic
-from surefoot.storage import cache_folder, write_bytes
+from surefoot.system.atomic_io import cache_folder, write_bytes
 
 ENDS_TWICE, BEGINS_TWICE, ANSWER_IN_PROMPT = 1, 2, 4
 LOOKALIKE, LOST_REASONING, DROPPED_REASONING = 8, 16, 32

@@ -18,7 +18,7 @@ from safetensors.numpy import save
 
 from surefoot.data.images import BadImage, Image, has_changed, image_of, stamp_now
 from surefoot.data.render import Rendered
-from surefoot.storage import write_bytes
+from surefoot.system.atomic_io import write_bytes
 
 
 @dataclass

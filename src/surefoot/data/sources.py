@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.config import DatasetItem
-from surefoot.data.containers import COMPRESSIONS, KINDS, kind_of
 from surefoot.data.conversation import shown
-from surefoot.data.formats import FORMATS, FormatSpec
+from surefoot.data.file_readers import COMPRESSIONS, KINDS, kind_of
+from surefoot.data.row_formats import FORMATS, FormatSpec
 from surefoot.errors import DataError
-from surefoot.json_files import DamagedFile, is_size, read_object
+from surefoot.system.json_files import DamagedFile, is_size, read_object
 
 COLUMNS = frozenset(name for made in FORMATS.values() for name in made.required | made.optional)
 """Our names for columns."""

@@ -27,7 +27,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from surefoot.data.conversation import BadRow
 from surefoot.errors import DataError
-from surefoot.process_end import describe_end, end_with_parent
+from surefoot.system.process import describe_end, end_with_parent
 
 MOST_BYTES = 512 << 20
 """Memory of one rendering beyond what its process has."""

@@ -22,7 +22,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from surefoot.beside import SUPERVISED, Watched, end, ranks_elsewhere, start
+from surefoot.diagnostics.monitor.evidence_server import record_collectives
+from surefoot.diagnostics.monitor.observers import rank_observers
+from surefoot.diagnostics.monitor.process_stats import LoadPeak
 from surefoot.errors import ConfigError
 from surefoot.events import (
     BatchDescribed,
@@ -37,13 +39,11 @@ from surefoot.events import (
     StepEnded,
 )
 from surefoot.findings import CATALOGUE, Finding
-from surefoot.health.observers import rank_observers
-from surefoot.health.own_process import LoadPeak
-from surefoot.health.witness import record_collectives
 from surefoot.integrations.batches import Batches, Counted, Labels
-from surefoot.terminal import say
-from surefoot.training.ledger import peak_memory_bytes, sample_device_memory
-from surefoot.training.record import FindingLog
+from surefoot.launch.sidecar import SUPERVISED, Watched, end, ranks_elsewhere, start
+from surefoot.system.console import say
+from surefoot.training.memory_stats import peak_memory_bytes, sample_device_memory
+from surefoot.training.run_summary import FindingLog
 
 MOST_OVERFLOWS = 20
 """Logs in a row in which float16 overflowed: a scale that is lowered as often helps no more."""

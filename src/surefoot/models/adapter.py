@@ -22,8 +22,8 @@ from surefoot.config.documents import shorten
 from surefoot.errors import ModelError
 from surefoot.models.experts import PROJECTIONS
 from surefoot.models.lora import LoraSettings, is_lora
-from surefoot.models.sources import read_json_object
-from surefoot.models.weights import tensor_file
+from surefoot.models.resolve_model import read_json_object
+from surefoot.models.safetensors_writer import tensor_file
 
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"

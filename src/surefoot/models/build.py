@@ -21,8 +21,8 @@ from transformers.distributed import DistributedConfig
 
 from surefoot.errors import ModelError
 from surefoot.models import attention, experts, vision
+from surefoot.models.dtensor_blocks import put
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
-from surefoot.models.placement import put
 from surefoot.models.pretrained import (
     check_generation_config,
     check_weights_fill,
@@ -34,8 +34,8 @@ from surefoot.models.pretrained import (
     quiet_transformers,
     weight_errors,
 )
-from surefoot.models.reading import computing_on, laid_out_like, parts_stay_in_host_memory, streamed
 from surefoot.models.routing import RoutingRecorder, keep_routing_on_recompute
+from surefoot.models.weight_loading import computing_on, laid_out_like, parts_stay_in_host_memory, streamed
 
 __all__ = [
     "BuiltModel",

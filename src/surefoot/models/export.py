@@ -31,10 +31,10 @@ from transformers.core_model_loading import (
 from surefoot.errors import ModelError
 from surefoot.models.adapter import read_contents
 from surefoot.models.build import load_config, meta_model
-from surefoot.models.sources import weight_files
+from surefoot.models.resolve_model import weight_files
+from surefoot.models.safetensors_writer import INDEX, split_into_files, tensor_file
 from surefoot.models.vision import vision_names
-from surefoot.models.weights import INDEX, split_into_files, tensor_file
-from surefoot.storage import new_folder, write_json
+from surefoot.system.atomic_io import new_folder, write_json
 
 LAYER = re.compile(r"^.*\.layers\.\d+(?=\.)")
 PROCESSOR_FILES = (

@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError
+from surefoot.models.dtensor_blocks import block_of
 from surefoot.models.experts import PROJECTIONS, is_fused_experts
-from surefoot.models.placement import block_of
 from surefoot.models.routing import router_names
 from surefoot.models.vision import vision_tower
 

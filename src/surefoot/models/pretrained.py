@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 
 from surefoot.config.documents import read_text, shorten
 from surefoot.errors import ModelError, is_panic
-from surefoot.models.sources import read_json_object, weight_files
+from surefoot.models.resolve_model import read_json_object, weight_files
 
 MOST_LAYERS, MOST_EXPERTS, MOST_SIZE = 1000, 100_000, 2**31 - 1
 """Upper bounds of numbers in config.json: making the modules of more would take minutes, or overflow."""

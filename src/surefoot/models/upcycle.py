@@ -20,8 +20,8 @@ from torch import Tensor
 
 from surefoot.errors import ModelError
 from surefoot.models.build import load_config
-from surefoot.models.sources import resolve_model, weight_files
-from surefoot.storage import new_folder
+from surefoot.models.resolve_model import resolve_model, weight_files
+from surefoot.system.atomic_io import new_folder
 
 Form = Literal["mixtral", "qwen2_moe"]
 

@@ -1,7 +1,7 @@
-"""Checkpoints: found, checked before they are trusted, and read. `saver` writes them.
+"""Checkpoints: found, checked before they are trusted, and read. `async_checkpoint` writes them.
 
     step-00000100/manifest.json   format version, step, config, SHA-256 of every file and of itself (see `manifest`)
-                  model/          what is trained, a file per rank that wrote (see `pieces`)
+                  model/          what is trained, a file per rank that wrote (see `sharded_tensors`)
                   optimizer/      its moments, under `<moment>.<parameter>`
                   state.json      counters
 
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from surefoot.data.order import Position
+from surefoot.data.sampler import Position
 from surefoot.errors import CheckpointError
 from surefoot.findings import Finding
-from surefoot.json_files import DamagedFile, read_object
-from surefoot.models.placement import block_of
-from surefoot.storage import delete
+from surefoot.models.dtensor_blocks import block_of
+from surefoot.system.atomic_io import delete
+from surefoot.system.json_files import DamagedFile, read_object
 from surefoot.training.manifest import (
     MANIFEST,
     NAME,
@@ -31,7 +31,7 @@ from surefoot.training.manifest import (
     read_manifest,
     refuse_unreadable,
 )
-from surefoot.training.pieces import Pieces
+from surefoot.training.sharded_tensors import Pieces
 from surefoot.training.state_fields import ADDED_IN_FORMAT_3, check_state
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")

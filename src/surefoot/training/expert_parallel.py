@@ -15,15 +15,15 @@ from pathlib import Path
 import torch
 
 from surefoot.config import LoadedConfig, RunConfig
-from surefoot.data.loader import MicroBatch
-from surefoot.data.order import Position, StepBatch
+from surefoot.data.collate import MicroBatch
+from surefoot.data.sampler import Position, StepBatch
+from surefoot.distributed.parallel_dims import Layout
+from surefoot.distributed.process_group import Ranks
 from surefoot.errors import ConfigError, ModelError
 from surefoot.models.build import meta_model
 from surefoot.models.experts import experts_of, is_fused_experts
-from surefoot.parallel.layout import Layout
-from surefoot.parallel.ranks import Ranks
-from surefoot.training.learner import build_learner, sharding_of
 from surefoot.training.step import Learner, NotFinite, Totals, counts_of, train_step
+from surefoot.training.train_setup import build_learner, sharding_of
 
 WARMUP_STEPS = 1
 TIMED_STEPS = 3

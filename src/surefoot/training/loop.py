@@ -18,23 +18,23 @@ from typing import Literal
 import torch
 
 from surefoot.config import RunConfig
-from surefoot.data.loader import MicroBatch
-from surefoot.data.order import StepBatch
+from surefoot.data.collate import MicroBatch
+from surefoot.data.sampler import StepBatch
+from surefoot.distributed.process_group import Ranks
 from surefoot.errors import DataError, StoppedOnFinding, SurefootError
 from surefoot.events import BatchDescribed, CheckpointSaved, Evaluated, Event, StepEnded
-from surefoot.parallel.ranks import Ranks
-from surefoot.process_end import restore_handlers, stop_signals
-from surefoot.rl.rollout import RolloutInterrupted
-from surefoot.rl.source import LAST_WAIT_S
-from surefoot.terminal import say_at_once
+from surefoot.methods.grpo.rollout_source import LAST_WAIT_S
+from surefoot.methods.grpo.types import RolloutInterrupted
+from surefoot.methods.sft import EvaluationInterrupted
+from surefoot.system.console import say_at_once
+from surefoot.system.process import restore_handlers, stop_signals
+from surefoot.training.async_checkpoint import Saver
 from surefoot.training.checkpoint import TrainState, checkpoint_folder, list_checkpoints
-from surefoot.training.expert_use import ExpertUse
-from surefoot.training.ledger import peak_memory_bytes, sample_device_memory, sample_memory
-from surefoot.training.nonfinite import not_finite_finding
-from surefoot.training.optim import EPSILON, learning_rate_at
+from surefoot.training.expert_load import ExpertUse
+from surefoot.training.memory_stats import peak_memory_bytes, sample_device_memory, sample_memory
+from surefoot.training.nan_check import not_finite_finding
+from surefoot.training.optimizer import EPSILON, learning_rate_at
 from surefoot.training.phases import Phases
-from surefoot.training.saver import Saver
-from surefoot.training.sft import EvaluationInterrupted
 from surefoot.training.step import Learner, NotFinite, StepResult, Totals, counts_of, train_step
 
 LEDGER_STEPS = 500
@@ -100,7 +100,7 @@ def is_over(config: RunConfig, step: int, epoch: float) -> bool:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything the loop works with, assembled by `run.py`."""
+    """Everything the loop works with, assembled by `trainer.py`."""
 
     config: RunConfig
     run_folder: Path

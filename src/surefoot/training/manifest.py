@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.errors import CheckpointError
-from surefoot.json_files import DamagedFile, is_count, is_size, read_object
-from surefoot.storage import sha256_of
+from surefoot.system.atomic_io import sha256_of
+from surefoot.system.json_files import DamagedFile, is_count, is_size, read_object
 
 FORMAT_VERSION = 4
 READABLE_VERSIONS = (3, 4)

@@ -26,10 +26,10 @@ from surefoot.events import (
     RunStarted,
     StepEnded,
 )
-from surefoot.json_files import is_count, read_objects
-from surefoot.storage import storage_error, write_bytes
-from surefoot.terminal import write
-from surefoot.training.record import COMPLETIONS, EVAL_COMPLETIONS, METRICS
+from surefoot.system.atomic_io import storage_error, write_bytes
+from surefoot.system.console import write
+from surefoot.system.json_files import is_count, read_objects
+from surefoot.training.run_summary import COMPLETIONS, EVAL_COMPLETIONS, METRICS
 
 LOGGER = logging.getLogger(__name__)
 LINE_EVERY_S = 5.0

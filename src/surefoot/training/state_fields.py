@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from surefoot.data.order import Position
-from surefoot.json_files import is_count, is_number, is_size
-from surefoot.rl.batch import Trajectory
-from surefoot.rl.rollout import Completion
+from surefoot.data.sampler import Position
+from surefoot.methods.grpo.batch import Trajectory
+from surefoot.methods.grpo.types import Completion
+from surefoot.system.json_files import is_count, is_number, is_size
 
 ADDED_IN_FORMAT_3 = frozenset(("base_fingerprint", "data_seen", "evaluation_is_due", "reward_files", "pending"))
 """Fields that the first versions with format 3 did not write."""

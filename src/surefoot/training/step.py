@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surefoot.data.loader import MicroBatch
+from surefoot.data.collate import MicroBatch
+from surefoot.distributed.process_group import Ranks
 from surefoot.events import Phase
-from surefoot.models.placement import Block, block_of
-from surefoot.parallel.ranks import Ranks
+from surefoot.models.dtensor_blocks import Block, block_of
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 if "MEET_WITHIN_S" in os.environ and "RANK" in os.environ:
-    from surefoot.parallel import meeting
+    from surefoot.distributed import store as meeting
 
     meeting.DEADLINE = timedelta(seconds=int(os.environ["MEET_WITHIN_S"]))
     meeting.LATE = meeting.DEADLINE / 3
 
 if "RANK" in os.environ and os.environ["RANK"] == os.environ.get("LATE_RANK"):
-    from surefoot.rl.engines.local import LocalEngine
+    from surefoot.methods.grpo.engines.local import LocalEngine
 
     asked = 0
 
@@ -35,9 +35,10 @@ if "RANK" in os.environ and os.environ["RANK"] == os.environ.get("LATE_RANK"):
 rank, what, when, file = (os.environ.get("FAULT", "") + ":::").split(":")[:4]
 is_cut = what == "cut"  # both ranks are in the message that one of them leaves unfinished
 if rank and (os.environ.get("RANK") == rank or (is_cut and "RANK" in os.environ)) and not Path(file).exists():
+    from surefoot.distributed import process_group as ranks
     from surefoot.models import experts
-    from surefoot.parallel import ranks
-    from surefoot.training import saver, step
+    from surefoot.training import async_checkpoint as saver
+    from surefoot.training import step
 
     calls = 0
 

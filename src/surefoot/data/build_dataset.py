@@ -1,0 +1,190 @@
+"""From a config and a tokenizer to the datasets of a run."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Literal
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from surefoot.config import DatasetItem, LoadedConfig
+from surefoot.data.dataset import Dataset, Reading
+from surefoot.data.image_processor import PROCESSORS, PixelReader, limits_of, load_processor
+from surefoot.data.images import ImageSettings
+from surefoot.data.prepare_pool import OnProgress
+from surefoot.data.render import TEXT_ONLY, RendererSource
+from surefoot.data.sources import Source, find_sources, is_of_hub
+from surefoot.errors import ConfigError, DataError
+
+MAX_WORKERS = 16
+SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Types of models whose images are placed as `images.positions` does."""
+
+
+def open_dataset(
+    loaded: LoadedConfig,
+    setting: Literal["dataset", "eval_dataset"],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    vocab_size: int | None,
+    reader: PixelReader | None = None,
+    why_blind: str = TEXT_ONLY,
+    context: int | None = None,
+    only_waits: bool = False,
+    known: Mapping[str, str] | None = None,
+    on_progress: OnProgress = lambda _: None,
+) -> Dataset:
+    """A dataset setting of a run, found and its formats told, but not prepared yet; `only_waits`: by another process.
+
+    `known`: what it had `seen` in the run that goes on.
+    Rows are samples or, with GRPO, prompts. `reader`: of images, or `why_blind`: why there is none. `context`: the
+    most tokens that the model has positions for, of which a prompt leaves room for its completion. With
+    `eval_fraction`, `dataset` is the training side; `held_out_side` gives the other.
+    Raises: DataError for what is missing or of no known format.
+    """
+    config = loaded.run
+    renderer = RendererSource.of(
+        tokenizer,
+        config.template_variables,
+        parse_special_tokens=config.parse_special_tokens,
+        today=date.fromisoformat(config.chat_template_date),
+        images=reader.settings if reader is not None else None,
+        why_blind=why_blind,
+    )
+    prompts = config.method == "grpo"
+    longest = config.prompt_length if prompts else config.max_length
+    limit = "max_prompt_length" if prompts and config.max_prompt_length else "max_length"
+    way_out = ""
+    if prompts and context is not None and context - config.max_completion_length < longest:
+        longest, limit = context - config.max_completion_length, f"the context of {context} less max_completion_length"
+        way_out = "Lower max_completion_length"
+        if longest < 1:
+            raise ConfigError(
+                f"max_completion_length={config.max_completion_length} leaves no room for a prompt in the {context} "
+                f"tokens that the model can see. Lower it ({loaded.where('max_completion_length')})."
+            )
+    reading = Reading(
+        max_length=longest,
+        truncation=config.truncation,
+        limit=limit,
+        way_out=way_out,
+        train_on="all" if prompts else config.train_on,
+        skip_bad_rows=config.on_bad_row == "skip",
+        vocab_size=vocab_size,
+        side="train" if config.eval_fraction and setting == "dataset" else "all",
+        eval_fraction=config.eval_fraction,
+    )
+    return Dataset(
+        sources_of(loaded, setting),
+        renderer,
+        reading,
+        num_workers=num_workers(config.dataset_num_proc),
+        keep_columns=prompts,
+        only_waits=only_waits,
+        known=known,
+        on_progress=on_progress,
+        where=loaded.where(setting),
+    )
+
+
+def sources_of(loaded: LoadedConfig, setting: Literal["dataset", "eval_dataset"]) -> list[Source]:
+    """The files of a dataset setting, and how their rows are read. What is on the hub is fetched. Raises: DataError."""
+    config = loaded.run
+    items: list[DatasetItem] = getattr(config, setting)
+    own = [
+        item.model_copy(
+            update={
+                "format": item.format if item.format != "auto" else config.dataset_format,
+                "columns": item.columns or config.columns,
+            }
+        )
+        for item in items
+    ]
+    prompts = config.method == "grpo"
+    sources = find_sources(own, loaded.where(setting))
+    return [replace(source, spec=replace(source.spec, prompts=prompts)) for source in sources]
+
+
+def check_sources(loaded: LoadedConfig) -> None:
+    """Raise DataError for data of this machine that do not exist. Nothing is fetched."""
+    settings: tuple[Literal["dataset", "eval_dataset"], ...] = ("dataset", "eval_dataset")
+    for setting in settings:
+        items: list[DatasetItem] = getattr(loaded.run, setting) or []
+        if items and not any(map(is_of_hub, items)):
+            sources_of(loaded, setting)
+
+
+OF_IMAGES = ("min_pixels", "max_pixels", "image_dir", "allow_image_urls")
+"""Settings that mean nothing without images."""
+
+
+def open_images(
+    loaded: LoadedConfig, base: Path, model: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PixelReader | None, str]:
+    """What reads images for a model, or why there is none. `model`: the configuration of the folder `base`.
+
+    Raises: ConfigError for impossible limits; DataError for a processor that cannot be read or does not fit.
+    """
+    config = loaded.run
+    if model.model_type not in SEEING:
+        unread = [name for name in OF_IMAGES if getattr(config, name)]
+        if unread:
+            raise ConfigError(
+                f"{', '.join(unread)}: a setting of images, but {config.model} ({model.model_type}) reads none. Drop "
+                f"it, or take a model of {', '.join(sorted(SEEING))} ({loaded.where(*unread)})."
+            )
+        return None, TEXT_ONLY
+    processor = load_processor(base)
+    if processor is None:
+        if config.tuning == "full" and not config.freeze_vision_tower:
+            raise ConfigError(
+                f"freeze_vision_tower=false, but {base} has no {' or '.join(PROCESSORS)}, without which no image is "
+                f"read, and the tower would learn from none ({loaded.where('freeze_vision_tower')})."
+            )
+        if config.tuning == "lora" and "vision" in config.target_modules:
+            raise ConfigError(
+                f"target_modules names vision, but {base} has no {' or '.join(PROCESSORS)}, without which no image is "
+                f"read, and the tower would learn from none ({loaded.where('target_modules')})."
+            )
+        return None, f"the model's folder has no {' or '.join(PROCESSORS)}, which says how to cut them"
+    token_id = int(model.image_token_id)
+    least, most = limits_of(processor, base)
+    least, most = config.min_pixels or least, config.max_pixels or most
+    cell = processor.patch_size * processor.merge_size
+    if least > most or most < cell**2:
+        raise ConfigError(
+            f"min_pixels={least}, max_pixels={most}: an image has at least {cell}x{cell} pixels, one cell of "
+            f"{model.model_type}, and its least number cannot be above its largest "
+            f"({loaded.where('max_pixels', 'min_pixels')})."
+        )
+    vision = model.vision_config
+    theirs = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
+    ours = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+    if theirs != ours:
+        raise DataError(
+            f"{base}: its image processor cuts patches of (side, merged, frames) {theirs}, its vision tower reads "
+            f"{ours}. The files are of two models."
+        )
+    settings = ImageSettings(
+        token=str(tokenizer.convert_ids_to_tokens(token_id)),
+        token_id=token_id,
+        patch_size=processor.patch_size,
+        merge_size=processor.merge_size,
+        min_pixels=least,
+        max_pixels=most,
+        folder=config.image_dir,
+        allow_urls=config.allow_image_urls,
+    )
+    return PixelReader(processor, settings), ""
+
+
+def held_out_side(dataset: Dataset) -> Dataset:
+    """The samples that `eval_fraction` holds out of a dataset."""
+    return dataset.read_as(replace(dataset.reading, side="eval"))
+
+
+def num_workers(asked: int | None) -> int:
+    """Worker processes for preparing data: what was asked for, or one per CPU core this process may use."""
+    return asked if asked is not None else min(len(os.sched_getaffinity(0)), MAX_WORKERS)

@@ -1,0 +1,143 @@
+"""Batches of tensors, from samples laid end to end."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.data.dataset import Dataset, Sample
+from surefoot.data.image_processor import PixelReader, Vision
+from surefoot.data.sampler import SampleKey
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of one forward, laid end to end without padding.
+
+    Shapes: T tokens, N trained. ids int64 [1, T]; position_ids int64 [1, T], or [3, 1, T] where the model reads images:
+    time, row and column; predict_at int64 [N], the positions whose next token
+    is trained; targets int64 [N], those next tokens; weights float32 [N], theirs in the loss, or None where all are 1;
+    cu_seq_lens int32 [samples + 1].
+    """
+
+    ids: Tensor
+    position_ids: Tensor
+    lengths: list[int]
+    cu_seq_lens: Tensor
+    predict_at: Tensor
+    targets: Tensor
+    weights: Tensor | None
+    places: tuple[str, ...]
+    continues: tuple[int, ...] | None = None
+    """For each of `lengths`, the number of the earlier one that it goes on from and sees, or -1; None: none does."""
+    vision: Vision | None = None
+    """What the images show; None for a model that reads text only."""
+    is_filler: bool = False
+    """Stands in where other ranks have a batch and this one has none left: computed like any other, counted nowhere."""
+
+    @property
+    def num_tokens(self) -> int:
+        return 0 if self.is_filler else self.ids.shape[1]
+
+    @property
+    def num_sequences(self) -> int:
+        return 0 if self.is_filler else len(self.lengths)
+
+    @property
+    def num_trained(self) -> int:
+        return 0 if self.is_filler else self.targets.shape[0]
+
+    @property
+    def trained_weight(self) -> float:
+        """Sum of the trained tokens' weights: what the loss is divided by."""
+        if self.is_filler:
+            return 0.0
+        return float(self.num_trained if self.weights is None else self.weights.sum())
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same batch with its tensors on `device`, copied without waiting where possible."""
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor | Vision)
+        }
+        return replace(self, **moved)
+
+
+def collate(samples: Sequence[Sample], reader: PixelReader | None = None) -> MicroBatch:
+    """Lay samples end to end; positions restart with each. Raises: DataError for an image, with its row's place."""
+    lengths = [len(sample.ids) for sample in samples]
+    ids = torch.from_numpy(np.concatenate([sample.ids for sample in samples]).astype(np.int64))
+    # Token i is predicted at position i - 1 of its own sample; its first token is predicted nowhere.
+    learned = np.concatenate([np.append(sample.weights[1:], np.float32(0)) for sample in samples])
+    predict_at = torch.from_numpy(np.flatnonzero(learned))
+    weights = torch.from_numpy(learned)[predict_at]
+    places = [
+        torch.arange(len(sample.ids)) if reader is None else reader.places(sample.ids, sample.images)
+        for sample in samples
+    ]
+    return MicroBatch(
+        ids=ids[None],
+        position_ids=torch.cat(places, dim=-1).unsqueeze(-2),
+        lengths=lengths,
+        cu_seq_lens=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
+        predict_at=predict_at,
+        targets=ids[predict_at + 1],
+        weights=None if bool((weights == 1).all()) else weights,
+        places=tuple(sample.place for sample in samples),
+        vision=reader.read([(sample.place, sample.images) for sample in samples]) if reader is not None else None,
+    )
+
+
+FILLER = MicroBatch(
+    ids=torch.zeros(1, 2, dtype=torch.int64),
+    position_ids=torch.arange(2)[None],
+    lengths=[2],
+    cu_seq_lens=torch.tensor([0, 2], dtype=torch.int32),
+    predict_at=torch.zeros(1, dtype=torch.int64),
+    targets=torch.zeros(1, dtype=torch.int64),
+    weights=None,
+    places=(),
+    is_filler=True,
+)
+"""Of a model that reads text only; see `filler`."""
+
+
+def filler(reader: PixelReader | None) -> MicroBatch:
+    """What a rank computes where only others have rows left."""
+    if reader is None:
+        return FILLER
+    return replace(FILLER, position_ids=FILLER.position_ids.expand(3, 1, -1), vision=reader.read([]))
+
+
+def micro_batches(
+    rows: Sequence[Sequence[SampleKey]],
+    dataset: Dataset,
+    rows_each: int,
+    rank: int = 0,
+    num_ranks: int = 1,
+    reader: PixelReader | None = None,
+) -> Iterator[MicroBatch]:
+    """This rank's part of a step's sequences, in forwards of at most `rows_each` sequences.
+
+    Sequences are dealt to the ranks in turn. All ranks get equally many micro-batches; who has none left gets fillers.
+    """
+    most = -(-len(rows) // num_ranks)
+    mine = rows[rank::num_ranks]
+    for begin in range(0, most, rows_each):
+        samples = [dataset.sample(*key) for row in mine[begin : begin + rows_each] for key in row]
+        yield collate(samples, reader) if samples else filler(reader)
+
+
+def all_batches(
+    dataset: Dataset, rows_each: int, rank: int = 0, num_ranks: int = 1, reader: PixelReader | None = None
+) -> Iterator[MicroBatch]:
+    """This rank's part of the whole dataset in the files' order, a sample a sequence; as many batches on each rank."""
+    samples = iter(dataset)
+    while batch := list(islice(samples, rows_each * num_ranks)):
+        mine = batch[rank::num_ranks]
+        yield collate(mine, reader) if mine else filler(reader)

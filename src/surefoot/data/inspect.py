@@ -1,0 +1,220 @@
+"""What `surefoot data` shows of a dataset: counts, lengths, skipped rows, findings, and samples as they are trained."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from surefoot.data.checks import data_findings, digests
+from surefoot.data.conversation import BadRow
+from surefoot.data.dataset import Counts, Dataset, Usable
+from surefoot.data.file_readers import ChunkReader
+from surefoot.data.render import Renderer
+from surefoot.data.row_formats import Reader
+from surefoot.errors import DataError
+from surefoot.findings import Finding
+
+HISTOGRAM_BINS = 8
+SKIPPED_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A sample as it is trained. Shapes: input_ids and loss_mask [n]; the mask holds weights in the loss."""
+
+    text: str
+    input_ids: list[int]
+    loss_mask: list[float]
+    source: str
+    trained_text: list[tuple[str, bool]]
+    """The text cut where trained and untrained parts meet."""
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """A dataset, looked at. Lengths and tokens are those of the samples in use, after cutting."""
+
+    format: str
+    counts: Counts
+    held_out: Counts | None
+    """Of eval_dataset, or of what eval_fraction holds out."""
+    tokens: int
+    trained_tokens: int
+    duplicates: int
+    """Samples that equal an earlier one."""
+    lengths: dict[str, int]
+    """min, median, mean, p95, max."""
+    images: dict[str, int]
+    """How many there are, and tokens of one; empty where there are none."""
+    histogram: list[tuple[int, int, int]]
+    """(from, to, samples)."""
+    skipped: list[tuple[str, str]]
+    """(place, reason) of the first rows that are left out."""
+    findings: list[Finding]
+    refusal: str | None
+    """Why training would stop before its first step, if it would."""
+    samples: list[ShownSample]
+    are_prompts: bool = False
+    """Of GRPO: nothing of them is trained, the model goes on from them."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON."""
+        return {
+            "format": self.format,
+            "rows": self.counts.as_dict(),
+            "held_out": self.held_out.as_dict() if self.held_out is not None else None,
+            "truncated_inside_a_trained_turn": self.counts.cut_inside,
+            "tokens": self.tokens,
+            "trained_tokens": self.trained_tokens,
+            "duplicates": self.duplicates,
+            "lengths": self.lengths,
+            "images": self.images,
+            "histogram": [{"from": low, "to": high, "samples": count} for low, high, count in self.histogram],
+            "skipped": [{"source": place, "reason": reason} for place, reason in self.skipped],
+            "findings": [finding.as_dict() for finding in self.findings],
+            "refusal": self.refusal,
+            "samples": [
+                {
+                    "text": sample.text,
+                    "input_ids": sample.input_ids,
+                    "loss_mask": [int(weight) if weight in (0, 1) else weight for weight in sample.loss_mask],
+                    "source": sample.source,
+                }
+                for sample in self.samples
+            ],
+        }
+
+
+def look(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataReport:
+    """Everything about a prepared dataset. What training would refuse is shown as a finding or a skipped row."""
+    refusal = None
+    try:
+        dataset.check()
+    except DataError as error:
+        refusal = str(error)
+    dataset = dataset.lenient()
+    held_out = held_out.lenient() if held_out is not None else None
+    usable = [dataset.usable(number) for number in range(len(dataset.chunks))]
+    all_lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in usable)])
+    counts = dataset.counts()
+    own = digests(dataset)
+    return DataReport(
+        format=", ".join(dataset.formats),
+        counts=counts,
+        held_out=held_out.counts() if held_out is not None else None,
+        tokens=int(all_lengths.sum()),
+        trained_tokens=sum(int(part.trained.sum()) for part in usable),
+        duplicates=len(own) - len(np.unique(own)),
+        lengths=_summary(all_lengths),
+        images=_images(dataset, usable),
+        histogram=_histogram(all_lengths),
+        skipped=list(islice(dataset.skipped(), SKIPPED_SHOWN)),
+        findings=data_findings(dataset, held_out),
+        refusal=refusal,
+        samples=list(islice(_shown(dataset), show)),
+        are_prompts=any(source.spec.prompts for source in dataset.sources),
+    )
+
+
+def _images(dataset: Dataset, usable: Sequence[Usable]) -> dict[str, int]:
+    """How many images samples have, and tokens of an image; of none, nothing."""
+    tokens = [
+        image.num_tokens
+        for number, part in enumerate(usable)
+        for sample in part.samples.tolist()
+        for image in dataset.shard(number).images(sample)
+    ]
+    each = _summary(np.array(tokens))
+    return {"count": len(tokens), **{f"tokens {name}": value for name, value in each.items()}} if tokens else {}
+
+
+def _summary(lengths: Any) -> dict[str, int]:
+    if not len(lengths):
+        return {}
+    values = [lengths.min(), np.median(lengths), lengths.mean(), np.percentile(lengths, 95), lengths.max()]
+    return {name: round(float(v)) for name, v in zip(("min", "median", "mean", "p95", "max"), values, strict=True)}
+
+
+def _histogram(lengths: Any) -> list[tuple[int, int, int]]:
+    if not len(lengths):
+        return []
+    bins = min(HISTOGRAM_BINS, int(lengths.max() - lengths.min()) + 1)
+    counts, edges = np.histogram(lengths, bins)
+    return [(round(low), round(high), int(n)) for low, high, n in zip(edges, edges[1:], counts, strict=False)]
+
+
+def _shown(dataset: Dataset) -> Iterator[ShownSample]:
+    """Samples in the files' order, rendered again, because the cache keeps token ids only."""
+    renderer, chunks = Renderer(dataset.renderer_source), ChunkReader()
+    for number, ref in enumerate(dataset.chunks):
+        file = dataset.file_of(ref)
+        reader = Reader(file.recipe.spec, file.format)
+        rows = chunks.rows(file.recipe.path, file.chunks[ref.index])
+        shard = dataset.shard(number)
+        for index in dataset.usable(number).samples.tolist():
+            conversation = reader.read(rows[int(shard.rows[index])].columns)
+            try:
+                text = renderer.render(conversation, file.recipe.path.parent)
+            except BadRow as error:  # its image went after it was looked at
+                raise DataError(f"{dataset.sample(number, index).place}: {error}") from error
+            (rendered,) = renderer.tokenize([text], with_bounds=True)
+            assert not isinstance(rendered, BadRow)
+            assert rendered.bounds is not None
+            sample = dataset.sample(number, index)
+            first, last = dataset.window(len(rendered.ids))
+            bounds = rendered.bounds[first:last]
+            begin = bounds[0][0] if first else 0
+            end = bounds[-1][1] if last < len(rendered.ids) else len(text.text)
+            parts: list[tuple[str, bool]] = []
+            at = begin
+            for (_, stop), weight in zip(bounds, sample.weights.tolist(), strict=True):
+                piece, at = text.text[at:stop], max(at, stop)
+                if parts and parts[-1][1] == (weight > 0):
+                    parts[-1] = (parts[-1][0] + piece, parts[-1][1])
+                else:
+                    parts.append((piece, weight > 0))
+            yield ShownSample(text.text[begin:end], sample.ids.tolist(), sample.weights.tolist(), sample.place, parts)
+
+
+def as_text(report: DataReport, *, color: bool) -> str:
+    """The report as a person reads it; trained text is green, or between ⟦ and ⟧ where there are no colors."""
+    begin, end = ("\x1b[32m", "\x1b[0m") if color else ("⟦", "⟧")
+    counts = report.counts
+    lines = [
+        f"format      {report.format}",
+        f"rows        {counts.read} read = {counts.trained} trained + {counts.truncated} truncated "
+        f"+ {counts.skipped} skipped",
+    ]
+    if report.held_out is not None:
+        held_out = ", ".join(f"{count} {name}" for name, count in report.held_out.as_dict().items())
+        lines.append(f"held out    {held_out}")
+    if counts.cut_inside:
+        lines.append(f"            {counts.cut_inside} of the truncated lost a part of a trained turn")
+    share = f" ({report.trained_tokens / report.tokens:.1%})" if report.tokens else ""
+    trained = "of prompts" if report.are_prompts else f"{report.trained_tokens} of them trained{share}"
+    lines.append(f"tokens      {report.tokens}, {trained}")
+    lines.append(f"duplicates  {report.duplicates}")
+    if report.images:
+        lines.append("images      " + ", ".join(f"{name} {value}" for name, value in report.images.items()))
+    if report.lengths:
+        lines.append("lengths     " + ", ".join(f"{name} {value}" for name, value in report.lengths.items()))
+        most = max(count for _, _, count in report.histogram)
+        for low, high, count in report.histogram:
+            lines.append(f"  {low:>6} - {high:<6} {'#' * max(round(40 * count / most), 1 if count else 0):<40} {count}")
+    if report.skipped:
+        lines.append(f"skipped rows ({counts.skipped}):")
+        lines += [f"  {place}: {reason}" for place, reason in report.skipped]
+        if counts.skipped > len(report.skipped):
+            lines.append(f"  ... and {counts.skipped - len(report.skipped)} more")
+    lines += [finding.as_text() for finding in report.findings]
+    if report.refusal is not None:
+        lines.append(f"`surefoot train` would stop: {report.refusal}")
+    for sample in report.samples:
+        shown = "".join(f"{begin}{text}{end}" if trained else text for text, trained in sample.trained_text)
+        legend = f"trained {begin}like this{end}"
+        if report.are_prompts:
+            shown, legend = sample.text, "a prompt"
+        lines.append(f"--- {sample.source}: {len(sample.input_ids)} tokens, {legend}\n{shown}")
+    return "\n".join(lines)

@@ -1,0 +1,412 @@
+"""From the columns of a row to a conversation: every format users have, told apart by the columns' names.
+
+Knows nothing of files, templates or tokens.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from surefoot.data.conversation import (
+    BadRow,
+    Conversation,
+    Message,
+    Role,
+    check_tools,
+    check_turns,
+    shown,
+)
+from surefoot.data.image_columns import IMAGE_COLUMNS, PLACEHOLDER, looks_like_images, of_columns, place
+from surefoot.data.message_content import (
+    REASONING,
+    Parts,
+    check_texts,
+    first_text,
+    parsed,
+    text_of,
+    tool_calls_of,
+    tools_of,
+    weight_of,
+)
+
+Columns = Mapping[str, Any]
+
+ROLES: Mapping[str, str] = {
+    "system": "system", "developer": "system",
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "bot": "assistant",
+    "tool": "tool", "observation": "tool", "tool_response": "tool", "function": "tool", "ipython": "tool",
+    "function_call": "calls", "tool_call": "calls",
+}  # fmt: skip
+"""Names of roles in the formats -> ours; `calls` is a turn of the assistant that holds tool calls as JSON text."""
+
+IN_THE_ROW = "bytes in the row"
+"""Stands for an image that has no name."""
+ANSWERS = frozenset(("response", "output", "completion"))
+"""Columns that a row with a prompt alone does not need."""
+UNTRAINABLE_COLUMNS = ("video", "videos", "audio", "audios")
+
+
+@dataclass(frozen=True)
+class FormatSpec:
+    """How the rows of one source are to be read."""
+
+    format: str = "auto"
+    """A name of FORMATS, or `auto`: told apart by the columns."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Our column -> the column of the file."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """A LLaMA-Factory entry's `tags`: role_tag, content_tag, user_tag, ..."""
+    only_mapped: bool = False
+    """Read no optional columns besides those in `columns`, as LLaMA-Factory does."""
+    named_in: str = "`columns`"
+    """Where `columns` stands, for messages."""
+    prompts: bool = False
+    """Rows end with a question: what a model answers in GRPO. An answer that a row has is kept beside it."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON, for the key of the cache and for worker processes."""
+        return {**asdict(self), "columns": dict(self.columns), "tags": dict(self.tags)}
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format: the columns that tell it, those it may have besides, and its reader."""
+
+    required: frozenset[str]
+    optional: frozenset[str]
+    read: Callable[["Reader", Columns], Conversation]
+
+
+def detect(columns: Collection[str], *, prompts: bool = False) -> str:
+    """The name of the format whose columns these are; `prompts`: see `FormatSpec`.
+
+    Raises: BadRow where none or several fit; it shows the candidates.
+    """
+    formats = {name: _needed(format, prompts=prompts) for name, format in FORMATS.items()}
+    if prompts:
+        del formats["text"]  # a text has no question
+    candidates = [name for name, needed in formats.items() if needed <= set(columns)]
+    if len(candidates) == 1:
+        return candidates[0]
+    found = ", ".join(sorted(columns)[:8]) + (f", ... ({len(columns)} columns)" if len(columns) > 8 else "")
+    if candidates:
+        raise BadRow(
+            f"the columns ({found}) fit several formats: {', '.join(candidates)}. "
+            f"Say which one with `dataset_format: {candidates[0]}`"
+        )
+    known = "; ".join(f"{name} ({' + '.join(sorted(needed, reverse=True))})" for name, needed in formats.items())
+    example = "{query: YOUR_COLUMN}" if prompts else "{query: YOUR_COLUMN, response: YOUR_COLUMN}"
+    raise BadRow(
+        f"the columns ({found}) fit no known format: {known}. Name them with `columns: {example}`, for example"
+    )
+
+
+def _needed(format: Format, *, prompts: bool) -> frozenset[str]:
+    """The columns a row must have."""
+    return format.required - ANSWERS if prompts else format.required
+
+
+def format_of(spec: FormatSpec, first_row: Columns) -> str:
+    """The format of a file: the one its spec names, or the one of its first row.
+
+    Raises: BadRow where it cannot be told.
+    """
+    return detect(_mapped(first_row, spec).keys(), prompts=spec.prompts) if spec.format == "auto" else spec.format
+
+
+def _mapped(row: Columns, spec: FormatSpec) -> Columns:
+    """The row under our names for its columns."""
+    if not spec.columns:
+        return row
+    required = FORMATS[spec.format].required if spec.format != "auto" else frozenset(spec.columns)
+    absent = [theirs for ours, theirs in spec.columns.items() if theirs not in row and ours in required]
+    if absent:
+        raise BadRow(f"column '{absent[0]}', named in {spec.named_in}, is missing; the row has {shown(list(row))}")
+    theirs = set(spec.columns.values())
+    mapped = {name: value for name, value in row.items() if name not in theirs}
+    if spec.only_mapped:
+        format = FORMATS[spec.format]
+        mapped = {name: value for name, value in mapped.items() if name not in format.optional or name in IMAGE_COLUMNS}
+    return mapped | {ours: row[theirs] for ours, theirs in spec.columns.items() if theirs in row}
+
+
+class Reader:
+    """Reads the rows of one file, which all have one format.
+
+    `keep_columns`: carry the columns that are no part of the conversation, for reward functions.
+    """
+
+    def __init__(self, spec: FormatSpec, format: str, *, keep_columns: bool = False) -> None:
+        self.spec = spec
+        self.format = format
+        self._keep_columns = keep_columns
+        tags = {"role_tag": "from", "content_tag": "value", **spec.tags}
+        self._role_keys = (tags["role_tag"], "role", "from")
+        self._content_keys = (tags["content_tag"], "content", "value")
+        self._roles = dict(ROLES)
+        for tag, role in (
+            ("user_tag", "user"),
+            ("assistant_tag", "assistant"),
+            ("observation_tag", "tool"),
+            ("function_tag", "calls"),
+            ("system_tag", "system"),
+        ):
+            if tag in spec.tags:
+                self._roles[spec.tags[tag]] = role
+        self._seen: dict[tuple[str, ...], str] = {}
+
+    def read(self, row: Columns) -> Conversation:
+        """The conversation of a row.
+
+        Raises: BadRow for a row of another format than the file's, or one that is no trainable conversation.
+        """
+        columns = _mapped(row, self.spec)
+        if self.spec.format == "auto":
+            names = tuple(columns)
+            found = self._seen.get(names) if len(names) < 64 else None
+            if found is None:
+                found = self._seen[names] = detect(names, prompts=self.spec.prompts)
+            if found != self.format:
+                raise BadRow(f"mixed formats: this row is {found}, the file began as {self.format}. Split the file")
+        format = FORMATS[self.format]
+        missing = sorted(_needed(format, prompts=self.spec.prompts) - columns.keys())
+        if missing:
+            raise BadRow(f"column '{missing[0]}' of format {self.format} is missing; the row has {shown(list(row))}")
+        _refuse_untrainable(columns)
+        if self.spec.prompts:
+            return self._prompt(format, columns)
+        conversation = self._with_images(format.read(self, columns), columns)
+        if conversation.kind == "chat":
+            check_turns(conversation.messages)
+            check_tools(conversation.messages, conversation.tools)
+        if not self._keep_columns:
+            return conversation
+        used = format.required | format.optional
+        others = {name: value for name, value in columns.items() if name not in used}
+        return Conversation(
+            conversation.messages, conversation.kind, conversation.tools, conversation.first_trained, others
+        )
+
+    def _with_images(self, conversation: Conversation, columns: Columns) -> Conversation:
+        """The conversation with the images of the row's columns where they stand."""
+        sources = of_columns({name: _listed(columns[name], name) for name in IMAGE_COLUMNS if name in columns})
+        if sources is None and any(PLACEHOLDER in message.content for message in conversation.messages):
+            likely = next((name for name, value in columns.items() if looks_like_images(name, value)), None)
+            if likely is not None:
+                raise BadRow(f"a turn says {PLACEHOLDER}, and no column is `images`. Set columns: {{images: {likely}}}")
+        if sources and conversation.kind in ("completion", "text", "text prompt"):
+            raise BadRow(
+                "the row has images, but bare texts instead of messages, in which they could stand. Give messages, or "
+                "name the text as a question: columns: {query: prompt}"
+            )
+        return replace(conversation, messages=place(conversation.messages, sources))
+
+    def _prompt(self, format: Format, columns: Columns) -> Conversation:
+        """A row as a question: its last answer, if it has one, goes to the reward functions as `response`."""
+        if isinstance(columns.get("prompt"), str) and self.format == "prompt_completion":
+            asked = Message("user", text_of(columns["prompt"], "prompt"))
+            messages = self._with_images(Conversation((asked,), "text prompt"), columns).messages
+            tools: tuple[dict[str, Any], ...] = ()
+            kind: Literal["prompt", "text prompt"] = "text prompt"
+        else:
+            stand_ins: dict[str, Any] = dict.fromkeys(format.required & ANSWERS, "")
+            if self.format == "prompt_completion":
+                stand_ins["completion"] = []
+            read = self._with_images(format.read(self, {**columns, **stand_ins}), columns)
+            messages, tools, kind = read.messages, read.tools, "prompt"
+        answers = []
+        while messages and messages[-1].role == "assistant":
+            answers.append(messages[-1].content)
+            messages = messages[:-1]
+        if kind == "prompt":
+            check_turns([*messages, Message("assistant", "")])
+            check_tools(messages, tools)
+        elif not messages[0].content:
+            raise BadRow("the prompt is empty")
+        used = (format.required | format.optional) - ANSWERS
+        others = {name: value for name, value in columns.items() if name not in used}
+        others["prompt"] = (
+            messages[0].content if kind == "text prompt" else [message.as_template_input() for message in messages]
+        )
+        images = Conversation(messages).images
+        if images:
+            others["images"] = [source if isinstance(source, str) else IN_THE_ROW for source in images]
+        if any(answers):
+            others.setdefault("response", answers[0])
+        for name in format.required & ANSWERS & columns.keys():
+            given = columns[name]
+            is_messages = isinstance(given, list) and given and isinstance(given[-1], dict)
+            others.setdefault("response", given[-1].get("content") if is_messages else given)
+        return Conversation(messages, kind, tools, columns=others)
+
+    def messages(self, value: Any, column: str) -> tuple[tuple[Message, ...], tuple[dict[str, Any], ...]]:
+        """Messages of any dialect, and tools that stand among them. Turns of tool calls join the turn before."""
+        value = parsed(value, column)
+        if not isinstance(value, list) or not value:
+            raise BadRow(f"'{column}' must be a non-empty list of messages, found {shown(value)}")
+        messages: list[Message] = []
+        tools: tuple[dict[str, Any], ...] = ()
+        for index, item in enumerate(value):
+            name = f"{column}[{index}]"
+            role, message, declared = self._message(item, name)
+            tools += declared
+            if message.role == "system" and declared and not message.content:
+                continue  # LLaMA-Factory v1 keeps the tools in a system turn of their own
+            before = messages[-1] if messages else None
+            if role == "calls" and before is not None and before.role == "assistant":
+                messages[-1] = Message(
+                    "assistant",
+                    before.content,
+                    before.tool_calls + message.tool_calls,
+                    before.reasoning,
+                    before.weight if message.weight is None else message.weight,
+                    before.others,
+                    before.images + message.images,
+                )
+            else:
+                messages.append(message)
+        return tuple(messages), tools
+
+    def _message(self, item: Any, name: str) -> tuple[str, Message, tuple[dict[str, Any], ...]]:
+        if not isinstance(item, dict):
+            raise BadRow(f"{name} must be an object with a role and content, found {shown(item)}")
+        role_key = next((key for key in self._role_keys if key in item), "role")
+        content_key = next((key for key in self._content_keys if key in item), "content")
+        raw_role = item.get(role_key)
+        role = self._roles.get(raw_role) if isinstance(raw_role, str) else None
+        if role is None:
+            raise BadRow(f"{name} has role {shown(raw_role)}. Known roles: {', '.join(sorted(self._roles))}")
+        others = {key: value for key, value in item.items() if key not in (role_key, content_key) and value is not None}
+        weight = weight_of(others, name)
+        if weight and role not in ("assistant", "calls"):
+            raise BadRow(f"{name} ({role}) has a weight of {weight} in the loss; only the assistant's turns take one")
+        calls = tool_calls_of(others.pop("tool_calls", None), name)
+        legacy = others.pop("function_call", None)
+        if legacy:
+            calls += tool_calls_of(legacy, name)
+        reasoning = first_text(others, REASONING, name)
+        content = item.get(content_key)
+        parts = Parts()
+        if isinstance(content, list):
+            parts = Parts.read(content, name)
+            content, calls, reasoning = parts.text, calls + parts.calls, reasoning or parts.reasoning
+        if role == "calls":
+            calls += tool_calls_of(parsed(content, name), name) if content else ()
+            content = ""
+            if not calls:
+                raise BadRow(f"{name} ({raw_role}) holds no tool call")
+        if content is None and (calls or reasoning is not None):
+            content = ""
+        if not isinstance(content, str):
+            raise BadRow(f"{name} ({raw_role}) has content {shown(content)}; it must be a text")
+        if calls and role not in ("assistant", "calls"):
+            raise BadRow(f"{name} ({role}) has tool calls; only the assistant can call tools")
+        check_texts(others, name)
+        ours: Role = "assistant" if role == "calls" else role  # type: ignore[assignment]
+        message = Message(
+            ours,
+            content if parts.images else text_of(content, name),  # its parts were looked at one by one
+            calls,
+            reasoning,
+            weight,
+            others,
+            parts.images,
+        )
+        return role, message, parts.tools
+
+    def conversation(self, columns: Columns, name: str) -> Conversation:
+        """A row whose `name` column is a list of messages."""
+        messages, tools = self.messages(columns[name], name)
+        if columns.get("system") and messages[0].role == "system":
+            raise BadRow("the system prompt is given twice: in the `system` column and as the first message")
+        tools = (*tools_of(columns.get("tools")), *tools_of(columns.get("functions")), *tools)
+        return Conversation((*self.system(columns), *messages), tools=tools)
+
+    def system(self, columns: Columns) -> tuple[Message, ...]:
+        """The `system` column, if it says something."""
+        value = columns.get("system")
+        return (Message("system", text_of(value, "system")),) if value else ()
+
+    def history(self, columns: Columns) -> tuple[Message, ...]:
+        """The `history` column: earlier [question, answer] pairs."""
+        value = parsed(columns.get("history") or [], "history")
+        if not isinstance(value, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
+            raise BadRow(f"'history' must be a list of [question, answer] pairs, found {shown(value)}")
+        return tuple(
+            Message("assistant" if side else "user", text_of(pair[side], f"history[{index}]"))
+            for index, pair in enumerate(value)
+            for side in (0, 1)
+        )
+
+
+def _refuse_untrainable(columns: Columns) -> None:
+    """Rows that would train as text although they are not meant so."""
+    for name in UNTRAINABLE_COLUMNS:
+        if columns.get(name):
+            raise BadRow(f"the row has {name} ({shown(columns[name])}); this version trains on text and images")
+    if columns.get("label") is False and "completion" in columns:
+        raise BadRow("label is false: a bad answer of preference data (KTO), not one to learn")
+
+
+def _prompt_completion(reader: Reader, columns: Columns) -> Conversation:
+    prompt, completion = columns["prompt"], columns["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion:
+            raise BadRow("the completion is empty, so there is nothing to train on")
+        turns = (Message("user", text_of(prompt, "prompt")), Message("assistant", text_of(completion, "completion")))
+        return Conversation(turns, "completion")
+    if isinstance(prompt, list) and isinstance(completion, list):
+        context, tools = reader.messages(prompt, "prompt")
+        if reader.spec.prompts:
+            return Conversation(context, tools=(*tools_of(columns.get("tools")), *tools))
+        answers, more = reader.messages(completion, "completion")
+        tools = (*tools_of(columns.get("tools")), *tools, *more)
+        return Conversation((*context, *answers), tools=tools, first_trained=len(context))
+    raise BadRow(
+        f"prompt is {shown(prompt)} and completion {shown(completion)}; both must be texts or both lists of messages"
+    )
+
+
+def _alpaca(reader: Reader, columns: Columns) -> Conversation:
+    """Instruction and input, a line between them, are the user's turn, as in LLaMA-Factory and ms-swift."""
+    parts = [text_of(columns[name], name) for name in ("instruction", "input") if columns.get(name) is not None]
+    question = "\n".join(part for part in parts if part)
+    return _turns(reader, columns, question, columns["output"], "output")
+
+
+def _query_response(reader: Reader, columns: Columns) -> Conversation:
+    return _turns(reader, columns, text_of(columns["query"], "query"), columns["response"], "response")
+
+
+def _turns(reader: Reader, columns: Columns, question: str, answer: Any, name: str) -> Conversation:
+    last = (Message("user", question), Message("assistant", text_of(answer, name)))
+    tools = tools_of(columns.get("tools"))
+    return Conversation((*reader.system(columns), *reader.history(columns), *last), tools=tools)
+
+
+def _plain_text(_: Reader, columns: Columns) -> Conversation:
+    text = text_of(columns["text"], "text")
+    if not text:
+        raise BadRow("the text is empty, so there is nothing to train on")
+    return Conversation((Message("assistant", text),), "text")
+
+
+def _format(required: str, optional: str, read: Callable[[Reader, Columns], Conversation]) -> Format:
+    return Format(frozenset(required.split()), frozenset((*optional.split(), *IMAGE_COLUMNS)), read)
+
+
+FORMATS: Mapping[str, Format] = {
+    "messages": _format("messages", "tools functions system", lambda reader, row: reader.conversation(row, "messages")),
+    "sharegpt": _format("conversations", "tools system", lambda reader, row: reader.conversation(row, "conversations")),
+    "alpaca": _format("instruction output", "input history system tools", _alpaca),
+    "query_response": _format("query response", "history system tools", _query_response),
+    "prompt_completion": _format("prompt completion", "tools", _prompt_completion),
+    "text": _format("text", "", _plain_text),
+}
+"""Name -> format. `messages` is OpenAI's, which ms-swift and TRL share, with its dialects."""
+
+
+def _listed(value: Any, name: str) -> Any:
+    """Images are one or a list, which may be stored as JSON text."""
+    return parsed(value, name) if isinstance(value, str) and value[:1] + value[-1:] == "[]" else value

@@ -1,0 +1,207 @@
+"""Which samples each step sees: a pure function of (seed, epoch, position), so resuming replays nothing.
+
+An epoch visits the dataset's chunks in an order drawn from (seed, epoch), a window of them at a time. The samples of a
+window are shuffled and, with packing, packed; steps are cut from the windows' sequences one after the other. A dataset
+of up to WINDOW_ROWS rows is one window: its order is a plain permutation. Only the chunks of one window need to be
+prepared, so training can start while the others are.
+
+Batches are formed globally, over the whole order; dealing them to ranks comes after.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import ceil, floor
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surefoot.data.dataset import ChunkRef, Usable
+from surefoot.data.packing import best_fit
+from surefoot.errors import DataError
+
+WINDOW_ROWS = 65_536
+
+
+class Samples(Protocol):
+    """What the order needs to know of a dataset."""
+
+    @property
+    def chunks(self) -> Sequence[ChunkRef]: ...
+
+    def usable(self, number: int) -> Usable: ...
+
+    def weight(self, number: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the order: so many sequences of a window of an epoch have been used."""
+
+    epoch: int = 0
+    window: int = 0
+    used: int = 0
+
+
+SampleKey = tuple[int, int]
+"""(chunk of the dataset, sample of its shard)."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The rows of one optimizer step, over all ranks."""
+
+    epoch: float
+    """Share of the data seen when this step is done."""
+    rows: list[list[SampleKey]]
+    """Samples per sequence: one each, or several when packing."""
+    next: Position
+    """Where the step after it begins."""
+    about: Mapping[str, float] = field(default_factory=dict)
+    """What the batch source measured of it, by name."""
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """A chunk in an epoch; `share` of its rows are used."""
+
+    chunk: int
+    share: float
+
+
+class GlobalOrder:
+    """The order of sequences over epochs, and the steps cut from it. A step never spans two epochs."""
+
+    def __init__(
+        self, data: Samples, *, sequences_per_step: int, seed: int, shuffle: bool, pack_length: int | None
+    ) -> None:
+        self._data = data
+        self._per_step = sequences_per_step
+        self._seed = seed
+        self._shuffle = shuffle
+        self._pack_length = pack_length
+        self._windows_of = lru_cache(maxsize=2)(self._windows)
+        self._sequences_of = lru_cache(maxsize=2)(self._sequences)
+
+    def step(self, position: Position, count: int | None = None) -> StepBatch:
+        """The sequences of the step that begins at `position`, whatever was read before; `count`: another number.
+
+        Waits for the shards of its window. Raises: DataError for what is wrong with them.
+        """
+        self._windows_at(position)
+        epoch, window, used = position.epoch, position.window, position.used
+        rows: list[list[SampleKey]] = []
+        wanted = count or self._per_step
+        while len(rows) < wanted:
+            sequences = self._sequences_of(epoch, window)
+            taken = sequences[used : used + wanted - len(rows)]
+            rows += taken
+            used += len(taken)
+            if used < len(sequences):
+                break
+            window, used = window + 1, 0
+            if window == len(self._windows_of(epoch)):
+                if rows:
+                    return StepBatch(epoch + 1.0, rows, Position(epoch + 1))
+                if epoch > position.epoch:
+                    raise DataError("no sample is left to train on: see the skipped rows (`surefoot data` lists them).")
+                epoch, window = epoch + 1, 0
+        return StepBatch(epoch + self._seen(epoch, window, used), rows, Position(epoch, window, used))
+
+    def _seen(self, epoch: int, window: int, used: int) -> float:
+        """Share of an epoch before a position, by rows."""
+        rows = [sum(self._rows(visit) for visit in visits) for visits in self._windows_of(epoch)]
+        within = used / len(self._sequences_of(epoch, window)) * rows[window] if used else 0
+        return (sum(rows[:window]) + within) / sum(rows)
+
+    def _rows(self, visit: _Visit) -> float:
+        return self._data.chunks[visit.chunk].num_rows * visit.share
+
+    def steps_in(self, epochs: float) -> int:
+        """Optimizer steps in so many epochs; a part of an epoch counts in proportion, at least one step.
+
+        Reads the lengths of all samples, so everything must be prepared.
+        """
+        whole = int(epochs)
+        steps = sum(self._steps_in(epoch) for epoch in range(whole))
+        if epochs > whole:
+            steps += ceil(self._steps_in(whole) * (epochs - whole) - 1e-9)  # 10 x (1.1 - 1) is a little over 1
+        return max(steps, 1)
+
+    def _steps_in(self, epoch: int) -> int:
+        windows = self._windows_of(epoch)
+        if self._pack_length is None:  # counted without being put in order
+            visits = (visit for visits in windows for visit in visits)
+            count = sum(len(self._chosen(visit, epoch, self._data.usable(visit.chunk))) for visit in visits)
+        else:
+            count = sum(len(self._sequences_of(epoch, window)) for window in range(len(windows)))
+        return ceil(count / self._per_step)
+
+    def windows_from(self, position: Position) -> list[list[int]]:
+        """The chunks of each window from a position to the end of its epoch."""
+        windows = self._windows_at(position)
+        return [list(dict.fromkeys(visit.chunk for visit in visits)) for visits in windows[position.window :]]
+
+    def _windows_at(self, position: Position) -> list[list[_Visit]]:
+        """The windows of a position's epoch. Raises: DataError if the position is in none of them."""
+        windows = self._windows_of(position.epoch)
+        if position.window >= len(windows):
+            raise DataError(
+                f"the place to go on from is window {position.window} of data that have {len(windows)}. The counters "
+                "of the checkpoint are damaged: go on from an older one with resume_from_checkpoint."
+            )
+        return windows
+
+    def _windows(self, epoch: int) -> list[list[_Visit]]:
+        """The visits of an epoch, cut into windows of about WINDOW_ROWS rows."""
+        visits = []
+        for number in range(len(self._data.chunks)):
+            weight = self._data.weight(number)
+            visits += [_Visit(number, 1.0)] * floor(weight)
+            if weight > floor(weight):
+                visits.append(_Visit(number, weight - floor(weight)))
+        if self._shuffle:
+            visits = [visits[i] for i in np.random.default_rng([self._seed, epoch]).permutation(len(visits))]
+        windows: list[list[_Visit]] = [[]]
+        rows = 0.0
+        for visit in visits:
+            if windows[-1] and rows + self._rows(visit) > WINDOW_ROWS:
+                windows.append([])
+                rows = 0.0
+            windows[-1].append(visit)
+            rows += self._rows(visit)
+        return windows
+
+    def _sequences(self, epoch: int, window: int) -> list[list[SampleKey]]:
+        """The sequences of a window, in order."""
+        keys: list[NDArray[np.int64]] = []
+        lengths: list[NDArray[np.int64]] = []
+        for visit in self._windows_of(epoch)[window]:
+            usable = self._data.usable(visit.chunk)
+            chosen = self._chosen(visit, epoch, usable)
+            keys.append(np.stack([np.full(len(chosen), visit.chunk), usable.samples[chosen]], axis=1))
+            lengths.append(usable.lengths[chosen])
+        if not keys:
+            return []
+        all_keys, all_lengths = np.concatenate(keys), np.concatenate(lengths)
+        if self._shuffle:
+            order = np.random.default_rng([self._seed, epoch, window + 1]).permutation(len(all_keys))
+            all_keys, all_lengths = all_keys[order], all_lengths[order]
+        pairs: list[SampleKey] = [(chunk, sample) for chunk, sample in all_keys.tolist()]
+        if self._pack_length is None:
+            return [[pair] for pair in pairs]
+        return [[pairs[index] for index in pack] for pack in best_fit(all_lengths.tolist(), self._pack_length)]
+
+    def _chosen(self, visit: _Visit, epoch: int, usable: Usable) -> NDArray[np.int64]:
+        """Which of a chunk's usable samples a visit takes: all, or a share drawn anew each epoch."""
+        count = len(usable.samples)
+        if visit.share == 1.0:
+            return np.arange(count)
+        # Rounded over the source, not over the chunk, and shifted each epoch: small chunks get their share in turn.
+        shift = np.random.default_rng([self._seed, epoch]).random()
+        ref = self._data.chunks[visit.chunk]
+        end = ref.first_row + ref.num_rows
+        quota = floor(end * visit.share + shift) - floor(ref.first_row * visit.share + shift)
+        drawn = np.random.default_rng([self._seed, epoch, visit.chunk, 1]).permutation(ref.num_rows)[:quota]
+        return np.flatnonzero(np.isin(usable.rows, drawn))

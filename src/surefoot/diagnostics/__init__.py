@@ -1,0 +1,1 @@
+"""What watches, checks and explains runs. The core does not import it."""

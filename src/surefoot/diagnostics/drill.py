@@ -1,0 +1,255 @@
+"""`surefoot drill`: small runs on this machine, each broken for real in another way, to see that each fault is named.
+
+Every run is an ordinary `surefoot train` of a tiny random model, with its supervisor; the fault strikes inside one of
+its ranks (`diagnostics.fault_injection`) in a step that the seed draws.
+"""
+
+import json
+import os
+import random
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed, wait
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from surefoot.config import load_config
+from surefoot.diagnostics.fault_injection import FAULTS, VARIABLE
+from surefoot.errors import ConfigError
+from surefoot.system.process import PYTHON
+
+TOGETHER = 3
+"""Runs at the same time: one that stands still costs nothing."""
+GIVE_UP_S = 150.0
+END_WITHIN_S = 15.0
+"""After the finding."""
+CGROUPS = Path("/sys/fs/cgroup")
+CONTROLLERS = ("cpu", "memory", "freezer")
+LIMIT_BYTES = 2 << 30
+"""Of the memory of a run that is to use up its limit."""
+Run = TypeVar("Run")
+Result = TypeVar("Result")
+WORDS = "one two three four five six seven eight nine ten"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run with one fault."""
+
+    kind: str
+    seed: int
+    rank: int
+    step: int
+    struck: bool
+    expected: str
+    found: str | None
+    """Code of the first finding."""
+    named_rank: int | None
+    after_s: float | None
+    """From the fault to the finding on disk."""
+    status: int
+    """Exit status of the run; negative for a signal."""
+    cause: str
+    """What the finding says; where there is none, the end of what the run printed."""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the right code was found, with the right rank where there is one."""
+        return self.found == self.expected and (not FAULTS[self.kind].names_rank or self.named_rank == self.rank)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "is_named": self.is_named}
+
+
+def drill(kinds: Sequence[str] = (), *, seeds: int = 1, overrides: Sequence[str] = ()) -> Iterator[Outcome]:
+    """Strike each kind of fault, `seeds` times; outcomes come as they are known.
+
+    Without `kinds` all that can be struck here; `overrides` are settings of the runs, as `key=value`.
+    Raises: ConfigError for a kind that does not exist, or cannot be struck here; for settings that make no run.
+    """
+    unknown = [kind for kind in kinds if kind not in faults()]
+    if unknown:
+        raise ConfigError(f"no such fault: {', '.join(unknown)}. There are: {', '.join(faults())}.")
+    beyond = [kind for kind in kinds if FAULTS[kind].needs_limits and not can_limit()]
+    if beyond:
+        raise ConfigError(f"{', '.join(beyond)}: no cgroup may be made here. Run as root where version 1 is mounted.")
+    chosen = kinds or [kind for kind in faults() if not FAULTS[kind].needs_limits or can_limit()]
+    with tempfile.TemporaryDirectory(prefix="surefoot-drill-") as name:
+        settings = write_job(Path(name)) | {"nproc_per_node": 2}
+        ranks = load_config(None, overrides, settings | {"output_dir": name}).run.nproc_per_node
+        runs = {
+            (kind, seed): partial(strike, kind, settings, Path(name, f"{kind}-{seed}"), seed, overrides, ranks=ranks)
+            for seed in range(seeds)
+            for kind in chosen
+        }
+        with started(runs, alone=[(kind, seed) for kind, seed in runs if FAULTS[kind].is_alone]) as outcomes:
+            for one in as_completed(outcomes.values()):
+                yield one.result()
+
+
+@contextmanager
+def started(runs: Mapping[Run, Callable[[], Result]], alone: Collection[Run]) -> Iterator[dict[Run, Future[Result]]]:
+    """Some at the same time; when these are over those that must be `alone` on this machine.
+
+    What has not begun when the caller leaves never does.
+    """
+    is_left = threading.Event()
+    with ThreadPoolExecutor(TOGETHER) as pool, ThreadPoolExecutor(1) as one_by_one:
+        together = {run: pool.submit(start) for run, start in runs.items() if run not in alone}
+
+        def after(start: Callable[[], Result]) -> Result:
+            wait(together.values())
+            if is_left.is_set():
+                raise CancelledError
+            return start()
+
+        outcomes = together | {run: one_by_one.submit(after, start) for run, start in runs.items() if run in alone}
+        try:
+            yield outcomes
+        finally:  # on Ctrl-C, too
+            is_left.set()
+            for one in outcomes.values():
+                one.cancel()
+
+
+def faults() -> list[str]:
+    """The kinds that must be found."""
+    return [kind for kind, fault in FAULTS.items() if fault.code]
+
+
+def write_job(folder: Path) -> dict[str, Any]:
+    """Write a tiny model with random weights, its tokenizer and its data; returns the settings of a run of them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    texts = ["<|end|>", "<|user|>", "<|assistant|>", *WORDS.split()]
+    tokenizer = Tokenizer(models.WordLevel({text: number for number, text in enumerate(texts)}, unk_token="<|end|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+    fast.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|> {{ m.content }} <|end|> {% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|> {% endif %}"
+    )
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=len(texts), eos_token_id=0, pad_token_id=0, **shape, **experts))
+    model.save_pretrained(folder / "model")
+    fast.save_pretrained(folder / "model")
+    words = WORDS.split()
+    rows = [
+        [{"role": "user", "content": words[n % 10]}, {"role": "assistant", "content": " ".join(words[n % 7 :])}]
+        for n in range(200)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return settings_of(folder / "model", folder / "rows.jsonl")
+
+
+def settings_of(model: Path, data: Path) -> dict[str, Any]:
+    """Of runs that are broken."""
+    return {
+        "model": str(model), "dataset": str(data), "max_length": 128, "learning_rate": 1e-4, "device": "cpu",
+        "save_steps": 0, "global_batch_size": 4, "per_device_train_batch_size": 2, "report": False,
+    }  # fmt: skip
+
+
+def strike(
+    kind: str, settings: dict[str, Any], folder: Path, seed: int, overrides: Sequence[str] = (), *, ranks: int = 2
+) -> Outcome:
+    """One run of some ranks with one fault, on a rank and in a step that the seed draws."""
+    fault = FAULTS[kind]
+    draw = random.Random(f"{kind}-{seed}")
+    rank, step = draw.randrange(ranks), draw.randrange(fault.first_step, fault.first_step + 8)
+    folder.mkdir(parents=True)
+    struck = folder / "struck"
+    settings = {
+        **settings,
+        "output_dir": str(folder / "run"),
+        "max_steps": 100_000,
+        "save_steps": step if fault.phase == "save" else 0,
+        "nproc_per_node": ranks,
+        "on_stall": "stop",
+        "stall_timeout_s": 1.0,
+    }
+    (folder / "run.json").write_text(json.dumps(settings))
+    began = time.monotonic()
+    with open(folder / "output", "w") as output, limited(kind) as inside:
+        run = subprocess.Popen(
+            [*inside, *PYTHON, "-m", "surefoot", "train", str(folder / "run.json"), *overrides],
+            env={**os.environ, VARIABLE: f"{kind}:{rank}:{step}:{struck}", "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        found_s, was_told = None, False
+        findings = folder / "run" / "findings.jsonl"
+        while run.poll() is None and time.monotonic() - began < GIVE_UP_S:
+            if found_s is None and findings.is_file() and findings.stat().st_size:
+                found_s = time.time()
+            if found_s is not None and not was_told and time.time() - found_s > END_WITHIN_S:  # a leak ends no run
+                run.terminate()
+                was_told = True
+            time.sleep(0.1)
+        if run.poll() is None:  # not found: whoever started it, and all that it started
+            for process in psutil.Process(run.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            run.kill()
+        status = run.wait(30)
+    found_s = found_s or (time.time() if findings.is_file() else None)
+    made = [json.loads(line) for line in findings.read_text().splitlines()] if findings.is_file() else []
+    first = made[0] if made else {"code": None, "evidence": {}, "cause": (folder / "output").read_text()[-500:]}
+    return Outcome(
+        kind=kind,
+        seed=seed,
+        rank=rank,
+        step=step,
+        struck=struck.exists(),
+        expected=fault.code,
+        found=first["code"],
+        named_rank=first["evidence"].get("rank"),
+        after_s=round(found_s - float(struck.read_text()), 1) if found_s and struck.exists() else None,
+        status=status,
+        cause=first["cause"],
+    )
+
+
+@contextmanager
+def limited(kind: str) -> Iterator[list[str]]:
+    """The beginning of a command that runs in cgroups of its own, where the fault needs them. Raises: OSError."""
+    if not FAULTS[kind].needs_limits:
+        yield []
+        return
+    cpu, memory, freezer = groups = [CGROUPS / name / f"surefoot-{os.getpid()}-{kind}" for name in CONTROLLERS]
+    try:
+        for group in groups:
+            group.mkdir()
+        (memory / "memory.limit_in_bytes").write_text(str(LIMIT_BYTES))
+        yield ["sh", "-c", f'echo $$ > {cpu}/cgroup.procs; echo $$ > {memory}/cgroup.procs; exec "$@"', "sh"]
+    finally:
+        if freezer.is_dir():
+            (freezer / "freezer.state").write_text("THAWED")  # what was killed there dies now
+        for group in groups:
+            _remove(group)
+
+
+def _remove(group: Path) -> None:
+    """Delete a cgroup; one whose last process is just ending needs a moment. One that stays is empty, and harmless."""
+    deadline = time.monotonic() + END_WITHIN_S
+    while group.is_dir() and time.monotonic() < deadline:
+        with suppress(OSError):
+            group.rmdir()
+        time.sleep(0.1)
+
+
+def can_limit() -> bool:
+    """Whether cgroups may be made here: as root, where the controllers of version 1 are mounted."""
+    return all(os.access(CGROUPS / name / "cgroup.procs", os.W_OK) for name in CONTROLLERS)

@@ -1,0 +1,264 @@
+"""The observer that writes a rank's events into its ring, and the reader that gives them back as words.
+
+While it writes, a witness stands by for the supervisor's questions.
+
+The lists below are the file format: a new kind or phase goes to the end.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
+from typing import get_args
+
+from surefoot.diagnostics.monitor.evidence_server import Witness
+from surefoot.diagnostics.monitor.process_stats import GarbageTime, OwnMemory, TimeInLine
+from surefoot.diagnostics.monitor.ring_buffer import Record, RingError, RingReader, RingWriter, Values
+from surefoot.errors import StorageError
+from surefoot.events import (
+    BatchDescribed,
+    CheckpointSaved,
+    DeviceMemorySampled,
+    Evaluated,
+    Event,
+    ExpertRanksUsed,
+    ExpertsUsed,
+    LayerEntered,
+    MemorySampled,
+    ModelLoaded,
+    Phase,
+    PhaseBegan,
+    PhaseEnded,
+    Preparing,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+)  # fmt: skip
+
+KINDS = (
+    "phase began", "phase ended", "batch", "step", "evaluated", "checkpoint", "run started", "run ended", "preparing",
+    "memory", "experts", "device memory", "learning rate", "images",
+    "expert ranks", "model loaded",
+)  # fmt: skip
+PHASES: tuple[str, ...] = ("", *get_args(Phase))
+VALUE_NAMES: dict[str, tuple[str, ...]] = {
+    "phase began": ("anonymous_bytes",),
+    "phase ended": ("anonymous_bytes",),
+    "batch": ("tokens", "trained", "sequences", "fillers", "padding"),
+    "images": ("images", "patches"),
+    "step": ("loss", "grad_norm", "step_time_s", "peak_memory_bytes", "garbage_s"),
+    "experts": ("layer", "share", "even_share", "silent", "rows"),
+    "model loaded": ("whole", "kept", "peak"),
+    "expert ranks": ("load", "ranks"),
+    "device memory": ("allocated", "reserved", "inactive", "retries", "free"),
+    "learning rate": ("learning_rate", "in_line_s"),
+    "memory": ("frozen", "trained", "gradients", "optimizer", "total"),
+    "evaluated": ("measured",),
+    "checkpoint": ("save_time_s",),
+    "run started": ("offloads",),
+    "run ended": ("failed",),
+}
+"""What a record's values are, by kind."""
+
+
+KEPT_STARTS = 5
+"""Of one run on one rank: the rings of older ones are deleted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A record in words."""
+
+    rank: int
+    start: int
+    """Which start of the rank; later ones have greater numbers."""
+    process: int
+    time_s: float
+    kind: str
+    phase: str
+    step: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class History:
+    """What the rings of a run say."""
+
+    entries: list[Entry]
+    """Of all ranks and starts, oldest first."""
+    unreadable: list[str]
+    """Rings that could not be read, and why."""
+    away: frozenset[tuple[int, int]] = frozenset()
+    """(rank, start) of processes of other machines."""
+
+
+def read_history(run_folder: Path, newest: int | None = None) -> History:
+    """Read the rings of a run, while it is going on or after; of each only the `newest` records, if that is set."""
+    found, unreadable, away = [], [], set()
+    for path in sorted((run_folder / "events").glob("rank-*.ring")):
+        try:
+            reader = RingReader(path)
+        except RingError as error:
+            unreadable.append(str(error))
+            continue
+        since = max(0, reader.count - newest) if newest else 0
+        start = int(path.stem.rpartition("-")[2])  # not its process: in containers these repeat
+        found += [_in_words(reader, start, record) for record in reader.records(since)]
+        if not reader.is_of_this_machine:
+            away.add((reader.rank, start))
+        reader.close()
+    return History(sorted(found, key=lambda entry: entry.time_s), unreadable, frozenset(away))
+
+
+def newest_starts(entries: Sequence[Entry]) -> list[Entry]:
+    """What each rank said since it was last started."""
+    newest: dict[int, int] = {}
+    for entry in entries:
+        newest[entry.rank] = max(newest.get(entry.rank, 0), entry.start)
+    return [entry for entry in entries if entry.start == newest[entry.rank]]
+
+
+def last_start(entries: Sequence[Entry], rank: int) -> list[Entry]:
+    """What one rank said since it was last started, oldest first."""
+    return newest_starts([entry for entry in entries if entry.rank == rank])
+
+
+def this_run(entries: Sequence[Entry]) -> list[Entry]:
+    """Without the starts of runs that were in the folder before: those of a rank before it last began at step 1."""
+    begun: dict[int, int] = {}
+    for entry in entries:
+        if entry.kind == "run started" and entry.step == 1:
+            begun[entry.rank] = max(begun.get(entry.rank, 0), entry.start)
+    return [entry for entry in entries if entry.start >= begun.get(entry.rank, 0)]
+
+
+def open_phases(entries: Sequence[Entry]) -> list[str]:
+    """The phases that began and have not ended, the outer first; `entries` of one start of one rank."""
+    phases: list[str] = []
+    for entry in entries:
+        if entry.kind == "phase began":
+            phases.append(entry.phase)
+        elif entry.kind == "phase ended" and phases:
+            phases.pop()
+    return phases
+
+
+def _in_words(ring: RingReader, start: int, record: Record) -> Entry:
+    kind = KINDS[record.kind]
+    values = dict(zip(VALUE_NAMES.get(kind, ()), record.values, strict=False))
+    return Entry(ring.rank, start, ring.process, record.time_s, kind, PHASES[record.phase], record.step, values)
+
+
+BETWEEN_STEPS = ("evaluate", "save")
+"""Phases whose waits for a core are no part of the step that ends after them."""
+
+
+class Recorder:
+    """Writes what happens on one rank, to a ring of its own for each start. It costs microseconds and changes nothing.
+
+    Where the ring cannot be written the run goes on without one, and a warning says so.
+    """
+
+    def __init__(self, run_folder: Path, rank: int) -> None:
+        self._folder, self._rank = run_folder / "events", rank
+        self._ring: RingWriter | None = None
+        """Opened by the first event after the launch: then this process holds the run folder."""
+        self._before: list[tuple[float, str]] = []
+        """(when, kind) of the launch's beginning and end."""
+        self._witness: Witness | None = None
+        self._memory = OwnMemory()
+        self._garbage = GarbageTime()
+        self._in_line: TimeInLine | None = None
+        """Of the thread that trains."""
+        self._is_over = False
+
+    def observe(self, event: Event) -> None:
+        if self._is_over:
+            return
+        if isinstance(event, LayerEntered):
+            if self._ring is not None:
+                self._ring.enter_layer(event.layer)
+        elif isinstance(event, PhaseBegan | PhaseEnded):
+            kind = "phase began" if isinstance(event, PhaseBegan) else "phase ended"
+            if event.phase == "launch":
+                self._before.append((time.time(), kind))
+                return
+            self._write(kind, event.step, self._memory.anonymous_bytes(), phase=event.phase)
+            if kind == "phase ended" and event.phase in BETWEEN_STEPS and self._in_line is not None:
+                self._in_line.since_last_s()  # no step's
+            if self._ring is not None:
+                self._ring.enter_layer(None)
+        elif isinstance(event, BatchDescribed):
+            counted = (event.tokens, event.trained, event.sequences, event.fillers, event.padding)
+            self._write("batch", event.step, *counted)
+            if event.images:
+                self._write("images", event.step, event.images, event.patches)
+        elif isinstance(event, MemorySampled):
+            total = event.total if event.total is not None else self._memory.anonymous_bytes()
+            self._write("memory", event.step, event.frozen, event.trained, event.gradients, event.optimizer, total)
+        elif isinstance(event, DeviceMemorySampled):
+            counted = (event.allocated, event.reserved, event.inactive, event.retries, event.free)
+            self._write("device memory", event.step, *counted)
+        elif isinstance(event, ExpertsUsed):
+            spread = (event.layer, event.share, event.even_share, event.silent, event.rows)
+            self._write("experts", event.step, *spread)
+        elif isinstance(event, ExpertRanksUsed):
+            self._write("expert ranks", event.step, event.load, event.ranks)
+        elif isinstance(event, ModelLoaded):
+            self._write("model loaded", 0, event.whole, event.kept, event.peak)
+        elif isinstance(event, StepEnded):
+            self._in_line = self._in_line or TimeInLine()
+            self._write("learning rate", event.step, event.learning_rate, self._in_line.since_last_s())
+            numbers = (event.loss, event.grad_norm, event.step_time_s, event.peak_memory_bytes)
+            self._write("step", event.step, *numbers, self._garbage.since_last_s())
+        elif isinstance(event, Evaluated):
+            reward = event.measured.get("eval_reward", nan)  # nan where no completion has one
+            self._write("evaluated", event.step, event.measured.get("eval_loss", reward))
+        elif isinstance(event, CheckpointSaved):
+            self._write("checkpoint", event.step, event.save_time_s)
+        elif isinstance(event, Preparing):
+            self._write("preparing", 0)
+        elif isinstance(event, RunStarted):
+            self._write("run started", event.first_step, float(event.config.get("offload") is not None))
+        elif isinstance(event, RunEnded):
+            self._write("run ended", 0, float(event.summary.get("status") == "failed"))
+            self._end()
+
+    def _write(self, kind: str, step: int, *values: float, phase: str = "") -> None:
+        if self._ring is None:
+            self._open()
+        if self._ring is not None:
+            five: Values = (*values, *(0.0,) * (5 - len(values)))  # type: ignore[assignment]
+            self._ring.write(time.time(), KINDS.index(kind), PHASES.index(phase), step, five)
+
+    def _open(self) -> None:
+        name = f"rank-{self._rank:05d}"
+        try:
+            older = sorted(self._folder.glob(f"{name}-*.ring"))
+            for path in older[: max(0, len(older) - KEPT_STARTS + 1)]:
+                path.unlink()
+            # First who answers signals: the supervisor sends them to every process that has a ring.
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._witness = Witness(self._folder.parent, self._rank)
+            self._ring = RingWriter(self._folder / f"{name}-{time.time_ns()}.ring", self._rank)
+            memory = self._memory.anonymous_bytes()
+            for time_s, kind in self._before:
+                self._ring.write(time_s, KINDS.index(kind), PHASES.index("launch"), 0, (memory, 0.0, 0.0, 0.0, 0.0))
+        except (StorageError, OSError) as error:
+            logging.getLogger(__name__).warning("the run goes on without a record of its events: %s", error)
+            self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._garbage.end()
+        if self._in_line is not None:
+            self._in_line.end()
+            self._in_line = None
+        if self._witness is not None:
+            self._witness.end()
+            self._witness = None
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None

@@ -1,0 +1,222 @@
+"""`surefoot explain RUN`: what is known of a run, from its folder alone, while it goes on or after it died."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from surefoot.diagnostics.monitor import evidence
+from surefoot.diagnostics.monitor.event_log import Entry, History, last_start, open_phases, read_history
+from surefoot.diagnostics.rules.device_memory import find_in_device_memory
+from surefoot.diagnostics.rules.memory import find_leaks
+from surefoot.diagnostics.rules.numerics import find_numerics_in
+from surefoot.diagnostics.rules.rank_death import find_death
+from surefoot.diagnostics.rules.speed import find_slow_in
+from surefoot.diagnostics.rules.stall import find_stall
+from surefoot.errors import ConfigError
+from surefoot.findings import Finding
+from surefoot.system.json_files import DamagedFile, read_object, read_objects
+from surefoot.system.kernel_log import killed_for_memory
+
+GONE_AFTER_S = 30.0
+"""Of silence: a run that is started again has new processes by then."""
+ENDED = "has ended"
+MAX_NAMED = 20
+"""Damaged lines of findings.jsonl that are named one by one."""
+
+
+@dataclass(frozen=True)
+class RankNow:
+    """Where one rank is, or was when it was last heard of."""
+
+    rank: int
+    start: int
+    process: int
+    step: int
+    doing: str
+    silent_s: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a run's folder says."""
+
+    run_folder: Path
+    status: str
+    """Of summary.json. Where there is none that is newer than what the ranks did: `killed` if ranks of this machine are
+    gone together with whoever watched them, `running` if all are there, else `unknown`."""
+    ranks: list[RankNow]
+    findings: list[Finding]
+    """Written down during the run, and made again from its evidence."""
+    missing: list[str]
+    """Evidence that could not be read."""
+    error: str | None = None
+    """Why it failed, by summary.json."""
+    earlier: frozenset[tuple[str, str]] = frozenset()
+    """(code, cause) of findings that were written down in an earlier start of this run."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "run_folder": str(self.run_folder),
+            "status": self.status,
+            "error": self.error,
+            "ranks": [vars(rank) for rank in self.ranks],
+            "findings": [{**one.as_dict(), "is_of_earlier_start": self._is_earlier(one)} for one in self.findings],
+            "missing": self.missing,
+        }
+
+    def _is_earlier(self, finding: Finding) -> bool:
+        return (finding.code, finding.cause) in self.earlier
+
+    def as_text(self) -> str:
+        """For a person."""
+        lines = [f"{self.run_folder}: {self.status}", *([f"  error: {self.error}"] if self.error else [])]
+        lines += [
+            f"  rank {rank.rank} (process {rank.process}): {rank.doing}, step {rank.step}, "
+            f"last heard of {rank.silent_s:.0f} s ago"
+            for rank in self.ranks
+        ]
+        lines += [
+            one.as_text() + ("\n  when: in an earlier start of this run" if self._is_earlier(one) else "")
+            for one in self.findings
+        ] or ["no findings"]
+        lines += [f"missing: {what}" for what in self.missing]
+        return "\n".join(lines)
+
+
+def explain(run_folder: Path, history: History | None = None) -> Explanation:
+    """Read a run folder and diagnose it again; `history` where it was read already.
+
+    Raises: ConfigError for a folder that holds no run.
+    """
+    if not (run_folder / "events").is_dir() and not (run_folder / "summary.json").is_file():
+        raise ConfigError(
+            f"{run_folder} holds no run: neither events/ nor summary.json is there. Give the output_dir of a run."
+        )
+    history = history or read_history(run_folder)
+    missing = list(history.unreadable)
+    written, unreadable, times = _written(run_folder / "findings.jsonl")
+    entries = history.entries
+    newest = [last_start(entries, rank)[0].time_s for rank in {entry.rank for entry in entries}]
+    earlier = {
+        (one.code, one.cause): bool(newest) and when < min(newest) for one, when in zip(written, times, strict=True)
+    }
+    again = [
+        *find_leaks(entries), *find_in_device_memory(entries), *find_slow_in(entries), *find_numerics_in(entries),
+    ]  # fmt: skip
+    # What an earlier start had may be there again.
+    of_this = [finding for finding in written if not earlier[finding.code, finding.cause]]
+    known = {(finding.code, finding.evidence.get("rank")) for finding in of_this}
+    again = [one for one in again if (one.code, one.evidence.get("rank")) not in known]
+    found = [*written, *again]
+    missing += unreadable
+    for path in sorted((run_folder / "evidence").glob("stall-*.json")):
+        name = str(path.relative_to(run_folder))
+        if any(finding.evidence.get("evidence") == name for finding in written):
+            continue
+        try:
+            found.append(find_stall(evidence.read(path)))
+        except ValueError as error:
+            missing.append(str(error))
+    status = _status(run_folder, history.entries)
+    why = _summary(run_folder).get("error") if status == "failed" else None
+    ranks = _ranks(history.entries)
+    if status == "unknown":
+        there = [rank for rank in ranks if (rank.rank, rank.start) not in history.away and rank.doing != ENDED]
+        gone = [rank for rank in there if rank.silent_s > GONE_AFTER_S and not _is_there(rank)]
+        if there and all(map(_is_there, there)):
+            status = "running"
+        if gone:
+            status = "killed"
+            found.append(_killed(gone, history))
+        away = [str(rank.rank) for rank in ranks if (rank.rank, rank.start) in history.away and rank.doing != ENDED]
+        if away:
+            missing.append(f"whether ranks {', '.join(away)} still run: they are of another machine, ask there")
+    of_earlier = frozenset(key for key, is_earlier in earlier.items() if is_earlier)
+    of_earlier -= {(finding.code, finding.cause) for finding in again}
+    return Explanation(run_folder, status, ranks, _once(found), missing, None if why is None else str(why), of_earlier)
+
+
+def _is_there(rank: RankNow) -> bool:
+    """Whether its process runs on this machine; a younger one of its number is another."""
+    try:
+        process = psutil.Process(rank.process)
+        heard_s = time.time() - rank.silent_s
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= heard_s
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _killed(gone: Sequence[RankNow], history: History) -> Finding:
+    """Ranks that are gone, and nobody was left to say how: the last of them that was heard of."""
+    last = min(gone, key=lambda rank: rank.silent_s)
+    how = "is gone together with whoever watched it (a machine or container that was stopped, or SIGKILL to all)"
+    finding = find_death(last.rank, how, for_memory=None, history=history.entries, killed=killed_for_memory())
+    more = {"ranks_gone": ", ".join(str(rank.rank) for rank in gone), "silent_s": round(last.silent_s)}
+    return replace(finding, evidence={**finding.evidence, **more})
+
+
+def _once(findings: list[Finding]) -> list[Finding]:
+    """Each cause once, in order."""
+    return list({(finding.code, finding.cause): finding for finding in findings}.values())
+
+
+def _status(run_folder: Path, entries: list[Entry]) -> str:
+    path = run_folder / "summary.json"
+    if not path.exists():  # of another trainer, or of a run that was killed
+        ends = [last_start(entries, rank)[-1] for rank in sorted({entry.rank for entry in entries})]
+        if not ends or any(entry.kind != "run ended" for entry in ends):
+            return "unknown"
+        return "failed" if any(entry.values["failed"] for entry in ends) else "completed"
+    last_s = max((entry.time_s for entry in entries if entry.kind != "run ended"), default=0.0)
+    try:
+        has_ended = all(rank.doing == ENDED for rank in _ranks(entries))
+        if path.stat().st_mtime < last_s and not has_ended:  # of an earlier start
+            return "unknown"
+    except OSError:
+        return "unknown"
+    return str(_summary(run_folder).get("status", "unknown"))
+
+
+def _summary(run_folder: Path) -> dict[str, Any]:
+    """Return what summary.json holds; nothing where it is missing or damaged."""
+    try:
+        return read_object(run_folder / "summary.json")
+    except DamagedFile:
+        return {}
+
+
+def _written(path: Path) -> tuple[list[Finding], list[str], list[float]]:
+    """(findings of findings.jsonl, what of it cannot be read, when each was written down)."""
+    findings, unreadable, times = [], [], []
+    for number, (_, line) in enumerate(read_objects(path), 1):
+        try:
+            if line is None:
+                raise ValueError("no object")
+            finding = Finding.from_dict(line)
+            time_s = float(line.get("time_s", inf))
+        except (ValueError, TypeError, OverflowError):
+            unreadable.append(number)
+            continue
+        findings.append(finding)
+        times.append(time_s)
+    named = [f"{path.name}:{number} is no finding that this version knows" for number in unreadable[:MAX_NAMED]]
+    more = len(unreadable) - MAX_NAMED
+    return findings, named + [f"{path.name}: {more} more lines like these"] * (more > 0), times
+
+
+def _ranks(entries: list[Entry]) -> list[RankNow]:
+    """The newest process of each rank."""
+    ranks = []
+    for number in sorted({entry.rank for entry in entries}):
+        mine = last_start(entries, number)
+        doing = open_phases(mine)
+        ended = mine[-1].kind == "run ended"
+        what = ENDED if ended else f"in {doing[-1]}" if doing else "between phases"
+        step = max(entry.step for entry in mine)
+        ranks.append(RankNow(number, mine[-1].start, mine[-1].process, step, what, time.time() - mine[-1].time_s))
+    return ranks

@@ -1,0 +1,92 @@
+"""One thing that was checked, and what came out."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from surefoot.config import LoadedConfig, RunConfig
+from surefoot.findings import CATALOGUE, Finding
+from surefoot.system.machine import Snapshot
+from surefoot.system.nvml import visible
+
+Status = Literal["ok", "warning", "failed", "not applicable"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a check may look at."""
+
+    machine: Snapshot
+    loaded: LoadedConfig | None = None
+    """The run that is to come, if one is asked about."""
+
+    @property
+    def run(self) -> RunConfig | None:
+        return self.loaded.run if self.loaded is not None else None
+
+    @property
+    def nodes(self) -> int:
+        """Machines of the run."""
+        return self.run.nnodes if self.run is not None else 1
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks on each machine; without a run, one for each GPU."""
+        return self.run.nproc_per_node if self.run is not None else max(1, self.gpus)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide."""
+        cards = self.machine.cards
+        identities = [card.uuid for card in cards] if cards else [""] * self.machine.gpus
+        named = self.machine.environment.get("CUDA_VISIBLE_DEVICES")
+        if named is not None and not cards and any(one.strip()[:1].isalpha() for one in named.split(",")):
+            return min(self.machine.gpus, len(named.split(",")))  # by identities, which nobody told
+        return len(set(visible(named, identities)))
+
+    @property
+    def is_on_gpus(self) -> bool:
+        """Whether the run uses GPUs of this machine."""
+        has_cuda = "cuda" in self.machine.versions or "torch" not in self.machine.versions
+        return self.gpus > 0 and has_cuda and (self.run is None or self.run.device != "cpu")
+
+    @property
+    def ranks(self) -> int:
+        return self.local_ranks * self.nodes
+
+    @property
+    def uses_nccl(self) -> bool:
+        return self.is_on_gpus and self.ranks > 1
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a check says. `finding` is there where something is wrong."""
+
+    name: str
+    status: Status
+    text: str
+    finding: Finding | None = None
+    is_answered: bool = True
+    """Whether what it looked at gave an answer in time."""
+
+    def as_dict(self) -> dict[str, Any]:
+        said = asdict(self)
+        return {**said, "finding": self.finding.as_dict() if self.finding is not None else None}
+
+
+Examine = Callable[[Seen], Check]
+
+
+def fine(name: str, text: str) -> Check:
+    return Check(name, "ok", text)
+
+
+def not_applicable(name: str, why: str) -> Check:
+    return Check(name, "not applicable", why)
+
+
+def wrong(name: str, code: str, cause: str, *, fix: str = "", is_fatal: bool = False, **evidence: Any) -> Check:
+    """A finding. A failure (`is_fatal`) keeps a run from starting: only for what cannot work. All else is a warning."""
+    finding = Finding(code, cause, evidence, fix or CATALOGUE[code].fix, 1.0 if is_fatal else 0.7)
+    return Check(name, "failed" if is_fatal else "warning", cause, finding)

@@ -1,0 +1,170 @@
+"""Writes `report.html` into a run's folder: one file that works offline, in light and dark, on a phone."""
+
+import json
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from surefoot.diagnostics.report.run_history import Row, Story, read_story
+from surefoot.system.atomic_io import write_text
+
+REPORT = "report.html"
+PROMPT_SHOWN, COMPLETION_SHOWN = 300, 2000
+"""Characters in the table of completions."""
+
+STYLE = """
+:root { color-scheme: light dark; --line: #d5d5d5; --card: #fff; --page: #f5f5f4; --text: #1c1917; --soft: #57534e; }
+@media (prefers-color-scheme: dark) {
+  :root { --line: #44403c; --card: #1c1917; --page: #0c0a09; --text: #f5f5f4; --soft: #a8a29e; }
+}
+* { box-sizing: border-box; }
+body { margin: 0; padding: 1rem; background: var(--page); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
+main { max-width: 1280px; margin: auto; }
+h1 { font-size: 1.2rem; overflow-wrap: anywhere; } h2 { font-size: 1rem; margin: 0 0 .5rem; }
+section { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 1rem; margin: 0 0 1rem;
+  min-width: 0; }
+.grid { display: grid; gap: 0 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); }
+.chart { width: 100%; }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .5rem 1rem; margin: 0; }
+dt { color: var(--soft); font-size: .85rem; } dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
+.error { border-left: 4px solid #dc2626; }
+.warning { border-left: 4px solid #d97706; }
+.info { border-left: 4px solid #2563eb; }
+table { border-collapse: collapse; width: 100%; font-size: .85rem; }
+td { padding: .15rem .5rem .15rem 0; vertical-align: top; overflow-wrap: anywhere; }
+th { text-align: left; font-weight: 600; padding: .15rem .5rem .15rem 0; }
+td:first-child { color: var(--soft); white-space: nowrap; }
+pre { overflow-x: auto; font-size: .8rem; }
+"""
+SCRIPT = """
+const charts = JSON.parse(document.getElementById("charts").textContent);
+const dark = matchMedia("(prefers-color-scheme: dark)");
+function draw() {
+  for (const [name, spec] of Object.entries(charts)) {
+    vegaEmbed("#" + name, spec, {
+      actions: false, renderer: "svg", theme: dark.matches ? "dark" : undefined, config: { background: "transparent" },
+    }).catch((error) => console.error(name, error));
+  }
+}
+dark.addEventListener("change", draw);
+draw();
+"""
+
+
+def write_report(run_folder: Path) -> Path:
+    """Make the page of a run from its folder; returns the file.
+
+    Raises: ConfigError for a folder without a run or without a step; StorageError.
+    """
+    path = run_folder / REPORT
+    write_text(path, page(read_story(run_folder)))
+    return path
+
+
+def page(story: Story) -> str:
+    """The whole page."""
+    import vl_convert
+
+    from surefoot.diagnostics.report.charts import charts
+
+    made = charts(story)
+    bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg] # its hints want what it does not need
+    specs = json.dumps({name: spec for name, (_, spec) in made.items()}, allow_nan=False).replace("</", "<\\/")
+    sections = "".join(
+        f'<section><h2>{escape(title)}</h2><div class="chart" id="{name}"></div></section>'
+        for name, (title, _) in made.items()
+    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{escape(story.told.run_folder.name)}: Surefoot run</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<main>
+<h1>{escape(str(story.told.run_folder))}</h1>
+{_summary(story)}
+{_findings(story)}
+<div class="grid">{sections}</div>
+{_completions(story)}
+<section><details><summary>run.yaml</summary><pre>{escape(story.config)}</pre></details></section>
+</main>
+<script type="application/json" id="charts">{specs}</script>
+<script>{bundle}</script>
+<script>{SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def _summary(story: Story) -> str:
+    summary = story.summary
+    shown: Row = {
+        "status": story.told.status,
+        "steps": story.steps[-1]["step"] if story.steps else 0,
+        **(
+            {"first and last reward": " and ".join(f"{story.rollouts[end]['reward']:.3f}" for end in (0, -1))}
+            if story.rollouts
+            else {"last loss": _number(story.steps[-1]["loss"], ".4f") if story.steps else ""}
+        ),
+        "tokens/s": _number(summary.get("tokens_per_second"), ".0f"),
+        "peak memory": _number(_gib(summary.get("peak_memory_bytes")), ".2f", " GiB"),
+        "ranks": len(story.told.ranks),
+        "artifact": summary.get("artifact") or "",
+    }
+    terms = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>" for name, value in shown.items())
+    return f"<section><dl>{terms}</dl></section>"
+
+
+def _findings(story: Story) -> str:
+    cards = []
+    for finding in story.told.findings:
+        rows = "".join(
+            f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in finding.evidence.items()
+        )
+        cards.append(
+            f'<section class="{finding.severity}"><h2>{finding.code} {escape(finding.title)}</h2>'
+            f"<p>{escape(finding.cause)}</p><p><b>What to do:</b> {escape(finding.fix)}</p>"
+            f"<details><summary>evidence</summary><table>{rows}</table></details></section>"
+        )
+    return "".join(cards)
+
+
+def _completions(story: Story) -> str:
+    """A table a step, of prompts, completions, rewards and advantages."""
+    tables = []
+    for step in sorted({row["step"] for row in story.completions}):
+        rows = "".join(
+            f"<tr><td>{escape(_number(row['reward'], '.3g') or 'failed')}</td>"
+            f"<td>{escape(_number(row['advantage'], '+.2f'))}</td><td>{row['tokens']}</td>"
+            f"<td>{escape(_words(row['prompt']))}</td><td>{escape(_cut(row['completion']))}</td></tr>"
+            for row in story.completions
+            if row["step"] == step
+        )
+        tables.append(
+            f"<details><summary>completions of step {step}</summary><table><tr><th>reward</th><th>advantage</th>"
+            f"<th>tokens</th><th>prompt</th><th>completion</th></tr>{rows}</table></details>"
+        )
+    return f"<section><h2>Completions</h2>{''.join(tables)}</section>" if tables else ""
+
+
+def _cut(text: str) -> str:
+    more = len(text) - COMPLETION_SHOWN
+    return text if more <= 0 else f"{text[:COMPLETION_SHOWN]} ... ({more} more characters)"
+
+
+def _words(prompt: Any) -> str:
+    """The end of a prompt: its last message, or its text."""
+    text = prompt[-1].get("content", "") if isinstance(prompt, list) and prompt else prompt or ""
+    return str(text)[-PROMPT_SHOWN:]
+
+
+def _gib(value: Any) -> float | None:
+    return value / 2**30 if isinstance(value, int | float) else None
+
+
+def _number(value: Any, form: str, unit: str = "") -> str:
+    return f"{value:{form}}{unit}" if isinstance(value, int | float) else ""

@@ -1,0 +1,1 @@
+"""Rules: from recorded evidence to a finding. Pure functions."""

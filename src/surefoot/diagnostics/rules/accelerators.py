@@ -1,0 +1,199 @@
+"""GPUs that are busy and do no work, that are slowed down, or that are no longer what they were. Pure.
+
+NVML's utilisation is the share of time in which any kernel ran: one that only spins while it waits for another rank
+reads 100 %. Power tells the two apart.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from statistics import median
+
+from surefoot.diagnostics.monitor.gpus import GpuSample, Look
+from surefoot.findings import CATALOGUE, Finding
+from surefoot.system.kernel_log import OF_PROGRAMS, GpuError
+
+WINDOW_S = 30.0
+LEAST_LOOKS = 10
+BUSY = 0.9
+IDLE_POWER = 0.25
+"""Of its limit: a card that computes draws more, one whose kernels only wait does not. An H100 of 700 W draws about
+70 W then."""
+ALONE_POWER = 0.15
+"""The same for a card that has no other to wait for: small kernels that only read memory draw little, too."""
+HALF_BUSY, ONE_CORE, MOST_COMPUTING = 0.6, 0.9, 0.7
+"""What tells a program that cannot start kernels fast enough: a GPU less busy than that, a process that uses about one
+core or more, and steps that are mostly computing."""
+MOST_CORES = 2.0
+"""That such a program uses; one that uses more computes by itself."""
+XIDS = {
+    13: "an exception of a kernel",
+    31: "a memory page fault of a kernel",
+    43: "the GPU stopped a program",
+    45: "a program was removed from the GPU",
+    48: "two bits of its memory are wrong (ECC)",
+    61: "its microcontroller stopped",
+    62: "its microcontroller stopped",
+    63: "a memory row is to be replaced at the next reset",
+    64: "a memory row could not be replaced",
+    74: "NVLink failed",
+    79: "it has fallen off the bus",
+    92: "many single bits of its memory are wrong (ECC)",
+    94: "memory is wrong (ECC); only this program is hit",
+    95: "memory is wrong (ECC); every program is hit",
+    119: "its system processor does not answer",
+    120: "its system processor failed",
+}
+"""Of NVIDIA's list of Xid errors (docs.nvidia.com/deploy/xid-errors), read 2026-11."""
+SLOWED_SHARE = 0.5
+"""Of the looks."""
+
+
+def find_in_gpus(looks: Sequence[Look]) -> list[Finding]:
+    """What the newest `WINDOW_S` show; nothing where there are too few looks."""
+    gpus = _by_gpu(_newest(looks))
+    return [*_spinning(gpus), *_slowed(gpus)]
+
+
+def find_worse_gpus(first: Look | None, looks: Sequence[Look]) -> list[Finding]:
+    """Cards that lost data, NVLinks or lanes of PCIe since the run's first look at them.
+
+    Fewer links and lanes count where no look of the newest `WINDOW_S` has as many as the first.
+    """
+    began = {gpu.index: gpu for gpu in first[1]} if first is not None else {}
+    found = []
+    for index, samples in _by_gpu(_newest(looks)).items():
+        before = began.get(index)
+        if before is None:
+            continue
+        lost, links, lanes = (
+            [value for sample in samples if (value := getattr(sample, name)) is not None]
+            for name in ("lost_data", "links_up", "pcie_lanes")
+        )
+        if before.lost_data is not None and lost and lost[-1] > before.lost_data:
+            times = lost[-1] - before.lost_data
+            found.append(("SF722", index, f"'s memory lost data {times} times since the run began"))
+        if before.links_up and links and max(links) < before.links_up:
+            had = f" has {max(links)} NVLinks up, and had {before.links_up} when the run began"
+            found.append(("SF724", index, had))
+        if before.pcie_lanes and lanes and max(lanes) < before.pcie_lanes:
+            had = f" uses {max(lanes)} lanes of PCIe, and used {before.pcie_lanes} when the run began"
+            found.append(("SF725", index, had))
+    return [Finding(code, f"GPU {n}{said}", {"device": n}, CATALOGUE[code].fix) for code, n, said in found]
+
+
+def find_launch_bound(looks: Sequence[Look], cores: float | None, computing: float | None) -> Finding | None:
+    """GPUs that wait for the program, which is busy telling them what to do.
+
+    `cores` that a rank's own process uses; `computing`: share of its steps in forward, backward and optimizer.
+    """
+    if cores is None or computing is None or not ONE_CORE <= cores <= MOST_CORES or computing < MOST_COMPUTING:
+        return None
+    use = [gpu.utilisation for _, gpus in _newest(looks) for gpu in gpus if gpu.utilisation is not None]
+    if not use or median(use) > HALF_BUSY:
+        return None
+    return Finding(
+        "SF310",
+        f"the GPUs run kernels in {median(use):.0%} of the time, while {computing:.0%} of a step is forward, backward "
+        f"and optimizer, and the program uses {cores:.1f} cores: it does not start kernels as fast as they end",
+        {"gpu_utilisation": f"{median(use):.0%}", "computing": f"{computing:.0%}", "cores": round(cores, 2)},
+        CATALOGUE["SF310"].fix,
+        confidence=0.7,
+    )
+
+
+def find_gpu_errors(errors: Sequence[GpuError], processes: Collection[int]) -> list[Finding]:
+    """What the driver said in the kernel's log; each number once for each device.
+
+    `processes`: of the ranks. What a program caused itself counts where one of them did.
+    """
+    firsts: dict[tuple[str, int], GpuError] = {}
+    for error in errors:
+        if error.number not in OF_PROGRAMS or error.process in processes:
+            firsts.setdefault((error.device, error.number), error)
+    return [
+        Finding(
+            "SF112",
+            f"the GPU at {device} reports an error: Xid {error.number}"
+            f"{f', {XIDS[error.number]}' if error.number in XIDS else ''}",
+            {"device": device, "xid": error.number, "kernel_says": error.said},
+            "Restart the program: it did this itself." if error.number in OF_PROGRAMS else CATALOGUE["SF112"].fix,
+            confidence=0.9,
+        )
+        for (device, _), error in firsts.items()
+    ]
+
+
+def _newest(looks: Sequence[Look]) -> list[Look]:
+    """The looks of the newest `WINDOW_S`; none where they are too few to say anything."""
+    newest = [look for look in looks if looks[-1][0] - look[0] <= WINDOW_S]
+    is_enough = len(newest) >= LEAST_LOOKS and newest[-1][0] - newest[0][0] >= WINDOW_S / 2
+    return newest if is_enough else []
+
+
+def _by_gpu(looks: Sequence[Look]) -> dict[int, list[GpuSample]]:
+    gpus: dict[int, list[GpuSample]] = {}
+    for _, samples in looks:
+        for sample in samples:
+            gpus.setdefault(sample.index, []).append(sample)
+    return gpus
+
+
+def in_words(look: Look) -> str:
+    """One look at all GPUs, for evidence."""
+    return "; ".join(
+        f"{gpu.index}: {_share(gpu.utilisation)} busy, {_watts(gpu.power_w)} of {_watts(gpu.power_limit_w)}"
+        + (f", {gpu.memory_bytes / 2**30:.1f} GiB" if gpu.memory_bytes is not None else "")
+        for gpu in look[1]
+    )
+
+
+def _share(value: float | None) -> str:
+    return f"{value:.0%}" if value is not None else "?"
+
+
+def _watts(value: float | None) -> str:
+    return f"{value:.0f} W" if value is not None else "? W"
+
+
+def _spinning(gpus: dict[int, list[GpuSample]]) -> Iterator[Finding]:
+    spinning = {}
+    for index, samples in gpus.items():
+        known = [(s.utilisation, s.power_w / s.power_limit_w) for s in samples
+                 if s.utilisation is not None and s.power_w is not None and s.power_limit_w]  # fmt: skip
+        if not known:
+            continue
+        busy, power = median(one for one, _ in known), median(one for _, one in known)
+        if busy >= BUSY and power <= (IDLE_POWER if len(gpus) > 1 else ALONE_POWER):
+            spinning[index] = (busy, power)
+    if not spinning:
+        return
+    said = ", ".join(f"GPU {index} {busy:.0%} busy at {power:.0%} of its power" for index, (busy, power) in
+                     spinning.items())  # fmt: skip
+    yield Finding(
+        "SF307",
+        f"{said}: kernels run that only wait",
+        {"gpus": said, "of": len(gpus)},
+        CATALOGUE["SF307"].fix,
+        confidence=0.8,
+    )
+
+
+def _slowed(gpus: dict[int, list[GpuSample]]) -> Iterator[Finding]:
+    for index, samples in gpus.items():
+        slowed = [sample for sample in samples if sample.reasons]
+        if len(slowed) < SLOWED_SHARE * len(samples):
+            continue
+        reasons = ", ".join(dict.fromkeys(reason for sample in slowed for reason in sample.reasons))
+        last = slowed[-1]
+        yield Finding(
+            "SF308",
+            f"GPU {index} is slowed down: {reasons}",
+            {
+                "gpu": index,
+                "share_of_looks": f"{len(slowed) / len(samples):.0%}",
+                "clock_mhz": last.clock_mhz,
+                "temperature_c": last.temperature_c,
+                "power_w": last.power_w,
+            },
+            CATALOGUE["SF308"].fix,
+        )
+        return

@@ -1,0 +1,134 @@
+"""Starts a self-test, or takes part in one that a launcher started, and puts what came of it into words."""
+
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surefoot.config import LoadedConfig
+from surefoot.config.resolve import device_type
+from surefoot.diagnostics.preflight.check import Check, wrong
+from surefoot.diagnostics.preflight.runner import examine
+from surefoot.diagnostics.selftest.dataloader_check import loader
+from surefoot.diagnostics.selftest.report import Report, read_report
+from surefoot.diagnostics.selftest.results import checks_of
+from surefoot.diagnostics.selftest.stages import LEAVE_WITHIN_S, Task, longest_s, stages_of, try_out
+from surefoot.distributed.elastic_launch import kill_ranks, launch
+from surefoot.errors import StoppedOnFinding, SurefootError
+from surefoot.system.machine import snapshot_of
+from surefoot.system.process import is_local_rank
+
+REPORT, STATUS = "self-test.json", "status"
+JOIN_WITHIN_S = 120
+"""How long machines wait for each other."""
+STAY_S = LEAVE_WITHIN_S + 5.0
+"""After the test is over."""
+RANKS_ON_A_CPU = 2
+"""Where no run says how many."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a self-test, as the launcher wants to know them."""
+
+    nproc_per_node: int
+    nnodes: int
+    rdzv_endpoint: str | None
+    run_folder: Path
+    max_restarts: int = 0
+
+
+def self_test(loaded: LoadedConfig | None, *, is_deep: bool) -> tuple[list[Check] | None, int]:
+    """Let the ranks of a run (without one: one for each GPU, or two on the CPU) try what it will ask of them.
+
+    Without `is_deep` they only compare themselves. Under a launcher this process is one of the ranks; it must end by
+    `process.leave` then. Returns (the checks, None where rank 0 is elsewhere and shows them; the exit status).
+    """
+    try:
+        device = device_type(loaded) if loaded is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    except SurefootError as error:
+        return _said([wrong("self-test", "SF742", str(error), is_fatal=True)])
+    run = loaded.run if loaded is not None else None
+    with tempfile.TemporaryDirectory(prefix="surefoot-self-test-") as name:
+        path, status_path = Path(name, REPORT), Path(name, STATUS)
+        task = Task(
+            device=device,
+            output_dir=str(run.run_folder) if run is not None else None,
+            rdzv_endpoint=run.rdzv_endpoint if run is not None else None,
+            report=str(path),
+            is_deep=is_deep,
+        )
+        if is_local_rank():
+            report, status = try_out(task)
+            return _said(_checks(report, loaded, is_deep=is_deep)) if report is not None else (None, status)
+        ranks = Ranks(
+            run.nproc_per_node if run is not None else torch.cuda.device_count() or RANKS_ON_A_CPU,
+            run.nnodes if run is not None else 1,
+            run.rdzv_endpoint if run is not None else None,
+            run.run_folder if run is not None else Path(name),
+        )
+        problem, ended = "", threading.Event()
+        stages = stages_of(ranks.nproc_per_node * ranks.nnodes, is_deep=is_deep)
+        most_s = JOIN_WITHIN_S + longest_s(stages)
+        threading.Thread(target=_end_late_ranks, args=(path, status_path, most_s, ended), daemon=True).start()
+        try:
+            failure = launch(ranks, {"self_test": asdict(task)}, lambda *_: None, join_within_s=JOIN_WITHIN_S)
+            problem = failure.reason if failure is not None else ""
+        except SurefootError as error:
+            problem = str(error)
+        finally:
+            ended.set()
+        if status_path.is_file() and not problem and not path.is_file():
+            return None, int(status_path.read_text())
+        report = read_report(path) if path.is_file() else Report(ranks.nproc_per_node * ranks.nnodes, "")
+    if problem and not report.stopped_in:
+        report.stopped_in = next((stage.name for stage in stages if stage.name not in report.said), stages[-1].name)
+    return _said(_checks(report, loaded, is_deep=is_deep, problem=problem))
+
+
+def _end_late_ranks(report: Path, status: Path, most_s: float, ended: threading.Event) -> None:
+    """Kill the ranks of this machine that stay when the test is over: one that is stopped cannot leave by itself."""
+    deadline = time.monotonic() + most_s
+    while time.monotonic() < deadline and not ended.wait(1.0):
+        if status.is_file() or (report.is_file() and read_report(report).is_over):
+            deadline = min(deadline, time.monotonic() + STAY_S)
+    if not ended.is_set():
+        kill_ranks()
+
+
+def _said(checks: list[Check]) -> tuple[list[Check], int]:
+    return checks, StoppedOnFinding.exit_status if any(check.status == "failed" for check in checks) else 0
+
+
+def _checks(report: Report, loaded: LoadedConfig | None, *, is_deep: bool, problem: str = "") -> list[Check]:
+    checks = [*_elsewhere(report, loaded), *checks_of(report)]
+    if problem and not (report.errors or report.silent):
+        died = wrong("self-test", "SF742", problem, is_fatal=True, stage=report.stopped_in)
+        checks = [*checks[:-1], died]
+    if is_deep and loaded is not None:
+        checks.append(loader(loaded))
+    return checks
+
+
+def _elsewhere(report: Report, loaded: LoadedConfig | None) -> Sequence[Check]:
+    """What is wrong on machines other than rank 0's, whose own checks are shown anyway."""
+    found: list[Check] = []
+    for rank, said in report.of("machine").items():
+        if rank > 0 and said["local_rank"] == 0:
+            checks = examine(snapshot_of(said), loaded)
+            host = f"{said['host']}, rank {rank}"
+            found += [replace(check, name=f"{check.name} ({host})") for check in checks if check.finding is not None]
+    return found
+
+
+def run_rank(told: dict[str, Any]) -> None:
+    """A rank that `launch` started. All but rank 0 leave the exit status, for a launcher that has no report."""
+    task = Task(**told)
+    report, status = try_out(task)
+    if report is None:
+        Path(task.report).with_name(STATUS).write_text(str(status))

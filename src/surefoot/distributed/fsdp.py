@@ -1,0 +1,134 @@
+"""The wrap order: which parameters are cut over which ranks, when they are gathered, and how gradients are summed.
+
+zero_stage  frozen weights   trained weights at rest   between forward and backward   gradients
+0           on every rank    on every rank             -                              summed once a step
+1           on every rank    cut over the ranks        gathered                       summed and cut once a step
+2           on every rank    cut over the ranks        gathered                       summed and cut each micro-batch
+3           cut              cut                       freed, gathered again          summed and cut each micro-batch
+
+Optimizer state is where the trained weights are at rest. With expert parallelism the experts are cut by expert first.
+Experts fewer than the ranks are cut over fewer ranks, and copied.
+The loss is normalised over the global batch, so gradients are summed, never averaged.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
+from transformers import PreTrainedModel
+from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+from surefoot.distributed import gloo_collectives
+from surefoot.distributed.parallel_dims import Layout, Meshes
+from surefoot.models.experts import experts_of, is_fused_experts
+from surefoot.models.vision import vision_tower
+
+T = TypeVar("T")
+
+
+class Sharding:
+    """Lays one model out over the ranks; `models.build` applies it between construction and reading weights."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout = layout
+        self.meshes = Meshes(layout, device)
+        self.is_offloaded = layout.offload
+
+    def apply(self, model: PreTrainedModel) -> None:
+        """Cut the parameters of a model on the meta device, whose trained parameters are marked, in place."""
+        layout = self.layout
+        frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+        ignored = frozen if layout.zero_stage < 3 else set()
+        """Parameters the groups below must leave alone."""
+        ignored = ignored | self._shard_experts(model, ignored)
+        layers = model.get_decoder().layers
+        # One group for all LoRA parameters: they are few, and each group costs two collectives a step.
+        tower = vision_tower(model)
+        for blocks in (layers, getattr(tower[1], "blocks", ()) if tower is not None else ()):
+            if layout.zero_stage == 3 or all(p.requires_grad for block in blocks for p in block.parameters()):
+                for block in blocks:
+                    self._fully_shard(block, self.meshes.dense, ignored, free=layout.zero_stage == 3)
+        self._fully_shard(model, self.meshes.dense, ignored, free=False)
+
+    def _shard_experts(self, model: PreTrainedModel, ignored: set[nn.Parameter]) -> set[nn.Parameter]:
+        """Cut experts that cannot be cut like everything else; returns their parameters.
+
+        These are experts that are shared out over ranks, and stacks of fewer experts than there are ranks.
+        """
+        layout = self.layout
+        owners = {name: module for name, module in model.named_modules() if is_fused_experts(module)}
+        if layout.expert_parallel > 1:
+            self._share_out(model, owners)
+        done: set[nn.Parameter] = set()
+        for module in owners.values():
+            own = set(module.parameters(recurse=False))
+            shards = layout.expert_shards(experts_of(module))
+            if layout.expert_parallel == 1 and (shards == layout.fsdp or own <= ignored):
+                continue
+            done |= own
+            mesh = self.meshes.experts(shards)
+            if layout.size // layout.expert_parallel == 1:
+                continue  # each expert is on one rank: its gradient is complete there
+            over = mesh["dp_replicate", "fsdp"] if mesh.size(0) > 1 else mesh["fsdp"]
+            frozen = {parameter for parameter in own if not parameter.requires_grad}
+            self._fully_shard(module, over, frozen if layout.zero_stage < 3 else set(), free=layout.zero_stage == 3)
+        return done
+
+    def _share_out(self, model: PreTrainedModel, owners: dict[str, nn.Module]) -> None:
+        """Expert parallelism: each rank of a group keeps some experts whole, and tokens travel to them."""
+        ep = self.layout.expert_parallel
+        assert owners, "expert parallelism of a model without experts"
+        plan: dict[str, str] = {}
+        for name, module in owners.items():
+            assert experts_of(module) % ep == 0, name
+            plan |= {f"{name}.{leaf}": "grouped_gemm" for leaf, _ in module.named_parameters(recurse=False)}
+            plan[name] = "ep_dispatch_experts"
+        mesh = self.meshes.experts(self.layout.expert_shards(experts_of(next(iter(owners.values())))))
+        apply_expert_parallelism(model, mesh["ep"], self.meshes.get_mesh("tp"), plan, "all_to_all")
+
+    def _fully_shard(self, module: nn.Module, mesh: Any, ignored: set[nn.Parameter], *, free: bool) -> None:
+        options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if self.layout.offload else {}
+        fully_shard(module, mesh=mesh, reshard_after_forward=free, ignored_params=ignored, **options)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        if mesh.size() > 1:
+            # A divide factor goes through PREMUL_SUM otherwise, which gloo lacks and NCCL gets wrong in bfloat16
+            # up to torch 2.13 (pytorch#190747).
+            module.set_force_sum_reduction_for_comms(True)
+            if mesh.device_type == "cpu":
+                module.set_custom_reduce_scatter(gloo_collectives.ReduceScatter())  # type: ignore[arg-type]
+                module.set_custom_all_gather(gloo_collectives.AllGather())  # type: ignore[arg-type]
+
+    def before_micro_batch(self, model: PreTrainedModel, is_last: bool) -> None:
+        """Stages 0 and 1 sum gradients over the ranks once a step, after the last micro-batch."""
+        if self.layout.zero_stage < 2:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_requires_gradient_sync(is_last, recurse=False)
+
+
+def _is_fully_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def put_to_rest(model: nn.Module) -> None:
+    """Let every rank hold its part again after a forward that no backward follows: it leaves parameters gathered.
+
+    Gathered parameters are copies. Whoever reads the model then would write, or overwrite, the wrong ones.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def gathered(model: PreTrainedModel, function: Callable[..., T]) -> Callable[..., T]:
+    """`function`, run as if it were the model's forward: the parameters of the root group are gathered for it."""
+    if not _is_fully_sharded(model):
+        return function
+    name = f"_surefoot_{function.__name__}"
+    setattr(model, name, function)
+    register_fsdp_forward_method(model, name)
+    run: Callable[..., T] = getattr(model, name)
+    return run

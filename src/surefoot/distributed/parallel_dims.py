@@ -1,0 +1,146 @@
+"""How a model lies on the ranks: which ranks hold the same, which hold parts, which hold experts.
+
+Every rank sees batches of its own. `dp_replicate` counts copies of the sharded state, `fsdp` the ranks that share one
+copy. Experts have a view of their own on the same ranks: `ep` ranks share one set of experts, and the `copies` of that
+set are replicated or sharded like everything else.
+
+    8 ranks, dp_replicate_size 2, expert_parallel_size 2      dense   (dp_replicate 2, fsdp 4)
+                                                              experts (dp_replicate 2, fsdp 2, ep 2)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from surefoot.config import RunConfig
+from surefoot.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh. `zero_stage`: see `fsdp.py`."""
+
+    size: int
+    zero_stage: int
+    dp_replicate: int
+    expert_parallel: int
+    offload: bool
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model is laid out over ranks at all; one rank is, so that its state can be offloaded."""
+        return self.size > 1 or self.offload
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that share one copy of the sharded state."""
+        return self.size // self.dp_replicate
+
+    def expert_shards(self, num_experts: int) -> int:
+        """Ranks that share the state of the same experts: as many as can be without leaving one of them nothing."""
+        each = num_experts // self.expert_parallel
+        most = self.fsdp // self.expert_parallel if self.zero_stage else 1
+        return max(n for n in range(1, most + 1) if most % n == 0 and -(-each // n) * (n - 1) < each)
+
+    @staticmethod
+    def of(config: RunConfig, size: int, where: Callable[..., str] = lambda *_: "run.yaml") -> "Layout":
+        """The layout a config asks for on `size` ranks.
+
+        `where`: the place of some settings, for errors. Raises: ConfigError where the sizes do not divide.
+        """
+        replicate = config.dp_replicate_size
+        # Where it is measured, only sizes that divide are tried.
+        expert_parallel = 1 if config.expert_parallel_size == "auto" else config.expert_parallel_size
+
+        def refuse(text: str, *fields: str) -> NoReturn:
+            raise ConfigError(f"{text} ({where(*fields)}).")
+
+        if size % replicate:
+            refuse(
+                f"dp_replicate_size={replicate} does not divide the {size} ranks of this run. "
+                f"Use one of {_divisors(size)}",
+                "dp_replicate_size",
+            )
+        if size // replicate % expert_parallel:
+            refuse(
+                f"expert_parallel_size={expert_parallel} does not divide the {size // replicate} ranks"
+                f"{f' of each of the {replicate} replicas' if replicate > 1 else ' of this run'}. "
+                f"Use one of {_divisors(size // replicate)}",
+                "expert_parallel_size",
+            )
+        if config.zero_stage == 0 and replicate > 1:
+            refuse(
+                f"zero_stage=0 keeps everything on each rank, so there is nothing that dp_replicate_size={replicate} "
+                "could replicate. Leave dp_replicate_size out, or use zero_stage 1, 2 or 3",
+                "zero_stage",
+                "dp_replicate_size",
+            )
+        if config.offload is not None and config.device == "cpu":
+            refuse("offload=cpu on device=cpu: the state is in host memory already. Leave offload out", "offload")
+        if config.offload is not None and config.zero_stage == 0:
+            refuse("offload=cpu moves sharded state, which needs zero_stage 1, 2 or 3", "offload", "zero_stage")
+        if config.offload is not None and expert_parallel > 1 and expert_parallel == size:
+            refuse(
+                f"offload=cpu moves what is sharded, and with expert_parallel_size={expert_parallel} on {size} ranks "
+                "each expert is whole on one. Use a smaller expert_parallel_size, or leave offload out",
+                "offload",
+                "expert_parallel_size",
+            )
+        return Layout(
+            size=size,
+            zero_stage=config.zero_stage,
+            dp_replicate=size if config.zero_stage == 0 else replicate,
+            expert_parallel=expert_parallel,
+            offload=config.offload is not None,
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+class Meshes:
+    """The device meshes of a layout. Collective: process groups are made."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self._layout = layout
+        self._device_type = device.type
+        self._dense = init_device_mesh(
+            device.type,
+            (1, layout.dp_replicate, layout.fsdp, 1),
+            mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
+        )
+        self._experts: dict[int, DeviceMesh] = {}
+
+    @property
+    def dense(self) -> DeviceMesh:
+        """What everything but experts is cut over: `fsdp`, or (`dp_replicate`, `fsdp`)."""
+        return self._dense["dp_replicate", "fsdp"] if self._layout.dp_replicate > 1 else self._dense["fsdp"]
+
+    def experts(self, shards: int) -> DeviceMesh:
+        """(`dp_replicate`, `fsdp`, `ep`), with so many ranks sharing the state of the same experts."""
+        if shards not in self._experts:
+            ep = self._layout.expert_parallel
+            self._experts[shards] = init_device_mesh(
+                self._device_type,
+                (self._layout.size // ep // shards, shards, ep),
+                mesh_dim_names=("dp_replicate", "fsdp", "ep"),
+            )
+        return self._experts[shards]
+
+    def leave(self) -> None:
+        """Destroy the process groups that were made for these meshes. Every rank does it, in the same order."""
+        meshes = (self._dense, *self._experts.values())
+        groups = [mesh.get_group(name) for mesh in meshes for name in mesh.mesh_dim_names or ()]
+        for group in dict.fromkeys(groups):  # dimensions may share one, or have that of all ranks
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        self._experts.clear()
+
+    def get_mesh(self, dims: str | tuple[str, ...]) -> DeviceMesh:
+        """A view of the dense mesh, as transformers asks for it."""
+        return self._dense[dims]

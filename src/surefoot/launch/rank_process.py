@@ -1,0 +1,62 @@
+"""One rank of a launched run: `distributed.elastic_launch` starts it with a job to read.
+
+Failures are left as notes for the launcher, which shows the first reason once.
+"""
+
+import json
+import logging
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from surefoot.config import LoadedConfig
+from surefoot.diagnostics.monitor.observers import rank_observers
+from surefoot.diagnostics.selftest.launch import run_rank
+from surefoot.distributed import elastic_launch
+from surefoot.errors import InputError, SurefootError
+from surefoot.system.console import protect_streams
+from surefoot.system.process import end_with_parent, handle_stop_signals, leave
+from surefoot.training.trainer import train
+
+
+def main() -> int:
+    """Run the job; returns the exit status. An end that all ranks agreed on is none that elastic should act on."""
+    protect_streams()
+    handle_stop_signals()
+    end_with_parent()  # a launcher that is killed takes its ranks along
+    logging.captureWarnings(True)
+    logging.getLogger("py.warnings").setLevel(logging.ERROR)
+    try:
+        job = json.loads(Path(os.environ[elastic_launch.FOLDER], "job.json").read_text("utf-8"))
+    except FileNotFoundError:  # the launcher was stopped before this rank had begun
+        return 1
+    if os.getppid() != job["launcher"]:  # or was killed then: it leaves no one who would start the others
+        return 1
+    try:
+        elastic_launch.note_process()
+        if "self_test" in job:
+            run_rank(job["self_test"])
+            elastic_launch.note_end()
+            return 0
+        loaded = LoadedConfig.from_json(job)
+        if elastic_launch.was_begun(loaded.run.run_folder):  # a restart: go on from what the attempt before has saved
+            changes = {"overwrite_output_dir": False, "resume_from_checkpoint": "auto"}
+            loaded = replace(loaded, run=loaded.run.model_copy(update=changes))
+        observers = rank_observers(loaded.run.run_folder, int(os.environ["RANK"])) if loaded.run.health else []
+        train(loaded, observers, screen=job["screen"])
+        elastic_launch.note_end()
+    except SurefootError as error:
+        elastic_launch.note_failure(error, kind=type(error).__name__, is_agreed=error.is_agreed)
+        return 0 if error.is_agreed or isinstance(error, InputError) else error.exit_status
+    except BaseException as error:
+        if elastic_launch.note_failure(error, kind="", is_agreed=False):
+            if not isinstance(error, KeyboardInterrupt):
+                time.sleep(elastic_launch.SEEN_WITHIN_S)  # so that elastic sees the peer's end, and how it ended, first
+            return 1  # the traceback of a rank that only lost its peer would hide the cause
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main())

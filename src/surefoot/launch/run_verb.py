@@ -1,0 +1,68 @@
+"""How a verb of the command line ends: what it raises becomes a line and an exit status."""
+
+import errno
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import surefoot
+from surefoot.errors import InputError, StoppedOnFinding, SurefootError
+from surefoot.system.console import print_json, say, write
+
+if TYPE_CHECKING:
+    from surefoot.config import LoadedConfig
+
+DONE, FAILED = 0, 1
+IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
+"""What the file system says of a name that no file can have."""
+REFUSED_BY_SYSTEM = (
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENOMEM, errno.EMFILE,
+    errno.EAGAIN,
+)  # fmt: skip
+"""What the system says where the machine is the cause: a full disk, a mount that is gone, no process left."""
+
+
+def run_verb(verb: Callable[[], int]) -> int:
+    """Call a verb and turn what it raises into a line and an exit status."""
+    # Large pages for large tensors: fewer faults when activations come and go. Read once, when torch is loaded.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    logging.captureWarnings(True)
+    logging.getLogger("py.warnings").setLevel(logging.ERROR)
+    try:
+        return verb()
+    except SurefootError as error:
+        is_said = error.is_agreed and os.environ.get("RANK", "0") != "0"  # by rank 0
+        if not is_said and not isinstance(error, StoppedOnFinding):  # a finding has been shown when it was made
+            say(f"error: {error}")
+        return error.exit_status
+    except PermissionError as error:  # of whatever file: it is the user's to change
+        say(f"error: {error.filename or 'a file'}: {error.strerror}. Give this user the right to read it.")
+        return InputError.exit_status
+    except OSError as error:
+        if error.errno not in (*IMPOSSIBLE_PATH, *REFUSED_BY_SYSTEM):
+            raise
+        name = f"{error.filename!s:.80}: " if error.filename is not None else ""
+        say(f"error: {name}{error.strerror}.")
+        return InputError.exit_status if error.errno in IMPOSSIBLE_PATH else FAILED
+    except KeyboardInterrupt:
+        say("interrupted")
+        return FAILED
+
+
+def train_and_print(loaded: "LoadedConfig", *, as_json: bool) -> int:
+    """Run to the end and print what it did; returns the exit status."""
+    result = surefoot.train_loaded(loaded)
+    if os.environ.get("RANK", "0") != "0":
+        pass  # one of several ranks: rank 0 speaks
+    elif as_json:
+        print_json(result.as_dict())
+    else:
+        speed = f", {result.tokens_per_second:.0f} tok/s" if result.tokens_per_second else ""
+        loss = f", train_loss {result.train_loss:.4f}" if result.train_loss is not None else ""
+        made = f"artifact: {result.artifact}" if result.artifact else f"run folder: {result.run_folder}"
+        steps = f"{result.steps} step{'s' * (result.steps != 1)}"
+        write(sys.stdout, f"{result.status} after {steps}{loss}{speed}\n{made}\n")
+    return DONE if result.status == "completed" else FAILED

@@ -1,0 +1,223 @@
+"""A vLLM server: a process of this run, or one at an address. Every request has a deadline; what goes wrong is told."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from surefoot.errors import ConfigError, StoppedOnFinding
+from surefoot.findings import CATALOGUE, Finding
+from surefoot.system.process import describe_end, end_with_parent
+
+LOG_TAIL_BYTES = 3000
+POLL_S = 0.5
+WORD_EVERY_S = 15.0
+END_S = 20.0
+"""For a server to end by itself before it is killed."""
+BUSY = frozenset({502, 503, 504})
+"""What servers, and proxies before them, answer to what they cannot take now."""
+HEALTH_TIMEOUT_S = 5.0
+SLEEP_TIMEOUT_S = 300.0
+"""For a server to move its weights to host memory, or back."""
+END_NOTICE_S = 1.0
+PIECE_BYTES = 1 << 16
+
+
+class ServerFailed(Exception):
+    """A request was not answered as it should; the text says why."""
+
+    def __init__(self, text: str, *, may_pass: bool = False) -> None:
+        """`may_pass`: the request was not taken, for a reason that may be over soon."""
+        super().__init__(text)
+        self.may_pass = may_pass
+
+
+class Server:
+    """Where completions come from."""
+
+    def __init__(self, address: str, process: "subprocess.Popen[bytes] | None" = None, log: Path | None = None) -> None:
+        parts = urlsplit(address if "//" in address else f"//{address}")
+        self.address = address
+        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+        self._process = process
+        self._log = log
+
+    def post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The JSON it answers with; what is no JSON comes as `{"text": ...}`. Raises: ServerFailed."""
+        return self._ask("POST", path, json.dumps(body).encode(), timeout_s)
+
+    def get(self, path: str, timeout_s: float) -> dict[str, Any]:
+        """The JSON it answers with. Raises: ServerFailed."""
+        return self._ask("GET", path, None, timeout_s)
+
+    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=max(timeout_s, 0.01))
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            with connection.getresponse() as response:
+                text = _read(connection, response, deadline).decode("utf-8", "replace")
+        except TimeoutError:
+            raise ServerFailed(f"{method} {path} was not answered in {timeout_s:.0f} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            text = f"{method} {path}: {type(error).__name__}: {error}{self._end()}"
+            raise ServerFailed(text, may_pass=isinstance(error, ConnectionError)) from error
+        finally:
+            connection.close()
+        if response.status != http.client.OK:
+            said = f"{method} {path} was answered with status {response.status}: {text[:1000]}"
+            raise ServerFailed(said, may_pass=response.status in BUSY)
+        try:
+            answer = json.loads(text or "{}")
+        except ValueError:
+            answer = None
+        return answer if isinstance(answer, dict) else {"text": text}
+
+    def wait_until_ready(self, timeout_s: float, say: Callable[[str], None]) -> None:
+        """`say` hears now and then that it is waited for.
+
+        Raises: ServerFailed where it ends, or is not ready in time.
+        """
+        began_s = time.monotonic()
+        deadline, next_word_s = began_s + timeout_s, began_s + WORD_EVERY_S
+        while time.monotonic() < deadline:
+            if time.monotonic() > next_word_s:
+                next_word_s += WORD_EVERY_S
+                say(f"waiting for the vLLM server at {self.address}, up to {timeout_s:.0f} s")
+            with suppress(ServerFailed):  # refused until it listens; asking also waits a moment for its end
+                self._ask("GET", "/health", None, HEALTH_TIMEOUT_S)
+                return
+            if self._process is not None and self._process.poll() is not None:
+                raise ServerFailed(f"the server {describe_end(self._process.returncode)} before it was ready")
+            time.sleep(POLL_S)
+        raise ServerFailed(f"the server at {self.address} was not ready in {timeout_s:.0f} s")
+
+    def sleep(self) -> None:
+        """Give up the memory of its GPUs; its weights stay in host memory. Raises: StoppedOnFinding (SF801)."""
+        self._ask_to("/sleep?level=1", is_asleep=True)  # level 2 would lose the weights
+
+    def wake(self) -> None:
+        """Take the memory again. Raises: StoppedOnFinding (SF801)."""
+        self._ask_to("/wake_up", is_asleep=False)
+
+    def _ask_to(self, path: str, *, is_asleep: bool) -> None:
+        try:
+            self.post(path, {}, SLEEP_TIMEOUT_S)
+            said = self.get("/is_sleeping", SLEEP_TIMEOUT_S).get("is_sleeping")
+        except ServerFailed as error:
+            raise self.stopped(
+                "SF801",
+                f"the server did not answer POST {path}: {error}. It must run with --enable-sleep-mode, and "
+                "VLLM_SERVER_DEV_MODE=1 in its environment; or set vllm_sleep: false",
+            ) from error
+        if said is not is_asleep:
+            raise self.stopped(
+                "SF801", f"after POST {path} the server says is_sleeping: {said}. Set vllm_sleep: false", path=path
+            )
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its process is, where it is one of this run."""
+        return self._process is None or self._process.poll() is None
+
+    def check_alive(self) -> None:
+        """Raises: StoppedOnFinding (SF801) where the process of a server has ended."""
+        if self._process is not None and self._process.poll() is not None:
+            raise self.stopped("SF801", f"the server {describe_end(self._process.returncode)}")
+
+    def evidence(self) -> dict[str, Any]:
+        """What can be seen of it from here."""
+        seen: dict[str, Any] = {"address": self.address}
+        if self._process is not None:
+            code = self._process.poll()
+            seen["server"] = f"process {self._process.pid} " + ("is running" if code is None else describe_end(code))
+        if self._log is not None and self._log.is_file():
+            with open(self._log, "rb") as file:
+                file.seek(max(0, self._log.stat().st_size - LOG_TAIL_BYTES))
+                seen["log"] = str(self._log)
+                seen["end_of_log"] = file.read().decode("utf-8", "replace")
+        return seen
+
+    def stopped(self, code: str, cause: str, **evidence: Any) -> StoppedOnFinding:
+        """A finding about it that ends the run."""
+        return StoppedOnFinding(Finding(code, cause, {**evidence, **self.evidence()}, CATALOGUE[code].fix))
+
+    def end(self) -> None:
+        """End a server of this run; others go on."""
+        if self._process is None:
+            return
+        for number, seconds in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+                break
+        with suppress(ProcessLookupError):  # workers of it that stayed
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _end(self) -> str:
+        """How it ended, if it did; a connection is reset a moment before its process is gone."""
+        if self._process is None:
+            return ""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_NOTICE_S)
+        if self._process.returncode is None:
+            return ""
+        return f"; the server {describe_end(self._process.returncode)}"
+
+
+def start_server(
+    command: str, model: Path, options: Sequence[str], environment: Mapping[str, str], log: Path, where: str
+) -> Server:
+    """Start `vllm serve` on a free port of this machine alone; it ends with this process, however that ends.
+
+    Raises: ConfigError where there is no such command.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = [command, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *options]
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as output:
+            process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=dict(environment),
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+    except OSError as error:
+        raise ConfigError(
+            f"vllm_command: {command} cannot be started: {error.strerror}. Give the path of the `vllm` command of its "
+            f"virtual environment, or the address of a server with vllm_server ({where})."
+        ) from error
+    return Server(f"http://127.0.0.1:{port}", process, log)
+
+
+def _read(connection: http.client.HTTPConnection, response: http.client.HTTPResponse, deadline: float) -> bytes:
+    """The whole answer. A socket's timeout is that of one piece, and a server may send any number of them.
+
+    Raises: TimeoutError.
+    """
+    pieces: list[bytes] = []
+    while True:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        if connection.sock is not None:  # None where the server closes after its answer, which is read by then
+            connection.sock.settimeout(left_s)
+        piece = response.read1(PIECE_BYTES)
+        if not piece:
+            return b"".join(pieces)
+        pieces.append(piece)

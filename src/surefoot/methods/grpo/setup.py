@@ -1,0 +1,369 @@
+"""The parts of a GRPO run besides model and loss: reward workers, an engine, and the source that joins them."""
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from io import BytesIO
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image as Picture
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surefoot.config import LoadedConfig, RunConfig
+from surefoot.data.image_processor import PixelReader
+from surefoot.data.images import ImageSettings, find_image
+from surefoot.data.render import answer_ends
+from surefoot.data.sampler import Position
+from surefoot.distributed.process_group import Ranks
+from surefoot.errors import ConfigError, StoppedOnFinding
+from surefoot.events import Event, Noted, Preparing
+from surefoot.methods.grpo.builtin_rewards import BUILT_IN, columns_problem
+from surefoot.methods.grpo.engines.local import LocalEngine
+from surefoot.methods.grpo.engines.server import Server, ServerFailed, start_server
+from surefoot.methods.grpo.engines.vllm import VllmEngine, tolerance_of
+from surefoot.methods.grpo.engines.vllm_protocol import RoutingLayers
+from surefoot.methods.grpo.engines.vllm_sync import AdapterSync, FullSync, Sync
+from surefoot.methods.grpo.loss import GrpoObjective
+from surefoot.methods.grpo.reward_checks import EngineDrift
+from surefoot.methods.grpo.rewards import Rewards
+from surefoot.methods.grpo.rollout_source import RolloutSource
+from surefoot.methods.grpo.types import Engine, Request, Sampling
+from surefoot.methods.training_data import SIGN_EVERY_S, RunData
+from surefoot.models.build import meta_model
+from surefoot.models.experts import experts_of, is_fused_experts
+from surefoot.models.generate import end_tokens
+from surefoot.models.lora import noisy_adapter
+from surefoot.models.resolve_model import longest_context
+from surefoot.models.routing import router_names
+from surefoot.models.vision import image_tokens
+from surefoot.system import loopback
+from surefoot.system.atomic_io import sha256_of
+from surefoot.training.export import lora_settings, write_artifact
+from surefoot.training.loop import is_over
+from surefoot.training.phases import Phases
+from surefoot.training.step import Learner
+
+ENGINE = "engine"
+"""Of the run folder: the server's log, and what is sent to it."""
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Of adapters, as --max-lora-rank takes them."""
+PROBE_TEXT = "One, two, three, four, five"
+LEAST_CONTEXT = 128
+"""Of a server, in tokens: what the probe may need."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+OF_LAUNCHERS_BEGIN = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
+"""Variables of our ranks, by which a server would take itself for one of them."""
+
+
+def start_rewards(loaded: LoadedConfig) -> Rewards:
+    """The reward functions of a run, on this rank. Raises: ConfigError where one cannot be loaded."""
+    config = loaded.run
+    return Rewards(
+        config.rewards,
+        num_workers=config.reward_num_proc,
+        timeout_s=config.reward_timeout_s,
+        where=loaded.where("reward_funcs"),
+    )
+
+
+def reward_files(config: RunConfig) -> dict[str, str]:
+    """The SHA-256 of each file with reward functions of a run."""
+    named = (item.func.rpartition(":")[0] for item in config.rewards)
+    return {name: sha256_of(Path(name)) for name in named if name}
+
+
+def check_answers(loaded: LoadedConfig, data: RunData, position: Position) -> None:
+    """Raises: ConfigError where rows at a position, or those held out, lack what a built-in reward compares with."""
+    rows = [("the rows", data.first_columns(position)), ("the held-out rows", data.held_out_columns())]
+    for item, (which, columns) in product(loaded.run.rewards, rows):
+        is_told = columns and item.func in BUILT_IN
+        problem = columns_problem(item.func, item.args, columns, which) if is_told else None
+        if problem is not None:
+            raise ConfigError(
+                f"{item.func}: {problem}. Name the one with the answer: reward_funcs: [{{func: {item.func}, args: "
+                f"{{answer_column: NAME}}}}] ({loaded.where('reward_funcs')})."
+            )
+
+
+def check_routing_replay(loaded: LoadedConfig, base: Path) -> None:
+    """Raises: ConfigError where a model without routers is to repeat what they chose. Reads no weights."""
+    if loaded.run.routing_replay != "none" and not router_names(meta_model(base)):
+        raise ConfigError(
+            f"routing_replay={loaded.run.routing_replay}, but {loaded.run.model} has no routers that say what they "
+            f"chose. Set routing_replay: none ({loaded.where('routing_replay')})."
+        )
+
+
+def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, ranks: Ranks) -> Server:
+    """The server that a config names, or one that rank 0 starts; it gets ready while this process goes on.
+
+    `images`: how the model sees them. Collective. Raises: ConfigError on all ranks where it cannot be started.
+    """
+    config = loaded.run
+    log = config.run_folder / ENGINE / "vllm.log"
+    started: list[Server] = []
+
+    def address() -> str:
+        if config.vllm_server is not None:
+            return config.vllm_server
+        where = loaded.where("vllm_command", "rollout_engine")
+        options = _options(config, images)
+        started.append(start_server(config.vllm_command, base, options, _environment(config), log, where))
+        return started[0].address
+
+    said: str = ranks.from_first(address)
+    # Each rank asks it, and whoever is answered badly can show its log.
+    return started[0] if started else Server(said, log=log if config.vllm_server is None else None)
+
+
+def settle_server(config: RunConfig, server: Server, ranks: Ranks, emit: Callable[[Event], None]) -> None:
+    """Where training shares GPUs with a server, let it take its memory first, and give it up again if it sleeps.
+
+    While it starts vLLM measures what is free on a GPU; what others take or give back meanwhile counts as its own.
+    Collective. Raises: StoppedOnFinding (SF801).
+    """
+    starts_here = config.vllm_server is None and config.device == "cuda" and config.vllm_devices is None
+    if config.vllm_sleep or starts_here:
+        ranks.from_first(lambda: _wait_for(server, config, emit))
+    if config.vllm_sleep:
+        ranks.from_first(server.sleep)
+
+
+def _wait_for(server: Server, config: RunConfig, emit: Callable[[Event], None]) -> None:
+    def say(text: str) -> None:
+        emit(Noted(text))
+        emit(Preparing())  # for the supervisor: this is no standstill
+
+    try:
+        server.wait_until_ready(config.vllm_start_timeout_s, say)
+    except ServerFailed as error:
+        raise server.stopped("SF801", str(error)) from error
+
+
+def watch_of_engine(config: RunConfig) -> Callable[[int, Mapping[str, float]], None]:
+    """`Job.look_at`: ends a run whose server answers with other weights than are trained (SF805)."""
+    if config.method != "grpo" or config.rollout_engine != "vllm":
+        return lambda _step, _measured: None
+    # The probe has one sequence, and this the tokens of a step, of which training makes some unlikely.
+    drift = EngineDrift(2 * tolerance_of(getattr(torch, config.dtype)))
+
+    def look(step: int, measured: Mapping[str, float]) -> None:
+        finding = drift.add(step, measured)
+        if finding is not None:
+            stopped = StoppedOnFinding(finding)
+            stopped.is_agreed = True
+            raise stopped
+
+    return look
+
+
+def _options(config: RunConfig, images: ImageSettings | None) -> list[str]:
+    """Of `vllm serve`; those of `vllm_args` come last, and win."""
+    is_cut_alone = config.cuts_sampling and config.temperature == 1.0
+    options: dict[str, Any] = {
+        "--dtype": config.dtype,
+        "--max-model-len": max(config.prompt_length + config.max_completion_length, LEAST_CONTEXT),
+        # Those before both temperature and cut, or after both: as in training, where one of them is.
+        "--logprobs-mode": "raw_logprobs" if is_cut_alone else "processed_logprobs",
+        "--generation-config": "vllm",  # not the model's own top_p, top_k and penalties
+        "--seed": config.seed,
+    }
+    flags = []
+    if config.device == "cpu":
+        flags = ["--enforce-eager", "--block-size", "32"]  # the smallest: completions of a group share whole blocks
+    if config.tuning == "lora":
+        flags.append("--enable-lora")
+        options["--max-lora-rank"] = next((one for one in VLLM_RANKS if one >= config.lora_rank), config.lora_rank)
+        options["--max-loras"] = 2  # the newest adapter comes before the one before it goes
+    if config.vllm_sleep:
+        flags.append("--enable-sleep-mode")
+    if config.routing_replay == "rollout":
+        flags.append("--enable-return-routed-experts")
+    if images is not None:
+        flags.append("--enable-scale-out")  # the endpoint that takes tokens with images
+        options["--mm-processor-kwargs"] = json.dumps(
+            {"min_pixels": images.min_pixels, "max_pixels": images.max_pixels}
+        )
+        options["--limit-mm-per-prompt"] = json.dumps({"video": 0})
+    return [*(str(part) for pair in options.items() for part in pair), *flags, *config.vllm_args]
+
+
+def _environment(config: RunConfig) -> dict[str, str]:
+    own = {name: value for name, value in loopback.variables_of_user().items() if not _is_of_launcher(name)}
+    if config.device == "cpu":
+        own.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        if not config.max_staleness:  # training waits meanwhile, so no core is kept free for others
+            own.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+    if config.vllm_devices is not None:
+        own["CUDA_VISIBLE_DEVICES"] = config.vllm_devices
+    if config.vllm_sleep:  # memory that grows in segments cannot be given up
+        own |= {name: _without_segments(own[name]) for name in ALLOCATOR if name in own}
+    if config.tuning == "full" or config.vllm_sleep:  # new weights, sleep and wake are endpoints of this mode
+        own["VLLM_SERVER_DEV_MODE"] = "1"
+    if config.routing_replay == "rollout":  # the model runner that tells which experts tokens went to
+        own.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+    if config.tuning == "lora":
+        own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    own.pop("VLLM_API_KEY", None)  # of another server: this one listens to its machine alone, and is asked without one
+    return {**loopback.loopback_variables(), "VLLM_HOST_IP": loopback.ADDRESS, **own, "VLLM_NO_USAGE_STATS": "1"}
+
+
+def _without_segments(options: str) -> str:
+    return ",".join(one for one in options.split(",") if not one.strip().startswith("expandable_segments"))
+
+
+def _is_of_launcher(name: str) -> bool:
+    return name in OF_LAUNCHERS or name.startswith(OF_LAUNCHERS_BEGIN)
+
+
+def rollout_source(
+    config: RunConfig,
+    data: RunData,
+    learner: Learner,
+    tokenizer: PreTrainedTokenizerBase,
+    base: Path,
+    rewards: Rewards,
+    server: Server | None,
+    phases: Phases,
+    emit: Callable[[Event], None],
+    is_told_to_stop: Callable[[], bool],
+) -> RolloutSource:
+    """The batch source of a learner. Collective. Raises: StoppedOnFinding (SF801) where a server does not get ready."""
+    text = learner.model.config.get_text_config()
+    ends = end_tokens(learner.model, tokenizer) | answer_ends(tokenizer, config.template_variables)
+    sampling = Sampling(
+        max_tokens=config.max_completion_length,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        ends=frozenset(token for token in ends if token < text.vocab_size),
+        stops=tuple(config.stops),
+        banned=image_tokens(learner.model),
+    )
+    engine: Engine
+    assert isinstance(learner.objective, GrpoObjective)
+    if server is None:
+        engine = LocalEngine(
+            learner.model,
+            tokenizer,
+            ranks=learner.ranks,
+            in_step=config.zero_stage == 3 or config.expert_parallel_size != 1,
+            batch_size=config.rollout_batch_size,
+            forward_context=learner.rollout_context,
+            reader=data.reader,
+            routing=learner.objective.routing if config.routing_replay == "rollout" else None,
+            timeout_s=config.rollout_timeout_s,
+            is_told_to_stop=_with_signs_of_life(is_told_to_stop, emit),
+        )
+    else:
+        engine = _vllm(config, learner, tokenizer, server, sampling, data.reader, base, emit)
+    return RolloutSource(
+        config,
+        data.train,
+        data.order,
+        engine,
+        rewards,
+        tokenizer,
+        sampling=sampling,
+        context=longest_context(text.to_dict()),
+        # On CUDA attention over packed samples is one kernel, which does not know of shared prompts.
+        share_prompts=learner.device == torch.device("cpu"),
+        reader=data.reader,
+        is_over=partial(is_over, config),
+        is_told_to_stop=is_told_to_stop,
+        ranks=learner.ranks,
+        phase=phases,
+        emit=emit,
+    )
+
+
+def _with_signs_of_life(ask: Callable[[], bool], emit: Callable[[Event], None]) -> Callable[[], bool]:
+    """`ask`, which is asked at each token: a rollout that takes long is no standstill."""
+    said_s = time.monotonic()
+
+    def asked() -> bool:
+        nonlocal said_s
+        if time.monotonic() - said_s > SIGN_EVERY_S:
+            said_s = time.monotonic()
+            emit(Preparing())
+        return ask()
+
+    return asked
+
+
+def _vllm(
+    config: RunConfig,
+    learner: Learner,
+    tokenizer: PreTrainedTokenizerBase,
+    server: Server,
+    sampling: Sampling,
+    reader: PixelReader | None,
+    base: Path,
+    emit: Callable[[Event], None],
+) -> VllmEngine:
+    ranks, objective = learner.ranks, learner.objective
+    assert isinstance(objective, GrpoObjective)
+    ranks.from_first(lambda: _wait_for(server, config, emit))
+
+    def score(request: Request, ids: list[int]) -> list[float]:
+        with learner.forward_context():
+            return objective.score(request, ids, learner.device, reader)
+
+    return VllmEngine(
+        server,
+        _sync(config, learner, tokenizer, server, base),
+        score,
+        timeout_s=config.rollout_timeout_s,
+        probe=ranks.together(lambda: _probe(learner.model, tokenizer, reader)),
+        sampling=sampling if config.knows_rollout_logprobs else replace(sampling, top_p=1.0, top_k=0),
+        vocab_size=int(learner.model.config.get_text_config().vocab_size),
+        dtype=getattr(torch, config.dtype),  # in full fine-tuning weights are kept in float32 whatever it is
+        has_seeds=config.device != "cpu",
+        sleeps=config.vllm_sleep,
+        routing=_routing_layers(learner) if config.routing_replay == "rollout" else None,
+        reader=reader,
+        ranks=ranks,
+        noisy=partial(noisy_adapter, learner.model) if config.tuning == "lora" else None,
+    )
+
+
+def _routing_layers(learner: Learner) -> RoutingLayers:
+    model, text = learner.model, learner.model.config.get_text_config()
+    numbers = [int(number) for name in router_names(model) for number in re.findall(r"\blayers\.(\d+)\.", name)[:1]]
+    experts = max(map(experts_of, filter(is_fused_experts, model.modules())))
+    return RoutingLayers(tuple(numbers), int(text.num_hidden_layers), experts)
+
+
+def _sync(config: RunConfig, learner: Learner, tokenizer: PreTrainedTokenizerBase, server: Server, base: Path) -> Sync:
+    """What of the model is sent, and how."""
+    settings, ranks, folder = lora_settings(config), learner.ranks, config.run_folder / ENGINE
+    if settings is not None:
+        return AdapterSync(server, learner.model, settings, folder / "adapters", ranks)
+
+    def write(target: Path) -> None:
+        # In the type that the server computes in: a small base type would round what training has learned.
+        stored = getattr(torch, config.dtype)
+        write_artifact(target, learner.model, tokenizer, None, base, config.model, ranks, stored)
+
+    return FullSync(server, write, folder / "weights", config.rollout_timeout_s, ranks)
+
+
+def _probe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reader: PixelReader | None) -> Request:
+    """A prompt that both sides can read; with an image where the model sees. Raises: StorageError."""
+    text: list[int] = tokenizer(PROBE_TEXT)["input_ids"]
+    if reader is None:
+        return Request(text, (0,), place="the probe")
+    settings, file = reader.settings, BytesIO()
+    shades = Picture.linear_gradient("L").resize((3 * settings.cell, 2 * settings.cell))
+    Picture.merge("RGB", (shades, shades.rotate(180), shades.rotate(90))).save(file, "PNG")
+    image = find_image(file.getvalue(), Path(), settings)
+    around = [getattr(model.config, f"vision_{side}_token_id", None) for side in ("start", "end")]
+    begin, end = ([token] if token is not None else [] for token in around)
+    return Request([*begin, *[settings.token_id] * image.num_tokens, *end, *text], (0,), (image,), "the probe")

@@ -1,0 +1,160 @@
+"""Supervised fine-tuning: the likelihood of the assistant's words, plus the load-balancing loss where asked for."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from surefoot.data.collate import MicroBatch
+from surefoot.distributed.fsdp import gathered, put_to_rest
+from surefoot.distributed.process_group import ALONE, Ranks, sum_over_ranks
+from surefoot.errors import ModelError
+from surefoot.methods.token_loss import TokenLoss, few_tokens, probing, seeing_arguments
+from surefoot.models.build import BuiltModel
+from surefoot.models.routing import (
+    LayerRouting,
+    check_recorded,
+    expert_counts,
+    load_balancing_loss,
+    router_names,
+)
+from surefoot.training.step import LossParts, Totals
+
+
+def check_routers(aux_loss_coef: float, model: PreTrainedModel) -> None:
+    """Raises: ModelError where there are no routers to balance."""
+    if aux_loss_coef and not router_names(model):
+        raise ModelError(
+            f"router_aux_loss_coef={aux_loss_coef}, but {type(model).__name__} has no routers to balance. Drop it."
+        )
+
+
+def _check_recorded(built: BuiltModel) -> None:
+    """Look at what the routers say of a few tokens. Collective. Raises: ModelError, see `check_recorded`."""
+    model, seen = built.model, few_tokens(built.model)
+    with probing(model), built.routing.recording() as layers:
+        gathered(model, lambda: model.base_model(**seen))()
+    put_to_rest(model)  # weights may be loaded before the next forward
+    check_recorded(layers, built.routing.names)
+
+
+class EvaluationInterrupted(Exception):
+    """The run was told to stop while held-out rows were read."""
+
+
+class SftObjective:
+    """`Objective` of SFT; also keeps how the last step's tokens were spread over experts."""
+
+    def __init__(
+        self, built: BuiltModel, aux_loss_coef: float, ranks: Ranks = ALONE, *, head_is_plain: bool | None = None
+    ) -> None:
+        """`head_is_plain`: see `TokenLoss`. Raises: ModelError where the routers cannot be balanced. Collective."""
+        self._model = built.model
+        self._ranks = ranks
+
+        def run_decoder(batch: MicroBatch) -> None:
+            built.model.base_model(**seeing_arguments(batch, built.model))
+
+        self._run_decoder = gathered(built.model, run_decoder)
+        self._routing = built.routing
+        check_routers(aux_loss_coef, built.model)
+        if aux_loss_coef and head_is_plain is None:
+            _check_recorded(built)
+        self._coefficient = aux_loss_coef
+        self._token_loss = TokenLoss(built.model, head_is_plain=head_is_plain)
+        self._counts: Tensor | None = None
+        """Rows per expert over the global batch, [layers, E]."""
+        self._counts_are_complete = False
+
+    @property
+    def expert_counts(self) -> Tensor | None:
+        """Rows each expert got in the last step, int64 [layers, E]; None for a dense model."""
+        return self._counts
+
+    @property
+    def holds_all_logits(self) -> bool:
+        """See `Objective`."""
+        return self._token_loss.holds_all_logits
+
+    @property
+    def measured(self) -> Mapping[str, float]:
+        """Nothing besides the loss."""
+        return {}
+
+    def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """The load-balancing loss weighs each micro-batch by how the whole global batch was routed.
+
+        With one micro-batch its own forward tells. With several, routing is counted first in a forward without graph:
+        exact for any accumulation (dropout aside), for about a third more time, only with `router_aux_loss_coef`.
+        """
+        self._counts = None
+        self._counts_are_complete = False
+        if self._coefficient and len(batches) > 1:
+            for batch in batches:
+                with torch.no_grad(), self._routing.recording() as layers:
+                    self._run_decoder(batch)
+                self._add(layers, batch)
+            self._complete_counts()
+        return batches
+
+    def loss(self, batch: MicroBatch, totals: Totals) -> LossParts:
+        """This micro-batch's share, normalised over the global batch."""
+        with self._routing.recording() as layers:
+            main = self._token_loss(batch) * (0.0 if batch.is_filler else 1 / totals.weight)
+        if not layers:
+            return LossParts(main)
+        if not self._counts_are_complete:
+            self._add(layers, batch)
+        if not self._coefficient:
+            return LossParts(main)
+        if not self._counts_are_complete:
+            self._complete_counts()
+        assert self._counts is not None
+        aux = self._coefficient * load_balancing_loss(layers, self._counts, totals.tokens)
+        return LossParts(main, aux * 0 if batch.is_filler else aux)
+
+    def end_step(self) -> None:
+        """Collective where there are experts and their rows were not summed before."""
+        if self._counts is not None and not self._counts_are_complete:
+            self._complete_counts()
+
+    def _add(self, layers: list[LayerRouting], batch: MicroBatch) -> None:
+        counts = expert_counts(layers, layers[0].logits.shape[-1])
+        if batch.is_filler:
+            counts = torch.zeros_like(counts)
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    def _complete_counts(self) -> None:
+        """From this rank's part of the global batch to all of it."""
+        assert self._counts is not None
+        self._counts = sum_over_ranks(self._counts, self._ranks)
+        self._counts_are_complete = True
+
+    def look(self, batches: Iterable[MicroBatch]) -> None:
+        """A forward of each batch without graph and dropout, for whoever watches the modules. Collective."""
+        self.evaluate(batches)
+
+    @torch.no_grad()
+    def evaluate(
+        self, batches: Iterable[MicroBatch], is_told_to_stop: Callable[[], bool] = lambda: False
+    ) -> tuple[float, int]:
+        """(mean negative log-likelihood, trained tokens) over held-out batches, with dropout off. Collective.
+
+        `is_told_to_stop`: whether this rank is; asked before each batch. Raises: EvaluationInterrupted on all ranks.
+        """
+        total, trained, weight = 0.0, 0.0, 0.0
+        self._model.eval()
+        try:
+            for batch in batches:
+                if self._ranks.sum([is_told_to_stop()])[0]:
+                    raise EvaluationInterrupted
+                loss = self._token_loss(batch).item()
+                total += 0.0 if batch.is_filler else loss
+                trained += batch.num_trained
+                weight += batch.trained_weight
+        finally:
+            self._model.train()
+            put_to_rest(self._model)
+        total, trained, weight = self._ranks.sum([total, trained, weight])
+        return total / weight, round(trained)

@@ -1,0 +1,1 @@
+"""Files, processes, the console and facts about the machine."""

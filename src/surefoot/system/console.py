@@ -1,0 +1,92 @@
+"""Text for people who may be gone: a closed terminal or pipe ends no run, and changes no exit status."""
+
+import errno
+import io
+import json
+import os
+import select
+import sys
+from contextlib import suppress
+from typing import Any, TextIO
+
+GONE = (errno.EIO, errno.EPIPE)
+"""Errors of a terminal that was closed, and of a pipe that nobody reads."""
+TAKES_WITHIN_S = 5.0
+"""How long the reader of a pipe that must not block is waited for, before what is written is dropped."""
+STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+
+
+class _Output(io.FileIO):
+    """A descriptor whose failed writes are dropped."""
+
+    def write(self, content: Any, /) -> int:
+        """Write what can be written; report all of it as written."""
+        try:
+            written: int | None = super().write(content)
+            if written is None and select.select([], [self.fileno()], [], TAKES_WITHIN_S)[1]:
+                written = super().write(content)
+            return len(memoryview(content)) if written is None else written
+        except OSError as error:
+            if error.errno in GONE:
+                drop(self.fileno())
+            return len(memoryview(content))
+
+
+def protect_streams() -> None:
+    """Let no write of this process to standard output or error raise, whoever calls it. Call this first in a program.
+
+    A descriptor that was closed (`>&-`) leads to /dev/null from then on: the next file that is opened would take its
+    number, and what is printed would go into it. Streams that a caller of this program has replaced are left alone.
+    """
+    for number, (name, mode) in enumerate(STREAMS):
+        try:
+            os.fstat(number)
+        except OSError:
+            drop(number)
+        stream: TextIO | None = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__"):
+            continue
+        if mode == "r":
+            sys.stdin = stream or open(number, encoding="utf-8", closefd=False)  # noqa: SIM115 - open to the end
+            continue
+        output = io.BufferedWriter(_Output(number, "w", closefd=False))
+        encoding = stream.encoding if stream is not None else "utf-8"
+        is_line_buffered = name == "stderr" or output.isatty()
+        text = io.TextIOWrapper(output, encoding, errors="backslashreplace", line_buffering=is_line_buffered)
+        setattr(sys, name, text)
+        setattr(sys, f"__{name}__", text)  # also marks the stream as protected
+
+
+def say(text: str) -> None:
+    """Write a line on standard error."""
+    write(sys.stderr, f"{text}\n")
+
+
+def say_at_once(text: str) -> None:
+    """Write a line on standard error from a signal handler: the stream may be full, or in the middle of a line."""
+    with suppress(OSError):
+        if select.select([], [sys.stderr.fileno()], [], 0)[1]:
+            os.write(sys.stderr.fileno(), f"{text}\n".encode())
+
+
+def write(stream: TextIO, text: str) -> None:
+    """Write at once. Once nobody reads the stream, this and all that follows is dropped; a full disk drops this."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError as error:
+        if error.errno in GONE:
+            drop(stream.fileno())
+
+
+def drop(descriptor: int) -> None:
+    """Lead a descriptor that nobody reads to /dev/null, for this process and for those that it starts."""
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != descriptor:
+        os.dup2(null, descriptor)
+        os.close(null)
+    os.set_inheritable(descriptor, True)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, ensure_ascii=False))

@@ -1,0 +1,287 @@
+"""Writes checkpoints beside training: each rank copies its part, then a thread of its own writes it.
+
+    .step-00000100.tmp/model/rank-00000.safetensors ...    written by every rank
+                       notes/rank-00000.json               that rank is done: the checksums of its files, or its failure
+    step-00000100/                                         renamed by rank 0 once all notes are there
+
+The threads talk through the file system alone, so no collective ever runs beside training, and a rank that is killed
+at any moment leaves a folder that is no checkpoint. Training waits for the copy only, and for a save before it.
+"""
+
+import errno
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from surefoot.distributed.process_group import ALONE, Ranks
+from surefoot.errors import StorageError, SurefootError
+from surefoot.models.dtensor_blocks import Block, block_of
+from surefoot.system.atomic_io import (
+    delete,
+    make_folder,
+    replace_folder,
+    sha256_of,
+    storage_error,
+    sync_file,
+    sync_folder,
+    write_json,
+)
+from surefoot.training.checkpoint import MOMENTS, TrainState, checkpoint_folder, list_checkpoints
+from surefoot.training.manifest import FORMAT_VERSION, MANIFEST, PARTS, STATE, seal
+from surefoot.training.sharded_tensors import of_this_rank, write_pieces
+
+LOGGER = logging.getLogger(__name__)
+DEADLINE_S = 3600.0
+"""The longest that rank 0 waits for the other ranks' parts of one checkpoint."""
+POLL_S = 0.02
+OTHERS_S = 5.0
+"""For the other ranks' parts of a last checkpoint, where this one fails: mostly they are about as far with theirs."""
+AGREE_EVERY_S = 0.5
+"""Between two words of the ranks on how far they are, while they wait for a save."""
+NOTES = "notes"
+
+Blocks = dict[str, dict[str, Block]]
+"""Part of the checkpoint (`model`, `optimizer`) -> name -> what this rank holds of it."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is complete, as far as this rank can tell."""
+
+    step: int
+    path: Path
+    save_time_s: float
+
+
+class Saver:
+    """The checkpoints of one run, one at a time."""
+
+    def __init__(self, run_folder: Path, config: Mapping[str, Any], keep: int | None, ranks: Ranks = ALONE) -> None:
+        self._run_folder = run_folder
+        self._config = config
+        self._keep = keep
+        self._ranks = ranks
+        self._copies: dict[tuple[str, str], Tensor] = {}
+        """Host memory for this rank's part, kept from save to save."""
+        self._thread: threading.Thread | None = None
+        self._error: SurefootError | None = None
+        self._saved: Saved | None = None
+        self._is_abandoned = threading.Event()
+
+    def save(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, state: TrainState) -> None:
+        """Copy this rank's part and write it in the background, once the save before is complete.
+
+        Collective. Raises: StorageError on all ranks where the disk refuses any; older checkpoints stay.
+        """
+        self.wait()
+        target = checkpoint_folder(self._run_folder, state.step)
+        temporary = target.with_name(f".{target.name}.tmp")
+        self._ranks.from_first(lambda: _empty_folders(temporary, target))
+        began = time.perf_counter()
+        blocks = self._copied(parameters, optimizer)
+        self._is_abandoned.clear()
+        self._thread = threading.Thread(
+            target=self._write, args=(temporary, target, blocks, state, began), name="saver", daemon=True
+        )
+        self._thread.start()
+
+    def raise_error(self) -> None:
+        """Raises: StorageError where this rank's part of the last save failed."""
+        if self._error is not None:
+            raise self._error
+
+    def completed(self) -> Saved | None:
+        """The save that was completed since this was last asked."""
+        saved, self._saved = self._saved, None
+        return saved
+
+    def wait(self) -> None:
+        """Wait until the save in the background is complete. Collective. Raises: StorageError on all ranks."""
+        if self._thread is not None:
+            self._wait_for(self._thread)
+            self._thread = None
+        self._ranks.together(self.raise_error)
+
+    def _wait_for(self, thread: threading.Thread) -> None:
+        """Until it has ended on all ranks, or is late. Collective.
+
+        Where a rank has failed the first one waits no longer for its note, which a full disk may have refused as well.
+        """
+        deadline = time.monotonic() + DEADLINE_S
+        failed: list[bool] = []
+        while True:
+            thread.join(AGREE_EVERY_S)
+            is_writing = thread.is_alive() and time.monotonic() < deadline
+            states = self._ranks.gather([is_writing, self._error is not None])
+            if not any(writes for writes, _ in states):
+                break
+            if not failed and any(has_failed for _, has_failed in states):
+                failed = [has_failed for _, has_failed in states]
+                self._is_abandoned.set()
+        if thread.is_alive():
+            self._error = StorageError(f"{self._run_folder}: a checkpoint was not written in {DEADLINE_S:.0f} s.")
+        elif failed and not failed[self._ranks.rank]:
+            self._error = None  # only a consequence of the other's
+
+    def end(self) -> None:
+        """The run is over, well or not: let the disk finish; other ranks, which may be gone, are given a moment."""
+        if self._thread is not None:
+            self._thread.join(OTHERS_S)
+        self._is_abandoned.set()
+        if self._thread is not None:
+            self._thread.join(DEADLINE_S)
+
+    def _copied(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> Blocks:
+        """What this rank writes, in host memory, as it is now."""
+        blocks: Blocks = {
+            "model": {name: block_of(parameter) for name, parameter in parameters.items()},
+            "optimizer": {
+                f"{moment}.{name}": block_of(optimizer.state[parameter][moment])
+                for name, parameter in parameters.items()
+                if parameter in optimizer.state
+                for moment in MOMENTS
+            },
+        }
+        is_cuda = any(parameter.is_cuda for parameter in parameters.values())
+        copied: Blocks = {part: {} for part in PARTS}
+        for part, named in blocks.items():
+            for name, block in of_this_rank(named, is_first=self._ranks.is_first).items():
+                copy = self._copies.get((part, name))
+                if copy is None or copy.shape != block.local.shape:
+                    copy = torch.empty_like(block.local, device="cpu", pin_memory=block.local.is_cuda)
+                    self._copies[part, name] = copy
+                copy.copy_(block.local, non_blocking=True)
+                copied[part][name] = replace(block, local=copy)
+        if is_cuda:
+            torch.cuda.synchronize()
+        return copied
+
+    def _write(self, temporary: Path, target: Path, blocks: Blocks, state: TrainState, began: float) -> None:
+        """What the thread does."""
+        failure: SurefootError | None = StorageError(f"{target}: its writing was cut short. Older checkpoints stay.")
+        try:
+            note: dict[str, Any] = {}
+            try:
+                note["files"] = _write_part(temporary, target, blocks, self._ranks)
+            except Exception as error:
+                note["error"] = str(error) if isinstance(error, SurefootError) else _said(error)
+                raise
+            finally:
+                _leave_note(temporary / NOTES / f"rank-{self._ranks.rank:05d}.json", note)
+            if self._ranks.is_first:
+                files = self._files_of_all(temporary)
+                _complete(temporary, target, state, self._config, files)
+                for old in list_checkpoints(self._run_folder)[: -self._keep if self._keep else 0]:
+                    _delete(old)
+            self._saved = Saved(state.step, target, time.perf_counter() - began)
+            failure = None
+        except OSError as error:
+            failure = storage_error(target, error)
+        except SurefootError as error:
+            failure = error
+        except Exception as error:  # noqa: BLE001 - whatever it is, this save is not complete
+            failure = StorageError(f"{target}: could not be written: {_said(error)}. Older checkpoints stay.")
+        finally:
+            self._error = failure
+        if failure is not None and self._ranks.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _files_of_all(self, temporary: Path) -> dict[str, str]:
+        """Wait for every rank's note; returns the checksums of all files. Raises: StorageError where a rank failed."""
+        files: dict[str, str] = {}
+        deadline = time.monotonic() + DEADLINE_S
+        for rank in range(self._ranks.size):
+            path = temporary / NOTES / f"rank-{rank:05d}.json"
+            while not path.exists():
+                if time.monotonic() > deadline or self._is_abandoned.wait(POLL_S):
+                    raise StorageError(
+                        f"{temporary}: rank {rank} of {self._ranks.size} has not written its part. "
+                        "Older checkpoints stay. Do all machines share output_dir?"
+                    )
+            note = json.loads(path.read_text("utf-8"))
+            if "error" in note:
+                raise StorageError(note["error"])
+            files |= note["files"]
+        return files
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _delete(checkpoint: Path) -> None:
+    """Under a name that no start takes for a checkpoint; what is left of it, the next start removes."""
+    leaving = checkpoint.with_name(f".{checkpoint.name}.tmp")
+    try:
+        checkpoint.rename(leaving)
+        sync_folder(leaving.parent)  # lost power must not leave a checkpoint of its name without some of its files
+        delete(leaving)
+    except OSError as error:
+        LOGGER.warning("an old checkpoint could not be deleted: %s", error)
+
+
+def _empty_folders(temporary: Path, target: Path) -> None:
+    try:
+        make_folder(target.parent)
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        for part in (*PARTS, NOTES):
+            (temporary / part).mkdir(parents=True)
+    except OSError as error:
+        raise storage_error(target, error) from error
+
+
+def _leave_note(path: Path, note: Mapping[str, Any]) -> None:
+    """Tell rank 0, which may take the folder away the moment it sees this."""
+    unseen = path.with_suffix(".tmp")
+    unseen.write_text(json.dumps(note), encoding="utf-8")
+    os.replace(unseen, path)
+
+
+def _write_part(temporary: Path, target: Path, blocks: Blocks, ranks: Ranks) -> dict[str, str]:
+    """Write what this rank holds; returns the SHA-256 of each of its files."""
+    digests = {}
+    for part in PARTS:
+        path = temporary / part / f"rank-{ranks.rank:05d}.safetensors"
+        try:
+            write_pieces(path, blocks[part])
+            sync_file(path)
+            digests[str(path.relative_to(temporary))] = sha256_of(path)
+        except OSError as error:
+            raise storage_error(target, error) from error
+        except SafetensorError as error:  # it wraps what the system says
+            raise storage_error(target, OSError(errno.EIO, str(error))) from error
+    return digests
+
+
+def _complete(
+    temporary: Path, target: Path, state: TrainState, config: Mapping[str, Any], files: Mapping[str, str]
+) -> None:
+    """All parts are there: say so, and let the checkpoint be found."""
+    shutil.rmtree(temporary / NOTES)
+    write_json(temporary / STATE, asdict(state))
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "surefoot_version": version("surefoot"),
+        "step": state.step,
+        "config": dict(config),
+        "files": {**files, STATE: sha256_of(temporary / STATE)},
+    }
+    write_json(temporary / MANIFEST, seal(manifest))
+    for part in PARTS:
+        sync_folder(temporary / part)
+    sync_folder(temporary)
+    sync_folder(target.parent.parent)  # a start that was killed may have made `checkpoints` and not synced its name
+    replace_folder(target, temporary)

@@ -1,0 +1,244 @@
+"""What a run leaves for others: its adapter or model, found, exported, merged, and loaded again for completion."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surefoot.config import RunConfig
+from surefoot.data.render import answer_ends
+from surefoot.distributed.process_group import ALONE, Ranks
+from surefoot.errors import ModelError
+from surefoot.models.adapter import CONFIG, load_adapter_files, read_adapter, settings_of, write_adapter
+from surefoot.models.build import build_model, load_tokenizer, meta_model, trainable_parameters
+from surefoot.models.dtensor_blocks import put, whole
+from surefoot.models.export import in_layers, merge_adapter, name_ends, read_untrained, stored_buffers, write_model
+from surefoot.models.generate import end_tokens
+from surefoot.models.lora import LoraSettings, adaptable_names, tower_names
+from surefoot.models.resolve_model import resolve_model
+from surefoot.models.vision import attention_of
+from surefoot.system.atomic_io import new_folder
+from surefoot.training.checkpoint import checkpoint_folder, list_checkpoints, verify
+from surefoot.training.manifest import DamagedCheckpoint
+from surefoot.training.run_dir import saved_config
+from surefoot.training.sharded_tensors import Pieces
+
+
+def lora_settings(config: RunConfig) -> LoraSettings | None:
+    """The config's LoRA part; None for full fine-tuning."""
+    if config.tuning == "full":
+        return None
+    targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules
+    return LoraSettings(
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        rslora=config.use_rslora,
+        targets=tuple(targets),
+        seed=config.seed,
+    )
+
+
+def write_artifact(
+    target: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: LoraSettings | None,
+    base: Path,
+    source: str,
+    ranks: Ranks = ALONE,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write the trained adapter (PEFT format), or without LoRA the whole model (HF format, in `dtype` or the base's).
+
+    `base` is the base model's folder, `source` what the config calls it. Rank 0 writes what the ranks gather: it holds
+    one parameter of an adapter, or one layer of a model. Collective. Raises: StorageError.
+    """
+    buffers = [] if settings is not None else stored_buffers(model)
+    parameters = trainable_parameters(model) if settings is not None else dict(model.named_parameters())
+    tensors: dict[str, Tensor] = {**parameters, **{name: model.get_buffer(name) for name in buffers}}
+    names = list(tensors) if settings is not None else in_layers(tensors)
+    shapes = {name: tensors[name].shape for name in names}
+    values = ((name, whole(tensors[name])) for name in names)
+
+    def write() -> None:
+        try:
+            if ranks.is_first:
+                with new_folder(target) as folder:
+                    if settings is not None:
+                        about = _base_name(source, base), adaptable_names(model), tower_names(model)
+                        write_adapter(folder, shapes, values, settings, *about)
+                    else:
+                        write_model(folder, base, shapes, values, dtype)
+                        name_ends(folder, answer_ends(tokenizer))
+                    tokenizer.save_pretrained(folder)
+        finally:
+            for _ in values:  # the other ranks, and a first one that could not write: gathering takes all
+                pass
+
+    ranks.together(write, names_rank=False)
+    return target
+
+
+def _base_name(source: str, base: Path) -> str:
+    """What an adapter calls its base: the hub id, which means the same everywhere, or else the local folder."""
+    return str(base) if source.startswith("pypi:") or Path(source).is_dir() else source
+
+
+def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
+    """Write the adapter or model of a run folder (or of its checkpoint `step`), or merge an adapter into its base.
+
+    Raises: ModelError where there is nothing to export, or `target` exists.
+    """
+    if target.exists():
+        raise ModelError(f"{target} exists already; it was not touched. Give a new folder.")
+    if (run / CONFIG).is_file():
+        if step is not None:
+            raise ModelError(
+                f"{run} is an adapter folder, which has no steps. Give the run folder to export step {step}."
+            )
+        return _merge_or_copy(run, target, merge)
+    config = _config_of(run)
+    settings = lora_settings(config)
+    if settings is None and merge:
+        raise ModelError(f"{run} was trained in full: there is no adapter to merge. Leave --merge out.")
+    finished = run / ("adapter" if settings else "model")
+    if step is None and finished.is_dir():
+        return _merge_or_copy(finished, target, merge)
+    checkpoint = _checkpoint_of(run, step)
+    base = resolve_model(config.model, f"{run}/run.yaml")
+    tokenizer = load_tokenizer(base, config.chat_template)
+    saved = Pieces(checkpoint / "model")
+    if settings is None:
+        untrained = read_untrained(base, saved.shapes)
+        shapes = {**saved.shapes, **{name: value.shape for name, value in untrained.items()}}
+        names = in_layers(shapes)
+        with new_folder(target) as folder:
+            values = ((name, untrained[name] if name in untrained else saved.read(name)) for name in names)
+            write_model(folder, base, {name: shapes[name] for name in names}, values)
+            name_ends(folder, answer_ends(tokenizer))
+            tokenizer.save_pretrained(folder)
+        return target
+    adapter = target if not merge else target.with_name(f".{target.name}.adapter")
+    whole_model = meta_model(base)
+    about = _base_name(config.model, base), adaptable_names(whole_model), tower_names(whole_model)
+    with new_folder(adapter) as folder:
+        values = ((name, saved.read(name)) for name in saved.shapes)
+        write_adapter(folder, saved.shapes, values, settings, *about)
+        tokenizer.save_pretrained(folder)
+    if not merge:
+        return adapter
+    try:
+        return _merge(base, adapter, target)
+    finally:
+        shutil.rmtree(adapter)
+
+
+def _merge_or_copy(finished: Path, target: Path, merge: bool) -> Path:
+    if not merge:
+        with new_folder(target) as folder:
+            shutil.copytree(finished, folder, dirs_exist_ok=True, ignore=_devices)
+        return target
+    base = load_adapter_files(finished)[0].get("base_model_name_or_path")
+    if not base or not isinstance(base, str):
+        raise ModelError(f"{finished}/{CONFIG} names no base model.")
+    return _merge(resolve_model(base, f"{finished}/{CONFIG}"), finished, target)
+
+
+def _devices(folder: str, names: list[str]) -> list[str]:
+    """Return what is neither a file nor a folder: a device or a pipe may have no end."""
+    return [name for name in names if not Path(folder, name).is_file() and not Path(folder, name).is_dir()]
+
+
+def _merge(base: Path, adapter: Path, target: Path) -> Path:
+    """The base with the adapter merged in, and with the chat template that the adapter was trained with."""
+
+    def finish(folder: Path) -> None:
+        own, trained = load_tokenizer(base), _tokenizer_of(adapter, base)
+        if trained.chat_template != own.chat_template:
+            trained.save_pretrained(folder)
+        name_ends(folder, answer_ends(trained))
+
+    return merge_adapter(base, adapter, target, finish)
+
+
+def _tokenizer_of(adapter: Path | None, base: Path) -> PreTrainedTokenizerBase:
+    """The one that an adapter brings along, or else its base's."""
+    is_there = adapter is not None and (adapter / "tokenizer_config.json").is_file()
+    return load_tokenizer(adapter if adapter is not None and is_there else base)
+
+
+def _config_of(run: Path) -> RunConfig:
+    """Return the config of the run in a folder; where run.yaml is damaged, that of its newest checkpoint."""
+    try:
+        saved, _ = saved_config(run)
+    except ValueError as error:
+        raise ModelError(
+            f"{run} is neither a run folder (with run.yaml) nor an adapter folder (with {CONFIG}): {error}"
+        ) from error
+    try:
+        return RunConfig.model_validate(saved)
+    except ValueError as error:
+        raise ModelError(f"{run} holds settings that this Surefoot does not know: {error}") from error
+
+
+def _checkpoint_of(run: Path, step: int | None) -> Path:
+    saved = list_checkpoints(run)
+    path = saved[-1] if step is None and saved else checkpoint_folder(run, step or 0)
+    if step is None and not saved:
+        raise ModelError(f"{run} has no checkpoint yet: wait for the first, or set save_steps.")
+    if path not in saved:
+        raise ModelError(
+            f"{run} has no checkpoint of step {step}. It has: {', '.join(p.name for p in saved) or 'none'}."
+        )
+    try:
+        verify(path)
+    except DamagedCheckpoint as error:
+        raise ModelError(f"{error}. Choose another checkpoint with --step.") from error
+    return path
+
+
+def load(source: str, adapter: Path | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model and tokenizer for completion: a run folder (its base with its adapter), or a model with an adapter."""
+    folder = Path(source).expanduser()
+    if (folder / "run.yaml").is_file():
+        if adapter is not None:
+            raise ModelError(
+                f"{folder} is a run folder with an adapter of its own; give its base model with --adapter."
+            )
+        config = _config_of(folder)
+        if config.tuning == "full":
+            source = str(folder / "model")
+        else:
+            source, adapter = config.model, folder / "adapter"
+        if not (folder / ("model" if config.tuning == "full" else "adapter")).is_dir():
+            raise ModelError(
+                f"{folder} has not come to its end. `surefoot export {folder} FOLDER` writes what its newest "
+                "checkpoint holds, and with --merge a model to talk to."
+            )
+    base = resolve_model(source, source)
+    settings = None
+    if adapter is not None:
+        settings = settings_of(load_adapter_files(adapter)[0])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = build_model(base, lora=settings, device=device, dtype=dtype).model
+    if adapter is not None and settings is not None:
+        load_adapter(adapter, model, settings)
+    # Ours needs the lengths of packed samples, which callers do not have.
+    model.set_attn_implementation(attention_of(model.config, "sdpa"))
+    model.eval()
+    tokenizer = _tokenizer_of(adapter, base)
+    # As trained: a base model's generation_config.json need not name the token with which the template ends answers.
+    model.generation_config.eos_token_id = sorted(end_tokens(model, tokenizer) | answer_ends(tokenizer))
+    return model, tokenizer
+
+
+def load_adapter(folder: Path, model: PreTrainedModel, settings: LoraSettings) -> None:
+    """Put the values of a PEFT adapter into a model that was built with the same LoRA settings."""
+    parameters = trainable_parameters(model)
+    values = read_adapter(folder, {name: parameter.shape for name, parameter in parameters.items()}, settings)
+    for name, value in values.items():
+        put(parameters[name], value)

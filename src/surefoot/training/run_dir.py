@@ -1,0 +1,338 @@
+"""The run folder: taken by one process at a time, never shared by two runs, and where a run goes on from."""
+
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from surefoot.config import LoadedConfig, RunConfig, changed_fields
+from surefoot.config.documents import parse_yaml, read_text
+from surefoot.errors import CheckpointError, ConfigError
+from surefoot.findings import Finding
+from surefoot.system.atomic_io import delete, make_folder, repair_folder, storage_error, sync_folder
+from surefoot.system.json_files import DamagedFile, read_object
+from surefoot.training.checkpoint import find_newest, list_checkpoints, remove_leftovers, step_of, verify
+from surefoot.training.manifest import DamagedCheckpoint, read_manifest, wrong_size
+from surefoot.training.run_summary import FINDINGS, METRICS, drop_findings_before
+
+OWN_ENTRIES = (
+    "run.yaml environment.json metrics.jsonl completions.jsonl eval_completions.jsonl summary.json findings.jsonl "
+    "events evidence checkpoints adapter model engine tensorboard report.html"
+).split()
+"""What a run writes into its folder."""
+
+ENVIRONMENT = "environment.json"
+LOCK = ".lock"
+SHARED_WITHIN_S = 60.0
+"""How long a network file system may take to show a new file on another machine."""
+
+LEFT_BY_FAILURE = ("summary.json", "findings.jsonl", "events", "evidence", "tensorboard")
+"""What a run that fails before its first step leaves."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where to go on from, and what was found on the way there."""
+
+    checkpoint: Path | None
+    findings: list[Finding]
+    token: str = ""
+    """What this claim wrote into the folder; see `check_shared`."""
+    claimed_s: float = 0.0
+    """When, since 1970."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of how that was decided."""
+
+
+def check_folder(loaded: LoadedConfig) -> None:
+    """Change nothing. Raises: ConfigError for a file, and for a folder that holds what no run wrote."""
+    folder = loaded.run.run_folder.absolute()
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    if not there.is_dir():
+        what = "is a file" if there == folder else f"{there} is a file"
+        raise ConfigError(f"output_dir={loaded.run.run_folder} {what} ({loaded.where('output_dir')}).")
+    if there == folder and not _is_run_folder(folder):
+        strangers = sorted(p.name for p in folder.iterdir() if p.name not in LEFT_BY_FAILURE and p.name[0] != ".")
+        if strangers:
+            raise ConfigError(
+                f"output_dir={loaded.run.run_folder} holds files that are no run: {', '.join(strangers[:5])}. Nothing "
+                f"was touched. Give a new or empty folder ({loaded.where('output_dir')})."
+            )
+
+
+@contextmanager
+def claim(loaded: LoadedConfig) -> Iterator[Resume]:
+    """Take the run folder for this process, decide what to resume, and refuse to mix two runs."""
+    config, folder = loaded.run, loaded.run.run_folder
+    _refuse_links(loaded)
+    check_folder(loaded)
+    try:
+        make_folder(folder)
+        lock = open(folder / LOCK, "a+")  # noqa: SIM115 - held until the run ends
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={folder} cannot be written: {error.strerror} ({loaded.where('output_dir')})."
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"output_dir={folder} is in use by another process right now. Choose another folder."
+            ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir={folder} is on a file system that takes no locks: {error.strerror}. Two runs could write "
+                f"into it at once. Choose another, or mount it with locks, such as Lustre with -o flock "
+                f"({loaded.where('output_dir')})."
+            ) from error
+        token = secrets.token_hex(8)
+        try:
+            repair_folder(folder)
+            resume = _decide_resume(loaded, config, folder)
+            remove_leftovers(folder)
+            lock.truncate(0)
+            lock.write(token)
+            lock.flush()
+            os.fsync(lock.fileno())
+        except OSError as error:
+            raise storage_error(folder, error) from error
+        yield replace(resume, token=token, claimed_s=time.time())
+
+
+def _refuse_links(loaded: LoadedConfig) -> None:
+    """Raise ConfigError for a link where a run writes a file: it would be written to wherever that leads.
+
+    A folder may be a link to another one, such as checkpoints on a larger disk.
+    """
+    for name in (LOCK, *OWN_ENTRIES):
+        path = loaded.run.run_folder / name
+        if path.is_symlink() and not path.is_dir():
+            raise ConfigError(
+                f"{path} is a link to {path.readlink()}, which this run would write to. Delete the link, or choose "
+                f"another output_dir ({loaded.where('output_dir')})."
+            )
+
+
+def check_shared(loaded: LoadedConfig, token: str) -> None:
+    """On any rank: the folder is the one that rank 0 has claimed. Raises: ConfigError after `SHARED_WITHIN_S`."""
+    folder = loaded.run.run_folder
+    deadline = time.monotonic() + SHARED_WITHIN_S
+    while True:
+        try:
+            if (folder / LOCK).read_text() == token:
+                return
+        except OSError:  # not seen here, or not yet
+            pass
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"output_dir={folder} is not shared: this machine does not see what rank 0 wrote there "
+                f"{SHARED_WITHIN_S:.0f} s ago. Checkpoints need a folder that all machines share "
+                f"({loaded.where('output_dir')})."
+            )
+        time.sleep(0.2)
+
+
+def _is_run_folder(folder: Path) -> bool:
+    """Return whether a run was assembled here. Any folder can hold a run.yaml.
+
+    A run writes environment.json with our name. Where that is damaged, a checkpoint whose manifest proves itself tells.
+    """
+    with suppress(DamagedFile):
+        if "surefoot" in read_object(folder / ENVIRONMENT):
+            return True
+    return newest_manifest(folder) is not None
+
+
+def newest_manifest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest checkpoint whose manifest proves itself, with that; its other files are not looked at."""
+    for checkpoint in reversed(list_checkpoints(folder)):
+        with suppress(DamagedCheckpoint, CheckpointError):
+            return checkpoint, read_manifest(checkpoint)
+    return None
+
+
+def delete_run(folder: Path, claimed_s: float) -> None:
+    """Delete what a run wrote into its folder, but for what this start wrote since it claimed the folder."""
+    drop_findings_before(folder, claimed_s)
+    for name in OWN_ENTRIES:
+        if name in ("events", "engine", FINDINGS, ENVIRONMENT):
+            continue
+        path = folder / name
+        if path.exists() or path.is_symlink():
+            delete(path)
+    sync_folder(folder)
+    (folder / ENVIRONMENT).unlink(missing_ok=True)  # last: what is left without it would pass for files of the user
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether a run took a step here."""
+    metrics = folder / METRICS
+    return bool(list_checkpoints(folder)) or (metrics.is_file() and metrics.stat().st_size > 0)
+
+
+def _decide_resume(loaded: LoadedConfig, config: RunConfig, folder: Path) -> Resume:
+    if config.overwrite_output_dir:
+        _refuse_own_inputs(loaded, config, folder)
+        return Resume(None, [])  # what is there is deleted once the new run is ready for its first step
+    explicit = config.resume_from_checkpoint not in ("auto", False)
+    notes = _refuse_other_run(loaded, config, folder) if _holds_run(folder) else ()
+    if config.resume_from_checkpoint is False:
+        return Resume(None, [])
+    if not explicit:
+        return replace(_newest(folder), notes=notes)
+    check_named_checkpoint(loaded)
+    path = Path(str(config.resume_from_checkpoint))
+    where = loaded.where("resume_from_checkpoint")
+    try:
+        manifest = verify(path)
+    except DamagedCheckpoint as error:
+        raise CheckpointError(
+            f"resume_from_checkpoint={path} is damaged: {error}. Name an older one ({where})."
+        ) from error
+    changes = changed_fields(manifest["config"], config)
+    if changes:
+        raise CheckpointError(f"{path} was written with other settings: {'; '.join(changes)} ({where}).")
+    return Resume(path, [], notes=notes)
+
+
+def check_resume(loaded: LoadedConfig) -> None:
+    """Raises: ConfigError or CheckpointError where `output_dir` holds what this run would not go on from.
+
+    Checksums are not compared, and nothing is touched.
+    """
+    config, folder = loaded.run, loaded.run.run_folder
+    if config.overwrite_output_dir:
+        _refuse_own_inputs(loaded, config, folder)
+    elif _holds_run(folder):
+        _refuse_other_run(loaded, config, folder)
+
+
+def check_named_checkpoint(loaded: LoadedConfig) -> None:
+    """Raises: CheckpointError where `resume_from_checkpoint` names what is no checkpoint."""
+    if loaded.run.resume_from_checkpoint in ("auto", False):
+        return
+    path, where = Path(str(loaded.run.resume_from_checkpoint)), loaded.where("resume_from_checkpoint")
+    if not path.is_dir():
+        raise CheckpointError(f"resume_from_checkpoint={path}: no such folder ({where}).")
+    inside = list_checkpoints(path)
+    if inside:
+        raise CheckpointError(
+            f"resume_from_checkpoint={path} is a run folder. Name one of its checkpoints, such as {inside[-1]}, or set "
+            f"output_dir to it and leave resume_from_checkpoint out ({where})."
+        )
+
+
+def _newest(folder: Path) -> Resume:
+    """The newest sound checkpoint; damaged ones are set aside, so that nothing counts or finds them again."""
+    newest, findings = find_newest(folder)
+    if findings and newest is None:
+        raise CheckpointError(
+            f"{folder}: all {len(findings)} checkpoints are damaged; the newest: {findings[0].cause}. "
+            "Nothing was touched. Set overwrite_output_dir: true to start anew."
+        )
+    for finding in findings:
+        path = Path(finding.evidence["checkpoint"])
+        path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
+    if findings:
+        sync_folder(folder / "checkpoints")
+    return Resume(newest, findings)
+
+
+def set_aside_after(run_folder: Path, step: int) -> list[str]:
+    """Rename the checkpoints of later steps, which a run that goes on from before has left; returns their names.
+
+    Nothing counts or finds them again: they would be taken for newer than what the run saves from now on.
+    """
+    later = [path for path in list_checkpoints(run_folder) if step_of(path) > step]
+    for path in later:
+        path.rename(path.with_name(f"left-{path.name}-{time.time_ns()}"))
+    if later:
+        sync_folder(run_folder / "checkpoints")
+    return [path.name for path in later]
+
+
+def _refuse_own_inputs(loaded: LoadedConfig, config: RunConfig, folder: Path) -> None:
+    inputs = {
+        "model": [config.model],
+        "dataset": [item.path for item in config.dataset],
+        "eval_dataset": [item.path for item in config.eval_dataset or ()],
+        "reward_funcs": [item.func.rpartition(":")[0] for item in config.reward_funcs],
+        **{name: [getattr(config, name)] for name in ("init_adapter", "chat_template", "image_dir", "dataset_dir")},
+    }
+    for name, values in inputs.items():
+        for value in values:
+            if value and Path(value).resolve().is_relative_to(folder.resolve()):
+                raise ConfigError(
+                    f"overwrite_output_dir would delete {name}={value}, which this run reads "
+                    f"({loaded.where('overwrite_output_dir', name)}). Choose another output_dir."
+                )
+
+
+def _refuse_other_run(loaded: LoadedConfig, config: RunConfig, folder: Path) -> tuple[str, ...]:
+    """Raise CheckpointError where the run in a folder is not this one; return notes on how that was decided."""
+    where = loaded.where("output_dir")
+    ways = "Choose another output_dir, or set overwrite_output_dir: true to delete that run"
+    if config.resume_from_checkpoint is False:
+        raise CheckpointError(
+            f"output_dir={folder} already holds a run, and resume_from_checkpoint is false. {ways} ({where})."
+        )
+    try:
+        saved, notes = saved_config(folder)
+    except ValueError as error:
+        raise CheckpointError(
+            f"output_dir={folder} holds a run whose run.yaml cannot be read: {error}. {ways} ({where})."
+        ) from error
+    changes = changed_fields(saved, config)
+    if changes and all(change.partition(":")[0] in ("max_steps", "num_train_epochs") for change in changes):
+        name, artifact = ("init_adapter", "adapter") if config.tuning == "lora" else ("model", "model")
+        source = str(folder / artifact)
+        if not Path(source).is_dir():  # the run was interrupted
+            source = f"the folder that `surefoot export {folder} FOLDER` writes"
+        raise CheckpointError(
+            f"output_dir={folder} holds a run of another length: {'; '.join(changes)}. With lr_scheduler_type: "
+            f"{config.lr_scheduler_type} that would change every learning rate. Begin a new run from it, with {name}: "
+            f"{source} and another output_dir; or set overwrite_output_dir: true to delete it ({where})."
+        )
+    if changes:
+        raise CheckpointError(
+            f"output_dir={folder} holds another run; it differs in {'; '.join(changes)}. {ways} ({where})."
+        )
+    return notes
+
+
+def saved_config(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the settings of the run in a folder, and notes on where they are from.
+
+    They are those of its newest checkpoint where run.yaml is damaged. Raises: ValueError if neither can be read.
+    """
+    try:
+        return read_saved_config(folder / "run.yaml"), ()
+    except ValueError as error:
+        newest = newest_manifest(folder)
+        if newest is None:
+            raise
+        checkpoint, manifest = newest
+        return manifest["config"], (f"{error}; the settings of {checkpoint.name} are taken instead",)
+
+
+def read_saved_config(path: Path) -> dict[str, Any]:
+    """Return the settings that a run wrote into its folder, unchecked but for those that are calculated with.
+
+    Raises: ValueError for a file that cannot be read or that no run wrote.
+    """
+    try:
+        saved = parse_yaml(read_text(path), path.name)
+    except ConfigError as error:
+        raise ValueError(f"{path} is unreadable ({' '.join(str(error).split())[:200]})") from error
+    if not isinstance(saved, dict) or not isinstance(saved.get("model"), str):
+        raise ValueError(f"{path} is unreadable (it holds no settings of a run)")
+    wrong = wrong_size(saved)
+    if wrong is not None:
+        raise ValueError(f"{path} is unreadable ({wrong})")
+    return saved

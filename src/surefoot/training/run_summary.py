@@ -1,0 +1,250 @@
+"""What a run did: summary.json and findings.jsonl. Imports no torch."""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+from surefoot.events import DataCounted, Event, FindingMade, RunStarted, StepEnded
+from surefoot.findings import Finding
+from surefoot.system.atomic_io import write_bytes, write_json
+from surefoot.system.json_files import is_count, is_number, read_object, read_objects
+from surefoot.training.webhooks import post, write_text_page
+
+if TYPE_CHECKING:
+    from surefoot.config import RunConfig
+
+LOGGER = logging.getLogger(__name__)
+METRICS = "metrics.jsonl"
+COMPLETIONS, EVAL_COMPLETIONS = "completions.jsonl", "eval_completions.jsonl"
+FINDINGS = "findings.jsonl"
+Status = Literal["completed", "interrupted", "failed"]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run did; the same as summary.json."""
+
+    status: Status
+    run_folder: Path
+    steps: int
+    """Optimizer steps done, those of earlier processes included."""
+    train_loss: float | None
+    """Mean of the steps' losses."""
+    tokens_per_second: float | None
+    """Over the steps of this process."""
+    peak_memory_bytes: int
+    examples: Mapping[str, int]
+    """Rows read, trained, truncated and skipped."""
+    examples_are_complete: bool
+    """False for a run that ended before all its data were prepared: the others were neither read nor counted."""
+    artifact: Path | None
+    """The adapter or model folder."""
+    findings: list[Finding] = field(default_factory=list)
+    error: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As written to summary.json."""
+        return {
+            "status": self.status,
+            "run_folder": str(self.run_folder),
+            "steps": self.steps,
+            "train_loss": self.train_loss,
+            "tokens_per_second": self.tokens_per_second,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "examples": dict(self.examples),
+            "examples_are_complete": self.examples_are_complete,
+            "artifact": str(self.artifact) if self.artifact else None,
+            "findings": [finding.as_dict() for finding in self.findings],
+            "error": self.error,
+        }
+
+
+def read_result(run_folder: Path) -> RunResult | None:
+    """Return what summary.json of a run folder holds; None where it is missing or is no summary."""
+    try:
+        summary = read_object(run_folder / "summary.json")
+        artifact = summary["artifact"]
+        if not all(is_right(summary[name]) for name, is_right in _SUMMARY.items()):
+            return None
+        findings = [Finding.from_dict(values) for values in summary["findings"]]
+        values = {**summary, "run_folder": run_folder, "artifact": Path(artifact) if artifact else None}
+        return RunResult(**{**values, "findings": findings})
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_number_or_none(value: object) -> bool:
+    return value is None or is_number(value)
+
+
+def _is_text_or_none(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+_SUMMARY: Mapping[str, Callable[[Any], bool]] = {
+    "status": lambda value: value in ("completed", "interrupted", "failed"),
+    "steps": is_count,
+    "train_loss": _is_number_or_none,
+    "tokens_per_second": _is_number_or_none,
+    "peak_memory_bytes": is_count,
+    "examples": lambda value: isinstance(value, dict) and all(map(is_count, value.values())),
+    "examples_are_complete": lambda value: isinstance(value, bool),
+    "artifact": lambda value: _is_text_or_none(value) and "\0" not in (value or ""),
+    "findings": lambda value: isinstance(value, list) and all(isinstance(finding, dict) for finding in value),
+    "error": _is_text_or_none,
+}
+"""Key of summary.json -> whether a value of JSON can be it."""
+
+
+@dataclass(frozen=True)
+class FindingLog:
+    """Where the findings of a run go, from its ranks and from whoever watches it."""
+
+    run_folder: Path
+    webhook: str | None = None
+    """`$NAME` of the environment variable that holds the address."""
+    tensorboard: bool = False
+
+    @staticmethod
+    def of(config: "RunConfig") -> "FindingLog":
+        return FindingLog(config.run_folder, config.webhook, "tensorboard" in config.report_to)
+
+    def note(self, finding: Finding) -> None:
+        """Append a finding to findings.jsonl, in one write, and send it on. What cannot be done is logged.
+
+        A full disk, or a webhook that does not answer, ends no run.
+        """
+        try:
+            with open(self.run_folder / FINDINGS, "ab+") as file:
+                line = json.dumps({"time_s": time.time(), **finding.as_dict()}) + "\n"
+                file.write((b"" if _ends_a_line(file) else b"\n") + line.encode("ascii"))
+        except OSError as error:
+            LOGGER.warning("finding %s could not be written down: %s", finding.code, error)
+        if self.webhook is not None:
+            problem = self._post(self.webhook, finding)
+            if problem is not None:
+                LOGGER.warning("%s", problem)
+        if self.tensorboard:
+            step = finding.evidence.get("step")
+            try:
+                write_text_page(self.run_folder, finding, step if isinstance(step, int) else 0)
+            except (OSError, ImportError) as error:
+                LOGGER.warning("finding %s could not be written for TensorBoard: %s", finding.code, error)
+
+    def _post(self, webhook: str, finding: Finding) -> str | None:
+        """What went wrong, if anything."""
+        address = os.environ.get(webhook.removeprefix("$"))
+        if address is None:
+            return f"webhook: {webhook} is not set in the environment, so finding {finding.code} is not sent"
+        return post(address, self.run_folder, finding)
+
+
+def _ends_a_line(file: BinaryIO) -> bool:
+    """Return whether what is appended to a file begins a line, and is not lost with one that a kill cut short."""
+    if file.seek(0, os.SEEK_END) == 0:
+        return True
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
+
+
+def drop_findings_before(run_folder: Path, began_s: float) -> None:
+    """Keep of findings.jsonl what was found since a time, in seconds since 1970. Raises: StorageError."""
+    path = run_folder / FINDINGS
+    if not path.is_file():
+        return
+    times = ((text, line.get("time_s")) for text, line in read_objects(path) if line is not None)
+    kept = [
+        text.rstrip(b"\n") + b"\n" for text, time_s in times if isinstance(time_s, int | float) and time_s >= began_s
+    ]
+    if kept:
+        write_bytes(path, b"".join(kept))
+    else:
+        path.unlink()
+
+
+def write_end(run_folder: Path, *, findings: Sequence[Finding], error: str | None = None, since_s: float = 0.0) -> None:
+    """Complete summary.json with what was found from outside; with `error` the run has failed, and it is written anew
+    where there is none of this run, which began at `since_s` (seconds since 1970).
+    """
+    result = read_result(run_folder)
+    if result is not None and (run_folder / "summary.json").stat().st_mtime < since_s:  # of an earlier run
+        result = None
+    if result is None and error is not None:
+        result = replace(RunRecord(run_folder).result("failed"), steps=steps_done(run_folder))
+    if result is None:
+        return
+    result = replace(result, findings=[*findings, *result.findings])
+    if error is not None:
+        result = replace(result, status="failed", artifact=None, error=error)
+    write_json(run_folder / "summary.json", result.as_dict())
+
+
+def steps_done(run_folder: Path) -> int:
+    """Return the step of the last line of the metrics that can be read; 0 where there is none."""
+    steps = 0
+    for _, line in read_objects(run_folder / METRICS):
+        if line is not None and is_count(line.get("step")):
+            steps = line["step"]
+    return steps
+
+
+def completed_earlier(run_folder: Path, step: int) -> RunResult | None:
+    """The result of a run that was completed after `step` steps, before this process began."""
+    earlier = read_result(run_folder)
+    if earlier is None or earlier.status != "completed" or earlier.steps != step:
+        return None
+    return earlier if earlier.artifact is not None and earlier.artifact.is_dir() else None
+
+
+class RunRecord:
+    """The observer that knows, at any moment, what the summary would say; findings go to findings.jsonl at once."""
+
+    def __init__(self, run_folder: Path, log: FindingLog | None = None) -> None:
+        self._folder = run_folder
+        self._log = log or FindingLog(run_folder)
+        self.has_started = False
+        self._steps = 0
+        self._examples: Mapping[str, int] = {"read": 0, "trained": 0, "truncated": 0, "skipped": 0}
+        self._examples_are_complete = False
+        self._tokens = 0
+        self._time_s = 0.0
+        self._peak_memory_bytes = 0
+        self._findings: list[Finding] = []
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, DataCounted):
+            self._examples, self._examples_are_complete = event.rows, event.is_complete
+        elif isinstance(event, RunStarted):
+            self.has_started = True
+            self._steps = event.first_step - 1
+        elif isinstance(event, StepEnded):
+            self._steps = event.step
+            self._tokens += round(event.tokens_per_second * event.step_time_s)
+            self._time_s += event.step_time_s
+            self._peak_memory_bytes = event.peak_memory_bytes
+        elif isinstance(event, FindingMade):
+            self._findings.append(event.finding)
+            self._log.note(event.finding)
+
+    def result(
+        self, status: Status, *, train_loss: float | None = None, artifact: Path | None = None, error: str | None = None
+    ) -> RunResult:
+        """The summary of the run as it stands."""
+        return RunResult(
+            status=status,
+            run_folder=self._folder,
+            steps=self._steps,
+            train_loss=train_loss,
+            tokens_per_second=self._tokens / self._time_s if self._time_s else None,
+            peak_memory_bytes=self._peak_memory_bytes,
+            examples=self._examples,
+            examples_are_complete=self._examples_are_complete,
+            artifact=artifact,
+            findings=list(self._findings),
+            error=error,
+        )

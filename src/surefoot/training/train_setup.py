@@ -1,0 +1,91 @@
+"""From a config to a learner: the model as this rank holds it, its optimizer and its objective."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from surefoot.config import LoadedConfig, RunConfig
+from surefoot.distributed.fsdp import Sharding
+from surefoot.distributed.parallel_dims import Layout
+from surefoot.distributed.process_group import Ranks
+from surefoot.errors import ConfigError
+from surefoot.methods.grpo.loss import GrpoObjective
+from surefoot.methods.sft import SftObjective
+from surefoot.models.build import build_model, trainable_parameters
+from surefoot.models.weight_loading import keep_freed_memory
+from surefoot.training.export import load_adapter, lora_settings
+from surefoot.training.optimizer import build_optimizer
+from surefoot.training.step import Learner, Objective
+
+Context = Callable[[], AbstractContextManager[object]]
+
+
+def sharding_of(config: RunConfig, ranks: Ranks, device: torch.device) -> Sharding | None:
+    """How a learner is laid out over the ranks, with process groups of its own; None on one. Collective."""
+    layout = Layout.of(config, ranks.size)
+    return Sharding(layout, device) if layout.is_sharded else None
+
+
+def check_trained_routers(loaded: LoadedConfig, num_ranks: int) -> None:
+    """Raises: ConfigError for routers that are adapted in a sharded model of another type. Nothing is read."""
+    config, lora = loaded.run, lora_settings(loaded.run)
+    is_sharded = Layout.of(config, num_ranks).is_sharded
+    if lora is not None and "router" in lora.targets and is_sharded and config.dtype != "float32":
+        raise ConfigError(
+            f"target_modules: routers are trained in float32, but the model is stored in {config.dtype} and sharded, "
+            f"and what is sharded together must agree in type. Leave `router` out, or set dtype: float32 "
+            f"({loaded.where('target_modules', 'dtype')})."
+        )
+
+
+def build_learner(
+    config: RunConfig, base: Path, ranks: Ranks, device: torch.device, sharding: Sharding | None
+) -> Learner:
+    """A learner at its initial values. `base` is the folder of the model.
+
+    Collective. Raises: ModelError for a folder whose weights do not fill the model, or settings that do not fit it.
+    """
+    lora = lora_settings(config)
+    built = build_model(
+        base,
+        lora=lora,
+        device=device,
+        dtype=getattr(torch, config.dtype),
+        gradient_checkpointing=config.gradient_checkpointing,
+        compile_layers=config.compile,
+        sharding=sharding,
+        freeze_vision=config.freeze_vision_tower,
+    )
+    if device.type == "cpu":
+        keep_freed_memory()
+    if config.init_adapter and lora is not None:
+        load_adapter(Path(config.init_adapter), built.model, lora)
+    parameters = trainable_parameters(built.model)
+    forward_context: Context = nullcontext
+    rollout_context: Context = nullcontext
+    if built.autocast:
+        autocast = partial(torch.autocast, device.type, torch.bfloat16)
+        # With its cache it would hold a bfloat16 copy of every weight to the end of a forward, which checkpointing and
+        # ZeRO 3 are there to let go of. A rollout uses the copies again for each token.
+        forward_context = partial(autocast, cache_enabled=False)
+        rollout_context = autocast if config.zero_stage < 3 else forward_context
+    with forward_context():
+        objective: Objective = (
+            GrpoObjective(built, config, ranks)
+            if config.method == "grpo"
+            else SftObjective(built, config.router_aux_loss_coef, ranks)
+        )
+    return Learner(
+        model=built.model,
+        parameters=parameters,
+        optimizer=build_optimizer(parameters, config),
+        objective=objective,
+        ranks=ranks,
+        device=device,
+        forward_context=forward_context,
+        rollout_context=rollout_context,
+        before_micro_batch=partial(sharding.before_micro_batch, built.model) if sharding else lambda _: None,
+    )

@@ -1,0 +1,488 @@
+"""The composition root: from a config to a finished run. Reads as a list of what a run is made of."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from surefoot.config import OF_ALL_RANKS, LoadedConfig, RunConfig, as_yaml, changed_fields
+from surefoot.config.resolve import device_type, resolve
+from surefoot.data.build_dataset import check_sources
+from surefoot.data.collate import MicroBatch
+from surefoot.data.render import answer_ends
+from surefoot.data.sampler import StepBatch
+from surefoot.distributed.parallel_dims import Layout
+from surefoot.distributed.process_group import Ranks, gpu_of, joined
+from surefoot.errors import CheckpointError, ConfigError, ModelError, StoppedOnFinding, StorageError, SurefootError
+from surefoot.events import Event, FindingMade, Noted, Observer, RunEnded, RunStarted
+from surefoot.methods.grpo.setup import (
+    check_answers,
+    check_routing_replay,
+    open_server,
+    reward_files,
+    rollout_source,
+    settle_server,
+    start_rewards,
+    watch_of_engine,
+)
+from surefoot.methods.sft import SftObjective
+from surefoot.methods.training_data import RunData, open_data
+from surefoot.models.build import load_tokenizer
+from surefoot.models.generate import end_tokens
+from surefoot.models.lora import experts_left_out
+from surefoot.models.resolve_model import fingerprint, resolve_model
+from surefoot.system.atomic_io import write_json, write_text
+from surefoot.system.machine_snapshot import collect
+from surefoot.system.process import launcher_number
+from surefoot.system.rank_consistency import facts_of, ranks_differ
+from surefoot.training.async_checkpoint import Saver
+from surefoot.training.checkpoint import TrainState, load_checkpoint, read_state
+from surefoot.training.expert_load import ExpertUse, trains_routers
+from surefoot.training.expert_parallel import check_experts, choose_expert_parallel, describe_choice
+from surefoot.training.export import lora_settings, write_artifact
+from surefoot.training.loop import Job, StopSignal, fit, is_over
+from surefoot.training.metrics import build_observers
+from surefoot.training.out_of_memory import DeviceNow, MemoryWatch, is_out_of_memory
+from surefoot.training.phases import Phases
+from surefoot.training.run_dir import Resume, check_shared, claim, delete_run, set_aside_after
+from surefoot.training.run_metadata import environment
+from surefoot.training.run_summary import FindingLog, RunRecord, RunResult, Status, completed_earlier, read_result
+from surefoot.training.step import Learner
+from surefoot.training.train_setup import build_learner, check_trained_routers, sharding_of
+
+Emit = Callable[[Event], None]
+ALL_LOGITS = (
+    "this model scales or caps its logits itself, so those of all trained tokens of a micro-batch are held at once; "
+    "a smaller per_device_train_batch_size holds fewer"
+)
+UNNAMED_ENDS = (
+    "the chat template ends answers with {}, which generation_config.json of the model does not name: models that are "
+    "written here will; whoever serves the adapter alone gives it as a stop token"
+)
+OTHER_REWARDS = "{}: changed since step {}; rewards from here on are of other functions"
+EXPERTS_LEFT_OUT = "target_modules: {} mean linear layers, and the experts of this model are none: add `experts`"
+
+
+def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: bool = True) -> RunResult:
+    """Run the fine-tuning that a config describes; returns what it did.
+
+    One process of the run, or all of it: the environment of the launcher says. `observers` hear what happens on
+    this rank; losses, checkpoints and findings are the same on all.
+    Raises: InputError (nothing was changed), StoppedOnFinding, StorageError; summary.json then says `failed`.
+    """
+
+    def emit(event: Event) -> None:
+        for observer in observers:
+            observer.observe(event)
+
+    with ExitStack() as held:
+        with Phases(emit, launcher_number("RANK"))("launch"):
+            ranks = held.enter_context(joined(device_type(loaded), alone_too=loaded.run.offload is not None))
+        return _train(resolve(loaded, ranks.size), observers, ranks, screen=screen)
+
+
+def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *, screen: bool) -> RunResult:
+    config, folder = loaded.run, loaded.run.run_folder
+    _agree_on_config(loaded, ranks)
+    with StopSignal().watching() as stop, _claimed(loaded, ranks) as resume:
+        record = RunRecord(folder, FindingLog.of(config))
+        everyone = list(observers)
+        if ranks.is_first:
+            own = build_observers(folder, config.logging_steps, list(config.report_to), screen=screen)
+            everyone = [record, *own, *observers]
+        memory = MemoryWatch(ranks.rank)
+        everyone.append(memory)
+
+        def emit(event: Event) -> None:
+            for observer in everyone:
+                observer.observe(event)
+
+        def finish(status: Status, **details: object) -> RunResult:
+            result = record.result(status, **details)  # type: ignore[arg-type]
+            before = None if record.has_started else read_result(folder)
+            if before is not None and before.status == "failed":  # what an earlier start achieved stays
+                result = replace(before, error=result.error, findings=[*before.findings, *result.findings])
+            if ranks.is_first and (before is None or before.status == "failed"):
+                write_json(folder / "summary.json", result.as_dict())
+            emit(RunEnded(result.as_dict()))
+            return result
+
+        def fail(status: Status, error: str) -> None:
+            """Write down how the run ended; where a full disk refuses that, what ended it is still what is raised."""
+            try:
+                finish(status, error=error)
+            except StorageError as refused:
+                emit(Noted(str(refused)))
+
+        def agreed(result: RunResult) -> RunResult:
+            """Rank 0 has heard what happened; the others read what it wrote."""
+            ranks.barrier()
+            return result if ranks.is_first else read_result(folder) or result
+
+        undo = ExitStack()
+        try:
+            opened = _open(loaded, resume, emit, ranks)
+            done = opened.state.step, opened.state.epoch
+            earlier = completed_earlier(folder, opened.state.step) if is_over(config, *done) else None
+            if ranks.from_first(lambda: earlier is not None):
+                emit(Noted(f"complete since an earlier start: {opened.state.step} steps"))
+                complete = earlier or record.result("completed")
+                emit(RunEnded(complete.as_dict()))
+                return agreed(complete)
+            assembled = _assemble(loaded, opened, resume, emit, undo, ranks, lambda: stop.received is not None)
+            state, status = fit(assembled.job, assembled.state, stop)
+            assembled.data.end()
+            train_loss = state.loss_sum / state.step if state.step else None
+            with assembled.job.phases("export"):
+                artifact = assembled.write_artifact() if status == "completed" else None
+            return agreed(finish(status, train_loss=train_loss, artifact=artifact))
+        except KeyboardInterrupt:
+            fail("interrupted", "stopped before the first step, or by a second signal")
+            raise
+        except StoppedOnFinding as error:
+            emit(FindingMade(error.finding))
+            fail("failed", str(error))
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                finding = memory.finding(error, DeviceNow.read())
+                emit(FindingMade(finding))
+                fail("failed", finding.as_text())
+                raise StoppedOnFinding(finding) from error
+            fail("failed", str(error) if isinstance(error, SurefootError) else f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            undo.close()
+
+
+def _agree_on_config(loaded: LoadedConfig, ranks: Ranks) -> None:
+    """Refuse, before anything is touched, machines that were given different configs, and sizes that do not divide.
+
+    Collective. Raises: ConfigError on all ranks.
+    """
+    config = loaded.run
+    asked = config.nproc_per_node * config.nnodes
+    first = ranks.from_first(lambda: config.model_dump(mode="json"))
+
+    def check() -> None:
+        differing = changed_fields(first, config, also=OF_ALL_RANKS)
+        if differing:
+            raise ConfigError(
+                f"the config of this rank is not that of rank 0: {'; '.join(differing)}. One run has one config: give "
+                "all machines the same file and the same overrides."
+            )
+        if asked not in (1, ranks.size):
+            raise ConfigError(
+                f"nproc_per_node={config.nproc_per_node} x nnodes={config.nnodes} asks for {asked} ranks, but the "
+                f"launcher (WORLD_SIZE) started {ranks.size}. Make them agree, or leave them out "
+                f"({loaded.where('nproc_per_node')})."
+            )
+        Layout.of(config, ranks.size, loaded.where)
+
+    ranks.together(check)
+
+
+@dataclass(frozen=True)
+class _Assembled:
+    """A run ready for its first step."""
+
+    job: Job
+    state: TrainState
+    data: RunData
+    write_artifact: Callable[[], Path]
+
+
+@contextmanager
+def _claimed(loaded: LoadedConfig, ranks: Ranks) -> Iterator[Resume]:
+    """The run folder, claimed by rank 0 for all."""
+    with ExitStack() as held:
+        mine = Resume(None, [])
+
+        def claim_it() -> dict[str, str | None]:
+            nonlocal mine
+            mine = held.enter_context(claim(loaded))
+            return {"checkpoint": str(mine.checkpoint) if mine.checkpoint is not None else None, "token": mine.token}
+
+        claimed = ranks.from_first(claim_it)
+        ranks.together(lambda: check_shared(loaded, claimed["token"]))
+        checkpoint = claimed["checkpoint"]
+        yield replace(mine, checkpoint=Path(checkpoint) if checkpoint is not None else None)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What is known before data are prepared and weights are read."""
+
+    base: Path
+    """The folder of the model."""
+    tokenizer: PreTrainedTokenizerBase
+    data: RunData
+    state: TrainState
+
+
+def _open(loaded: LoadedConfig, resume: Resume, emit: Emit, ranks: Ranks) -> _Opened:
+    """Find model and data, and where the run stands: what is cheap and most often wrong comes first."""
+    config = loaded.run
+    for theirs, ours in loaded.renamed.items():
+        emit(Noted(f"config: {theirs} is read as {ours}"))
+    for note in loaded.notes:
+        emit(Noted(f"config: {note}"))
+    for note in resume.notes:
+        emit(Noted(note))
+    for finding in resume.findings:
+        emit(FindingMade(finding))
+
+    phases = Phases(emit, ranks.rank)
+    with phases("load"):
+        ranks.node_by_node(lambda: check_sources(loaded))  # before a model is fetched
+        base = ranks.node_by_node(lambda: resolve_model(config.model, loaded.where("model")))
+        ranks.node_by_node(lambda: check_experts(loaded, base))
+        ranks.node_by_node(lambda: check_routing_replay(loaded, base))
+        ranks.node_by_node(lambda: check_trained_routers(loaded, ranks.size))
+        tokenizer = ranks.together(lambda: load_tokenizer(base, config.chat_template))
+    known = ranks.together(lambda: read_state(resume.checkpoint).data_seen if resume.checkpoint is not None else None)
+    with phases("tokenise"):
+        data = ranks.node_by_node(lambda: open_data(loaded, base, tokenizer, emit, ranks, known=known))
+
+    state = TrainState(data_fingerprint=data.train.fingerprint(), base_fingerprint=_agreed_weights(loaded, base, ranks))
+    if resume.checkpoint is not None:
+        path, begun = resume.checkpoint, state
+        state = ranks.together(lambda: _resumed(loaded, path, begun))
+        if config.max_steps is not None and state.step > config.max_steps:
+            raise ConfigError(
+                f"max_steps={config.max_steps}, and the run in {config.run_folder} is at step {state.step} already. "
+                "Raise it, choose another output_dir, or take a checkpoint with `surefoot export RUN FOLDER --step N` "
+                f"({loaded.where('max_steps')})."
+            )
+    return _Opened(base, tokenizer, data, state)
+
+
+def _assemble(
+    loaded: LoadedConfig,
+    opened: _Opened,
+    resume: Resume,
+    emit: Emit,
+    undo: ExitStack,
+    ranks: Ranks,
+    is_told_to_stop: Callable[[], bool],
+) -> _Assembled:
+    """Prepared data, model, optimizer and state.
+
+    What must be ended with the run, however it ends, is put on `undo`.
+    """
+    config, folder = loaded.run, loaded.run.run_folder
+    base, data, state = opened.base, opened.data, opened.state
+    device = gpu_of(ranks.rank, ranks.local_rank) if config.device == "cuda" else torch.device("cpu")
+    phases = Phases(emit, ranks.rank)
+    undo.callback(data.stop)
+    rewards, server = None, None
+    if config.method == "grpo":  # both are cheap to refuse, and a server gets ready while data are prepared
+        with phases("load"):
+            rewards = ranks.together(lambda: start_rewards(loaded))
+            undo.callback(rewards.end)
+            if config.rollout_engine == "vllm":
+                server = open_server(loaded, base, data.reader.settings if data.reader is not None else None, ranks)
+                undo.callback(server.end)
+    with phases("tokenise"):
+        ranks.node_by_node(lambda: data.prepare(state.position))
+        if rewards is not None:
+            ranks.node_by_node(lambda: check_answers(loaded, data, state.position))
+    judged_by = _judged_by(config, state, emit, ranks)
+    if server is not None:
+        ranks.together(server.check_alive, names_rank=False)
+        with phases("sync"):
+            settle_server(config, server, ranks, emit)
+
+    with phases("load"):
+        config, measured, learner = _load(config, opened, resume, phases, emit, ranks, device)
+
+    if rewards is not None:
+        with phases("load"):
+            source = rollout_source(
+                config, data, learner, opened.tokenizer, base, rewards, server, phases, emit, is_told_to_stop
+            )
+        undo.callback(source.end)
+        source.restore(state.pending)
+        state = replace(state, pending=[])
+
+    def batches(state: TrainState) -> tuple[StepBatch, list[MicroBatch]]:
+        if rewards is not None:
+            ranks.together(data.look)
+            return source.batches(state.position, state.step, state.epoch)
+        with phases("wait for data"):
+            return data.batches(state.position)
+
+    def as_saved(state: TrainState, wait_s: float) -> TrainState:
+        pending = [] if rewards is None else source.pending(state.position, state.step, wait_s)
+        return replace(state, pending=pending, data_seen=dict(data.train.seen), reward_files=judged_by)
+
+    def evaluate(step: int) -> Mapping[str, float]:
+        if rewards is not None:
+            assert data.held_out is not None
+            return source.evaluate(data.held_out, step)
+        assert isinstance(learner.objective, SftObjective)
+        with learner.forward_context():
+            held_out = (batch.to(device) for batch in data.eval_batches())
+            loss, trained = learner.objective.evaluate(held_out, is_told_to_stop)
+        return {"eval_loss": loss, "eval_trained_tokens": trained}
+
+    job = Job(
+        config=config,
+        run_folder=folder,
+        total_steps=data.total_steps(),
+        batches=batches,
+        evaluate=evaluate if data.held_out is not None else None,
+        before_evaluation=data.finish,
+        as_saved=as_saved,
+        learner=learner,
+        phases=phases,
+        emit=emit,
+        look_at=watch_of_engine(config),
+        saver=Saver(folder, config.model_dump(mode="json"), config.save_total_limit, ranks),
+        expert_use=ExpertUse(
+            ranks.rank,
+            trains_routers=trains_routers(learner.model, learner.parameters),
+            shared_out=int(config.expert_parallel_size),
+        ),
+    )
+    undo.callback(job.saver.end)
+    _describe_machines(config, resume, state.step, device, measured, emit, ranks)
+    emit(_started(job, state))
+    lora = lora_settings(config)
+    target = folder / ("adapter" if lora else "model")
+    return _Assembled(
+        job,
+        state,
+        data,
+        lambda: write_artifact(target, learner.model, opened.tokenizer, lora, base, config.model, ranks),
+    )
+
+
+def _judged_by(config: RunConfig, state: TrainState, emit: Emit, ranks: Ranks) -> dict[str, str]:
+    """The files with reward functions, see `TrainState`; says which have changed since a checkpoint. Collective."""
+    now: dict[str, str] = ranks.from_first(lambda: reward_files(config))
+    changed = [name for name, sha256 in state.reward_files.items() if now.get(name, sha256) != sha256]
+    if changed:
+        emit(Noted(OTHER_REWARDS.format(", ".join(changed), state.step)))
+    return now
+
+
+def _load(
+    config: RunConfig,
+    opened: _Opened,
+    resume: Resume,
+    phases: Phases,
+    emit: Emit,
+    ranks: Ranks,
+    device: torch.device,
+) -> tuple[RunConfig, dict[int, float | None], Learner]:
+    """The learner where the run stands; with the config in which `auto` is decided, and the step times of each choice.
+
+    Collective.
+    """
+    base, state = opened.base, opened.state
+    config, measured = choose_expert_parallel(config, base, opened.data.batches, state.position, ranks, device)
+    if measured:
+        emit(Noted(describe_choice(config, measured)))
+    learner = build_learner(config, base, ranks, device, sharding_of(config, ranks, device))
+    learner = replace(learner, phase=phases)
+    lora = lora_settings(config)
+    if lora is not None and (left_out := experts_left_out(learner.model, lora.targets)):
+        emit(Noted(EXPERTS_LEFT_OUT.format(", ".join(left_out))))
+    tokenizer = opened.tokenizer
+    if unnamed := answer_ends(tokenizer, config.template_variables) - end_tokens(learner.model, tokenizer):
+        emit(Noted(UNNAMED_ENDS.format(", ".join(tokenizer.convert_ids_to_tokens(sorted(unnamed))))))
+    if learner.objective.holds_all_logits:
+        emit(Noted(ALL_LOGITS))
+    if config.health and not config.compile:  # a hook would cut the graph of each layer in two
+        phases.follow(getattr(learner.model.get_decoder(), "layers", ()))
+    if resume.checkpoint is not None:
+        path = resume.checkpoint
+        ranks.together(lambda: load_checkpoint(path, learner.parameters, learner.optimizer))
+        emit(Noted(f"resuming after step {state.step} from {path}"))
+    return config, measured, learner
+
+
+def _describe_machines(
+    config: RunConfig,
+    resume: Resume,
+    step: int,
+    device: torch.device,
+    measured: dict[int, float | None],
+    emit: Emit,
+    ranks: Ranks,
+) -> None:
+    """Begin the run folder with its config and environment.json, and say where ranks differ. Collective."""
+    about = {**environment(device), "ranks": ranks.size, "expert_parallel_size_s": measured}
+    is_first_here = ranks.local_rank == 0
+    machine = collect(config.run_folder if is_first_here else None, gpus=is_first_here).as_dict()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    facts = facts_of({**machine, "device": name})
+    everywhere = ranks.gather({"host": machine["host"], "facts": facts, "machine": machine if is_first_here else None})
+    machines = [one["machine"] for one in everywhere if one["machine"] is not None]
+    about |= {"machine": machines[0], "other_machines": machines[1:]}
+    left = ranks.from_first(lambda: _begin_folder(config, about, resume.claimed_s, step))
+    if left:
+        emit(Noted(f"set aside in checkpoints/, since this run goes on from before: {', '.join(left)}"))
+    differing = ranks_differ([one["facts"] for one in everywhere], [one["host"] for one in everywhere])
+    if differing is not None:
+        emit(FindingMade(differing))
+
+
+def _begin_folder(config: RunConfig, about: dict[str, Any], claimed_s: float, step: int) -> list[str]:
+    """Returns the checkpoints of later steps, which are set aside."""
+    if config.overwrite_output_dir:
+        delete_run(config.run_folder, claimed_s)
+    write_json(config.run_folder / "environment.json", about)  # first, since it tells that the folder is a run's
+    write_text(config.run_folder / "run.yaml", as_yaml(config))
+    return set_aside_after(config.run_folder, step)
+
+
+def _agreed_weights(loaded: LoadedConfig, base: Path, ranks: Ranks) -> str:
+    """The fingerprint of the model's weights, the same on all machines. Collective. Raises: ModelError."""
+    own = ranks.together(lambda: fingerprint(base))
+    first = ranks.from_first(lambda: own)
+
+    def check() -> None:
+        if own != first:
+            raise ModelError(
+                f"model={loaded.run.model}: its weights on this machine ({base}) are not those that rank 0 reads. Give "
+                f"all machines the same ({loaded.where('model')})."
+            )
+
+    ranks.together(check)
+    return own
+
+
+def _resumed(loaded: LoadedConfig, path: Path, begun: TrainState) -> TrainState:
+    """The state of a checkpoint; `begun`: that of a run which would begin now."""
+    state = read_state(path)
+    is_beside = loaded.run.tuning == "lora" and state.base_fingerprint
+    if is_beside and state.base_fingerprint != begun.base_fingerprint:
+        raise CheckpointError(
+            f"{path} was trained beside other weights: those of {loaded.run.model} have changed. Restore them, or "
+            f"start a new run in another output_dir ({loaded.where('model')})."
+        )
+    if state.data_fingerprint != begun.data_fingerprint:
+        files = ", ".join(item.path for item in loaded.run.dataset)
+        raise CheckpointError(
+            f"{path} was trained on other data: the rows of {files} or how they are rendered have changed "
+            f"since. Restore them, or start a new run in another output_dir ({loaded.where('dataset')})."
+        )
+    return replace(state, base_fingerprint=begun.base_fingerprint)
+
+
+def _started(job: Job, state: TrainState) -> RunStarted:
+    return RunStarted(
+        run_folder=job.run_folder,
+        config=job.config.model_dump(mode="json"),
+        total_steps=job.total_steps,
+        first_step=state.step + 1,
+        trainable_parameters=sum(p.numel() for p in job.learner.parameters.values()),
+        all_parameters=sum(p.numel() for p in job.learner.model.parameters()),
+        evaluates_again=state.evaluation_is_due,
+    )

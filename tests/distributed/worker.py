@@ -1,0 +1,49 @@
+"""One rank of many runs, one after the other, in one process: `worker.py JOBS.json`, alone or under torchrun.
+
+A job is the settings of a run. With `reshard_to`, its checkpoint is loaded on these ranks and saved again there. After
+a run, process_groups.txt in its folder says how many process groups this process is in.
+"""
+
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import surefoot
+from surefoot.config import load_config
+from surefoot.config.resolve import resolve
+from surefoot.distributed.process_group import Ranks, joined
+from surefoot.launch.rank_process import leave
+from surefoot.training.async_checkpoint import Saver
+from surefoot.training.run_dir import Resume
+from surefoot.training.trainer import _assemble, _open
+
+
+def reshard(settings: dict[str, Any], target: str, ranks: Ranks) -> None:
+    loaded = resolve(load_config(None, (), {**settings, "output_dir": target}), ranks.size)
+    resume = Resume(Path(settings["resume_from_checkpoint"]), [])
+    if ranks.is_first:
+        Path(target).mkdir(parents=True)
+    with ExitStack() as undo:
+        opened = _open(loaded, resume, lambda _: None, ranks)
+        assembled = _assemble(loaded, opened, resume, lambda _: None, undo, ranks, lambda: False)
+    learner = assembled.job.learner
+    saver = Saver(Path(target), {}, None, ranks)
+    saver.save(learner.parameters, learner.optimizer, assembled.state)
+    saver.wait()
+
+
+with joined("cpu") as ranks:
+    for settings in json.loads(Path(sys.argv[1]).read_text()):
+        target = settings.pop("reshard_to", None)
+        if target is None:
+            surefoot.train(settings, screen=False)
+            if ranks.is_first:
+                count = len(torch.distributed.distributed_c10d._world.pg_map)
+                Path(settings["output_dir"], "process_groups.txt").write_text(str(count))
+        else:
+            reshard(settings, target, ranks)
+leave(0)

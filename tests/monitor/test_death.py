@@ -1,0 +1,105 @@
+"""What is said of a rank that died, from what it had recorded."""
+
+import re
+
+import pytest
+
+from surefoot.diagnostics.monitor.event_log import Entry
+from surefoot.diagnostics.rules.rank_death import find_death
+
+KILLED = "was killed by signal 9 (SIGKILL)"
+
+
+def entry(kind: str, phase: str = "", step: int = 0, *, rank: int = 1, process: int = 70) -> Entry:
+    return Entry(rank, process, process, 0.0, kind, phase, step, {})
+
+
+@pytest.mark.parametrize(
+    ("entries", "phases", "step"),
+    [
+        ([], [], "none"),
+        ([entry("phase began", "load")], ["load"], 0),
+        ([entry("phase began", "load"), entry("phase ended", "load")], [], 0),
+        ([entry("phase began", "save", 5), entry("phase ended", "save", 5), entry("phase began", "forward", 6)],
+         ["forward"], 6),
+        ([entry("phase began", "forward", 5), entry("phase ended", "forward", 5)], [], 5),
+        ([entry("step", "", 5), entry("run ended")], [], 5),
+        ([entry("step", "", 9, process=60), entry("step", "", 5), entry("step", "", 8, rank=0)], [], 5),
+    ],
+)  # fmt: skip
+def test_where_a_rank_was_is_the_innermost_phase_of_its_last_start(
+    entries: list[Entry], phases: list[str], step: int | str
+) -> None:
+    finding = find_death(1, KILLED, for_memory=False, history=entries)
+    assert (finding.code, finding.evidence["rank"], finding.evidence["last_step"]) == ("SF101", 1, step)
+    who, _, rest = finding.cause.partition(KILLED)
+    where = rest.partition(".")[0]
+    assert who == "rank 1 "
+    assert re.findall("load|save|forward", where) == phases
+    assert re.findall(r"step (\d+)", where) == ([str(step)] if step in (5, 6) else [])
+    assert ("first step" in where, "begun" in where) == (step == 0, step == "none")
+
+
+def test_the_launcher_is_no_rank() -> None:
+    finding = find_death(None, KILLED, for_memory=False, history=[entry("step", "", 3)])
+    assert finding.cause.startswith("the launcher ")
+    assert "rank" not in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("for_memory", "code", "confidence", "said"),
+    [
+        (True, "SF201", 1.0, "limit of its cgroup"),
+        (False, "SF101", 1.0, "No memory limit"),
+        (None, "SF101", 0.8, "cannot be told"),
+    ],
+)
+def test_a_kill_for_memory_is_told_from_others(
+    for_memory: bool | None, code: str, confidence: float, said: str
+) -> None:
+    finding = find_death(0, KILLED, for_memory=for_memory, history=[])
+    assert (finding.code, finding.confidence) == (code, confidence)
+    assert said in finding.cause
+
+
+def test_a_machine_without_memory_is_told_by_the_kernels_log() -> None:
+    history = [Entry(0, 1, 70, 0.0, "step", "", 3, {})]
+    finding = find_death(0, KILLED, for_memory=False, history=history, killed={70})
+    assert finding.code == "SF201"
+    assert "machine had no memory" in finding.cause
+    crashed = find_death(0, "was ended by signal 11 (SIGSEGV)", for_memory=False, history=history, killed={70})
+    assert crashed.code == "SF101"
+    other = find_death(0, KILLED, for_memory=False, history=history, killed={71})
+    assert other.code == "SF101"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "named"),
+    [
+        ([500, 500, 520, 1900], ["1900 tokens", "500"]),
+        ([500, 500, 520, 510], []),
+        ([1900], []),
+    ],
+)
+def test_a_large_batch_is_named_with_the_kill(tokens: list[int], named: list[str]) -> None:
+    history = [
+        Entry(0, 1, 70, 0.0, "batch", "", step, {"tokens": float(count)}) for step, count in enumerate(tokens, 1)
+    ]
+    finding = find_death(0, KILLED, for_memory=True, history=history)
+    assert re.findall(r"\d+(?: tokens)?", finding.cause.rpartition(" memory")[2]) == named
+
+
+def test_a_batch_of_another_step_is_not_blamed() -> None:
+    """Other trainers tell of a batch at the end of its step."""
+    history = [Entry(0, 1, 70, 0.0, "batch", "", step, {"tokens": 8.0}) for step in (1, 2, 3)]
+    history += [Entry(0, 1, 70, 0.0, "batch", "", 4, {"tokens": 40.0}), Entry(0, 1, 70, 0.0, "step", "", 4, {})]
+    history.append(Entry(0, 1, 70, 0.0, "phase began", "forward and backward", 5, {}))
+    finding = find_death(0, KILLED, for_memory=True, history=history)
+    assert "tokens" not in finding.cause
+
+
+def test_a_batch_that_was_done_is_not_blamed() -> None:
+    history = [Entry(0, 1, 70, 0.0, "batch", "", step, {"tokens": 500.0 * step}) for step in (1, 2, 3)]
+    history.append(Entry(0, 1, 70, 0.0, "step", "", 3, {}))
+    finding = find_death(0, KILLED, for_memory=True, history=history)
+    assert "tokens" not in finding.cause

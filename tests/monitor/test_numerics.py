@@ -1,0 +1,174 @@
+"""Losses that jump and routers that collapse, from what ranks write down."""
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import surefoot
+from surefoot.diagnostics.monitor.explain import explain
+from surefoot.diagnostics.rules.numerics import Numbers
+from surefoot.events import ExpertRanksUsed
+from surefoot.findings import Finding
+from surefoot.training.expert_load import STEPS, ExpertUse
+from tests.support.models import make_model
+
+
+def found(losses: list[float], norms: list[float] | None = None) -> list[Finding]:
+    numbers = Numbers()
+    for step, (loss, norm) in enumerate(zip(losses, norms or [1.0] * len(losses), strict=True), 1):
+        numbers.add("step", step, {"loss": loss, "grad_norm": norm})
+    return numbers.findings()
+
+
+def falling(steps: int) -> list[float]:
+    return [3.0 - 0.02 * step + 0.3 * math.sin(step) for step in range(steps)]
+
+
+def with_rates(losses: list[float], norms: list[float], rates: list[float]) -> list[str]:
+    numbers = Numbers()
+    for step, (loss, norm, rate) in enumerate(zip(losses, norms, rates, strict=True), 1):
+        numbers.add("learning rate", step, {"learning_rate": rate})
+        numbers.add("step", step, {"loss": loss, "grad_norm": norm})
+    return [finding.code for finding in numbers.findings()]
+
+
+RISING_RATE = [1e-6 * step for step in range(60)]
+RISING_NORMS = [1.0 * 1.05**step for step in range(60)]
+FLAT = [2.0 + 0.01 * step for step in range(60)]
+
+
+def test_gradients_that_grow_with_the_learning_rate_are_found() -> None:
+    assert with_rates(FLAT, RISING_NORMS, RISING_RATE) == ["SF406"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "rates"),
+    [
+        (falling(60), RISING_NORMS, RISING_RATE),
+        (FLAT, [1.0 + 0.05 * step for step in range(60)], RISING_RATE),
+        (FLAT, RISING_NORMS, RISING_RATE[::-1]),
+        ([2.0 + random.Random(step).gauss(0, 0.01) for step in range(60)], RISING_NORMS, RISING_RATE),
+        (FLAT, [1.0] * 40 + [8.0] * 20, RISING_RATE),
+    ],
+    ids=["the loss falls", "a little", "the rate falls", "the loss is noise", "at once"],
+)
+def test_other_gradients_that_grow(losses: list[float], norms: list[float], rates: list[float]) -> None:
+    assert with_rates(losses, norms, rates) == []
+
+
+JUMPED = [*falling(60), 6.0, 6.5, 6.2, 6.1, 6.3, 6.4, 6.5]
+NORMS = [1.0] * 59 + [40.0] + [9.0] * 7
+"""Of gradients that grew when the loss did."""
+
+
+def test_a_loss_that_jumps_and_stays_is_found_once_with_its_step() -> None:
+    (finding,) = found(JUMPED, NORMS)
+    assert finding.code == "SF403"
+    assert finding.evidence["step"] == 61
+    assert " 40 times " in finding.cause
+    assert (finding.evidence["grad_norm_before"], finding.evidence["grad_norm_at_the_jump"]) == (1.0, 40.0)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        falling(100),
+        [*falling(60), 9.0, 9.0, 9.0, 9.0, *falling(100)[64:]],  # four steps, and back
+        [*falling(60), 2.9, 3.0, 2.9, 3.0, 3.0, 2.9],  # a little higher
+        [0.001] * 60 + [0.01] * 7,  # ten times nothing
+        [math.nan] * 67,  # a trainer that has logged none
+        falling(20) + [9.0] * 10,  # too early to know what is usual
+    ],
+)
+def test_what_is_no_jump(losses: list[float]) -> None:
+    assert found(losses, (NORMS + [9.0] * 40)[: len(losses)]) == []
+
+
+def test_harder_data_are_no_jump() -> None:
+    assert found(JUMPED) == []
+
+
+def test_a_trainer_that_logs_now_and_then_is_heard_only_then() -> None:
+    """The same value again and again would look like many steps."""
+    random.seed(3)
+    losses = [random.gauss(2.0, 0.6) if step % 10 == 0 else math.nan for step in range(5000)]
+    assert found(losses, [random.uniform(0.3, 4.0) for _ in losses]) == []
+
+
+def counts(steps: int, rows: list[list[int]], tokens: int) -> list[Any]:
+    use = ExpertUse(0)
+    return [one for step in range(1, steps + 1) for one in use.add(step, torch.tensor(rows), tokens)]
+
+
+def test_use_of_experts_is_added_up_over_many_steps() -> None:
+    (used,) = counts(STEPS + 3, [[8, 8, 8, 8], [0, 16, 16, 0]], 16)
+    assert (used.step, used.layer, used.silent) == (STEPS, 1, 0)
+    assert (used.share, used.even_share, used.rows) == (1.0, 0.5, 8.0 * STEPS)
+
+
+def test_what_ranks_that_share_experts_get_is_told_also_where_routers_are_frozen() -> None:
+    use = ExpertUse(0, trains_routers=False, shared_out=2)
+    said = [
+        one for step in range(1, STEPS + 1) for one in use.add(step, torch.tensor([[8, 4, 2, 2], [1, 3, 4, 8]]), 16)
+    ]
+    assert said == [ExpertRanksUsed(0, STEPS, 1.5, 2)]  # of each layer the busiest rank is waited for
+    alone = ExpertUse(0, trains_routers=False)
+    assert [alone.add(step, torch.tensor([[9, 0]]), 9) for step in range(STEPS)] == [[]] * STEPS
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "codes"),
+    [
+        ([[100, 0, 0, 0, 0, 0, 0, 0]], 100, ["SF404"]),
+        ([[100, 100, 0, 0, 0, 0, 0, 0]], 100, ["SF404"]),
+        ([[100, 20, 15, 15, 15, 15, 10, 10]], 100, []),  # one that every token chooses is no collapse
+        ([[100, 100, 99, 1]], 100, []),  # three of four
+        ([[100, 0]], 100, ["SF404"]),
+        ([[1, 0, 0, 0, 0, 0, 0, 0]], 1, []),  # hardly a token
+    ],
+)
+def test_what_is_a_collapse(rows: list[list[int]], tokens: int, codes: list[str]) -> None:
+    numbers = Numbers()
+    for used in counts(STEPS, rows, tokens):
+        values = {name: float(getattr(used, name)) for name in ("layer", "share", "even_share", "silent", "rows")}
+        numbers.add("experts", used.step, values)
+    assert [finding.code for finding in numbers.findings()] == codes
+
+
+def test_an_expert_that_is_used_no_more_is_named_and_one_that_never_was_is_not() -> None:
+    use, numbers = ExpertUse(0), Numbers()
+    for step, rows in enumerate([[[50, 25, 20, 5, 0]]] * STEPS + [[[60, 40, 0, 0, 0]]] * STEPS, 1):
+        for used in use.add(step, torch.tensor(rows), 100):
+            values = {name: float(getattr(used, name)) for name in ("layer", "share", "even_share", "silent", "rows")}
+            numbers.add("experts", used.step, values)
+    (finding,) = numbers.findings()
+    assert (finding.code, finding.evidence["experts_without_a_token"]) == ("SF405", 1)
+    assert finding.evidence["step"] == 2 * STEPS
+
+
+def test_routers_that_collapse_are_found_in_a_real_run_that_trains_them(
+    settings: dict[str, Any], tmp_path: Path, tokenizer: Any
+) -> None:
+    model = make_model("mixtral", num_experts=8, top_k=1)
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate.weight.zero_()  # all are equally good: the same one is always chosen
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    changes = {"model": str(tmp_path / "model"), "max_steps": STEPS, "save_steps": 0, "learning_rate": 0.0}
+
+    trained = surefoot.train(settings, screen=False, **changes, target_modules=["attention", "router"]).run_folder
+    findings = {finding.code: finding for finding in explain(trained).findings}
+    assert findings["SF404"].evidence["layer"] == 1
+    assert findings["SF404"].evidence["share"] == 1.0
+
+    frozen = surefoot.train(settings, screen=False, **changes, output_dir=str(tmp_path / "frozen")).run_folder
+    assert explain(frozen).findings == [], "routers that came like this are no fault of the run"
+
+
+def test_healthy_routers_are_no_finding(settings: dict[str, Any]) -> None:
+    changes = {"max_steps": STEPS, "save_steps": 0, "target_modules": ["attention", "experts", "router"]}
+    assert explain(surefoot.train(settings, screen=False, **changes).run_folder).findings == []

@@ -1,0 +1,67 @@
+"""One of two ranks that share experts out, under torchrun: `exchanging.py MODEL TOKENS`.
+
+Rank 0 prints on one line, in bytes: what a forward leaves for its backward, the most that was alive in both, and the
+rows that travelled in the forward.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.distributed.expert_parallel as dispatch
+from torch import Tensor
+
+from surefoot.data.collate import MicroBatch
+from surefoot.distributed.fsdp import Sharding
+from surefoot.distributed.parallel_dims import Layout
+from surefoot.distributed.process_group import joined
+from surefoot.launch.rank_process import leave
+from surefoot.methods.sft import SftObjective
+from surefoot.models.build import build_model
+from surefoot.models.lora import LoraSettings
+from surefoot.planner.trace import _Live
+from surefoot.training.step import Totals
+
+model, tokens = Path(sys.argv[1]), int(sys.argv[2])
+travelled = [0]
+exchange = dispatch.all_to_all_single_autograd
+
+
+def counted(rows: Tensor, *how: Any) -> Any:
+    travelled[0] += rows.nbytes
+    return exchange(rows, *how)
+
+
+dispatch.all_to_all_single_autograd = counted
+
+with joined("cpu") as ranks:
+    sharding = Sharding(Layout(2, 0, 1, 2, False), torch.device("cpu"))
+    built = build_model(
+        model, lora=LoraSettings(4, 8, targets=("attention",)), device=torch.device("cpu"), dtype=torch.float32,
+        sharding=sharding,
+    )  # fmt: skip
+    batch = MicroBatch(
+        ids=torch.randint(0, 40, (1, tokens)),
+        position_ids=torch.arange(tokens)[None],
+        lengths=[tokens],
+        cu_seq_lens=torch.tensor([0, tokens], dtype=torch.int32),
+        predict_at=torch.arange(tokens - 1),
+        targets=torch.randint(0, 40, (tokens - 1,)),
+        weights=None,
+        places=(),
+    )
+    objective, totals = SftObjective(built, 0.0), Totals(tokens, tokens - 1, float(tokens - 1))
+    objective.loss(batch, totals).total.backward()  # the first pass sets up what stays: process groups, flat weights
+    known = [*built.model.parameters(), *built.model.buffers(), batch.ids, batch.position_ids, batch.predict_at]
+    live = _Live([getattr(one, "_local_tensor", one) for one in known])
+    travelled[0] = 0
+    with live:
+        loss = objective.loss(batch, totals).total
+        saved = live.now
+        forward_bytes = travelled[0]
+        loss.backward()
+    if ranks.is_first:
+        peak = max(moment[0] for moment in (*live.forward_moments(), *live.backward_moments()))
+        print(saved, peak, forward_bytes)
+leave(0)

@@ -1,0 +1,225 @@
+"""A run without storage holds what a run with storage holds."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from surefoot.config import DatasetItem, RunConfig
+from surefoot.methods.grpo.batch import Trajectory, collate_policy
+from surefoot.methods.grpo.loss import GrpoObjective, PolicyLoss
+from surefoot.methods.sft import SftObjective
+from surefoot.models.build import build_model, build_without_storage
+from surefoot.models.lora import LoraSettings
+from surefoot.planner.expert_dispatch import share_out
+from surefoot.planner.trace import ATTENTION, Trace, _layers, _Live, likelihood, policy_loss, shaped_batch, trace_step
+from surefoot.training.step import Totals
+from tests.support.batches import LENGTHS, batch
+from tests.support.models import make_model
+
+Folders = Callable[[str], Path]
+LORA = LoraSettings(4, 8, targets=("all",))
+
+
+def traced(
+    folder: Path, lora: LoraSettings | None, *, is_checkpointed: bool = False, layers: int | None = None,
+    twice: bool = False, share: float = 1.0, lengths: list[int] = LENGTHS, dtype: torch.dtype = torch.float32,
+) -> Trace:  # fmt: skip
+    with FakeTensorMode():
+        built = build_without_storage(
+            folder, lora=lora, dtype=dtype, gradient_checkpointing=is_checkpointed, attention=ATTENTION,
+            layers=layers,
+        )  # fmt: skip
+        batch = shaped_batch(lengths, sum(lengths) - len(lengths))
+        forward = likelihood(built, batch, 0.0)
+        return trace_step(built, batch, forward, is_on_gpu=False, twice=twice, gradient_share=share)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2_moe"])
+def test_the_peak_is_that_of_real_tensors(
+    kind: str, lora: LoraSettings | None, is_checkpointed: bool, model_folder: Folders
+) -> None:
+    folder = model_folder(kind)
+    told = traced(folder, lora, is_checkpointed=is_checkpointed)
+    built = build_model(
+        folder, lora=lora, device=torch.device("cpu"), dtype=torch.float32, gradient_checkpointing=is_checkpointed
+    )
+    objective = SftObjective(built, 0.0)
+    real = batch()
+    totals = Totals(real.num_tokens, real.num_trained, float(real.num_trained))
+    layers = {one: n for n, layer in enumerate(built.model.get_decoder().layers) for one in layer.parameters()}
+    known = [*built.model.parameters(), *built.model.buffers(), real.ids, real.position_ids, real.predict_at]
+    live = _Live(known, layers=layers, vocabulary=built.model.config.vocab_size)
+    for parameter in built.model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(live.keep_gradient)
+    with _layers(built.model, live), live:
+        loss = objective.loss(real, totals).total
+        live.begin_backward()
+        loss.backward()
+    seen = (*live.forward_moments(), *live.backward_moments())
+    assert told.moments == tuple(pytest.approx(moment, rel=0.02, abs=4096) for moment in seen)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo", "cispo"])
+@pytest.mark.parametrize("is_kept", [False, True], ids=["first", "kept"])
+def test_the_peak_of_grpo_is_that_of_real_tensors(loss_type: str, is_kept: bool, model_folder: Folders) -> None:
+    """`kept`: with log-probabilities of an earlier step and of the reference."""
+    folder, prompt, answer, count = model_folder("llama"), 20, 60, 3
+    more = {"beta": 0.1, "num_iterations": 2} if is_kept else {}
+    config = RunConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o", loss_type=loss_type, **more)  # type: ignore[arg-type]
+    with FakeTensorMode():
+        built = build_without_storage(
+            folder, lora=LORA, dtype=torch.float32, gradient_checkpointing=False, attention=ATTENTION
+        )
+        shaped = shaped_batch([prompt + answer] * count, answer * count)
+        forward = policy_loss(built, shaped, PolicyLoss.of(config))
+        told = trace_step(built, shaped, forward, is_on_gpu=False, twice=False)
+    real = build_model(folder, lora=LORA, device=torch.device("cpu"), dtype=torch.float32)
+    kept = [-1.0] * answer if is_kept else None
+    one = Trajectory([5] * prompt, [6] * answer, [-1.0] * answer, 0.5, 1.0, "x:1", (), kept, kept)
+    policy = collate_policy([one] * count, share_prompts=False)
+    objective = GrpoObjective(real, config)
+    (policy,) = objective.begin_step([policy])
+    layers = {one: n for n, layer in enumerate(real.model.get_decoder().layers) for one in layer.parameters()}
+    tensors = [value for value in vars(policy).values() if isinstance(value, torch.Tensor)]
+    live = _Live([*real.model.parameters(), *real.model.buffers(), *tensors], layers=layers)
+    for parameter in real.model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(live.keep_gradient)
+    with live:
+        objective.loss(policy, Totals(1, 1, 1.0)).total.backward()
+    seen = (*live.forward_moments(), *live.backward_moments())
+    assert told.peak == pytest.approx(max(moment[0] for moment in seen), rel=0.03)
+
+
+@pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
+@pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.matrix), 0.125])
+def test_equal_layers_lie_on_a_line(
+    lora: LoraSettings | None, share: float, model_folder: Folders, tmp_path: Path
+) -> None:
+    """A large vocabulary puts the peak elsewhere in shallow models than in deep ones."""
+    config = json.loads((model_folder("mixtral") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 24, "vocab_size": 6000}))
+    whole = traced(tmp_path, lora, share=share)
+    told = traced(tmp_path, lora, layers=2, share=share).with_layers(
+        traced(tmp_path, lora, layers=4, share=share), 2, 4, 24
+    )
+    assert told.peak + share * told.gradients_at_peak == pytest.approx(
+        whole.peak + share * whole.gradients_at_peak, rel=0.02
+    )
+    assert told.flops == whole.flops
+    assert told.moved_bytes == whole.moved_bytes > 0
+    assert min(min(moment) for moment in told.moments) >= 0
+
+
+FAST = [(torch.float32, False, 8), (torch.bfloat16, True, 2000)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_checkpointed", "length"),
+    [
+        pytest.param(*case, marks=[] if case in FAST else pytest.mark.matrix)
+        for case in product((torch.float32, torch.bfloat16), (False, True), (8, 2000))
+    ],
+)
+def test_each_moment_of_a_deep_model_is_on_the_line(
+    dtype: torch.dtype, is_checkpointed: bool, length: int, model_folder: Folders, tmp_path: Path
+) -> None:
+    """In shallow models the output layer's backward is the peak, in deep ones what the layers keep may be."""
+    config = json.loads((model_folder("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 14, "vocab_size": 3000}))
+
+    def of(layers: int | None) -> Trace:
+        return traced(
+            tmp_path, None, is_checkpointed=is_checkpointed, layers=layers, lengths=[length], dtype=dtype, twice=True
+        )
+
+    whole, told = of(None), of(2).with_layers(of(4), 2, 4, 14)
+    for places in ("moments", "evaluation"):
+        assert getattr(told, places) == tuple(pytest.approx(moment, rel=0.001) for moment in getattr(whole, places))
+
+
+def test_products_are_counted(model_folder: Folders) -> None:
+    """Six times the weights that multiply, for each token, and attention; in full training."""
+    folder = model_folder("llama")
+    told = traced(folder, None)
+    with FakeTensorMode():
+        model = build_without_storage(
+            folder, lora=None, dtype=torch.float32, gradient_checkpointing=False, attention=ATTENTION
+        ).model
+        weights = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name and p.dim() == 2)
+        attention = sum(length**2 for length in LENGTHS) * model.config.hidden_size * model.config.num_hidden_layers
+    least = 6 * weights * sum(LENGTHS) + 6 * attention
+    assert told.flops == pytest.approx(least, rel=0.1)
+
+
+def test_what_other_ops_read_and_write_is_counted() -> None:
+    with FakeTensorMode():
+        table, at = torch.empty(1000, 8), torch.empty(10, dtype=torch.int64)
+        for work, moved in (
+            (lambda: torch.nn.functional.embedding(at, table), 2 * 320),  # the rows that it picks, in and out
+            (lambda: table + table, 3 * 32000),
+            (lambda: table.mul_(2), 2 * 32000),
+            (lambda: table.zero_(), 32000),
+            (lambda: table.copy_(table + 1), 2 * 32000 + 2 * 32000),  # the sum, and the copy
+            (lambda: table.sum(), 32000 + 4),
+            (lambda: table.view(-1), 0),
+            (lambda: torch.empty_like(table), 0),
+            (lambda: table @ table.T, 0),  # a product
+        ):
+            live = _Live([table, at])
+            with live:
+                work()
+            assert live.moved == moved
+
+
+def test_gradients_that_accumulate_are_there_from_the_second_forward_on(model_folder: Folders) -> None:
+    folder = model_folder("llama")
+    once, twice = traced(folder, None), traced(folder, None, twice=True)
+    assert twice.peak + twice.gradients_at_peak > once.peak + once.gradients_at_peak
+    assert once.flops == twice.flops
+
+
+@pytest.mark.slow
+def test_rows_that_travel_to_experts_are_those_of_two_ranks(tmp_path: Path) -> None:
+    """Of two experts both are chosen for each token, so each rank gets as many rows as it sends."""
+    make_model("mixtral", num_experts=2, top_k=2).save_pretrained(tmp_path)
+    tokens = 300
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         str(Path(__file__).with_name("exchanging.py")), str(tmp_path), str(tokens)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    saved, peak, forward_bytes = (int(one) for one in done.stdout.split())
+    with FakeTensorMode():
+        built = build_without_storage(
+            tmp_path, lora=LoraSettings(4, 8, targets=("attention",)), dtype=torch.float32,
+            gradient_checkpointing=False, attention=ATTENTION,
+        )  # fmt: skip
+        share_out(built.model, 2)
+        batch = shaped_batch([tokens], tokens - 1)
+        told = trace_step(built, batch, likelihood(built, batch, 0.0), is_on_gpu=False, twice=False)
+    assert sum(told.saved_by_kind.values()) == pytest.approx(saved, rel=0.02)
+    assert told.peak == pytest.approx(peak, rel=0.05)
+    assert told.exchanged_bytes == 2 * forward_bytes
+
+
+def test_with_few_tokens_the_peak_is_where_all_gradients_are(model_folder: Folders) -> None:
+    told = traced(model_folder("llama"), None, lengths=[3])
+    with FakeTensorMode():
+        model = build_without_storage(
+            model_folder("llama"), lora=None, dtype=torch.float32, gradient_checkpointing=False, attention=ATTENTION
+        ).model
+        weights = sum(parameter.numel() for parameter in model.parameters())
+    assert told.peak + told.gradients_at_peak >= 4 * weights

@@ -1,0 +1,59 @@
+"""The doctor reads the first rows of a run's data: what is no row is named before a run starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.config import load_config
+from surefoot.diagnostics.preflight.check import Check
+from surefoot.diagnostics.preflight.dataset_sample import LOOKED_AT, first_rows
+from tests.support.data import counting_rows, write_jsonl
+
+
+def said(settings: dict[str, Any], **changes: Any) -> Check:
+    return first_rows(load_config(None, (), {**settings, **changes}))
+
+
+def test_rows_of_text(settings: dict[str, Any], tmp_path: Path) -> None:
+    check = said(settings)
+    assert (check.status, "images" in check.text) == ("ok", False)
+    bad = write_jsonl(tmp_path / "late.jsonl", [*counting_rows(LOOKED_AT), {"messages": []}])
+    check = said(settings, dataset=str(bad))
+    assert (check.status, check.text.split()[0]) == ("ok", str(LOOKED_AT)), "no more are looked at"
+
+
+@pytest.mark.parametrize(("on_bad_row", "status"), [("error", "failed"), ("skip", "warning")])
+def test_a_bad_row_is_named(settings: dict[str, Any], tmp_path: Path, on_bad_row: str, status: str) -> None:
+    bad = write_jsonl(tmp_path / "bad.jsonl", [*counting_rows(3), {"messages": []}])
+    check = said(settings, dataset=str(bad), on_bad_row=on_bad_row)
+    assert (check.status, check.finding and check.finding.code) == (status, "SF743")
+    assert "bad.jsonl:4: 'messages' " in check.text
+
+
+def test_columns_of_no_known_format_are_named(settings: dict[str, Any], tmp_path: Path) -> None:
+    check = said(settings, dataset=str(write_jsonl(tmp_path / "odd.jsonl", [{"title": "a", "body": "b"}])))
+    assert check.status == "failed"
+    assert "odd.jsonl:1: " in check.text
+    assert "(body, title)" in check.text
+
+
+def test_a_file_that_is_broken_is_named(settings: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1 and nothing more")
+    check = said(settings, dataset=str(tmp_path / "rows.parquet"))
+    assert check.status == "failed"
+    assert "rows.parquet" in check.text
+
+
+def test_data_of_the_hub_are_not_fetched(settings: dict[str, Any]) -> None:
+    assert said(settings, dataset="someone/rows").status == "not applicable"
+    assert said(settings, model="someone/model").status == "not applicable"
+
+
+def test_rows_beyond_a_split_are_not_the_runs(settings: dict[str, Any], tmp_path: Path) -> None:
+    bad = write_jsonl(tmp_path / "bad.jsonl", [*counting_rows(30), {"messages": []}, *counting_rows(9)])
+    check = said(settings, dataset=[{"path": str(bad), "split": "[:10]"}])
+    assert (check.status, check.text.split()[0]) == ("ok", "10")
+    assert said(settings, dataset=[{"path": str(bad), "split": "[:35]"}]).status == "failed"
+    for split in ("[35:]", "[:-9]", "[:20%]"):
+        assert said(settings, dataset=[{"path": str(bad), "split": split}]).status == "not applicable", split

@@ -1,0 +1,184 @@
+"""The page of a run: made at its end, whole in one file, and drawn by a real browser."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surefoot as package
+from surefoot.diagnostics.drill import settings_of
+from surefoot.diagnostics.monitor.event_log import Entry
+from surefoot.diagnostics.report.html import write_report
+from surefoot.diagnostics.report.run_history import _ledger
+from surefoot.errors import ConfigError
+from surefoot.findings import Finding
+from surefoot.training.run_summary import FindingLog
+from tests.support.data import counting_rows, write_jsonl
+from tests.support.processes import surefoot
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+CHARTS = {"loss", "rate", "speed", "phases", "memory", "ledger", "experts", "timeline"}
+MOST_BYTES = 1_500_000
+EVIL = "</script><script>throw 'not escaped'</script>"
+
+
+@pytest.fixture(scope="module")
+def run_folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with experts, evaluations and a finding."""
+    root = tmp_path_factory.mktemp("report")
+    data = write_jsonl(root / "rows.jsonl", counting_rows(60))
+    settings: dict[str, Any] = {**settings_of(model_folder("mixtral"), data), "output_dir": str(root / "run")}
+    more = {"max_steps": 30, "eval_fraction": 0.2, "eval_steps": 10, "save_steps": 10, "report": True}
+    folder = package.train({**settings, **more}, screen=False).run_folder
+    with open(folder / "metrics.jsonl", "a") as metrics:  # as a run that broke leaves it
+        metrics.write('{"step": 31, "loss": NaN, "grad_norm": Infinity}\n{"step": 32, "lo')
+    FindingLog(folder).note(Finding("SF302", f"it waits {EVIL}", {"rank": 0, "evil": EVIL}, "Wait less."))
+    return folder
+
+
+def test_the_page_is_one_small_file(run_folder: Path) -> None:
+    path = write_report(run_folder)
+    text = path.read_text()
+    assert path == run_folder / "report.html"
+    assert len(text) < MOST_BYTES
+    assert EVIL not in text
+    outside = re.sub(r"<script[ >].*?</script>", "", text, flags=re.S)
+    assert not re.search(r'(src|href)="(?!data:)', outside), "it loads nothing from elsewhere"
+    assert not re.search(r"<script[^>]* src=", text)
+    written = re.search(r'id="charts">(.*?)</script>', text, re.S)
+    assert written is not None
+    assert "NaN" not in written[1]
+    charts = json.loads(written[1])
+    assert set(charts) == CHARTS
+
+
+@pytest.fixture(scope="module")
+def grpo_folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of GRPO, whose data try to break out of the page."""
+    root = tmp_path_factory.mktemp("report-grpo")
+    rows = [{"prompt": [{"role": "user", "content": f"{number} {EVIL}"}]} for number in range(8)]
+    return package.train(
+        {
+            "model": str(model_folder("llama")),
+            "method": "grpo",
+            "dataset": str(write_jsonl(root / "rows.jsonl", rows)),
+            "output_dir": str(root / "run"),
+            "reward_funcs": [{"func": "regex", "args": {"pattern": "[aeiou]"}}],
+            "num_generations": 4,
+            "global_batch_size": 8,
+            "max_completion_length": 6,
+            "beta": 0.1,
+            "max_steps": 5,
+            "device": "cpu",
+        },
+        screen=False,
+    ).run_folder
+
+
+def test_the_page_of_grpo_shows_rewards_and_completions(grpo_folder: Path) -> None:
+    text = write_report(grpo_folder).read_text()
+    written = re.search(r'id="charts">(.*?)</script>', text, re.S)
+    assert written is not None
+    assert {"reward", "length", "entropy", "importance", "kl"} <= set(json.loads(written[1]))
+    assert EVIL not in text
+    tables = re.findall(r"<summary>completions of step (\d)</summary><table>(.*?)</table>", text, re.S)
+    assert [step for step, _ in tables] == ["1", "2", "3", "4", "5"]
+    assert [rows.count("<tr>") for _, rows in tables] == [9] * 5
+
+
+def test_of_a_long_run_a_few_steps_and_the_beginnings_of_answers_are_shown(grpo_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "long"
+    shutil.copytree(grpo_folder, folder)
+    line = json.loads((folder / "completions.jsonl").read_text().splitlines()[0])
+    made = [{**line, "step": step, "completion": "x" * 5000} for step in range(1, 101) for _ in range(32)]
+    (folder / "completions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in made))
+    text = write_report(folder).read_text()
+    shown = [int(step) for step in re.findall(r"<summary>completions of step (\d+)</summary>", text)]
+    assert (shown[0], shown[-1]) == (1, 100)
+    assert 10 <= len(shown) <= 13
+    assert len(re.findall(r"x \.\.\. \(3000\b", text)) == 8 * len(shown)
+    assert len(text) < 1.5e6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser is installed (apt-get install chromium)")
+def test_a_browser_draws_the_charts_of_grpo(grpo_folder: Path) -> None:
+    assert CHROMIUM is not None
+    path = write_report(grpo_folder)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=10000"]
+    done = subprocess.run(
+        [CHROMIUM, *options, "--dump-dom", f"file://{path}"], capture_output=True, text=True, timeout=60
+    )
+    assert "CONSOLE" not in done.stderr, done.stderr
+    for name in ("reward", "length", "entropy"):
+        drawn = re.search(rf'id="{name}".*?</section>', done.stdout, re.S)
+        assert drawn is not None
+        assert "mark-line" in drawn[0], name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser is installed (apt-get install chromium)")
+@pytest.mark.parametrize(("scheme", "width"), [("0", 1200), ("1", 390)], ids=["dark", "phone"])
+def test_a_browser_draws_every_chart_without_an_error(run_folder: Path, scheme: str, width: int) -> None:
+    assert CHROMIUM is not None
+    path = write_report(run_folder)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=10000"]
+    more = [f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},2000", "--dump-dom"]
+    done = subprocess.run([CHROMIUM, *options, *more, f"file://{path}"], capture_output=True, text=True, timeout=60)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    drawn = {}
+    for name, rest in re.findall(r'<div class="chart[^>]* id="(\w+)".*?>(.*?)</section>', done.stdout, re.S):
+        marks = re.findall(
+            r'class="mark-(?:line|rect|symbol|area) role-mark[^"]*".*?<path [^>]*?d="([^"]+)"', rest, re.S
+        )
+        drawn[name] = max((len(shape) for shape in marks), default=0)
+    assert set(drawn) == CHARTS
+    assert all(size > 10 for size in drawn.values()), drawn
+    assert "SF302" in done.stdout
+
+
+def test_a_run_that_took_no_step_has_no_page(tmp_path: Path) -> None:
+    (tmp_path / "events").mkdir()
+    with pytest.raises(ConfigError, match="no step"):
+        write_report(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_page_is_made_at_the_end_and_by_its_verb(run_folder: Path, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    settings = json.dumps({"output_dir": str(tmp_path / "run"), "max_steps": 2})
+    config.write_text((run_folder / "run.yaml").read_text())
+    overrides = [f"{name}={value}" for name, value in json.loads(settings).items()]
+    assert surefoot("train", str(config), *overrides).returncode == 0
+    page = tmp_path / "run" / "report.html"
+    made = page.stat().st_mtime_ns
+    again = surefoot("report", str(tmp_path / "run"))
+    assert (again.returncode, again.stdout.strip()) == (0, str(page))
+    assert page.stat().st_mtime_ns > made
+    nothing = surefoot("report", str(tmp_path / "nowhere"))
+    assert nothing.returncode == 2
+    assert str(tmp_path / "nowhere") in nothing.stderr
+
+
+def test_activations_on_a_gpu_are_those_of_the_gpu() -> None:
+    def entry(kind: str, step: int, **values: float) -> Entry:
+        return Entry(0, 1, 7, float(step), kind, "", step, values)
+
+    gib = float(1 << 30)
+    owners = {"frozen": 8 * gib, "trained": gib, "gradients": gib, "optimizer": gib}
+    entries = [
+        entry("memory", 1, **owners, total=10.5 * gib),
+        entry("phase began", 2, anonymous_bytes=3 * gib),
+        entry("device memory", 2, allocated=10 * gib),
+        entry("step", 2, peak_memory_bytes=70 * gib),
+    ]
+    sizes = {row["owner"]: row["mib"] / 1024 for row in _ledger(entries)}
+    assert sizes["activations"] == 70 - 10.5 - 1
+    assert sizes["other"] == 0.5
+    on_cpu = [one for one in entries if one.kind != "device memory"]
+    assert {row["owner"]: row["mib"] for row in _ledger(on_cpu)}["activations"] == 0
