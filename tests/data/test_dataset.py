@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from surefoot.config import DatasetItem
-from surefoot.data import file_readers as containers
+from surefoot.data import file_readers
 from surefoot.data.checks import data_findings
 from surefoot.data.dataset import Counts, Dataset
 from surefoot.errors import DataError
@@ -140,7 +140,7 @@ def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path, tokenizer: PreTrai
 def test_a_range_of_rows_and_several_sources(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(containers, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(file_readers, "CHUNK_ROWS", 4)
     for name in "ab":
         write_jsonl(tmp_path / f"{name}.jsonl", [talk(f"{name}{n}") for n in range(10)])
     items = [

@@ -12,8 +12,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from surefoot.data import file_readers as containers
-from surefoot.data import json_rows, rows
+from surefoot.data import file_readers, json_rows, rows
 from surefoot.data.file_readers import ChunkReader, kind_of, scan, stream_chunks
 from surefoot.data.rows import MAX_ROW_BYTES, Row
 from surefoot.data.template_process import memory_limit
@@ -87,7 +86,7 @@ def test_rows_around_a_long_line_are_found(
     tmp_path: Path, size: int, ends: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rows, "MAX_ROW_BYTES", 100)
-    monkeypatch.setattr(containers, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(file_readers, "CHUNK_BYTES", 100)
     good = b"".join(b'{"n": %d}\n' % n for n in range(10))
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"x" * size + b"\n" + good + b"y" * size + ends)
@@ -119,7 +118,7 @@ def test_a_json_array_is_read_in_pieces_of_any_size(
 
 
 def test_chunks_cut_a_file_at_rows_and_keep_line_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(containers, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(file_readers, "CHUNK_ROWS", 3)
     path = tmp_path / "a.jsonl"
     path.write_text("\n\n".join(json.dumps({"n": n}) for n in range(8)) + "\n\n\n")
     chunks = scan(path).chunks

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from surefoot.data import prepare_pool as preparation_module
+from surefoot.data import prepare_pool
 from surefoot.data.dataset import Dataset
 from surefoot.data.prepare_pool import Progress
 from surefoot.errors import DataError
@@ -31,7 +31,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def always_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(prepare_pool, "SMALL_BYTES", 0)
 
 
 def samples(dataset: Dataset) -> list[tuple[list[int], list[float], str]]:
@@ -56,7 +56,7 @@ def test_workers_prepare_what_one_process_prepares(
         path = tmp_path / "a.jsonl.gz"
     alone = samples(prepared(path, tokenizer, num_workers=0))
     monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "other"))
-    monkeypatch.setattr(preparation_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(prepare_pool, "SMALL_BYTES", 0)
     seen: list[Any] = []
     dataset = open_dataset(path, tokenizer, num_workers=2)
     dataset.preparation._on_progress = seen.append
@@ -73,8 +73,8 @@ def test_who_waits_says_that_more_is_there(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the thread that waits: for its own workers, and for another process."""
-    monkeypatch.setattr(preparation_module, "SMALL_BYTES", 0)
-    monkeypatch.setattr(preparation_module, "GROWTH_EVERY_S", 0.0)
+    monkeypatch.setattr(prepare_pool, "SMALL_BYTES", 0)
+    monkeypatch.setattr(prepare_pool, "GROWTH_EVERY_S", 0.0)
     path = big_file(tmp_path / "a.jsonl", 20_000)
     other = open_dataset(path, tokenizer)
     other.preparation._only_waits = True
@@ -138,8 +138,8 @@ def test_a_file_changed_while_it_is_prepared_poisons_nothing(
 def test_more_files_than_may_be_open(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparation_module, "FILES_AT_ONCE", 7)
-    monkeypatch.setattr(preparation_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(prepare_pool, "FILES_AT_ONCE", 7)
+    monkeypatch.setattr(prepare_pool, "SMALL_BYTES", 0)
     for n in range(20):
         write_jsonl(tmp_path / "many" / f"{n:02d}.jsonl", [{"prompt": "a", "completion": str(n)}])
     dataset = prepared(tmp_path / "many", tokenizer, num_workers=workers)

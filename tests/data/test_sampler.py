@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from surefoot.data import sampler as order_module
+from surefoot.data import sampler
 from surefoot.data.dataset import ChunkRef, Usable
 from surefoot.data.sampler import GlobalOrder, Position, SampleKey, StepBatch
 
@@ -66,7 +66,7 @@ def epoch_of(made: GlobalOrder, epoch: int) -> list[SampleKey]:
 def test_each_epoch_visits_every_sample_once_in_its_own_order(
     pack_length: int | None, window_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(order_module, "WINDOW_ROWS", window_rows)
+    monkeypatch.setattr(sampler, "WINDOW_ROWS", window_rows)
     made = order(pack_length=pack_length)
     epochs = [epoch_of(made, epoch) for epoch in range(3)]
     everything = [(index // 4, index % 4) for index in range(10)]
@@ -79,7 +79,7 @@ def test_each_epoch_visits_every_sample_once_in_its_own_order(
 def test_any_position_can_be_asked_for_first(
     pack_length: int | None, window_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(order_module, "WINDOW_ROWS", window_rows)
+    monkeypatch.setattr(sampler, "WINDOW_ROWS", window_rows)
     walked = steps(order(pack_length=pack_length), 9)
     for before, after in pairwise(walked):
         assert order(pack_length=pack_length).step(before.next) == after
@@ -94,7 +94,7 @@ def test_a_step_never_spans_two_epochs_and_epochs_are_counted() -> None:
 
 
 def test_only_the_window_that_is_needed_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order_module, "WINDOW_ROWS", 8)
+    monkeypatch.setattr(sampler, "WINDOW_ROWS", 8)
     data = Chunks([1] * 400)
     order(data).step(Position(3, 40, 4))
     assert len(set(data.seen)) == 2, "two chunks of four rows are a window"

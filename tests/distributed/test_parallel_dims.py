@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from surefoot.config import DatasetItem, RunConfig
-from surefoot.distributed import process_group as ranks
+from surefoot.distributed import process_group
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import ConfigError
 from surefoot.models.weight_loading import laid_out_like
@@ -26,8 +26,8 @@ def layout(size: int, **changes: object) -> Layout:
 @pytest.mark.parametrize(
     ("size", "changes", "message"),
     [
-        (4, {"expert_parallel_size": 3}, "expert_parallel_size=3 .*4 ranks.*1, 2, 4"),
-        (6, {"dp_replicate_size": 4}, "dp_replicate_size=4 .*6 ranks.*1, 2, 3, 6"),
+        (4, {"expert_parallel_size": 3}, "expert_parallel_size=3 .*4 process_group.*1, 2, 4"),
+        (6, {"dp_replicate_size": 4}, "dp_replicate_size=4 .*6 process_group.*1, 2, 3, 6"),
         (8, {"dp_replicate_size": 4, "expert_parallel_size": 4}, "expert_parallel_size=4 .*2 ranks .*4 replicas"),
         (
             4,
@@ -76,10 +76,10 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("SLURM_PROCID", "0")  # of the script that starts a launcher
     monkeypatch.setenv("SLURM_LOCALID", "0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert ranks.gpu_of(7, 3) == torch.device("cuda", 3)
+    assert process_group.gpu_of(7, 3) == torch.device("cuda", 3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="nproc_per_node: rank 7 .*3 .*1 GPUs"):
-        ranks.gpu_of(7, 3)
+        process_group.gpu_of(7, 3)
     monkeypatch.setenv("SLURM_PROCID", "7")  # srun --gpus-per-task=1
     monkeypatch.setenv("SLURM_LOCALID", "3")
-    assert ranks.gpu_of(7, 3) == torch.device("cuda", 0)
+    assert process_group.gpu_of(7, 3) == torch.device("cuda", 0)

@@ -113,7 +113,7 @@ def test_a_run_that_goes_on_again_keeps_its_finding(settings: dict[str, Any]) ->
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "interrupted" in stdout
-    assert "goes on again" in stderr
+    assert "recovered after a" in stderr
     assert [finding["code"] for finding in summary_of(settings)["findings"]] == ["SF102"]
 
 

@@ -19,8 +19,8 @@ from surefoot.diagnostics.monitor.explain import explain
 from surefoot.diagnostics.monitor.ring_buffer import CAPACITY, HEADER, MAGIC, VERSION, RingWriter, this_machine
 from surefoot.diagnostics.monitor.supervisor import Supervisor
 from surefoot.diagnostics.report.run_history import read_story
-from surefoot.launch import sidecar as beside
-from surefoot.launch.sidecar import SUPERVISED, Watched
+from surefoot.launch import sidecar
+from surefoot.launch.sidecar import SUPERVISED, SidecarSpec
 from surefoot.training.run_summary import FindingLog
 from tests.support.data import counting_rows, write_jsonl
 
@@ -113,7 +113,7 @@ def test_ranks_that_began_before_the_supervisor_are_seen(tmp_path: Path) -> None
     began_s = time.time()
     assert Supervisor(tmp_path, 2, began_s).gone() == []
     late = Supervisor(tmp_path, 2, began_s, early_s=60.0)
-    late.look(time.time())
+    late.poll(time.time())
     assert late.gone() == []
     assert list(late._ranks) == [0]
 
@@ -146,7 +146,7 @@ def test_a_run_of_trl_without_a_fault_has_no_finding(settings: dict[str, Any], t
 def test_a_terminal_that_closes_ends_no_supervisor(tmp_path: Path) -> None:
     """It goes on looking while the run saves, and ends when that is over."""
     (tmp_path / "events").mkdir()
-    watcher = beside.start(Watched(FindingLog(tmp_path, None), 1, 0))
+    watcher = sidecar.start(SidecarSpec(FindingLog(tmp_path, None), 1, 0))
     try:
         deadline = time.monotonic() + 60
         ignored = 0
@@ -158,5 +158,5 @@ def test_a_terminal_that_closes_ends_no_supervisor(tmp_path: Path) -> None:
         time.sleep(0.5)
         assert watcher.poll() is None
     finally:
-        beside.end(watcher)
+        sidecar.end(watcher)
     assert watcher.poll() is not None

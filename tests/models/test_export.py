@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 import surefoot
-from surefoot.models import safetensors_writer as weights
+from surefoot.models import safetensors_writer
 from surefoot.models.build import meta_model
 from surefoot.models.export import _layer_of, in_layers, read_untrained, write_model
 from surefoot.training.sharded_tensors import Pieces
@@ -32,16 +32,16 @@ def shapes_of(values: dict[str, Tensor], names: list[str]) -> dict[str, torch.Si
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2_moe", "qwen3_moe"])
-@pytest.mark.parametrize("most_bytes", [weights.MOST_BYTES, 20_000])
+@pytest.mark.parametrize("most_bytes", [safetensors_writer.MOST_BYTES, 20_000])
 def test_transformers_reads_what_was_written(
     model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, most_bytes: int
 ) -> None:
-    monkeypatch.setattr(weights, "MOST_BYTES", most_bytes)
+    monkeypatch.setattr(safetensors_writer, "MOST_BYTES", most_bytes)
     base = model_folder(kind)
     values, names = values_of(base)
     write_model(tmp_path, base, shapes_of(values, names), ((name, values[name]) for name in names))
     files = sorted(tmp_path.glob("*.safetensors"))
-    assert (len(files) == 1) == (most_bytes > 20_000) == (not (tmp_path / weights.INDEX).exists())
+    assert (len(files) == 1) == (most_bytes > 20_000) == (not (tmp_path / safetensors_writer.INDEX).exists())
     read, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
     for name, value in read.state_dict().items():
@@ -50,7 +50,7 @@ def test_transformers_reads_what_was_written(
     theirs = {name for path in base.glob("*.safetensors") for name in load_file(path)}
     assert {name for path in files for name in load_file(path)} == theirs
     if len(files) > 1:
-        index = json.loads((tmp_path / weights.INDEX).read_text())
+        index = json.loads((tmp_path / safetensors_writer.INDEX).read_text())
         assert index["metadata"]["total_size"] == sum(t.nbytes for path in files for t in load_file(path).values())
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import surefoot
-from surefoot.diagnostics.monitor import detectors as trending
+from surefoot.diagnostics.monitor import detectors
 from surefoot.diagnostics.monitor.event_log import KINDS, PHASES
 from surefoot.diagnostics.monitor.gpus import Accelerators, GpuSample, Look, read_looks
 from surefoot.diagnostics.monitor.rank_state import RankState
@@ -180,23 +180,23 @@ def test_cards_are_not_blamed_on_runs_that_do_not_use_them(tmp_path: Path, monke
     for step in range(40):
         ring.write(1000.0 + step, KINDS.index("step"), 0, step, (1.0, 1.0, 1.0, 0.0, 0.0))
     supervisor._trends._accelerators._looks.extend(looks(SPINNING))
-    assert [finding.code for finding in supervisor.look(1039.5)] == []
-    monkeypatch.setattr(trending, "uses_gpus", lambda _: True)
-    assert [finding.code for finding in supervisor.look(1044.6)] == ["SF307"]
+    assert [finding.code for finding in supervisor.poll(1039.5)] == []
+    monkeypatch.setattr(detectors, "uses_gpus", lambda _: True)
+    assert [finding.code for finding in supervisor.poll(1044.6)] == ["SF307"]
     ring.write(1049.0, KINDS.index("step"), 0, 40, (1.0, 1.0, 1.0, 0.0, 0.0))
-    assert [finding.code for finding in supervisor.look(1050.0)] == [], "it is said once"
+    assert [finding.code for finding in supervisor.poll(1050.0)] == [], "it is said once"
     supervisor._trends._accelerators.first = (1000.0, (replace(SPINNING, links_up=18),))
     supervisor._trends._accelerators._looks.clear()
     supervisor._trends._accelerators._looks.extend(looks(replace(SPINNING, links_up=17), count=27))
     ring.write(1054.0, KINDS.index("step"), 0, 41, (1.0, 1.0, 1.0, 0.0, 0.0))
-    assert [finding.code for finding in supervisor.look(1055.2)] == ["SF724"]
+    assert [finding.code for finding in supervisor.poll(1055.2)] == ["SF724"]
     second = replace(SPINNING, index=1, links_up=18)
     supervisor._trends._accelerators.first = (1000.0, (replace(SPINNING, links_up=18), second))
     worse = replace(SPINNING, links_up=16), replace(second, links_up=16)
     supervisor._trends._accelerators._looks.clear()
     supervisor._trends._accelerators._looks.extend(looks(*worse, count=30))
     ring.write(1060.0, KINDS.index("step"), 0, 42, (1.0, 1.0, 1.0, 0.0, 0.0))
-    assert [(finding.code, finding.evidence["device"]) for finding in supervisor.look(1061.0)] == [("SF724", 1)]
+    assert [(finding.code, finding.evidence["device"]) for finding in supervisor.poll(1061.0)] == [("SF724", 1)]
     ring.close()
 
 
@@ -204,7 +204,7 @@ def test_cards_are_not_blamed_on_runs_that_do_not_use_them(tmp_path: Path, monke
 def test_a_card_that_waits_for_what_is_offloaded_is_not_blamed_on_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offloads: bool, codes: list[str]
 ) -> None:
-    monkeypatch.setattr(trending, "uses_gpus", lambda _: True)
+    monkeypatch.setattr(detectors, "uses_gpus", lambda _: True)
     monkeypatch.setattr(RankState, "busy_cores", 1.0)
     (tmp_path / "events").mkdir()
     supervisor = Supervisor(tmp_path, 1, 0.0)
@@ -215,14 +215,14 @@ def test_a_card_that_waits_for_what_is_offloaded_is_not_blamed_on_the_program(
         ring.write(1000.95 + step, KINDS.index("phase ended"), PHASES.index("forward"), step, (0.0,) * 5)
         ring.write(1001.0 + step, KINDS.index("step"), 0, step, (1.0, 1.0, 1.0, 0.0, 0.0))
     supervisor._trends._accelerators._looks.extend(looks(HALF_USED, count=30))
-    assert [finding.code for finding in supervisor.look(1041.0)] == codes
+    assert [finding.code for finding in supervisor.poll(1041.0)] == codes
     ring.close()
 
 
 def test_errors_of_cards_that_the_run_may_not_use_are_not_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trending, "uses_gpus", lambda _: True)
+    monkeypatch.setattr(detectors, "uses_gpus", lambda _: True)
     (tmp_path / "events").mkdir()
     supervisor = Supervisor(tmp_path, 1, 0.0)
     ring = RingWriter(tmp_path / "events" / f"rank-00000-{time.time_ns()}.ring", 0)
@@ -233,12 +233,12 @@ def test_errors_of_cards_that_the_run_may_not_use_are_not_its_own(
     supervisor._trends._kernel_log = KernelLog(tmp_path / "kmsg")
     said = [f"3,{n},99,-;NVRM: Xid (PCI:0000:{bus}:00): 79, GPU has fallen off the bus." for n, bus in enumerate(BUSES)]
     (tmp_path / "kmsg").write_text("\n".join(said) + "\n")
-    assert [(one.code, one.evidence["device"]) for one in supervisor.look(1001.0)] == [("SF112", "0000:1b:00")]
+    assert [(one.code, one.evidence["device"]) for one in supervisor.poll(1001.0)] == [("SF112", "0000:1b:00")]
     ring.close()
 
 
 def test_cards_that_wait_for_a_rank_that_saves_are_not_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trending, "uses_gpus", lambda _: True)
+    monkeypatch.setattr(detectors, "uses_gpus", lambda _: True)
     supervisor = Supervisor(tmp_path, 1, 0.0)
     (tmp_path / "events").mkdir()
     ring = RingWriter(tmp_path / "events" / f"rank-00000-{time.time_ns()}.ring", 0)
@@ -246,7 +246,7 @@ def test_cards_that_wait_for_a_rank_that_saves_are_not_blamed(tmp_path: Path, mo
         ring.write(1000.0 + step, KINDS.index("step"), 0, step, (1.0, 1.0, 1.0, 0.0, 0.0))
     ring.write(1040.0, KINDS.index("phase began"), PHASES.index("save"), 40, (0.0,) * 5)
     supervisor._trends._accelerators._looks.extend(looks(SPINNING))
-    assert [finding.code for finding in supervisor.look(1041.0)] == []
+    assert [finding.code for finding in supervisor.poll(1041.0)] == []
     ring.close()
 
 

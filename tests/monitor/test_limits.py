@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.diagnostics.monitor import detectors as trends
+from surefoot.diagnostics.monitor import detectors
 from surefoot.diagnostics.monitor.processes import (
     in_line_s,
     most_open_files,
@@ -161,15 +161,15 @@ for step in range(1, 100_000):
 
 
 def test_a_process_of_a_rank_that_leaks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trends, "TRENDS_EVERY_S", 0.03)
-    monkeypatch.setattr(trends, "HELPERS_EVERY_S", 0.03)
+    monkeypatch.setattr(detectors, "TRENDS_EVERY_S", 0.03)
+    monkeypatch.setattr(detectors, "HELPERS_EVERY_S", 0.03)
     supervisor = Supervisor(tmp_path, 1, time.time())
     with subprocess.Popen([sys.executable, "-c", GROWS, str(tmp_path)]) as rank:
         try:
             deadline = time.monotonic() + 60
             found = []
             while "SF208" not in found and time.monotonic() < deadline:
-                found += [finding.code for finding in supervisor.look(time.time())]
+                found += [finding.code for finding in supervisor.poll(time.time())]
                 time.sleep(0.03)
         finally:
             rank.kill()
@@ -201,7 +201,7 @@ def test_a_process_that_gets_no_core_stands_in_line() -> None:
 
 def test_ranks_that_stand_in_line_are_not_idle(tmp_path: Path) -> None:
     """Where the kernel does not tell, or nothing was counted over a time, nothing is known of them."""
-    found = trends.Trends(tmp_path, {0: object(), 1: object()}, 2, 0, 0.0)  # type: ignore[dict-item]
+    found = detectors.Trends(tmp_path, {0: object(), 1: object()}, 2, 0, 0.0)  # type: ignore[dict-item]
     try:
         for before, after, is_in_line in (
             ({0: 1.0, 1: 1.0}, {0: 1.5, 1: 2.0}, False),

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from surefoot.diagnostics.monitor import process_stats as own_process
+from surefoot.diagnostics.monitor import process_stats
 from surefoot.diagnostics.monitor.process_stats import OwnMemory, TimeInLine
 from surefoot.diagnostics.rules.memory import MemoryTrend, find_leaks, find_replicated_load
 from tests.support.histories import MIB, history
@@ -85,9 +85,9 @@ def test_ranks_that_each_held_the_whole_model_are_named() -> None:
 
 
 def test_the_peak_of_a_load_is_seen_after_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_process, "PEAK_EVERY_S", 0.02)
+    monkeypatch.setattr(process_stats, "PEAK_EVERY_S", 0.02)
     before = OwnMemory().anonymous_bytes()
-    watching = own_process.LoadPeak()
+    watching = process_stats.LoadPeak()
     held = bytearray(os.urandom(64 << 20))
     time.sleep(0.3)
     del held

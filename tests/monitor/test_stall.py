@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from surefoot.diagnostics.fault_injection import FAULTS
-from surefoot.diagnostics.monitor import evidence_server as witness
+from surefoot.diagnostics.monitor import evidence_server
 from surefoot.diagnostics.monitor.evidence import RankEvidence, StallEvidence, keep, read
 from surefoot.diagnostics.monitor.flight_recorder import MEANINGS, read_flight
 from surefoot.diagnostics.rules.stall import find_stall
@@ -170,7 +170,7 @@ def test_both_recorders_are_dumped_where_torch_has_both(monkeypatch: pytest.Monk
     cases = ((gloo, ["1"]), (both, ["1", "0"]), (same, ["1", "1 of NCCL"]), (SimpleNamespace(), None))
     for module, groups in cases:
         monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module)
-        said = witness._flight()["flight"]
+        said = evidence_server._flight()["flight"]
         assert (said and [entry["process_group"][0] for entry in said["entries"]]) == groups
 
 

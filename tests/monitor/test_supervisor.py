@@ -34,7 +34,7 @@ def watch(supervisor: Supervisor) -> list[Finding]:
     """Look until something is found."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        found = supervisor.look(time.time())
+        found = supervisor.poll(time.time())
         if found:
             return found
         time.sleep(0.2)
@@ -147,18 +147,18 @@ def test_what_took_long_to_tell_is_no_gap_and_a_clock_may_be_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supervisor = Supervisor(tmp_path, 1, 1000.0)
-    (finding,) = supervisor.look(1003.5)
+    (finding,) = supervisor.poll(1003.5)
     assert finding.code == "SF111"
     monkeypatch.setattr(supervising.time, "time", lambda: 1018.0)
-    supervisor.told()  # a webhook that answers slowly
-    assert supervisor.look(1019.0) == []
+    supervisor.mark_reported()  # a webhook that answers slowly
+    assert supervisor.poll(1019.0) == []
     assert supervisor.stalled_since_s == 1003.5
-    assert supervisor.look(500.0) == []
+    assert supervisor.poll(500.0) == []
     supervisor.end()
     supervisor = Supervisor(tmp_path, 1, 1000.0)
     monkeypatch.setattr(supervising.time, "time", lambda: 1000.0)
-    assert supervisor.look(1001.0) == []
-    assert supervisor.look(100.0) == []
-    assert supervisor.look(102.0) == []
-    assert [finding.code for finding in supervisor.look(104.5)] == ["SF111"]
+    assert supervisor.poll(1001.0) == []
+    assert supervisor.poll(100.0) == []
+    assert supervisor.poll(102.0) == []
+    assert [finding.code for finding in supervisor.poll(104.5)] == ["SF111"]
     supervisor.end()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from surefoot.config import LoadedConfig, load_config
-from surefoot.diagnostics.preflight import runner as examining
+from surefoot.diagnostics.preflight import runner
 from surefoot.diagnostics.preflight.model_size import Weights, weights_of
 from surefoot.diagnostics.preflight.runner import as_text, changes, examine
 from surefoot.findings import CATALOGUE
@@ -596,8 +596,8 @@ def test_a_file_that_never_answers_is_not_waited_for(run: Any, monkeypatch: pyte
     """A network file system that is dead cannot be had here."""
     answers = threading.Event()
     monkeypatch.setattr("surefoot.diagnostics.preflight.resources.weights_of", lambda _: answers.wait(60))
-    assert examining.WITHIN_S <= 10  # a run waits for it
-    monkeypatch.setattr(examining, "WITHIN_S", 0.5)
+    assert runner.WITHIN_S <= 10  # a run waits for it
+    monkeypatch.setattr(runner, "WITHIN_S", 0.5)
     began_s = time.monotonic()
     checks = {check.name: check for check in examine(NODE, run(), asked=True)}
     assert time.monotonic() - began_s < 5
@@ -606,8 +606,8 @@ def test_a_file_that_never_answers_is_not_waited_for(run: Any, monkeypatch: pyte
         assert (checks[name].status, checks[name].is_answered) == ("not applicable", False)
         assert checks[name].text.endswith(" 0.5 s")
     assert checks["versions"].status == "ok", "the others are looked at"
-    assert checks["chat template"] == examining.not_looked_at("chat template")
-    assert not examining.has_answers(list(checks.values()))
+    assert checks["chat template"] == runner.not_looked_at("chat template")
+    assert not runner.has_answers(list(checks.values()))
 
 
 def test_what_ends_otherwise_than_by_an_error_is_no_late_answer(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from surefoot.system import nccl_conflict as looking
+from surefoot.system import nccl_conflict
 from surefoot.system.nccl_conflict import has_rpath, other_nccl
 
 RPATH, RUNPATH, NEEDED = 15, 29, 1
@@ -49,7 +49,7 @@ def test_another_nccl_is_found_where_it_would_be_loaded(
 ) -> None:
     (tmp_path / "libtorch_cuda.so").write_bytes(content)
     (tmp_path / "libnccl.so.2").write_bytes(b"")
-    monkeypatch.setattr(looking, "USER", tmp_path / "libtorch_cuda.so")
+    monkeypatch.setattr(nccl_conflict, "USER", tmp_path / "libtorch_cuda.so")
     own = Path(torch.__file__).parents[1] / "nvidia/nccl/lib"
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{own}::/none:{tmp_path}")
     assert other_nccl() == ((str(tmp_path / "libnccl.so.2"),) if is_found else ())

@@ -23,7 +23,7 @@ from surefoot.diagnostics.selftest.dataloader_check import loader
 from surefoot.diagnostics.selftest.report import Report, read_report
 from surefoot.diagnostics.selftest.results import checks_of
 from surefoot.diagnostics.selftest.stages import stages_of
-from surefoot.distributed import elastic_launch as launch
+from surefoot.distributed import elastic_launch
 from tests.support.processes import surefoot
 
 RANK = """
@@ -246,7 +246,7 @@ def test_a_rank_that_is_stopped_is_killed_when_the_test_is_over(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start, "STAY_S", 0.5)
-    monkeypatch.setenv(launch.FOLDER, str(tmp_path))
+    monkeypatch.setenv(elastic_launch.FOLDER, str(tmp_path))
     with subprocess.Popen(["sleep", "600"]) as late:
         late.send_signal(signal.SIGSTOP)
         (tmp_path / "pid-1-0").write_text(str(late.pid))
@@ -261,7 +261,7 @@ def test_a_rank_that_is_stopped_is_killed_when_the_test_is_over(
 
 
 def test_ranks_of_a_test_that_ended_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(launch.FOLDER, str(tmp_path))
+    monkeypatch.setenv(elastic_launch.FOLDER, str(tmp_path))
     ended = threading.Event()
     ended.set()
     with subprocess.Popen(["sleep", "600"]) as other:

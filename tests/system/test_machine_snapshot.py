@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from surefoot.diagnostics.preflight.runner import changes
-from surefoot.system import machine_snapshot as collecting
+from surefoot.system import machine_snapshot
 from surefoot.system.machine import Snapshot, read_snapshot
 from surefoot.system.machine_snapshot import collect
 
@@ -110,15 +110,15 @@ def test_a_part_that_fails_and_one_that_hangs_stop_nothing(tmp_path: Path, monke
     def hang() -> Any:
         time.sleep(60)
 
-    monkeypatch.setattr(collecting, "_host_addresses", hang)
-    assert collecting.PART_WITHIN_S < 2  # a run waits for it
-    monkeypatch.setattr(collecting, "PART_WITHIN_S", 0.5)
+    monkeypatch.setattr(machine_snapshot, "_host_addresses", hang)
+    assert machine_snapshot.PART_WITHIN_S < 2  # a run waits for it
+    monkeypatch.setattr(machine_snapshot, "PART_WITHIN_S", 0.5)
     began = time.monotonic()
     seen = collect(root=tmp_path)
     assert time.monotonic() - began < 5
     assert seen.unknown["host_addresses"].endswith(" 0.5 s")
-    assert collecting.PATIENT_WITHIN_S > 5  # for cards that must wake up
-    monkeypatch.setattr(collecting, "read_cards", lambda: time.sleep(1.5) or ())
+    assert machine_snapshot.PATIENT_WITHIN_S > 5  # for cards that must wake up
+    monkeypatch.setattr(machine_snapshot, "read_cards", lambda: time.sleep(1.5) or ())
     write(tmp_path, {"proc/driver/nvidia/gpus/0000:1b:00.0/information": ""})
     assert "cards" not in collect(root=tmp_path).unknown
     assert seen.unknown["shared_memory"].startswith("FileNotFoundError")

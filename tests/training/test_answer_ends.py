@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import surefoot
 from surefoot.data.render import answer_ends
-from surefoot.methods.grpo import setup as rollouts
+from surefoot.methods.grpo import setup
 from surefoot.training.trainer import UNNAMED_ENDS
 from tests.support.grpo import EagerEngine
 from tests.support.models import CHATML
@@ -63,7 +63,7 @@ def test_a_model_that_is_written_names_the_end_of_its_answers(
 
 
 def test_rollouts_end_where_answers_do(base: Path, grpo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts, "LocalEngine", EagerEngine)
+    monkeypatch.setattr(setup, "LocalEngine", EagerEngine)
     EagerEngine.ends.clear()
     surefoot.train(grpo, model=str(base), max_steps=1, screen=False)
     assert set(EagerEngine.ends) == {frozenset(ids(base, OF_TEXTS, OF_TURNS))}

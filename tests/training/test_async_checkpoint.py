@@ -16,7 +16,7 @@ from torch import nn
 
 from surefoot.distributed.process_group import Ranks
 from surefoot.errors import StorageError
-from surefoot.training import async_checkpoint as saver
+from surefoot.training import async_checkpoint
 from surefoot.training.async_checkpoint import Saver
 from surefoot.training.checkpoint import TrainState, list_checkpoints
 
@@ -72,13 +72,13 @@ def test_a_save_is_complete_where_all_ranks_have_written(tmp_path: Path) -> None
 def test_a_rank_that_fails_waits_a_moment_for_what_the_others_are_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_part = saver._write_part
+    write_part = async_checkpoint._write_part
 
     def slowly(temporary: Path, target: Path, blocks: Any, ranks: Ranks) -> Any:
         time.sleep(float(ranks.rank))
         return write_part(temporary, target, blocks, ranks)
 
-    monkeypatch.setattr(saver, "_write_part", slowly)
+    monkeypatch.setattr(async_checkpoint, "_write_part", slowly)
     on_two_ranks(lambda ranks: save(tmp_path, ranks, waits=False))
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
 
@@ -86,14 +86,14 @@ def test_a_rank_that_fails_waits_a_moment_for_what_the_others_are_writing(
 def test_a_rank_that_cannot_even_say_that_its_disk_is_full_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leave_note = saver._leave_note
+    leave_note = async_checkpoint._leave_note
 
     def full(path: Path, note: Any) -> None:
         if path.stem == "rank-00001":
             raise OSError(28, "No space left on device")
         leave_note(path, note)
 
-    monkeypatch.setattr(saver, "_leave_note", full)
+    monkeypatch.setattr(async_checkpoint, "_leave_note", full)
     raised = on_two_ranks(lambda ranks: save(tmp_path, ranks))
     assert raised[0] == raised[1]
     assert raised[0].startswith("rank 1: ")
@@ -115,5 +115,5 @@ def test_a_rank_is_through_with_its_note_before_rank_0_can_see_it(
         shutil.rmtree(folder)
 
     monkeypatch.setattr(os, "replace", replace_and_take_away)
-    saver._leave_note(folder / "rank-00001.json", {"files": {}})
+    async_checkpoint._leave_note(folder / "rank-00001.json", {"files": {}})
     assert seen == [{"files": {}}]

@@ -21,8 +21,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import surefoot
-from surefoot.data import prepare_pool as preparation
-from surefoot.data import sampler as order
+from surefoot.data import prepare_pool, sampler
 from surefoot.errors import DataError
 from surefoot.events import DataCounted, Event, StepEnded
 from tests.support.data import counting_rows, write_jsonl
@@ -102,8 +101,8 @@ def _written(path: Path, rows: list[dict[str, Any]]) -> str:
 def prepared_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of a few megabytes are handled as large ones are."""
     monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(preparation, "SMALL_BYTES", 0)
-    monkeypatch.setattr(order, "WINDOW_ROWS", 4096)
+    monkeypatch.setattr(prepare_pool, "SMALL_BYTES", 0)
+    monkeypatch.setattr(sampler, "WINDOW_ROWS", 4096)
 
 
 @pytest.mark.usefixtures("prepared_beside")

@@ -9,7 +9,7 @@ import pytest
 from surefoot.config import load_config
 from surefoot.config.resolve import resolve
 from surefoot.events import CheckpointSaved, Event
-from surefoot.system import atomic_io as storage
+from surefoot.system import atomic_io
 from surefoot.training.checkpoint import checkpoint_folder, find_newest, list_checkpoints, step_of
 from surefoot.training.run_dir import claim
 from surefoot.training.trainer import train
@@ -60,7 +60,7 @@ def test_a_whole_run_outlives_lost_power_at_any_call(settings: dict[str, Any], t
             if isinstance(event, CheckpointSaved):
                 recorder.mark(("saved", event.step))
 
-    with recorder.recording(exchange=(storage, "exchange_folders")):
+    with recorder.recording(exchange=(atomic_io, "exchange_folders")):
         for number, max_steps in enumerate((3, 5)):
             loaded = load_config(None, (), {**settings, "output_dir": str(run), "max_steps": max_steps})
             result = train(loaded, [Promises()], screen=False)

@@ -30,7 +30,7 @@ from surefoot.errors import CheckpointError, ConfigError, DataError, ModelError,
 from surefoot.events import CompletionsMade, StepEnded
 from surefoot.findings import Finding
 from surefoot.methods.token_loss import TokenLoss
-from surefoot.training import async_checkpoint as saver
+from surefoot.training import async_checkpoint
 from surefoot.training.checkpoint import find_newest, list_checkpoints, verify
 from surefoot.training.export import export, load
 from surefoot.training.loop import StopSignal
@@ -120,13 +120,13 @@ def test_kill_9_at_any_moment_then_resume_bit_for_bit(settings: dict[str, Any], 
 
 
 def test_sigterm_during_a_save_lets_it_finish(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = saver.write_pieces
+    original = async_checkpoint.write_pieces
 
     def interrupted(*args: Any, **options: Any) -> None:
         original(*args, **options)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(saver, "write_pieces", interrupted)
+    monkeypatch.setattr(async_checkpoint, "write_pieces", interrupted)
     result = surefoot.train(settings, screen=False, save_steps=2, max_steps=40)
     assert result.status == "interrupted"
     assert 2 <= result.steps < 40, "training goes on beside the save until it sees the signal"
@@ -482,7 +482,7 @@ def test_a_checkpoint_that_is_being_deleted_is_none(settings: dict[str, Any], mo
         (path / "manifest.json").unlink(missing_ok=True)
 
     with monkeypatch.context() as patched:
-        patched.setattr(saver.shutil, "rmtree", half)
+        patched.setattr(async_checkpoint.shutil, "rmtree", half)
         surefoot.train(settings, save_steps=1, max_steps=4, save_total_limit=2, screen=False)
     folder = Path(settings["output_dir"])
     assert [path.name for path in list_checkpoints(folder)] == ["step-00000003", "step-00000004"]
@@ -497,7 +497,7 @@ def test_a_save_that_fails_in_any_way_is_an_error_of_the_run(
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(saver, "write_pieces", broken)
+    monkeypatch.setattr(async_checkpoint, "write_pieces", broken)
     with pytest.raises(StorageError, match="step-00000002: .*RuntimeError: broken on purpose"):
         surefoot.train(settings, save_steps=2, screen=False)
     assert list_checkpoints(Path(settings["output_dir"])) == []
@@ -588,7 +588,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     """What is written is the state at the save, not the one training has come to since."""
     base = {**settings, "save_steps": 2, "lr_scheduler_type": "constant"}
     surefoot.train({**base, "output_dir": str(tmp_path / "quick"), "max_steps": 2}, screen=False)
-    original, metrics = saver.write_pieces, Path(base["output_dir"]) / "metrics.jsonl"
+    original, metrics = async_checkpoint.write_pieces, Path(base["output_dir"]) / "metrics.jsonl"
     waited: list[Path] = []
 
     def after_two_more_steps(path: Path, *args: Any, **options: Any) -> None:
@@ -600,7 +600,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
             waited.append(path)
         original(path, *args, **options)
 
-    monkeypatch.setattr(saver, "write_pieces", after_two_more_steps)
+    monkeypatch.setattr(async_checkpoint, "write_pieces", after_two_more_steps)
     surefoot.train({**base, "max_steps": 5}, screen=False)
     assert len(waited) == 2
     folder = "checkpoints/step-00000002/model"

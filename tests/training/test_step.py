@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from surefoot.data.collate import MicroBatch
 from surefoot.distributed.process_group import ALONE
-from surefoot.methods import token_loss as loss_module
+from surefoot.methods import token_loss
 from surefoot.methods.token_loss import _nll_sum
 from surefoot.training.step import Learner, LossParts, NotFinite, Totals, train_step
 
@@ -91,7 +91,7 @@ def test_the_loss_of_a_bfloat16_model_is_summed_in_float32() -> None:
 def test_the_loss_in_chunks_is_the_loss(bias: bool, is_old_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_old_torch:
         monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
-    monkeypatch.setattr(loss_module, "CHUNK_TOKENS", 7)
+    monkeypatch.setattr(token_loss, "CHUNK_TOKENS", 7)
     torch.manual_seed(0)
     head = nn.Linear(16, 50, bias=bias)
     targets = torch.randint(0, 50, (23,))

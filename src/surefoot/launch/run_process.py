@@ -1,6 +1,6 @@
-"""A run that is supervised: `python -m surefoot.launch.run_process`, which reads its config from standard input.
+"""The process of a supervised run: `python -m surefoot.launch.run_process` reads its config from standard input.
 
-It trains in this process, or starts the ranks. The supervisor is its parent and reads what it leaves in the run folder.
+It trains in this process, or starts the ranks. Its parent is the supervisor, which reads the run folder.
 """
 
 import json
@@ -19,21 +19,21 @@ LEAVE_AFTER_S = 300.0
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Run to the end; return the exit status."""
     protect_streams()
-    end_with_parent()  # a supervisor that is killed takes the run along
+    end_with_parent()  # when the supervisor is killed, this process receives SIGTERM
     text = sys.stdin.read()
-    if not text:  # it was killed before it could say what to do
+    if not text:  # the supervisor was killed before it sent the config
         return 1
-    said = json.loads(text)
-    if os.getppid() != said["supervisor"]:
+    request = json.loads(text)
+    if os.getppid() != request["supervisor"]:
         return 1
-    threading.Thread(target=_end_with, args=(said["supervisor"],), name="parent", daemon=True).start()
-    return run_verb(lambda: train_and_print(LoadedConfig.from_json(said), as_json=said["as_json"]))
+    threading.Thread(target=_end_after, args=(request["supervisor"],), name="parent", daemon=True).start()
+    return run_verb(lambda: train_and_print(LoadedConfig.from_json(request), as_json=request["as_json"]))
 
 
-def _end_with(supervisor: int) -> None:
-    """End some time after the supervisor is gone: a run that stands still hears no signal to stop."""
+def _end_after(supervisor: int) -> None:
+    """End this process some time after the supervisor ended: a stalled run handles no signal to stop."""
     while os.getppid() == supervisor:
         time.sleep(1.0)
     time.sleep(LEAVE_AFTER_S)

@@ -1,7 +1,7 @@
-"""A supervisor for runs that no one started with one: from Python, under torchrun or SLURM, in another trainer.
+"""A supervisor process beside runs that were not started by one: from Python, under torchrun or SLURM, other trainers.
 
-It is a process beside the run, started by it, and names what it finds in findings.jsonl and on standard error. It ends
-with the run, however that ends, and never ends it. Imports no torch.
+The run starts it. It reports what it finds in findings.jsonl and on standard error, ends when the run ends, however
+that happens, and never ends the run. Imports no torch.
 """
 
 import json
@@ -16,162 +16,142 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from surefoot.diagnostics.monitor.event_log import last_start, read_history
-from surefoot.diagnostics.monitor.evidence_server import read_stacks
+from surefoot.diagnostics.monitor.event_log import last_start
 from surefoot.diagnostics.monitor.supervisor import Supervisor
-from surefoot.diagnostics.rules.rank_death import find_death
 from surefoot.errors import StorageError
 from surefoot.events import Phase
 from surefoot.findings import Finding
-from surefoot.system import cgroup
-from surefoot.system.console import say
-from surefoot.system.kernel_log import killed_for_memory
+from surefoot.launch.watcher import Watcher, explain_death, history_since
 from surefoot.system.process import PYTHON
 from surefoot.training.run_summary import FindingLog, write_end
 
 SUPERVISED = "SUREFOOT_SUPERVISED"
-"""Environment variable: set where someone watches the run already."""
-RANKS_HERE = (
+"""Environment variable that is set where a process watches the run already."""
+LOCAL_WORLD_SIZES = (
     "LOCAL_WORLD_SIZE",
     "LOCAL_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
     "SLURM_NTASKS_PER_NODE",
 )
-"""Environment variables of torchrun, DeepSpeed, Open MPI, Intel MPI and SLURM: how many ranks this machine has."""
-EVERY_S = 1.0
+"""Variables of torchrun, DeepSpeed, Open MPI, Intel MPI and SLURM with the number of ranks on this machine."""
+POLL_S = 1.0
 EARLY_S = 120.0
-"""How much sooner than the rank that starts the supervisor others may have begun."""
+"""How much earlier than the rank that starts the sidecar other ranks may have started."""
 ALONE_GONE_S = 5.0
-"""How long a rank may be gone that nobody starts again."""
+"""How long a rank may be missing when no process restarts ranks."""
 LAST_WORDS_S = 2.0
-"""How long ranks that lost another one may take to say so."""
+"""How long ranks that lost a peer may take to report that."""
 LEAVE_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True)
-class Watched:
-    """What a supervisor beside a run must know of it."""
+class SidecarSpec:
+    """What a sidecar must know about the run."""
 
     log: FindingLog
     num_ranks: int
     num_elsewhere: int
-    """Of the ranks, those on other machines."""
+    """Number of ranks on other machines."""
     gone_s: float = ALONE_GONE_S
-    """How long a rank may be gone."""
+    """How long a rank may be missing."""
     deadlines_s: Mapping[Phase, float] = field(default_factory=dict)
-    """By phase: see `Supervisor`."""
+    """Deadline of each phase: see `Supervisor`."""
 
 
 @contextmanager
-def watched(run: Watched) -> Iterator[None]:
-    """Watch the ranks on this machine from another process, if no one does; the caller is a rank or their parent."""
+def watched(spec: SidecarSpec) -> Iterator[None]:
+    """Watch the ranks of this machine from a sidecar unless a process does already; call it in a rank or its parent."""
     if SUPERVISED in os.environ:
         yield
         return
     os.environ[SUPERVISED] = str(os.getpid())
-    watcher = start(run)
+    sidecar = start(spec)
     try:
         yield
     finally:
         os.environ.pop(SUPERVISED, None)
-        end(watcher)
+        end(sidecar)
 
 
-def start(run: Watched) -> "subprocess.Popen[bytes]":
-    """Start watching; it ends by itself when this process is gone."""
-    told = {"run": asdict(run), "began_s": time.time(), "process": os.getpid()}
-    watcher = subprocess.Popen(
+def start(spec: SidecarSpec) -> "subprocess.Popen[bytes]":
+    """Start a sidecar, which ends by itself when this process ends."""
+    request = {"spec": asdict(spec), "began_s": time.time(), "process": os.getpid()}
+    sidecar = subprocess.Popen(
         [*PYTHON, "-m", "surefoot.launch.sidecar"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     )
-    assert watcher.stdin is not None
-    with suppress(BrokenPipeError), watcher.stdin as stream:
-        stream.write(json.dumps(told, default=str).encode())
-    return watcher
+    assert sidecar.stdin is not None
+    with suppress(BrokenPipeError), sidecar.stdin as stream:
+        stream.write(json.dumps(request, default=str).encode())
+    return sidecar
 
 
-def end(watcher: "subprocess.Popen[bytes]") -> None:
-    """The run is over; the supervisor looks once more and ends."""
-    watcher.terminate()
+def end(sidecar: "subprocess.Popen[bytes]") -> None:
+    """Tell a sidecar that the run has ended; it polls once more and ends."""
+    sidecar.terminate()
     try:
-        watcher.wait(LEAVE_WITHIN_S)
-    except subprocess.TimeoutExpired:  # a file system that does not answer must not hold the end of a run
-        watcher.kill()
+        sidecar.wait(LEAVE_WITHIN_S)
+    except subprocess.TimeoutExpired:  # a file system that does not answer must not delay the end of a run
+        sidecar.kill()
 
 
 def ranks_elsewhere(num_ranks: int) -> int:
-    """How many of the ranks are on other machines, in a rank; all but this one where the launcher does not say."""
-    here = next((os.environ[name] for name in RANKS_HERE if os.environ.get(name)), "1")
-    return num_ranks - (int(here) if here.isdigit() else 1)
+    """Return how many ranks are on other machines; all but this one where the launcher does not tell."""
+    text = next((os.environ[name] for name in LOCAL_WORLD_SIZES if os.environ.get(name)), "1")
+    return num_ranks - (int(text) if text.isdigit() else 1)
 
 
-def main(told: str) -> None:
-    """Look until the run is over or the process that started this one is gone."""
+def main(text: str) -> None:
+    """Watch until the run ends or the process that started this one is gone."""
     is_over = threading.Event()
-    for number in (signal.SIGINT, signal.SIGHUP):  # Ctrl-C and a terminal that closes are for the run
+    for number in (signal.SIGINT, signal.SIGHUP):  # Ctrl-C and a closed terminal are for the run
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: is_over.set())
-    said = json.loads(told)
-    began_s, log = said["began_s"], said["run"].pop("log")
-    run = Watched(FindingLog(Path(log.pop("run_folder")), **log), **said["run"])
-    folder = run.log.run_folder
+    request = json.loads(text)
+    began_s, log = request["began_s"], request["spec"].pop("log")
+    spec = SidecarSpec(FindingLog(Path(log.pop("run_folder")), **log), **request["spec"])
+    folder = spec.log.run_folder
     supervisor = Supervisor(
         folder,
-        run.num_ranks,
+        spec.num_ranks,
         began_s,
-        num_elsewhere=run.num_elsewhere,
-        gone_s=run.gone_s,
+        num_elsewhere=spec.num_elsewhere,
+        gone_s=spec.gone_s,
         early_s=EARLY_S,
-        deadlines_s=run.deadlines_s,
+        deadlines_s=spec.deadlines_s,
     )
-    codes = set()
-    try:
-        while not is_over.wait(EVERY_S) and os.getppid() == said["process"]:
-            for finding in supervisor.look(time.time()):
-                codes.add(finding.code)
-                _note(run.log, finding)
-            supervisor.told()
-        dead = None if codes & {"SF101", "SF201"} else _death(supervisor, folder, began_s - EARLY_S)
-    except Exception as error:  # noqa: BLE001 - a defect in looking must not look like one of the run
-        say(f"the run goes on without a supervisor: {type(error).__name__}: {error}")
-        return
-    if dead is not None:
-        _note(run.log, dead)
-        if (folder / "run.yaml").is_file():  # a run of ours
+    watcher = Watcher(supervisor, spec.log)
+    while not is_over.wait(POLL_S) and os.getppid() == request["process"] and not watcher.is_blind:
+        watcher.poll(time.time())
+    is_explained = bool({finding.code for finding in watcher.findings} & {"SF101", "SF201"})
+    death: Finding | None = None
+    if not is_explained:
+        death = watcher.guard(lambda: _explain_gone_ranks(supervisor, folder, began_s - EARLY_S), None)
+    if death is not None:
+        watcher.report(death)
+        if (folder / "run.yaml").is_file():  # not for other trainers, which write no summary.json
             with suppress(OSError, StorageError):
-                write_end(folder, findings=[dead], error=dead.cause, since_s=began_s)
+                write_end(folder, findings=[death], error=death.cause, since_s=began_s)
 
 
-def _death(supervisor: Supervisor, folder: Path, since_s: float) -> Finding | None:
-    """The finding for a rank of this machine that is gone and had not said that it is through."""
+def _explain_gone_ranks(supervisor: Supervisor, folder: Path, since_s: float) -> Finding | None:
+    """Return the finding for a rank of this machine that is gone and had not reported its end."""
     if not supervisor.gone():
         return None
     time.sleep(LAST_WORDS_S)
     gone = supervisor.gone()
-    history = [entry for entry in read_history(folder).entries if entry.time_s >= since_s]
+    history = history_since(folder, since_s)
     last = {rank: last_start(history, rank)[-1] for rank in {entry.rank for entry in history}}
     rank = min(gone, key=lambda number: last[number].time_s)
-    found = find_death(
-        rank,
-        "is gone without a word; whoever started it knows its exit status",
-        for_memory=supervisor.was_memory_killed,
-        has_limit=cgroup.memory_limit_bytes() is not None,
-        history=history,
-        last_stacks=read_stacks(folder, rank),
-        killed=killed_for_memory(),
-    )
+    how = "exited without reporting an error; the program that started it knows its exit status"
+    finding = explain_death(folder, rank, how, for_memory=supervisor.was_memory_killed, history=history)
     failed = sorted(number for number, entry in last.items() if entry.values.get("failed"))
     if not failed and len(gone) == 1:
-        return found
+        return finding
     others = [f"ranks {', '.join(map(str, gone))} are gone"] if len(gone) > 1 else []
     others += [f"rank {number} ended with an error of its own" for number in failed]
-    cause = f"{found.cause}. {'; '.join(others)}: one is the cause of the others, look at what each printed last"
-    return replace(found, cause=cause, confidence=0.5)
-
-
-def _note(log: FindingLog, finding: Finding) -> None:
-    log.note(finding)
-    say(finding.as_text())
+    cause = f"{finding.cause}. {'; '.join(others)}: one caused the others, so compare what each printed last"
+    return replace(finding, cause=cause, confidence=0.5)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
 COMPLETIONS, EVAL_COMPLETIONS = "completions.jsonl", "eval_completions.jsonl"
 FINDINGS = "findings.jsonl"
 Status = Literal["completed", "interrupted", "failed"]
@@ -47,8 +48,12 @@ class RunResult:
     findings: list[Finding] = field(default_factory=list)
     error: str | None = None
 
+    def write(self) -> None:
+        """Write summary.json of the run folder. Raises: StorageError."""
+        write_json(self.run_folder / SUMMARY, self.as_dict())
+
     def as_dict(self) -> dict[str, Any]:
-        """As written to summary.json."""
+        """Return the content of summary.json."""
         return {
             "status": self.status,
             "run_folder": str(self.run_folder),
@@ -67,7 +72,7 @@ class RunResult:
 def read_result(run_folder: Path) -> RunResult | None:
     """Return what summary.json of a run folder holds; None where it is missing or is no summary."""
     try:
-        summary = read_object(run_folder / "summary.json")
+        summary = read_object(run_folder / SUMMARY)
         artifact = summary["artifact"]
         if not all(is_right(summary[name]) for name, is_right in _SUMMARY.items()):
             return None
@@ -172,7 +177,7 @@ def write_end(run_folder: Path, *, findings: Sequence[Finding], error: str | Non
     where there is none of this run, which began at `since_s` (seconds since 1970).
     """
     result = read_result(run_folder)
-    if result is not None and (run_folder / "summary.json").stat().st_mtime < since_s:  # of an earlier run
+    if result is not None and (run_folder / SUMMARY).stat().st_mtime < since_s:  # of an earlier run
         result = None
     if result is None and error is not None:
         result = replace(RunRecord(run_folder).result("failed"), steps=steps_done(run_folder))
@@ -181,7 +186,7 @@ def write_end(run_folder: Path, *, findings: Sequence[Finding], error: str | Non
     result = replace(result, findings=[*findings, *result.findings])
     if error is not None:
         result = replace(result, status="failed", artifact=None, error=error)
-    write_json(run_folder / "summary.json", result.as_dict())
+    result.write()
 
 
 def steps_done(run_folder: Path) -> int:

@@ -107,7 +107,7 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *,
             if before is not None and before.status == "failed":  # what an earlier start achieved stays
                 result = replace(before, error=result.error, findings=[*before.findings, *result.findings])
             if ranks.is_first and (before is None or before.status == "failed"):
-                write_json(folder / "summary.json", result.as_dict())
+                result.write()
             emit(RunEnded(result.as_dict()))
             return result
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 if "MEET_WITHIN_S" in os.environ and "RANK" in os.environ:
-    from surefoot.distributed import store as meeting
+    from surefoot.distributed import store
 
-    meeting.DEADLINE = timedelta(seconds=int(os.environ["MEET_WITHIN_S"]))
-    meeting.LATE = meeting.DEADLINE / 3
+    store.DEADLINE = timedelta(seconds=int(os.environ["MEET_WITHIN_S"]))
+    store.LATE = store.DEADLINE / 3
 
 if "RANK" in os.environ and os.environ["RANK"] == os.environ.get("LATE_RANK"):
     from surefoot.methods.grpo.engines.local import LocalEngine
@@ -35,10 +35,9 @@ if "RANK" in os.environ and os.environ["RANK"] == os.environ.get("LATE_RANK"):
 rank, what, when, file = (os.environ.get("FAULT", "") + ":::").split(":")[:4]
 is_cut = what == "cut"  # both ranks are in the message that one of them leaves unfinished
 if rank and (os.environ.get("RANK") == rank or (is_cut and "RANK" in os.environ)) and not Path(file).exists():
-    from surefoot.distributed import process_group as ranks
+    from surefoot.distributed import process_group
     from surefoot.models import experts
-    from surefoot.training import async_checkpoint as saver
-    from surefoot.training import step
+    from surefoot.training import async_checkpoint, step
 
     calls = 0
 
@@ -81,8 +80,8 @@ if rank and (os.environ.get("RANK") == rank or (is_cut and "RANK" in os.environ)
 
     places = {
         "step": (step, "_sum_of_squares"),
-        "save": (saver, "sha256_of"),
-        "meet": (ranks, "meet"),
+        "save": (async_checkpoint, "sha256_of"),
+        "meet": (process_group, "meet"),
         "experts": (experts, "_gate_of"),
     }
     before(*places[when.split("@")[1]])

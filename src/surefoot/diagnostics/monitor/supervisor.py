@@ -69,7 +69,7 @@ rank alone; before the first rank has begun, and after the last has ended."""
 
 
 class Supervisor:
-    """Of one start of one run. `look` once a second or so; it returns what was found since."""
+    """Watches one start of one run. `poll` it about once a second; it returns the findings since the last poll."""
 
     def __init__(
         self,
@@ -106,9 +106,9 @@ class Supervisor:
         self._looked_s = time.time()
         self._oom_kills = cgroup.oom_kills()
         self.stalled_since_s: float | None = None
-        """Since when the run stands still, if it does."""
-        self.stood_s: float | None = None
-        """How long it stood still, at the look after which it goes on again."""
+        """When the stall began, while there is one."""
+        self.recovered_after_s: float | None = None
+        """Length of the stall, at the poll that finds the run going again."""
 
     @property
     def limit_s(self) -> float:
@@ -144,21 +144,21 @@ class Supervisor:
         """Look no more."""
         self._trends.end()
 
-    def look(self, now_s: float) -> list[Finding]:
-        """Read what is new; a stall or a leak is returned once, when it is found."""
+    def poll(self, now_s: float) -> list[Finding]:
+        """Read what is new; return a stall or a leak once, when it is found."""
         if now_s - self._looked_s > BLIND_S:
             self._last_s = max(self._last_s, now_s)
         began_s = time.monotonic()
         try:
-            return self._look(now_s)
+            return self._poll(now_s)
         finally:
             self._looked_s = now_s + time.monotonic() - began_s
 
-    def told(self) -> None:
-        """What was found was written down and sent: the time that took is none in which this process was stopped."""
+    def mark_reported(self) -> None:
+        """Do not take the time since the poll, in which findings were reported, for one in which this process slept."""
         self._looked_s = max(self._looked_s, time.time())
 
-    def _look(self, now_s: float) -> list[Finding]:
+    def _poll(self, now_s: float) -> list[Finding]:
         self._open_rings()
         for rank in self._ranks.values():
             self._read(rank)
@@ -169,7 +169,7 @@ class Supervisor:
             sample = self._processes.sample(rank.ring.process, with_children=is_silent)
             rank.took(now_s, sample, is_silent=is_silent)
         trends = self._trends.look(now_s)
-        self.stood_s = None
+        self.recovered_after_s = None
         going = [rank for rank in self._ranks.values() if not rank.has_ended]
         if any(rank.moves_data for rank in going) and any(rank.phase in QUIET_PHASES for rank in going):
             self._moved_s = now_s
@@ -178,7 +178,7 @@ class Supervisor:
         since_s = self._last_s if self._given_s is not None else max(self._last_s, self._moved_s)
         if now_s - since_s <= late_after_s:
             if self.stalled_since_s is not None:
-                self.stood_s, self.stalled_since_s = now_s - self.stalled_since_s, None
+                self.recovered_after_s, self.stalled_since_s = now_s - self.stalled_since_s, None
             return trends
         if self.stalled_since_s is not None:
             return trends
