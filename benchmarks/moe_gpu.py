@@ -33,11 +33,12 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausal
 from surefoot.data.collate import MicroBatch, collate
 from surefoot.data.dataset import Sample
 from surefoot.distributed.process_group import ALONE
+from surefoot.methods.base import BatchTotals, Learner
 from surefoot.methods.sft import SftObjective
 from surefoot.models.adapter import write_adapter
 from surefoot.models.build import build_model, trainable_parameters
 from surefoot.models.lora import LoraSettings, adaptable_names
-from surefoot.training.step import Learner, Totals, counts_of, train_step
+from surefoot.training.step import counts_of, train_step
 
 HERE = Path(__file__).parent
 LENGTHS = (2048, 4096)
@@ -115,7 +116,7 @@ def ours(folder: Path, adapter: Path, length: int) -> dict[str, Any]:
 
     def step(packs: list[MicroBatch]) -> float:
         tokens, trained, weight = counts_of(packs)
-        totals = Totals(round(tokens), round(trained), weight)
+        totals = BatchTotals(round(tokens), round(trained), weight)
         on_device = [pack.to(device()) for pack in packs]
         return train_step(on_device, totals, learner, learning_rate=1e-4, max_grad_norm=1.0).loss
 

@@ -76,13 +76,14 @@ def rank_steps(folder: Path, tuning: str) -> dict[str, list[float]]:
     from surefoot.distributed.fsdp import Sharding
     from surefoot.distributed.parallel_dims import Layout
     from surefoot.distributed.process_group import joined
+    from surefoot.methods.base import BatchTotals, Learner
     from surefoot.methods.sft import SftObjective
     from surefoot.methods.token_loss import TokenLoss
     from surefoot.models.build import build_model, trainable_parameters
     from surefoot.models.lora import LoraSettings
     from surefoot.models.weight_loading import keep_freed_memory
     from surefoot.training.optimizer import build_optimizer
-    from surefoot.training.step import Learner, Totals, counts_of, train_step
+    from surefoot.training.step import counts_of, train_step
 
     device, settings = torch.device("cpu"), config(learning_rate=1e-4)
     lora = LoraSettings(rank=16, alpha=16, targets=("attention", "mlp")) if tuning == "lora" else None
@@ -120,7 +121,7 @@ def rank_steps(folder: Path, tuning: str) -> dict[str, list[float]]:
 
         def our_step(batch: Any) -> float:
             tokens, trained, weight = ranks.sum(counts_of([batch]))
-            totals = Totals(round(tokens), round(trained), weight)
+            totals = BatchTotals(round(tokens), round(trained), weight)
             return train_step([batch], totals, learner, learning_rate=1e-4, max_grad_norm=1.0).loss
 
         seconds: dict[str, list[float]] = {"ddp": [], "zero2": []}

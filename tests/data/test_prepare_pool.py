@@ -160,8 +160,8 @@ import sys
 from pathlib import Path
 from tests.support.models import make_tokenizer
 from tests.data.opening import open_dataset
-from surefoot.data import preparation
-preparation.SMALL_BYTES = 0
+from surefoot.data import prepare_pool
+prepare_pool.SMALL_BYTES = 0
 dataset = open_dataset(Path(sys.argv[1]), make_tokenizer(), num_workers=2)
 dataset.preparation._on_progress = lambda progress: progress and print(progress.rows, flush=True)
 dataset.preparation.run()

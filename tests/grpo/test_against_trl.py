@@ -13,11 +13,11 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from surefoot.config import RunConfig
+from surefoot.methods.base import BatchTotals
 from surefoot.methods.grpo.advantage import Trained, token_weights
 from surefoot.methods.grpo.batch import Trajectory, policy_batches
 from surefoot.methods.grpo.loss import GrpoObjective
 from surefoot.models.build import build_model
-from surefoot.training.step import Totals
 
 MAX_LENGTH = 9
 TEMPERATURE = 0.7
@@ -113,7 +113,7 @@ def test_the_gradient_is_that_of_trl(
 
     total = torch.zeros(())
     for batch in policy_batches(rows, 4, share_prompts=share_prompts):  # 4 of 6: the second group is cut
-        loss = objective.loss(batch, Totals(0, 0, 0.0)).total
+        loss = objective.loss(batch, BatchTotals(0, 0, 0.0)).total
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
 

@@ -31,7 +31,7 @@ from surefoot.methods.grpo.engines.vllm import VllmEngine
 from surefoot.methods.grpo.engines.vllm_protocol import RoutingLayers, call_for, completion_of
 from surefoot.methods.grpo.engines.vllm_sync import AdapterSync, FullSync
 from surefoot.methods.grpo.routed_experts import as_text, from_text
-from surefoot.methods.grpo.setup import open_server, settle_server, watch_of_engine
+from surefoot.methods.grpo.setup import drift_check, open_server, settle_server
 from surefoot.methods.grpo.types import Request, Sampling
 from surefoot.models.adapter import WEIGHTS
 from surefoot.models.build import build_model
@@ -260,7 +260,7 @@ def test_a_policy_that_never_arrives_ends_the_run() -> None:
     given = {"model": "m", "dataset": "d", "output_dir": "o", "method": "grpo", "reward_funcs": ["length"]}
     config = load_config(None, (), {**given, "rollout_engine": "vllm", "dtype": "float32", "device": "cpu"}).run
     near, far, late = ({"logprob_difference": one} for one in (0.015, 0.03, 5.0))
-    look = watch_of_engine(config)
+    look = drift_check(config)
     stale = {"logprob_difference": 0.5, "staleness": 2.0}
     for step, measured in enumerate((far, far, near, far, stale, {}, far)):
         look(step, measured)
@@ -268,7 +268,7 @@ def test_a_policy_that_never_arrives_ends_the_run() -> None:
         look(9, far)
     assert (stopped.value.finding.code, stopped.value.is_agreed) == ("SF805", True)
     assert (stopped.value.finding.evidence["step"], stopped.value.finding.evidence["mean_difference"]) == (9, 0.03)
-    local = watch_of_engine(config.model_copy(update={"rollout_engine": "local"}))
+    local = drift_check(config.model_copy(update={"rollout_engine": "local"}))
     for step in range(5):
         local(step, late)
 

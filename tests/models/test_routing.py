@@ -14,6 +14,7 @@ from surefoot.config import RunConfig
 from surefoot.data.collate import MicroBatch, collate
 from surefoot.data.dataset import Sample
 from surefoot.errors import ModelError
+from surefoot.methods.base import BatchTotals
 from surefoot.methods.grpo.batch import PolicyBatch, Trajectory, collate_policy
 from surefoot.methods.grpo.loss import GrpoObjective
 from surefoot.methods.grpo.routed_experts import as_text
@@ -29,7 +30,6 @@ from surefoot.models.routing import (
     expert_counts,
     load_balancing_loss,
 )
-from surefoot.training.step import Totals
 from tests.support.models import make_model
 
 LORA = LoraSettings(rank=4, alpha=8, targets=("attention", "experts", "router"))
@@ -111,7 +111,7 @@ def test_a_dense_model_has_no_routers() -> None:
 
 def aux_gradients(built: BuiltModel, batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
     objective = SftObjective(built, aux_loss_coef=0.5)
-    totals = Totals(
+    totals = BatchTotals(
         sum(b.num_tokens for b in batches), sum(b.num_trained for b in batches), sum(b.trained_weight for b in batches)
     )
     built.model.zero_grad()
@@ -147,7 +147,7 @@ def test_the_loss_reaches_the_routers(model_folder: Callable[[str], Path]) -> No
         objective = SftObjective(built, aux_loss_coef=coefficient)
         built.model.zero_grad()
         objective.begin_step([batch])
-        objective.loss(batch, Totals(batch.num_tokens, batch.num_trained, batch.trained_weight)).total.backward()
+        objective.loss(batch, BatchTotals(batch.num_tokens, batch.num_trained, batch.trained_weight)).total.backward()
         gradients.append(built.model.model.layers[0].mlp.gate.weight.grad.clone())
     assert not torch.allclose(*gradients)
 
@@ -208,7 +208,7 @@ def test_checkpointing_gives_the_same_gradients(kind: str, model_folder: Callabl
         objective = SftObjective(built, aux_loss_coef=0.1 if kind == "mixtral" else 0.0)
         batch = collate(samples(3))
         objective.begin_step([batch])
-        objective.loss(batch, Totals(batch.num_tokens, batch.num_trained, batch.trained_weight)).total.backward()
+        objective.loss(batch, BatchTotals(batch.num_tokens, batch.num_trained, batch.trained_weight)).total.backward()
         found.append({n: p.grad for n, p in built.model.named_parameters() if p.grad is not None})
     assert found[0].keys() == found[1].keys()
     for name, value in found[0].items():
@@ -290,7 +290,7 @@ def test_the_reference_goes_its_own_ways(model_folder: Callable[[str], Path]) ->
     for experts in (None, as_text(np.tile(np.int16([4, 5]), (4, 2, 1)))):
         (batch,) = objective.begin_step([collate_policy([replace(made, experts=experts)], share_prompts=False)])
         assert isinstance(batch, PolicyBatch)
-        losses = objective.loss(batch, Totals(5, 2, 2.0)).main
+        losses = objective.loss(batch, BatchTotals(5, 2, 2.0)).main
         assert batch.reference_logprobs is not None
         found.append((batch.reference_logprobs, losses.detach()))
     assert torch.equal(found[0][0], found[1][0])

@@ -17,11 +17,11 @@ from surefoot.distributed.fsdp import Sharding
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import joined
 from surefoot.launch.rank_process import leave
+from surefoot.methods.base import BatchTotals
 from surefoot.methods.sft import SftObjective
 from surefoot.models.build import build_model
 from surefoot.models.lora import LoraSettings
 from surefoot.planner.trace import _Live
-from surefoot.training.step import Totals
 
 model, tokens = Path(sys.argv[1]), int(sys.argv[2])
 travelled = [0]
@@ -51,7 +51,7 @@ with joined("cpu") as ranks:
         weights=None,
         places=(),
     )
-    objective, totals = SftObjective(built, 0.0), Totals(tokens, tokens - 1, float(tokens - 1))
+    objective, totals = SftObjective(built, 0.0), BatchTotals(tokens, tokens - 1, float(tokens - 1))
     objective.loss(batch, totals).total.backward()  # the first pass sets up what stays: process groups, flat weights
     known = [*built.model.parameters(), *built.model.buffers(), batch.ids, batch.position_ids, batch.predict_at]
     live = _Live([getattr(one, "_local_tensor", one) for one in known])

@@ -13,6 +13,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from surefoot.config import DatasetItem, RunConfig
+from surefoot.methods.base import BatchTotals
 from surefoot.methods.grpo.batch import Trajectory, collate_policy
 from surefoot.methods.grpo.loss import GrpoObjective, PolicyLoss
 from surefoot.methods.sft import SftObjective
@@ -20,7 +21,6 @@ from surefoot.models.build import build_model, build_without_storage
 from surefoot.models.lora import LoraSettings
 from surefoot.planner.expert_dispatch import share_out
 from surefoot.planner.trace import ATTENTION, Trace, _layers, _Live, likelihood, policy_loss, shaped_batch, trace_step
-from surefoot.training.step import Totals
 from tests.support.batches import LENGTHS, batch
 from tests.support.models import make_model
 
@@ -55,7 +55,7 @@ def test_the_peak_is_that_of_real_tensors(
     )
     objective = SftObjective(built, 0.0)
     real = batch()
-    totals = Totals(real.num_tokens, real.num_trained, float(real.num_trained))
+    totals = BatchTotals(real.num_tokens, real.num_trained, float(real.num_trained))
     layers = {one: n for n, layer in enumerate(built.model.get_decoder().layers) for one in layer.parameters()}
     known = [*built.model.parameters(), *built.model.buffers(), real.ids, real.position_ids, real.predict_at]
     live = _Live(known, layers=layers, vocabulary=built.model.config.vocab_size)
@@ -97,7 +97,7 @@ def test_the_peak_of_grpo_is_that_of_real_tensors(loss_type: str, is_kept: bool,
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(live.keep_gradient)
     with live:
-        objective.loss(policy, Totals(1, 1, 1.0)).total.backward()
+        objective.loss(policy, BatchTotals(1, 1, 1.0)).total.backward()
     seen = (*live.forward_moments(), *live.backward_moments())
     assert told.peak == pytest.approx(max(moment[0] for moment in seen), rel=0.03)
 

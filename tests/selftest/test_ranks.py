@@ -30,7 +30,7 @@ RANK = """
 import json, os, socket, sys, time
 from pathlib import Path
 from surefoot.system.process import leave
-from surefoot.diagnostics.selftest import collectives, rank
+from surefoot.diagnostics.selftest import collectives, stages
 FAULT = sys.argv[2] if os.environ["RANK"] == "1" else ""
 if FAULT == "another machine":
     socket.gethostname = lambda: "elsewhere"
@@ -42,11 +42,11 @@ if FAULT == "raises":
     collectives.exchange = lambda *_: 1 / 0
 if FAULT == "hangs":
     collectives.exchange = lambda *_: time.sleep(600)
-stages = [rank.Stage(one.name, one.work, 4.0) for one in rank.stages_of(2, is_deep=True) if one.name != "bandwidth"]
+short = [stages.Stage(one.name, one.work, 4.0) for one in stages.stages_of(2, is_deep=True) if one.name != "bandwidth"]
 if FAULT == "dies":
     collectives.exchange = lambda *_: os.abort()
-task = rank.Task("cpu", None, None, sys.argv[1], is_deep=True)
-leave(rank.try_out(task, stages)[1])
+task = stages.Task("cpu", None, None, sys.argv[1], is_deep=True)
+leave(stages.try_out(task, short)[1])
 """
 
 
@@ -127,7 +127,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
 
 def test_a_store_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
     lone = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
-    soon = "from datetime import timedelta; rank.CONNECT_WITHIN = timedelta(seconds=2)"
+    soon = "from datetime import timedelta; stages.CONNECT_WITHIN = timedelta(seconds=2)"
     code = RANK.replace("task =", f"{soon}; task =")
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "report.json"), ""],

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from surefoot.data.collate import MicroBatch
 from surefoot.distributed.process_group import ALONE
 from surefoot.methods import token_loss
+from surefoot.methods.base import BatchTotals, Learner, LossTerms
 from surefoot.methods.token_loss import _nll_sum
-from surefoot.training.step import Learner, LossParts, NotFinite, Totals, train_step
+from surefoot.training.step import NotFinite, train_step
 
 
 class Quadratic:
@@ -30,8 +31,8 @@ class Quadratic:
 
     def end_step(self) -> None: ...
 
-    def loss(self, batch: MicroBatch, totals: Totals) -> LossParts:
-        return LossParts((self.weight * batch.ids.float().sum()).sum() / totals.trained)
+    def loss(self, batch: MicroBatch, totals: BatchTotals) -> LossTerms:
+        return LossTerms((self.weight * batch.ids.float().sum()).sum() / totals.trained)
 
 
 def batch(*ids: int) -> MicroBatch:
@@ -42,7 +43,7 @@ def batch(*ids: int) -> MicroBatch:
 def step(weight: nn.Parameter, batches: list[MicroBatch], **changes: float) -> tuple[float, float]:
     optimizer = torch.optim.SGD([weight], lr=0.0)
     options = {"learning_rate": 1.0, "max_grad_norm": 0.0, **changes}
-    totals = Totals(
+    totals = BatchTotals(
         *(sum(getattr(b, name) for b in batches) for name in ("num_tokens", "num_trained", "trained_weight"))
     )
     no_model: Any = None  # a step works through the objective

@@ -11,10 +11,10 @@ from torch import nn
 from surefoot.config import load_config
 from surefoot.config.resolve import resolve
 from surefoot.distributed.process_group import ALONE, Ranks
+from surefoot.methods.base import BatchTotals, Learner
 from surefoot.models.build import build_model
 from surefoot.planner.trace import _Live
 from surefoot.training.async_checkpoint import Saver
-from surefoot.training.step import Learner, Totals
 from surefoot.training.train_setup import build_learner
 from tests.support.batches import batch
 
@@ -31,7 +31,7 @@ def test_checkpointed_layers_leave_no_copy_of_their_weights(settings: dict[str, 
     weights = [layer.self_attn.q_proj.weight for layer in learner.model.get_decoder().layers]
     copied = _Copies(weights)
     rows = batch()
-    totals = Totals(rows.num_tokens, rows.num_trained, float(rows.num_trained))
+    totals = BatchTotals(rows.num_tokens, rows.num_trained, float(rows.num_trained))
     with learner.forward_context(), copied:
         loss = learner.objective.loss(rows, totals).total
         alive = copied.alive()

@@ -18,10 +18,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 import surefoot
 from surefoot.distributed.process_group import Ranks
 from surefoot.errors import DataError
+from surefoot.methods.base import Interrupted
 from surefoot.methods.grpo.batch import Trajectory, collate_policy
 from surefoot.methods.grpo.engines.local import LocalEngine
 from surefoot.methods.grpo.engines.vllm_protocol import call_for, completion_of
-from surefoot.methods.grpo.types import Request, RolloutInterrupted, Sampling
+from surefoot.methods.grpo.types import Request, Sampling
 from surefoot.methods.token_loss import TokenLogprobs
 from surefoot.models.build import trainable_parameters
 from tests.support.data import write_jsonl
@@ -98,7 +99,7 @@ def test_a_rank_that_reads_images_with_others_stops_at_the_next_token(vision: An
         return len(times) > 5
 
     engine = LocalEngine(model, tokenizer, ranks=Ranks(), reader=reader, is_told_to_stop=told)
-    with pytest.raises(RolloutInterrupted):
+    with pytest.raises(Interrupted):
         engine.generate(requests, Sampling(200), 0)
     assert len(times) < 10
 

@@ -13,6 +13,7 @@ from surefoot.config import DatasetItem, RunConfig
 from surefoot.data.collate import MicroBatch
 from surefoot.data.image_processor import Vision
 from surefoot.errors import ModelError
+from surefoot.methods.base import BatchTotals
 from surefoot.methods.sft import SftObjective
 from surefoot.models.build import build_model, build_without_storage
 from surefoot.models.lora import LoraSettings
@@ -21,7 +22,6 @@ from surefoot.planner.forecast import forecast
 from surefoot.planner.sizes import check_fields
 from surefoot.planner.trace import ATTEND, ATTENTION, Trace, _Live, likelihood, shaped_batch, trace_step
 from surefoot.planner.vision_tower import Pictures, pictures_of, show
-from surefoot.training.step import Totals
 from tests.support.vision import KINDS
 
 Folders = Callable[[str], Path]
@@ -82,7 +82,7 @@ def test_the_peak_is_that_of_real_tensors(
             parameter.register_post_accumulate_grad_hook(live.keep_gradient)
     with live:
         batch = MicroBatch(**{**vars(batch), "vision": Vision(batch.vision.pixels.clone(), batch.vision.grid)})
-        objective.loss(batch, Totals(LENGTH, TRAINED, float(TRAINED))).total.backward()
+        objective.loss(batch, BatchTotals(LENGTH, TRAINED, float(TRAINED))).total.backward()
     seen = (*live.forward_moments(), *live.backward_moments())
     assert told.peak == pytest.approx(max(moment[0] for moment in seen), rel=0.06)
     assert told.flops == pytest.approx(live.flops, rel=0.02)

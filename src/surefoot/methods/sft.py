@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from surefoot.config import RunConfig
 from surefoot.data.collate import MicroBatch
+from surefoot.data.sampler import Position, StepBatch
 from surefoot.distributed.fsdp import gathered, put_to_rest
 from surefoot.distributed.process_group import ALONE, Ranks, sum_over_ranks
 from surefoot.errors import ModelError
+from surefoot.methods.base import BatchTotals, Interrupted, Learner, LossTerms, Method, Objective
 from surefoot.methods.token_loss import TokenLoss, few_tokens, probing, seeing_arguments
 from surefoot.models.build import BuiltModel
 from surefoot.models.routing import (
@@ -19,7 +22,6 @@ from surefoot.models.routing import (
     load_balancing_loss,
     router_names,
 )
-from surefoot.training.step import LossParts, Totals
 
 
 def check_routers(aux_loss_coef: float, model: PreTrainedModel) -> None:
@@ -37,10 +39,6 @@ def _check_recorded(built: BuiltModel) -> None:
         gathered(model, lambda: model.base_model(**seen))()
     put_to_rest(model)  # weights may be loaded before the next forward
     check_recorded(layers, built.routing.names)
-
-
-class EvaluationInterrupted(Exception):
-    """The run was told to stop while held-out rows were read."""
 
 
 class SftObjective:
@@ -72,6 +70,10 @@ class SftObjective:
         """Rows each expert got in the last step, int64 [layers, E]; None for a dense model."""
         return self._counts
 
+    def counted_tokens(self, totals: BatchTotals) -> int:
+        """Return all tokens: `expert_counts` counts rows of trained and untrained ones."""
+        return totals.tokens
+
     @property
     def holds_all_logits(self) -> bool:
         """See `Objective`."""
@@ -98,21 +100,21 @@ class SftObjective:
             self._complete_counts()
         return batches
 
-    def loss(self, batch: MicroBatch, totals: Totals) -> LossParts:
+    def loss(self, batch: MicroBatch, totals: BatchTotals) -> LossTerms:
         """This micro-batch's share, normalised over the global batch."""
         with self._routing.recording() as layers:
             main = self._token_loss(batch) * (0.0 if batch.is_filler else 1 / totals.weight)
         if not layers:
-            return LossParts(main)
+            return LossTerms(main)
         if not self._counts_are_complete:
             self._add(layers, batch)
         if not self._coefficient:
-            return LossParts(main)
+            return LossTerms(main)
         if not self._counts_are_complete:
             self._complete_counts()
         assert self._counts is not None
         aux = self._coefficient * load_balancing_loss(layers, self._counts, totals.tokens)
-        return LossParts(main, aux * 0 if batch.is_filler else aux)
+        return LossTerms(main, aux * 0 if batch.is_filler else aux)
 
     def end_step(self) -> None:
         """Collective where there are experts and their rows were not summed before."""
@@ -141,14 +143,14 @@ class SftObjective:
     ) -> tuple[float, int]:
         """(mean negative log-likelihood, trained tokens) over held-out batches, with dropout off. Collective.
 
-        `is_told_to_stop`: whether this rank is; asked before each batch. Raises: EvaluationInterrupted on all ranks.
+        `is_told_to_stop`: whether this rank is; asked before each batch. Raises: Interrupted on all ranks.
         """
         total, trained, weight = 0.0, 0.0, 0.0
         self._model.eval()
         try:
             for batch in batches:
                 if self._ranks.sum([is_told_to_stop()])[0]:
-                    raise EvaluationInterrupted
+                    raise Interrupted
                 loss = self._token_loss(batch).item()
                 total += 0.0 if batch.is_filler else loss
                 trained += batch.num_trained
@@ -158,3 +160,32 @@ class SftObjective:
             put_to_rest(self._model)
         total, trained, weight = self._ranks.sum([total, trained, weight])
         return total / weight, round(trained)
+
+
+class Sft(Method):
+    """Supervised fine-tuning."""
+
+    name = "sft"
+
+    @staticmethod
+    def build_objective(built: BuiltModel, config: RunConfig, ranks: Ranks) -> Objective:
+        """Return the likelihood of the trained tokens."""
+        return SftObjective(built, config.router_aux_loss_coef, ranks)
+
+    def load(self, config: RunConfig, learner: Learner) -> None:  # noqa: ARG002 - batches need no config
+        """Receive the model."""
+        self._learner = learner
+
+    def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:  # noqa: ARG002
+        """Return samples in the order of the data. Raises: DataError."""
+        with self.context.phase("wait for data"):
+            return self.context.data.batches(position)
+
+    def evaluate(self, step: int) -> Mapping[str, float]:  # noqa: ARG002 - the weights alone decide
+        """Return the loss on held-out rows."""
+        learner = self._learner
+        assert isinstance(learner.objective, SftObjective)
+        with learner.forward_context():
+            held_out = (batch.to(learner.device) for batch in self.context.data.eval_batches())
+            loss, trained = learner.objective.evaluate(held_out, self.context.is_told_to_stop)
+        return {"eval_loss": loss, "eval_trained_tokens": trained}

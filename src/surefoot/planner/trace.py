@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from surefoot.data.collate import MicroBatch
 from surefoot.data.image_processor import Vision
+from surefoot.methods.base import BatchTotals
 from surefoot.methods.grpo.batch import PolicyBatch
 from surefoot.methods.grpo.loss import PolicyLoss
 from surefoot.methods.sft import SftObjective
@@ -32,7 +33,6 @@ from surefoot.models.build import BuiltModel
 from surefoot.models.experts import is_fused_experts
 from surefoot.models.vision import vision_tower
 from surefoot.planner.expert_dispatch import Exchange, exchanged_bytes
-from surefoot.training.step import Totals
 
 ATTENTION = "surefoot_plan"
 ATTEND = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -289,7 +289,7 @@ def shaped_batch(lengths: Sequence[int], trained: int, vision: Vision | None = N
 def likelihood(built: BuiltModel, batch: MicroBatch, aux_loss_coef: float) -> Callable[[], Tensor]:
     """The loss of SFT, as a function that runs forward."""
     objective = SftObjective(built, aux_loss_coef, head_is_plain=head_is_plain(built.model))
-    totals = Totals(batch.num_tokens, batch.num_trained, float(batch.num_trained))
+    totals = BatchTotals(batch.num_tokens, batch.num_trained, float(batch.num_trained))
     return lambda: objective.loss(batch, totals).total
 
 

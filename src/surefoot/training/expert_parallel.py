@@ -20,9 +20,10 @@ from surefoot.data.sampler import Position, StepBatch
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import Ranks
 from surefoot.errors import ConfigError, ModelError
+from surefoot.methods.base import BatchTotals, Learner
 from surefoot.models.build import meta_model
 from surefoot.models.experts import experts_of, is_fused_experts
-from surefoot.training.step import Learner, NotFinite, Totals, counts_of, train_step
+from surefoot.training.step import NotFinite, counts_of, train_step
 from surefoot.training.train_setup import build_learner, sharding_of
 
 WARMUP_STEPS = 1
@@ -166,7 +167,7 @@ def _prepared_step(learner: Learner, batches: Batches, position: Position) -> tu
     """(the rows of a step, the step itself). Collective: two agreements."""
     rows, mine = learner.ranks.together(lambda: batches(position))
     tokens, trained, weight = learner.ranks.sum(counts_of(mine))
-    totals = Totals(round(tokens), round(trained), weight)
+    totals = BatchTotals(round(tokens), round(trained), weight)
     on_device = [batch.to(learner.device) for batch in mine]
 
     def step() -> None:

@@ -23,9 +23,7 @@ from surefoot.data.sampler import StepBatch
 from surefoot.distributed.process_group import Ranks
 from surefoot.errors import DataError, StoppedOnFinding, SurefootError
 from surefoot.events import BatchDescribed, CheckpointSaved, Evaluated, Event, StepEnded
-from surefoot.methods.grpo.rollout_source import LAST_WAIT_S
-from surefoot.methods.grpo.types import RolloutInterrupted
-from surefoot.methods.sft import EvaluationInterrupted
+from surefoot.methods.base import BatchTotals, Interrupted, Learner
 from surefoot.system.console import say_at_once
 from surefoot.system.process import restore_handlers, stop_signals
 from surefoot.training.async_checkpoint import Saver
@@ -35,8 +33,10 @@ from surefoot.training.memory_stats import peak_memory_bytes, sample_device_memo
 from surefoot.training.nan_check import not_finite_finding
 from surefoot.training.optimizer import EPSILON, learning_rate_at
 from surefoot.training.phases import Phases
-from surefoot.training.step import Learner, NotFinite, StepResult, Totals, counts_of, train_step
+from surefoot.training.step import NotFinite, StepResult, counts_of, train_step
 
+LAST_WAIT_S = 5.0
+"""How long the last save waits for what the method has asked for ahead."""
 LEDGER_STEPS = 500
 """Between two counts of what lies in memory: events of long ago are overwritten."""
 
@@ -108,6 +108,8 @@ class Job:
     """None where the data say how many and are not counted; then a share of the rows says how far the run is."""
     batches: Callable[[TrainState], tuple[StepBatch, list[MicroBatch]]]
     """The step after a state, and its micro-batches; emits its own phases."""
+    agrees_to_stop_before_batches: bool
+    """See `Method`."""
     evaluate: Callable[[int], Mapping[str, float]] | None
     """What the weights after so many steps reach on held-out samples, by name; None without any. Collective."""
     before_evaluation: Callable[[], None]
@@ -119,8 +121,8 @@ class Job:
     phases: Phases
     emit: Callable[[Event], None]
     saver: Saver
-    look_at: Callable[[int, Mapping[str, float]], None]
-    """Told what was measured of each step, which is the same on all ranks. Raises: StoppedOnFinding, on all of them."""
+    check_step: Callable[[int, Mapping[str, float]], None]
+    """Checks the metrics of each step, which are equal on all ranks. Raises: StoppedOnFinding, on all of them."""
     expert_use: ExpertUse
     """Where routers are trained; frozen ones are as the model came."""
 
@@ -183,13 +185,13 @@ class _Ready:
     rows: StepBatch
     batches: list[MicroBatch]
     """This rank's."""
-    totals: Totals
+    totals: BatchTotals
     began: float
 
 
 def _is_told_to_stop(job: Job, stop: StopSignal) -> bool:
-    """Asked before rollouts, which take long; elsewhere it is part of what ranks agree on anyway. Collective."""
-    return job.config.method == "grpo" and bool(job.ranks.sum([stop.received is not None])[0])
+    """Return whether to stop before batches that take long; ranks agree on others with the batch. Collective."""
+    return job.agrees_to_stop_before_batches and bool(job.ranks.sum([stop.received is not None])[0])
 
 
 def _get_ready_or_save(job: Job, state: TrainState, stop: StopSignal) -> "_Ready | None":
@@ -213,7 +215,7 @@ def _get_ready(job: Job, state: TrainState, stop: StopSignal) -> _Ready | None:
     try:
         rows, batches = job.batches(state)  # may be collective, so it comes before what one rank alone can fail at
         job.saver.raise_error()
-    except RolloutInterrupted:
+    except Interrupted:
         return None
     except SurefootError as caught:
         if caught.is_agreed:
@@ -228,7 +230,7 @@ def _get_ready(job: Job, state: TrainState, stop: StopSignal) -> _Ready | None:
         return None
     assert rows is not None
     job.emit(_described(job, state.step + 1, batches))
-    return _Ready(rows, batches, Totals(round(tokens), round(trained), weight), began)
+    return _Ready(rows, batches, BatchTotals(round(tokens), round(trained), weight), began)
 
 
 def _described(job: Job, step: int, batches: Sequence[MicroBatch]) -> BatchDescribed:
@@ -288,12 +290,10 @@ def _one_step(job: Job, state: TrainState, ready: _Ready) -> TrainState:
     )
     measured = {**rows.about, **job.learner.objective.measured}
     job.emit(_step_ended(job, state, result, measured, learning_rate, step_time_s))
-    job.look_at(state.step, measured)
+    job.check_step(state.step, measured)
     counts = job.learner.objective.expert_counts
     if counts is not None:
-        # SFT counts the rows of all tokens, GRPO those of the trained ones.
-        tokens = result.totals.trained if config.method == "grpo" else result.totals.tokens
-        for used in job.expert_use.add(state.step, counts, tokens):
+        for used in job.expert_use.add(state.step, counts, job.learner.objective.counted_tokens(result.totals)):
             job.emit(used)
     return state
 
@@ -339,7 +339,7 @@ def _evaluate(job: Job, state: TrainState) -> TrainState:
     try:
         with job.phases("evaluate"):
             measured = job.evaluate(state.step)
-    except (RolloutInterrupted, EvaluationInterrupted):  # all ranks were told to stop, and do so before the next step
+    except Interrupted:  # all ranks were told to stop, and do so before the next step
         return replace(state, evaluation_is_due=True)
     except StoppedOnFinding:
         _save_if_new(job, state)

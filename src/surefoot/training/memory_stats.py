@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from surefoot.events import DeviceMemorySampled, MemorySampled
-from surefoot.training.step import Learner
+from surefoot.methods.base import Learner
 
 
 def sample_memory(learner: Learner, step: int) -> MemorySampled:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from surefoot.data.collate import MicroBatch
 from surefoot.findings import CATALOGUE, Finding
+from surefoot.methods.base import Learner
 from surefoot.models.dtensor_blocks import block_of
-from surefoot.training.step import Learner, NotFinite
+from surefoot.training.step import NotFinite
 
 MOST_NAMES = 8
 MOST_ROWS = 32

@@ -1,17 +1,13 @@
 """One optimizer step. Knows nothing of where batches come from, of files, or of what is logged."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from surefoot.data.collate import MicroBatch
-from surefoot.distributed.process_group import Ranks
-from surefoot.events import Phase
+from surefoot.methods.base import BatchTotals, Learner
 from surefoot.models.dtensor_blocks import Block, block_of
 
 CLIP_EPSILON = 1e-6
@@ -22,60 +18,9 @@ LARGEST_SQUARE = torch.finfo(torch.float32).max
 """AdamW keeps squares of gradients in float32, so a larger squared norm counts as infinite."""
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Counts over the global batch, all ranks together, which every micro-batch's loss is normalised by."""
-
-    tokens: int
-    trained: int
-    weight: float
-    """Sum of the trained tokens' weights: `trained`, where rows ask for no other."""
-
-
 def counts_of(batches: Sequence[MicroBatch]) -> list[float]:
     """(tokens, trained tokens, their weight) of one rank's batches; summed over the ranks, the step's totals."""
     return [sum(getattr(batch, name) for batch in batches) for name in ("num_tokens", "num_trained", "trained_weight")]
-
-
-@dataclass(frozen=True)
-class LossParts:
-    """A micro-batch's share of the step's loss: the shares of all micro-batches add up."""
-
-    main: Tensor
-    aux: Tensor | None = None
-    """Load-balancing loss times its coefficient."""
-
-    @property
-    def total(self) -> Tensor:
-        return self.main if self.aux is None else self.main + self.aux
-
-
-class Objective(Protocol):
-    """What is minimised: SFT or GRPO."""
-
-    @property
-    def expert_counts(self) -> Tensor | None:
-        """Rows each expert got in the last step, int64 [layers, E]; None for a dense model."""
-
-    @property
-    def holds_all_logits(self) -> bool:
-        """Whether logits of all trained tokens of a micro-batch exist at once: the model scales or caps them itself."""
-
-    @property
-    def measured(self) -> Mapping[str, float]:
-        """What else there is to say of the last step, by name; the same on all ranks."""
-
-    def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """See this rank's part of the global batch before its first forward; returns it with what was added to it."""
-
-    def end_step(self) -> None:
-        """All backwards are done. Collective."""
-
-    def loss(self, batch: MicroBatch, totals: Totals) -> LossParts:
-        """A micro-batch's share of the loss, with its graph."""
-
-    def look(self, batches: Iterable[MicroBatch]) -> None:
-        """A forward of each batch without graph and dropout, for whoever watches the modules. Collective."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +30,7 @@ class StepResult:
     loss: float
     aux_loss: float | None
     grad_norm: float
-    totals: Totals
+    totals: BatchTotals
 
 
 class NotFinite(Exception):
@@ -101,28 +46,8 @@ class NotFinite(Exception):
         """Whether this rank's own share is not finite."""
 
 
-@dataclass(frozen=True)
-class Learner:
-    """What a step works on: a model as this rank has it, with all that trains it."""
-
-    model: PreTrainedModel
-    parameters: dict[str, nn.Parameter]
-    """Those that are trained."""
-    optimizer: torch.optim.Optimizer
-    objective: Objective
-    ranks: Ranks
-    device: torch.device
-    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
-    rollout_context: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Of many forwards with the same weights."""
-    before_micro_batch: Callable[[bool], None] = lambda _: None
-    """Told whether the micro-batch that comes is the step's last."""
-    phase: Callable[[Phase], AbstractContextManager[None]] = lambda _: nullcontext()
-    """Told what begins and ends."""
-
-
 def train_step(
-    batches: Sequence[MicroBatch], totals: Totals, learner: Learner, *, learning_rate: float, max_grad_norm: float
+    batches: Sequence[MicroBatch], totals: BatchTotals, learner: Learner, *, learning_rate: float, max_grad_norm: float
 ) -> StepResult:
     """Forward and backward over this rank's part of the global batch, clip, update.
 

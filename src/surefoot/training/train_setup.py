@@ -12,13 +12,12 @@ from surefoot.distributed.fsdp import Sharding
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import Ranks
 from surefoot.errors import ConfigError
-from surefoot.methods.grpo.loss import GrpoObjective
-from surefoot.methods.sft import SftObjective
+from surefoot.methods.base import Learner
+from surefoot.methods.registry import METHODS
 from surefoot.models.build import build_model, trainable_parameters
 from surefoot.models.weight_loading import keep_freed_memory
 from surefoot.training.export import load_adapter, lora_settings
 from surefoot.training.optimizer import build_optimizer
-from surefoot.training.step import Learner, Objective
 
 Context = Callable[[], AbstractContextManager[object]]
 
@@ -73,11 +72,7 @@ def build_learner(
         forward_context = partial(autocast, cache_enabled=False)
         rollout_context = autocast if config.zero_stage < 3 else forward_context
     with forward_context():
-        objective: Objective = (
-            GrpoObjective(built, config, ranks)
-            if config.method == "grpo"
-            else SftObjective(built, config.router_aux_loss_coef, ranks)
-        )
+        objective = METHODS[config.method].build_objective(built, config, ranks)
     return Learner(
         model=built.model,
         parameters=parameters,

@@ -1,6 +1,6 @@
 """The composition root: from a config to a finished run. Reads as a list of what a run is made of."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,17 +19,12 @@ from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import Ranks, gpu_of, joined
 from surefoot.errors import CheckpointError, ConfigError, ModelError, StoppedOnFinding, StorageError, SurefootError
 from surefoot.events import Event, FindingMade, Noted, Observer, RunEnded, RunStarted
+from surefoot.methods.base import Learner, MethodContext
 from surefoot.methods.grpo.setup import (
-    check_answers,
     check_routing_replay,
-    open_server,
     reward_files,
-    rollout_source,
-    settle_server,
-    start_rewards,
-    watch_of_engine,
 )
-from surefoot.methods.sft import SftObjective
+from surefoot.methods.registry import METHODS
 from surefoot.methods.training_data import RunData, open_data
 from surefoot.models.build import load_tokenizer
 from surefoot.models.generate import end_tokens
@@ -51,7 +46,6 @@ from surefoot.training.phases import Phases
 from surefoot.training.run_dir import Resume, check_shared, claim, delete_run, set_aside_after
 from surefoot.training.run_metadata import environment
 from surefoot.training.run_summary import FindingLog, RunRecord, RunResult, Status, completed_earlier, read_result
-from surefoot.training.step import Learner
 from surefoot.training.train_setup import build_learner, check_trained_routers, sharding_of
 
 Emit = Callable[[Event], None]
@@ -279,69 +273,42 @@ def _assemble(
     device = gpu_of(ranks.rank, ranks.local_rank) if config.device == "cuda" else torch.device("cpu")
     phases = Phases(emit, ranks.rank)
     undo.callback(data.stop)
-    rewards, server = None, None
-    if config.method == "grpo":  # both are cheap to refuse, and a server gets ready while data are prepared
-        with phases("load"):
-            rewards = ranks.together(lambda: start_rewards(loaded))
-            undo.callback(rewards.end)
-            if config.rollout_engine == "vllm":
-                server = open_server(loaded, base, data.reader.settings if data.reader is not None else None, ranks)
-                undo.callback(server.end)
+    context = MethodContext(loaded, base, opened.tokenizer, data, ranks, phases, emit, is_told_to_stop)
+    method = METHODS[config.method](context)
+    undo.callback(method.end)
+    method.start()
     with phases("tokenise"):
         ranks.node_by_node(lambda: data.prepare(state.position))
-        if rewards is not None:
-            ranks.node_by_node(lambda: check_answers(loaded, data, state.position))
+        ranks.node_by_node(lambda: method.check_data(state.position))
     judged_by = _judged_by(config, state, emit, ranks)
-    if server is not None:
-        ranks.together(server.check_alive, names_rank=False)
-        with phases("sync"):
-            settle_server(config, server, ranks, emit)
+    method.connect()
 
     with phases("load"):
         config, measured, learner = _load(config, opened, resume, phases, emit, ranks, device)
-
-    if rewards is not None:
-        with phases("load"):
-            source = rollout_source(
-                config, data, learner, opened.tokenizer, base, rewards, server, phases, emit, is_told_to_stop
-            )
-        undo.callback(source.end)
-        source.restore(state.pending)
-        state = replace(state, pending=[])
+        method.load(config, learner)
+    method.restore(state.pending)
+    state = replace(state, pending=[])
 
     def batches(state: TrainState) -> tuple[StepBatch, list[MicroBatch]]:
-        if rewards is not None:
-            ranks.together(data.look)
-            return source.batches(state.position, state.step, state.epoch)
-        with phases("wait for data"):
-            return data.batches(state.position)
+        return method.batches(state.position, state.step, state.epoch)
 
     def as_saved(state: TrainState, wait_s: float) -> TrainState:
-        pending = [] if rewards is None else source.pending(state.position, state.step, wait_s)
+        pending = method.pending(state.position, state.step, wait_s)
         return replace(state, pending=pending, data_seen=dict(data.train.seen), reward_files=judged_by)
-
-    def evaluate(step: int) -> Mapping[str, float]:
-        if rewards is not None:
-            assert data.held_out is not None
-            return source.evaluate(data.held_out, step)
-        assert isinstance(learner.objective, SftObjective)
-        with learner.forward_context():
-            held_out = (batch.to(device) for batch in data.eval_batches())
-            loss, trained = learner.objective.evaluate(held_out, is_told_to_stop)
-        return {"eval_loss": loss, "eval_trained_tokens": trained}
 
     job = Job(
         config=config,
         run_folder=folder,
         total_steps=data.total_steps(),
         batches=batches,
-        evaluate=evaluate if data.held_out is not None else None,
+        agrees_to_stop_before_batches=method.agrees_to_stop_before_batches,
+        evaluate=method.evaluate if data.held_out is not None else None,
         before_evaluation=data.finish,
         as_saved=as_saved,
         learner=learner,
         phases=phases,
         emit=emit,
-        look_at=watch_of_engine(config),
+        check_step=method.check_step,
         saver=Saver(folder, config.model_dump(mode="json"), config.save_total_limit, ranks),
         expert_use=ExpertUse(
             ranks.rank,

@@ -13,13 +13,13 @@ from surefoot.data.image_processor import PixelReader
 from surefoot.distributed.fsdp import put_to_rest
 from surefoot.distributed.process_group import ALONE, Ranks, sum_over_ranks
 from surefoot.errors import ModelError
+from surefoot.methods.base import BatchTotals, LossTerms
 from surefoot.methods.grpo.batch import PolicyBatch, Trajectory, collate_policy
 from surefoot.methods.grpo.types import Request
 from surefoot.methods.token_loss import TokenLogprobs, probing
 from surefoot.models.build import BuiltModel
 from surefoot.models.lora import adapter_off
 from surefoot.models.routing import LayerRouting, ReplayedRouting, RoutingRecorder, expert_counts
-from surefoot.training.step import LossParts, Totals
 
 EPSILON = 0.2
 OWN_CLIPS = {"cispo": (EPSILON, 5.0), "gspo": (3e-4, 4e-4)}
@@ -149,6 +149,10 @@ class GrpoObjective:
         """Rows each expert got of the last step's trained tokens, int64 [layers, E]; None for a dense model."""
         return self._counts
 
+    def counted_tokens(self, totals: BatchTotals) -> int:
+        """Return the trained tokens: `expert_counts` counts their rows alone."""
+        return totals.trained
+
     @property
     def holds_all_logits(self) -> bool:
         """See `Objective`."""
@@ -217,7 +221,7 @@ class GrpoObjective:
             batch = replace(batch, experts=chosen)
         return replace(batch, **{name: found})  # type: ignore[arg-type]
 
-    def loss(self, batch: MicroBatch, totals: Totals) -> LossParts:
+    def loss(self, batch: MicroBatch, totals: BatchTotals) -> LossTerms:
         """This micro-batch's share: its tokens' weights say what part of the step each is."""
         del totals
         assert isinstance(batch, PolicyBatch)
@@ -234,14 +238,14 @@ class GrpoObjective:
             counts = expert_counts(seen, layers[0].logits.shape[-1])
             self._counts = counts if self._counts is None else self._counts + counts
         if batch.is_filler:
-            return LossParts(logprobs.sum() * 0.0)
+            return LossTerms(logprobs.sum() * 0.0)
         measured["entropy"] = entropy
         if isinstance(replayed, ReplayedRouting):
             measured["routing_agreement"] = _agreement(replayed.own, layers)[batch.predict_at]
         nothing = torch.zeros_like(entropy)
         sums = [torch.where(is_trained, measured.get(name, nothing), nothing).sum() for name in SUMS]
         self._sums.append(torch.stack([*sums, is_trained.sum()]).double())
-        return LossParts((losses * batch.weights).sum())
+        return LossTerms((losses * batch.weights).sum())
 
     def end_step(self) -> None:
         """Collective: one sum of a few numbers; another where there are experts."""

@@ -23,6 +23,7 @@ from surefoot.distributed.process_group import Ranks
 from surefoot.errors import DataError, StoppedOnFinding, SurefootError
 from surefoot.events import CompletionsMade, Event, FindingMade, Phase, Preparing
 from surefoot.findings import Finding
+from surefoot.methods.base import Interrupted
 from surefoot.methods.grpo.advantage import has_spread
 from surefoot.methods.grpo.batch import Trajectory, part_of, policy_batches, trajectory_of
 from surefoot.methods.grpo.reward_checks import FlatRewards, failing_rewards, no_rewards
@@ -33,7 +34,6 @@ from surefoot.methods.grpo.types import (
     Engine,
     Prompt,
     Request,
-    RolloutInterrupted,
     Sampling,
     Wait,
     unless_stopped,
@@ -136,7 +136,7 @@ class RolloutSource:
         `epoch`: the share of the data seen before it. Each step on the same completions counts as a part of them.
 
         With `max_staleness`, the next ones are asked for before these are trained on.
-        Raises: DataError for a prompt; StoppedOnFinding (SF801, SF803, SF805, SF806); RolloutInterrupted; on all ranks.
+        Raises: DataError for a prompt; StoppedOnFinding (SF801, SF803, SF805, SF806); Interrupted; on all ranks.
         """
         use = step % self._config.num_iterations
         if use == 0 or self._current is None:
@@ -342,7 +342,7 @@ class RolloutSource:
     def _waited(
         self, wait: Wait, seconds: float, *, is_told_to_stop: Callable[[], bool] = lambda: False
     ) -> list[Completion] | None:
-        """What the engine made, or None after so many seconds. Collective. Raises: RolloutInterrupted."""
+        """What the engine made, or None after so many seconds. Collective. Raises: Interrupted."""
         left_s = seconds
         while left_s > 0:
             made = unless_stopped(self._ranks, partial(wait, min(left_s, PIECE_S)), is_told_to_stop)
@@ -356,7 +356,7 @@ class RolloutSource:
         """The same; once the run is told to stop, for `LAST_WAIT_S` at most. Collective."""
         try:
             return self._waited(wait, seconds, is_told_to_stop=self._is_told_to_stop)
-        except RolloutInterrupted:
+        except Interrupted:
             return self._waited(wait, min(seconds, LAST_WAIT_S))
 
     def _prompt(self, dataset: Dataset, key: SampleKey) -> Prompt:

@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from surefoot.config import RunConfig
 from surefoot.distributed.process_group import Ranks
 from surefoot.events import Event, Phase, Preparing
+from surefoot.methods.base import Interrupted
 from surefoot.methods.grpo.advantage import Trained, advantages, deviation, has_spread, overlong_penalty, token_weights
 from surefoot.methods.grpo.batch import Trajectory, part_of
 from surefoot.methods.grpo.rewards import Answers, Rewards, Scored
-from surefoot.methods.grpo.types import Completion, Prompt, RolloutInterrupted, unless_stopped
+from surefoot.methods.grpo.types import Completion, Prompt, unless_stopped
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Judge:
     def groups(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Group]:
         """The same on all ranks; `completions`: those of this one. Each group is judged whole, on one. Collective.
 
-        Raises: RolloutInterrupted on all ranks where one is told to stop.
+        Raises: Interrupted on all ranks where one is told to stop.
         """
         each = self._config.num_generations
         with self._phase("communicate"):
@@ -179,7 +180,7 @@ class Judge:
 
         def wait() -> None:
             if self._is_told_to_stop():
-                raise RolloutInterrupted
+                raise Interrupted
             self._emit(Preparing())
 
         scores = self._rewards.score(asked, waiting=wait)

@@ -23,6 +23,7 @@ from surefoot.data.sampler import Position
 from surefoot.distributed.process_group import Ranks
 from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.events import Event, Noted, Preparing
+from surefoot.methods.base import Learner, MethodContext
 from surefoot.methods.grpo.builtin_rewards import BUILT_IN, columns_problem
 from surefoot.methods.grpo.engines.local import LocalEngine
 from surefoot.methods.grpo.engines.server import Server, ServerFailed, start_server
@@ -46,8 +47,6 @@ from surefoot.system import loopback
 from surefoot.system.atomic_io import sha256_of
 from surefoot.training.export import lora_settings, write_artifact
 from surefoot.training.loop import is_over
-from surefoot.training.phases import Phases
-from surefoot.training.step import Learner
 
 ENGINE = "engine"
 """Of the run folder: the server's log, and what is sent to it."""
@@ -147,9 +146,9 @@ def _wait_for(server: Server, config: RunConfig, emit: Callable[[Event], None]) 
         raise server.stopped("SF801", str(error)) from error
 
 
-def watch_of_engine(config: RunConfig) -> Callable[[int, Mapping[str, float]], None]:
-    """`Job.look_at`: ends a run whose server answers with other weights than are trained (SF805)."""
-    if config.method != "grpo" or config.rollout_engine != "vllm":
+def drift_check(config: RunConfig) -> Callable[[int, Mapping[str, float]], None]:
+    """Return the check of each step: it ends a run whose server uses other weights than are trained (SF805)."""
+    if config.rollout_engine != "vllm":
         return lambda _step, _measured: None
     # The probe has one sequence, and this the tokens of a step, of which training makes some unlikely.
     drift = EngineDrift(2 * tolerance_of(getattr(torch, config.dtype)))
@@ -224,18 +223,10 @@ def _is_of_launcher(name: str) -> bool:
 
 
 def rollout_source(
-    config: RunConfig,
-    data: RunData,
-    learner: Learner,
-    tokenizer: PreTrainedTokenizerBase,
-    base: Path,
-    rewards: Rewards,
-    server: Server | None,
-    phases: Phases,
-    emit: Callable[[Event], None],
-    is_told_to_stop: Callable[[], bool],
+    config: RunConfig, context: MethodContext, learner: Learner, rewards: Rewards, server: Server | None
 ) -> RolloutSource:
-    """The batch source of a learner. Collective. Raises: StoppedOnFinding (SF801) where a server does not get ready."""
+    """Return the batch source. Collective. Raises: StoppedOnFinding (SF801) where a server does not get ready."""
+    data, tokenizer, emit = context.data, context.tokenizer, context.emit
     text = learner.model.config.get_text_config()
     ends = end_tokens(learner.model, tokenizer) | answer_ends(tokenizer, config.template_variables)
     sampling = Sampling(
@@ -260,10 +251,10 @@ def rollout_source(
             reader=data.reader,
             routing=learner.objective.routing if config.routing_replay == "rollout" else None,
             timeout_s=config.rollout_timeout_s,
-            is_told_to_stop=_with_signs_of_life(is_told_to_stop, emit),
+            is_told_to_stop=_with_signs_of_life(context.is_told_to_stop, emit),
         )
     else:
-        engine = _vllm(config, learner, tokenizer, server, sampling, data.reader, base, emit)
+        engine = _vllm(config, learner, tokenizer, server, sampling, data.reader, context.base, emit)
     return RolloutSource(
         config,
         data.train,
@@ -277,9 +268,9 @@ def rollout_source(
         share_prompts=learner.device == torch.device("cpu"),
         reader=data.reader,
         is_over=partial(is_over, config),
-        is_told_to_stop=is_told_to_stop,
+        is_told_to_stop=context.is_told_to_stop,
         ranks=learner.ranks,
-        phase=phases,
+        phase=context.phase,
         emit=emit,
     )
 

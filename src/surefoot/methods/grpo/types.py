@@ -11,12 +11,9 @@ from typing import Any, Literal, Protocol, TypeVar
 from surefoot.data.images import Image
 from surefoot.distributed.process_group import Ranks
 from surefoot.events import Phase
+from surefoot.methods.base import Interrupted
 
 T = TypeVar("T")
-
-
-class RolloutInterrupted(Exception):
-    """The run was told to stop while completions were made or judged; on all ranks where it leaves the source."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +106,10 @@ class Engine(Protocol):
 
 
 def unless_stopped(ranks: Ranks, work: Callable[[], T], is_told_to_stop: Callable[[], bool] = lambda: False) -> T:
-    """What `work` returns. Collective: one sum. Raises: RolloutInterrupted on all ranks where one was told to."""
+    """What `work` returns. Collective: one sum. Raises: Interrupted on all ranks where one was told to."""
     made: list[T] = []
-    with suppress(RolloutInterrupted):
+    with suppress(Interrupted):
         made.append(work())
     if ranks.sum([not made or is_told_to_stop()])[0]:
-        raise RolloutInterrupted
+        raise Interrupted
     return made[0]

@@ -28,8 +28,9 @@ from surefoot.distributed.process_group import ALONE, Ranks
 from surefoot.errors import StoppedOnFinding
 from surefoot.events import Phase
 from surefoot.findings import Finding
+from surefoot.methods.base import Interrupted
 from surefoot.methods.grpo.routed_experts import Experts, as_text
-from surefoot.methods.grpo.types import Completion, Request, RolloutInterrupted, Sampling, Wait
+from surefoot.methods.grpo.types import Completion, Request, Sampling, Wait
 from surefoot.models.generate import generating
 from surefoot.models.routing import LayerRouting, RoutingRecorder
 from surefoot.models.vision import see
@@ -65,7 +66,7 @@ class LocalEngine:
 
         `batch_size`: the most completions that are generated at a time. `reader`: of images, where the model sees.
         `routing`: of a model whose completions shall say which experts their tokens went to. `timeout_s`: for a whole
-        rollout. `is_told_to_stop`: asked at each token; then `RolloutInterrupted` is raised, on all ranks.
+        rollout. `is_told_to_stop`: asked at each token; then `Interrupted` is raised, on all ranks.
         """
         self._timeout_s = timeout_s
         self._is_told_to_stop = is_told_to_stop
@@ -98,7 +99,7 @@ class LocalEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> list[Completion]:
         """A completion for each request, in order. Collective, also without a request: a forward may gather weights.
 
-        Raises: StoppedOnFinding (SF801), RolloutInterrupted; on all ranks.
+        Raises: StoppedOnFinding (SF801), Interrupted; on all ranks.
         """
         deadline_s = time.monotonic() + self._timeout_s
         each = self._batch_size or max(len(requests), 1)
@@ -124,7 +125,7 @@ class LocalEngine:
                 put_to_rest(self._model)
         told, missing = self._ranks.sum([self._is_told_to_stop(), len(requests) - len(completions)])
         if told:
-            raise RolloutInterrupted
+            raise Interrupted
         if missing:
             places = list(dict.fromkeys(request.place for request in requests[len(completions) :] if request.place))
             stopped = StoppedOnFinding(_late(self._ranks.gather([was_late, places]), round(missing), self._timeout_s))

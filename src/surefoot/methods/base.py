@@ -1,0 +1,172 @@
+"""What a method of fine-tuning is: the class that each one implements, and what it shares with the training loop.
+
+SFT is `sft.py`, GRPO is `grpo/method.py`; `registry.py` finds a method by its name in run.yaml.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surefoot.config import LoadedConfig, RunConfig
+from surefoot.data.collate import MicroBatch
+from surefoot.data.sampler import Position, StepBatch
+from surefoot.distributed.process_group import Ranks
+from surefoot.events import Event, Phase
+from surefoot.methods.training_data import RunData
+from surefoot.models.build import BuiltModel
+
+
+class Interrupted(Exception):
+    """A stop signal ended a rollout or an evaluation; raised on all ranks."""
+
+
+@dataclass(frozen=True)
+class BatchTotals:
+    """Counts over the global batch, all ranks together, by which every micro-batch's loss is normalised."""
+
+    tokens: int
+    trained: int
+    weight: float
+    """Sum of the trained tokens' weights; equal to `trained` unless rows set weights."""
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """A micro-batch's share of the step's loss. The shares of all micro-batches add up."""
+
+    main: Tensor
+    aux: Tensor | None = None
+    """Load-balancing loss times its coefficient."""
+
+    @property
+    def total(self) -> Tensor:
+        return self.main if self.aux is None else self.main + self.aux
+
+
+class Objective(Protocol):
+    """The loss of a method, on one rank's micro-batches."""
+
+    @property
+    def expert_counts(self) -> Tensor | None:
+        """Rows of each expert in the last step, int64 [layers, E]; None for a dense model."""
+
+    def counted_tokens(self, totals: BatchTotals) -> int:
+        """Return how many tokens of the global batch `expert_counts` has counted."""
+
+    @property
+    def holds_all_logits(self) -> bool:
+        """Whether logits of all trained tokens of a micro-batch exist at once: the model scales or caps them itself."""
+
+    @property
+    def measured(self) -> Mapping[str, float]:
+        """Further metrics of the last step by name; equal on all ranks."""
+
+    def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Receive this rank's part of the global batch before its first forward; return it with what was added."""
+
+    def end_step(self) -> None:
+        """Complete the metrics after the last backward. Collective."""
+
+    def loss(self, batch: MicroBatch, totals: BatchTotals) -> LossTerms:
+        """Return a micro-batch's share of the loss, with its graph."""
+
+    def look(self, batches: Iterable[MicroBatch]) -> None:
+        """Run a forward of each batch without graph and dropout, for hooks on the modules. Collective."""
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What a step works on: the model as this rank holds it, its optimizer and its objective."""
+
+    model: PreTrainedModel
+    parameters: dict[str, nn.Parameter]
+    """Trained parameters by name."""
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    ranks: Ranks
+    device: torch.device
+    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
+    rollout_context: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Context of many forwards with the same weights."""
+    before_micro_batch: Callable[[bool], None] = lambda _: None
+    """Called before each micro-batch; the argument is whether it is the last one of the step."""
+    phase: Callable[[Phase], AbstractContextManager[None]] = lambda _: nullcontext()
+    """Context that reports the beginning and the end of a phase."""
+
+
+@dataclass(frozen=True)
+class MethodContext:
+    """What a method knows about its run before the model is loaded."""
+
+    loaded: LoadedConfig
+    base: Path
+    """Folder of the model."""
+    tokenizer: PreTrainedTokenizerBase
+    data: RunData
+    ranks: Ranks
+    phase: Callable[[Phase], AbstractContextManager[None]]
+    emit: Callable[[Event], None]
+    is_told_to_stop: Callable[[], bool]
+    """Whether a signal has told this rank to stop."""
+
+
+class Method(ABC):
+    """One method in one run: where its batches come from, its objective and its evaluation.
+
+    The trainer calls, in this order: `start`, `check_data`, `connect`, `load`, `restore`; then for each step `batches`
+    and `check_step`; `end` however the run ends. All are collective and raise on all ranks.
+    """
+
+    name: ClassVar[str]
+    """`method` in run.yaml."""
+    agrees_to_stop_before_batches: ClassVar[bool] = False
+    """Whether batches take so long that ranks agree on stop signals before they are made."""
+
+    def __init__(self, context: MethodContext) -> None:
+        self.context = context
+
+    @staticmethod
+    @abstractmethod
+    def build_objective(built: BuiltModel, config: RunConfig, ranks: Ranks) -> Objective:
+        """Return the objective for a model as this rank holds it."""
+
+    def start(self) -> None:  # noqa: B027 - a method may need nothing
+        """Start what is needed besides model and data; what is cheap and often wrong is refused here."""
+
+    def check_data(self, position: Position) -> None:  # noqa: B027
+        """Check prepared rows at a position, on one rank of each machine. Raises: ConfigError."""
+
+    def connect(self) -> None:  # noqa: B027
+        """Wait for what `start` has started, before the model takes its memory."""
+
+    @abstractmethod
+    def load(self, config: RunConfig, learner: Learner) -> None:
+        """Receive the model and the config with all sizes resolved."""
+
+    @abstractmethod
+    def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:
+        """Return the batch after `step` steps and this rank's micro-batches; emits its own phases."""
+
+    @abstractmethod
+    def evaluate(self, step: int) -> Mapping[str, float]:
+        """Return metrics on held-out rows after `step` steps. Raises: Interrupted."""
+
+    def check_step(self, step: int, measured: Mapping[str, float]) -> None:  # noqa: B027
+        """Check the metrics of a step. Raises: StoppedOnFinding."""
+
+    def pending(self, position: Position, step: int, wait_s: float) -> list[dict[str, Any]]:  # noqa: ARG002
+        """Return, as JSON, what further steps train on and a checkpoint must keep; wait for it `wait_s` at most."""
+        return []
+
+    def restore(self, pending: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027
+        """Continue with what `pending` returned when the checkpoint was written."""
+
+    def end(self) -> None:  # noqa: B027
+        """Release what was started. Not collective."""

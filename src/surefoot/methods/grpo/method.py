@@ -1,0 +1,100 @@
+"""GRPO as a `Method`: reward workers, an engine for completions, and the source of batches that joins them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from surefoot.config import RunConfig
+from surefoot.data.collate import MicroBatch
+from surefoot.data.sampler import Position, StepBatch
+from surefoot.distributed.process_group import Ranks
+from surefoot.methods.base import Learner, Method, MethodContext, Objective
+from surefoot.methods.grpo.engines.server import Server
+from surefoot.methods.grpo.loss import GrpoObjective
+from surefoot.methods.grpo.rewards import Rewards
+from surefoot.methods.grpo.rollout_source import RolloutSource
+from surefoot.methods.grpo.setup import (
+    check_answers,
+    drift_check,
+    open_server,
+    rollout_source,
+    settle_server,
+    start_rewards,
+)
+from surefoot.models.build import BuiltModel
+
+
+class Grpo(Method):
+    """Group relative policy optimisation: rewards of the model's own completions."""
+
+    name = "grpo"
+    agrees_to_stop_before_batches = True
+
+    def __init__(self, context: MethodContext) -> None:
+        super().__init__(context)
+        self._rewards: Rewards | None = None
+        self._server: Server | None = None
+        self._source: RolloutSource | None = None
+        self._check_drift: Callable[[int, Mapping[str, float]], None] = drift_check(context.loaded.run)
+
+    @staticmethod
+    def build_objective(built: BuiltModel, config: RunConfig, ranks: Ranks) -> Objective:
+        """Return the clipped policy loss."""
+        return GrpoObjective(built, config, ranks)
+
+    def start(self) -> None:
+        """Start reward workers, and a server, which gets ready while the data are prepared."""
+        context, reader = self.context, self.context.data.reader
+        with context.phase("load"):
+            self._rewards = context.ranks.together(lambda: start_rewards(context.loaded))
+            if context.loaded.run.rollout_engine == "vllm":
+                images = reader.settings if reader is not None else None
+                self._server = open_server(context.loaded, context.base, images, context.ranks)
+
+    def check_data(self, position: Position) -> None:
+        """Check that rows have the answers that built-in rewards compare with."""
+        check_answers(self.context.loaded, self.context.data, position)
+
+    def connect(self) -> None:
+        """Let a server take its memory before training does."""
+        if self._server is not None:
+            self.context.ranks.together(self._server.check_alive, names_rank=False)
+            with self.context.phase("sync"):
+                settle_server(self.context.loaded.run, self._server, self.context.ranks, self.context.emit)
+
+    def load(self, config: RunConfig, learner: Learner) -> None:
+        """Connect the engine to the model. Raises: StoppedOnFinding (SF801) if a server does not get ready."""
+        assert self._rewards is not None
+        self._source = rollout_source(config, self.context, learner, self._rewards, self._server)
+
+    def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:
+        """Return completions with advantages. Raises: what `RolloutSource.batches` raises."""
+        self.context.ranks.together(self.context.data.look)
+        return self._loaded_source.batches(position, step, epoch)
+
+    def evaluate(self, step: int) -> Mapping[str, float]:
+        """Return the rewards of completions of held-out prompts."""
+        assert self.context.data.held_out is not None
+        return self._loaded_source.evaluate(self.context.data.held_out, step)
+
+    def check_step(self, step: int, measured: Mapping[str, float]) -> None:
+        """End a run whose server answers with other weights than are trained (SF805)."""
+        self._check_drift(step, measured)
+
+    def pending(self, position: Position, step: int, wait_s: float) -> list[dict[str, Any]]:
+        """Return completions that further steps train on."""
+        return self._loaded_source.pending(position, step, wait_s)
+
+    def restore(self, pending: Sequence[Mapping[str, Any]]) -> None:
+        """Continue with completions of a checkpoint."""
+        self._loaded_source.restore(pending)
+
+    def end(self) -> None:
+        """End the engine, the server and the reward workers."""
+        for part in (self._source, self._server, self._rewards):
+            if part is not None:
+                part.end()
+
+    @property
+    def _loaded_source(self) -> RolloutSource:
+        assert self._source is not None
+        return self._source
