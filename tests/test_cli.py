@@ -288,3 +288,22 @@ def test_modules_in_the_current_folder_are_imported_by_no_process_of_a_run(
     assert done.returncode == 0, done.stderr
     assert (Path(settings["output_dir"]) / "report.html").is_file()
     assert not (here / "was_imported").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "suggestion"),
+    [
+        (["upcycle", "a", "b", "--to", "2"], None),
+        (["upcycle", "a", "b", "--topk", "2"], "did you mean --top-k?"),
+        (["chat", "a", "--adaptor", "b"], "did you mean --adapter?"),
+        (["train", "run.yaml", "--max_steps", "2"], "key=value"),
+        (["train", "run.yaml", "--jsn"], "did you mean --json?"),
+    ],
+)
+def test_an_option_that_is_not_known_gets_a_suggestion_and_none_is_abbreviated(
+    arguments: list[str], suggestion: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert (suggestion or "unrecognized arguments: --to 2") in capsys.readouterr().err

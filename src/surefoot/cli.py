@@ -1,6 +1,7 @@
 """The verbs of the command line. Imports nothing heavy until a verb needs it."""
 
 import argparse
+import difflib
 import json
 import os
 import re
@@ -32,18 +33,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     parsed, extra = parser.parse_known_args(arguments)
     if extra and not (hasattr(parsed, "overrides") and all("=" in text for text in extra)):
+        near = difflib.get_close_matches(extra[0].partition("=")[0], parsed.options, n=1)
         hint = ". Settings are written key=value: max_steps=2" if hasattr(parsed, "overrides") else ""
-        parser.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
+        parser.error(f"unrecognized arguments: {' '.join(extra)}{f'; did you mean {near[0]}?' if near else hint}")
     if extra:  # key=value behind an option, and --key=value
         parsed.overrides += extra
     with own_stop_signals() if is_program and parsed.verb is _train else nullcontext():
         return run_verb(lambda: parsed.verb(parsed))
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that takes no abbreviations, and remembers the options of the verb for suggestions."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "allow_abbrev": False})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return the namespace and the arguments that are not known; `options`: those of the verb."""
+        parsed, extra = super().parse_known_args(args, namespace)
+        if not hasattr(parsed, "options"):  # the verb's own parser comes first
+            parsed.options = list(self._option_string_actions)
+        return parsed, extra
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="surefoot", description="Fine-tune LLMs: dense and Mixture-of-Experts, LoRA or full."
-    )
+    parser = _Parser(prog="surefoot", description="Fine-tune LLMs: dense and Mixture-of-Experts, LoRA or full.")
     parser.add_argument("--version", action="version", version=f"surefoot {surefoot.__version__}")
     verbs = parser.add_subparsers(required=True, metavar="verb")
 
