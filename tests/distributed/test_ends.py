@@ -158,7 +158,7 @@ def test_a_run_starts_again_from_its_checkpoint_when_a_rank_died(
     assert re.search(r"resuming .*step 4\b", stderr)
     (finding,) = summary_of(settings)["findings"]
     rank = int(fault[0])
-    assert re.search(rf"rank {rank}.*(broken on purpose|SIGKILL).*\(1 of 1\b", finding["cause"])
+    assert re.search(rf"rank {rank}.*(broken on purpose|SIGKILL).*\b1 of 1\b", finding["cause"])
     assert finding["cause"] in stderr
     lines = [json.loads(line) for line in (Path(settings["output_dir"]) / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 11))
