@@ -252,3 +252,9 @@ def test_a_byte_that_is_no_utf_8_is_named_with_its_line(tmp_path: Path) -> None:
     path.write_bytes(BASE.encode() + b"run_name: caf\xe9\n")
     with pytest.raises(ConfigError, match=r"run\.yaml:4: .*UTF-8.* 0xe9"):
         load_config(path, ())
+
+
+def test_a_date_is_a_text_on_the_command_line() -> None:
+    """A shell takes quotes away."""
+    settings = {name: value for name, value in WORKING.items() if name != "output_dir"}
+    assert Path(load_config(None, ["output_dir=2024-11-26"], settings).run.output_dir).name == "2024-11-26"

@@ -255,5 +255,5 @@ def test_offsets_of_an_arrow_file_that_lead_out_of_it_are_refused(tmp_path: Path
     offsets = b"".join(number.to_bytes(4, "little") for number in (0, 5, 11))
     assert content.count(offsets) == 1
     path.write_bytes(content.replace(offsets, b"".join(n.to_bytes(4, "little") for n in (0, 5, 1_900_000_000))))
-    with pytest.raises(DataError, match=r"a\.arrow: .*Arrow"):
+    with pytest.raises(DataError, match=r"a\.arrow:1\b.*damaged"):
         rows_of(path)

@@ -527,3 +527,20 @@ def test_a_process_with_many_open_files_has_rewards_too(rewards: Callable[..., R
         for descriptor in held:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_file_may_import_what_lies_in_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    for folder in (project, elsewhere):
+        folder.mkdir()
+    (project / "common_of_project.py").write_text("VALUE = 3.0")
+    (project / "json.py").write_text("raise SystemExit")
+    (elsewhere / "mine.py").write_text(
+        "from common_of_project import VALUE\ndef mine(completions, **_):\n    return [VALUE for _ in completions]\n"
+    )
+    monkeypatch.chdir(project)
+    item = RewardItem(func=f"{elsewhere / 'mine.py'}:mine")
+    project_rewards = Rewards([item], num_workers=1, timeout_s=20, where="run.yaml:7")
+    (scored,) = project_rewards.score([asked(["a", "b"])])
+    assert values(scored) == [[3.0], [3.0]]
+    project_rewards.end()

@@ -344,3 +344,19 @@ def test_damaged_tensors_of_an_adapter_are_refused(folder: Path, adapter: Path) 
     os.truncate(weights, 9)
     with pytest.raises(ModelError, match=r"adapter_model\.safetensors"):
         merge_adapter(folder, adapter, folder.parent / "merged")
+
+
+def test_the_tokenizer_of_an_adapter_that_brings_a_config_is_read(folder: Path, adapter: Path) -> None:
+    """As axolotl writes adapters."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, adapter / name)
+    model, tokenizer = load(str(folder), adapter)
+    assert len(tokenizer) <= model.config.vocab_size
+
+
+def test_several_templates_of_which_none_is_the_default_are_refused(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "additional_chat_templates").mkdir()
+    for name in ("one", "two"):
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text("{{ messages }}")
+    assert cli.main(["chat", str(folder), "--prompt", "x"]) == 2

@@ -38,6 +38,10 @@ class _Refused(MarkedYAMLError):
         super().__init__(problem=problem, problem_mark=mark)
 
 
+class _Date(_Refused):
+    """A text that YAML takes for a date."""
+
+
 class _Loader(yaml.SafeLoader):
     """A loader that bounds depth and size, joins surrogate pairs, and gives every refused value its place."""
 
@@ -81,7 +85,7 @@ class _Loader(yaml.SafeLoader):
             value = shorten(node.value) if isinstance(node, yaml.ScalarNode) else f"this {_kind(node)}"
             raise _Refused(f"{value} is no {kind}. Put it in quotes if it is a text", node.start_mark) from error
         if isinstance(value, datetime.date):
-            raise _Refused(f"{node.value} is a date to YAML. Put it in quotes", node.start_mark)
+            raise _Date(f"{node.value} is a date to YAML. Put it in quotes", node.start_mark)
         is_number = isinstance(value, int | float) and isinstance(node, yaml.ScalarNode)
         if is_number and YAML_1_1_NUMBER.match(node.value):
             raise _Refused(
@@ -171,6 +175,8 @@ def parse_override(text: str, place: str) -> Any:
     """Return what the value of a `key=value` means; what is no YAML is a text. Raises: ConfigError, see `_Refused`."""
     try:
         return _construct(_Loader(text))
+    except _Date:  # a shell takes quotes away
+        return text
     except _Refused as error:
         raise ConfigError(f"{error.problem} ({place}).") from error
     except yaml.YAMLError:

@@ -108,11 +108,11 @@ def sources_of(loaded: LoadedConfig, setting: Literal["dataset", "eval_dataset"]
 
 
 def check_sources(loaded: LoadedConfig) -> None:
-    """Raise DataError for data of this machine that do not exist. Nothing is fetched."""
+    """Raise DataError for files of data that do not exist. What may name data of the hub is left to be fetched."""
     settings: tuple[Literal["dataset", "eval_dataset"], ...] = ("dataset", "eval_dataset")
     for setting in settings:
         items: list[DatasetItem] = getattr(loaded.run, setting) or []
-        if items and not any(map(is_of_hub, items)):
+        if items and not any(is_of_hub(item) or item.name or "dataset_info.json" in item.path for item in items):
             sources_of(loaded, setting)
 
 

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from surefoot import errors
 from surefoot.data.cache import CachedFile
 from surefoot.data.file_readers import Chunk
+from surefoot.data.images import NOT_FETCHED
 from surefoot.data.prepare_worker import Preparer, source_as_dict
 from surefoot.data.render import RendererSource
 from surefoot.data.template_process import TEMPLATE_PROCESS, TOO_LONG
@@ -104,6 +105,7 @@ class Preparation:
 
         Raises: DataError for data, a template or a worker that fails; StorageError where the disk refuses.
         """
+        NOT_FETCHED.clear()  # an address may answer this time
         deadline, there = time.monotonic() + CHUNK_DEADLINE_S, 0
         while not self._stopping.is_set():
             missing = [index for index, file in enumerate(self._files) if not file.is_complete]

@@ -113,8 +113,8 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | 
     """
     if tokenizer.chat_template is None:
         return frozenset()
-    source = _template_source(tokenizer, dict(kwargs or {}), date(2024, 7, 26), parse_special_tokens=False)
     try:
+        source = _template_source(tokenizer, dict(kwargs or {}), date(2024, 7, 26), parse_special_tokens=False)
         ends = ChatTemplate(source).ends
     except DataError:  # of no use to anyone: where conversations are trained or asked, that is said
         return frozenset()
@@ -136,7 +136,7 @@ def tokenize_prompts(
         template, variables = tokenizer.get_chat_template(), dict(tokenizer.special_tokens_map)
         calls = [Rendering(template, turns, [], variables, True, RENDER_DEADLINE_S) for turns in conversations]
         texts = [TEMPLATE_PROCESS.render(call) for call in calls]
-    except (BadRow, DataError) as error:
+    except (BadRow, DataError, ValueError) as error:  # the last: of several templates none is the default
         raise ModelError(
             f"{error}. Correct the template (chat_template.jinja), or take the model's own, then try again."
         ) from error
@@ -171,7 +171,13 @@ def _template_source(
 
 def _template_of(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None, today: date) -> str:
     """The chat template. Where it writes today's date, `today` stands, so that a run is the same tomorrow."""
-    template: str = tokenizer.get_chat_template(tools=tools)
+    try:
+        template: str = tokenizer.get_chat_template(tools=tools)
+    except ValueError as error:
+        names = ", ".join(sorted(tokenizer.chat_template)) if isinstance(tokenizer.chat_template, dict) else "several"
+        raise DataError(
+            f"the tokenizer has the chat templates {names}, and none is the default. Give one with chat_template"
+        ) from error
     return TODAY.sub(lambda found: json.dumps(today.strftime(found["format"])), template)
 
 

@@ -110,13 +110,16 @@ def arrow_rows(path: Path) -> Iterator[Row]:
 
 def _columnar(batches: Iterable[Any]) -> Iterator[Row]:
     number = 0
+    import pyarrow
+
     for batch in batches:
-        batch.validate(full=True)  # offsets of a damaged file may lead anywhere in memory
+        try:
+            batch.validate(full=True)  # offsets of a damaged file may lead anywhere in memory
+        except pyarrow.ArrowInvalid as error:
+            raise Broken(f":{number + 1}: a value in this row or those behind it is damaged: {error}") from error
         for begin in range(0, batch.num_rows, ROWS_AT_ONCE):
             try:
                 values = batch.slice(begin, ROWS_AT_ONCE).to_pylist()
-            except UnicodeDecodeError as error:
-                raise Broken(f":{number + 1}: a text in this row or those behind it is not UTF-8") from error
             except (ValueError, OverflowError) as error:  # a date that Python has none for
                 raise Broken(f":{number + 1}: a value in this row or those behind it is unreadable: {error}") from error
             for value in values:

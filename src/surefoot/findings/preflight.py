@@ -68,8 +68,8 @@ PAGES = {
     "SF709": Page(
         "warning",
         "versions that do not work together",
-        "From a table of what each needs and what is known to be broken, with its sources in doctor/known_bad.py and "
-        "doctor/environment.py.",
+        "From a table of what each needs and what is known to be broken, with its sources in known_issues.py and "
+        "versions.py of diagnostics/preflight.",
         "Update the driver or the kernel, or install a torch that was built for this driver.",
         (
             "hiyouga/LlamaFactory#2672",
@@ -255,7 +255,7 @@ PAGES = {
         "warning",
         "the network between the ranks is slower than it should be",
         "The bus bandwidth of a large all-reduce against what this way gives where it works; the table and its sources "
-        "are in self_test/verdict.py.",
+        "are in diagnostics/selftest/results.py.",
         "NCCL_DEBUG=INFO shows which way NCCL takes: SHM where P2P should be, NET/Socket where InfiniBand should be, "
         "no GDRDMA.",
         ("NVIDIA/nccl#1412", "NVIDIA/nccl#766"),

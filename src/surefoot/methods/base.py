@@ -22,6 +22,9 @@ from surefoot.events import Event, Phase
 from surefoot.methods.training_data import RunData
 from surefoot.models.build import BuiltModel
 
+LAST_WAIT_S = 5.0
+"""How long the last save waits for what a method has asked for ahead."""
+
 
 class Interrupted(Exception):
     """A stop signal ended a rollout or an evaluation; raised on all ranks."""
@@ -132,6 +135,10 @@ class Method(ABC):
     def __init__(self, context: MethodContext) -> None:
         self.context = context
 
+    @staticmethod  # noqa: B027
+    def check_model(loaded: LoadedConfig, base: Path) -> None:
+        """Check the model's config.json, on one rank of each machine. Raises: ConfigError, ModelError."""
+
     @staticmethod
     @abstractmethod
     def build_objective(built: BuiltModel, config: RunConfig, ranks: Ranks) -> Objective:
@@ -157,6 +164,10 @@ class Method(ABC):
     @abstractmethod
     def evaluate(self, step: int) -> Mapping[str, float]:
         """Return metrics on held-out rows after `step` steps. Raises: Interrupted."""
+
+    def code_files(self) -> dict[str, str]:
+        """Return the SHA-256 of each file of the user's code by path; a resume reports which have changed."""
+        return {}
 
     def check_step(self, step: int, measured: Mapping[str, float]) -> None:  # noqa: B027
         """Check the metrics of a step. Raises: StoppedOnFinding."""

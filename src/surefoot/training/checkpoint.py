@@ -93,6 +93,7 @@ def verify(path: Path) -> dict[str, Any]:
 
     Raises: DamagedCheckpoint naming the file; CheckpointError for a newer format.
     """
+    refuse_unreadable(path)
     refuse_unreadable(path / MANIFEST)
     manifest = read_manifest(path)
     check_files(path, manifest["files"])

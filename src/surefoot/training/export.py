@@ -17,7 +17,7 @@ from surefoot.models.dtensor_blocks import put, whole
 from surefoot.models.export import in_layers, merge_adapter, name_ends, read_untrained, stored_buffers, write_model
 from surefoot.models.generate import end_tokens
 from surefoot.models.lora import LoraSettings, adaptable_names, tower_names
-from surefoot.models.resolve_model import resolve_model
+from surefoot.models.resolve_model import local_path, resolve_model
 from surefoot.models.vision import attention_of
 from surefoot.system.atomic_io import new_folder
 from surefoot.training.checkpoint import checkpoint_folder, list_checkpoints, verify
@@ -202,7 +202,7 @@ def _checkpoint_of(run: Path, step: int | None) -> Path:
 
 def load(source: str, adapter: Path | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model and tokenizer for completion: a run folder (its base with its adapter), or a model with an adapter."""
-    folder = Path(source).expanduser()
+    folder = local_path(source)
     if (folder / "run.yaml").is_file():
         if adapter is not None:
             raise ModelError(

@@ -23,7 +23,7 @@ from surefoot.data.sampler import StepBatch
 from surefoot.distributed.process_group import Ranks
 from surefoot.errors import DataError, StoppedOnFinding, SurefootError
 from surefoot.events import BatchDescribed, CheckpointSaved, Evaluated, Event, StepEnded
-from surefoot.methods.base import BatchTotals, Interrupted, Learner
+from surefoot.methods.base import LAST_WAIT_S, BatchTotals, Interrupted, Learner
 from surefoot.system.console import say_at_once
 from surefoot.system.process import restore_handlers, stop_signals
 from surefoot.training.async_checkpoint import Saver
@@ -35,8 +35,6 @@ from surefoot.training.optimizer import EPSILON, learning_rate_at
 from surefoot.training.phases import Phases
 from surefoot.training.step import NotFinite, StepResult, counts_of, train_step
 
-LAST_WAIT_S = 5.0
-"""How long the last save waits for what the method has asked for ahead."""
 LEDGER_STEPS = 500
 """Between two counts of what lies in memory: events of long ago are overwritten."""
 

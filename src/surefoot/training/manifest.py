@@ -60,8 +60,12 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def refuse_unreadable(path: Path) -> None:
-    """Raise CheckpointError if this user may not read a file: that is no damage, for which it would be set aside."""
-    if path.exists() and not os.access(path, os.R_OK):
+    """Raise CheckpointError if this user may not read a file or folder: that is no damage."""
+    try:
+        may_read = os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)) or not path.exists()
+    except PermissionError:  # of a folder above it
+        may_read = False
+    if not may_read:
         raise CheckpointError(f"{path}: permission denied. Give this user the right to read it. Nothing was set aside.")
 
 

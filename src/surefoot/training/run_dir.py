@@ -100,6 +100,8 @@ def claim(loaded: LoadedConfig) -> Iterator[Resume]:
             lock.write(token)
             lock.flush()
             os.fsync(lock.fileno())
+        except PermissionError:  # it names the file
+            raise
         except OSError as error:
             raise storage_error(folder, error) from error
         yield replace(resume, token=token, claimed_s=time.time())

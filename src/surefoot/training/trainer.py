@@ -19,11 +19,7 @@ from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import Ranks, gpu_of, joined
 from surefoot.errors import CheckpointError, ConfigError, ModelError, StoppedOnFinding, StorageError, SurefootError
 from surefoot.events import Event, FindingMade, Noted, Observer, RunEnded, RunStarted
-from surefoot.methods.base import Learner, MethodContext
-from surefoot.methods.grpo.setup import (
-    check_routing_replay,
-    reward_files,
-)
+from surefoot.methods.base import Learner, Method, MethodContext
 from surefoot.methods.registry import METHODS
 from surefoot.methods.training_data import RunData, open_data
 from surefoot.models.build import load_tokenizer
@@ -235,7 +231,7 @@ def _open(loaded: LoadedConfig, resume: Resume, emit: Emit, ranks: Ranks) -> _Op
         ranks.node_by_node(lambda: check_sources(loaded))  # before a model is fetched
         base = ranks.node_by_node(lambda: resolve_model(config.model, loaded.where("model")))
         ranks.node_by_node(lambda: check_experts(loaded, base))
-        ranks.node_by_node(lambda: check_routing_replay(loaded, base))
+        ranks.node_by_node(lambda: METHODS[config.method].check_model(loaded, base))
         ranks.node_by_node(lambda: check_trained_routers(loaded, ranks.size))
         tokenizer = ranks.together(lambda: load_tokenizer(base, config.chat_template))
     known = ranks.together(lambda: read_state(resume.checkpoint).data_seen if resume.checkpoint is not None else None)
@@ -280,7 +276,7 @@ def _assemble(
     with phases("tokenise"):
         ranks.node_by_node(lambda: data.prepare(state.position))
         ranks.node_by_node(lambda: method.check_data(state.position))
-    judged_by = _judged_by(config, state, emit, ranks)
+    code_files = _code_files(method, state, emit, ranks)
     method.connect()
 
     with phases("load"):
@@ -294,7 +290,7 @@ def _assemble(
 
     def as_saved(state: TrainState, wait_s: float) -> TrainState:
         pending = method.pending(state.position, state.step, wait_s)
-        return replace(state, pending=pending, data_seen=dict(data.train.seen), reward_files=judged_by)
+        return replace(state, pending=pending, data_seen=dict(data.train.seen), reward_files=code_files)
 
     job = Job(
         config=config,
@@ -329,9 +325,9 @@ def _assemble(
     )
 
 
-def _judged_by(config: RunConfig, state: TrainState, emit: Emit, ranks: Ranks) -> dict[str, str]:
-    """The files with reward functions, see `TrainState`; says which have changed since a checkpoint. Collective."""
-    now: dict[str, str] = ranks.from_first(lambda: reward_files(config))
+def _code_files(method: Method, state: TrainState, emit: Emit, ranks: Ranks) -> dict[str, str]:
+    """Return the files of the user's code; report which have changed since a checkpoint. Collective."""
+    now: dict[str, str] = ranks.from_first(method.code_files)
     changed = [name for name, sha256 in state.reward_files.items() if now.get(name, sha256) != sha256]
     if changed:
         emit(Noted(OTHER_REWARDS.format(", ".join(changed), state.step)))

@@ -1,9 +1,11 @@
 """GRPO as a `Method`: reward workers, an engine for completions, and the source of batches that joins them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
-from surefoot.config import RunConfig
+from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.collate import MicroBatch
 from surefoot.data.sampler import Position, StepBatch
 from surefoot.distributed.process_group import Ranks
@@ -14,8 +16,10 @@ from surefoot.methods.grpo.rewards import Rewards
 from surefoot.methods.grpo.rollout_source import RolloutSource
 from surefoot.methods.grpo.setup import (
     check_answers,
+    check_routing_replay,
     drift_check,
     open_server,
+    reward_files,
     rollout_source,
     settle_server,
     start_rewards,
@@ -31,10 +35,17 @@ class Grpo(Method):
 
     def __init__(self, context: MethodContext) -> None:
         super().__init__(context)
+        self._parts = ExitStack()
+        """Ends all that was started, each part even if another fails to end."""
         self._rewards: Rewards | None = None
         self._server: Server | None = None
         self._source: RolloutSource | None = None
         self._check_drift: Callable[[int, Mapping[str, float]], None] = drift_check(context.loaded.run)
+
+    @staticmethod
+    def check_model(loaded: LoadedConfig, base: Path) -> None:
+        """Refuse to replay the routing of a model without routers."""
+        check_routing_replay(loaded, base)
 
     @staticmethod
     def build_objective(built: BuiltModel, config: RunConfig, ranks: Ranks) -> Objective:
@@ -46,9 +57,11 @@ class Grpo(Method):
         context, reader = self.context, self.context.data.reader
         with context.phase("load"):
             self._rewards = context.ranks.together(lambda: start_rewards(context.loaded))
+            self._parts.callback(self._rewards.end)
             if context.loaded.run.rollout_engine == "vllm":
                 images = reader.settings if reader is not None else None
                 self._server = open_server(context.loaded, context.base, images, context.ranks)
+                self._parts.callback(self._server.end)
 
     def check_data(self, position: Position) -> None:
         """Check that rows have the answers that built-in rewards compare with."""
@@ -65,6 +78,7 @@ class Grpo(Method):
         """Connect the engine to the model. Raises: StoppedOnFinding (SF801) if a server does not get ready."""
         assert self._rewards is not None
         self._source = rollout_source(config, self.context, learner, self._rewards, self._server)
+        self._parts.callback(self._source.end)
 
     def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:
         """Return completions with advantages. Raises: what `RolloutSource.batches` raises."""
@@ -75,6 +89,10 @@ class Grpo(Method):
         """Return the rewards of completions of held-out prompts."""
         assert self.context.data.held_out is not None
         return self._loaded_source.evaluate(self.context.data.held_out, step)
+
+    def code_files(self) -> dict[str, str]:
+        """Return the files with reward functions."""
+        return reward_files(self.context.loaded.run)
 
     def check_step(self, step: int, measured: Mapping[str, float]) -> None:
         """End a run whose server answers with other weights than are trained (SF805)."""
@@ -90,9 +108,7 @@ class Grpo(Method):
 
     def end(self) -> None:
         """End the engine, the server and the reward workers."""
-        for part in (self._source, self._server, self._rewards):
-            if part is not None:
-                part.end()
+        self._parts.close()
 
     @property
     def _loaded_source(self) -> RolloutSource:

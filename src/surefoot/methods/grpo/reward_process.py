@@ -67,6 +67,7 @@ def _module(path: Path) -> ModuleType:
 def main() -> None:
     """Answer calls until there are no more."""
     end_with_parent()
+    sys.path.append(str(Path.cwd()))  # last, so that modules of the user's project hide no library
     with os.fdopen(os.dup(0), encoding="utf-8") as jobs, os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         # A function that reads gets the end of a file, and what it prints is no answer.
         with open(os.devnull) as nothing:

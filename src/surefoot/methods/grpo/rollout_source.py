@@ -23,7 +23,7 @@ from surefoot.distributed.process_group import Ranks
 from surefoot.errors import DataError, StoppedOnFinding, SurefootError
 from surefoot.events import CompletionsMade, Event, FindingMade, Phase, Preparing
 from surefoot.findings import Finding
-from surefoot.methods.base import Interrupted
+from surefoot.methods.base import LAST_WAIT_S, Interrupted
 from surefoot.methods.grpo.advantage import has_spread
 from surefoot.methods.grpo.batch import Trajectory, part_of, policy_batches, trajectory_of
 from surefoot.methods.grpo.reward_checks import FlatRewards, failing_rewards, no_rewards
@@ -41,8 +41,6 @@ from surefoot.methods.grpo.types import (
 
 EVALUATION = 1 << 32
 """In the seeds of evaluations, where those of steps have a step's number."""
-LAST_WAIT_S = 5.0
-"""For completions that are being made, when a run is told to stop: it may be killed soon."""
 PIECE_S = 5.0
 """Of a wait, after which a stop signal is looked at and a sign of life given."""
 
