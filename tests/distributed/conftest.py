@@ -84,6 +84,6 @@ def run_on(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, Sequence[
             text=True,
             timeout=60 + 15 * num_ranks + 12 * len(jobs),
         )
-        assert done.returncode == 0, done.stderr[-6000:]
+        assert done.returncode == 0, f"{done.stderr[:6000]}\n...\n{done.stderr[-6000:]}"  # the cause comes first
 
     return run

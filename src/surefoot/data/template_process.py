@@ -186,7 +186,8 @@ class _Child:
         os.close(self._answers)
         self._reaper.join(ENDING_S)
         if self._reaper.is_alive():
-            os.kill(self._process, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it ended meanwhile
+                os.kill(self._process, signal.SIGKILL)
             self._reaper.join()
         return self._status
 
