@@ -16,6 +16,7 @@ import pytest
 import yaml
 from transformers import PreTrainedTokenizerFast
 
+from surefoot.data import template_process
 from surefoot.data.conversation import BadRow, Conversation, Message
 from surefoot.data.render import Renderer, RendererSource, answer_ends
 from surefoot.data.template_process import IDLE_S, deadline, memory_limit
@@ -153,3 +154,20 @@ def test_a_preparation_leaves_no_child(tokenizer: PreTrainedTokenizerFast, tmp_p
     assert children() == before
     prepared(write_jsonl(tmp_path / "rows.jsonl", counting_rows(5)), tokenizer)
     assert children() == before
+
+
+def test_a_child_that_ends_while_it_is_being_ended_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine it is reaped between the look at it and the signal to it."""
+
+    class LateReaper:
+        def join(self, _seconds: float | None = None) -> None:
+            pass
+
+        def is_alive(self) -> bool:
+            return True
+
+    child = template_process._Child()
+    os.kill(child._process, signal.SIGKILL)
+    child._reaper.join(20)
+    monkeypatch.setattr(child, "_reaper", LateReaper())
+    assert child.end() == -signal.SIGKILL
