@@ -26,8 +26,8 @@ def layout(size: int, **changes: object) -> Layout:
 @pytest.mark.parametrize(
     ("size", "changes", "message"),
     [
-        (4, {"expert_parallel_size": 3}, "expert_parallel_size=3 .*4 process_group.*1, 2, 4"),
-        (6, {"dp_replicate_size": 4}, "dp_replicate_size=4 .*6 process_group.*1, 2, 3, 6"),
+        (4, {"expert_parallel_size": 3}, "expert_parallel_size=3 .*4 ranks.*1, 2, 4"),
+        (6, {"dp_replicate_size": 4}, "dp_replicate_size=4 .*6 ranks.*1, 2, 3, 6"),
         (8, {"dp_replicate_size": 4, "expert_parallel_size": 4}, "expert_parallel_size=4 .*2 ranks .*4 replicas"),
         (
             4,
