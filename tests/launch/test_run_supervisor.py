@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from surefoot.config import load_config
 from surefoot.diagnostics.drill import settings_of
 from surefoot.diagnostics.fault_injection import VARIABLE
 from surefoot.diagnostics.monitor import explain as explaining
@@ -21,6 +22,7 @@ from surefoot.diagnostics.monitor.event_log import KINDS, PHASES
 from surefoot.diagnostics.monitor.explain import explain
 from surefoot.diagnostics.monitor.ring_buffer import RingWriter
 from surefoot.diagnostics.monitor.watch import watch
+from surefoot.launch import run_supervisor
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.processes import FAULTS
 
@@ -207,3 +209,15 @@ def test_a_younger_process_of_the_same_number_is_no_rank(tmp_path: Path) -> None
         ring.write(began_s, KINDS.index("phase began"), PHASES.index("forward"), 7, (0.0,) * 5)
         ring.close()
         assert explain(folder).status == status
+
+
+def test_a_signal_that_finds_the_run_ended_ends_its_next_start(settings: dict[str, Any]) -> None:
+    """Between a stall and the restart there is no process that could hear it; a signal is heard once."""
+    loaded = load_config(None, [], settings)
+    signals = run_supervisor._SignalForwarding()
+    signals.process = subprocess.Popen([sys.executable, "-c", ""])
+    signals.process.wait(20)
+    signals._forward(signal.SIGTERM, None)
+    assert signals.undelivered == signal.SIGTERM
+    assert run_supervisor._Attempt(loaded, signals, as_json=False).run_to_end() != 0
+    assert not Path(settings["output_dir"], "metrics.jsonl").exists()

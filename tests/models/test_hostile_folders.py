@@ -148,7 +148,7 @@ def test_an_adapter_beside_a_model_is_not_loaded_with_it(folder: Path) -> None:
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
 def test_a_folder_does_not_choose_what_computes(folder: Path, key: str) -> None:
     change(folder / "config.json", **{key: "somebody/kernels"})
-    meta_model(folder)
+    assert meta_model(folder).config._attn_implementation == "sdpa"
     build(folder)
 
 

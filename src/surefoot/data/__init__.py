@@ -1,1 +1,1 @@
-"""From files to batches: rows, conversations, tokens with what is trained, and the order of samples."""
+"""Data on their way to batches: files, rows, conversations, tokens with what is trained, the order of samples."""

@@ -25,9 +25,10 @@ def _text(line: bytes) -> str:
         ) from error
 
 
-def _json_row(value: Any, line: int) -> Row:
+def _json_row(value: Any, line: int, num_brackets: int | None = None) -> Row:
+    """Return the row of a JSON value; `num_brackets`: opening ones in its text, which bound its depth."""
     if isinstance(value, dict):
-        is_deep = nesting_depth(value) > MAX_DEPTH
+        is_deep = (num_brackets is None or num_brackets > MAX_DEPTH) and nesting_depth(value) > MAX_DEPTH
         return Row({} if is_deep else value, line, TOO_DEEP if is_deep else None)
     return Row({}, line, f"expected a JSON object with named columns, found a {type(value).__name__}")
 
@@ -55,7 +56,7 @@ def json_lines(file: IO[bytes], first_line: int = 1, num_bytes: int | None = Non
 
 def _line_row(stripped: bytes, line: int) -> Row:
     try:
-        return _json_row(json.loads(_text(stripped)), line)
+        return _json_row(json.loads(_text(stripped)), line, stripped.count(b"{") + stripped.count(b"["))
     except json.JSONDecodeError as error:
         nul = " The line holds a NUL byte." if b"\0" in stripped else ""
         problem = (

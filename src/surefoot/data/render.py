@@ -133,10 +133,10 @@ def tokenize_prompts(
     if tokenizer.chat_template is None:
         raise ModelError("the model's tokenizer has no chat template, so it cannot be talked to in turns.")
     try:
-        template, variables = tokenizer.get_chat_template(), dict(tokenizer.special_tokens_map)
+        template, variables = _template_of(tokenizer, None, date.today()), dict(tokenizer.special_tokens_map)
         calls = [Rendering(template, turns, [], variables, True, RENDER_DEADLINE_S) for turns in conversations]
         texts = [TEMPLATE_PROCESS.render(call) for call in calls]
-    except (BadRow, DataError, ValueError) as error:  # the last: of several templates none is the default
+    except (BadRow, DataError) as error:
         raise ModelError(
             f"{error}. Correct the template (chat_template.jinja), or take the model's own, then try again."
         ) from error

@@ -1,1 +1,1 @@
-"""What watches, checks and explains runs. The core does not import it."""
+"""Diagnostics watch, check and explain runs. The core does not import them."""

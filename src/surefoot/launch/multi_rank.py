@@ -9,11 +9,11 @@ from typing import NoReturn
 from surefoot import errors
 from surefoot.config import LoadedConfig
 from surefoot.config.resolve import resolve
+from surefoot.diagnostics.monitor.explain import explain_death, history_since
 from surefoot.distributed.elastic_launch import RankFailure, launch
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import StoppedOnFinding, SurefootError
 from surefoot.findings import Finding
-from surefoot.launch.watcher import explain_death, history_since
 from surefoot.system.console import say
 from surefoot.training.run_summary import METRICS, FindingLog, RunRecord, RunResult, read_result, steps_done, write_end
 

@@ -16,11 +16,12 @@ from types import FrameType
 import psutil
 
 from surefoot.config import LoadedConfig, RunConfig
+from surefoot.diagnostics.monitor.explain import explain_death, history_since
 from surefoot.diagnostics.monitor.supervisor import Supervisor
 from surefoot.errors import StoppedOnFinding, StorageError
 from surefoot.findings import Finding
 from surefoot.launch.sidecar import SUPERVISED
-from surefoot.launch.watcher import Watcher, explain_death, history_since
+from surefoot.launch.watcher import Watcher
 from surefoot.system import cgroup
 from surefoot.system.console import say
 from surefoot.system.process import PYTHON, describe_end, restore_handlers, stop_signals, was_for_memory
@@ -131,8 +132,8 @@ class _Attempt:
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin as stream:
             stream.write(json.dumps(self._request).encode())
-        if self._signals.was_received:  # between the end of the previous attempt and this start
-            process.send_signal(signal.SIGTERM)
+        if self._signals.undelivered is not None:  # received between the end of the previous attempt and this start
+            process.send_signal(self._signals.undelivered)
         while True:
             with suppress(subprocess.TimeoutExpired):
                 status = process.wait(POLL_S)
@@ -191,6 +192,8 @@ class _SignalForwarding:
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self.was_received = False
+        self.undelivered: int | None = None
+        """The last signal that found the process ended."""
 
     @contextmanager
     def forwarding(self) -> Iterator[None]:
@@ -205,5 +208,7 @@ class _SignalForwarding:
         self.was_received = True
         if self.process is None:
             raise KeyboardInterrupt(signal.Signals(number).name)
+        if self.process.poll() is not None:
+            self.undelivered = number
         with suppress(ProcessLookupError):
             self.process.send_signal(number)

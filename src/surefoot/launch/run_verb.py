@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 DONE, FAILED = 0, 1
 IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
-"""What the file system says of a name that no file can have."""
+"""Errors of the file system for a name that no file can have."""
 REFUSED_BY_SYSTEM = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENOMEM, errno.EMFILE,
     errno.EAGAIN,
 )  # fmt: skip
-"""What the system says where the machine is the cause: a full disk, a mount that is gone, no process left."""
+"""Errors whose cause is the machine: a full disk, a mount that is gone, no process left."""
 
 
 def run_verb(verb: Callable[[], int]) -> int:
@@ -53,7 +53,7 @@ def run_verb(verb: Callable[[], int]) -> int:
 
 
 def train_and_print(loaded: "LoadedConfig", *, as_json: bool) -> int:
-    """Run to the end and print what it did; returns the exit status."""
+    """Run to the end and print the result; return the exit status."""
     result = surefoot.train_loaded(loaded)
     if os.environ.get("RANK", "0") != "0":
         pass  # one of several ranks: rank 0 speaks
@@ -62,7 +62,7 @@ def train_and_print(loaded: "LoadedConfig", *, as_json: bool) -> int:
     else:
         speed = f", {result.tokens_per_second:.0f} tok/s" if result.tokens_per_second else ""
         loss = f", train_loss {result.train_loss:.4f}" if result.train_loss is not None else ""
-        made = f"artifact: {result.artifact}" if result.artifact else f"run folder: {result.run_folder}"
+        place = f"artifact: {result.artifact}" if result.artifact else f"run folder: {result.run_folder}"
         steps = f"{result.steps} step{'s' * (result.steps != 1)}"
-        write(sys.stdout, f"{result.status} after {steps}{loss}{speed}\n{made}\n")
+        write(sys.stdout, f"{result.status} after {steps}{loss}{speed}\n{place}\n")
     return DONE if result.status == "completed" else FAILED

@@ -17,11 +17,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from surefoot.diagnostics.monitor.event_log import last_start
+from surefoot.diagnostics.monitor.explain import explain_death, history_since
 from surefoot.diagnostics.monitor.supervisor import Supervisor
 from surefoot.errors import StorageError
 from surefoot.events import Phase
 from surefoot.findings import Finding
-from surefoot.launch.watcher import Watcher, explain_death, history_since
+from surefoot.launch.watcher import Watcher
 from surefoot.system.process import PYTHON
 from surefoot.training.run_summary import FindingLog, write_end
 
@@ -47,7 +48,7 @@ LEAVE_WITHIN_S = 5.0
 
 @dataclass(frozen=True)
 class SidecarSpec:
-    """What a sidecar must know about the run."""
+    """Facts that a sidecar must know about the run."""
 
     log: FindingLog
     num_ranks: int

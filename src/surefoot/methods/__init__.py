@@ -1,1 +1,1 @@
-"""What a run optimises: each method is a file or a folder."""
+"""Fine-tuning methods: each is a file or a folder."""

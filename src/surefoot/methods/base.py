@@ -1,4 +1,4 @@
-"""What a method of fine-tuning is: the class that each one implements, and what it shares with the training loop.
+"""The interface of a fine-tuning method: the class that each one implements, and the types it shares with the loop.
 
 SFT is `sft.py`, GRPO is `grpo/method.py`; `registry.py` finds a method by its name in run.yaml.
 """
@@ -86,7 +86,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class Learner:
-    """What a step works on: the model as this rank holds it, its optimizer and its objective."""
+    """The model as this rank holds it, with its optimizer and its objective."""
 
     model: PreTrainedModel
     parameters: dict[str, nn.Parameter]
@@ -106,7 +106,7 @@ class Learner:
 
 @dataclass(frozen=True)
 class MethodContext:
-    """What a method knows about its run before the model is loaded."""
+    """Parts of a run that exist before the model is loaded."""
 
     loaded: LoadedConfig
     base: Path
@@ -124,7 +124,8 @@ class Method(ABC):
     """One method in one run: where its batches come from, its objective and its evaluation.
 
     The trainer calls, in this order: `start`, `check_data`, `connect`, `load`, `restore`; then for each step `batches`
-    and `check_step`; `end` however the run ends. All are collective and raise on all ranks.
+    and `check_step`; `end` however the run ends. They are collective and raise on all ranks, except `check_data` and
+    `end`.
     """
 
     name: ClassVar[str]

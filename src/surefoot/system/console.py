@@ -89,4 +89,5 @@ def drop(descriptor: int) -> None:
 
 
 def print_json(value: dict[str, Any]) -> None:
+    """Print a value as one line of JSON."""
     print(json.dumps(value, ensure_ascii=False))

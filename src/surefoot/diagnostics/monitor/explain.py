@@ -11,6 +11,7 @@ import psutil
 
 from surefoot.diagnostics.monitor import evidence
 from surefoot.diagnostics.monitor.event_log import Entry, History, last_start, open_phases, read_history
+from surefoot.diagnostics.monitor.evidence_server import read_stacks
 from surefoot.diagnostics.rules.device_memory import find_in_device_memory
 from surefoot.diagnostics.rules.memory import find_leaks
 from surefoot.diagnostics.rules.numerics import find_numerics_in
@@ -19,6 +20,7 @@ from surefoot.diagnostics.rules.speed import find_slow_in
 from surefoot.diagnostics.rules.stall import find_stall
 from surefoot.errors import ConfigError
 from surefoot.findings import Finding
+from surefoot.system import cgroup
 from surefoot.system.json_files import DamagedFile, read_object, read_objects
 from surefoot.system.kernel_log import killed_for_memory
 
@@ -132,7 +134,7 @@ def explain(run_folder: Path, history: History | None = None) -> Explanation:
             status = "running"
         if gone:
             status = "killed"
-            found.append(_killed(gone, history))
+            found.append(_killed(run_folder, gone, history))
         away = [str(rank.rank) for rank in ranks if (rank.rank, rank.start) in history.away and rank.doing != ENDED]
         if away:
             missing.append(f"whether ranks {', '.join(away)} still run: they are of another machine, ask there")
@@ -151,11 +153,34 @@ def _is_there(rank: RankNow) -> bool:
         return False
 
 
-def _killed(gone: Sequence[RankNow], history: History) -> Finding:
+def history_since(run_folder: Path, since_s: float) -> list[Entry]:
+    """Return what the ranks of a run recorded since a time, in seconds since 1970."""
+    return [entry for entry in read_history(run_folder).entries if entry.time_s >= since_s]
+
+
+def explain_death(
+    run_folder: Path, rank: int | None, how: str, *, for_memory: bool | None, history: Sequence[Entry]
+) -> Finding:
+    """Return the finding for a rank that ended as `how` says, with the evidence in its run folder and the kernel log.
+
+    `rank`: None for the launcher of the ranks. `for_memory`, `history`: see `find_death`.
+    """
+    return find_death(
+        rank,
+        how,
+        for_memory=for_memory,
+        has_limit=cgroup.memory_limit_bytes() is not None,
+        history=history,
+        last_stacks=read_stacks(run_folder, rank) if rank is not None else "",
+        killed=killed_for_memory(),
+    )
+
+
+def _killed(run_folder: Path, gone: Sequence[RankNow], history: History) -> Finding:
     """Ranks that are gone, and nobody was left to say how: the last of them that was heard of."""
     last = min(gone, key=lambda rank: rank.silent_s)
     how = "is gone together with whoever watched it (a machine or container that was stopped, or SIGKILL to all)"
-    finding = find_death(last.rank, how, for_memory=None, history=history.entries, killed=killed_for_memory())
+    finding = explain_death(run_folder, last.rank, how, for_memory=None, history=history.entries)
     more = {"ranks_gone": ", ".join(str(rank.rank) for rank in gone), "silent_s": round(last.silent_s)}
     return replace(finding, evidence={**finding.evidence, **more})
 

@@ -340,7 +340,7 @@ class RolloutSource:
     def _waited(
         self, wait: Wait, seconds: float, *, is_told_to_stop: Callable[[], bool] = lambda: False
     ) -> list[Completion] | None:
-        """What the engine made, or None after so many seconds. Collective. Raises: Interrupted."""
+        """Return the completions of the engine; None after so many seconds. Collective. Raises: Interrupted."""
         left_s = seconds
         while left_s > 0:
             made = unless_stopped(self._ranks, partial(wait, min(left_s, PIECE_S)), is_told_to_stop)

@@ -106,7 +106,7 @@ class Engine(Protocol):
 
 
 def unless_stopped(ranks: Ranks, work: Callable[[], T], is_told_to_stop: Callable[[], bool] = lambda: False) -> T:
-    """What `work` returns. Collective: one sum. Raises: Interrupted on all ranks where one was told to."""
+    """Return the value of `work`. Collective: one sum. Raises: Interrupted on all ranks if one was told to stop."""
     made: list[T] = []
     with suppress(Interrupted):
         made.append(work())
