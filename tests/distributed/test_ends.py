@@ -20,7 +20,14 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import surefoot
 from surefoot.config import load_config
-from surefoot.distributed.elastic_launch import FOLDER, LEAVE_AFTER_S, RankFailure, kill_ranks
+from surefoot.distributed.elastic_launch import (
+    FOLDER,
+    LEAVE_AFTER_S,
+    PASS_ON_EVERY_S,
+    RankFailure,
+    _passing_signals,
+    kill_ranks,
+)
 from surefoot.distributed.rendezvous_secret import VARIABLE
 from surefoot.errors import StoppedOnFinding
 from surefoot.findings import Finding
@@ -344,6 +351,34 @@ def test_signals_go_to_ranks_of_the_last_attempt_alone(tmp_path: Path, monkeypat
             assert other.poll() is None
         finally:
             other.kill()
+
+
+COUNTS_SIGINT = """
+import signal
+received = []
+signal.signal(signal.SIGINT, lambda *_: received.append(1))
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+print("ready", flush=True)
+while signal.sigtimedwait([signal.SIGTERM], 60) is None: pass
+print(len(received))
+"""
+
+
+def test_a_storm_of_signals_is_passed_on_a_few_times(tmp_path: Path) -> None:
+    """Each passing on looks for the ranks: at a thousand a second the launcher would do nothing else."""
+    with subprocess.Popen([sys.executable, "-c", COUNTS_SIGINT], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        (tmp_path / "pid-0-0").write_text(str(rank.pid))
+        began_s = time.monotonic()
+        with _passing_signals(str(tmp_path)) as passed:
+            for _ in range(1000):
+                os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)  # another signal is another wish
+            at_most = 2 + (time.monotonic() - began_s) / PASS_ON_EVERY_S
+        received = int(rank.communicate(timeout=10)[0])
+    assert 1 <= received < at_most
+    assert passed == ["SIGINT"] * (len(passed) - 1) + ["SIGTERM"]
 
 
 def test_a_signal_while_ranks_are_starting_stops_them(two_ranks: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -27,31 +28,37 @@ def stop_with(settings: dict[str, Any], numbers: Sequence[int]) -> tuple[int, st
     config = folder.with_suffix(".yaml")
     config.write_text(yaml.safe_dump({**settings, "max_steps": 100_000, "save_steps": 0}))
     environment = {name: value for name, value in os.environ.items() if name != "SUREFOOT_SUPERVISED"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "surefoot", "train", str(config)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=environment,
-        text=True,
-    )
-    metrics, saves = folder / "metrics.jsonl", folder / "checkpoints"
+    command = [sys.executable, "-m", "surefoot", "train", str(config)]
     end_s = time.monotonic() + 240
-    while not (metrics.is_file() and metrics.read_bytes().count(b"\n") >= 2):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-    process.send_signal(numbers[0])
-    while not (saves.is_dir() and any(saves.iterdir())) and process.poll() is None:
-        time.sleep(STORM_EVERY_S)
-    sent = 0
-    while process.poll() is None:
-        assert time.monotonic() < end_s
-        process.send_signal(numbers[sent % len(numbers)])
-        sent += 1
-        time.sleep(STORM_EVERY_S)
-    assert sent > 10
-    _, said = process.communicate(timeout=60)
-    return process.returncode, said
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True
+    ) as process:
+        try:
+            metrics, saves = folder / "metrics.jsonl", folder / "checkpoints"
+            while not (metrics.is_file() and metrics.read_bytes().count(b"\n") >= 2):
+                assert process.poll() is None, process.communicate()[1]
+                assert time.monotonic() < end_s
+                time.sleep(0.01)
+            process.send_signal(numbers[0])
+            while not (saves.is_dir() and any(saves.iterdir())) and process.poll() is None:
+                assert time.monotonic() < end_s
+                time.sleep(STORM_EVERY_S)
+            sent = 0
+            while process.poll() is None:
+                assert time.monotonic() < end_s, f"after {sent} signals: {running_below(process.pid)}"
+                process.send_signal(numbers[sent % len(numbers)])
+                sent += 1
+                time.sleep(STORM_EVERY_S)
+            assert sent > 10
+            return process.returncode, process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+
+
+def running_below(pid: int) -> list[str]:
+    """Return what runs below a process, and what each does: a run that does not end is told by it."""
+    processes = psutil.Process(pid).children(recursive=True)
+    return [f"{one.pid} {one.status()} {sum(one.cpu_times()[:2]):.1f} s {one.cmdline()}" for one in processes]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -42,6 +43,8 @@ RANK_PROCESS = "surefoot.launch.rank_process"
 STOP = "stop"
 ABANDONED_AFTER_S = 60.0
 JOIN_WITHIN_S = 600
+PASS_ON_EVERY_S = 0.1
+"""How often the same signal is passed on at most: it takes about a millisecond, and a storm would stop the launcher."""
 LEAVE_AFTER_S = 10.0
 """How long a rank goes on when another one has failed alone, or is gone."""
 SEEN_WITHIN_S = 1.0
@@ -188,8 +191,13 @@ def _passing_signals(folder: str) -> Iterator[list[str]]:
     """What asks a run to end goes to the ranks; each stops at the end of its step, and the launcher after them."""
 
     passed: list[str] = []
+    passed_s: dict[int, float] = {}
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if now_s - passed_s.get(number, -inf) < PASS_ON_EVERY_S:
+            return
+        passed_s[number] = now_s
         passed.append(signal.Signals(number).name)
         with suppress(OSError):  # a full disk: those that have noted their process hear it
             (Path(folder) / STOP).touch()  # for ranks that have not noted their process yet
