@@ -34,7 +34,7 @@ from surefoot.data.collate import MicroBatch, collate
 from surefoot.data.dataset import Sample
 from surefoot.distributed.process_group import ALONE
 from surefoot.methods.base import BatchTotals, Learner
-from surefoot.methods.sft import SftObjective
+from surefoot.methods.sft.method import SftObjective
 from surefoot.models.adapter import write_adapter
 from surefoot.models.build import build_model, trainable_parameters
 from surefoot.models.lora import LoraSettings, adaptable_names

@@ -27,10 +27,11 @@ WARMUP_STEPS = 3
 
 
 def config(**changes: Any) -> Any:
-    from surefoot.config import DatasetItem, RunConfig
+    from surefoot.config import DatasetItem
+    from surefoot.methods.sft.settings import SftConfig
 
     values = {"model": "m", "dataset": [DatasetItem(path="d")], "output_dir": "o", "device": "cpu", **changes}
-    return RunConfig(**values)
+    return SftConfig(**values)
 
 
 def dense_model(folder: Path) -> Path:
@@ -77,7 +78,7 @@ def rank_steps(folder: Path, tuning: str) -> dict[str, list[float]]:
     from surefoot.distributed.parallel_dims import Layout
     from surefoot.distributed.process_group import joined
     from surefoot.methods.base import BatchTotals, Learner
-    from surefoot.methods.sft import SftObjective
+    from surefoot.methods.sft.method import SftObjective
     from surefoot.methods.token_loss import TokenLoss
     from surefoot.models.build import build_model, trainable_parameters
     from surefoot.models.lora import LoraSettings

@@ -83,10 +83,13 @@ def describe_data(
     """
     from surefoot.config import load_config
     from surefoot.methods.training_data import describe
+    from surefoot.training.metrics import Screen
 
-    if isinstance(config, Mapping):
-        return describe(load_config(None, overrides, {**config, **settings}), show=show)
-    return describe(load_config(config, overrides, settings), show=show)
+    given = (None, overrides, {**config, **settings}) if isinstance(config, Mapping) else (config, overrides, settings)
+    screen = Screen(1)
+    report = describe(load_config(*given), show=show, emit=screen.observe)
+    screen.end_line()
+    return report
 
 
 def upcycle(

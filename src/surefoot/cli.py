@@ -134,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 
     settings = verbs.add_parser("settings", help="list every setting of run.yaml with its default")
     settings.add_argument("--json", action="store_true")
+    settings.add_argument("--schema", action="store_true", help="a JSON schema of run.yaml, for editors")
     settings.set_defaults(verb=_settings)
 
     export = verbs.add_parser("export", help="write a run's adapter, or the model with the adapter merged in")
@@ -290,6 +291,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
+    from surefoot.config import method_names
     from surefoot.migrate.convert import convert
     from surefoot.migrate.parse_input import read
     from surefoot.system.atomic_io import write_text
@@ -312,7 +314,7 @@ def _import(arguments: argparse.Namespace) -> int:
         print(made.as_yaml(), end="")
     for finding in made.findings:
         say(finding.as_text())
-    return DONE if told.method in ("sft", "grpo") else InputError.exit_status  # it is written, and trains nothing
+    return DONE if told.method in method_names() else InputError.exit_status  # it is written, and trains nothing
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -370,23 +372,25 @@ def _drill(arguments: argparse.Namespace) -> int:
 
 
 def _settings(arguments: argparse.Namespace) -> int:
-    from surefoot.config import RunConfig
+    from surefoot.config.describe import describe_settings, run_schema
 
-    schema = RunConfig.model_json_schema()["properties"]
-    if arguments.json:
-        print_json(schema)
+    if arguments.schema:
+        print_json(run_schema())
         return DONE
-    for name, about in schema.items():
+    settings = describe_settings()
+    if arguments.json:
+        print_json(settings)
+        return DONE
+    of_method: list[str] = []
+    for name, about in settings.items():
+        if about.get("methods", []) != of_method:
+            of_method = about.get("methods", [])
+            print(f"\nOnly with method {' or '.join(of_method)}:\n" if of_method else "")
         default = json.dumps(about["default"]) if "default" in about else "required"
-        choices = _choices(about)
+        values = about.get("enum") or about.get("items", {}).get("enum") or []
+        choices = " | ".join(str(value) for value in values)
         print(f"{name}: {default}{f'  ({choices})' if choices else ''}\n    {about['description']}")
     return DONE
-
-
-def _choices(about: dict[str, Any]) -> str:
-    """The values a setting of fixed choices accepts."""
-    values = about.get("enum") or about.get("items", {}).get("enum") or []
-    return " | ".join(str(value) for value in values)
 
 
 def _export(arguments: argparse.Namespace) -> int:

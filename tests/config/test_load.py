@@ -2,15 +2,16 @@
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from surefoot.config import DatasetItem, RunConfig, as_yaml, changed_fields, load_config
+from surefoot.config import DatasetItem, RunConfig, as_yaml, changed_fields, known_fields, load_config, read_saved
 from surefoot.config.aliases import ALIASES
-from surefoot.config.schema import FREE_ON_RESUME
 from surefoot.errors import ConfigError
 
 PATH_DESCRIPTION = re.escape(str(DatasetItem.model_fields["path"].description))
@@ -23,13 +24,12 @@ def load(tmp_path: Path, text: str, *overrides: str, **values: Any) -> RunConfig
 
 
 def test_every_field_has_a_docstring() -> None:
-    assert all(field.description for field in RunConfig.model_fields.values())
+    assert all(field.description for field in known_fields().values())
 
 
 def test_aliases_lead_to_fields_and_hide_none() -> None:
-    assert set(ALIASES.values()) <= set(RunConfig.model_fields)
-    assert not set(ALIASES) & set(RunConfig.model_fields)
-    assert set(RunConfig.model_fields) >= FREE_ON_RESUME
+    assert set(ALIASES.values()) <= set(known_fields())
+    assert not set(ALIASES) & set(known_fields())
 
 
 def test_file_then_overrides_then_arguments(tmp_path: Path) -> None:
@@ -321,3 +321,29 @@ def test_settings_of_others_that_are_none_here_say_what_to_do(tmp_path: Path, li
     with pytest.raises(ConfigError, match=rf"'{line.partition(':')[0]}' \(run\.yaml:4\): ") as caught:
         load(tmp_path, f"{line}\n")
     assert said in str(caught.value)
+
+
+def test_a_resolved_config_of_an_older_version_is_read(tmp_path: Path) -> None:
+    """It names the settings of all methods, those of others with their defaults."""
+    run = load(tmp_path, "lora_rank: 4\n")
+    old = {name: field.default for name, field in known_fields().items() if name not in type(run).model_fields}
+    assert old["num_generations"] == 8
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump({**run.model_dump(mode="json"), **old}))
+    assert load_config(tmp_path / "old.yaml").run == run
+    assert read_saved({**run.model_dump(mode="json"), **old, "temperature": 0.5}) == run
+    assert not changed_fields({**run.model_dump(mode="json"), **old}, run)
+
+
+def test_a_setting_of_another_method_is_refused_with_that_method(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"beta, num_generations is a setting of method grpo.*sft.*:4, run\.yaml:5"):
+        load(tmp_path, "num_generations: 4\nbeta: 0.1\n")
+    assert load(tmp_path, "num_generations: 8\nbeta: 0\n").method == "sft"
+
+
+def test_reading_a_config_of_any_method_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(BASE + "method: grpo\nreward_funcs: [length]\nglobal_batch_size: 8\n")
+    program = (
+        "import sys; from surefoot.config import load_config; load_config(sys.argv[1]); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "run.yaml"], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr

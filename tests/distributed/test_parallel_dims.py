@@ -10,16 +10,17 @@ from torch.distributed import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from surefoot.config import DatasetItem, RunConfig
+from surefoot.config import DatasetItem
 from surefoot.distributed import process_group
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import ConfigError
+from surefoot.methods.sft.settings import SftConfig
 from surefoot.models.weight_loading import laid_out_like
 
 
 def layout(size: int, **changes: object) -> Layout:
     given: dict[str, Any] = {"model": "m", "dataset": [DatasetItem(path="d")], "output_dir": "o", "device": "cpu"}
-    config = RunConfig(**{**given, **changes})
+    config = SftConfig(**{**given, **changes})
     return Layout.of(config, size, lambda *names: " and ".join(f"run.yaml:{name}" for name in names))
 
 

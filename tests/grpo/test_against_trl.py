@@ -12,11 +12,11 @@ from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from surefoot.config import RunConfig
 from surefoot.methods.base import BatchTotals
 from surefoot.methods.grpo.advantage import Trained, token_weights
 from surefoot.methods.grpo.batch import Trajectory, policy_batches
 from surefoot.methods.grpo.loss import GrpoObjective
+from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.models.build import build_model
 
 MAX_LENGTH = 9
@@ -93,7 +93,7 @@ def test_the_gradient_is_that_of_trl(
 ) -> None:
     rows = completions()
     floor = 0.0 if correction == "none" else 0.3 if correction.startswith("sequence") else 0.9
-    config = RunConfig(
+    config = GrpoConfig(
         model="x", dataset=[{"path": "x"}], output_dir="x", method="grpo", tuning="full", loss_type=loss_type,
         temperature=TEMPERATURE, beta=0.1, importance_correction=correction, importance_cap=1.2,
         importance_floor=floor,

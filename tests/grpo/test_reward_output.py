@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.config.schema import RewardItem
 from surefoot.methods.grpo.rewards import ODD_ANSWER, Answers, Rewards, Scored
+from surefoot.methods.grpo.settings import RewardItem
 from surefoot.methods.grpo.worker_output import MOST_BYTES
 
 FUNCTIONS = """
@@ -169,7 +169,7 @@ def test_rewards_are_given_where_standard_error_is_closed(tmp_path: Path) -> Non
     text = FUNCTIONS.replace("MOST", str(MOST_BYTES)).replace("ANSWER", "b''")
     (tmp_path / "functions.py").write_text(text)
     probe = (
-        "from surefoot.config.schema import RewardItem\n"
+        "from surefoot.methods.grpo.settings import RewardItem\n"
         "from surefoot.methods.grpo.rewards import Answers, Rewards\n"
         f"item = RewardItem(func={str(tmp_path / 'functions.py') + ':prints'!r})\n"
         "rewards = Rewards([item], num_workers=1, timeout_s=60.0, where='x')\n"

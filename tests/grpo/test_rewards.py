@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from surefoot.config.schema import RewardItem
 from surefoot.errors import ConfigError
 from surefoot.methods.grpo.builtin_rewards import columns_problem
 from surefoot.methods.grpo.rewards import ODD_ANSWER, Answers, Rewards, Scored, _Failed
+from surefoot.methods.grpo.settings import RewardItem
 
 FUNCTIONS = """
 import os, time

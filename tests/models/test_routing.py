@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss_func
 
-from surefoot.config import RunConfig
 from surefoot.data.collate import MicroBatch, collate
 from surefoot.data.dataset import Sample
 from surefoot.errors import ModelError
@@ -18,7 +17,8 @@ from surefoot.methods.base import BatchTotals
 from surefoot.methods.grpo.batch import PolicyBatch, Trajectory, collate_policy
 from surefoot.methods.grpo.loss import GrpoObjective
 from surefoot.methods.grpo.routed_experts import as_text
-from surefoot.methods.sft import SftObjective
+from surefoot.methods.grpo.settings import GrpoConfig
+from surefoot.methods.sft.method import SftObjective
 from surefoot.methods.token_loss import forward_arguments
 from surefoot.models.build import BuiltModel, build_model
 from surefoot.models.lora import LoraSettings
@@ -273,7 +273,7 @@ def test_choices_of_another_model_are_refused(shape: tuple[int, ...], model_fold
 def test_routers_that_do_not_say_what_they_chose_cannot_be_replayed(model_folder: Callable[[str], Path]) -> None:
     folder = model_folder("qwen2_moe")
     given = {"model": str(folder), "dataset": [{"path": "x"}], "output_dir": "x", "num_iterations": 2}
-    config = RunConfig.model_validate({**given, "routing_replay": "first"})
+    config = GrpoConfig.model_validate({**given, "routing_replay": "first"})
     built = build(folder)
     GrpoObjective(built, config)
     deaf = replace(built, routing=RoutingRecorder(build(folder).model))
@@ -284,7 +284,7 @@ def test_routers_that_do_not_say_what_they_chose_cannot_be_replayed(model_folder
 def test_the_reference_goes_its_own_ways(model_folder: Callable[[str], Path]) -> None:
     folder = model_folder("qwen2_moe")
     given = {"model": str(folder), "dataset": [{"path": "x"}], "output_dir": "x", "beta": 0.1}
-    objective = GrpoObjective(build(folder), RunConfig.model_validate({**given, "routing_replay": "rollout"}))
+    objective = GrpoObjective(build(folder), GrpoConfig.model_validate({**given, "routing_replay": "rollout"}))
     made = Trajectory([5, 6, 7], [8, 9], [0.0, 0.0], 1.0, 1.0, "x:1")
     found = []
     for experts in (None, as_text(np.tile(np.int16([4, 5]), (4, 2, 1)))):

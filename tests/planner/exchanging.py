@@ -18,7 +18,7 @@ from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import joined
 from surefoot.launch.rank_process import leave
 from surefoot.methods.base import BatchTotals
-from surefoot.methods.sft import SftObjective
+from surefoot.methods.sft.method import SftObjective
 from surefoot.models.build import build_model
 from surefoot.models.lora import LoraSettings
 from surefoot.planner.trace import _Live

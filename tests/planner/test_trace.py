@@ -12,19 +12,22 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from surefoot.config import DatasetItem, RunConfig
+from surefoot.config import DatasetItem
 from surefoot.methods.base import BatchTotals
 from surefoot.methods.grpo.batch import Trajectory, collate_policy
-from surefoot.methods.grpo.loss import GrpoObjective, PolicyLoss
-from surefoot.methods.sft import SftObjective
+from surefoot.methods.grpo.loss import GrpoObjective, PlannedPolicyLoss, PolicyLoss
+from surefoot.methods.grpo.settings import GrpoConfig
+from surefoot.methods.sft.method import Sft, SftObjective
+from surefoot.methods.sft.settings import SftConfig
 from surefoot.models.build import build_model, build_without_storage
 from surefoot.models.lora import LoraSettings
 from surefoot.planner.expert_dispatch import share_out
-from surefoot.planner.trace import ATTENTION, Trace, _layers, _Live, likelihood, policy_loss, shaped_batch, trace_step
+from surefoot.planner.trace import ATTENTION, Trace, _layers, _Live, shaped_batch, trace_step
 from tests.support.batches import LENGTHS, batch
 from tests.support.models import make_model
 
 Folders = Callable[[str], Path]
+SFT = SftConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o")
 LORA = LoraSettings(4, 8, targets=("all",))
 
 
@@ -38,7 +41,7 @@ def traced(
             layers=layers,
         )  # fmt: skip
         batch = shaped_batch(lengths, sum(lengths) - len(lengths))
-        forward = likelihood(built, batch, 0.0)
+        forward = Sft.planned_loss(SFT)(built, batch)
         return trace_step(built, batch, forward, is_on_gpu=False, twice=twice, gradient_share=share)
 
 
@@ -76,13 +79,13 @@ def test_the_peak_of_grpo_is_that_of_real_tensors(loss_type: str, is_kept: bool,
     """`kept`: with log-probabilities of an earlier step and of the reference."""
     folder, prompt, answer, count = model_folder("llama"), 20, 60, 3
     more = {"beta": 0.1, "num_iterations": 2} if is_kept else {}
-    config = RunConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o", loss_type=loss_type, **more)  # type: ignore[arg-type]
+    config = GrpoConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o", loss_type=loss_type, **more)  # type: ignore[arg-type]
     with FakeTensorMode():
         built = build_without_storage(
             folder, lora=LORA, dtype=torch.float32, gradient_checkpointing=False, attention=ATTENTION
         )
         shaped = shaped_batch([prompt + answer] * count, answer * count)
-        forward = policy_loss(built, shaped, PolicyLoss.of(config))
+        forward = PlannedPolicyLoss(answer, PolicyLoss.of(config))(built, shaped)
         told = trace_step(built, shaped, forward, is_on_gpu=False, twice=False)
     real = build_model(folder, lora=LORA, device=torch.device("cpu"), dtype=torch.float32)
     kept = [-1.0] * answer if is_kept else None
@@ -209,7 +212,7 @@ def test_rows_that_travel_to_experts_are_those_of_two_ranks(tmp_path: Path) -> N
         )  # fmt: skip
         share_out(built.model, 2)
         batch = shaped_batch([tokens], tokens - 1)
-        told = trace_step(built, batch, likelihood(built, batch, 0.0), is_on_gpu=False, twice=False)
+        told = trace_step(built, batch, Sft.planned_loss(SFT)(built, batch), is_on_gpu=False, twice=False)
     assert sum(told.saved_by_kind.values()) == pytest.approx(saved, rel=0.02)
     assert told.peak == pytest.approx(peak, rel=0.05)
     assert told.exchanged_bytes == 2 * forward_bytes

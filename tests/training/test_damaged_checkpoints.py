@@ -71,6 +71,12 @@ def edit(name: str, **changes: Any) -> Damage:
     return damage
 
 
+def as_grpo(checkpoint: Path) -> None:
+    """Make a checkpoint one of a run of GRPO."""
+    config = read_json(checkpoint / "manifest.json")["config"]
+    edit("manifest.json", config={**config, "method": "grpo"})(checkpoint)
+
+
 def remove(name: str) -> Damage:
     return lambda checkpoint: (checkpoint / name).unlink()
 
@@ -321,12 +327,18 @@ WRONG_STATE: dict[str, list[Any]] = {
     ("key", "value"), [(key, value) for key, values in WRONG_STATE.items() for value in values], ids=cut
 )
 def test_a_state_that_is_none_is_damage(run: Path, key: str, value: Any) -> None:
+    if key == "pending":
+        for step in (2, 3):
+            as_grpo(checkpoint_folder(run, step))
     edit("state.json", **{key: value})(checkpoint_folder(run, 3))
     assert_passed_over(run, "step-00000003/state.json")
 
 
-def test_a_state_with_completions_is_sound(run: Path) -> None:
+def test_a_state_with_completions_is_sound_for_grpo_alone(run: Path) -> None:
     newest = checkpoint_folder(run, 3)
+    edit("state.json", pending=[IN_USE, TRAJECTORY, AHEAD])(newest)
+    assert find_newest(run)[0] == checkpoint_folder(run, 2)
+    as_grpo(newest)
     images = [{"path": "a.png", "sha256": "0", "stamp": [1, 2], "rows": 1, "columns": 1}]
     edit("state.json", pending=[IN_USE, TRAJECTORY, {**TRAJECTORY, "images": images}, AHEAD])(newest)
     assert find_newest(run) == (newest, [])
@@ -495,6 +507,8 @@ def test_a_place_beyond_the_data_is_named(settings: dict[str, Any]) -> None:
     ids=["epoch", "no policy version"],
 )
 def test_counters_that_no_run_reaches_are_damage(run: Path, changes: dict[str, Any]) -> None:
+    for step in (2, 3):
+        as_grpo(checkpoint_folder(run, step))
     edit("state.json", **changes)(checkpoint_folder(run, 3))
     assert_passed_over(run, "step-00000003/state.json")
 

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from surefoot.config import DatasetItem, RunConfig
+from surefoot.methods.sft.settings import SftConfig
 from surefoot.training.optimizer import build_optimizer, learning_rate_at
 
 
 def config(**changes: object) -> RunConfig:
-    return RunConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o", learning_rate=1.0, **changes)  # type: ignore[arg-type]
+    return SftConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o", learning_rate=1.0, **changes)  # type: ignore[arg-type]
 
 
 def rates(total: int, **changes: object) -> list[float]:

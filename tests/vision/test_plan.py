@@ -14,19 +14,21 @@ from surefoot.data.collate import MicroBatch
 from surefoot.data.image_processor import Vision
 from surefoot.errors import ModelError
 from surefoot.methods.base import BatchTotals
-from surefoot.methods.sft import SftObjective
+from surefoot.methods.sft.method import Sft, SftObjective
+from surefoot.methods.sft.settings import SftConfig
 from surefoot.models.build import build_model, build_without_storage
 from surefoot.models.lora import LoraSettings
 from surefoot.planner.devices import named
 from surefoot.planner.forecast import forecast
 from surefoot.planner.sizes import check_fields
-from surefoot.planner.trace import ATTEND, ATTENTION, Trace, _Live, likelihood, shaped_batch, trace_step
+from surefoot.planner.trace import ATTEND, ATTENTION, Trace, _Live, shaped_batch, trace_step
 from surefoot.planner.vision_tower import Pictures, pictures_of, show
 from tests.support.vision import KINDS
 
 Folders = Callable[[str], Path]
 LENGTH, PICTURES = 80, Pictures(count=2, cells_each=16, patches_each=64)
 TRAINED = 24
+SFT = SftConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o")
 
 
 def lora(*targets: str) -> LoraSettings:
@@ -39,7 +41,7 @@ def traced(folder: Path, settings: LoraSettings, *, is_checkpointed: bool, sees:
             folder, lora=settings, dtype=torch.float32, gradient_checkpointing=is_checkpointed, attention=ATTENTION
         )
         batch = shaped_batch([LENGTH], TRAINED, show(built, PICTURES) if sees else None)
-        return trace_step(built, batch, likelihood(built, batch, 0.0), is_on_gpu=False, twice=False)
+        return trace_step(built, batch, Sft.planned_loss(SFT)(built, batch), is_on_gpu=False, twice=False)
 
 
 def real(model: Any) -> MicroBatch:
@@ -93,7 +95,7 @@ def test_the_peak_is_that_of_real_tensors(
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_is_taken_to_be_full_of_the_largest_images(kind: str, vision_folder: Folders) -> None:
     def run(**more: Any) -> RunConfig:
-        return RunConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o", **more)
+        return SftConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o", **more)
 
     folder = vision_folder(kind)
     cell = 32 if kind.startswith("qwen3") else 28
@@ -117,14 +119,14 @@ def test_products_of_attention_are_counted(is_causal: bool) -> None:
 
 
 def test_a_model_that_reads_text_sees_nothing(model_folder: Folders) -> None:
-    run = RunConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o")
+    run = SftConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o")
     assert pictures_of(run, model_folder("llama"), 1, 80) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forecast_counts_the_tower(kind: str, vision_folder: Folders) -> None:
     def peak(**more: Any) -> Any:
-        config = RunConfig(
+        config = SftConfig(
             model="m", dataset=[DatasetItem(path="d")], output_dir="o", max_length=800, lora_rank=4, **more
         )
         return forecast(config, vision_folder(kind), named("a100"))

@@ -2,15 +2,22 @@
 
 from surefoot.config.changes import changed_fields
 from surefoot.config.load import LoadedConfig, as_yaml, load_config
-from surefoot.config.schema import OF_ALL_RANKS, DatasetItem, RewardItem, RunConfig
+from surefoot.config.methods import known_fields, method_names, read_saved, settings_class
+from surefoot.config.rollout import RolloutConfig, vllm_settings
+from surefoot.config.schema import DatasetItem, MayDiffer, RunConfig
 
 __all__ = [
-    "OF_ALL_RANKS",
     "DatasetItem",
     "LoadedConfig",
-    "RewardItem",
+    "MayDiffer",
+    "RolloutConfig",
     "RunConfig",
     "as_yaml",
     "changed_fields",
+    "known_fields",
     "load_config",
+    "method_names",
+    "read_saved",
+    "settings_class",
+    "vllm_settings",
 ]

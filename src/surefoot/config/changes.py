@@ -1,27 +1,30 @@
 """Differences between the config of a saved run and that of a run that would resume it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from surefoot.config.documents import shorten
-from surefoot.config.schema import FREE_ON_RESUME, RunConfig
+from surefoot.config.schema import MayDiffer, RunConfig
 from surefoot.errors import ConfigError
 
 
-def changed_fields(saved: Mapping[str, Any], run: RunConfig, *, also: Sequence[str] = ()) -> list[str]:
-    """Return the settings that enter a run's numbers and differ from a saved config: `learning_rate: 0.0001 -> 0.0002`.
+def changed_fields(
+    saved: Mapping[str, Any], run: RunConfig, *, may_differ: MayDiffer = MayDiffer.ON_RESUME
+) -> list[str]:
+    """Return the settings that differ from another config, and may not: `learning_rate: 0.0001 -> 0.0002`.
 
-    `also`: settings to compare that do not enter them. Raises: ConfigError where the saved one is no config.
+    Raises: ConfigError if the other one is not a config.
     """
     if not isinstance(saved, Mapping):
         raise ConfigError(f"the saved config holds no settings by name, but {shorten(saved)}.")
     current = run.model_dump(mode="json")
-    free = FREE_ON_RESUME - set(also)
+    fields = type(run).model_fields
+    free = {name for name, field in fields.items() if may_differ in field.metadata}
     has_fixed_warmup = run.warmup_steps is not None or run.warmup_ratio == 0
-    if run.lr_scheduler_type == "constant" and has_fixed_warmup:  # then the length of the run enters only its end
-        free |= {"max_steps", "num_train_epochs"} - set(also)
+    if may_differ is MayDiffer.ON_RESUME and run.lr_scheduler_type == "constant" and has_fixed_warmup:
+        free |= {"max_steps", "num_train_epochs"}  # the length of the run enters only its end
     # A version that did not have a setting did what its default says.
-    before = {name: saved.get(name, field.default) for name, field in RunConfig.model_fields.items()}
+    before = {name: saved.get(name, field.default) for name, field in fields.items()}
     compared = [name for name in current if name not in free]
     changes = [change for name in compared for change in _differences(name, before[name], current[name])]
     global_batch, batch, accumulation = (

@@ -2,21 +2,23 @@
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from surefoot.config.aliases import ALIASES, FLAG_ALIASES, INSTEAD, NOT_HERE, VALUE_ALIASES
 from surefoot.config.deepspeed import CHANGES_TRAINING, read_deepspeed
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.documents import check_value, parse_override, read_entries, read_text, shorten
+from surefoot.config.methods import known_fields, methods_with, settings_class
 from surefoot.config.paths import check_template_size, resolve_path
-from surefoot.config.schema import DatasetItem, RewardItem, RunConfig
+from surefoot.config.schema import DatasetItem, Item, RunConfig
 from surefoot.config.validate import contradictions
 from surefoot.errors import ConfigError
 
@@ -32,8 +34,6 @@ RIVALS = {
 """Two ways to set one thing; an override of one takes the place of the other."""
 FILE_FIELDS = ("dataset_dir", "output_dir", "chat_template", "init_adapter", "image_dir")
 DATASET_FIELDS = ("dataset", "eval_dataset")
-ITEMS: dict[str, type[BaseModel]] = {**dict.fromkeys(DATASET_FIELDS, DatasetItem), "reward_funcs": RewardItem}
-HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,13 @@ class LoadedConfig:
         return {"run": run, "places": dict(self.places), "renamed": dict(self.renamed), "notes": list(self.notes)}
 
     @staticmethod
-    def from_json(said: Mapping[str, Any]) -> "LoadedConfig":
-        return LoadedConfig(RunConfig(**said["run"]), said["places"], said["renamed"], said["notes"])
+    def from_json(payload: Mapping[str, Any]) -> "LoadedConfig":
+        return LoadedConfig(
+            settings_class(payload["run"]["method"])(**payload["run"]),
+            payload["places"],
+            payload["renamed"],
+            payload["notes"],
+        )
 
     def where(self, *fields: str) -> str:
         """The places of some fields, for an error message."""
@@ -93,43 +98,24 @@ def load_config(
     Relative paths in the file are relative to the file, others (and those from a pipe) to the current folder.
     Raises: ConfigError for anything that is not a valid, consistent config.
     """
-    settings: dict[str, _Setting] = {}
-    renamed: dict[str, str] = {}
-    leftover: list[str] = []
+    entries: list[tuple[str, _Setting]] = []
+    if path is not None:
+        read = read_entries(read_text(Path(path)), shorten(Path(path).name, quote=False))
+        base = Path(path).resolve().parent if Path(path).is_file() else Path.cwd()  # a pipe has no folder of its own
+        entries = [(key, _Setting(value, place, base)) for key, value, place in read]
     later = _later(overrides, values or {})
     # One DeepSpeed config takes the place of another, of which nothing holds then.
     last = max((number for number, (key, _) in enumerate(later) if key in DEEPSPEED_KEYS), default=None)
-
-    def add(key: str, setting: _Setting, *, replace: bool) -> None:
-        check_value(setting.value, key, setting.place)
-        if key not in DEEPSPEED_KEYS:
-            _add(settings, renamed, key, setting, replace=replace)
-        elif setting.value is not None:
-            leftover.extend(_add_deepspeed(settings, renamed, setting, replace=replace))
-
-    if path is not None:
-        entries = read_entries(read_text(Path(path)), shorten(Path(path).name, quote=False))
-        base = Path(path).resolve().parent if Path(path).is_file() else Path.cwd()  # a pipe has no folder of its own
-        # What the file itself says comes before what it points to.
-        for key, value, place in sorted(entries, key=lambda entry: entry[0] in DEEPSPEED_KEYS):
-            if key not in DEEPSPEED_KEYS or last is None:
-                add(key, _Setting(value, place, base), replace=False)
+    settings = _Settings(_method_class([*entries, *later]))
+    # What the file itself says comes before what it points to.
+    for key, setting in sorted(entries, key=lambda entry: entry[0] in DEEPSPEED_KEYS):
+        if key not in DEEPSPEED_KEYS or last is None:
+            settings.add(key, setting, replace=False)
     for number, (key, setting) in enumerate(later):
         if key not in DEEPSPEED_KEYS or number == last:
-            add(key, setting, replace=True)
-    places = {name: setting.place for name, setting in settings.items()}
-    run = _validate(settings)
-    notes = [
-        f"{setting.place} is read as {name}={setting.shown}" for name, setting in settings.items() if setting.is_mapped
-    ]
-    changing = [entry for entry in leftover if CHANGES_TRAINING.match(entry)]
-    if changing:
-        notes.append(f"DeepSpeed's that would train differently, and is NOT done here: {', '.join(changing)}")
-    if set(leftover) - set(changing):
-        rest = [entry for entry in leftover if entry not in changing]
-        notes.append(f"DeepSpeed's without counterpart here, and left out: {', '.join(rest)}")
-    loaded = LoadedConfig(run, places, renamed, notes)
-    _check_contradictions(loaded)
+            settings.add(key, setting, replace=True)
+    loaded = LoadedConfig(settings.validate(), settings.places, settings.renamed, settings.notes)
+    check_contradictions(loaded)
     return loaded
 
 
@@ -147,102 +133,213 @@ def _later(overrides: Sequence[str], values: Mapping[str, Any]) -> list[tuple[st
     return later
 
 
-def _add(settings: dict[str, _Setting], renamed: dict[str, str], key: str, setting: _Setting, *, replace: bool) -> None:
-    name = ALIASES.get(key, key)
-    if key in FLAG_ALIASES and isinstance(setting.value, bool):
-        if not setting.value and key not in ("bf16", "fp32"):
-            return
-        name, value = FLAG_ALIASES[key]
-        if not setting.value:
-            raise ConfigError(f"{key}=false does not say which type to compute in; set {name} ({setting.place}).")
-        setting.value = value
-    if name not in RunConfig.model_fields:
-        if key in NOT_HERE and setting.value is False:
-            return
+def _method_class(entries: Sequence[tuple[str, _Setting]]) -> type[RunConfig]:
+    """Return the settings class of the method that the last entry names. Raises: ConfigError, see `settings_class`."""
+    name, place = str(RunConfig.model_fields["method"].default), "default"
+    for key, setting in entries:
+        if ALIASES.get(key, key) == "method" and setting.value is not None:
+            name, place = str(setting.value), setting.place
+    try:
+        return settings_class(name)
+    except ConfigError as error:
+        raise ConfigError(f"{error} ({place}). {RunConfig.model_fields['method'].description}") from error
+
+
+class _Settings:
+    """Settings as they are read, until they become a config."""
+
+    def __init__(self, kind: type[RunConfig]) -> None:
+        self._kind = kind
+        self._fields = {**known_fields(), **kind.model_fields}
+        self._settings: dict[str, _Setting] = {}
+        self._leftover: list[str] = []
+        """Entries of DeepSpeed configs that have no counterpart."""
+        self.renamed: dict[str, str] = {}
+
+    @property
+    def places(self) -> dict[str, str]:
+        """See `LoadedConfig`."""
+        return {name: setting.place for name, setting in self._settings.items()}
+
+    @property
+    def notes(self) -> list[str]:
+        """See `LoadedConfig`."""
+        notes = [
+            f"{setting.place} is read as {name}={setting.shown}"
+            for name, setting in self._settings.items()
+            if setting.is_mapped
+        ]
+        changing = [entry for entry in self._leftover if CHANGES_TRAINING.match(entry)]
+        if changing:
+            notes.append(f"DeepSpeed's that would train differently, and is NOT done here: {', '.join(changing)}")
+        if rest := [entry for entry in self._leftover if entry not in changing]:
+            notes.append(f"DeepSpeed's without counterpart here, and left out: {', '.join(rest)}")
+        return notes
+
+    def add(self, key: str, setting: _Setting, *, replace: bool) -> None:
+        """Add one entry of a file, or with `replace` one that wins over the file. Raises: ConfigError."""
+        check_value(setting.value, key, setting.place)
+        if key not in DEEPSPEED_KEYS:
+            self._add(key, setting, replace=replace)
+        elif setting.value is not None:
+            self._add_deepspeed(setting, replace=replace)
+
+    def _add(self, key: str, setting: _Setting, *, replace: bool) -> None:
+        name = ALIASES.get(key, key)
+        if key in FLAG_ALIASES and isinstance(setting.value, bool):
+            if not setting.value and key not in ("bf16", "fp32"):
+                return
+            name, value = FLAG_ALIASES[key]
+            if not setting.value:
+                raise ConfigError(f"{key}=false does not say which type to compute in; set {name} ({setting.place}).")
+            setting.value = value
+        if name not in self._fields:
+            if key in NOT_HERE and setting.value is False:
+                return
+            raise self._unknown(key, setting)
+        if name != key:
+            self.renamed[key] = name
+        earlier = self._settings.get(name)
+        if earlier is not None and not replace:
+            raise ConfigError(
+                f"'{name}' is set twice: to {earlier.shown} ({earlier.place}) and to {setting.shown}"
+                f"{f' as {key!r}' if key != name else ''} ({setting.place}). Keep one."
+            )
+        rival = RIVALS.get(name, "")
+        if replace and rival in self._settings and self._settings[rival].place != setting.place:
+            self._settings.pop(rival)  # later ones win, also over a rival
+        if setting.value is None and not _takes_none(self._fields[name].annotation):  # back to its default
+            self._settings.pop(name, None)
+        else:
+            self._settings[name] = setting
+
+    def _unknown(self, key: str, setting: _Setting) -> ConfigError:
         if key in NOT_HERE:
-            raise ConfigError(f"'{key}': {NOT_HERE[key]} ({setting.place}).")
+            return ConfigError(f"'{key}': {NOT_HERE[key]} ({setting.place}).")
         if key in OF_OTHERS:
             file = setting.place.partition(":")[0] if ":" in setting.place else "FILE"
-            raise ConfigError(
+            return ConfigError(
                 f"unknown setting {key!r} ({setting.place}). It is one of another program: surefoot import --to "
                 f"NEW.yaml {file}"
             )
         if key in INSTEAD:
-            raise ConfigError(f"unknown setting '{key}' ({setting.place}): {INSTEAD[key]}.")
-        raise ConfigError(f"unknown setting {shorten(key)}{_suggestion(key)} ({setting.place}).")
-    if name != key:
-        renamed[key] = name
-    earlier = settings.get(name)
-    if earlier is not None and not replace:
-        raise ConfigError(
-            f"'{name}' is set twice: to {earlier.shown} ({earlier.place}) and to {setting.shown}"
-            f"{f' as {key!r}' if key != name else ''} ({setting.place}). Keep one."
+            return ConfigError(f"unknown setting '{key}' ({setting.place}): {INSTEAD[key]}.")
+        if methods := methods_with(key):
+            return self._of_other_method([key], methods, setting.place)
+        return ConfigError(f"unknown setting {shorten(key)}{_suggestion(key, self._fields)} ({setting.place}).")
+
+    def _add_deepspeed(self, setting: _Setting, *, replace: bool) -> None:
+        mapped, leftover = read_deepspeed(setting.value, setting.base, setting.place)
+        self._leftover += leftover
+        for name, value, place in mapped:
+            counterpart = _Setting(value, place, setting.base, is_mapped=True)
+            earlier = self._settings.get(name)
+            if earlier is None or self._normalise(name, earlier) != self._normalise(name, counterpart):
+                # A file and the JSON it points to contradict each other; a later place wins, and the notes say over
+                # what.
+                if earlier is not None and replace:
+                    counterpart.place += f" (over {name}={earlier.shown} of {earlier.place})"
+                self._add(name, counterpart, replace=replace)
+
+    def validate(self) -> RunConfig:
+        """Return the config. Raises: ConfigError with all that is wrong with the settings, each at its place."""
+        values = {name: self._normalise(name, setting) for name, setting in self._settings.items()}
+        for name in DATASET_FIELDS:
+            if name in self._settings:
+                values[name] = _dataset_items(self._settings[name], name, values.get("dataset_dir"))
+        self._drop_other_methods(values)
+        try:
+            return self._kind(**values)
+        except ValidationError as error:
+            raise ConfigError("\n".join(self._problems(error, values))) from error
+
+    def _drop_other_methods(self, values: dict[str, Any]) -> None:
+        """Remove settings of other methods that have their default value, which run.yaml of older versions names.
+
+        Raises: ConfigError if there are others.
+        """
+        foreign = [name for name in values if name not in self._kind.model_fields]
+        wrong = [name for name in foreign if values[name] != self._fields[name].default]
+        if wrong:
+            places = ", ".join(dict.fromkeys(self._settings[name].place for name in wrong))
+            raise self._of_other_method(sorted(wrong), methods_with(wrong[0]), places)
+        for name in foreign:
+            del values[name], self._settings[name]
+
+    def _of_other_method(self, names: Sequence[str], methods: Sequence[str], places: str) -> ConfigError:
+        own = self._kind.model_fields["method"].default
+        return ConfigError(
+            f"{', '.join(names)} is a setting of method {' or '.join(methods)}, and this run has method {own}. Set "
+            f"method: {methods[0]}, or drop it ({places})."
         )
-    rival = RIVALS.get(name, "")
-    if replace and rival in settings and settings[rival].place != setting.place:  # later ones win, also over a rival
-        settings.pop(rival)
-    if setting.value is None and not _takes_none(RunConfig.model_fields[name].annotation):  # back to its default
-        settings.pop(name, None)
-    else:
-        settings[name] = setting
+
+    def _problems(self, error: ValidationError, values: Mapping[str, Any]) -> Iterator[str]:
+        refused: set[str] = set()
+        for item in error.errors():
+            name = str(item["loc"][0])
+            about = self._fields[name].description
+            if item["type"] == "missing" and len(item["loc"]) == 1:
+                yield f"'{name}' is missing. {about}"
+                continue
+            if name in refused:  # a setting of several types is refused once a type
+                continue
+            refused.add(name)
+            place = self._settings[name].place
+            parts = [shorten(part, quote=False) for part in item["loc"][1:]]
+            inside = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
+            kind = _item_class(self._fields[name])
+            if kind is not None and inside:
+                yield f"{name}{inside}{_about_item(item, kind)} ({place})."
+                continue
+            yield f"{name}={shorten(values[name])}: {_explain(item['msg'])} ({place}). {about}"
+
+    def _normalise(self, name: str, setting: _Setting) -> Any:
+        """Numbers written as text (YAML reads `1e-4` so), peers' values, and relative paths."""
+        value, field = setting.value, self._fields[name]
+        if isinstance(value, str):
+            if NUMBER.match(value) and _takes_number(field.annotation):
+                value = int(value) if value.isdigit() and len(value) < MOST_DIGITS else float(value)
+            value = VALUE_ALIASES.get(name, {}).get(value, value) if isinstance(value, str) else value
+        if name == "report_to":
+            value = [] if value in ("none", None) else [value] if isinstance(value, str) else value
+        if name == "target_modules" and isinstance(value, str) and len(names := re.split(r"[,\s]+", value.strip())) > 1:
+            return names  # q_proj,v_proj, as LLaMA-Factory has it
+        kind = _item_class(field)
+        if kind is not None and value is not None and name not in DATASET_FIELDS:
+            return _items(value if isinstance(value, list) else [value], kind, setting, name)
+        if name in FILE_FIELDS and isinstance(value, str):
+            path = setting.resolve(value, name)
+            if name == "chat_template":
+                check_template_size(path, setting.place)
+            return str(path)
+        if name == "model" and isinstance(value, str) and not value.startswith("pypi:"):
+            beside = setting.resolve(value, name)
+            return str(beside) if beside.is_dir() or value.startswith((".", "~")) else value
+        if name == "resume_from_checkpoint" and isinstance(value, str) and value not in ("auto", "never"):
+            return str(setting.resolve(value, name))
+        if name == "resume_from_checkpoint" and value in ("never", True):
+            return "auto" if value is True else False
+        return value
 
 
-def _add_deepspeed(
-    settings: dict[str, _Setting], renamed: dict[str, str], setting: _Setting, *, replace: bool
-) -> list[str]:
-    """Add what a DeepSpeed config says; returns what has no counterpart."""
-    mapped, leftover = read_deepspeed(setting.value, setting.base, setting.place)
-    for name, value, place in mapped:
-        theirs = _Setting(value, place, setting.base, is_mapped=True)
-        earlier = settings.get(name)
-        if earlier is None or _normalise(name, earlier) != _normalise(name, theirs):
-            # A file and the JSON it points to contradict each other; a later place wins, and the notes say over what.
-            if earlier is not None and replace:
-                theirs.place += f" (over {name}={earlier.shown} of {earlier.place})"
-            _add(settings, renamed, name, theirs, replace=replace)
-    return leftover
-
-
-def _suggestion(key: str) -> str:
-    known = [*RunConfig.model_fields, *ALIASES]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+def _suggestion(key: str, fields: Mapping[str, FieldInfo]) -> str:
+    near = difflib.get_close_matches(key, [*fields, *ALIASES], n=1, cutoff=0.6)
     if not near:
         return ". `surefoot settings` lists them all"
     meant = ALIASES.get(near[0], near[0])
     return f"; did you mean '{meant}'?" if meant == near[0] else f"; did you mean '{near[0]}' (here: {meant})?"
 
 
-def _validate(settings: dict[str, _Setting]) -> RunConfig:
-    values = {name: _normalise(name, setting) for name, setting in settings.items()}
-    for name in DATASET_FIELDS:
-        if name in settings:
-            values[name] = _dataset_items(name, settings[name], values.get("dataset_dir"))
-    try:
-        return RunConfig(**values)
-    except ValidationError as error:
-        problems: list[str] = []
-        refused: set[str] = set()
-        for item in error.errors():
-            name = str(item["loc"][0])
-            if item["type"] == "missing" and len(item["loc"]) == 1:
-                about = RunConfig.model_fields[name].description
-                problems.append(f"'{name}' is missing. {about}")
-                continue
-            if name in refused:  # a setting of several types is refused once a type
-                continue
-            refused.add(name)
-            place = settings[name].place
-            parts = [shorten(part, quote=False) for part in item["loc"][1:]]
-            inside = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
-            if name in ITEMS and inside:
-                problems.append(f"{name}{inside}{_about_item(item, ITEMS[name])} ({place}).")
-                continue
-            about = RunConfig.model_fields[name].description
-            problems.append(f"{name}={shorten(values[name])}: {_explain(item['msg'])} ({place}). {about}")
-        raise ConfigError("\n".join(problems)) from error
+def _item_class(field: FieldInfo) -> type[Item] | None:
+    """Return the class of the entries of a list of items."""
+    for part in (field.annotation, *get_args(field.annotation)):
+        inner = get_args(part)
+        if get_origin(part) is list and isinstance(inner[0], type) and issubclass(inner[0], Item):
+            return inner[0]
+    return None
 
 
-def _about_item(item: Any, kind: type[BaseModel]) -> str:
+def _about_item(item: Any, kind: type[Item]) -> str:
     """What is wrong with a part of a setting that is a list of items."""
     key = shorten(str(item["loc"][-1]), quote=False)
     fields = kind.model_fields
@@ -263,83 +360,30 @@ def _explain(message: str) -> str:
     return message.replace("Input should be", "must be")
 
 
-def _normalise(name: str, setting: _Setting) -> Any:
-    """Numbers written as text (YAML reads `1e-4` so), peers' values, and relative paths."""
-    value = setting.value
-    if isinstance(value, str):
-        if NUMBER.match(value) and _takes_number(RunConfig.model_fields[name].annotation):
-            value = int(value) if value.isdigit() and len(value) < MOST_DIGITS else float(value)
-        value = VALUE_ALIASES.get(name, {}).get(value, value) if isinstance(value, str) else value
-    if name == "report_to":
-        value = [] if value in ("none", None) else [value] if isinstance(value, str) else value
-    if name == "target_modules" and isinstance(value, str) and len(names := re.split(r"[,\s]+", value.strip())) > 1:
-        return names  # q_proj,v_proj, as LLaMA-Factory has it
-    if name == "reward_funcs":
-        return _reward_items(setting)
-    if name == "reward_weights" and isinstance(value, list):
-        return [float(weight) if isinstance(weight, int) else weight for weight in value]
-    if name == "scale_rewards" and isinstance(value, bool):
-        return "group" if value else "none"
-    if name in FILE_FIELDS and isinstance(value, str):
-        path = setting.resolve(value, name)
-        if name == "chat_template":
-            check_template_size(path, setting.place)
-        return str(path)
-    if name == "model" and isinstance(value, str) and not value.startswith("pypi:"):
-        beside = setting.resolve(value, name)
-        return str(beside) if beside.is_dir() or value.startswith((".", "~")) else value
-    if name == "resume_from_checkpoint" and isinstance(value, str) and value not in ("auto", "never"):
-        return str(setting.resolve(value, name))
-    if name == "resume_from_checkpoint" and value in ("never", True):
-        return "auto" if value is True else False
-    return value
-
-
-def _dataset_items(name: str, setting: _Setting, dataset_dir: Any) -> Any:
+def _dataset_items(setting: _Setting, name: str, dataset_dir: Any) -> Any:
     """A dataset setting in any of its forms as a list of items with absolute paths."""
     value = setting.value
+    if value is None:
+        return None
     if isinstance(value, str) and isinstance(dataset_dir, str):
         value = [entry.strip() for entry in value.split(",")]
     items = value if isinstance(value, list) else [value]
+    if isinstance(dataset_dir, str):
+        file = str(Path(dataset_dir, "dataset_info.json"))
+        items = [{"path": file, "name": item} if isinstance(item, str) else item for item in items]
+    return _items(items, DatasetItem, setting, name)
+
+
+def _items(items: Sequence[Any], kind: type[Item], setting: _Setting, name: str) -> list[Any]:
+    """The entries of a list in any of their forms as items with absolute paths."""
     full: list[Any] = []
     for item in items:
-        if isinstance(item, str) and isinstance(dataset_dir, str):
-            item = {"path": str(Path(dataset_dir, "dataset_info.json")), "name": item}
-        elif isinstance(item, str):
-            item = {"path": item}
-        if isinstance(item, dict):
-            item = {
-                key: float(part) if key == "weight" and isinstance(part, int) else part for key, part in item.items()
-            }
-            if isinstance(item.get("path"), str) and item["path"]:
-                item["path"] = _dataset_path(item["path"], name, setting)
-        full.append(item)
-    return None if value is None else full
-
-
-def _reward_items(setting: _Setting) -> Any:
-    """Reward functions in any of their forms as items; files of functions get absolute paths."""
-    value = setting.value
-    items = []
-    for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, str):
-            item = {"func": item}
-        if isinstance(item, dict):
-            item = {
-                key: float(part) if key == "weight" and isinstance(part, int) else part for key, part in item.items()
-            }
-            file, colon, function = str(item.get("func", "")).rpartition(":")
-            if colon and file.endswith(".py"):
-                item["func"] = f"{setting.resolve(file, 'reward_funcs')}:{function}"
-        items.append(item)
-    return items
-
-
-def _dataset_path(path: str, name: str, setting: _Setting) -> str:
-    """Return the absolute path of a source, but a hub id as it stands."""
-    local = setting.resolve(path, name)
-    may_be_hub = HUB_ID.match(path) and not local.exists() and "." not in Path(path).name and not path.startswith(".")
-    return path if may_be_hub else str(local)
+        entry = {kind.text_key: item} if isinstance(item, str) else item
+        text = entry.get(kind.text_key) if isinstance(entry, dict) else None
+        if isinstance(text, str) and text:
+            entry = {**entry, kind.text_key: kind.resolve(text, lambda path: setting.resolve(path, name))}
+        full.append(entry)
+    return full
 
 
 def _takes_none(annotation: Any) -> bool:
@@ -352,15 +396,16 @@ def _takes_number(annotation: Any) -> bool:
     return annotation is float or annotation is int
 
 
-def _check_contradictions(loaded: LoadedConfig) -> None:
-    """Refuse settings that exclude each other, before anything is read or loaded."""
+def check_contradictions(loaded: LoadedConfig) -> None:
+    """Refuse settings that exclude each other. Raises: ConfigError with all of them."""
     # A resolved config names every field, so only values other than the default count as asked for.
-    given = {name for name in loaded.places if getattr(loaded.run, name) != RunConfig.model_fields[name].default}
-    found = [f"{one.text} ({loaded.where(*one.fields)})." for one in contradictions(loaded.run, given)]
-    if len(found) > 1:
-        raise ConfigError("\n".join([f"{len(found)} things in this config cannot be:", *(f"- {one}" for one in found)]))
-    if found:
-        raise ConfigError(found[0])
+    run, fields = loaded.run, type(loaded.run).model_fields
+    given = {name for name in loaded.places if getattr(run, name) != fields[name].default}
+    conflicts = [f"{conflict.text} ({loaded.where(*conflict.fields)})." for conflict in contradictions(run, given)]
+    if len(conflicts) > 1:
+        raise ConfigError("\n".join([f"{len(conflicts)} settings conflict:", *(f"- {text}" for text in conflicts)]))
+    if conflicts:
+        raise ConfigError(conflicts[0])
 
 
 def as_yaml(run: RunConfig) -> str:

@@ -23,17 +23,18 @@ def device_type(loaded: LoadedConfig) -> Literal["cpu", "cuda"]:
 def resolve(loaded: LoadedConfig, num_ranks: int) -> LoadedConfig:
     """The config with its device, computing type and global batch size written out, for a run of so many ranks.
 
-    Raises: ConfigError for a device that is not there, or groups of completions that a step would cut.
+    Raises: ConfigError for a device that is not there, or a step that would cut the sequences of one row.
     """
     run = loaded.run
     device = device_type(loaded)
     dtype = run.dtype if run.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
     size = run.global_batch_size or run.sequences_per_step * num_ranks
-    if run.method == "grpo" and size % run.num_generations:
+    setting = run.sequences_per_row_setting
+    if setting is not None and size % run.sequences_per_row:
         raise ConfigError(
-            f"a step has {size} completions (per_device_train_batch_size x gradient_accumulation_steps x ranks), which "
-            f"is no multiple of num_generations={run.num_generations}. Set global_batch_size "
-            f"({loaded.where('num_generations', 'per_device_train_batch_size')})."
+            f"a step has {size} sequences (per_device_train_batch_size x gradient_accumulation_steps x ranks), which "
+            f"is no multiple of {setting}={run.sequences_per_row}. Set global_batch_size "
+            f"({loaded.where(setting, 'per_device_train_batch_size')})."
         )
     values = {"device": device, "dtype": dtype, "global_batch_size": size, "gradient_accumulation_steps": None}
     return replace(loaded, run=run.model_copy(update=values))

@@ -39,8 +39,8 @@ def open_dataset(
     """A dataset setting of a run, found and its formats told, but not prepared yet; `only_waits`: by another process.
 
     `known`: what it had `seen` in the run that goes on.
-    Rows are samples or, with GRPO, prompts. `reader`: of images, or `why_blind`: why there is none. `context`: the
-    most tokens that the model has positions for, of which a prompt leaves room for its completion. With
+    `RunConfig.row` says what a row is. `reader`: of images, or `why_blind`: why there is none. `context`: the most
+    tokens that the model has positions for, of which a prompt leaves room for its completion. With
     `eval_fraction`, `dataset` is the training side; `held_out_side` gives the other.
     Raises: DataError for what is missing or of no known format.
     """
@@ -53,16 +53,14 @@ def open_dataset(
         images=reader.settings if reader is not None else None,
         why_blind=why_blind,
     )
-    prompts = config.method == "grpo"
-    longest = config.prompt_length if prompts else config.max_length
-    limit = "max_prompt_length" if prompts and config.max_prompt_length else "max_length"
+    longest, limit, added = config.max_row_tokens, config.row_limit_setting, config.max_added_tokens
     way_out = ""
-    if prompts and context is not None and context - config.max_completion_length < longest:
-        longest, limit = context - config.max_completion_length, f"the context of {context} less max_completion_length"
+    if added and context is not None and context - added < longest:
+        longest, limit = context - added, f"the context of {context} less max_completion_length"
         way_out = "Lower max_completion_length"
         if longest < 1:
             raise ConfigError(
-                f"max_completion_length={config.max_completion_length} leaves no room for a prompt in the {context} "
+                f"max_completion_length={added} leaves no room for a prompt in the {context} "
                 f"tokens that the model can see. Lower it ({loaded.where('max_completion_length')})."
             )
     reading = Reading(
@@ -70,7 +68,7 @@ def open_dataset(
         truncation=config.truncation,
         limit=limit,
         way_out=way_out,
-        train_on="all" if prompts else config.train_on,
+        train_on="all" if config.row.is_prompt else config.train_on,
         skip_bad_rows=config.on_bad_row == "skip",
         vocab_size=vocab_size,
         side="train" if config.eval_fraction and setting == "dataset" else "all",
@@ -81,7 +79,7 @@ def open_dataset(
         renderer,
         reading,
         num_workers=num_workers(config.dataset_num_proc),
-        keep_columns=prompts,
+        keep_columns=config.row.keeps_columns,
         only_waits=only_waits,
         known=known,
         on_progress=on_progress,
@@ -102,9 +100,8 @@ def sources_of(loaded: LoadedConfig, setting: Literal["dataset", "eval_dataset"]
         )
         for item in items
     ]
-    prompts = config.method == "grpo"
     sources = find_sources(own, loaded.where(setting))
-    return [replace(source, spec=replace(source.spec, prompts=prompts)) for source in sources]
+    return [replace(source, spec=replace(source.spec, prompts=config.row.is_prompt)) for source in sources]
 
 
 def check_sources(loaded: LoadedConfig) -> None:

@@ -9,10 +9,10 @@ Batches are formed globally, over the whole order; dealing them to ranks comes a
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from math import ceil, floor
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from surefoot.data.dataset import ChunkRef, Usable
 from surefoot.data.packing import best_fit
 from surefoot.errors import DataError
+from surefoot.system.json_files import is_size
 
 WINDOW_ROWS = 65_536
 
@@ -42,6 +43,12 @@ class Position:
     epoch: int = 0
     window: int = 0
     used: int = 0
+
+    @classmethod
+    def is_json(cls, value: Any) -> bool:
+        """Return whether a value of JSON can be one."""
+        names = {field.name for field in fields(cls)}
+        return isinstance(value, dict) and value.keys() == names and all(map(is_size, value.values()))
 
 
 SampleKey = tuple[int, int]

@@ -4,11 +4,11 @@ SFT is `sft.py`, GRPO is `grpo/method.py`; `registry.py` finds a method by its n
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.collate import MicroBatch
 from surefoot.data.sampler import Position, StepBatch
-from surefoot.distributed.process_group import Ranks
+from surefoot.distributed.fsdp import put_to_rest
+from surefoot.distributed.process_group import ALONE, Ranks
 from surefoot.events import Event, Phase
+from surefoot.methods.token_loss import probing
 from surefoot.methods.training_data import RunData
 from surefoot.models.build import BuiltModel
 
@@ -53,35 +55,48 @@ class LossTerms:
         return self.main if self.aux is None else self.main + self.aux
 
 
-class Objective(Protocol):
+class Objective(ABC):
     """The loss of a method, on one rank's micro-batches."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
 
     @property
     def expert_counts(self) -> Tensor | None:
-        """Rows of each expert in the last step, int64 [layers, E]; None for a dense model."""
+        """Rows of each expert in the last step, int64 [layers, E]; None for a dense model, or if none are counted."""
+        return None
 
     def counted_tokens(self, totals: BatchTotals) -> int:
         """Return how many tokens of the global batch `expert_counts` has counted."""
+        return totals.tokens
 
     @property
     def holds_all_logits(self) -> bool:
         """Whether logits of all trained tokens of a micro-batch exist at once: the model scales or caps them itself."""
+        return False
 
     @property
-    def measured(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Further metrics of the last step by name; equal on all ranks."""
+        return {}
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Receive this rank's part of the global batch before its first forward; return it with what was added."""
+        return batches
 
-    def end_step(self) -> None:
+    def end_step(self) -> None:  # noqa: B027 - a method may need nothing
         """Complete the metrics after the last backward. Collective."""
 
+    @abstractmethod
     def loss(self, batch: MicroBatch, totals: BatchTotals) -> LossTerms:
-        """Return a micro-batch's share of the loss, with its graph."""
+        """Return a micro-batch's share of the loss, with its graph; 0 for one with `is_filler`, with its graph too."""
 
-    def look(self, batches: Iterable[MicroBatch]) -> None:
+    def probe_forward(self, batches: Iterable[MicroBatch]) -> None:
         """Run a forward of each batch without graph and dropout, for hooks on the modules. Collective."""
+        with probing(self.model):
+            for batch in batches:
+                self.loss(batch, BatchTotals(max(batch.num_tokens, 1), max(batch.num_trained, 1), 1.0))
+        put_to_rest(self.model)
 
 
 @dataclass(frozen=True)
@@ -128,8 +143,6 @@ class Method(ABC):
     `end`.
     """
 
-    name: ClassVar[str]
-    """`method` in run.yaml."""
     agrees_to_stop_before_batches: ClassVar[bool] = False
     """Whether batches take so long that ranks agree on stop signals before they are made."""
 
@@ -139,6 +152,15 @@ class Method(ABC):
     @staticmethod  # noqa: B027
     def check_model(loaded: LoadedConfig, base: Path) -> None:
         """Check the model's config.json, on one rank of each machine. Raises: ConfigError, ModelError."""
+
+    @staticmethod  # noqa: B027
+    def check_files(loaded: LoadedConfig) -> None:
+        """Check the files that the method's settings name, and run none of them. Raises: ConfigError."""
+
+    @classmethod
+    def planned_loss(cls, run: RunConfig) -> "PlannedLoss":
+        """Return the loss as the planner runs it."""
+        return PlannedObjective(cls, run, run.model_dump_json(), run.max_row_tokens + run.max_added_tokens - 1)
 
     @staticmethod
     @abstractmethod
@@ -177,8 +199,45 @@ class Method(ABC):
         """Return, as JSON, what further steps train on and a checkpoint must keep; wait for it `wait_s` at most."""
         return []
 
+    @staticmethod
+    def problems_of_pending(pending: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        """Yield why entries of a checkpoint are not what `pending` returns."""
+        if pending:
+            yield "this method keeps nothing for further steps"
+
     def restore(self, pending: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027
         """Continue with what `pending` returned when the checkpoint was written."""
 
     def end(self) -> None:  # noqa: B027
         """Release what was started. Not collective."""
+
+
+class PlannedLoss(ABC):
+    """The loss of a run as the planner runs it: on a model and a batch that have shapes but no values.
+
+    Equal ones compute the same and hold as much, so that the planner runs one of them.
+    """
+
+    tokens_per_sequence: int
+    """Number of tokens in the loss, of a sequence of full length."""
+
+    @abstractmethod
+    def __call__(self, built: BuiltModel, batch: MicroBatch) -> Callable[[], Tensor]:
+        """Return a function that runs the forward and returns the loss of the batch."""
+
+
+@dataclass(frozen=True)
+class PlannedObjective(PlannedLoss):
+    """The loss of a method's own objective."""
+
+    method: type[Method]
+    run: RunConfig = field(compare=False)
+    key: Hashable
+    """Settings that the loss depends on."""
+    tokens_per_sequence: int
+
+    def __call__(self, built: BuiltModel, batch: MicroBatch) -> Callable[[], Tensor]:
+        """Return the loss of one micro-batch that is the whole step."""
+        objective = self.method.build_objective(built, self.run, ALONE)
+        totals = BatchTotals(batch.num_tokens, batch.num_trained, float(batch.num_trained))
+        return lambda: objective.loss(batch, totals).total

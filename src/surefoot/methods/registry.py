@@ -1,7 +1,15 @@
-"""The methods by name. A new method is a file beside this one and an entry here."""
+"""From the settings of a run to the class that implements its method."""
 
+from importlib import import_module
+
+from surefoot.config import RunConfig
 from surefoot.methods.base import Method
-from surefoot.methods.grpo.method import Grpo
-from surefoot.methods.sft import Sft
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in (Sft, Grpo)}
+
+def method_of(run: RunConfig | type[RunConfig]) -> type[Method]:
+    """Return the method that `implementation` of the settings names."""
+    module, _, name = run.implementation.partition(":")
+    method = getattr(import_module(module), name)
+    assert isinstance(method, type)
+    assert issubclass(method, Method)
+    return method

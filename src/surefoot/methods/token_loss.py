@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -84,11 +85,23 @@ def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
     return _head_of(model) if is_plain else None
 
 
-def _output_layer(model: PreTrainedModel, head_is_plain: bool | None) -> nn.Linear | None:
-    """See `_plain_head`; where it is told, nothing is asked of the model."""
-    if head_is_plain is None:
+def has_values(model: PreTrainedModel) -> bool:
+    """Return whether the weights have values: those that the planner works with have shapes alone."""
+    return not isinstance(next(model.parameters()), FakeTensor)
+
+
+def _output_layer(model: PreTrainedModel) -> nn.Linear | None:
+    """Return the output layer if logits are this layer of the decoder's states and nothing else; else None.
+
+    Measured on a few tokens, or read from the config where the model has no values. Collective.
+    """
+    if has_values(model):
         return _plain_head(model)
-    return _head_of(model) if head_is_plain else None
+    text = model.config.get_text_config()
+    is_scaled = any(getattr(text, name, None) not in (None, 1, 1.0) for name in ("logit_scale", "logits_scaling"))
+    is_capped = getattr(text, "final_logit_softcapping", None) is not None
+    is_plain = type(model.get_output_embeddings()) is nn.Linear and not is_scaled and not is_capped
+    return _head_of(model) if is_plain else None
 
 
 def _head_of(model: PreTrainedModel) -> nn.Linear:
@@ -100,11 +113,11 @@ def _head_of(model: PreTrainedModel) -> nn.Linear:
 class TokenLoss:
     """Weighted sum of the negative log-likelihoods of a batch's trained tokens under a causal LM."""
 
-    def __init__(self, model: PreTrainedModel, *, head_is_plain: bool | None = None) -> None:
-        """`head_is_plain`: whether logits are just the output layer of the decoder's states; asked where not told."""
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Find out how the model makes its logits. Collective."""
         self._model = model
         self._run = gathered(model, self._nll)
-        self._head = _output_layer(model, head_is_plain)
+        self._head = _output_layer(model)
 
     @property
     def holds_all_logits(self) -> bool:
@@ -139,13 +152,13 @@ class TokenLogprobs:
     They are those of the policy that answers: one that never says a token which stands for an image.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: float, *, head_is_plain: bool | None = None) -> None:
-        """`temperature`: what logits are divided by. `head_is_plain`: see `TokenLoss`."""
+    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
+        """Logits are divided by `temperature`. Collective."""
         self._model = model
         self._never = torch.tensor(sorted(image_tokens(model)), dtype=torch.int64, device=model.device)
         self._temperature = temperature
         self._run = gathered(model, self._logprobs)
-        self._head = _output_layer(model, head_is_plain)
+        self._head = _output_layer(model)
 
     @property
     def holds_all_logits(self) -> bool:

@@ -22,7 +22,6 @@ from surefoot.distributed.process_group import ALONE, Ranks
 from surefoot.events import DataCounted, Event, FindingMade, Noted, Preparing
 from surefoot.models.build import load_config, load_tokenizer
 from surefoot.models.resolve_model import longest_context, resolve_model
-from surefoot.training.metrics import Screen
 
 MOST_LOOKED_AT = 256
 """Rows."""
@@ -52,12 +51,11 @@ class RunData:
         self.held_out = held_out
         self._config = config
         self._is_checked = False
-        self._is_grpo = config.method == "grpo"
         self._rows_each = config.per_device_train_batch_size
         self._emit = emit
         self.order = GlobalOrder(
             train,
-            sequences_per_step=config.sequences_per_step // (config.num_generations if self._is_grpo else 1),
+            sequences_per_step=config.sequences_per_step // config.sequences_per_row,
             seed=config.seed,
             shuffle=config.shuffle,
             pack_length=config.max_length if config.packing else None,
@@ -105,9 +103,9 @@ class RunData:
             return self._config.max_steps
         if not self.train.preparation.is_complete or len(self.order.windows_from(Position())) > 1:
             return None
-        if self._is_grpo and self._config.dynamic_sampling:
+        if self._config.may_skip_rows:
             return None
-        return self.order.steps_in(self._config.epochs) * (self._config.num_iterations if self._is_grpo else 1)
+        return self.order.steps_in(self._config.epochs) * self._config.steps_per_batch
 
     def finish(self) -> None:
         """Wait until everything is prepared, and check it. Raises: DataError."""
@@ -185,16 +183,14 @@ def _columns(dataset: Dataset, chunk: int) -> dict[str, object]:
     return columns
 
 
-def describe(loaded: LoadedConfig, *, show: int) -> DataReport:
-    """What `surefoot data` shows. Loads the tokenizer, not the model. Raises: SurefootError."""
+def describe(loaded: LoadedConfig, *, show: int, emit: Emit = lambda _: None) -> DataReport:
+    """Return what `surefoot data` shows. Loads the tokenizer, not the model. Raises: SurefootError."""
     check_sources(loaded)  # before a model is fetched
-    screen = Screen(1)
     base = resolve_model(loaded.run.model, loaded.where("model"), weights=False)
-    data = open_data(loaded, base, load_tokenizer(base, loaded.run.chat_template), screen.observe)
+    data = open_data(loaded, base, load_tokenizer(base, loaded.run.chat_template), emit)
     data.train.preparation.run()
     if data.held_out is not None:
         data.held_out.preparation.run()
-    screen.end_line()
     return look(data.train, data.held_out, show=show)
 
 

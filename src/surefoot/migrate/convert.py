@@ -9,7 +9,7 @@ from typing import Any
 from surefoot.config.aliases import NOT_HERE
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.deepspeed import PRESETS, read_deepspeed
-from surefoot.config.schema import RunConfig
+from surefoot.config.methods import known_fields
 from surefoot.errors import ConfigError
 from surefoot.findings import Finding
 from surefoot.migrate.drop_invalid import drop_what_is_refused
@@ -160,7 +160,7 @@ def _carry(draft: _Draft, name: str, value: Any) -> None:
         _leave_or_list(draft, name, value, said)
         return
     for ours_name, ours_value in ours.items():
-        if ours_value is None and not may_be_null(ours_name) and RunConfig.model_fields[ours_name].default is not None:
+        if ours_value is None and not may_be_null(ours_name) and known_fields()[ours_name].default is not None:
             left_out[said] = f"{ours_name} must be said here"
         else:
             _overrule(draft, ours_name, ours_value, said)
@@ -261,7 +261,7 @@ def _choose_engine(draft: _Draft) -> None:
 
 def _has_no_room(draft: _Draft, name: str, value: Any) -> bool:
     """Whether it is a server's context that is shorter than this run's prompts and completions; then it is left out."""
-    fields, theirs = RunConfig.model_fields, _defaults(draft.told, draft.ours)
+    fields, theirs = known_fields(), _defaults(draft.told, draft.ours)
     usual = {field: theirs.get(field, fields[field].default) for field in ("max_length", "max_completion_length")}
     prompt = draft.value("max_prompt_length", theirs.get("max_prompt_length")) or draft.value(
         "max_length", usual["max_length"]
@@ -421,9 +421,7 @@ def _note_what_is_missing(draft: _Draft) -> None:
 def _finished(draft: _Draft, findings: list[Finding]) -> Imported:
     """Our settings in the order of the documentation, and the variables that act on their own."""
     told, ours = draft.told, draft.ours
-    order = [name for name in RunConfig.model_fields if name in ours] + [
-        name for name in ours if name in DEEPSPEED_KEYS
-    ]
+    order = [name for name in known_fields() if name in ours] + [name for name in ours if name in DEEPSPEED_KEYS]
     settings = {name: ours[name] for name in order if ours[name][0] is not None or may_be_null(name)}
     read = OF_LAUNCHERS | VARIABLES.keys()
     variables = {name: value for name, value in told.environment.items() if name not in read}

@@ -6,7 +6,7 @@ from typing import Any
 from surefoot.config import load_config
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.deepspeed import PRESETS
-from surefoot.config.schema import RunConfig
+from surefoot.config.methods import known_fields
 from surefoot.errors import ConfigError
 from surefoot.migrate.parse_input import Told, found_at
 
@@ -41,9 +41,7 @@ def drop_what_is_refused(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[s
         if not helps:
             raise _at_its_place(found, told, ours)
         value, origin = ours[helps[-1]]
-        if isinstance(value, str) and not re.search(
-            "str|Literal|bool", str(RunConfig.model_fields[helps[-1]].annotation)
-        ):
+        if isinstance(value, str) and not re.search("str|Literal|bool", str(known_fields()[helps[-1]].annotation)):
             raise _at_its_place(found, told, ours)  # no number: that program would not take it either
         del ours[helps[-1]]
         said = str(found).splitlines()

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from surefoot.config.aliases import ALIASES, FLAG_ALIASES
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
-from surefoot.config.schema import RunConfig
+from surefoot.config.methods import known_fields
 from surefoot.migrate.parse_input import Told, found_at
 from surefoot.migrate.peer_tables import DEFAULTS, OF_GRPO, OF_LENGTH, REWARDS, WITHOUT
 from surefoot.migrate.sharding import is_fsdp, of_fsdp
@@ -16,7 +16,7 @@ from surefoot.migrate.sources import axolotl_source, mappings, odd_value, swift_
 TRACKERS = ("tensorboard", "wandb", "trackio")
 SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
 """Names of transformers' schedules; any of ours may be warmed up to."""
-SCHEDULED = get_args(RunConfig.model_fields["lr_scheduler_type"].annotation)
+SCHEDULED = get_args(known_fields()["lr_scheduler_type"].annotation)
 LOSS_SCALES: dict[str, dict[str, Any]] = {
     "default": {}, "last_round": {"train_on": "last_assistant"}, "all": {"train_on": "all"},
 }  # fmt: skip
@@ -41,7 +41,7 @@ def mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
             return found
     if name in FLAG_ALIASES:
         return dict([FLAG_ALIASES[name]]) if value is True else {}
-    ours = name if name in RunConfig.model_fields else ALIASES.get(name)
+    ours = name if name in known_fields() else ALIASES.get(name)
     if ours is None or name in WITHOUT:
         return None
     return {ours: number_of(value)}
@@ -267,14 +267,14 @@ def _is_any_left_out(program: str, names: list[str]) -> bool:
 
 
 def _learning_rate_of(told: Told) -> Any:
-    usual = DEFAULTS[told.program].get("learning_rate", RunConfig.model_fields["learning_rate"].default)
+    usual = DEFAULTS[told.program].get("learning_rate", known_fields()["learning_rate"].default)
     return told.settings.get("learning_rate", usual)
 
 
 def _is_gspo(told: Told) -> bool:
     """Whether ratios are those of whole sequences, in a loss that is not another one of its own."""
     is_of_sequences = told.settings.get("importance_sampling_level") == "sequence"
-    usual = OF_GRPO.get(told.program, {}).get("loss_type", RunConfig.model_fields["loss_type"].default)
+    usual = OF_GRPO.get(told.program, {}).get("loss_type", known_fields()["loss_type"].default)
     return is_of_sequences and told.settings.get("loss_type", usual) == "grpo"
 
 
@@ -310,5 +310,5 @@ def listed(value: Any) -> list[Any]:
 
 def may_be_null(name: str) -> bool:
     """Whether null is a value of its own, and not what holds where nothing is said."""
-    field = RunConfig.model_fields.get(name)
+    field = known_fields().get(name)
     return field is not None and field.default is not None and "None" in str(field.annotation)

@@ -342,3 +342,8 @@ def check_kind(config: Mapping[str, Any], path: Path = Path(CONFIG)) -> None:
             f"{path}: only plain LoRA can be read; this has peft_type={shorten(config.get('peft_type'))} with "
             f"{', '.join(other) or 'nothing else'}."
         )
+
+
+def base_name(source: str, base: Path) -> str:
+    """What an adapter calls its base: the hub id, which means the same everywhere, or else the local folder."""
+    return str(base) if source.startswith("pypi:") or Path(source).is_dir() else source

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from surefoot.config import RunConfig
 from surefoot.errors import ModelError
 from surefoot.models.dtensor_blocks import block_of
 from surefoot.models.experts import PROJECTIONS, is_fused_experts
@@ -48,6 +49,21 @@ class LoraSettings:
     @property
     def scaling(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def lora_settings(config: RunConfig) -> LoraSettings | None:
+    """The config's LoRA part; None for full fine-tuning."""
+    if config.tuning == "full":
+        return None
+    targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules
+    return LoraSettings(
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        rslora=config.use_rslora,
+        targets=tuple(targets),
+        seed=config.seed,
+    )
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ import psutil
 import torch
 from torch._subclasses import FakeTensorMode
 
-from surefoot.config import RunConfig
+from surefoot.config import RolloutConfig, RunConfig, vllm_settings
 from surefoot.config.vllm_args import SMALLER, memory_share, pipeline_parallel, tensor_parallel, value_of
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import ConfigError, ModelError, SurefootError
-from surefoot.methods.grpo.loss import PolicyLoss
+from surefoot.methods.base import PlannedLoss
+from surefoot.methods.registry import method_of
 from surefoot.models.build import build_without_storage
-from surefoot.models.lora import LoraSettings
+from surefoot.models.lora import LoraSettings, lora_settings
 from surefoot.planner.devices import GB, GIB, Device
 from surefoot.planner.expert_dispatch import share_out
 from surefoot.planner.memory import (
@@ -31,9 +32,8 @@ from surefoot.planner.memory import (
     gradient_share,
 )
 from surefoot.planner.sizes import FP32_BYTES, HALF_BYTES, Elements, Sizes, check_fields, sizes_of
-from surefoot.planner.trace import ATTENTION, NOTHING, Trace, likelihood, policy_loss, shaped_batch, trace_step
+from surefoot.planner.trace import ATTENTION, NOTHING, Trace, shaped_batch, trace_step
 from surefoot.planner.vision_tower import Pictures, pictures_of, show
-from surefoot.training.export import lora_settings
 
 FEW, MORE = 2, 4
 """Layers that are run; the rest of equal ones is on the line through both."""
@@ -83,11 +83,13 @@ class Forecast:
     def rollout_s(self) -> float:
         """The least that the built-in engine takes for a step's completions: gathering the weights for each token."""
         run = self.run
+        if not isinstance(run, RolloutConfig):
+            return 0.0
         ranks = self.ranks_here * run.nnodes
         each = -(-self.sequences_per_step // ranks)
         times = -(-each // min(run.rollout_batch_size or each, each))
         gathered_s = self.gathered_bytes_per_token / self.device.link_bytes_per_s
-        return times * run.max_completion_length * gathered_s / run.num_iterations
+        return times * run.max_completion_length * gathered_s / run.steps_per_batch
 
     @property
     def ranks_here(self) -> int:
@@ -125,7 +127,7 @@ class Forecast:
     @property
     def gathered_bytes_per_token(self) -> int:
         """That a rank receives for each further token of a rollout: with ZeRO 3 all weights, at each forward."""
-        is_local = self.run.method == "grpo" and self.run.rollout_engine == "local"
+        is_local = isinstance(self.run, RolloutConfig) and self.run.rollout_engine == "local"
         if not is_local or self.run.zero_stage < 3 or self.ranks_here * self.run.nnodes == 1:
             return 0
         whole = self.sizes.whole
@@ -189,18 +191,18 @@ def forecast(
             f"per_device_train_batch_size={each} sequences of {length} tokens are {each * length} tokens in one "
             f"forward; plans are made for up to {MOST_TOKENS} ({where('per_device_train_batch_size', 'max_length')})."
         )
-    pictures = pictures_of(run, base, each, run.prompt_length if run.method == "grpo" else run.max_length)
+    pictures = pictures_of(run, base, each, run.max_row_tokens)
     trace = NOTHING if is_least else _trace(
-        base, lora, dtype, as_trained=_Trained.of(run), is_checkpointed=run.gradient_checkpointing, rows=each,
+        base, lora, dtype, loss=method_of(run).planned_loss(run), is_checkpointed=run.gradient_checkpointing, rows=each,
         length=length, is_on_gpu=device.is_gpu, twice=steps > 1, share=gradient_share(layout, sizes),
         freeze_vision=run.freeze_vision_tower, pictures=pictures, expert_parallel=layout.expert_parallel,
     )  # fmt: skip
     process = GPU_PROCESS_BYTES if device.is_gpu else int(_process_bytes())
     rollout = None
-    if run.method == "grpo" and run.rollout_engine == "local":
+    if isinstance(run, RolloutConfig) and run.rollout_engine == "local":
         at_a_time = min(run.rollout_batch_size or sequences, sequences)
-        prompts = -(-at_a_time // run.num_generations)
-        rollout = Rollout(at_a_time, length, dtype.itemsize, prompts * run.prompt_length / (each * length))
+        prompts = -(-at_a_time // run.sequences_per_row)
+        rollout = Rollout(at_a_time, length, dtype.itemsize, prompts * run.max_row_tokens / (each * length))
     server = _server(run, device, sizes)
     phases = forecast_memory(
         sizes,
@@ -235,44 +237,28 @@ def forecast(
 
 def _server(run: RunConfig, device: Device, sizes: Sizes) -> Server | None:
     """The vLLM server of a run, if it has one."""
-    if run.method != "grpo" or run.rollout_engine != "vllm":
+    settings = vllm_settings(run)
+    if settings is None:
         return None
-    if run.vllm_server is not None or not device.is_gpu:
+    if settings.vllm_server is not None or not device.is_gpu:
         return Server(0, False)
-    devices = {one.strip() for one in run.vllm_devices.split(",")} if run.vllm_devices is not None else None
+    devices = {one.strip() for one in settings.vllm_devices.split(",")} if settings.vllm_devices is not None else None
     is_apart = devices is not None and not devices & {str(number) for number in range(run.nproc_per_node)}
-    share = int(memory_share(run.vllm_args) * device.memory_bytes)
+    share = int(memory_share(settings.vllm_args) * device.memory_bytes)
     whole = sizes.whole
     model = HALF_BYTES * (whole.total - (whole.all_trained if run.tuning == "lora" else 0))
     return Server(
         bytes_here=0 if is_apart else share,
-        sleeps=run.vllm_sleep,
-        share_bytes=0 if any(value_of(run.vllm_args, name) is not None for name in SMALLER) else share,
-        weights_bytes=model // (tensor_parallel(run.vllm_args) * pipeline_parallel(run.vllm_args)),
-        asleep_bytes=model // run.nproc_per_node if run.vllm_sleep else 0,
+        sleeps=settings.vllm_sleep,
+        share_bytes=0 if any(value_of(settings.vllm_args, name) is not None for name in SMALLER) else share,
+        weights_bytes=model // (tensor_parallel(settings.vllm_args) * pipeline_parallel(settings.vllm_args)),
+        asleep_bytes=model // run.nproc_per_node if settings.vllm_sleep else 0,
     )
 
 
 def sequence_length(run: RunConfig) -> int:
-    """The most tokens of a sequence that is trained on."""
-    return run.prompt_length + run.max_completion_length if run.method == "grpo" else run.max_length
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """What of a run's settings says what a forward holds."""
-
-    tokens_each: int
-    """In the loss, of a sequence of full length."""
-    aux_loss_coef: float
-    policy: PolicyLoss | None
-    """None for SFT."""
-
-    @staticmethod
-    def of(run: RunConfig) -> "_Trained":
-        if run.method == "sft":
-            return _Trained(run.max_length - 1, run.router_aux_loss_coef, None)
-        return _Trained(run.max_completion_length, 0.0, PolicyLoss.of(run))
+    """Return the most tokens of a sequence that is trained on."""
+    return run.max_row_tokens + run.max_added_tokens
 
 
 @lru_cache(maxsize=1)
@@ -313,7 +299,7 @@ def _sizes(base: Path, lora: LoraSettings | None, dtype: torch.dtype, *, freeze_
 
 @lru_cache(maxsize=64)
 def _trace(
-    base: Path, lora: LoraSettings | None, dtype: torch.dtype, *, as_trained: _Trained, is_checkpointed: bool,
+    base: Path, lora: LoraSettings | None, dtype: torch.dtype, *, loss: PlannedLoss, is_checkpointed: bool,
     rows: int, length: int, is_on_gpu: bool, twice: bool, share: float, freeze_vision: bool,
     pictures: Pictures | None, expert_parallel: int,
 ) -> Trace:  # fmt: skip
@@ -321,7 +307,6 @@ def _trace(
 
     With GRPO those of the longest completions are; each has its prompt before it, as on a GPU.
     """
-    policy = as_trained.policy
 
     def traced(layers: int | None) -> Trace:
         with _as_model_errors(base), FakeTensorMode():
@@ -332,13 +317,8 @@ def _trace(
             if expert_parallel > 1:
                 share_out(built.model, expert_parallel)
             vision = show(built, pictures) if pictures is not None else None
-            batch = shaped_batch([length] * rows, rows * as_trained.tokens_each, vision)
-            forward = (
-                likelihood(built, batch, as_trained.aux_loss_coef)
-                if policy is None
-                else policy_loss(built, batch, policy)
-            )
-            return trace_step(built, batch, forward, is_on_gpu=is_on_gpu, twice=twice, gradient_share=share)
+            batch = shaped_batch([length] * rows, rows * loss.tokens_per_sequence, vision)
+            return trace_step(built, batch, loss(built, batch), is_on_gpu=is_on_gpu, twice=twice, gradient_share=share)
 
     sizes = _sizes(base, lora, dtype, freeze_vision=freeze_vision)
     if not sizes.layers_are_equal or sizes.num_layers <= MORE:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
+from surefoot.config import RolloutConfig, vllm_settings
 from surefoot.config.schema import RunConfig
 from surefoot.config.validate import contradictions
 from surefoot.config.vllm_args import MEMORY_SHARE, TENSOR_PARALLEL, memory_share, tensor_parallel, without
@@ -59,7 +60,7 @@ def suggest(told: Forecast, ask: Callable[..., Forecast]) -> list[tuple[Changed,
 
 def _is_refused(run: RunConfig) -> bool:
     """Whether its settings exclude each other."""
-    fields = RunConfig.model_fields
+    fields = type(run).model_fields
     given = {name for name in run.model_fields_set if getattr(run, name) != fields[name].get_default()}
     return any(True for _ in contradictions(run, given))
 
@@ -72,7 +73,7 @@ def _is_less(known: Changed, changed: Changed) -> bool:
 def _smaller_waves(told: Forecast) -> Iterator[Changed]:
     """Fewer completions at a time, where it is the rollout that does not fit: the run learns the same."""
     run = told.run
-    if told.device_peak[0] != "rollout" or run.rollout_engine != "local":
+    if told.device_peak[0] != "rollout" or not isinstance(run, RolloutConfig) or run.rollout_engine != "local":
         return
     at_a_time = -(-told.sequences_per_step // (run.nproc_per_node * run.nnodes))
     at_a_time = min(run.rollout_batch_size or at_a_time, at_a_time)
@@ -92,9 +93,10 @@ def _same_ranks(told: Forecast) -> Iterator[Changed]:
         "gradient_checkpointing": [run.gradient_checkpointing] if run.gradient_checkpointing else [False, True],
         "per_device_train_batch_size": list(dict.fromkeys(rows)),
     }
-    if told.server is not None and told.server.share_bytes:
-        options["vllm_args"] = list(map(list, dict.fromkeys(map(tuple, _server_arguments(told)))))
-        options["vllm_sleep"] = [run.vllm_sleep, True] if told.server.bytes_here else [run.vllm_sleep]
+    rollouts = vllm_settings(run)
+    if rollouts is not None and told.server is not None and told.server.share_bytes:
+        options["vllm_args"] = list(map(list, dict.fromkeys(map(tuple, _server_arguments(told, rollouts)))))
+        options["vllm_sleep"] = [rollouts.vllm_sleep, True] if told.server.bytes_here else [rollouts.vllm_sleep]
     for values in product(*options.values()):
         changed = {name: value for name, value in zip(options, values, strict=True) if getattr(run, name) != value}
         if changed.keys() <= {"vllm_args", "vllm_sleep"} and changed:
@@ -105,9 +107,8 @@ def _same_ranks(told: Forecast) -> Iterator[Changed]:
             yield changed if is_fixed else {**changed, "global_batch_size": sequences, **_NO_ACCUMULATION}
 
 
-def _server_arguments(told: Forecast) -> Iterator[list[str]]:
+def _server_arguments(told: Forecast, run: RolloutConfig) -> Iterator[list[str]]:
     """As they are; cut over all of its GPUs; and with a smaller share of them where it shares them."""
-    run = told.run
     assert told.server is not None
     yield run.vllm_args
     is_low = memory_share(run.vllm_args) <= float(LESS)

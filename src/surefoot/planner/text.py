@@ -1,6 +1,6 @@
 """A forecast as text, and as findings."""
 
-from surefoot.config import LoadedConfig
+from surefoot.config import LoadedConfig, RolloutConfig
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.planner.devices import GIB
 from surefoot.planner.forecast import Forecast
@@ -28,7 +28,7 @@ def as_text(told: Forecast, findings: list[Finding], changes: list[tuple[Changed
     ]
     if told.pictures is not None:
         lines[-1] += f"; each forward sees {told.pictures}, the most that it has room for"
-    if run.method == "grpo":
+    if isinstance(run, RolloutConfig):
         left_out = "rewards, and what drawing tokens takes," if told.rollout_s else "rollouts and rewards"
         lines[-1] += f"; {left_out} are not in it"
         if told.server is not None:

@@ -8,7 +8,7 @@ flash kernels save.
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -23,11 +23,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from surefoot.data.collate import MicroBatch
 from surefoot.data.image_processor import Vision
-from surefoot.methods.base import BatchTotals
-from surefoot.methods.grpo.batch import PolicyBatch
-from surefoot.methods.grpo.loss import PolicyLoss
-from surefoot.methods.sft import SftObjective
-from surefoot.methods.token_loss import TokenLogprobs
 from surefoot.models.attention import SHARES_HEADS, with_heads_of
 from surefoot.models.build import BuiltModel
 from surefoot.models.experts import is_fused_experts
@@ -286,31 +281,6 @@ def shaped_batch(lengths: Sequence[int], trained: int, vision: Vision | None = N
     )
 
 
-def likelihood(built: BuiltModel, batch: MicroBatch, aux_loss_coef: float) -> Callable[[], Tensor]:
-    """The loss of SFT, as a function that runs forward."""
-    objective = SftObjective(built, aux_loss_coef, head_is_plain=head_is_plain(built.model))
-    totals = BatchTotals(batch.num_tokens, batch.num_trained, float(batch.num_trained))
-    return lambda: objective.loss(batch, totals).total
-
-
-def policy_loss(built: BuiltModel, batch: MicroBatch, loss: PolicyLoss) -> Callable[[], Tensor]:
-    """The loss of GRPO, as a function that runs forward."""
-    logprobs = TokenLogprobs(built.model, 1.0, head_is_plain=head_is_plain(built.model))
-    tokens = torch.zeros(len(batch.targets))
-    policy = PolicyBatch(
-        **{**vars(batch), "weights": tokens + 1},
-        advantages=tokens,
-        rollout_logprobs=tokens,
-        token_at=batch.predict_at,
-        completion=batch.predict_at,
-        old_logprobs=tokens,
-        reference_logprobs=tokens if loss.beta else None,
-    )
-    # gspo counts the tokens of completions, whose values are not here; it holds as many numbers a token as the others.
-    shaped = replace(loss, loss_type="grpo") if loss.loss_type == "gspo" else loss
-    return lambda: shaped(logprobs(policy)[0], policy)[0].sum()
-
-
 def trace_step(
     built: BuiltModel,
     batch: MicroBatch,
@@ -425,11 +395,3 @@ def kind_of(name: str, module: nn.Module) -> str | None:
     if "norm" in last:
         return "norms"
     return "embeddings" if isinstance(module, nn.Embedding) else None
-
-
-def head_is_plain(model: Any) -> bool:
-    """Whether logits are the output layer's alone, by the config: values to see it with are not here."""
-    text = model.config.get_text_config()
-    is_scaled = any(getattr(text, name, None) not in (None, 1, 1.0) for name in ("logit_scale", "logits_scaling"))
-    is_capped = getattr(text, "final_logit_softcapping", None) is not None
-    return type(model.get_output_embeddings()) is nn.Linear and not is_scaled and not is_capped

@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from surefoot.config import settings_class
 from surefoot.data.sampler import Position
 from surefoot.errors import CheckpointError
 from surefoot.findings import Finding
+from surefoot.methods.base import Method
+from surefoot.methods.registry import method_of
 from surefoot.models.dtensor_blocks import block_of
 from surefoot.system.atomic_io import delete
 from surefoot.system.json_files import DamagedFile, read_object
@@ -97,7 +100,8 @@ def verify(path: Path) -> dict[str, Any]:
     refuse_unreadable(path / MANIFEST)
     manifest = read_manifest(path)
     check_files(path, manifest["files"])
-    state = _read_state(path, may_lack=ADDED_IN_FORMAT_3 if manifest["format_version"] == 3 else frozenset())
+    method = _method_of(manifest)
+    state = _read_state(path, method, may_lack=ADDED_IN_FORMAT_3 if manifest["format_version"] == 3 else frozenset())
     if state.step != manifest["step"]:
         raise DamagedCheckpoint(f"{path / STATE} is of step {state.step}, and the manifest of step {manifest['step']}")
     try:
@@ -136,16 +140,21 @@ def find_newest(run_folder: Path) -> tuple[Path | None, list[Finding]]:
 def read_state(path: Path) -> TrainState:
     """Return the counters of a verified checkpoint. Raises: CheckpointError where they have changed since."""
     try:
-        return _read_state(path, may_lack=ADDED_IN_FORMAT_3)
+        return _read_state(path, _method_of(read_manifest(path)), may_lack=ADDED_IN_FORMAT_3)
     except DamagedCheckpoint as error:
         raise CheckpointError(str(error)) from error
 
 
-def _read_state(checkpoint: Path, may_lack: frozenset[str]) -> TrainState:
+def _method_of(manifest: Mapping[str, Any]) -> type[Method]:
+    """Return the method of the run that wrote a checkpoint. Raises: ConfigError if it is not available."""
+    return method_of(settings_class(str(manifest["config"].get("method", "sft"))))
+
+
+def _read_state(checkpoint: Path, method: type[Method], may_lack: frozenset[str]) -> TrainState:
     path = checkpoint / STATE
     try:
         values = read_object(path, MAX_STATE_BYTES)
-        check_state(values, may_lack)
+        check_state(values, method, may_lack)
     except DamagedFile as error:
         raise DamagedCheckpoint(str(error)) from error
     except ValueError as error:

@@ -4,19 +4,17 @@ import shutil
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surefoot.config import RunConfig
+from surefoot.config import RunConfig, read_saved
 from surefoot.data.render import answer_ends
-from surefoot.distributed.process_group import ALONE, Ranks
-from surefoot.errors import ModelError
-from surefoot.models.adapter import CONFIG, load_adapter_files, read_adapter, settings_of, write_adapter
+from surefoot.errors import ConfigError, ModelError
+from surefoot.models.adapter import CONFIG, base_name, load_adapter_files, read_adapter, settings_of, write_adapter
 from surefoot.models.build import build_model, load_tokenizer, meta_model, trainable_parameters
-from surefoot.models.dtensor_blocks import put, whole
-from surefoot.models.export import in_layers, merge_adapter, name_ends, read_untrained, stored_buffers, write_model
+from surefoot.models.dtensor_blocks import put
+from surefoot.models.export import in_layers, merge_adapter, name_ends, read_untrained, write_model
 from surefoot.models.generate import end_tokens
-from surefoot.models.lora import LoraSettings, adaptable_names, tower_names
+from surefoot.models.lora import LoraSettings, adaptable_names, lora_settings, tower_names
 from surefoot.models.resolve_model import local_path, resolve_model
 from surefoot.models.vision import attention_of
 from surefoot.system.atomic_io import new_folder
@@ -24,67 +22,6 @@ from surefoot.training.checkpoint import checkpoint_folder, list_checkpoints, ve
 from surefoot.training.manifest import DamagedCheckpoint
 from surefoot.training.run_dir import saved_config
 from surefoot.training.sharded_tensors import Pieces
-
-
-def lora_settings(config: RunConfig) -> LoraSettings | None:
-    """The config's LoRA part; None for full fine-tuning."""
-    if config.tuning == "full":
-        return None
-    targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules
-    return LoraSettings(
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
-        rslora=config.use_rslora,
-        targets=tuple(targets),
-        seed=config.seed,
-    )
-
-
-def write_artifact(
-    target: Path,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: LoraSettings | None,
-    base: Path,
-    source: str,
-    ranks: Ranks = ALONE,
-    dtype: torch.dtype | None = None,
-) -> Path:
-    """Write the trained adapter (PEFT format), or without LoRA the whole model (HF format, in `dtype` or the base's).
-
-    `base` is the base model's folder, `source` what the config calls it. Rank 0 writes what the ranks gather: it holds
-    one parameter of an adapter, or one layer of a model. Collective. Raises: StorageError.
-    """
-    buffers = [] if settings is not None else stored_buffers(model)
-    parameters = trainable_parameters(model) if settings is not None else dict(model.named_parameters())
-    tensors: dict[str, Tensor] = {**parameters, **{name: model.get_buffer(name) for name in buffers}}
-    names = list(tensors) if settings is not None else in_layers(tensors)
-    shapes = {name: tensors[name].shape for name in names}
-    values = ((name, whole(tensors[name])) for name in names)
-
-    def write() -> None:
-        try:
-            if ranks.is_first:
-                with new_folder(target) as folder:
-                    if settings is not None:
-                        about = _base_name(source, base), adaptable_names(model), tower_names(model)
-                        write_adapter(folder, shapes, values, settings, *about)
-                    else:
-                        write_model(folder, base, shapes, values, dtype)
-                        name_ends(folder, answer_ends(tokenizer))
-                    tokenizer.save_pretrained(folder)
-        finally:
-            for _ in values:  # the other ranks, and a first one that could not write: gathering takes all
-                pass
-
-    ranks.together(write, names_rank=False)
-    return target
-
-
-def _base_name(source: str, base: Path) -> str:
-    """What an adapter calls its base: the hub id, which means the same everywhere, or else the local folder."""
-    return str(base) if source.startswith("pypi:") or Path(source).is_dir() else source
 
 
 def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
@@ -123,7 +60,7 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
         return target
     adapter = target if not merge else target.with_name(f".{target.name}.adapter")
     whole_model = meta_model(base)
-    about = _base_name(config.model, base), adaptable_names(whole_model), tower_names(whole_model)
+    about = base_name(config.model, base), adaptable_names(whole_model), tower_names(whole_model)
     with new_folder(adapter) as folder:
         values = ((name, saved.read(name)) for name in saved.shapes)
         write_adapter(folder, saved.shapes, values, settings, *about)
@@ -179,8 +116,8 @@ def _config_of(run: Path) -> RunConfig:
             f"{run} is neither a run folder (with run.yaml) nor an adapter folder (with {CONFIG}): {error}"
         ) from error
     try:
-        return RunConfig.model_validate(saved)
-    except ValueError as error:
+        return read_saved(saved)
+    except (ConfigError, ValueError) as error:
         raise ModelError(f"{run} holds settings that this Surefoot does not know: {error}") from error
 
 

@@ -31,7 +31,7 @@ from surefoot.training.checkpoint import TrainState, checkpoint_folder, list_che
 from surefoot.training.expert_load import ExpertUse
 from surefoot.training.memory_stats import peak_memory_bytes, sample_device_memory, sample_memory
 from surefoot.training.nan_check import not_finite_finding
-from surefoot.training.optimizer import EPSILON, learning_rate_at
+from surefoot.training.optimizer import learning_rate_at
 from surefoot.training.phases import Phases
 from surefoot.training.step import NotFinite, StepResult, counts_of, train_step
 
@@ -85,17 +85,6 @@ class StopSignal:
             say_at_once("the run stops after this step, or in its rollout, and saves; Ctrl-C again ends it unsaved")
 
 
-def share_done(config: RunConfig, step: int, epoch: float) -> float:
-    """How much of the run is done, 0 to 1: of its steps if their number is set, else of the rows."""
-    done = step / config.max_steps if config.max_steps is not None else epoch / config.epochs
-    return min(done, 1.0)
-
-
-def is_over(config: RunConfig, step: int, epoch: float) -> bool:
-    """Whether no step is left after so many of them."""
-    return share_done(config, step, epoch) >= 1.0 - EPSILON
-
-
 @dataclass(frozen=True)
 class Job:
     """Everything the loop works with, assembled by `trainer.py`."""
@@ -129,10 +118,10 @@ class Job:
         return self.learner.ranks
 
     def share(self, step: int, epoch: float) -> float:
-        return share_done(self.config, step, epoch)
+        return self.config.share_done(step, epoch)
 
     def is_over(self, state: TrainState) -> bool:
-        return is_over(self.config, state.step, state.epoch)
+        return self.config.is_over(state.step, state.epoch)
 
     def expected_steps(self, step: int, epoch: float) -> int:
         """Steps of the whole run, by what is known after `step` of them."""
@@ -286,7 +275,7 @@ def _one_step(job: Job, state: TrainState, ready: _Ready) -> TrainState:
         epoch=rows.epoch,
         warmup_end=end if state.step + 1 == config.warmup_steps else state.warmup_end,
     )
-    measured = {**rows.about, **job.learner.objective.measured}
+    measured = {**rows.about, **job.learner.objective.metrics}
     job.emit(_step_ended(job, state, result, measured, learning_rate, step_time_s))
     job.check_step(state.step, measured)
     counts = job.learner.objective.expert_counts

@@ -112,7 +112,7 @@ def _origin(learner: Learner, batches: Sequence[MicroBatch]) -> _Origin | None:
     hooks = [module.register_forward_hook(look_at(name)) for name, module in learner.model.named_modules()]
     try:
         with learner.forward_context():
-            learner.objective.look(given())
+            learner.objective.probe_forward(given())
     finally:
         for hook in hooks:
             hook.remove()

@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 from surefoot.config import RunConfig
-
-EPSILON = 1e-9
-"""Shares are sums of fractions: 10 x 0.1 is not quite 1."""
+from surefoot.config.schema import EPSILON
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], config: RunConfig) -> torch.optim.AdamW:

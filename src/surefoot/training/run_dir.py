@@ -264,7 +264,7 @@ def _refuse_own_inputs(loaded: LoadedConfig, config: RunConfig, folder: Path) ->
         "model": [config.model],
         "dataset": [item.path for item in config.dataset],
         "eval_dataset": [item.path for item in config.eval_dataset or ()],
-        "reward_funcs": [item.func.rpartition(":")[0] for item in config.reward_funcs],
+        "a file of code": config.code_files(),
         **{name: [getattr(config, name)] for name in ("init_adapter", "chat_template", "image_dir", "dataset_dir")},
     }
     for name, values in inputs.items():

@@ -13,10 +13,11 @@ from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import Ranks
 from surefoot.errors import ConfigError
 from surefoot.methods.base import Learner
-from surefoot.methods.registry import METHODS
+from surefoot.methods.registry import method_of
 from surefoot.models.build import build_model, trainable_parameters
+from surefoot.models.lora import lora_settings
 from surefoot.models.weight_loading import keep_freed_memory
-from surefoot.training.export import load_adapter, lora_settings
+from surefoot.training.export import load_adapter
 from surefoot.training.optimizer import build_optimizer
 
 Context = Callable[[], AbstractContextManager[object]]
@@ -72,7 +73,7 @@ def build_learner(
         forward_context = partial(autocast, cache_enabled=False)
         rollout_context = autocast if config.zero_stage < 3 else forward_context
     with forward_context():
-        objective = METHODS[config.method].build_objective(built, config, ranks)
+        objective = method_of(config).build_objective(built, config, ranks)
     return Learner(
         model=built.model,
         parameters=parameters,

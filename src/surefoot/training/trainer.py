@@ -9,22 +9,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from surefoot.config import OF_ALL_RANKS, LoadedConfig, RunConfig, as_yaml, changed_fields
+from surefoot.config import LoadedConfig, MayDiffer, RunConfig, as_yaml, changed_fields
 from surefoot.config.resolve import device_type, resolve
 from surefoot.data.build_dataset import check_sources
 from surefoot.data.collate import MicroBatch
 from surefoot.data.render import answer_ends
 from surefoot.data.sampler import StepBatch
+from surefoot.distributed.artifact import write_artifact
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import Ranks, gpu_of, joined
 from surefoot.errors import CheckpointError, ConfigError, ModelError, StoppedOnFinding, StorageError, SurefootError
 from surefoot.events import Event, FindingMade, Noted, Observer, RunEnded, RunStarted
 from surefoot.methods.base import Learner, Method, MethodContext
-from surefoot.methods.registry import METHODS
+from surefoot.methods.registry import method_of
 from surefoot.methods.training_data import RunData, open_data
 from surefoot.models.build import load_tokenizer
 from surefoot.models.generate import end_tokens
-from surefoot.models.lora import experts_left_out
+from surefoot.models.lora import experts_left_out, lora_settings
 from surefoot.models.resolve_model import fingerprint, resolve_model
 from surefoot.system.atomic_io import write_json, write_text
 from surefoot.system.machine_snapshot import collect
@@ -34,8 +35,7 @@ from surefoot.training.async_checkpoint import Saver
 from surefoot.training.checkpoint import TrainState, load_checkpoint, read_state
 from surefoot.training.expert_load import ExpertUse, trains_routers
 from surefoot.training.expert_parallel import check_experts, choose_expert_parallel, describe_choice
-from surefoot.training.export import lora_settings, write_artifact
-from surefoot.training.loop import Job, StopSignal, fit, is_over
+from surefoot.training.loop import Job, StopSignal, fit
 from surefoot.training.metrics import build_observers
 from surefoot.training.out_of_memory import DeviceNow, MemoryWatch, is_out_of_memory
 from surefoot.training.phases import Phases
@@ -117,7 +117,7 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *,
         try:
             opened = _open(loaded, resume, emit, ranks)
             done = opened.state.step, opened.state.epoch
-            earlier = completed_earlier(folder, opened.state.step) if is_over(config, *done) else None
+            earlier = completed_earlier(folder, opened.state.step) if config.is_over(*done) else None
             if ranks.from_first(lambda: earlier is not None):
                 emit(Noted(f"complete since an earlier start: {opened.state.step} steps"))
                 complete = earlier or record.result("completed")
@@ -159,7 +159,7 @@ def _agree_on_config(loaded: LoadedConfig, ranks: Ranks) -> None:
     first = ranks.from_first(lambda: config.model_dump(mode="json"))
 
     def check() -> None:
-        differing = changed_fields(first, config, also=OF_ALL_RANKS)
+        differing = changed_fields(first, config, may_differ=MayDiffer.BETWEEN_RANKS)
         if differing:
             raise ConfigError(
                 f"the config of this rank is not that of rank 0: {'; '.join(differing)}. One run has one config: give "
@@ -231,7 +231,7 @@ def _open(loaded: LoadedConfig, resume: Resume, emit: Emit, ranks: Ranks) -> _Op
         ranks.node_by_node(lambda: check_sources(loaded))  # before a model is fetched
         base = ranks.node_by_node(lambda: resolve_model(config.model, loaded.where("model")))
         ranks.node_by_node(lambda: check_experts(loaded, base))
-        ranks.node_by_node(lambda: METHODS[config.method].check_model(loaded, base))
+        ranks.node_by_node(lambda: method_of(config).check_model(loaded, base))
         ranks.node_by_node(lambda: check_trained_routers(loaded, ranks.size))
         tokenizer = ranks.together(lambda: load_tokenizer(base, config.chat_template))
     known = ranks.together(lambda: read_state(resume.checkpoint).data_seen if resume.checkpoint is not None else None)
@@ -270,7 +270,7 @@ def _assemble(
     phases = Phases(emit, ranks.rank)
     undo.callback(data.stop)
     context = MethodContext(loaded, base, opened.tokenizer, data, ranks, phases, emit, is_told_to_stop)
-    method = METHODS[config.method](context)
+    method = method_of(config)(context)
     undo.callback(method.end)
     method.start()
     with phases("tokenise"):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from surefoot.config import RunConfig
+from surefoot.config import RolloutConfig, RunConfig, vllm_settings
 from surefoot.config.vllm_args import SMALLER, memory_share, pipeline_parallel, tensor_parallel, value_of
 from surefoot.data.conversation import TEXT_BESIDE_IMAGES_TOKENS
 from surefoot.diagnostics.preflight.check import Check, Seen, fine, not_applicable, wrong
@@ -196,7 +196,7 @@ def checkpoints(seen: Seen) -> Check:
         f"{disk.free_bytes / GIB:.1f} GiB free at {disk.path}"
     )
     sent = 0
-    if run.method == "grpo" and run.rollout_engine == "vllm":  # each policy lies in output_dir for the server to read
+    if vllm_settings(run) is not None:  # each policy lies in output_dir for the server to read
         is_float32 = run.dtype == "float32" or (run.dtype == "auto" and not seen.is_on_gpus)
         sent = weights.parameters * (FP32_BYTES if is_float32 else HALF_BYTES)
         said += f"; what the server is sent is {sent / GIB:.1f} GiB more"
@@ -233,8 +233,8 @@ def _checkpoints_there(run: RunConfig) -> list[Path]:
 
 def rollout_server(seen: Seen) -> Check:
     """A vLLM server on the GPUs that train: what both of them want."""
-    name, run = "rollout server", seen.run
-    if run is None or run.method != "grpo" or run.rollout_engine != "vllm":
+    name, run = "rollout server", vllm_settings(seen.run)
+    if run is None:
         return not_applicable(name, "no run with a vLLM server is given")
     if not seen.is_on_gpus:
         return not_applicable(name, "it works on the CPU")
@@ -258,8 +258,8 @@ def rollout_server(seen: Seen) -> Check:
 
 def rollout_precision(seen: Seen) -> Check:
     """Whether a server computes in float16 what was trained in bfloat16."""
-    name, run = "rollout precision", seen.run
-    if run is None or run.method != "grpo" or run.rollout_engine != "vllm" or run.vllm_server is not None:
+    name, run = "rollout precision", vllm_settings(seen.run)
+    if run is None or not run.starts_server:
         return not_applicable(name, "no run that starts a vLLM server is given")
     asked, said = value_of(run.vllm_args, "--dtype"), _text_config(folder_here(run.model)) or {}
     trained = said.get("dtype", said.get("torch_dtype"))
@@ -277,7 +277,7 @@ def rollout_precision(seen: Seen) -> Check:
     return fine(name, asked or "as training computes")
 
 
-def _beside_training(seen: Seen, run: RunConfig, share: float) -> str:
+def _beside_training(seen: Seen, run: RolloutConfig, share: float) -> str:
     """Why a server's share of a GPU does not do beside training, where that can be said: it is the least of both."""
     weights, sizes = _weights(seen), [card.memory_bytes for card in used(seen) if card.memory_bytes]
     cut = tensor_parallel(run.vllm_args) * pipeline_parallel(run.vllm_args)
@@ -309,11 +309,11 @@ def context(seen: Seen) -> Check:
         return not_applicable(name, "the model's config.json is not here, or names no max_position_embeddings")
     longest, said = run.max_length, f"samples of up to max_length={run.max_length} tokens"
     settings = ["max_length"]
-    if run.method == "grpo":
-        longest = run.prompt_length + run.max_completion_length
-        said = f"a prompt of {run.prompt_length} tokens and a completion of {run.max_completion_length}"
+    if isinstance(run, RolloutConfig):
+        longest = run.max_row_tokens + run.max_completion_length
+        said = f"a prompt of {run.max_row_tokens} tokens and a completion of {run.max_completion_length}"
         settings = ["max_prompt_length", "max_completion_length"]
-    room = (run.prompt_length if run.method == "grpo" else run.max_length) - TEXT_BESIDE_IMAGES_TOKENS
+    room = run.max_row_tokens - TEXT_BESIDE_IMAGES_TOKENS
     most_pixels, side = _largest_image(run)
     tokens = most_pixels // side**2
     if tokens > room and run.max_pixels is not None:

@@ -3,22 +3,19 @@
 import shutil
 from pathlib import Path
 
-from surefoot.config import LoadedConfig
+from surefoot.config import LoadedConfig, vllm_settings
 from surefoot.config.resolve import resolve
 from surefoot.data.build_dataset import open_images
 from surefoot.data.sources import find_sources, is_of_hub
 from surefoot.diagnostics.preflight.check import Check, fine, wrong
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import ConfigError, SurefootError
-from surefoot.methods.grpo.rewards import check_reward
-from surefoot.methods.grpo.setup import check_routing_replay
-from surefoot.methods.sft import check_routers
+from surefoot.methods.registry import method_of
 from surefoot.models.adapter import check_kind, load_adapter_files
 from surefoot.models.build import load_config, load_tokenizer, meta_model
-from surefoot.models.lora import checked_targets
+from surefoot.models.lora import checked_targets, lora_settings
 from surefoot.models.resolve_model import folder_here, resolve_model
 from surefoot.training.expert_parallel import check_experts
-from surefoot.training.export import lora_settings
 from surefoot.training.run_dir import check_folder, check_named_checkpoint, check_resume
 from surefoot.training.train_setup import check_trained_routers
 
@@ -39,14 +36,13 @@ def refusal(loaded: LoadedConfig) -> Check:
             base = resolve_model(run.model, loaded.where("model"))
             model = load_config(base)
             check_experts(loaded, base)
-            check_routing_replay(loaded, base)
+            method_of(run).check_model(loaded, base)
             check_trained_routers(loaded, ranks)
             open_images(loaded, base, model, load_tokenizer(base, run.chat_template))
             lora = lora_settings(loaded.run)
             skeleton = meta_model(base)
             if lora is not None:
                 checked_targets(skeleton, lora)
-            check_routers(run.router_aux_loss_coef, skeleton)
         _check_named_files(loaded)
     except (SurefootError, OSError) as error:
         return wrong(NAME, "SF743", str(error), is_fatal=True)
@@ -61,12 +57,11 @@ def _check_named_files(loaded: LoadedConfig) -> None:
         find_sources(items, loaded.where(setting))
     if run.init_adapter is not None:
         check_kind(load_adapter_files(Path(run.init_adapter))[0])
-    for item in run.rewards:
-        check_reward(item, loaded.where("reward_funcs"))
-    starts_server = run.method == "grpo" and run.rollout_engine == "vllm" and run.vllm_server is None
-    if starts_server and shutil.which(run.vllm_command) is None:
+    method_of(run).check_files(loaded)
+    rollouts = vllm_settings(run)
+    if rollouts is not None and rollouts.starts_server and shutil.which(rollouts.vllm_command) is None:
         raise ConfigError(
-            f"vllm_command: there is no {run.vllm_command} here. Give the path of the `vllm` command of its virtual "
-            f"environment, or the address of a server with vllm_server ({loaded.where('vllm_command')})."
+            f"vllm_command: there is no {rollouts.vllm_command} here. Give the path of the `vllm` command of its "
+            f"virtual environment, or the address of a server with vllm_server ({loaded.where('vllm_command')})."
         )
     check_named_checkpoint(loaded)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from surefoot.config import RunConfig, changed_fields
+from surefoot.config import RunConfig, changed_fields, vllm_settings
 from surefoot.diagnostics.preflight.check import Check, Seen, fine, not_applicable, wrong
 from surefoot.diagnostics.preflight.model_size import header
 from surefoot.errors import SurefootError
@@ -133,8 +133,8 @@ def chat_template(seen: Seen) -> Check:
 
 def server(seen: Seen) -> Check:
     """The variables and the version of a vLLM server, where it is of this machine."""
-    name, run = "rollout server's own", seen.run
-    if run is None or run.method != "grpo" or run.rollout_engine != "vllm":
+    name, run = "rollout server's own", vllm_settings(seen.run)
+    if run is None:
         return not_applicable(name, "no run with a vLLM server is given")
     if run.vllm_server is None:
         segments = [f"{one}={seen.machine.environment[one]}" for one in ALLOCATOR

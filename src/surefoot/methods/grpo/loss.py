@@ -1,20 +1,20 @@
 """Group relative policy optimisation: the loss over completions with advantages, in the forms of six papers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from surefoot.config import RunConfig
 from surefoot.data.collate import MicroBatch
 from surefoot.data.image_processor import PixelReader
 from surefoot.distributed.fsdp import put_to_rest
 from surefoot.distributed.process_group import ALONE, Ranks, sum_over_ranks
 from surefoot.errors import ModelError
-from surefoot.methods.base import BatchTotals, LossTerms
+from surefoot.methods.base import BatchTotals, LossTerms, Objective, PlannedLoss
 from surefoot.methods.grpo.batch import PolicyBatch, Trajectory, collate_policy
+from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.methods.grpo.types import Request
 from surefoot.methods.token_loss import TokenLogprobs, probing
 from surefoot.models.build import BuiltModel
@@ -45,7 +45,7 @@ class PolicyLoss:
     importance_floor: float = 0.0
 
     @staticmethod
-    def of(config: RunConfig) -> "PolicyLoss":
+    def of(config: GrpoConfig) -> "PolicyLoss":
         """With clips as the loss type has them where they are not set."""
         own_low, own_high = OWN_CLIPS.get(config.loss_type, (EPSILON, None))
         low = config.epsilon if config.epsilon is not None else own_low
@@ -121,11 +121,11 @@ def _sums(values: Tensor, batch: PolicyBatch) -> Tensor:
     return values.new_zeros(len(batch.trajectories) or 1).index_add(0, batch.completion, values)
 
 
-class GrpoObjective:
-    """`Objective` of GRPO."""
+class GrpoObjective(Objective):
+    """The clipped policy loss over completions."""
 
-    def __init__(self, built: BuiltModel, config: RunConfig, ranks: Ranks = ALONE) -> None:
-        self._model = built.model
+    def __init__(self, built: BuiltModel, config: GrpoConfig, ranks: Ranks = ALONE) -> None:
+        super().__init__(built.model)
         self._routing = built.routing
         self._ranks = ranks
         self._loss = PolicyLoss.of(config)
@@ -137,7 +137,7 @@ class GrpoObjective:
             self._check_routers()
         self._counts: Tensor | None = None
         self._sums: list[Tensor] = []
-        self._measured: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
 
     @property
     def routing(self) -> RoutingRecorder:
@@ -159,10 +159,10 @@ class GrpoObjective:
         return self._logprobs.holds_all_logits
 
     @property
-    def measured(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Means over the trained tokens of the last step: entropy, clip_ratio, importance_ratio, logprob_difference,
         ratio, kl, routing_agreement."""
-        return self._measured
+        return self._metrics
 
     def _check_routers(self) -> None:
         """Every router must say what it chose, and take what it is told, in the way that most models have. Collective.
@@ -170,18 +170,18 @@ class GrpoObjective:
         Raises: ModelError on all ranks.
         """
         some = Trajectory([0], [0, 0], [0.0, 0.0], 0.0, 1.0, "a check of routers")
-        batch = collate_policy([some], share_prompts=False).to(self._model.device)
-        with probing(self._model):
+        batch = collate_policy([some], share_prompts=False).to(self.model.device)
+        with probing(self.model):
             with self._routing.recording() as layers:
                 self._logprobs(batch)
             if len(layers) != len(self._routing.names):
                 raise ModelError(
                     f"routing_replay: {len(layers)} of {len(self._routing.names)} routers of "
-                    f"{type(self._model).__name__} say which experts they chose. Set routing_replay: none."
+                    f"{type(self.model).__name__} say which experts they chose. Set routing_replay: none."
                 )
             with ReplayedRouting(torch.stack([layer.index for layer in layers], dim=1)):
                 self._logprobs(batch)
-        put_to_rest(self._model)
+        put_to_rest(self.model)
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Log-probabilities that stay for all steps on these completions, in forwards without graph.
@@ -207,8 +207,8 @@ class GrpoObjective:
             return batch
         # The reference is another model: it goes its own ways.
         replayed = _replayed(batch) if with_adapter else nullcontext()
-        adapter = nullcontext() if with_adapter else adapter_off(self._model)
-        with probing(self._model), adapter, self._routing.recording() as layers, replayed:
+        adapter = nullcontext() if with_adapter else adapter_off(self.model)
+        with probing(self.model), adapter, self._routing.recording() as layers, replayed:
             found, _ = self._logprobs(batch)
         if batch.is_filler:
             return batch
@@ -256,7 +256,7 @@ class GrpoObjective:
         knows = self._loss.knows_rollout_logprobs
         there = {"kl": bool(self._loss.beta), "routing_agreement": self._replays}
         there |= {"importance_ratio": knows, "logprob_difference": knows}
-        self._measured = {  # nothing where no token was trained
+        self._metrics = {  # nothing where no token was trained
             name: value / tokens for name, value in zip(SUMS, sums, strict=True) if tokens and there.get(name, True)
         }
 
@@ -265,17 +265,10 @@ class GrpoObjective:
     ) -> list[float]:
         """The logprobs of tokens after a prompt, without dropout. Collective. `reader`: see `collate_policy`."""
         one = Trajectory(request.prompt, ids, [0.0] * len(ids), 0.0, 1.0, request.place, request.images)
-        with probing(self._model):
+        with probing(self.model):
             found, _ = self._logprobs(collate_policy([one], share_prompts=False, reader=reader).to(device))
-        put_to_rest(self._model)
+        put_to_rest(self.model)
         return [float(value) for value in found.tolist()]
-
-    def look(self, batches: Iterable[MicroBatch]) -> None:
-        """A forward of each batch without graph and dropout, for whoever watches the modules. Collective."""
-        with probing(self._model):
-            for batch in batches:
-                self._logprobs(batch)
-        put_to_rest(self._model)
 
 
 def _replayed(batch: PolicyBatch) -> AbstractContextManager[object]:
@@ -288,3 +281,28 @@ def _agreement(own: Sequence[Tensor], layers: Sequence[LayerRouting]) -> Tensor:
     chosen = torch.stack([layer.index for layer in layers], dim=1)
     wanted = torch.stack(list(own), dim=1)
     return (chosen[..., None] == wanted[..., None, :]).any(-1).float().mean((1, 2))
+
+
+@dataclass(frozen=True)
+class PlannedPolicyLoss(PlannedLoss):
+    """The loss of GRPO on completions of full length."""
+
+    tokens_per_sequence: int
+    loss: PolicyLoss
+
+    def __call__(self, built: BuiltModel, batch: MicroBatch) -> Callable[[], Tensor]:
+        """Return the sum of the losses of the batch's tokens."""
+        logprobs = TokenLogprobs(built.model, 1.0)
+        tokens = torch.zeros(len(batch.targets))
+        policy = PolicyBatch(
+            **{**vars(batch), "weights": tokens + 1},
+            advantages=tokens,
+            rollout_logprobs=tokens,
+            token_at=batch.predict_at,
+            completion=batch.predict_at,
+            old_logprobs=tokens,
+            reference_logprobs=tokens if self.loss.beta else None,
+        )
+        # gspo counts the tokens of completions, which have no values here; it holds as many numbers a token as grpo.
+        loss = replace(self.loss, loss_type="grpo") if self.loss.loss_type == "gspo" else self.loss
+        return lambda: loss(logprobs(policy)[0], policy)[0].sum()

@@ -1,6 +1,6 @@
 """GRPO as a `Method`: reward workers, an engine for completions, and the source of batches that joins them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,13 @@ from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.collate import MicroBatch
 from surefoot.data.sampler import Position, StepBatch
 from surefoot.distributed.process_group import Ranks
-from surefoot.methods.base import Learner, Method, MethodContext, Objective
+from surefoot.methods.base import Learner, Method, MethodContext, Objective, PlannedLoss
 from surefoot.methods.grpo.engines.server import Server
-from surefoot.methods.grpo.loss import GrpoObjective
-from surefoot.methods.grpo.rewards import Rewards
+from surefoot.methods.grpo.loss import GrpoObjective, PlannedPolicyLoss, PolicyLoss
+from surefoot.methods.grpo.pending_fields import problems_of_pending
+from surefoot.methods.grpo.rewards import Rewards, check_reward
 from surefoot.methods.grpo.rollout_source import RolloutSource
+from surefoot.methods.grpo.settings import grpo_settings
 from surefoot.methods.grpo.setup import (
     check_answers,
     check_routing_replay,
@@ -30,7 +32,6 @@ from surefoot.models.build import BuiltModel
 class Grpo(Method):
     """Group relative policy optimisation: rewards of the model's own completions."""
 
-    name = "grpo"
     agrees_to_stop_before_batches = True
 
     def __init__(self, context: MethodContext) -> None:
@@ -40,17 +41,30 @@ class Grpo(Method):
         self._rewards: Rewards | None = None
         self._server: Server | None = None
         self._source: RolloutSource | None = None
-        self._check_drift: Callable[[int, Mapping[str, float]], None] = drift_check(context.loaded.run)
+        self._settings = grpo_settings(context.loaded.run)
+        self._check_drift: Callable[[int, Mapping[str, float]], None] = drift_check(self._settings)
 
     @staticmethod
     def check_model(loaded: LoadedConfig, base: Path) -> None:
         """Refuse to replay the routing of a model without routers."""
         check_routing_replay(loaded, base)
 
+    @classmethod
+    def planned_loss(cls, run: RunConfig) -> PlannedLoss:
+        """Return the clipped policy loss."""
+        settings = grpo_settings(run)
+        return PlannedPolicyLoss(settings.max_completion_length, PolicyLoss.of(settings))
+
+    @staticmethod
+    def check_files(loaded: LoadedConfig) -> None:
+        """Check that reward functions exist."""
+        for item in grpo_settings(loaded.run).rewards:
+            check_reward(item, loaded.where("reward_funcs"))
+
     @staticmethod
     def build_objective(built: BuiltModel, config: RunConfig, ranks: Ranks) -> Objective:
         """Return the clipped policy loss."""
-        return GrpoObjective(built, config, ranks)
+        return GrpoObjective(built, grpo_settings(config), ranks)
 
     def start(self) -> None:
         """Start reward workers, and a server, which gets ready while the data are prepared."""
@@ -58,7 +72,7 @@ class Grpo(Method):
         with context.phase("load"):
             self._rewards = context.ranks.together(lambda: start_rewards(context.loaded))
             self._parts.callback(self._rewards.end)
-            if context.loaded.run.rollout_engine == "vllm":
+            if self._settings.rollout_engine == "vllm":
                 images = reader.settings if reader is not None else None
                 self._server = open_server(context.loaded, context.base, images, context.ranks)
                 self._parts.callback(self._server.end)
@@ -72,12 +86,12 @@ class Grpo(Method):
         if self._server is not None:
             self.context.ranks.together(self._server.check_alive, names_rank=False)
             with self.context.phase("sync"):
-                settle_server(self.context.loaded.run, self._server, self.context.ranks, self.context.emit)
+                settle_server(self._settings, self._server, self.context.ranks, self.context.emit)
 
     def load(self, config: RunConfig, learner: Learner) -> None:
         """Connect the engine to the model. Raises: StoppedOnFinding (SF801) if a server does not get ready."""
         assert self._rewards is not None
-        self._source = rollout_source(config, self.context, learner, self._rewards, self._server)
+        self._source = rollout_source(grpo_settings(config), self.context, learner, self._rewards, self._server)
         self._parts.callback(self._source.end)
 
     def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:
@@ -92,7 +106,7 @@ class Grpo(Method):
 
     def code_files(self) -> dict[str, str]:
         """Return the files with reward functions."""
-        return reward_files(self.context.loaded.run)
+        return reward_files(self._settings)
 
     def check_step(self, step: int, measured: Mapping[str, float]) -> None:
         """End a run whose server answers with other weights than are trained (SF805)."""
@@ -101,6 +115,11 @@ class Grpo(Method):
     def pending(self, position: Position, step: int, wait_s: float) -> list[dict[str, Any]]:
         """Return completions that further steps train on."""
         return self._loaded_source.pending(position, step, wait_s)
+
+    @staticmethod
+    def problems_of_pending(pending: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        """Yield why entries of a checkpoint are no completions."""
+        return problems_of_pending(pending)
 
     def restore(self, pending: Sequence[Mapping[str, Any]]) -> None:
         """Continue with completions of a checkpoint."""

@@ -18,9 +18,9 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from surefoot.config import RewardItem
 from surefoot.errors import ConfigError
 from surefoot.methods.grpo.builtin_rewards import BUILT_IN, NEEDS, SETTINGS_OF, settings_problem
+from surefoot.methods.grpo.settings import RewardItem
 from surefoot.methods.grpo.worker_output import BoundedOutput
 from surefoot.system.process import PYTHON, describe_end
 

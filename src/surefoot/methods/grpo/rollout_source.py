@@ -12,7 +12,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from surefoot.config import RunConfig
 from surefoot.data.collate import MicroBatch
 from surefoot.data.dataset import Dataset
 from surefoot.data.image_processor import PixelReader
@@ -29,6 +28,7 @@ from surefoot.methods.grpo.batch import Trajectory, part_of, policy_batches, tra
 from surefoot.methods.grpo.reward_checks import FlatRewards, failing_rewards, no_rewards
 from surefoot.methods.grpo.rewards import Rewards
 from surefoot.methods.grpo.scoring import Group, Judge, measured_of
+from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.methods.grpo.types import (
     Completion,
     Engine,
@@ -83,7 +83,7 @@ class RolloutSource:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: GrpoConfig,
         dataset: Dataset,
         order: GlobalOrder,
         engine: Engine,
@@ -94,7 +94,6 @@ class RolloutSource:
         context: int | None,
         share_prompts: bool,
         reader: PixelReader | None = None,
-        is_over: Callable[[int, float], bool],
         is_told_to_stop: Callable[[], bool] = lambda: False,
         ranks: Ranks,
         phase: Callable[[Phase], AbstractContextManager[None]],
@@ -102,7 +101,7 @@ class RolloutSource:
     ) -> None:
         """`context`: the most tokens the model can see. `share_prompts`, `reader`: see `collate_policy`.
 
-        `is_over`: whether the run is, after so many steps and passes over the data. `is_told_to_stop`: whether a signal
+        `is_told_to_stop`: whether a signal
         has asked this rank to end; it ends a rollout too.
         """
         self._config = config
@@ -116,7 +115,6 @@ class RolloutSource:
         self._ranks = ranks
         self._phase = phase
         self._emit = emit
-        self._is_over = is_over
         self._is_told_to_stop = is_told_to_stop
         self._judge = Judge(
             config, rewards, tokenizer, is_told_to_stop=is_told_to_stop, ranks=ranks, phase=phase, emit=emit
@@ -290,7 +288,7 @@ class RolloutSource:
     def _ask_ahead(self, rows: StepBatch, step: int) -> None:
         """Let the engine begin on the rollout after `rows`, where the run wants it and has one left. Collective."""
         further = step + self._config.num_iterations
-        if not self._config.max_staleness or self._is_over(further, rows.epoch):
+        if not self._config.max_staleness or self._config.is_over(further, rows.epoch):
             return
         asked: _Asked | SurefootError
         try:

@@ -8,13 +8,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from surefoot.config import RunConfig
 from surefoot.distributed.process_group import Ranks
 from surefoot.events import Event, Phase, Preparing
 from surefoot.methods.base import Interrupted
 from surefoot.methods.grpo.advantage import Trained, advantages, deviation, has_spread, overlong_penalty, token_weights
 from surefoot.methods.grpo.batch import Trajectory, part_of
 from surefoot.methods.grpo.rewards import Answers, Rewards, Scored
+from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.methods.grpo.types import Completion, Prompt, unless_stopped
 
 
@@ -48,7 +48,7 @@ class Judge:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: GrpoConfig,
         rewards: Rewards,
         tokenizer: PreTrainedTokenizerBase,
         *,

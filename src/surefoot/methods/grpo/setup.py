@@ -15,11 +15,12 @@ import torch
 from PIL import Image as Picture
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surefoot.config import LoadedConfig, RunConfig
+from surefoot.config import LoadedConfig
 from surefoot.data.image_processor import PixelReader
 from surefoot.data.images import ImageSettings, find_image
 from surefoot.data.render import answer_ends
 from surefoot.data.sampler import Position
+from surefoot.distributed.artifact import write_artifact
 from surefoot.distributed.process_group import Ranks
 from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.events import Event, Noted, Preparing
@@ -34,19 +35,18 @@ from surefoot.methods.grpo.loss import GrpoObjective
 from surefoot.methods.grpo.reward_checks import EngineDrift
 from surefoot.methods.grpo.rewards import Rewards
 from surefoot.methods.grpo.rollout_source import RolloutSource
+from surefoot.methods.grpo.settings import GrpoConfig, grpo_settings
 from surefoot.methods.grpo.types import Engine, Request, Sampling
 from surefoot.methods.training_data import SIGN_EVERY_S, RunData
 from surefoot.models.build import meta_model
 from surefoot.models.experts import experts_of, is_fused_experts
 from surefoot.models.generate import end_tokens
-from surefoot.models.lora import noisy_adapter
+from surefoot.models.lora import lora_settings, noisy_adapter
 from surefoot.models.resolve_model import longest_context
 from surefoot.models.routing import router_names
 from surefoot.models.vision import image_tokens
 from surefoot.system import loopback
 from surefoot.system.atomic_io import sha256_of
-from surefoot.training.export import lora_settings, write_artifact
-from surefoot.training.loop import is_over
 
 ENGINE = "engine"
 """Of the run folder: the server's log, and what is sent to it."""
@@ -63,7 +63,7 @@ OF_LAUNCHERS_BEGIN = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_
 
 def start_rewards(loaded: LoadedConfig) -> Rewards:
     """The reward functions of a run, on this rank. Raises: ConfigError where one cannot be loaded."""
-    config = loaded.run
+    config = grpo_settings(loaded.run)
     return Rewards(
         config.rewards,
         num_workers=config.reward_num_proc,
@@ -72,16 +72,15 @@ def start_rewards(loaded: LoadedConfig) -> Rewards:
     )
 
 
-def reward_files(config: RunConfig) -> dict[str, str]:
+def reward_files(config: GrpoConfig) -> dict[str, str]:
     """The SHA-256 of each file with reward functions of a run."""
-    named = (item.func.rpartition(":")[0] for item in config.rewards)
-    return {name: sha256_of(Path(name)) for name in named if name}
+    return {name: sha256_of(Path(name)) for name in config.code_files()}
 
 
 def check_answers(loaded: LoadedConfig, data: RunData, position: Position) -> None:
     """Raises: ConfigError where rows at a position, or those held out, lack what a built-in reward compares with."""
     rows = [("the rows", data.first_columns(position)), ("the held-out rows", data.held_out_columns())]
-    for item, (which, columns) in product(loaded.run.rewards, rows):
+    for item, (which, columns) in product(grpo_settings(loaded.run).rewards, rows):
         is_told = columns and item.func in BUILT_IN
         problem = columns_problem(item.func, item.args, columns, which) if is_told else None
         if problem is not None:
@@ -93,9 +92,10 @@ def check_answers(loaded: LoadedConfig, data: RunData, position: Position) -> No
 
 def check_routing_replay(loaded: LoadedConfig, base: Path) -> None:
     """Raises: ConfigError where a model without routers is to repeat what they chose. Reads no weights."""
-    if loaded.run.routing_replay != "none" and not router_names(meta_model(base)):
+    replay = grpo_settings(loaded.run).routing_replay
+    if replay != "none" and not router_names(meta_model(base)):
         raise ConfigError(
-            f"routing_replay={loaded.run.routing_replay}, but {loaded.run.model} has no routers that say what they "
+            f"routing_replay={replay}, but {loaded.run.model} has no routers that say what they "
             f"chose. Set routing_replay: none ({loaded.where('routing_replay')})."
         )
 
@@ -105,7 +105,7 @@ def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, 
 
     `images`: how the model sees them. Collective. Raises: ConfigError on all ranks where it cannot be started.
     """
-    config = loaded.run
+    config = grpo_settings(loaded.run)
     log = config.run_folder / ENGINE / "vllm.log"
     started: list[Server] = []
 
@@ -122,7 +122,7 @@ def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, 
     return started[0] if started else Server(said, log=log if config.vllm_server is None else None)
 
 
-def settle_server(config: RunConfig, server: Server, ranks: Ranks, emit: Callable[[Event], None]) -> None:
+def settle_server(config: GrpoConfig, server: Server, ranks: Ranks, emit: Callable[[Event], None]) -> None:
     """Where training shares GPUs with a server, let it take its memory first, and give it up again if it sleeps.
 
     While it starts vLLM measures what is free on a GPU; what others take or give back meanwhile counts as its own.
@@ -135,7 +135,7 @@ def settle_server(config: RunConfig, server: Server, ranks: Ranks, emit: Callabl
         ranks.from_first(server.sleep)
 
 
-def _wait_for(server: Server, config: RunConfig, emit: Callable[[Event], None]) -> None:
+def _wait_for(server: Server, config: GrpoConfig, emit: Callable[[Event], None]) -> None:
     def say(text: str) -> None:
         emit(Noted(text))
         emit(Preparing())  # for the supervisor: this is no standstill
@@ -146,7 +146,7 @@ def _wait_for(server: Server, config: RunConfig, emit: Callable[[Event], None]) 
         raise server.stopped("SF801", str(error)) from error
 
 
-def drift_check(config: RunConfig) -> Callable[[int, Mapping[str, float]], None]:
+def drift_check(config: GrpoConfig) -> Callable[[int, Mapping[str, float]], None]:
     """Return the check of each step: it ends a run whose server uses other weights than are trained (SF805)."""
     if config.rollout_engine != "vllm":
         return lambda _step, _measured: None
@@ -163,12 +163,12 @@ def drift_check(config: RunConfig) -> Callable[[int, Mapping[str, float]], None]
     return look
 
 
-def _options(config: RunConfig, images: ImageSettings | None) -> list[str]:
+def _options(config: GrpoConfig, images: ImageSettings | None) -> list[str]:
     """Of `vllm serve`; those of `vllm_args` come last, and win."""
     is_cut_alone = config.cuts_sampling and config.temperature == 1.0
     options: dict[str, Any] = {
         "--dtype": config.dtype,
-        "--max-model-len": max(config.prompt_length + config.max_completion_length, LEAST_CONTEXT),
+        "--max-model-len": max(config.max_row_tokens + config.max_completion_length, LEAST_CONTEXT),
         # Those before both temperature and cut, or after both: as in training, where one of them is.
         "--logprobs-mode": "raw_logprobs" if is_cut_alone else "processed_logprobs",
         "--generation-config": "vllm",  # not the model's own top_p, top_k and penalties
@@ -194,7 +194,7 @@ def _options(config: RunConfig, images: ImageSettings | None) -> list[str]:
     return [*(str(part) for pair in options.items() for part in pair), *flags, *config.vllm_args]
 
 
-def _environment(config: RunConfig) -> dict[str, str]:
+def _environment(config: GrpoConfig) -> dict[str, str]:
     own = {name: value for name, value in loopback.variables_of_user().items() if not _is_of_launcher(name)}
     if config.device == "cpu":
         own.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -223,7 +223,7 @@ def _is_of_launcher(name: str) -> bool:
 
 
 def rollout_source(
-    config: RunConfig, context: MethodContext, learner: Learner, rewards: Rewards, server: Server | None
+    config: GrpoConfig, context: MethodContext, learner: Learner, rewards: Rewards, server: Server | None
 ) -> RolloutSource:
     """Return the batch source. Collective. Raises: StoppedOnFinding (SF801) where a server does not get ready."""
     data, tokenizer, emit = context.data, context.tokenizer, context.emit
@@ -267,7 +267,6 @@ def rollout_source(
         # On CUDA attention over packed samples is one kernel, which does not know of shared prompts.
         share_prompts=learner.device == torch.device("cpu"),
         reader=data.reader,
-        is_over=partial(is_over, config),
         is_told_to_stop=context.is_told_to_stop,
         ranks=learner.ranks,
         phase=context.phase,
@@ -290,7 +289,7 @@ def _with_signs_of_life(ask: Callable[[], bool], emit: Callable[[Event], None]) 
 
 
 def _vllm(
-    config: RunConfig,
+    config: GrpoConfig,
     learner: Learner,
     tokenizer: PreTrainedTokenizerBase,
     server: Server,
@@ -332,7 +331,7 @@ def _routing_layers(learner: Learner) -> RoutingLayers:
     return RoutingLayers(tuple(numbers), int(text.num_hidden_layers), experts)
 
 
-def _sync(config: RunConfig, learner: Learner, tokenizer: PreTrainedTokenizerBase, server: Server, base: Path) -> Sync:
+def _sync(config: GrpoConfig, learner: Learner, tokenizer: PreTrainedTokenizerBase, server: Server, base: Path) -> Sync:
     """What of the model is sent, and how."""
     settings, ranks, folder = lora_settings(config), learner.ranks, config.run_folder / ENGINE
     if settings is not None:

@@ -1,20 +1,30 @@
 """Supervised fine-tuning: the likelihood of the assistant's words, plus the load-balancing loss where asked for."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surefoot.config import RunConfig
+from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.collate import MicroBatch
 from surefoot.data.sampler import Position, StepBatch
 from surefoot.distributed.fsdp import gathered, put_to_rest
 from surefoot.distributed.process_group import ALONE, Ranks, sum_over_ranks
 from surefoot.errors import ModelError
-from surefoot.methods.base import BatchTotals, Interrupted, Learner, LossTerms, Method, Objective
-from surefoot.methods.token_loss import TokenLoss, few_tokens, probing, seeing_arguments
-from surefoot.models.build import BuiltModel
+from surefoot.methods.base import (
+    BatchTotals,
+    Interrupted,
+    Learner,
+    LossTerms,
+    Method,
+    Objective,
+    PlannedLoss,
+    PlannedObjective,
+)
+from surefoot.methods.token_loss import TokenLoss, few_tokens, has_values, probing, seeing_arguments
+from surefoot.models.build import BuiltModel, meta_model
 from surefoot.models.routing import (
     LayerRouting,
     check_recorded,
@@ -41,14 +51,12 @@ def _check_recorded(built: BuiltModel) -> None:
     check_recorded(layers, built.routing.names)
 
 
-class SftObjective:
-    """`Objective` of SFT; also keeps how the last step's tokens were spread over experts."""
+class SftObjective(Objective):
+    """The likelihood of the trained tokens; also counts how the last step's tokens were spread over experts."""
 
-    def __init__(
-        self, built: BuiltModel, aux_loss_coef: float, ranks: Ranks = ALONE, *, head_is_plain: bool | None = None
-    ) -> None:
-        """`head_is_plain`: see `TokenLoss`. Raises: ModelError where the routers cannot be balanced. Collective."""
-        self._model = built.model
+    def __init__(self, built: BuiltModel, aux_loss_coef: float, ranks: Ranks = ALONE) -> None:
+        """Raise ModelError if the routers cannot be balanced. Collective."""
+        super().__init__(built.model)
         self._ranks = ranks
 
         def run_decoder(batch: MicroBatch) -> None:
@@ -57,10 +65,10 @@ class SftObjective:
         self._run_decoder = gathered(built.model, run_decoder)
         self._routing = built.routing
         check_routers(aux_loss_coef, built.model)
-        if aux_loss_coef and head_is_plain is None:
+        if aux_loss_coef and has_values(built.model):
             _check_recorded(built)
         self._coefficient = aux_loss_coef
-        self._token_loss = TokenLoss(built.model, head_is_plain=head_is_plain)
+        self._token_loss = TokenLoss(built.model)
         self._counts: Tensor | None = None
         """Rows per expert over the global batch, [layers, E]."""
         self._counts_are_complete = False
@@ -70,19 +78,10 @@ class SftObjective:
         """Rows each expert got in the last step, int64 [layers, E]; None for a dense model."""
         return self._counts
 
-    def counted_tokens(self, totals: BatchTotals) -> int:
-        """Return all tokens: `expert_counts` counts rows of trained and untrained ones."""
-        return totals.tokens
-
     @property
     def holds_all_logits(self) -> bool:
         """See `Objective`."""
         return self._token_loss.holds_all_logits
-
-    @property
-    def measured(self) -> Mapping[str, float]:
-        """Nothing besides the loss."""
-        return {}
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """The load-balancing loss weighs each micro-batch by how the whole global batch was routed.
@@ -133,10 +132,6 @@ class SftObjective:
         self._counts = sum_over_ranks(self._counts, self._ranks)
         self._counts_are_complete = True
 
-    def look(self, batches: Iterable[MicroBatch]) -> None:
-        """A forward of each batch without graph and dropout, for whoever watches the modules. Collective."""
-        self.evaluate(batches)
-
     @torch.no_grad()
     def evaluate(
         self, batches: Iterable[MicroBatch], is_told_to_stop: Callable[[], bool] = lambda: False
@@ -146,7 +141,7 @@ class SftObjective:
         `is_told_to_stop`: whether this rank is; asked before each batch. Raises: Interrupted on all ranks.
         """
         total, trained, weight = 0.0, 0.0, 0.0
-        self._model.eval()
+        self.model.eval()
         try:
             for batch in batches:
                 if self._ranks.sum([is_told_to_stop()])[0]:
@@ -156,8 +151,8 @@ class SftObjective:
                 trained += batch.num_trained
                 weight += batch.trained_weight
         finally:
-            self._model.train()
-            put_to_rest(self._model)
+            self.model.train()
+            put_to_rest(self.model)
         total, trained, weight = self._ranks.sum([total, trained, weight])
         return total / weight, round(trained)
 
@@ -165,12 +160,21 @@ class SftObjective:
 class Sft(Method):
     """Supervised fine-tuning."""
 
-    name = "sft"
+    @staticmethod
+    def check_model(loaded: LoadedConfig, base: Path) -> None:
+        """Refuse a load-balancing loss of a model without routers."""
+        if loaded.run.router_aux_loss_coef:
+            check_routers(loaded.run.router_aux_loss_coef, meta_model(base))
 
     @staticmethod
     def build_objective(built: BuiltModel, config: RunConfig, ranks: Ranks) -> Objective:
         """Return the likelihood of the trained tokens."""
         return SftObjective(built, config.router_aux_loss_coef, ranks)
+
+    @classmethod
+    def planned_loss(cls, run: RunConfig) -> PlannedLoss:
+        """Return the loss, of which only the load-balancing term depends on the settings."""
+        return PlannedObjective(cls, run, run.router_aux_loss_coef, run.max_length - 1)
 
     def load(self, config: RunConfig, learner: Learner) -> None:  # noqa: ARG002 - batches need no config
         """Receive the model."""

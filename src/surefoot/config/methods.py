@@ -1,0 +1,79 @@
+"""The methods by name: where the settings of each are declared.
+
+Methods are named by path, because they are built on this package and because reading a config imports no torch.
+An installed package adds one as an entry point of the group `surefoot.methods`.
+"""
+
+import difflib
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from surefoot.config.schema import RunConfig
+from surefoot.errors import ConfigError
+
+BUILT_IN = {
+    "sft": "surefoot.methods.sft.settings:SftConfig",
+    "grpo": "surefoot.methods.grpo.settings:GrpoConfig",
+}
+ENTRY_POINTS = "surefoot.methods"
+
+
+@cache
+def installed() -> dict[str, EntryPoint]:
+    """Return the methods of other installed packages by name; nothing of them is imported."""
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS) if entry.name not in BUILT_IN}
+
+
+def method_names() -> list[str]:
+    """Return the names that `method` in run.yaml may have."""
+    return [*BUILT_IN, *installed()]
+
+
+@cache
+def settings_class(name: str) -> type[RunConfig]:
+    """Return the settings of a method. Raises: ConfigError if there is no method of this name."""
+    if name in BUILT_IN:
+        module, _, attribute = BUILT_IN[name].partition(":")
+        found = getattr(import_module(module), attribute)
+    elif name in installed():
+        entry = installed()[name]
+        try:
+            found = entry.load()
+        except Exception as error:  # whatever the code of another package raises
+            raise ConfigError(f"method={name}: {entry.value} cannot be imported: {error}") from error
+    else:
+        near = difflib.get_close_matches(name, method_names(), n=1)
+        known = f"did you mean {near[0]!r}?" if near else f"must be {' or '.join(map(repr, method_names()))}"
+        raise ConfigError(f"method={name!r:.80}: {known}")
+    if not isinstance(found, type) or not issubclass(found, RunConfig):
+        raise ConfigError(f"method={name}: {found!r:.80} is no subclass of surefoot's RunConfig")
+    return found
+
+
+def methods_with(setting: str) -> list[str]:
+    """Return the methods that have a setting of this name."""
+    return [name for name in method_names() if setting in settings_class(name).model_fields]
+
+
+@cache
+def known_fields() -> dict[str, FieldInfo]:
+    """Return the settings of all built-in methods by name, those that every run has first."""
+    fields = dict(RunConfig.model_fields)
+    for name in BUILT_IN:
+        fields |= {key: field for key, field in settings_class(name).model_fields.items() if key not in fields}
+    return fields
+
+
+def read_saved(values: Mapping[str, Any]) -> RunConfig:
+    """Return the config that a run has written down, its settings by name.
+
+    Older versions wrote the settings of all methods; those of others are left out. Raises: ValueError, ConfigError.
+    """
+    kind = settings_class(str(values.get("method", RunConfig.model_fields["method"].default)))
+    foreign = known_fields().keys() - kind.model_fields.keys()
+    return kind(**{name: value for name, value in values.items() if name not in foreign})

@@ -1,0 +1,57 @@
+"""Writes what was trained, gathered from all ranks: an adapter in PEFT's format or a model in Hugging Face's."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surefoot.data.render import answer_ends
+from surefoot.distributed.process_group import ALONE, Ranks
+from surefoot.models.adapter import base_name, write_adapter
+from surefoot.models.build import trainable_parameters
+from surefoot.models.dtensor_blocks import whole
+from surefoot.models.export import in_layers, name_ends, stored_buffers, write_model
+from surefoot.models.lora import LoraSettings, adaptable_names, tower_names
+from surefoot.system.atomic_io import new_folder
+
+
+def write_artifact(
+    target: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: LoraSettings | None,
+    base: Path,
+    source: str,
+    ranks: Ranks = ALONE,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write the trained adapter (PEFT format), or without LoRA the whole model (HF format, in `dtype` or the base's).
+
+    `base` is the base model's folder, `source` what the config calls it. Rank 0 writes what the ranks gather: it holds
+    one parameter of an adapter, or one layer of a model. Collective. Raises: StorageError.
+    """
+    buffers = [] if settings is not None else stored_buffers(model)
+    parameters = trainable_parameters(model) if settings is not None else dict(model.named_parameters())
+    tensors: dict[str, Tensor] = {**parameters, **{name: model.get_buffer(name) for name in buffers}}
+    names = list(tensors) if settings is not None else in_layers(tensors)
+    shapes = {name: tensors[name].shape for name in names}
+    values = ((name, whole(tensors[name])) for name in names)
+
+    def write() -> None:
+        try:
+            if ranks.is_first:
+                with new_folder(target) as folder:
+                    if settings is not None:
+                        about = base_name(source, base), adaptable_names(model), tower_names(model)
+                        write_adapter(folder, shapes, values, settings, *about)
+                    else:
+                        write_model(folder, base, shapes, values, dtype)
+                        name_ends(folder, answer_ends(tokenizer))
+                    tokenizer.save_pretrained(folder)
+        finally:
+            for _ in values:  # the other ranks, and a first one that could not write: gathering takes all
+                pass
+
+    ranks.together(write, names_rank=False)
+    return target

@@ -1,0 +1,271 @@
+"""The settings of GRPO, and which of them exclude each other."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from surefoot.config.rollout import RolloutConfig
+from surefoot.config.schema import Contradiction, Free, Item, RunConfig
+
+Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
+
+
+class RewardItem(Item):
+    """One reward function."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+    text_key: ClassVar[str] = "func"
+
+    func: str = Field(min_length=1)
+    """`file.py:function`, or a built-in: exact_match, math_verify, regex, json_schema, length."""
+    weight: Weight = 1.0
+    """Factor of its value in a completion's reward."""
+    args: dict[str, Any] = Field(default={})
+    """Further keyword arguments of its calls: `{pattern: "<answer>.*</answer>"}`."""
+
+    @classmethod
+    def resolve(cls, text: str, resolve: Callable[[str], Path]) -> str:
+        """Make the file of a function absolute; a built-in has none."""
+        file, colon, function = text.rpartition(":")
+        return f"{resolve(file)}:{function}" if colon and file.endswith(".py") else text
+
+    @property
+    def file(self) -> str:
+        """The file of the function; empty for a built-in."""
+        return self.func.rpartition(":")[0]
+
+
+class GrpoConfig(RolloutConfig):
+    """Settings of a run with `method: grpo`."""
+
+    implementation: ClassVar[str] = "surefoot.methods.grpo.method:Grpo"
+    sequences_per_row_setting: ClassVar[str] = "num_generations"
+
+    method: Literal["grpo"] = "grpo"
+    """Group relative policy optimisation."""
+    num_generations: int = Field(default=8, gt=1)
+    """Completions per prompt, compared with each other. `global_batch_size`, in completions, must be a multiple."""
+    reward_funcs: list[RewardItem] = Field(default=[])
+    """Reward functions: `file.py:function`, `exact_match`, ..., or `{func, weight, args}`. Their values are added."""
+    reward_weights: list[Weight] | None = None
+    """A weight for each of `reward_funcs`, in their order, instead of their own `weight`."""
+    reward_timeout_s: Free[float] = Field(default=60.0, gt=0)
+    """Seconds that a reward function may take for one group; a slower one is ended and its samples are masked."""
+    reward_num_proc: Free[int] = Field(default=1, gt=0)
+    """Worker processes of each rank for reward functions."""
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo"] = "dapo"
+    """How a token's ratio and advantage become a loss, and what the loss is averaged over. See docs/grpo.md."""
+    epsilon: float | None = Field(default=None, ge=0, lt=1)
+    """Ratios below 1 - epsilon are clipped. Default: 0.2; for gspo 3e-4. cispo clips no small ratio."""
+    epsilon_high: float | None = Field(default=None, ge=0)
+    """Ratios above 1 + epsilon_high are clipped. Default: epsilon; for gspo 4e-4, if epsilon is not set either. For
+    cispo it is the largest ratio itself: 5."""
+    beta: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence from the model without its adapter. 0 does not compute it."""
+    num_iterations: int = Field(default=1, gt=0)
+    """Optimizer steps on the same completions."""
+    scale_rewards: Annotated[
+        Literal["group", "batch", "none"],
+        BeforeValidator(lambda value: {True: "group", False: "none"}[value] if isinstance(value, bool) else value),
+    ] = "group"
+    """Advantages are divided by the standard deviation of the rewards of the group, of the step, or not at all."""
+    importance_correction: Literal["truncate", "mask", "sequence_truncate", "sequence_mask", "none"] = "truncate"
+    """Correction of tokens whose probability in sampling differs from that in training. `truncate`: their ratio,
+    clamped to `importance_floor` and `importance_cap`. `mask`: their ratio, 0 outside these. `sequence_truncate`,
+    `sequence_mask`: the same with the product of all ratios of a completion. `none`: no correction."""
+    importance_cap: float = Field(default=2.0, gt=1)
+    """Largest weight that `importance_correction` gives a token."""
+    importance_floor: float = Field(default=0.0, ge=0, lt=1)
+    """Smallest weight that it gives a token: truncating raises smaller ratios to it, masking makes them 0."""
+    routing_replay: Literal["none", "rollout", "first"] = "none"
+    """Which experts training uses for a token of an MoE model. `none`: those that its routers choose at each forward.
+    `rollout`: those that the engine used. `first`: those of the first forward on a completion, in all `num_iterations`
+    steps on it."""
+    mask_truncated_completions: bool = False
+    """Leave completions that reached `max_completion_length` out of the loss."""
+    soft_overlong_length: int = Field(default=0, ge=0)
+    """Number of tokens before `max_completion_length` over which the reward falls by up to 1 (DAPO)."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal, which have no learning signal, by groups of the next prompts."""
+    dynamic_sampling_tries: int = Field(default=3, gt=0)
+    """Rounds of such replacements in a step; after them the step trains on the groups that it has."""
+
+    @property
+    def steps_per_batch(self) -> int:
+        """`num_iterations`."""
+        return self.num_iterations
+
+    @property
+    def may_skip_rows(self) -> bool:
+        """`dynamic_sampling`."""
+        return self.dynamic_sampling
+
+    @property
+    def rewards(self) -> list[RewardItem]:
+        """`reward_funcs` with the weights that apply."""
+        weights = self.reward_weights or [item.weight for item in self.reward_funcs]
+        pairs = zip(self.reward_funcs, weights, strict=True)
+        return [item.model_copy(update={"weight": weight}) for item, weight in pairs]
+
+    def code_files(self) -> list[str]:
+        """Return the files with reward functions."""
+        return [item.file for item in self.reward_funcs if item.file]
+
+    def contradictions(self, given: set[str]) -> Iterator[Contradiction]:
+        """Yield what GRPO needs and is not set, and its settings that exclude each other."""
+        yield from self._check_rewards()
+        yield from self._check_divergence()
+        if self.lora_dropout and self.tuning == "lora":
+            yield Contradiction(
+                f"lora_dropout={self.lora_dropout} with method=grpo: completions are drawn without dropout, so that "
+                "each token would be trained on under another policy than the one that drew it. Drop it",
+                "lora_dropout",
+                "method",
+            )
+        yield from self._check_loss()
+        yield from self._check_corrections()
+        yield from super().contradictions(given)
+        unavailable = {
+            "packing": self.packing,
+            "train_on": self.train_on != "assistant",
+            "router_aux_loss_coef": self.router_aux_loss_coef > 0,
+            "compile": self.compile,
+            "expert_parallel_size": self.expert_parallel_size == "auto",
+        }
+        for name in (name for name, is_requested in unavailable.items() if is_requested):
+            value = getattr(self, name)
+            shown = f"{name}={value}" if isinstance(value, str | int | float) else name
+            yield Contradiction(f"{shown} is not available with method: grpo. Drop it", name)
+
+    def _check_rewards(self) -> Iterator[Contradiction]:
+        if not self.reward_funcs:
+            yield Contradiction(
+                "method=grpo without reward_funcs: nothing says which answers are better. Name some", "method"
+            )
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
+            yield Contradiction(
+                f"reward_weights has {len(self.reward_weights)} numbers for {len(self.reward_funcs)} reward_funcs",
+                "reward_weights",
+                "reward_funcs",
+            )
+        elif self.reward_funcs and not any(item.weight for item in self.rewards):
+            yield Contradiction(
+                "each of reward_funcs has weight 0, so no completion would have a reward. Give one a weight",
+                "reward_funcs",
+                "reward_weights",
+            )
+        if self.global_batch_size is not None and self.global_batch_size % self.num_generations:
+            yield Contradiction(
+                f"global_batch_size={self.global_batch_size} completions a step are no multiple of "
+                f"num_generations={self.num_generations}, so that a group would be cut",
+                "global_batch_size",
+                "num_generations",
+            )
+
+    def _check_divergence(self) -> Iterator[Contradiction]:
+        """Yield why the model without its adapter is not there, or not the one that training began with."""
+        if not self.beta:
+            return
+        if self.tuning == "full":
+            yield Contradiction(
+                f"beta={self.beta} with tuning=full: the divergence is measured from the model without its adapter, "
+                "and full fine-tuning has none. Set tuning: lora, or beta: 0",
+                "beta",
+                "tuning",
+            )
+            return
+        targets = [self.target_modules] if isinstance(self.target_modules, str) else self.target_modules
+        if "router" in targets:
+            yield Contradiction(
+                f"beta={self.beta} with router in target_modules: routers are trained in full, so the model without "
+                "its adapter is not the one that training began with. Leave router out, or set beta: 0",
+                "beta",
+                "target_modules",
+            )
+        if self.init_adapter:
+            yield Contradiction(
+                f"beta={self.beta} with init_adapter: the divergence is measured from the model without any adapter, "
+                "so it would pull back to what the model was before that adapter was trained. Merge it first "
+                "(`surefoot export RUN FOLDER --merge`) and start from the result, or set beta: 0",
+                "beta",
+                "init_adapter",
+            )
+
+    def _check_loss(self) -> Iterator[Contradiction]:
+        if self.soft_overlong_length > self.max_completion_length:
+            yield Contradiction(
+                f"soft_overlong_length={self.soft_overlong_length} is more than "
+                f"max_completion_length={self.max_completion_length}",
+                "soft_overlong_length",
+                "max_completion_length",
+            )
+        if self.loss_type == "cispo" and self.epsilon_high is not None and self.epsilon_high < 1:
+            yield Contradiction(
+                f"epsilon_high={self.epsilon_high} with loss_type=cispo, whose largest ratio it is: every token would "
+                f"be clipped, and the loss be {self.epsilon_high} of itself. Set 5, or 1 and what other losses would "
+                "have",
+                "epsilon_high",
+                "loss_type",
+            )
+        if self.loss_type == "cispo" and self.epsilon is not None:
+            yield Contradiction(
+                f"epsilon={self.epsilon} with loss_type=cispo, which clips no small ratio. Drop it", "epsilon"
+            )
+
+    def _check_corrections(self) -> Iterator[Contradiction]:
+        """Yield conflicts between how completions are made and what of it the loss uses."""
+        if self.routing_replay == "first" and self.num_iterations == 1:
+            yield Contradiction(
+                "routing_replay=first with num_iterations=1: there is one forward on each completion, and none to "
+                "repeat it. Set routing_replay: rollout, or none",
+                "routing_replay",
+                "num_iterations",
+            )
+        if self.rollout_engine == "vllm" and 0 < self.max_staleness < self.num_iterations:
+            yield Contradiction(
+                f"max_staleness={self.max_staleness} with num_iterations={self.num_iterations}: completions that are "
+                f"made while others are trained on lag by {self.num_iterations} steps. Set it to 0, or to "
+                f"{self.num_iterations}",
+                "max_staleness",
+                "num_iterations",
+            )
+        is_vllm, corrects = self.rollout_engine == "vllm", self.importance_correction != "none"
+        if self.max_staleness and is_vllm and not corrects:
+            yield Contradiction(
+                f"max_staleness={self.max_staleness} with importance_correction=none: nothing would correct for "
+                "completions of older weights. Drop importance_correction, or set max_staleness: 0",
+                "max_staleness",
+                "importance_correction",
+            )
+        if self.importance_floor and not corrects:
+            yield Contradiction(
+                f"importance_floor={self.importance_floor} with importance_correction=none, which weighs nothing. "
+                "Drop it, or set importance_correction",
+                "importance_floor",
+                "importance_correction",
+            )
+        if is_vllm and self.device == "cpu" and self.routing_replay == "rollout":
+            yield Contradiction(
+                "routing_replay with device=cpu: vLLM does not have it on the CPU. Drop it", "routing_replay", "device"
+            )
+        if is_vllm and corrects and not self.knows_rollout_logprobs:
+            yield Contradiction(
+                f"rollout_engine=vllm with top_p or top_k at temperature={self.temperature:g}: the server's logprobs "
+                "are then those of the tokens left after cutting, which "
+                f"importance_correction={self.importance_correction} cannot compare with training's. Set temperature: "
+                "1.0, importance_correction: none or rollout_engine: local, or drop top_p and top_k",
+                "top_p",
+                "top_k",
+                "temperature",
+                "importance_correction",
+            )
+
+
+def grpo_settings(run: RunConfig) -> GrpoConfig:
+    """Return the settings of a run that is known to be GRPO's."""
+    assert isinstance(run, GrpoConfig)
+    return run

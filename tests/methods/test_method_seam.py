@@ -1,0 +1,109 @@
+"""A method of another installed package: one file, and no line of this one knows it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.data import counting_rows, write_jsonl
+from tests.support.runs import assert_same_run, numbers
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="session")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an installed package that adds the method `margin`."""
+    folder = tmp_path_factory.mktemp("packages")
+    shutil.copy(Path(__file__).with_name("margin_method.py"), folder)
+    about = folder / "surefoot_margin-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: surefoot-margin\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[surefoot.methods]\nmargin = margin_method:MarginConfig\n")
+    return folder
+
+
+@pytest.fixture
+def settings(model_folder: Callable[[str], Path], tmp_path: Path) -> dict[str, Any]:
+    rows = [{**row, "label": 1 if number % 3 else -1} for number, row in enumerate(counting_rows(24))]
+    return {
+        "model": str(model_folder("qwen2_moe")), "dataset": str(write_jsonl(tmp_path / "rows.jsonl", rows)),
+        "output_dir": str(tmp_path / "run"), "method": "margin", "margin": 6.0, "max_length": 128, "max_steps": 6,
+        "global_batch_size": 24, "per_device_train_batch_size": 2, "learning_rate": 0.01, "lora_rank": 4,
+        "device": "cpu", "report": False,
+    }  # fmt: skip
+
+
+def surefoot(verb: str, settings: dict[str, Any], packages: Path, *more: str) -> "subprocess.CompletedProcess[str]":
+    config = Path(f"{settings['output_dir']}.yaml")
+    config.write_text(yaml.safe_dump(settings))
+    named = [str(config)] if verb != "settings" else []
+    return subprocess.run(
+        [sys.executable, "-m", "surefoot", verb, *named, *more],
+        capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": str(packages)},
+    )  # fmt: skip
+
+
+def test_it_trains_the_same_on_one_rank_and_on_two_and_resumed(settings: dict[str, Any], packages: Path) -> None:
+    one, two, parts = (Path(f"{settings['output_dir']}-{name}") for name in ("one", "two", "parts"))
+    for folder, *more in ((one,), (two, "nproc_per_node=2", "zero_stage=3"), (parts, "max_steps=3"), (parts,)):
+        schedule = ["lr_scheduler_type=constant", f"output_dir={folder}"]
+        done = surefoot("train", settings, packages, *schedule, *more)
+        assert done.returncode == 0, done.stderr
+    losses, on_two = ([line["loss"] for line in numbers(folder)] for folder in (one, two))
+    assert losses[-1] < losses[0] - 0.05
+    assert losses == pytest.approx(on_two, rel=1e-4)
+    assert_same_run(one, parts)
+
+
+def test_it_is_planned(settings: dict[str, Any], packages: Path) -> None:
+    own = {name: value for name, value in settings.items() if name != "device"}
+    done = surefoot("plan", own, packages, "--json", "device=h100")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["fits"]
+
+
+def test_its_settings_are_listed_and_checked(settings: dict[str, Any], packages: Path) -> None:
+    listed = json.loads(surefoot("settings", settings, packages, "--json").stdout)
+    assert listed["method"]["enum"] == ["sft", "grpo", "margin"]
+    assert listed["margin"]["methods"] == ["margin"]
+    assert listed["margin"]["default"] == 1.0
+    assert listed["margin"]["description"]
+    schema = json.loads(surefoot("settings", settings, packages, "--schema").stdout)
+    assert "margin" in schema["properties"]
+    refused = surefoot("train", {**settings, "eval_dataset": settings["dataset"]}, packages)
+    assert refused.returncode == 2
+    assert "eval_dataset" in refused.stderr
+    assert "run.yaml:" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "owner"),
+    [
+        ("sft", {"margin": 6.0}, "margin"),
+        ("margin", {"num_generations": 4}, "grpo"),
+        ("grpo", {"margin": 6.0}, "margin"),
+    ],
+)
+def test_a_setting_of_another_method_is_refused_with_its_name(
+    settings: dict[str, Any], packages: Path, method: str, changes: dict[str, Any], owner: str
+) -> None:
+    own = {name: value for name, value in settings.items() if name != "margin"}
+    refused = surefoot("train", {**own, "method": method, **changes}, packages)
+    assert refused.returncode == 2
+    assert next(iter(changes)) in refused.stderr
+    assert f"method {owner}" in refused.stderr
+
+
+def test_a_method_that_is_not_installed_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    refused = surefoot("train", settings, tmp_path)
+    assert refused.returncode == 2
+    assert "method='margin'" in refused.stderr
+    assert "Traceback" not in refused.stderr
