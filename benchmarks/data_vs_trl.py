@@ -202,13 +202,13 @@ def open_ours(folder: Path, data: Path, workers: int) -> Any:
     from transformers import AutoTokenizer
 
     from surefoot.config import DatasetItem
-    from surefoot.data.dataset import Dataset, Reading
+    from surefoot.data.dataset import Dataset, SampleOptions
     from surefoot.data.render import RendererSource
     from surefoot.data.sources import find_sources
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     source = RendererSource.of(tokenizer, {}, parse_special_tokens=False)
-    reading = Reading(MAX_LENGTH, "drop", vocab_size=len(tokenizer))
+    reading = SampleOptions(MAX_LENGTH, "drop", vocab_size=len(tokenizer))
     return Dataset(find_sources([DatasetItem(path=str(data))]), source, reading, num_workers=workers), tokenizer
 
 

@@ -32,8 +32,8 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausal
 
 from surefoot.data.collate import MicroBatch, collate
 from surefoot.data.dataset import Sample
-from surefoot.distributed.process_group import ALONE
-from surefoot.methods.base import BatchTotals, Learner
+from surefoot.distributed.process_group import SINGLE_PROCESS
+from surefoot.methods.base import BatchTotals, TrainContext
 from surefoot.methods.sft.method import SftObjective
 from surefoot.models.adapter import write_adapter
 from surefoot.models.build import build_model, trainable_parameters
@@ -111,7 +111,7 @@ def ours(folder: Path, adapter: Path, length: int) -> dict[str, Any]:
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         write_adapter(adapter, shapes, parameters.items(), LORA, "random", adaptable_names(built.model))
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-4, weight_decay=0.0, fused=True)
-    learner = Learner(built.model, parameters, optimizer, SftObjective(built, 0.0), ALONE, device())
+    learner = TrainContext(built.model, parameters, optimizer, SftObjective(built, 0.0), SINGLE_PROCESS, device())
     vocab_size = built.model.config.vocab_size
 
     def step(packs: list[MicroBatch]) -> float:
@@ -143,7 +143,7 @@ def peer(folder: Path, adapter: Path, length: int) -> dict[str, Any]:
         for pack in (pack.to(device()) for pack in packs):
             with torch.autocast(device().type, dtype=torch.bfloat16):
                 logits: Tensor = model(input_ids=pack.ids, position_ids=pack.position_ids, use_cache=False).logits
-            loss = F.cross_entropy(logits[0, pack.predict_at].float(), pack.targets, reduction="sum") / count
+            loss = F.cross_entropy(logits[0, pack.target_positions].float(), pack.targets, reduction="sum") / count
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)

@@ -76,8 +76,8 @@ def rank_steps(folder: Path, tuning: str) -> dict[str, list[float]]:
 
     from surefoot.distributed.fsdp import Sharding
     from surefoot.distributed.parallel_dims import Layout
-    from surefoot.distributed.process_group import joined
-    from surefoot.methods.base import BatchTotals, Learner
+    from surefoot.distributed.process_group import init_distributed
+    from surefoot.methods.base import BatchTotals, TrainContext
     from surefoot.methods.sft.method import SftObjective
     from surefoot.methods.token_loss import TokenLoss
     from surefoot.models.build import build_model, trainable_parameters
@@ -88,13 +88,13 @@ def rank_steps(folder: Path, tuning: str) -> dict[str, list[float]]:
 
     device, settings = torch.device("cpu"), config(learning_rate=1e-4)
     lora = LoraSettings(rank=16, alpha=16, targets=("attention", "mlp")) if tuning == "lora" else None
-    with joined("cpu") as ranks:
+    with init_distributed("cpu") as ranks:
         options: dict[str, Any] = {"lora": lora, "device": device, "dtype": torch.float32}
         sharding = Sharding(Layout.of(settings, ranks.size), device)
         ours = build_model(folder, sharding=sharding, **options)
         parameters = trainable_parameters(ours.model)
         objective = SftObjective(ours, 0.0, ranks)
-        learner = Learner(ours.model, parameters, build_optimizer(parameters, settings), objective, ranks, device)
+        learner = TrainContext(ours.model, parameters, build_optimizer(parameters, settings), objective, ranks, device)
 
         plain = build_model(folder, **options)
         keep_freed_memory()
@@ -139,11 +139,11 @@ def rank_load(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     """Load one rank's part; pauses before, so that memory can be measured from there."""
     from surefoot.distributed.fsdp import Sharding
     from surefoot.distributed.parallel_dims import Layout
-    from surefoot.distributed.process_group import joined
+    from surefoot.distributed.process_group import init_distributed
     from surefoot.models.build import build_model
     from surefoot.models.lora import LoraSettings
 
-    with joined("cpu") as ranks:
+    with init_distributed("cpu") as ranks:
         sharding = Sharding(Layout.of(config(**changes), ranks.size), torch.device("cpu"))
         ranks.barrier()
         if ranks.is_first:

@@ -12,7 +12,7 @@ from surefoot.findings import Finding
 
 
 @dataclass(frozen=True)
-class Preparing:
+class Heartbeat:
     """Data is being prepared, by this process or one it waits for, a server is waited for, or an evaluation goes on.
 
     `text` says how far, with rate and time left.
@@ -110,7 +110,7 @@ class CompletionsMade:
 
 
 @dataclass(frozen=True)
-class Noted:
+class Notice:
     """Something worth a line on the screen: a resume, a skipped row, an alias."""
 
     text: str
@@ -284,7 +284,7 @@ class ExpertRanksUsed:
 
 
 Event = (
-    Preparing
+    Heartbeat
     | DataCounted
     | RunStarted
     | PhaseBegan
@@ -300,7 +300,7 @@ Event = (
     | Evaluated
     | CheckpointSaved
     | CompletionsMade
-    | Noted
+    | Notice
     | FindingMade
     | RunEnded
 )

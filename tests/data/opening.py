@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from surefoot.config import DatasetItem
-from surefoot.data.dataset import Dataset, Reading
+from surefoot.data.dataset import Dataset, SampleOptions
 from surefoot.data.render import RendererSource
 from surefoot.data.sources import find_sources
 
@@ -21,7 +21,7 @@ def open_dataset(
     return Dataset(
         [replace(source, spec=replace(source.spec, prompts=prompts)) for source in find_sources(items)],
         RendererSource.of(tokenizer, {}, parse_special_tokens=False),
-        replace(Reading(max_length=256, truncation="error"), **reading),
+        replace(SampleOptions(max_length=256, truncation="error"), **reading),
         num_workers=num_workers,
         keep_columns=keep_columns,
         where="run.yaml:2",

@@ -21,7 +21,7 @@ def test_collate_predicts_each_trained_token_from_the_one_before_in_its_own_samp
     batch = collate([sample([10, 11, 12], [0, 1, 1], "a:1"), sample([20, 21], [1, 1], "a:2")])
     assert batch.ids.tolist() == [[10, 11, 12, 20, 21]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1]]
-    assert batch.predict_at.tolist() == [0, 1, 3]
+    assert batch.target_positions.tolist() == [0, 1, 3]
     assert batch.targets.tolist() == [11, 12, 21], "token 20 starts its sample: nothing predicts it"
     assert batch.weights is None
     assert batch.cu_seq_lens.tolist() == [0, 3, 5]

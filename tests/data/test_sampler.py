@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from surefoot.data import sampler
-from surefoot.data.dataset import ChunkRef, Usable
+from surefoot.data.dataset import ChunkRef, ChunkSamples
 from surefoot.data.sampler import GlobalOrder, Position, SampleKey, StepBatch
 
 LENGTHS = [5, 9, 2, 7, 7, 3, 8, 1, 4, 6]
@@ -28,12 +28,14 @@ class Chunks:
         firsts = range(0, len(self._lengths), self._rows)
         return [ChunkRef(0, 0, n, first, min(self._rows, len(self._lengths) - first)) for n, first in enumerate(firsts)]
 
-    def usable(self, number: int) -> Usable:
+    def usable(self, number: int) -> ChunkSamples:
         self.seen.append(number)
         ref = self.chunks[number]
         lengths = np.array(self._lengths[ref.first_row : ref.first_row + ref.num_rows])
         none = np.zeros(len(lengths), np.bool_)
-        return Usable(np.arange(len(lengths)), np.arange(len(lengths)), lengths, lengths, none, none, [], len(lengths))
+        return ChunkSamples(
+            np.arange(len(lengths)), np.arange(len(lengths)), lengths, lengths, none, none, [], len(lengths)
+        )
 
     def weight(self, _: int) -> float:
         return self._weight

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from surefoot.config import RunConfig, load_config
-from surefoot.distributed.process_group import Ranks
+from surefoot.distributed.process_group import World
 from surefoot.errors import ConfigError, ModelError
 from surefoot.training import expert_parallel
 from surefoot.training.expert_parallel import (
@@ -82,7 +82,7 @@ def test_sizes_that_do_not_fit_are_passed_over(
         return 1.0 if config.expert_parallel_size in fits else None
 
     settings = settings_of(parallel_model("qwen2_moe"), parallel_data, tmp_path, expert_parallel_size="auto")
-    config, ranks = load_config(None, (), settings).run, Ranks(0, 4, 0, None)
+    config, ranks = load_config(None, (), settings).run, World(0, 4, 0, None)
     monkeypatch.setattr(expert_parallel, "_step_time_s", time_of)
     arguments: Any = (parallel_model("qwen2_moe"), None, None, ranks, torch.device("cpu"))
     kept, seconds = choose_expert_parallel(config, *arguments)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from surefoot.training.sharded_tensors import Pieces
+from surefoot.training.sharded_tensors import ShardedTensors
 from tests.support.grpo import GRPO
 from tests.support.runs import settings_of
 from tests.support.vision import KINDS
@@ -238,7 +238,9 @@ def test_a_run_is_the_same_on_every_topology(runs: Runs, topology: str, job: str
 def test_a_checkpoint_goes_on_on_any_topology(runs: Runs, before: str, after: str, job: str) -> None:
     folder = runs.resumed(before, after, job)
     for part in ("model", "optimizer"):  # bit for bit
-        saved, again = (Pieces(path / MIDDLE / part) for path in (runs.folder(before, job), folder / "resharded"))
+        saved, again = (
+            ShardedTensors(path / MIDDLE / part) for path in (runs.folder(before, job), folder / "resharded")
+        )
         assert saved.shapes == again.shapes
         for name in saved.shapes:
             assert torch.equal(saved.read(name), again.read(name)), name

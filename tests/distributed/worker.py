@@ -15,14 +15,14 @@ import torch
 import surefoot
 from surefoot.config import load_config
 from surefoot.config.resolve import resolve
-from surefoot.distributed.process_group import Ranks, joined
+from surefoot.distributed.process_group import World, init_distributed
 from surefoot.launch.rank_process import leave
 from surefoot.training.async_checkpoint import Saver
 from surefoot.training.run_dir import Resume
 from surefoot.training.trainer import _assemble, _open
 
 
-def reshard(settings: dict[str, Any], target: str, ranks: Ranks) -> None:
+def reshard(settings: dict[str, Any], target: str, ranks: World) -> None:
     loaded = resolve(load_config(None, (), {**settings, "output_dir": target}), ranks.size)
     resume = Resume(Path(settings["resume_from_checkpoint"]), [])
     if ranks.is_first:
@@ -36,7 +36,7 @@ def reshard(settings: dict[str, Any], target: str, ranks: Ranks) -> None:
     saver.wait()
 
 
-with joined("cpu") as ranks:
+with init_distributed("cpu") as ranks:
     for settings in json.loads(Path(sys.argv[1]).read_text()):
         target = settings.pop("reshard_to", None)
         if target is None:

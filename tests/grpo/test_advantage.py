@@ -4,7 +4,7 @@ from math import isnan, nan, sqrt
 
 import pytest
 
-from surefoot.methods.grpo.advantage import Trained, advantages, has_spread, overlong_penalty, token_weights
+from surefoot.methods.grpo.advantage import Trained, advantages, has_learning_signal, overlong_penalty, token_weights
 
 E = 1e-4
 
@@ -32,7 +32,7 @@ def test_a_masked_completion_does_not_count_in_its_group() -> None:
     [([1.0, 1.0], False), ([1.0, 0.5], True), ([1.0, nan], False), ([nan, nan], False), ([nan, 1.0, 0.0], True)],
 )
 def test_a_group_has_spread_where_known_rewards_differ(rewards: list[float], expected: bool) -> None:
-    assert has_spread(rewards) is expected
+    assert has_learning_signal(rewards) is expected
 
 
 def test_the_overlong_penalty_falls_over_the_last_tokens() -> None:

@@ -13,7 +13,7 @@ from surefoot.errors import StoppedOnFinding
 from surefoot.methods.grpo.batch import Trajectory, collate_policy
 from surefoot.methods.grpo.engines.local import LocalEngine
 from surefoot.methods.grpo.types import Completion, Request, Sampling
-from surefoot.methods.token_loss import TokenLogprobs, forward_arguments
+from surefoot.methods.token_loss import TokenLogprobs, text_inputs
 from surefoot.models.build import build_model
 from surefoot.models.lora import LoraSettings
 
@@ -143,7 +143,7 @@ def test_banned_tokens_are_never_drawn(model: Any, tokenizer: Any) -> None:
         trajectory = Trajectory(request.prompt, one.ids, one.logprobs, 0.0, 1.0, "x:1")
         batch = collate_policy([trajectory], share_prompts=False)
         with torch.no_grad():
-            logits = model(**forward_arguments(batch), logits_to_keep=batch.predict_at).logits[0] / 2.0
+            logits = model(**text_inputs(batch), logits_to_keep=batch.target_positions).logits[0] / 2.0
         logits[:, sorted(banned & set(range(logits.shape[-1])))] = -torch.inf
         expected = logits.log_softmax(-1).gather(1, torch.tensor(one.ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(one.logprobs), expected, rtol=0, atol=2e-6)

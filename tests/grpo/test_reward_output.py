@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.methods.grpo.rewards import ODD_ANSWER, Answers, Rewards, Scored
+from surefoot.methods.grpo.rewards import ODD_ANSWER, RewardInputs, RewardResult, Rewards
 from surefoot.methods.grpo.settings import RewardItem
 from surefoot.methods.grpo.worker_output import MOST_BYTES
 
@@ -62,7 +62,7 @@ def dies(completions, **_):
     os.write(2, b"last words\\n")
     os._exit(3)
 """
-GROUP = Answers({"prompt": "q"}, ["x", "y"], [[1], [1]])
+GROUP = RewardInputs({"prompt": "q"}, ["x", "y"], [[1], [1]])
 Start = Callable[..., Rewards]
 
 
@@ -94,7 +94,7 @@ def test_a_function_that_prints_a_gigabyte_is_cut_off_and_goes_on(
     rewards = start(name)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(2):
-        assert rewards.score([GROUP]) == [[[Scored(1.0)]] * 2]
+        assert rewards.score([GROUP]) == [[[RewardResult(1.0)]] * 2]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
     output = printed(capfd, rewards)
     assert MOST_BYTES < len(output) < MOST_BYTES + 1000
@@ -126,7 +126,7 @@ def test_the_last_output_of_a_worker_that_dies_is_passed_on(start: Start, capfd:
 
 def test_a_process_that_keeps_the_output_open_is_not_waited_for(start: Start) -> None:
     rewards = start("leaves_a_child")
-    assert rewards.score([GROUP]) == [[[Scored(1.0)]] * 2]
+    assert rewards.score([GROUP]) == [[[RewardResult(1.0)]] * 2]
     began = time.monotonic()
     rewards.end()
     assert time.monotonic() - began < 5
@@ -161,7 +161,7 @@ def test_an_answer_that_a_function_forges_is_a_failure(answer: bytes, start: Sta
 def test_an_error_that_a_function_forges_is_cut(start: Start) -> None:
     answer = b'{"error": "' + b"x" * 50_000 + b'"}\n'
     rewards = start("answers", timeout_s=20.0, answer=answer)
-    ((scored,),) = rewards.score([Answers({"prompt": "q"}, ["x"], [[1]])])
+    ((scored,),) = rewards.score([RewardInputs({"prompt": "q"}, ["x"], [[1]])])
     assert 1000 < len(scored[0].failure or "") < 10_000
 
 

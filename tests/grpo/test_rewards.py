@@ -15,7 +15,7 @@ import pytest
 
 from surefoot.errors import ConfigError
 from surefoot.methods.grpo.builtin_rewards import columns_problem
-from surefoot.methods.grpo.rewards import ODD_ANSWER, Answers, Rewards, Scored, _Failed
+from surefoot.methods.grpo.rewards import ODD_ANSWER, RewardInputs, RewardResult, Rewards, _Failed
 from surefoot.methods.grpo.settings import RewardItem
 
 FUNCTIONS = """
@@ -111,11 +111,11 @@ def rewards(tmp_path: Path) -> Iterator[Callable[..., Rewards]]:
         one.end()
 
 
-def asked(texts: list[str] = TEXTS, **columns: Any) -> Answers:
-    return Answers({"prompt": "q", **columns}, texts, [[1] * len(text) for text in texts])
+def asked(texts: list[str] = TEXTS, **columns: Any) -> RewardInputs:
+    return RewardInputs({"prompt": "q", **columns}, texts, [[1] * len(text) for text in texts])
 
 
-def values(scored: list[list[Scored]]) -> list[list[float | None]]:
+def values(scored: list[list[RewardResult]]) -> list[list[float | None]]:
     return [[one.reward for one in of_one] for of_one in scored]
 
 
@@ -128,7 +128,7 @@ def test_functions_get_lists_and_the_columns_of_the_row(rewards: Callable[..., R
 
 
 def test_a_chat_gets_messages(rewards: Callable[..., Rewards]) -> None:
-    chat = Answers({"prompt": [{"role": "user", "content": "q"}]}, ["four"], [[1]])
+    chat = RewardInputs({"prompt": [{"role": "user", "content": "q"}]}, ["four"], [[1]])
     assert values(rewards("of_chat").score([chat])[0]) == [[4.0]]
 
 
@@ -152,8 +152,8 @@ def test_only_the_completion_on_which_a_function_fails_has_no_reward(
 ) -> None:
     (scored,) = rewards(name, timeout_s=1.0).score([asked()])
     good, bad, other = (of_one[0] for of_one in scored)
-    assert good == Scored(1.0)
-    assert other == Scored(None if name == "nan_on_bad" else 1.0)  # None is "not mine", which is no failure
+    assert good == RewardResult(1.0)
+    assert other == RewardResult(None if name == "nan_on_bad" else 1.0)  # None is "not mine", which is no failure
     assert bad.reward is None
     assert bad.failure is not None
     assert re.match(reason, bad.failure)
@@ -359,7 +359,7 @@ def test_formulas_are_equal_whatever_their_form(rewards: Callable[..., Rewards])
 
 def test_an_endless_pattern_masks_its_sample_and_no_more(rewards: Callable[..., Rewards]) -> None:
     (scored,) = rewards(item("regex", pattern=r"(x+x+)+y"), timeout_s=1.0).score([asked(["xxy", "x" * 60])])
-    assert scored[0][0] == Scored(1.0)
+    assert scored[0][0] == RewardResult(1.0)
     assert "over 1 s" in (scored[1][0].failure or "")
 
 

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surefoot.config import load_config
-from surefoot.distributed.process_group import ALONE
+from surefoot.distributed.process_group import SINGLE_PROCESS
 from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.events import Event
 from surefoot.methods.grpo.engines import server as serving
@@ -35,7 +35,7 @@ from surefoot.methods.grpo.setup import drift_check, open_server, settle_server
 from surefoot.methods.grpo.types import Request, Sampling
 from surefoot.models.adapter import WEIGHTS
 from surefoot.models.build import build_model
-from surefoot.models.dtensor_blocks import whole
+from surefoot.models.dtensor_blocks import gather_full
 from surefoot.models.lora import LoraSettings
 
 SERVER = Path(__file__).with_name("engine_server.py")
@@ -293,17 +293,19 @@ def test_a_server_that_shares_memory_is_asleep_before_the_model_is_loaded(serve:
     given = {"model": "m", "dataset": "d", "output_dir": "o", "method": "grpo", "reward_funcs": ["length"]}
     config = load_config(None, (), given).run
     heard: list[Event] = []
-    settle_server(config.model_copy(update={"device": "cpu"}), server, ALONE, heard.append)
+    settle_server(config.model_copy(update={"device": "cpu"}), server, SINGLE_PROCESS, heard.append)
     assert server.get("/is_sleeping", 5) == {"is_sleeping": False}
-    settle_server(config.model_copy(update={"vllm_sleep": True}), server, ALONE, heard.append)
+    settle_server(config.model_copy(update={"vllm_sleep": True}), server, SINGLE_PROCESS, heard.append)
     assert server.get("/is_sleeping", 5) == {"is_sleeping": True}
     assert heard == []
     gone = Server("http://127.0.0.1:9")
     late = config.model_copy(update={"device": "cuda", "vllm_start_timeout_s": 0.7})
     with pytest.raises(StoppedOnFinding, match=r"http://127\.0\.0\.1:9 .*\b1 s\b") as stopped:
-        settle_server(late, gone, ALONE, heard.append)
+        settle_server(late, gone, SINGLE_PROCESS, heard.append)
     assert stopped.value.finding.code == "SF801"
-    settle_server(late.model_copy(update={"vllm_devices": "7"}), gone, ALONE, heard.append)  # nothing is shared
+    settle_server(
+        late.model_copy(update={"vllm_devices": "7"}), gone, SINGLE_PROCESS, heard.append
+    )  # nothing is shared
 
 
 def test_a_server_sleeps_between_rollouts(serve: Callable[..., Server], engine: Callable[..., VllmEngine]) -> None:
@@ -512,7 +514,7 @@ def test_a_sync_gathers_what_is_trained_and_no_more(
 
     def recorded(parameter: torch.Tensor) -> torch.Tensor:
         gathered.append(id(parameter))
-        return whole(parameter)
+        return gather_full(parameter)
 
     monkeypatch.setattr("surefoot.methods.grpo.engines.vllm_sync.whole", recorded)
     ours = engine(serve())
@@ -523,7 +525,7 @@ def test_a_sync_gathers_what_is_trained_and_no_more(
 
 def test_each_rank_can_show_the_log_of_a_server_that_the_first_one_started(tmp_path: Path) -> None:
     class Second:
-        def from_first(self, _work: Any) -> str:
+        def broadcast_from_rank0(self, _work: Any) -> str:
             return "http://127.0.0.1:9"
 
     given = {"model": "m", "dataset": "d", "output_dir": str(tmp_path), "method": "grpo", "reward_funcs": ["length"]}

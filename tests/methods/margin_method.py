@@ -10,9 +10,9 @@ from surefoot.config import RunConfig
 from surefoot.config.schema import LABELLED, Contradiction, RowKind
 from surefoot.data.collate import MicroBatch
 from surefoot.data.sampler import Position, StepBatch
-from surefoot.distributed.process_group import Ranks
+from surefoot.distributed.process_group import World
 from surefoot.errors import DataError
-from surefoot.methods.base import BatchTotals, Learner, LossTerms, Method, MethodContext, Objective
+from surefoot.methods.base import BatchTotals, LossTerms, Method, MethodContext, Objective, TrainContext
 from surefoot.methods.token_loss import TokenLogprobs
 from surefoot.models.build import BuiltModel
 
@@ -50,10 +50,10 @@ class MarginObjective(Objective):
     def loss(self, batch: MicroBatch, totals: BatchTotals) -> LossTerms:  # noqa: ARG002
         """Return this micro-batch's share."""
         logprobs, _ = self._logprobs(batch)
-        if batch.is_filler:
+        if batch.is_dummy:
             return LossTerms(logprobs.sum() * 0.0)
         ends = torch.tensor(batch.lengths).cumsum(0)
-        sample = torch.bucketize(batch.predict_at, ends, right=True)
+        sample = torch.bucketize(batch.target_positions, ends, right=True)
         sums = torch.zeros(len(ends)).index_add(0, sample, logprobs)
         labels = torch.tensor([self.labels.get(place, 1) for place in batch.places or [""] * len(ends)])
         counts = torch.zeros(len(ends)).index_add(0, sample, torch.ones(len(sample)))
@@ -70,12 +70,12 @@ class Margin(Method):
         self._settings = context.loaded.run
 
     @staticmethod
-    def build_objective(built: BuiltModel, config: RunConfig, ranks: Ranks) -> Objective:  # noqa: ARG004
+    def build_objective(built: BuiltModel, config: RunConfig, ranks: World) -> Objective:  # noqa: ARG004
         """Return the hinge loss."""
         assert isinstance(config, MarginConfig)
         return MarginObjective(built, config)
 
-    def load(self, config: RunConfig, learner: Learner) -> None:  # noqa: ARG002
+    def load(self, config: RunConfig, learner: TrainContext) -> None:  # noqa: ARG002
         """Receive the objective."""
         assert isinstance(learner.objective, MarginObjective)
         self._objective = learner.objective

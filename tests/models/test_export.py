@@ -17,7 +17,7 @@ import surefoot
 from surefoot.models import safetensors_writer
 from surefoot.models.build import meta_model
 from surefoot.models.export import _layer_of, in_layers, read_untrained, write_model
-from surefoot.training.sharded_tensors import Pieces
+from surefoot.training.sharded_tensors import ShardedTensors
 
 
 def values_of(base: Path) -> tuple[dict[str, Tensor], list[str]]:
@@ -89,7 +89,7 @@ def test_a_head_of_its_own_is_kept_where_the_config_says_tied(
     trained, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     assert not trained.config.tie_word_embeddings
-    saved = Pieces(result.run_folder / "checkpoints" / "step-00000002" / "model")
+    saved = ShardedTensors(result.run_folder / "checkpoints" / "step-00000002" / "model")
     torch.testing.assert_close(trained.lm_head.weight, saved.read("lm_head.weight"), rtol=0, atol=0)
     assert not torch.equal(trained.lm_head.weight, trained.model.embed_tokens.weight)
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from surefoot.errors import ModelError
 from surefoot.models.build import build_model, trainable_parameters
 from surefoot.models.generate import generating
-from surefoot.models.lora import LoraLinear, LoraSettings, attach, find_targets, initial_value, noisy_adapter
+from surefoot.models.lora import LoraLinear, LoraSettings, attach, find_targets, initial_value, perturbed_lora
 from tests.support.models import make_model
 
 CPU = torch.device("cpu")
@@ -164,7 +164,7 @@ def test_noise_in_an_adapter_is_gone_afterwards(model_folder: Callable[[str], Pa
     ids = torch.arange(8)[None]
     with torch.no_grad(), generating(model):
         usual = model(ids).logits
-        with noisy_adapter(model, 0.1):
+        with perturbed_lora(model, 0.1):
             changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
             assert (model(ids).logits - usual).abs().max() > 1e-3
         assert torch.equal(model(ids).logits, usual)

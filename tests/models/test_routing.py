@@ -19,7 +19,7 @@ from surefoot.methods.grpo.loss import GrpoObjective
 from surefoot.methods.grpo.routed_experts import as_text
 from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.methods.sft.method import SftObjective
-from surefoot.methods.token_loss import forward_arguments
+from surefoot.methods.token_loss import text_inputs
 from surefoot.models.build import BuiltModel, build_model
 from surefoot.models.lora import LoraSettings
 from surefoot.models.routing import (
@@ -78,10 +78,10 @@ def test_every_moe_layer_is_recorded_once_per_forward(kind: str, model_folder: C
     built = build(model_folder(kind))
     batch = collate(samples(2))
     with built.routing.recording() as layers:
-        built.model.base_model(**forward_arguments(batch))
+        built.model.base_model(**text_inputs(batch))
     assert [layer.index.shape for layer in layers] == [(25, 2)] * 2
     assert expert_counts(layers, 6).sum(1).tolist() == [50, 50]
-    built.model.base_model(**forward_arguments(batch))
+    built.model.base_model(**text_inputs(batch))
     assert len(layers) == 2
 
 
@@ -187,7 +187,7 @@ def test_checkpointing_uses_the_first_forwards_routing_again(
 
     monkeypatch.setattr(experts.Groups, "of", spy)
     batch = collate(samples(2))
-    hidden = built.model.base_model(**forward_arguments(batch)).last_hidden_state
+    hidden = built.model.base_model(**text_inputs(batch)).last_hidden_state
     hidden.sum().backward()
     assert FickleRouter.calls == 4, "two layers, each forward and recomputed"
     first, second = seen[:2], seen[2:][::-1]
@@ -229,7 +229,7 @@ def test_replayed_experts_get_the_weights_of_the_routers_own_logits(
     for name in built.routing.names:
         built.model.get_submodule(name).register_forward_hook(lambda _m, _i, output: outputs.append(output))
     with ReplayedRouting(wanted) as replayed:
-        hidden = built.model.base_model(**forward_arguments(batch)).last_hidden_state
+        hidden = built.model.base_model(**text_inputs(batch)).last_hidden_state
     hidden.square().sum().backward()
     gate = built.model.get_submodule(built.routing.names[0])
     assert len(outputs) == (4 if checkpointing else 2)
@@ -253,11 +253,11 @@ def test_replaying_what_routers_choose_anyway_changes_nothing(model_folder: Call
     batch = collate(samples(2))
     gradients = []
     with built.routing.recording() as layers:
-        built.model.base_model(**forward_arguments(batch)).last_hidden_state.square().sum().backward()
+        built.model.base_model(**text_inputs(batch)).last_hidden_state.square().sum().backward()
     gradients.append([p.grad.clone() for p in built.model.parameters() if p.grad is not None])
     built.model.zero_grad()
     with ReplayedRouting(torch.stack([layer.index for layer in layers], dim=1)):
-        built.model.base_model(**forward_arguments(batch)).last_hidden_state.square().sum().backward()
+        built.model.base_model(**text_inputs(batch)).last_hidden_state.square().sum().backward()
     gradients.append([p.grad.clone() for p in built.model.parameters() if p.grad is not None])
     assert len(gradients[0]) > 10
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
@@ -267,7 +267,7 @@ def test_replaying_what_routers_choose_anyway_changes_nothing(model_folder: Call
 def test_choices_of_another_model_are_refused(shape: tuple[int, ...], model_folder: Callable[[str], Path]) -> None:
     built = build(model_folder("mixtral"))
     with pytest.raises(ModelError, match="routing_replay: .*rout"), ReplayedRouting(torch.zeros(shape)):
-        built.model.base_model(**forward_arguments(collate(samples(2))))
+        built.model.base_model(**text_inputs(collate(samples(2))))
 
 
 def test_routers_that_do_not_say_what_they_chose_cannot_be_replayed(model_folder: Callable[[str], Path]) -> None:

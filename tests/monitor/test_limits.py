@@ -201,7 +201,7 @@ def test_a_process_that_gets_no_core_stands_in_line() -> None:
 
 def test_ranks_that_stand_in_line_are_not_idle(tmp_path: Path) -> None:
     """Where the kernel does not tell, or nothing was counted over a time, nothing is known of them."""
-    found = detectors.Trends(tmp_path, {0: object(), 1: object()}, 2, 0, 0.0)  # type: ignore[dict-item]
+    found = detectors.Detectors(tmp_path, {0: object(), 1: object()}, 2, 0, 0.0)  # type: ignore[dict-item]
     try:
         for before, after, is_in_line in (
             ({0: 1.0, 1: 1.0}, {0: 1.5, 1: 2.0}, False),

@@ -14,7 +14,7 @@ import pytest
 
 from surefoot.diagnostics.monitor.evidence_client import WITHIN_S, Witnesses
 from surefoot.diagnostics.monitor.evidence_server import OBJECTS
-from surefoot.diagnostics.monitor.leaks import Leaks
+from surefoot.diagnostics.monitor.leaks import LeakDetector
 from surefoot.diagnostics.monitor.object_census import Census, read_census
 from surefoot.diagnostics.rules.memory import MemoryTrend, Owner, name_owner
 from tests.support.histories import history
@@ -31,8 +31,8 @@ LEAKS = {
 LOOP = """
 import sys, time
 from pathlib import Path
-from surefoot.diagnostics.monitor.evidence_server import Witness
-witness = Witness(Path(sys.argv[1]), 0)
+from surefoot.diagnostics.monitor.evidence_server import EvidenceServer
+server = EvidenceServer(Path(sys.argv[1]), 0)
 print('ready', flush=True)
 for line in sys.stdin:
     for _ in range(25): leak()
@@ -117,7 +117,7 @@ def test_a_rank_that_does_not_answer_is_asked_again(
         trend.add(entry.kind, entry.phase, entry.step, entry.values["anonymous_bytes"])
     with leaking("bytes", tmp_path) as process:
         rank: Any = SimpleNamespace(ring=SimpleNamespace(process=process.pid), memory=trend, has_ended=False)
-        leaks = Leaks(Deaf(tmp_path, missed), {0: rank}, 1)
+        leaks = LeakDetector(Deaf(tmp_path, missed), {0: rank}, 1)
         found = []
         for _ in range(5):
             found.append(leaks.look())

@@ -174,7 +174,7 @@ def flight(asked: Mapping[int, float], call: str = "all_reduce of Float [9]") ->
 
 
 def meetings(late_s: Callable[[int], float], count: int = 100, together: int = 1) -> dict[int, Any]:
-    """Two ranks that meet once a second, `together` collectives at a time; the second is late."""
+    """Two ranks that meet once a second, `run_or_raise_on_all` collectives at a time; the second is late."""
     first = {number: number // together + number % together * 1e-4 for number in range(count)}
     return {0: flight(first), 1: flight({number: when + late_s(number) for number, when in first.items()})}
 

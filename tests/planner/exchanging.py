@@ -15,7 +15,7 @@ from torch import Tensor
 from surefoot.data.collate import MicroBatch
 from surefoot.distributed.fsdp import Sharding
 from surefoot.distributed.parallel_dims import Layout
-from surefoot.distributed.process_group import joined
+from surefoot.distributed.process_group import init_distributed
 from surefoot.launch.rank_process import leave
 from surefoot.methods.base import BatchTotals
 from surefoot.methods.sft.method import SftObjective
@@ -35,7 +35,7 @@ def counted(rows: Tensor, *how: Any) -> Any:
 
 dispatch.all_to_all_single_autograd = counted
 
-with joined("cpu") as ranks:
+with init_distributed("cpu") as ranks:
     sharding = Sharding(Layout(2, 0, 1, 2, False), torch.device("cpu"))
     built = build_model(
         model, lora=LoraSettings(4, 8, targets=("attention",)), device=torch.device("cpu"), dtype=torch.float32,
@@ -46,14 +46,14 @@ with joined("cpu") as ranks:
         position_ids=torch.arange(tokens)[None],
         lengths=[tokens],
         cu_seq_lens=torch.tensor([0, tokens], dtype=torch.int32),
-        predict_at=torch.arange(tokens - 1),
+        target_positions=torch.arange(tokens - 1),
         targets=torch.randint(0, 40, (tokens - 1,)),
         weights=None,
         places=(),
     )
     objective, totals = SftObjective(built, 0.0), BatchTotals(tokens, tokens - 1, float(tokens - 1))
     objective.loss(batch, totals).total.backward()  # the first pass sets up what stays: process groups, flat weights
-    known = [*built.model.parameters(), *built.model.buffers(), batch.ids, batch.position_ids, batch.predict_at]
+    known = [*built.model.parameters(), *built.model.buffers(), batch.ids, batch.position_ids, batch.target_positions]
     live = _Live([getattr(one, "_local_tensor", one) for one in known])
     travelled[0] = 0
     with live:

@@ -60,7 +60,7 @@ def test_the_peak_is_that_of_real_tensors(
     real = batch()
     totals = BatchTotals(real.num_tokens, real.num_trained, float(real.num_trained))
     layers = {one: n for n, layer in enumerate(built.model.get_decoder().layers) for one in layer.parameters()}
-    known = [*built.model.parameters(), *built.model.buffers(), real.ids, real.position_ids, real.predict_at]
+    known = [*built.model.parameters(), *built.model.buffers(), real.ids, real.position_ids, real.target_positions]
     live = _Live(known, layers=layers, vocabulary=built.model.config.vocab_size)
     for parameter in built.model.parameters():
         if parameter.requires_grad:

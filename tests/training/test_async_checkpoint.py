@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from surefoot.distributed.process_group import Ranks
+from surefoot.distributed.process_group import World
 from surefoot.errors import StorageError
 from surefoot.training import async_checkpoint
 from surefoot.training.async_checkpoint import Saver
@@ -22,7 +22,7 @@ from surefoot.training.checkpoint import TrainState, list_checkpoints
 
 
 @dataclass(frozen=True)
-class InThreads(Ranks):
+class InThreads(World):
     """Two ranks as threads of this process."""
 
     said: list[Any] = field(default_factory=list)
@@ -36,7 +36,7 @@ class InThreads(Ranks):
         return everyone
 
 
-def on_two_ranks(work: Callable[[Ranks], None]) -> list[str]:
+def on_two_ranks(work: Callable[[World], None]) -> list[str]:
     """What each of them raises, in words."""
     raised, said, barrier = ["", ""], [None, None], threading.Barrier(2)
 
@@ -55,7 +55,7 @@ def on_two_ranks(work: Callable[[Ranks], None]) -> list[str]:
     return raised
 
 
-def save(folder: Path, ranks: Ranks, *, waits: bool = True) -> None:
+def save(folder: Path, ranks: World, *, waits: bool = True) -> None:
     weight = nn.Parameter(torch.ones(3))
     ours = Saver(folder, {}, None, ranks)
     ours.save({"weight": weight}, torch.optim.AdamW([weight]), TrainState(step=1))
@@ -74,7 +74,7 @@ def test_a_rank_that_fails_waits_a_moment_for_what_the_others_are_writing(
 ) -> None:
     write_part = async_checkpoint._write_part
 
-    def slowly(temporary: Path, target: Path, blocks: Any, ranks: Ranks) -> Any:
+    def slowly(temporary: Path, target: Path, blocks: Any, ranks: World) -> Any:
         time.sleep(float(ranks.rank))
         return write_part(temporary, target, blocks, ranks)
 

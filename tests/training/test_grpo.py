@@ -403,7 +403,9 @@ def test_rewards_of_answers_that_are_cut_are_told_from_those_of_whole_ones() -> 
     def cause(share: float) -> str:
         flat, found = FlatRewards(), []
         for step in range(12):
-            found += flat.add(step, teaches=False, is_truncated=False, truncated_share=share, rewards=[0.0, 0.0])
+            found += flat.add(
+                step, has_learning_signal=False, is_truncated=False, truncated_share=share, rewards=[0.0, 0.0]
+            )
         (finding,) = found
         assert ("max_completion_length" in finding.fix) == ("max_completion_length" in finding.cause)
         assert finding.evidence["truncated_share"] == share
@@ -585,13 +587,13 @@ def test_a_stop_signal_ends_a_rollout(
         own = LocalEngine._predict
         monkeypatch.setattr(LocalEngine, "_predict", lambda *a, **inputs: time.sleep(0.2) or own(*a, **inputs))
 
-    class Told:
+    class ParsedRun:
         def observe(self, event: Event) -> None:
             if isinstance(event, PhaseBegan) and event.phase == phase:
                 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
     began = time.monotonic()
-    result = train(load_config(None, (), settings), [Told()], screen=False)
+    result = train(load_config(None, (), settings), [ParsedRun()], screen=False)
     assert (result.status, result.steps) == ("interrupted", 0)
     assert time.monotonic() - began < 25
 

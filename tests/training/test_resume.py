@@ -37,7 +37,7 @@ from surefoot.training.loop import StopSignal
 from surefoot.training.manifest import DamagedCheckpoint
 from surefoot.training.metrics import CompletionsFile
 from surefoot.training.run_summary import FindingLog
-from surefoot.training.sharded_tensors import Pieces
+from surefoot.training.sharded_tensors import ShardedTensors
 from tests.support.checkpoints import read_json, reseal, save_steps
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.processes import surefoot as command
@@ -604,7 +604,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     surefoot.train({**base, "max_steps": 5}, screen=False)
     assert len(waited) == 2
     folder = "checkpoints/step-00000002/model"
-    written, wanted = (Pieces(Path(run) / folder) for run in (base["output_dir"], tmp_path / "quick"))
+    written, wanted = (ShardedTensors(Path(run) / folder) for run in (base["output_dir"], tmp_path / "quick"))
     assert all(torch.equal(written.read(name), wanted.read(name)) for name in wanted.shapes)
 
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from surefoot.data.collate import MicroBatch
-from surefoot.distributed.process_group import ALONE
+from surefoot.distributed.process_group import SINGLE_PROCESS
 from surefoot.methods import token_loss
-from surefoot.methods.base import BatchTotals, Learner, LossTerms
+from surefoot.methods.base import BatchTotals, LossTerms, TrainContext
 from surefoot.methods.token_loss import _nll_sum
 from surefoot.training.step import NotFinite, train_step
 
@@ -47,7 +47,9 @@ def step(weight: nn.Parameter, batches: list[MicroBatch], **changes: float) -> t
         *(sum(getattr(b, name) for b in batches) for name in ("num_tokens", "num_trained", "trained_weight"))
     )
     no_model: Any = None  # a step works through the objective
-    learner = Learner(no_model, {"weight": weight}, optimizer, Quadratic(weight), ALONE, torch.device("cpu"))
+    learner = TrainContext(
+        no_model, {"weight": weight}, optimizer, Quadratic(weight), SINGLE_PROCESS, torch.device("cpu")
+    )
     result = train_step(batches, totals, learner, **options)
     return result.loss, result.grad_norm
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from surefoot.config import load_config
 from surefoot.config.resolve import resolve
-from surefoot.distributed.process_group import ALONE, Ranks
-from surefoot.methods.base import BatchTotals, Learner
+from surefoot.distributed.process_group import SINGLE_PROCESS, World
+from surefoot.methods.base import BatchTotals, TrainContext
 from surefoot.models.build import build_model
 from surefoot.planner.trace import _Live
 from surefoot.training.async_checkpoint import Saver
@@ -19,9 +19,9 @@ from surefoot.training.train_setup import build_learner
 from tests.support.batches import batch
 
 
-def learner_of(settings: dict[str, Any], **changes: Any) -> Learner:
+def learner_of(settings: dict[str, Any], **changes: Any) -> TrainContext:
     run = resolve(load_config(None, [], {**settings, "tuning": "full", "lora_rank": 8, **changes}), 1).run
-    return build_learner(run, Path(settings["model"]), ALONE, torch.device("cpu"), None)
+    return build_learner(run, Path(settings["model"]), SINGLE_PROCESS, torch.device("cpu"), None)
 
 
 @pytest.mark.parametrize("is_checkpointed", [True, False])
@@ -77,6 +77,6 @@ def test_a_rank_copies_what_it_writes_and_no_more(
     folder = model_folder("llama")
     model = build_model(folder, lora=None, device=torch.device("cpu"), dtype=torch.float32).model
     parameters = dict(model.named_parameters())
-    saver = Saver(tmp_path, {}, None, Ranks(rank, 2))
+    saver = Saver(tmp_path, {}, None, World(rank, 2))
     blocks = saver._copied(parameters, torch.optim.AdamW(parameters.values()))
     assert blocks["model"].keys() == (parameters.keys() if copies else set())

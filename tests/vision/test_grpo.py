@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import surefoot
-from surefoot.distributed.process_group import Ranks
+from surefoot.distributed.process_group import World
 from surefoot.errors import DataError
 from surefoot.methods.base import Interrupted
 from surefoot.methods.grpo.batch import Trajectory, collate_policy
@@ -98,7 +98,7 @@ def test_a_rank_that_reads_images_with_others_stops_at_the_next_token(vision: An
         times.append(len(times))
         return len(times) > 5
 
-    engine = LocalEngine(model, tokenizer, ranks=Ranks(), reader=reader, is_told_to_stop=told)
+    engine = LocalEngine(model, tokenizer, ranks=World(), reader=reader, is_told_to_stop=told)
     with pytest.raises(Interrupted):
         engine.generate(requests, Sampling(200), 0)
     assert len(times) < 10

@@ -55,7 +55,7 @@ def real(model: Any) -> MicroBatch:
         position_ids=torch.arange(LENGTH).expand(3, 1, LENGTH),
         lengths=[LENGTH],
         cu_seq_lens=torch.tensor([0, LENGTH], dtype=torch.int32),
-        predict_at=torch.arange(LENGTH - TRAINED - 1, LENGTH - 1),
+        target_positions=torch.arange(LENGTH - TRAINED - 1, LENGTH - 1),
         targets=torch.randint(5, 40, (TRAINED,)),
         weights=None,
         places=(),
@@ -77,7 +77,7 @@ def test_the_peak_is_that_of_real_tensors(
     objective, batch = SftObjective(built, 0.0), real(built.model)
     assert batch.vision is not None
     layers = {one: n for n, layer in enumerate(built.model.get_decoder().layers) for one in layer.parameters()}
-    known = [*built.model.parameters(), *built.model.buffers(), batch.ids, batch.position_ids, batch.predict_at]
+    known = [*built.model.parameters(), *built.model.buffers(), batch.ids, batch.position_ids, batch.target_positions]
     live = _Live(known, layers=layers)
     for parameter in built.model.parameters():
         if parameter.requires_grad:

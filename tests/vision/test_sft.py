@@ -28,7 +28,7 @@ from surefoot.data.collate import collate
 from surefoot.data.image_processor import limits_of, load_processor
 from surefoot.data.sampler import Position
 from surefoot.diagnostics.monitor.event_log import read_history
-from surefoot.distributed.process_group import Ranks
+from surefoot.distributed.process_group import World
 from surefoot.errors import ConfigError, DataError, ModelError
 from surefoot.methods.token_loss import TokenLoss
 from surefoot.models.build import build_model, trainable_parameters
@@ -341,11 +341,11 @@ def test_ranks_open_the_images_of_a_step_together(vision: Any, monkeypatch: pyte
     data, _, _ = opened(vision())
     asked: list[Any] = []
 
-    def together(_: Ranks, work: Any, **__: Any) -> Any:
+    def together(_: World, work: Any, **__: Any) -> Any:
         asked.append(work)
         return work()
 
-    monkeypatch.setattr(Ranks, "together", together)
+    monkeypatch.setattr(World, "run_or_raise_on_all", together)
     _, batches = data.batches(Position())
     assert len(asked) == 1
     assert batches

@@ -10,7 +10,7 @@ from typing import Literal
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from surefoot.config import DatasetItem, LoadedConfig
-from surefoot.data.dataset import Dataset, Reading
+from surefoot.data.dataset import Dataset, SampleOptions
 from surefoot.data.image_processor import PROCESSORS, PixelReader, limits_of, load_processor
 from surefoot.data.images import ImageSettings
 from surefoot.data.prepare_pool import OnProgress
@@ -19,7 +19,7 @@ from surefoot.data.sources import Source, find_sources, is_of_hub
 from surefoot.errors import ConfigError, DataError
 
 MAX_WORKERS = 16
-SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+VISION_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Types of models whose images are placed as `images.positions` does."""
 
 
@@ -30,7 +30,7 @@ def open_dataset(
     *,
     vocab_size: int | None,
     reader: PixelReader | None = None,
-    why_blind: str = TEXT_ONLY,
+    no_vision_reason: str = TEXT_ONLY,
     context: int | None = None,
     only_waits: bool = False,
     known: Mapping[str, str] | None = None,
@@ -39,8 +39,8 @@ def open_dataset(
     """A dataset setting of a run, found and its formats told, but not prepared yet; `only_waits`: by another process.
 
     `known`: what it had `seen` in the run that goes on.
-    `RunConfig.row` says what a row is. `reader`: of images, or `why_blind`: why there is none. `context`: the most
-    tokens that the model has positions for, of which a prompt leaves room for its completion. With
+    `RunConfig.row` says what a row is. `reader`: of images, or `no_vision_reason`: why there is none. `context`: the
+    most tokens that the model has positions for, of which a prompt leaves room for its completion. With
     `eval_fraction`, `dataset` is the training side; `held_out_side` gives the other.
     Raises: DataError for what is missing or of no known format.
     """
@@ -51,7 +51,7 @@ def open_dataset(
         parse_special_tokens=config.parse_special_tokens,
         today=date.fromisoformat(config.chat_template_date),
         images=reader.settings if reader is not None else None,
-        why_blind=why_blind,
+        no_vision_reason=no_vision_reason,
     )
     longest, limit, added = config.max_row_tokens, config.row_limit_setting, config.max_added_tokens
     way_out = ""
@@ -63,7 +63,7 @@ def open_dataset(
                 f"max_completion_length={added} leaves no room for a prompt in the {context} "
                 f"tokens that the model can see. Lower it ({loaded.where('max_completion_length')})."
             )
-    reading = Reading(
+    reading = SampleOptions(
         max_length=longest,
         truncation=config.truncation,
         limit=limit,
@@ -125,12 +125,12 @@ def open_images(
     Raises: ConfigError for impossible limits; DataError for a processor that cannot be read or does not fit.
     """
     config = loaded.run
-    if model.model_type not in SEEING:
+    if model.model_type not in VISION_MODEL_TYPES:
         unread = [name for name in OF_IMAGES if getattr(config, name)]
         if unread:
             raise ConfigError(
                 f"{', '.join(unread)}: a setting of images, but {config.model} ({model.model_type}) reads none. Drop "
-                f"it, or take a model of {', '.join(sorted(SEEING))} ({loaded.where(*unread)})."
+                f"it, or take a model of {', '.join(sorted(VISION_MODEL_TYPES))} ({loaded.where(*unread)})."
             )
         return None, TEXT_ONLY
     processor = load_processor(base)

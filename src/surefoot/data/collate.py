@@ -19,7 +19,7 @@ class MicroBatch:
     """Rows of one forward, laid end to end without padding.
 
     Shapes: T tokens, N trained. ids int64 [1, T]; position_ids int64 [1, T], or [3, 1, T] where the model reads images:
-    time, row and column; predict_at int64 [N], the positions whose next token
+    time, row and column; target_positions int64 [N], the positions whose next token
     is trained; targets int64 [N], those next tokens; weights float32 [N], theirs in the loss, or None where all are 1;
     cu_seq_lens int32 [samples + 1].
     """
@@ -28,7 +28,7 @@ class MicroBatch:
     position_ids: Tensor
     lengths: list[int]
     cu_seq_lens: Tensor
-    predict_at: Tensor
+    target_positions: Tensor
     targets: Tensor
     weights: Tensor | None
     places: tuple[str, ...]
@@ -36,25 +36,25 @@ class MicroBatch:
     """For each of `lengths`, the number of the earlier one that it goes on from and sees, or -1; None: none does."""
     vision: Vision | None = None
     """What the images show; None for a model that reads text only."""
-    is_filler: bool = False
+    is_dummy: bool = False
     """Stands in where other ranks have a batch and this one has none left: computed like any other, counted nowhere."""
 
     @property
     def num_tokens(self) -> int:
-        return 0 if self.is_filler else self.ids.shape[1]
+        return 0 if self.is_dummy else self.ids.shape[1]
 
     @property
     def num_sequences(self) -> int:
-        return 0 if self.is_filler else len(self.lengths)
+        return 0 if self.is_dummy else len(self.lengths)
 
     @property
     def num_trained(self) -> int:
-        return 0 if self.is_filler else self.targets.shape[0]
+        return 0 if self.is_dummy else self.targets.shape[0]
 
     @property
     def trained_weight(self) -> float:
         """Sum of the trained tokens' weights: what the loss is divided by."""
-        if self.is_filler:
+        if self.is_dummy:
             return 0.0
         return float(self.num_trained if self.weights is None else self.weights.sum())
 
@@ -74,8 +74,8 @@ def collate(samples: Sequence[Sample], reader: PixelReader | None = None) -> Mic
     ids = torch.from_numpy(np.concatenate([sample.ids for sample in samples]).astype(np.int64))
     # Token i is predicted at position i - 1 of its own sample; its first token is predicted nowhere.
     learned = np.concatenate([np.append(sample.weights[1:], np.float32(0)) for sample in samples])
-    predict_at = torch.from_numpy(np.flatnonzero(learned))
-    weights = torch.from_numpy(learned)[predict_at]
+    target_positions = torch.from_numpy(np.flatnonzero(learned))
+    weights = torch.from_numpy(learned)[target_positions]
     places = [
         torch.arange(len(sample.ids)) if reader is None else reader.places(sample.ids, sample.images)
         for sample in samples
@@ -85,33 +85,33 @@ def collate(samples: Sequence[Sample], reader: PixelReader | None = None) -> Mic
         position_ids=torch.cat(places, dim=-1).unsqueeze(-2),
         lengths=lengths,
         cu_seq_lens=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
-        predict_at=predict_at,
-        targets=ids[predict_at + 1],
+        target_positions=target_positions,
+        targets=ids[target_positions + 1],
         weights=None if bool((weights == 1).all()) else weights,
         places=tuple(sample.place for sample in samples),
         vision=reader.read([(sample.place, sample.images) for sample in samples]) if reader is not None else None,
     )
 
 
-FILLER = MicroBatch(
+DUMMY_BATCH = MicroBatch(
     ids=torch.zeros(1, 2, dtype=torch.int64),
     position_ids=torch.arange(2)[None],
     lengths=[2],
     cu_seq_lens=torch.tensor([0, 2], dtype=torch.int32),
-    predict_at=torch.zeros(1, dtype=torch.int64),
+    target_positions=torch.zeros(1, dtype=torch.int64),
     targets=torch.zeros(1, dtype=torch.int64),
     weights=None,
     places=(),
-    is_filler=True,
+    is_dummy=True,
 )
-"""Of a model that reads text only; see `filler`."""
+"""Of a model that reads text only; see `dummy_batch`."""
 
 
-def filler(reader: PixelReader | None) -> MicroBatch:
+def dummy_batch(reader: PixelReader | None) -> MicroBatch:
     """What a rank computes where only others have rows left."""
     if reader is None:
-        return FILLER
-    return replace(FILLER, position_ids=FILLER.position_ids.expand(3, 1, -1), vision=reader.read([]))
+        return DUMMY_BATCH
+    return replace(DUMMY_BATCH, position_ids=DUMMY_BATCH.position_ids.expand(3, 1, -1), vision=reader.read([]))
 
 
 def micro_batches(
@@ -130,7 +130,7 @@ def micro_batches(
     mine = rows[rank::num_ranks]
     for begin in range(0, most, rows_each):
         samples = [dataset.sample(*key) for row in mine[begin : begin + rows_each] for key in row]
-        yield collate(samples, reader) if samples else filler(reader)
+        yield collate(samples, reader) if samples else dummy_batch(reader)
 
 
 def all_batches(
@@ -140,4 +140,4 @@ def all_batches(
     samples = iter(dataset)
     while batch := list(islice(samples, rows_each * num_ranks)):
         mine = batch[rank::num_ranks]
-        yield collate(mine, reader) if mine else filler(reader)
+        yield collate(mine, reader) if mine else dummy_batch(reader)

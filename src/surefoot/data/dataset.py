@@ -33,7 +33,7 @@ OPEN_SHARDS = 512
 
 
 @dataclass(frozen=True)
-class Reading:
+class SampleOptions:
     """How prepared samples are read. None of it enters the cache."""
 
     max_length: int
@@ -93,7 +93,7 @@ class ChunkRef:
 
 
 @dataclass(frozen=True)
-class Usable:
+class ChunkSamples:
     """What a chunk gives. Shapes: S samples."""
 
     samples: NDArray[np.int64]
@@ -124,7 +124,7 @@ class Dataset:
         self,
         sources: Sequence[Source],
         source: RendererSource,
-        reading: Reading,
+        reading: SampleOptions,
         *,
         num_workers: int = 0,
         only_waits: bool = False,
@@ -164,7 +164,7 @@ class Dataset:
         self.shard = lru_cache(OPEN_SHARDS)(self._shard)
         self.usable = lru_cache(OPEN_SHARDS)(self._usable)
 
-    def read_as(self, reading: Reading) -> "Dataset":
+    def read_as(self, reading: SampleOptions) -> "Dataset":
         """The same prepared samples, read in another way."""
         other = copy(self)
         other.reading = reading
@@ -208,7 +208,7 @@ class Dataset:
         first, last = max(begin - ref.first_row, 0), min(end - ref.first_row, ref.num_rows)
         return (first, last) if first < last else (0, 0)
 
-    def lenient(self) -> "Dataset":
+    def without_validation(self) -> "Dataset":
         """The same samples, to look at: nothing is refused."""
         return self.read_as(replace(self.reading, is_lenient=True))
 
@@ -221,7 +221,7 @@ class Dataset:
         """Raises: DataError for bad or too long rows, where settings say so, or if nothing is left to train on."""
         counts, too_long, with_images, first_long, longest = Counts(), 0, 0, "", (0, "")
         first_skipped = ""
-        lenient = self.lenient()
+        lenient = self.without_validation()
         for number, ref in enumerate(self.chunks):
             shard = self.shard(number)
             usable = lenient.usable(number)
@@ -388,7 +388,7 @@ class Dataset:
         return (length - self.reading.max_length, length) if self.reading.truncation == "left" else (
             0, self.reading.max_length)  # fmt: skip
 
-    def _usable(self, number: int) -> Usable:
+    def _usable(self, number: int) -> ChunkSamples:
         ref, shard, reading = self.chunks[number], self.shard(number), self.reading
         view = self._in_view(number)
         lengths = shard.lengths
@@ -417,7 +417,7 @@ class Dataset:
         bad = [(line, reason) for row, line, reason in shard.problems if begin <= row < end]
         # Of a held-out split each side counts its own samples; a bad row has no side and counts with the training rows.
         counted_bad = bad if reading.side != "eval" else []
-        return Usable(
+        return ChunkSamples(
             np.flatnonzero(take),
             shard.rows[take].astype(np.int64),
             cut[take],
@@ -453,7 +453,7 @@ class Dataset:
         return trained, np.bincount(owner[weighs & outside], minlength=len(shard)) > 0
 
 
-def _reason(length: int, reading: Reading, loses_trained: bool, has_images: bool) -> str:
+def _reason(length: int, reading: SampleOptions, loses_trained: bool, has_images: bool) -> str:
     if length > reading.max_length and has_images:
         return f"{length} tokens with images, which are never cut, longer than {reading.limit}={reading.max_length}"
     if length > reading.max_length and reading.truncation in ("error", "drop"):

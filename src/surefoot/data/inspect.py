@@ -9,7 +9,7 @@ import numpy as np
 
 from surefoot.data.checks import data_findings, digests
 from surefoot.data.conversation import BadRow
-from surefoot.data.dataset import Counts, Dataset, Usable
+from surefoot.data.dataset import ChunkSamples, Counts, Dataset
 from surefoot.data.file_readers import ChunkReader
 from surefoot.data.render import Renderer
 from surefoot.data.row_formats import Reader
@@ -94,8 +94,8 @@ def look(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataReport
         dataset.check()
     except DataError as error:
         refusal = str(error)
-    dataset = dataset.lenient()
-    held_out = held_out.lenient() if held_out is not None else None
+    dataset = dataset.without_validation()
+    held_out = held_out.without_validation() if held_out is not None else None
     usable = [dataset.usable(number) for number in range(len(dataset.chunks))]
     all_lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in usable)])
     counts = dataset.counts()
@@ -118,7 +118,7 @@ def look(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataReport
     )
 
 
-def _images(dataset: Dataset, usable: Sequence[Usable]) -> dict[str, int]:
+def _images(dataset: Dataset, usable: Sequence[ChunkSamples]) -> dict[str, int]:
     """How many images samples have, and tokens of an image; of none, nothing."""
     tokens = [
         image.num_tokens

@@ -164,7 +164,7 @@ def source_from_dict(values: Mapping[str, Any]) -> RendererSource:
     template = {**values["template"], "controls": tuple(values["template"]["controls"])}
     images = ImageSettings(**values["images"]) if values["images"] is not None else None
     return RendererSource(
-        TemplateSource(**template), values["tokenizer_sha256"], values["bos_id"], images, values["why_blind"]
+        TemplateSource(**template), values["tokenizer_sha256"], values["bos_id"], images, values["no_vision_reason"]
     )
 
 

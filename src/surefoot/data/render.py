@@ -65,7 +65,7 @@ class RendererSource:
     bos_id: int | None
     images: ImageSettings | None = None
     """None where images cannot be read."""
-    why_blind: str = TEXT_ONLY
+    no_vision_reason: str = TEXT_ONLY
     """Why they cannot."""
 
     @property
@@ -81,7 +81,7 @@ class RendererSource:
         parse_special_tokens: bool,
         today: date = date(2024, 7, 26),
         images: ImageSettings | None = None,
-        why_blind: str = TEXT_ONLY,
+        no_vision_reason: str = TEXT_ONLY,
     ) -> "RendererSource":
         """Raises: DataError for a tokenizer that cannot be used for training."""
         if not tokenizer.is_fast:
@@ -98,7 +98,7 @@ class RendererSource:
         content = backend.to_str().encode()
         template = _template_source(tokenizer, kwargs, today, parse_special_tokens=parse_special_tokens)
         source = RendererSource(
-            template, hashlib.sha256(content).hexdigest(), tokenizer.bos_token_id, images, why_blind
+            template, hashlib.sha256(content).hexdigest(), tokenizer.bos_token_id, images, no_vision_reason
         )
         if not source.tokenizer_file.is_file():
             write_bytes(source.tokenizer_file, content)
@@ -218,7 +218,7 @@ class Renderer:
         settings = self._source.images
         if sources and settings is None:
             count = "an image" if len(sources) == 1 else f"{len(sources)} images"
-            raise BadRow(f"the row has {count}, and {self._source.why_blind}")
+            raise BadRow(f"the row has {count}, and {self._source.no_vision_reason}")
         text = self.template.render(conversation)
         if not sources or settings is None:
             return text

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from surefoot.data.dataset import ChunkRef, Usable
+from surefoot.data.dataset import ChunkRef, ChunkSamples
 from surefoot.data.packing import best_fit
 from surefoot.errors import DataError
 from surefoot.system.json_files import is_size
@@ -31,7 +31,7 @@ class Samples(Protocol):
     @property
     def chunks(self) -> Sequence[ChunkRef]: ...
 
-    def usable(self, number: int) -> Usable: ...
+    def usable(self, number: int) -> ChunkSamples: ...
 
     def weight(self, number: int) -> float: ...
 
@@ -200,7 +200,7 @@ class GlobalOrder:
             return [[pair] for pair in pairs]
         return [[pairs[index] for index in pack] for pack in best_fit(all_lengths.tolist(), self._pack_length)]
 
-    def _chosen(self, visit: _Visit, epoch: int, usable: Usable) -> NDArray[np.int64]:
+    def _chosen(self, visit: _Visit, epoch: int, usable: ChunkSamples) -> NDArray[np.int64]:
         """Which of a chunk's usable samples a visit takes: all, or a share drawn anew each epoch."""
         count = len(usable.samples)
         if visit.share == 1.0:

@@ -7,10 +7,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.data.render import answer_ends
-from surefoot.distributed.process_group import ALONE, Ranks
+from surefoot.distributed.process_group import SINGLE_PROCESS, World
 from surefoot.models.adapter import base_name, write_adapter
 from surefoot.models.build import trainable_parameters
-from surefoot.models.dtensor_blocks import whole
+from surefoot.models.dtensor_blocks import gather_full
 from surefoot.models.export import in_layers, name_ends, stored_buffers, write_model
 from surefoot.models.lora import LoraSettings, adaptable_names, tower_names
 from surefoot.system.atomic_io import new_folder
@@ -23,7 +23,7 @@ def write_artifact(
     settings: LoraSettings | None,
     base: Path,
     source: str,
-    ranks: Ranks = ALONE,
+    ranks: World = SINGLE_PROCESS,
     dtype: torch.dtype | None = None,
 ) -> Path:
     """Write the trained adapter (PEFT format), or without LoRA the whole model (HF format, in `dtype` or the base's).
@@ -36,7 +36,7 @@ def write_artifact(
     tensors: dict[str, Tensor] = {**parameters, **{name: model.get_buffer(name) for name in buffers}}
     names = list(tensors) if settings is not None else in_layers(tensors)
     shapes = {name: tensors[name].shape for name in names}
-    values = ((name, whole(tensors[name])) for name in names)
+    values = ((name, gather_full(tensors[name])) for name in names)
 
     def write() -> None:
         try:
@@ -53,5 +53,5 @@ def write_artifact(
             for _ in values:  # the other ranks, and a first one that could not write: gathering takes all
                 pass
 
-    ranks.together(write, names_rank=False)
+    ranks.run_or_raise_on_all(write, names_rank=False)
     return target

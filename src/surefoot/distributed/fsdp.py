@@ -113,7 +113,7 @@ def _is_fully_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def put_to_rest(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Let every rank hold its part again after a forward that no backward follows: it leaves parameters gathered.
 
     Gathered parameters are copies. Whoever reads the model then would write, or overwrite, the wrong ones.
@@ -123,7 +123,7 @@ def put_to_rest(model: nn.Module) -> None:
             module.reshard()
 
 
-def gathered(model: PreTrainedModel, function: Callable[..., T]) -> Callable[..., T]:
+def as_fsdp_forward(model: PreTrainedModel, function: Callable[..., T]) -> Callable[..., T]:
     """`function`, run as if it were the model's forward: the parameters of the root group are gathered for it."""
     if not _is_fully_sharded(model):
         return function

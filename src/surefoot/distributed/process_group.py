@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore
 
 from surefoot import errors
 from surefoot.distributed.listening import is_one_machine
-from surefoot.distributed.store import connecting, meet
+from surefoot.distributed.store import connecting, rendezvous
 from surefoot.errors import ConfigError, StoppedOnFinding, SurefootError
 from surefoot.findings import Finding
 from surefoot.system.loopback import kept_on_this_machine
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Ranks:
+class World:
     """Who this process is among the processes of a run."""
 
     rank: int = 0
@@ -75,7 +75,7 @@ class Ranks:
         if self.size > 1:
             dist.barrier(group=self.group)
 
-    def together(self, work: Callable[[], T], *, names_rank: bool = True) -> T:
+    def run_or_raise_on_all(self, work: Callable[[], T], *, names_rank: bool = True) -> T:
         """Do `work` on each rank; where it fails on any, all fail with the first one's reason, which names the rank.
 
         `work` must not wait for other ranks, unless it goes through all of its collectives where it fails too.
@@ -117,7 +117,7 @@ class Ranks:
         agreed.is_agreed = True
         raise agreed from error
 
-    def from_first(self, work: Callable[[], Any]) -> Any:
+    def broadcast_from_rank0(self, work: Callable[[], Any]) -> Any:
         """Do `work` on rank 0 alone and give every rank its result, which is JSON. Collective. Raises: its error."""
         said: Any = None
 
@@ -126,17 +126,17 @@ class Ranks:
             if self.is_first:
                 said = work()
 
-        self.together(on_first, names_rank=False)
+        self.run_or_raise_on_all(on_first, names_rank=False)
         return self.gather(said)[0]
 
-    def node_by_node(self, work: Callable[[], T]) -> T:
+    def local_rank0_first(self, work: Callable[[], T]) -> T:
         """Do `work` on the first rank of each machine, then on the others, which find what it left in the cache."""
         done: list[T] = []
-        self.together(lambda: done.append(work()) if self.local_rank == 0 else None, names_rank=False)
-        return self.together(lambda: done[0] if done else work())
+        self.run_or_raise_on_all(lambda: done.append(work()) if self.local_rank == 0 else None, names_rank=False)
+        return self.run_or_raise_on_all(lambda: done[0] if done else work())
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = World()
 """A run of one process."""
 
 
@@ -155,7 +155,7 @@ def gpu_of(rank: int, local_rank: int) -> torch.device:
 
 
 @contextmanager
-def joined(device_type: str, *, alone_too: bool = False) -> Iterator[Ranks]:
+def init_distributed(device_type: str, *, alone_too: bool = False) -> Iterator[World]:
     """Join the other processes of this run, as the launcher's environment names them; leave them at the end.
 
     gloo on the CPU, NCCL on CUDA. Without WORLD_SIZE in the environment this is a run of one process, which needs a
@@ -176,14 +176,14 @@ def joined(device_type: str, *, alone_too: bool = False) -> Iterator[Ranks]:
         if is_ours:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         try:
-            yield ALONE
+            yield SINGLE_PROCESS
         finally:
             if is_ours:
                 dist.destroy_process_group()
 
 
 @contextmanager
-def _joined_others(backend: str, size: int) -> Iterator[Ranks]:
+def _joined_others(backend: str, size: int) -> Iterator[World]:
     """Join the other ranks of a run of several."""
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -199,7 +199,7 @@ def _joined_others(backend: str, size: int) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     is_ours = not dist.is_initialized()
     if is_ours:
-        store = meet(rank, size)
+        store = rendezvous(rank, size)
         with connecting(rank, backend):
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=size, timeout=DEADLINE, device_id=device
@@ -207,7 +207,7 @@ def _joined_others(backend: str, size: int) -> Iterator[Ranks]:
     are_together = False
     try:
         group = dist.new_group(backend="gloo", timeout=AGREEMENT_DEADLINE, group_desc="agreement")
-        yield Ranks(rank, size, local_rank, group)
+        yield World(rank, size, local_rank, group)
         are_together = True
     except SurefootError as error:
         are_together = error.is_agreed
@@ -219,7 +219,7 @@ def _joined_others(backend: str, size: int) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
+def sum_over_ranks(tensor: Tensor, ranks: World) -> Tensor:
     """The sum of a tensor of the model's device over all ranks, in place. Collective: one all-reduce."""
     if ranks.size > 1:
         dist.all_reduce(tensor)

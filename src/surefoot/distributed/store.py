@@ -50,7 +50,7 @@ def shared_store(rank: int, num_ranks: int, timeout: timedelta) -> Any:
     return PrefixStore(f"attempt-{attempt()}", store)
 
 
-def meet(rank: int, size: int) -> Any:
+def rendezvous(rank: int, size: int) -> Any:
     """Wait at the store until all ranks are there; returns it. The lowest that is there says who is late.
 
     Raises: StoppedOnFinding (SF111) after `DEADLINE`, naming the ranks that did not come, or the store.

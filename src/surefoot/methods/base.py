@@ -17,10 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.collate import MicroBatch
 from surefoot.data.sampler import Position, StepBatch
-from surefoot.distributed.fsdp import put_to_rest
-from surefoot.distributed.process_group import ALONE, Ranks
+from surefoot.distributed.fsdp import reshard
+from surefoot.distributed.process_group import SINGLE_PROCESS, World
 from surefoot.events import Event, Phase
-from surefoot.methods.token_loss import probing
+from surefoot.methods.token_loss import eval_no_grad
 from surefoot.methods.training_data import RunData
 from surefoot.models.build import BuiltModel
 
@@ -89,18 +89,18 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, batch: MicroBatch, totals: BatchTotals) -> LossTerms:
-        """Return a micro-batch's share of the loss, with its graph; 0 for one with `is_filler`, with its graph too."""
+        """Return a micro-batch's share of the loss, with its graph; 0 for one with `is_dummy`, with its graph too."""
 
     def probe_forward(self, batches: Iterable[MicroBatch]) -> None:
         """Run a forward of each batch without graph and dropout, for hooks on the modules. Collective."""
-        with probing(self.model):
+        with eval_no_grad(self.model):
             for batch in batches:
                 self.loss(batch, BatchTotals(max(batch.num_tokens, 1), max(batch.num_trained, 1), 1.0))
-        put_to_rest(self.model)
+        reshard(self.model)
 
 
 @dataclass(frozen=True)
-class Learner:
+class TrainContext:
     """The model as this rank holds it, with its optimizer and its objective."""
 
     model: PreTrainedModel
@@ -108,7 +108,7 @@ class Learner:
     """Trained parameters by name."""
     optimizer: torch.optim.Optimizer
     objective: Objective
-    ranks: Ranks
+    ranks: World
     device: torch.device
     forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
     rollout_context: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -128,7 +128,7 @@ class MethodContext:
     """Folder of the model."""
     tokenizer: PreTrainedTokenizerBase
     data: RunData
-    ranks: Ranks
+    ranks: World
     phase: Callable[[Phase], AbstractContextManager[None]]
     emit: Callable[[Event], None]
     is_told_to_stop: Callable[[], bool]
@@ -164,7 +164,7 @@ class Method(ABC):
 
     @staticmethod
     @abstractmethod
-    def build_objective(built: BuiltModel, config: RunConfig, ranks: Ranks) -> Objective:
+    def build_objective(built: BuiltModel, config: RunConfig, ranks: World) -> Objective:
         """Return the objective for a model as this rank holds it."""
 
     def start(self) -> None:  # noqa: B027 - a method may need nothing
@@ -177,7 +177,7 @@ class Method(ABC):
         """Wait for what `start` has started, before the model takes its memory."""
 
     @abstractmethod
-    def load(self, config: RunConfig, learner: Learner) -> None:
+    def load(self, config: RunConfig, learner: TrainContext) -> None:
         """Receive the model and the config with all sizes resolved."""
 
     @abstractmethod
@@ -238,6 +238,6 @@ class PlannedObjective(PlannedLoss):
 
     def __call__(self, built: BuiltModel, batch: MicroBatch) -> Callable[[], Tensor]:
         """Return the loss of one micro-batch that is the whole step."""
-        objective = self.method.build_objective(built, self.run, ALONE)
+        objective = self.method.build_objective(built, self.run, SINGLE_PROCESS)
         totals = BatchTotals(batch.num_tokens, batch.num_trained, float(batch.num_trained))
         return lambda: objective.loss(batch, totals).total

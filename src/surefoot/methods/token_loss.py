@@ -12,22 +12,22 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from surefoot.data.collate import MicroBatch
-from surefoot.distributed.fsdp import gathered, put_to_rest
-from surefoot.models.vision import image_tokens, see
+from surefoot.distributed.fsdp import as_fsdp_forward, reshard
+from surefoot.models.vision import embed_images, image_tokens
 
 CHUNK_TOKENS = 512
 """Trained tokens whose logits exist at the same time."""
 
 
-def seeing_arguments(batch: MicroBatch, model: PreTrainedModel) -> dict[str, Any]:
-    """`forward_arguments` with what the vision tower makes of the images."""
-    arguments, vision = forward_arguments(batch), batch.vision
+def vision_inputs(batch: MicroBatch, model: PreTrainedModel) -> dict[str, Any]:
+    """`text_inputs` with what the vision tower makes of the images."""
+    arguments, vision = text_inputs(batch), batch.vision
     if vision is None:
         return arguments
-    return {**arguments, **see(model, batch.ids, vision.pixels, vision.grid, is_blank=vision.is_blank)}
+    return {**arguments, **embed_images(model, batch.ids, vision.pixels, vision.grid, is_blank=vision.is_blank)}
 
 
-def forward_arguments(batch: MicroBatch) -> dict[str, Any]:
+def text_inputs(batch: MicroBatch) -> dict[str, Any]:
     """What the decoder needs to see of a batch. The lengths travel to the attention function unread by the model."""
     continues = {} if batch.continues is None else {"continues": batch.continues}
     return {
@@ -43,7 +43,7 @@ def forward_arguments(batch: MicroBatch) -> dict[str, Any]:
 
 
 @contextmanager
-def probing(model: PreTrainedModel) -> Iterator[None]:
+def eval_no_grad(model: PreTrainedModel) -> Iterator[None]:
     """Evaluation mode without graph: dropout would tell two forwards apart."""
     training = model.training
     model.eval()
@@ -54,7 +54,7 @@ def probing(model: PreTrainedModel) -> Iterator[None]:
         model.train(training)
 
 
-def few_tokens(model: PreTrainedModel) -> dict[str, Any]:
+def dummy_inputs(model: PreTrainedModel) -> dict[str, Any]:
     """What the decoder needs for a look at what it gives."""
     count = min(8, model.config.get_text_config().vocab_size)
     ids = torch.arange(count, device=model.device)[None]
@@ -74,14 +74,14 @@ def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear:  # a subclass computes more than its weight and bias say (LoRA, for one)
             return False
-        seen = few_tokens(model)
-        with probing(model):
+        seen = dummy_inputs(model)
+        with eval_no_grad(model):
             hidden = model.base_model(**seen).last_hidden_state
             logits = model(**seen).logits
             return torch.allclose(head(hidden).float(), logits.float(), rtol=1e-3, atol=1e-4)
 
-    is_plain = gathered(model, head_is_plain)()
-    put_to_rest(model)  # weights may be loaded before the next forward
+    is_plain = as_fsdp_forward(model, head_is_plain)()
+    reshard(model)  # weights may be loaded before the next forward
     return _head_of(model) if is_plain else None
 
 
@@ -116,7 +116,7 @@ class TokenLoss:
     def __init__(self, model: PreTrainedModel) -> None:
         """Find out how the model makes its logits. Collective."""
         self._model = model
-        self._run = gathered(model, self._nll)
+        self._run = as_fsdp_forward(model, self._nll)
         self._head = _output_layer(model)
 
     @property
@@ -129,18 +129,18 @@ class TokenLoss:
         return self._run(batch)
 
     def _nll(self, batch: MicroBatch) -> Tensor:
-        arguments = seeing_arguments(batch, self._model)
+        arguments = vision_inputs(batch, self._model)
         if self._head is None:
-            logits = self._model(**arguments, logits_to_keep=batch.predict_at).logits[0]
+            logits = self._model(**arguments, logits_to_keep=batch.target_positions).logits[0]
             losses = F.cross_entropy(logits.float(), batch.targets, reduction="none")
             return losses.sum() if batch.weights is None else losses @ batch.weights
         hidden = self._model.base_model(**arguments).last_hidden_state[0]
         if batch.weights is None:
-            return _nll_sum(hidden[batch.predict_at], self._head, batch.targets)
+            return _nll_sum(hidden[batch.target_positions], self._head, batch.targets)
         # Few distinct weights exist, one a turn; each group takes the same path as unweighted tokens.
         groups = [(weight, batch.weights == weight) for weight in batch.weights.unique().tolist()]
         sums = [
-            weight * _nll_sum(hidden[batch.predict_at[members]], self._head, batch.targets[members])
+            weight * _nll_sum(hidden[batch.target_positions[members]], self._head, batch.targets[members])
             for weight, members in groups
         ]
         return torch.stack(sums).sum()
@@ -157,7 +157,7 @@ class TokenLogprobs:
         self._model = model
         self._never = torch.tensor(sorted(image_tokens(model)), dtype=torch.int64, device=model.device)
         self._temperature = temperature
-        self._run = gathered(model, self._logprobs)
+        self._run = as_fsdp_forward(model, self._logprobs)
         self._head = _output_layer(model)
 
     @property
@@ -170,11 +170,11 @@ class TokenLogprobs:
         return self._run(batch)
 
     def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        arguments = seeing_arguments(batch, self._model)
+        arguments = vision_inputs(batch, self._model)
         if self._head is None:
-            logits = self._model(**arguments, logits_to_keep=batch.predict_at).logits[0]
+            logits = self._model(**arguments, logits_to_keep=batch.target_positions).logits[0]
             return self._of_logits(logits, batch.targets)
-        hidden = self._model.base_model(**arguments).last_hidden_state[0][batch.predict_at]
+        hidden = self._model.base_model(**arguments).last_hidden_state[0][batch.target_positions]
         hidden, weight, bias = _as_computed(hidden, self._head)
 
         def of_part(part: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,8 @@ from surefoot.data.image_processor import PixelReader
 from surefoot.data.inspect import DataReport, look
 from surefoot.data.prepare_pool import Progress
 from surefoot.data.sampler import GlobalOrder, Position, StepBatch
-from surefoot.distributed.process_group import ALONE, Ranks
-from surefoot.events import DataCounted, Event, FindingMade, Noted, Preparing
+from surefoot.distributed.process_group import SINGLE_PROCESS, World
+from surefoot.events import DataCounted, Event, FindingMade, Heartbeat, Notice
 from surefoot.models.build import load_config, load_tokenizer
 from surefoot.models.resolve_model import longest_context, resolve_model
 
@@ -41,7 +41,7 @@ class RunData:
         held_out: Dataset | None,
         reader: PixelReader | None,
         emit: Emit,
-        ranks: Ranks,
+        ranks: World,
     ) -> None:
         """`reader`: of images, where the model sees."""
         config = loaded.run
@@ -146,7 +146,7 @@ class RunData:
 
     def _read(self, mine: Callable[[], T]) -> T:
         """This rank's batches. Where images are opened, one rank may find what the others do not: all hear of it."""
-        return mine() if self.reader is None else self._ranks.together(mine)
+        return mine() if self.reader is None else self._ranks.run_or_raise_on_all(mine)
 
     def eval_batches(self) -> Iterator[MicroBatch]:
         """This rank's part of the held-out samples; as many batches on each rank. Collective where images are read."""
@@ -158,22 +158,24 @@ class RunData:
             done += 1
             if time.monotonic() - said_s > SIGN_EVERY_S:  # for the supervisor too: this is no standstill
                 said_s = time.monotonic()
-                self._emit(Preparing(f"evaluating: {done} batches"))
+                self._emit(Heartbeat(f"evaluating: {done} batches"))
 
     def _find(self) -> None:
-        for finding in data_findings(self.train.lenient(), self.held_out):
+        for finding in data_findings(self.train.without_validation(), self.held_out):
             self._emit(FindingMade(finding))
 
     def _count(self) -> None:
-        looked_at = self.train.lenient()  # rows that no step has come to yet are counted, not refused
+        looked_at = self.train.without_validation()  # rows that no step has come to yet are counted, not refused
         counts = looked_at.counts()
         is_complete = self.train.preparation.is_complete
         self._emit(DataCounted(counts.as_dict(), is_complete))
         if counts.skipped:
             shown = "; ".join(f"{place}: {reason}" for place, reason in islice(looked_at.skipped(), 3))
-            self._emit(Noted(f"{counts.skipped} of {counts.read} rows skipped: {shown}"))
+            self._emit(Notice(f"{counts.skipped} of {counts.read} rows skipped: {shown}"))
         if counts.cut_inside:
-            self._emit(Noted(f"{counts.cut_inside} of {counts.truncated} truncated rows lost a part of a trained turn"))
+            self._emit(
+                Notice(f"{counts.cut_inside} of {counts.truncated} truncated rows lost a part of a trained turn")
+            )
 
 
 def _columns(dataset: Dataset, chunk: int) -> dict[str, object]:
@@ -199,18 +201,18 @@ def open_data(
     base: Path,
     tokenizer: PreTrainedTokenizerBase,
     emit: Emit,
-    ranks: Ranks = ALONE,
+    ranks: World = SINGLE_PROCESS,
     *,
     known: Mapping[str, str] | None = None,
 ) -> RunData:
     """The data a config names, found and its formats told. `known`: see `Dataset`. Raises: DataError."""
     model = load_config(base)
     vocab_size = int(model.get_text_config().vocab_size)
-    reader, why_blind = open_images(loaded, base, model, tokenizer)
+    reader, no_vision_reason = open_images(loaded, base, model, tokenizer)
 
     def report(progress: Progress | None) -> None:
         if threading.current_thread() is threading.main_thread():  # beside training, its own lines are enough
-            emit(Preparing(progress_line(progress) if progress is not None else ""))
+            emit(Heartbeat(progress_line(progress) if progress is not None else ""))
 
     def opened(setting: Literal["dataset", "eval_dataset"]) -> Dataset:
         waits = ranks.local_rank > 0
@@ -220,7 +222,7 @@ def open_data(
             tokenizer,
             vocab_size=vocab_size,
             reader=reader,
-            why_blind=why_blind,
+            no_vision_reason=no_vision_reason,
             context=longest_context(model.get_text_config().to_dict()),
             only_waits=waits,
             known=known if setting == "dataset" else None,

@@ -14,9 +14,9 @@ from surefoot.errors import ConfigError
 from surefoot.findings import Finding
 from surefoot.migrate.drop_invalid import drop_what_is_refused
 from surefoot.migrate.field_map import TRACKERS, is_null, listed, mapped, may_be_null, number_of, rewards_of
-from surefoot.migrate.lint import MOE_NAME, find_odd
+from surefoot.migrate.lint import MOE_NAME, lint
 from surefoot.migrate.output import PATHS, Imported
-from surefoot.migrate.parse_input import Told, found_at
+from surefoot.migrate.parse_input import ParsedRun, found_at
 from surefoot.migrate.peer_tables import (
     DEFAULTS,
     GRPO,
@@ -67,7 +67,7 @@ NOT_SAID = "the script does not say what stands there"
 class _Draft:
     """What is known so far of a run."""
 
-    told: Told
+    told: ParsedRun
     ours: dict[str, tuple[Any, str]] = field(default_factory=dict)
     """Our setting -> (value, where it comes from)."""
     left_out: dict[str, str] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class _Draft:
         return not self.ours.keys().isdisjoint(OF_EVALUATION)
 
 
-def convert(told: Told) -> Imported:
+def convert(told: ParsedRun) -> Imported:
     """Raises: ConfigError where what was told makes no valid run: an odd value, settings that exclude each other."""
     draft = _Draft(told)
     _begin(draft)
@@ -107,7 +107,7 @@ def convert(told: Told) -> Imported:
     _name_where_machines_meet(draft)
     draft.ours.setdefault("output_dir", ("run", "nothing was said"))
     is_fp16 = any(": fp16.enabled" in name for name in draft.left_out)
-    findings = list(find_odd(told, is_zero3=_is_zero3(draft), is_fp16=is_fp16))
+    findings = list(lint(told, is_zero3=_is_zero3(draft), is_fp16=is_fp16))
     try:
         draft.left_out |= drop_what_is_refused(told, draft.ours)
     except ConfigError as error:  # what is odd about it is worth knowing all the more
@@ -175,7 +175,7 @@ def _overrule(draft: _Draft, ours_name: str, ours_value: Any, said: str) -> None
         draft.left_out[f"{earlier} = {draft.told.settings.get(earlier, value)}"] = f"{said} is taken in its place"
 
 
-def _left_beside(told: Told, name: str, value: Any, said: str) -> dict[str, str]:
+def _left_beside(told: ParsedRun, name: str, value: Any, said: str) -> dict[str, str]:
     """What of a setting is not carried, although others of it are."""
     if name == "datasets" and told.program == "axolotl":
         return axolotl_left(told, value)
@@ -437,23 +437,23 @@ def _is_zero3(draft: _Draft) -> bool:
     return bool(known.get("zero_stage", draft.value("zero_stage")) == 3)
 
 
-def _is_there(told: Told, config: Any) -> bool:
+def _is_there(told: ParsedRun, config: Any) -> bool:
     """Whether what a DeepSpeed config says can be looked at."""
     return not isinstance(config, str) or config in PRESETS or found_at(told.base, config).is_file()
 
 
-def _whole(told: Told, config: Any) -> Any:
+def _whole(told: ParsedRun, config: Any) -> Any:
     """The name of a DeepSpeed config, with the folder it is in; others as they are."""
     return str(found_at(told.base, config)) if isinstance(config, str) and config not in PRESETS else config
 
 
-def _cuts_prompts(told: Told, ours: dict[str, tuple[Any, str]]) -> bool:
+def _cuts_prompts(told: ParsedRun, ours: dict[str, tuple[Any, str]]) -> bool:
     """Whether prompts of a run of GRPO are cut at a length that it gives."""
     limits = ("max_prompt_length",) if told.program == "TRL" else ("max_prompt_length", "max_length")
     return told.program not in OF_GRPO or any(name in ours for name in limits)
 
 
-def _defaults(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, Any]:
+def _defaults(told: ParsedRun, ours: dict[str, tuple[Any, str]]) -> dict[str, Any]:
     """What the program does where nothing was said."""
     defaults = dict(DEFAULTS[told.program])
     if told.program == "TRL" and ours.get("tuning", ("full", ""))[0] == "lora":
@@ -502,7 +502,7 @@ def _defaults(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, Any]:
     return defaults
 
 
-def _of_deepspeed(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, Any]:
+def _of_deepspeed(told: ParsedRun, ours: dict[str, tuple[Any, str]]) -> dict[str, Any]:
     """Settings that a DeepSpeed config names itself; of a file that is not there nothing is known."""
     said: dict[str, Any] = {}
     for key in DEEPSPEED_KEYS & ours.keys():

@@ -8,7 +8,7 @@ from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.deepspeed import PRESETS
 from surefoot.config.methods import known_fields
 from surefoot.errors import ConfigError
-from surefoot.migrate.parse_input import Told, found_at
+from surefoot.migrate.parse_input import ParsedRun, found_at
 
 KEPT = frozenset(
     "model dataset method output_dir tuning rollout_engine reward_funcs nproc_per_node nnodes rdzv_endpoint".split()
@@ -16,7 +16,7 @@ KEPT = frozenset(
 """Of ours: without what these say it would be another run, so an import ends where they are wrong."""
 
 
-def drop_what_is_refused(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[str, str]:
+def drop_what_is_refused(told: ParsedRun, ours: dict[str, tuple[Any, str]]) -> dict[str, str]:
     """Take out of `ours`, one by one, what makes no valid run; returns them with the reason.
 
     Raises: ConfigError where that does not help.
@@ -51,7 +51,7 @@ def drop_what_is_refused(told: Told, ours: dict[str, tuple[Any, str]]) -> dict[s
     return left
 
 
-def _at_its_place(error: ConfigError, told: Told, ours: dict[str, tuple[Any, str]]) -> ConfigError:
+def _at_its_place(error: ConfigError, told: ParsedRun, ours: dict[str, tuple[Any, str]]) -> ConfigError:
     """The same, with the line that says it there."""
     for name, (_, origin) in ours.items():
         if f"{name}=" in str(error) and not origin.startswith("default of"):
@@ -61,7 +61,7 @@ def _at_its_place(error: ConfigError, told: Told, ours: dict[str, tuple[Any, str
     return error
 
 
-def _check(told: Told, values: dict[str, Any]) -> None:
+def _check(told: ParsedRun, values: dict[str, Any]) -> None:
     """Raises: ConfigError where these make no run, whatever model, data and rewards are that it does not name."""
     weights = values.get("reward_weights")
     named = ["exact_match"] * (len(weights) if isinstance(weights, list) else 1)

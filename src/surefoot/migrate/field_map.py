@@ -8,7 +8,7 @@ from typing import Any, get_args
 from surefoot.config.aliases import ALIASES, FLAG_ALIASES
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.methods import known_fields
-from surefoot.migrate.parse_input import Told, found_at
+from surefoot.migrate.parse_input import ParsedRun, found_at
 from surefoot.migrate.peer_tables import DEFAULTS, OF_GRPO, OF_LENGTH, REWARDS, WITHOUT
 from surefoot.migrate.sharding import is_fsdp, of_fsdp
 from surefoot.migrate.sources import axolotl_source, mappings, odd_value, swift_source
@@ -33,7 +33,7 @@ Mapped = dict[str, Any] | None | EllipsisType
 """Settings of ours; None where there are none of that meaning; `...` where another topic is asked."""
 
 
-def mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
+def mapped(told: ParsedRun, name: str, value: Any) -> dict[str, Any] | None:
     """Settings of ours; None where there are none of that meaning."""
     for topic in (_of_axolotl, _of_data, _of_what_is_trained, _of_the_course, _of_rollouts, _of_the_start):
         found = topic(told, name, value)
@@ -47,7 +47,7 @@ def mapped(told: Told, name: str, value: Any) -> dict[str, Any] | None:
     return {ours: number_of(value)}
 
 
-def _of_axolotl(told: Told, name: str, value: Any) -> Mapped:
+def _of_axolotl(told: ParsedRun, name: str, value: Any) -> Mapped:
     if told.program != "axolotl":
         return ...
     if name == "batch_size" and "gradient_accumulation_steps" not in told.settings:
@@ -75,7 +75,7 @@ def _of_axolotl(told: Told, name: str, value: Any) -> Mapped:
     return ...
 
 
-def _of_data(told: Told, name: str, value: Any) -> Mapped:
+def _of_data(told: ParsedRun, name: str, value: Any) -> Mapped:
     """Rows, and which of their tokens are trained."""
     if name == "dataset_shuffle" and told.program == "ms-swift":  # their loader shuffles, too
         return {"shuffle": False} if value is False and told.settings.get("train_dataloader_shuffle") is False else {}
@@ -118,7 +118,7 @@ def _of_data(told: Told, name: str, value: Any) -> Mapped:
     return ...
 
 
-def _of_what_is_trained(told: Told, name: str, value: Any) -> Mapped:
+def _of_what_is_trained(told: ParsedRun, name: str, value: Any) -> Mapped:
     """The model, LoRA, the vision tower."""
     if name == "model_name" and told.program == "TRL":
         return {} if "model_name_or_path" in told.settings else {"model": value}
@@ -144,7 +144,7 @@ def _targets(value: Any) -> list[str] | None:
     return None if PATTERN.search("".join(names)) else [GROUPS.get(one, one) for one in names]
 
 
-def _of_the_course(told: Told, name: str, value: Any) -> Mapped:
+def _of_the_course(told: ParsedRun, name: str, value: Any) -> Mapped:
     """How long, at what learning rate, and what is saved and logged on the way."""
     if name in ("eval_strategy", "evaluation_strategy") and value in ("no", False):
         return {}  # with what is evaluated on
@@ -174,7 +174,7 @@ def _of_the_course(told: Told, name: str, value: Any) -> Mapped:
     return ...
 
 
-def _of_rollouts(told: Told, name: str, value: Any) -> Mapped:
+def _of_rollouts(told: ParsedRun, name: str, value: Any) -> Mapped:
     """GRPO: the loss, rewards, and the engine."""
     if name == "loss_type" and told.method != "grpo":
         return None
@@ -214,7 +214,7 @@ def _of_rollouts(told: Told, name: str, value: Any) -> Mapped:
     return ...
 
 
-def _of_the_start(told: Told, name: str, value: Any) -> Mapped:
+def _of_the_start(told: ParsedRun, name: str, value: Any) -> Mapped:
     """The method, sharding, and what saves memory."""
     if name in ("stage", "rlhf_type", "rl"):
         return {}
@@ -236,7 +236,7 @@ def _of_the_start(told: Told, name: str, value: Any) -> Mapped:
     return ...
 
 
-def _fsdp_config(told: Told, value: Any) -> Any:
+def _fsdp_config(told: ParsedRun, value: Any) -> Any:
     """FSDP's settings, also where JSON or the name of a file says them. Raises: ConfigError for what is no JSON."""
     if not isinstance(value, str):
         return value
@@ -266,12 +266,12 @@ def _is_any_left_out(program: str, names: list[str]) -> bool:
     return any(name not in REWARDS.get(program, {}) for name in names)
 
 
-def _learning_rate_of(told: Told) -> Any:
+def _learning_rate_of(told: ParsedRun) -> Any:
     usual = DEFAULTS[told.program].get("learning_rate", known_fields()["learning_rate"].default)
     return told.settings.get("learning_rate", usual)
 
 
-def _is_gspo(told: Told) -> bool:
+def _is_gspo(told: ParsedRun) -> bool:
     """Whether ratios are those of whole sequences, in a loss that is not another one of its own."""
     is_of_sequences = told.settings.get("importance_sampling_level") == "sequence"
     usual = OF_GRPO.get(told.program, {}).get("loss_type", known_fields()["loss_type"].default)
@@ -282,7 +282,7 @@ def is_null(value: Any) -> bool:
     return value is None or str(value).lower() in ("none", "null")
 
 
-def _mapping(told: Told, name: str, value: Any) -> dict[str, Any] | None:
+def _mapping(told: ParsedRun, name: str, value: Any) -> dict[str, Any] | None:
     """A mapping, or one that is written as JSON; None for what is none. Raises: ConfigError for JSON that is none."""
     if isinstance(value, str) and value.startswith("{"):
         try:

@@ -6,7 +6,7 @@ from typing import Any
 
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.migrate.field_map import number_of
-from surefoot.migrate.parse_input import Told
+from surefoot.migrate.parse_input import ParsedRun
 
 LARGEST_CARD_GB = 141
 GATHERED_GB = 40
@@ -17,7 +17,7 @@ MOE_NAME = re.compile(r"(?i)moe|mixtral|\dB-A\d")
 DAY_S = 86_400
 
 
-def find_odd(told: Told, *, is_zero3: bool, is_fp16: bool = False) -> Iterator[Finding]:
+def lint(told: ParsedRun, *, is_zero3: bool, is_fp16: bool = False) -> Iterator[Finding]:
     """Settings that work against each other, whatever program they are of.
 
     `is_zero3`, `is_fp16`: what its DeepSpeed config asks for.

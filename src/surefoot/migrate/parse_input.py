@@ -57,7 +57,7 @@ KNOWN = "an ms-swift, LLaMA-Factory, TRL or axolotl command line or YAML, or a D
 
 
 @dataclass
-class Told:
+class ParsedRun:
     """What a program was told."""
 
     program: str
@@ -81,7 +81,7 @@ class Told:
     """What else of a script is to be looked at -> why."""
 
 
-def read(source: str | Sequence[str]) -> Told:
+def read(source: str | Sequence[str]) -> ParsedRun:
     """`source`: a file, or the words of a command line. Raises: ConfigError for what is none of the known ones."""
     if not isinstance(source, str):
         inside = script_of(source)
@@ -91,7 +91,7 @@ def read(source: str | Sequence[str]) -> Told:
     return _read_file(Path(source), None)
 
 
-def _read_file(path: Path, program: str | None) -> Told:
+def _read_file(path: Path, program: str | None) -> ParsedRun:
     """`program`: that is given the file, where a command says so."""
     try:
         text = read_text(path)
@@ -102,7 +102,7 @@ def _read_file(path: Path, program: str | None) -> Told:
     return _read_script(path, text)
 
 
-def _read_mapping(path: Path, text: str, program: str | None) -> Told:
+def _read_mapping(path: Path, text: str, program: str | None) -> ParsedRun:
     said = parse_json(text, str(path)) if path.suffix == ".json" else parse_yaml(text, str(path))
     if not isinstance(said, dict) or not all(isinstance(key, str) for key in said):
         raise ConfigError(f"{path}: holds no settings by name. Give {KNOWN}.")
@@ -118,7 +118,7 @@ def _read_mapping(path: Path, text: str, program: str | None) -> Told:
     places = {key: f"{path.name}:{lines[key]}" if key in lines else path.name for key in said}
     if program == "DeepSpeed":
         said, places = {"deepspeed": str(path)}, {"deepspeed": path.name}
-    return Told(program, dict(said), places, base=path.resolve().parent, method=_method(program, said))
+    return ParsedRun(program, dict(said), places, base=path.resolve().parent, method=_method(program, said))
 
 
 def _program_of(said: Mapping[str, Any]) -> str | None:
@@ -143,9 +143,9 @@ def _program_of(said: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _read_script(path: Path, text: str) -> Told:
+def _read_script(path: Path, text: str) -> ParsedRun:
     """The first command of a known program in a shell script, with the variables that were set before it."""
-    found: Told | None = None
+    found: ParsedRun | None = None
     others: list[str] = []
     try:
         for command in commands(text):
@@ -215,7 +215,7 @@ def _is_factorys(words: Sequence[str]) -> bool:
 
 def _read_command(
     words: list[str], environment: dict[str, str], place: str, base: Path, written: Mapping[str, str] | None = None
-) -> Told:
+) -> ParsedRun:
     """`written`: files that the script writes itself, by name."""
     environment = dict(environment)
     while words and (match := ASSIGNMENT.match(words[0])):
@@ -251,7 +251,7 @@ def _read_command(
         told.launcher |= launcher.others
     else:
         settings |= options
-        told = Told(program, settings, dict.fromkeys(settings, place), environment, base, launcher=launcher.others)
+        told = ParsedRun(program, settings, dict.fromkeys(settings, place), environment, base, launcher=launcher.others)
         told.method = _method(program, settings, method) if method in ("sft", "rlhf") else method
     told.unset, told.notes, told.meeting = frozenset(unset), notes, launcher.meeting
     if isinstance(hostfile := launcher.others.get("hostfile"), str):
@@ -316,7 +316,7 @@ def found_at(base: Path, name: str) -> Path:
     return next((folder / name for folder in (base, Path.cwd()) if (folder / name).exists()), base / name)
 
 
-def _of_hostfile(told: Told, name: str) -> None:
+def _of_hostfile(told: ParsedRun, name: str) -> None:
     """Machines and their GPUs of deepspeed's `NAME slots=8`, a line each, where a script says nothing else of them."""
     path = found_at(told.base, name)
     try:
@@ -333,7 +333,7 @@ def _of_hostfile(told: Told, name: str) -> None:
         told.settings = {**counts, **told.settings}
 
 
-def _of_accelerate(told: Told, name: str) -> None:
+def _of_accelerate(told: ParsedRun, name: str) -> None:
     """What the file of `accelerate launch --config_file` says; options win over it. Raises: ConfigError."""
     path = found_at(told.base, name)
     if not path.is_file():

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from surefoot.errors import ConfigError
-from surefoot.migrate.parse_input import Told
+from surefoot.migrate.parse_input import ParsedRun
 
 AXOLOTL_FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": None, "completion": "text"}
 SAMPLED = re.compile(r"^(?:(HF|MS|hf|ms)::)?(?:([\w.-]+/[\w.-]+):([\w./-]+?)|(.+?))(?:#(\d+))?$")
@@ -20,12 +20,12 @@ def is_of_modelscope(name: str) -> bool:
     return name.startswith(OWNERS_THERE)
 
 
-def odd_value(told: Told, name: str, value: Any, wanted: str) -> ConfigError:
+def odd_value(told: ParsedRun, name: str, value: Any, wanted: str) -> ConfigError:
     """For a setting whose value is not what is `wanted`, with its place."""
     return ConfigError(f"{name}={value!r}, and not {wanted} ({told.places.get(name, told.program)}).")
 
 
-def mappings(told: Told, name: str, value: Any) -> list[dict[str, Any]]:
+def mappings(told: ParsedRun, name: str, value: Any) -> list[dict[str, Any]]:
     """Entries with a path each. Raises: ConfigError."""
     if not isinstance(value, list) or not all(isinstance(one, dict) and one.get("path") for one in value):
         raise odd_value(told, name, value, "a list of mappings with a path each")
@@ -43,7 +43,7 @@ def axolotl_source(item: dict[str, Any]) -> dict[str, Any]:
     return {**source, **({"format": known} if known else {})}
 
 
-def axolotl_left(told: Told, value: Any) -> dict[str, str]:
+def axolotl_left(told: ParsedRun, value: Any) -> dict[str, str]:
     """What its sources say that is not carried."""
     left = {}
     for item in mappings(told, "datasets", value):

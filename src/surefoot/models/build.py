@@ -21,7 +21,7 @@ from transformers.distributed import DistributedConfig
 
 from surefoot.errors import ModelError
 from surefoot.models import attention, experts, vision
-from surefoot.models.dtensor_blocks import put
+from surefoot.models.dtensor_blocks import load_full
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
 from surefoot.models.pretrained import (
     check_generation_config,
@@ -307,7 +307,7 @@ def _set_initial_values(model: PreTrainedModel, lora: LoraSettings) -> None:
     """The same numbers on every topology: drawn whole, cut to this rank's part."""
     for name, parameter in model.named_parameters():
         if is_lora(name):
-            put(parameter, initial_value(name, parameter.shape, lora.seed))
+            load_full(parameter, initial_value(name, parameter.shape, lora.seed))
 
 
 def trainable_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:

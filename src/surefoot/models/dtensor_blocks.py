@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 
 @dataclass(frozen=True)
-class Block:
+class LocalShard:
     """The part of a tensor that this rank holds. `local` shares memory with it."""
 
     local: Tensor
@@ -33,10 +33,10 @@ class Block:
         return tuple(slice(begin, begin + size) for begin, size in zip(self.offset, self.local.shape, strict=True))
 
 
-def block_of(tensor: Tensor) -> Block:
+def block_of(tensor: Tensor) -> LocalShard:
     """The part this rank holds of a tensor that is cut along its first dimension, or not at all."""
     if not isinstance(tensor, DTensor):
-        return Block(tensor.detach(), (0,) * tensor.dim(), tensor.shape)
+        return LocalShard(tensor.detach(), (0,) * tensor.dim(), tensor.shape)
     local: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
     begin, size, copies, is_first = 0, tensor.shape[0] if tensor.dim() else 1, 1, True
     coordinate = tensor.device_mesh.get_coordinate()
@@ -55,17 +55,17 @@ def block_of(tensor: Tensor) -> Block:
         first = min(index * each, size)
         begin, size = begin + first, min(each, size - first)
     assert size == (local.shape[0] if local.dim() else 1)
-    return Block(local, (begin, *(0,) * (tensor.dim() - 1)), tensor.shape, copies, is_first, False)
+    return LocalShard(local, (begin, *(0,) * (tensor.dim() - 1)), tensor.shape, copies, is_first, False)
 
 
-def put(tensor: Tensor, whole: Tensor) -> None:
+def load_full(tensor: Tensor, gather_full: Tensor) -> None:
     """Fill a tensor, or this rank's part of it, from the whole value."""
     block = block_of(tensor)
     with torch.no_grad():
-        block.local.copy_(whole[block.span] if whole.dim() else whole)
+        block.local.copy_(gather_full[block.span] if gather_full.dim() else gather_full)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full(tensor: Tensor) -> Tensor:
     """The whole of a tensor on the CPU. Collective over the ranks that share it: an all-reduce a mesh dimension."""
     block = block_of(tensor)
     if not isinstance(tensor, DTensor):

@@ -291,7 +291,7 @@ def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 @contextmanager
-def adapter_off(model: nn.Module) -> Iterator[None]:
+def disable_adapter(model: nn.Module) -> Iterator[None]:
     """The model as it is without its LoRA parameters; they stay where they are."""
     scalings = {module: module.lora_scaling for module in model.modules() if hasattr(module, "lora_scaling")}
     try:
@@ -304,7 +304,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def noisy_adapter(model: nn.Module, noise: float) -> Iterator[None]:
+def perturbed_lora(model: nn.Module, noise: float) -> Iterator[None]:
     """The model with normal noise of this deviation in its LoRA parameters, alike on ranks that hold copies."""
     parts = {name: block_of(parameter).local for name, parameter in model.named_parameters() if is_lora(name)}
     before = {name: part.clone() for name, part in parts.items()}

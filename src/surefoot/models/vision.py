@@ -48,7 +48,9 @@ def attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
         model.set_attn_implementation(attention_of(model.config, before))
 
 
-def see(model: PreTrainedModel, ids: Tensor, pixels: Tensor, grid: Tensor, *, is_blank: bool) -> dict[str, Any]:
+def embed_images(
+    model: PreTrainedModel, ids: Tensor, pixels: Tensor, grid: Tensor, *, is_blank: bool
+) -> dict[str, Any]:
     """What the decoder's forward is given of tokens and images.
 
     Where no image stands in the tokens (`is_blank`), zero times what the tower made of the pixels is added to the

@@ -273,7 +273,7 @@ def shaped_batch(lengths: Sequence[int], trained: int, vision: Vision | None = N
         position_ids=torch.empty(1, tokens, dtype=torch.int64),
         lengths=list(lengths),
         cu_seq_lens=torch.empty(len(lengths) + 1, dtype=torch.int32),
-        predict_at=torch.empty(trained, dtype=torch.int64),
+        target_positions=torch.empty(trained, dtype=torch.int64),
         targets=torch.empty(trained, dtype=torch.int64),
         weights=None,
         places=(),
@@ -298,7 +298,7 @@ def trace_step(
     _attention.is_on_gpu = is_on_gpu
     model = built.model
     known = [*model.parameters(), *model.buffers(), batch.ids, batch.position_ids, batch.cu_seq_lens,
-             batch.predict_at, batch.targets]  # fmt: skip
+             batch.target_positions, batch.targets]  # fmt: skip
     layers = {one: number for number, layer in enumerate(model.get_decoder().layers) for one in layer.parameters()}
     live = _Live(known, gradient_share, layers, model.get_output_embeddings().out_features)
     saved: dict[str, int] = {}

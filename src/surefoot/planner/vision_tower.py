@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from surefoot.config import RunConfig
-from surefoot.data.build_dataset import SEEING
+from surefoot.data.build_dataset import VISION_MODEL_TYPES
 from surefoot.data.conversation import TEXT_BESIDE_IMAGES_TOKENS
 from surefoot.data.image_processor import Vision, limits_of, load_processor
 from surefoot.models.build import BuiltModel, load_config
@@ -40,7 +40,7 @@ class Pictures:
 def pictures_of(run: RunConfig, base: Path, rows: int, length: int) -> Pictures | None:
     """The most images that `rows` sequences of `length` tokens can hold; None for a model that reads none."""
     config = load_config(base)
-    if config.model_type not in SEEING:
+    if config.model_type not in VISION_MODEL_TYPES:
         return None
     vision = config.vision_config
     side = vision.patch_size * vision.spatial_merge_size

@@ -7,11 +7,11 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class NotDone(Exception):
+class DeadlineExceeded(Exception):
     """Work has not come to its end in time. No TimeoutError: the work may raise that itself."""
 
 
-class Bounded(threading.Thread, Generic[T]):
+class Deadline(threading.Thread, Generic[T]):
     """One piece of work, begun at once in a thread of its own. What hangs there keeps no process from its end."""
 
     def __init__(self, work: Callable[[], T]) -> None:
@@ -28,12 +28,12 @@ class Bounded(threading.Thread, Generic[T]):
             self._error = error
 
     def result(self, within_s: float) -> T:
-        """What came of it. Raises: what the work raised, and NotDone where it is not done by then."""
+        """What came of it. Raises: what the work raised, and DeadlineExceeded where it is not done by then."""
         self.join(within_s)
         if isinstance(self._error, Exception):
             raise self._error
         if self._error is not None:
             raise RuntimeError(f"{type(self._error).__name__}: {self._error}") from self._error
         if not self._value:
-            raise NotDone
+            raise DeadlineExceeded
         return self._value[0]

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from surefoot.system import cgroup
-from surefoot.system.deadline import Bounded, NotDone
+from surefoot.system.deadline import Deadline, DeadlineExceeded
 from surefoot.system.kernel_log import OF_PROGRAMS, KernelLog, gpu_errors
 from surefoot.system.loopback import variables_of_user
 from surefoot.system.machine import ELSEWHERE, HERE, LISTENS, Disk, Interface, Port, Snapshot
@@ -97,7 +97,7 @@ def collect(
         parts["output"] = lambda: _probed(_disk(existing_folder(output_dir)))
     if rdzv_endpoint is not None:
         parts["rendezvous"] = lambda: _place(rdzv_endpoint)
-    begun = {name: Bounded(read) for name, read in parts.items()}
+    begun = {name: Deadline(read) for name, read in parts.items()}
     began = time.monotonic()
     values: dict[str, Any] = {}
     unknown: dict[str, str] = {}
@@ -105,7 +105,7 @@ def collect(
         within_s = PATIENT_WITHIN_S if patient or name in GPU_PARTS else PART_WITHIN_S
         try:
             values[name] = part.result(max(0.0, began + within_s - time.monotonic()))
-        except NotDone:
+        except DeadlineExceeded:
             unknown[name] = f"no answer within {within_s} s"
         except Exception as error:  # noqa: BLE001 - whatever it is, the other parts are read
             unknown[name] = f"{type(error).__name__}: {error}"

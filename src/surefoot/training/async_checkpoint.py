@@ -25,9 +25,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from surefoot.distributed.process_group import ALONE, Ranks
+from surefoot.distributed.process_group import SINGLE_PROCESS, World
 from surefoot.errors import StorageError, SurefootError
-from surefoot.models.dtensor_blocks import Block, block_of
+from surefoot.models.dtensor_blocks import LocalShard, block_of
 from surefoot.system.atomic_io import (
     delete,
     make_folder,
@@ -52,7 +52,7 @@ AGREE_EVERY_S = 0.5
 """Between two words of the ranks on how far they are, while they wait for a save."""
 NOTES = "notes"
 
-Blocks = dict[str, dict[str, Block]]
+Blocks = dict[str, dict[str, LocalShard]]
 """Part of the checkpoint (`model`, `optimizer`) -> name -> what this rank holds of it."""
 
 
@@ -68,7 +68,9 @@ class Saved:
 class Saver:
     """The checkpoints of one run, one at a time."""
 
-    def __init__(self, run_folder: Path, config: Mapping[str, Any], keep: int | None, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, run_folder: Path, config: Mapping[str, Any], keep: int | None, ranks: World = SINGLE_PROCESS
+    ) -> None:
         self._run_folder = run_folder
         self._config = config
         self._keep = keep
@@ -88,7 +90,7 @@ class Saver:
         self.wait()
         target = checkpoint_folder(self._run_folder, state.step)
         temporary = target.with_name(f".{target.name}.tmp")
-        self._ranks.from_first(lambda: _empty_folders(temporary, target))
+        self._ranks.broadcast_from_rank0(lambda: _empty_folders(temporary, target))
         began = time.perf_counter()
         blocks = self._copied(parameters, optimizer)
         self._is_abandoned.clear()
@@ -112,7 +114,7 @@ class Saver:
         if self._thread is not None:
             self._wait_for(self._thread)
             self._thread = None
-        self._ranks.together(self.raise_error)
+        self._ranks.run_or_raise_on_all(self.raise_error)
 
     def _wait_for(self, thread: threading.Thread) -> None:
         """Until it has ended on all ranks, or is late. Collective.
@@ -250,7 +252,7 @@ def _leave_note(path: Path, note: Mapping[str, Any]) -> None:
     os.replace(unseen, path)
 
 
-def _write_part(temporary: Path, target: Path, blocks: Blocks, ranks: Ranks) -> dict[str, str]:
+def _write_part(temporary: Path, target: Path, blocks: Blocks, ranks: World) -> dict[str, str]:
     """Write what this rank holds; returns the SHA-256 of each of its files."""
     digests = {}
     for part in PARTS:

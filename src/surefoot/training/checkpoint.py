@@ -34,7 +34,7 @@ from surefoot.training.manifest import (
     read_manifest,
     refuse_unreadable,
 )
-from surefoot.training.sharded_tensors import Pieces
+from surefoot.training.sharded_tensors import ShardedTensors
 from surefoot.training.state_fields import ADDED_IN_FORMAT_3, check_state
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -105,7 +105,7 @@ def verify(path: Path) -> dict[str, Any]:
     if state.step != manifest["step"]:
         raise DamagedCheckpoint(f"{path / STATE} is of step {state.step}, and the manifest of step {manifest['step']}")
     try:
-        weights, moments = Pieces(path / "model"), Pieces(path / "optimizer")
+        weights, moments = ShardedTensors(path / "model"), ShardedTensors(path / "optimizer")
         weights.check_whole()
         moments.check_whole()
     except CheckpointError as error:
@@ -167,7 +167,7 @@ def load_checkpoint(path: Path, parameters: Mapping[str, nn.Parameter], optimize
 
     Raises: CheckpointError where names, shapes or types differ from this run's, or parts are missing.
     """
-    weights, moments = Pieces(path / "model"), Pieces(path / "optimizer")
+    weights, moments = ShardedTensors(path / "model"), ShardedTensors(path / "optimizer")
     weights.check({name: (parameter.shape, parameter.dtype) for name, parameter in parameters.items()})
     scalar = (torch.Size(), torch.float32)
     moments.check(

@@ -18,9 +18,9 @@ from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.collate import MicroBatch
 from surefoot.data.sampler import Position, StepBatch
 from surefoot.distributed.parallel_dims import Layout
-from surefoot.distributed.process_group import Ranks
+from surefoot.distributed.process_group import World
 from surefoot.errors import ConfigError, ModelError
-from surefoot.methods.base import BatchTotals, Learner
+from surefoot.methods.base import BatchTotals, TrainContext
 from surefoot.models.build import meta_model
 from surefoot.models.experts import experts_of, is_fused_experts
 from surefoot.training.step import NotFinite, counts_of, train_step
@@ -35,7 +35,7 @@ Batches = Callable[[Position], tuple[StepBatch, list[MicroBatch]]]
 
 
 def choose_expert_parallel(
-    config: RunConfig, base: Path, batches: Batches, position: Position, ranks: Ranks, device: torch.device
+    config: RunConfig, base: Path, batches: Batches, position: Position, ranks: World, device: torch.device
 ) -> tuple[RunConfig, Seconds]:
     """The config with a number for `expert_parallel_size: auto`, and the seconds a step took with each size.
 
@@ -120,7 +120,7 @@ def _with(config: RunConfig, size: int) -> RunConfig:
 
 
 def _step_time_s(
-    config: RunConfig, base: Path, batches: Batches, position: Position, ranks: Ranks, device: torch.device
+    config: RunConfig, base: Path, batches: Batches, position: Position, ranks: World, device: torch.device
 ) -> float | None:
     """The median time of a step, by the slowest rank; None where a rank's memory was too small.
 
@@ -134,8 +134,8 @@ def _step_time_s(
     return step_time_s
 
 
-def _measured_s(build: Callable[[], Learner], batches: Batches, position: Position, ranks: Ranks) -> float | None:
-    learners: list[Learner] = []
+def _measured_s(build: Callable[[], TrainContext], batches: Batches, position: Position, ranks: World) -> float | None:
+    learners: list[TrainContext] = []
     if _slowest_s(lambda: learners.append(build()), ranks) is None:
         return None
     seconds: list[float] = []
@@ -149,7 +149,7 @@ def _measured_s(build: Callable[[], Learner], batches: Batches, position: Positi
     return statistics.median(seconds[WARMUP_STEPS:])
 
 
-def _slowest_s(work: Callable[[], object], ranks: Ranks) -> float | None:
+def _slowest_s(work: Callable[[], object], ranks: World) -> float | None:
     """The seconds that the slowest rank took; None where the memory of any was too small. Collective: one gather."""
     began = time.perf_counter()
     taken_s: float | None
@@ -163,9 +163,9 @@ def _slowest_s(work: Callable[[], object], ranks: Ranks) -> float | None:
     return max(fitting) if len(fitting) == len(by_rank) else None
 
 
-def _prepared_step(learner: Learner, batches: Batches, position: Position) -> tuple[StepBatch, Callable[[], None]]:
+def _prepared_step(learner: TrainContext, batches: Batches, position: Position) -> tuple[StepBatch, Callable[[], None]]:
     """(the rows of a step, the step itself). Collective: two agreements."""
-    rows, mine = learner.ranks.together(lambda: batches(position))
+    rows, mine = learner.ranks.run_or_raise_on_all(lambda: batches(position))
     tokens, trained, weight = learner.ranks.sum(counts_of(mine))
     totals = BatchTotals(round(tokens), round(trained), weight)
     on_device = [batch.to(learner.device) for batch in mine]

@@ -11,7 +11,7 @@ from surefoot.data.render import answer_ends
 from surefoot.errors import ConfigError, ModelError
 from surefoot.models.adapter import CONFIG, base_name, load_adapter_files, read_adapter, settings_of, write_adapter
 from surefoot.models.build import build_model, load_tokenizer, meta_model, trainable_parameters
-from surefoot.models.dtensor_blocks import put
+from surefoot.models.dtensor_blocks import load_full
 from surefoot.models.export import in_layers, merge_adapter, name_ends, read_untrained, write_model
 from surefoot.models.generate import end_tokens
 from surefoot.models.lora import LoraSettings, adaptable_names, lora_settings, tower_names
@@ -21,7 +21,7 @@ from surefoot.system.atomic_io import new_folder
 from surefoot.training.checkpoint import checkpoint_folder, list_checkpoints, verify
 from surefoot.training.manifest import DamagedCheckpoint
 from surefoot.training.run_dir import saved_config
-from surefoot.training.sharded_tensors import Pieces
+from surefoot.training.sharded_tensors import ShardedTensors
 
 
 def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
@@ -47,7 +47,7 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
     checkpoint = _checkpoint_of(run, step)
     base = resolve_model(config.model, f"{run}/run.yaml")
     tokenizer = load_tokenizer(base, config.chat_template)
-    saved = Pieces(checkpoint / "model")
+    saved = ShardedTensors(checkpoint / "model")
     if settings is None:
         untrained = read_untrained(base, saved.shapes)
         shapes = {**saved.shapes, **{name: value.shape for name, value in untrained.items()}}
@@ -178,4 +178,4 @@ def load_adapter(folder: Path, model: PreTrainedModel, settings: LoraSettings) -
     parameters = trainable_parameters(model)
     values = read_adapter(folder, {name: parameter.shape for name, parameter in parameters.items()}, settings)
     for name, value in values.items():
-        put(parameters[name], value)
+        load_full(parameters[name], value)

@@ -1,6 +1,6 @@
 """The loop over steps: batch, step, events, evaluation, checkpoints, stop signals. Nothing else.
 
-SFT and GRPO share it; what differs comes in through `Job`.
+SFT and GRPO share it; what differs comes in through `LoopContext`.
 """
 
 import os
@@ -20,10 +20,10 @@ import torch
 from surefoot.config import RunConfig
 from surefoot.data.collate import MicroBatch
 from surefoot.data.sampler import StepBatch
-from surefoot.distributed.process_group import Ranks
+from surefoot.distributed.process_group import World
 from surefoot.errors import DataError, StoppedOnFinding, SurefootError
 from surefoot.events import BatchDescribed, CheckpointSaved, Evaluated, Event, StepEnded
-from surefoot.methods.base import LAST_WAIT_S, BatchTotals, Interrupted, Learner
+from surefoot.methods.base import LAST_WAIT_S, BatchTotals, Interrupted, TrainContext
 from surefoot.system.console import say_at_once
 from surefoot.system.process import restore_handlers, stop_signals
 from surefoot.training.async_checkpoint import Saver
@@ -86,7 +86,7 @@ class StopSignal:
 
 
 @dataclass(frozen=True)
-class Job:
+class LoopContext:
     """Everything the loop works with, assembled by `trainer.py`."""
 
     config: RunConfig
@@ -104,7 +104,7 @@ class Job:
     as_saved: Callable[[TrainState, float], TrainState]
     """A state with what a checkpoint keeps of the batch source besides its position; waits so many seconds for it.
     Collective."""
-    learner: Learner
+    learner: TrainContext
     phases: Phases
     emit: Callable[[Event], None]
     saver: Saver
@@ -114,7 +114,7 @@ class Job:
     """Where routers are trained; frozen ones are as the model came."""
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> World:
         return self.learner.ranks
 
     def share(self, step: int, epoch: float) -> float:
@@ -128,7 +128,9 @@ class Job:
         return self.total_steps or max(step, round(step / self.share(step, epoch)))
 
 
-def fit(job: Job, state: TrainState, stop: StopSignal) -> tuple[TrainState, Literal["completed", "interrupted"]]:
+def fit(
+    job: LoopContext, state: TrainState, stop: StopSignal
+) -> tuple[TrainState, Literal["completed", "interrupted"]]:
     """Train from `state` to the end or to a stop signal; either way the last step is saved.
 
     Raises: StoppedOnFinding when the loss or a gradient is not finite; StorageError when the disk refuses a checkpoint.
@@ -176,12 +178,12 @@ class _Ready:
     began: float
 
 
-def _is_told_to_stop(job: Job, stop: StopSignal) -> bool:
+def _is_told_to_stop(job: LoopContext, stop: StopSignal) -> bool:
     """Return whether to stop before batches that take long; ranks agree on others with the batch. Collective."""
     return job.agrees_to_stop_before_batches and bool(job.ranks.sum([stop.received is not None])[0])
 
 
-def _get_ready_or_save(job: Job, state: TrainState, stop: StopSignal) -> "_Ready | None":
+def _get_ready_or_save(job: LoopContext, state: TrainState, stop: StopSignal) -> "_Ready | None":
     """`_get_ready`; where rollouts end in a finding, what was learned is kept. Collective."""
     try:
         return _get_ready(job, state, stop)
@@ -190,7 +192,7 @@ def _get_ready_or_save(job: Job, state: TrainState, stop: StopSignal) -> "_Ready
         raise
 
 
-def _get_ready(job: Job, state: TrainState, stop: StopSignal) -> _Ready | None:
+def _get_ready(job: LoopContext, state: TrainState, stop: StopSignal) -> _Ready | None:
     """Read this rank's part of the next step and agree on its size; None where any rank was told to stop.
 
     Collective: one sum of five numbers. Raises: DataError on all ranks where any could not read its rows.
@@ -220,8 +222,8 @@ def _get_ready(job: Job, state: TrainState, stop: StopSignal) -> _Ready | None:
     return _Ready(rows, batches, BatchTotals(round(tokens), round(trained), weight), began)
 
 
-def _described(job: Job, step: int, batches: Sequence[MicroBatch]) -> BatchDescribed:
-    real = [batch for batch in batches if not batch.is_filler]
+def _described(job: LoopContext, step: int, batches: Sequence[MicroBatch]) -> BatchDescribed:
+    real = [batch for batch in batches if not batch.is_dummy]
     seen = [batch.vision for batch in real if batch.vision is not None and not batch.vision.is_blank]
     return BatchDescribed(
         rank=job.ranks.rank,
@@ -235,7 +237,7 @@ def _described(job: Job, step: int, batches: Sequence[MicroBatch]) -> BatchDescr
     )
 
 
-def _one_step(job: Job, state: TrainState, ready: _Ready) -> TrainState:
+def _one_step(job: LoopContext, state: TrainState, ready: _Ready) -> TrainState:
     config = job.config
     rows, batches = ready.rows, ready.batches
     # Dropout depends on (seed, step, rank) alone, so a resumed run needs no saved generator. It is the one thing that
@@ -286,7 +288,7 @@ def _one_step(job: Job, state: TrainState, ready: _Ready) -> TrainState:
 
 
 def _step_ended(
-    job: Job,
+    job: LoopContext,
     state: TrainState,
     result: StepResult,
     measured: Mapping[str, float],
@@ -316,13 +318,13 @@ def _step_ended(
     )
 
 
-def _evaluate(job: Job, state: TrainState) -> TrainState:
+def _evaluate(job: LoopContext, state: TrainState) -> TrainState:
     """Where there is something to evaluate on. The state says whether it was interrupted."""
     done = replace(state, evaluation_is_due=False)
     if job.evaluate is None:
         return done
     with job.phases("wait for data"):
-        job.ranks.together(job.before_evaluation)
+        job.ranks.run_or_raise_on_all(job.before_evaluation)
     try:
         with job.phases("evaluate"):
             measured = job.evaluate(state.step)
@@ -335,25 +337,25 @@ def _evaluate(job: Job, state: TrainState) -> TrainState:
     return done
 
 
-def _save(job: Job, state: TrainState) -> None:
+def _save(job: LoopContext, state: TrainState) -> None:
     saved = job.as_saved(state, inf)  # the next step would wait for it anyway
     with job.phases("save"):
         job.saver.save(job.learner.parameters, job.learner.optimizer, saved)
 
 
-def _save_if_new(job: Job, state: TrainState) -> None:
+def _save_if_new(job: LoopContext, state: TrainState) -> None:
     """The state is on disk when this returns. Collective."""
     with job.phases("save"):
         job.saver.wait()
         folder = checkpoint_folder(job.run_folder, state.step)
-        if state.step and job.ranks.from_first(lambda: folder not in list_checkpoints(job.run_folder)):
+        if state.step and job.ranks.broadcast_from_rank0(lambda: folder not in list_checkpoints(job.run_folder)):
             saved = job.as_saved(state, LAST_WAIT_S)
             job.saver.save(job.learner.parameters, job.learner.optimizer, saved)
             job.saver.wait()
     _tell_of_saves(job)
 
 
-def _tell_of_saves(job: Job) -> None:
+def _tell_of_saves(job: LoopContext) -> None:
     saved = job.saver.completed()
     if saved is not None:
         job.emit(CheckpointSaved(saved.step, saved.path, saved.save_time_s))

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from surefoot.events import DeviceMemorySampled, MemorySampled
-from surefoot.methods.base import Learner
+from surefoot.methods.base import TrainContext
 
 
-def sample_memory(learner: Learner, step: int) -> MemorySampled:
+def sample_memory(learner: TrainContext, step: int) -> MemorySampled:
     """Count this rank's own shards, after a step: the optimizer's state exists from the first one on."""
     trained = _bytes(learner.parameters.values())
     frozen = [parameter for parameter in learner.model.parameters() if not parameter.requires_grad]

@@ -19,9 +19,9 @@ from surefoot.events import (
     Evaluated,
     Event,
     FindingMade,
-    Noted,
+    Heartbeat,
+    Notice,
     Observer,
-    Preparing,
     RunEnded,
     RunStarted,
     StepEnded,
@@ -144,7 +144,7 @@ class Screen:
         self._last_line = self._began
 
     def observe(self, event: Event) -> None:
-        if isinstance(event, Preparing):
+        if isinstance(event, Heartbeat):
             if event.text:
                 self._preparing(event)
         elif isinstance(event, DataCounted):
@@ -168,7 +168,7 @@ class Screen:
             self._line(f"step {event.step}: {said}")
         elif isinstance(event, CheckpointSaved):
             self._line(f"step {event.step}: checkpoint {event.path.name} ({event.save_time_s:.1f} s)")
-        elif isinstance(event, Noted):
+        elif isinstance(event, Notice):
             self._line(event.text)
         elif isinstance(event, FindingMade):
             self._line(event.finding.as_text())
@@ -178,7 +178,7 @@ class Screen:
         if self._live:
             self._write("", end="")
 
-    def _preparing(self, event: Preparing) -> None:
+    def _preparing(self, event: Heartbeat) -> None:
         """In place on a terminal; elsewhere a line every few seconds, and none for what is done at once."""
         now = time.perf_counter()
         if self._live:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from surefoot.data.collate import MicroBatch
 from surefoot.findings import CATALOGUE, Finding
-from surefoot.methods.base import Learner
+from surefoot.methods.base import TrainContext
 from surefoot.models.dtensor_blocks import block_of
 from surefoot.training.step import NotFinite
 
@@ -22,7 +22,7 @@ PIECE = 1 << 24
 
 
 def not_finite_finding(
-    learner: Learner,
+    learner: TrainContext,
     error: NotFinite,
     batches: Sequence[MicroBatch],
     *,
@@ -88,7 +88,7 @@ class _Origin:
     """Its place in the data."""
 
 
-def _origin(learner: Learner, batches: Sequence[MicroBatch]) -> _Origin | None:
+def _origin(learner: TrainContext, batches: Sequence[MicroBatch]) -> _Origin | None:
     """Found by looking at what each module of the model gives; None where a forward is finite. Collective."""
     found: list[_Origin] = []
     current: list[MicroBatch] = []
@@ -101,7 +101,7 @@ def _origin(learner: Learner, batches: Sequence[MicroBatch]) -> _Origin | None:
     def look_at(name: str) -> Callable[..., None]:
         def look(_module: nn.Module, _inputs: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
-            if found or not isinstance(tensor, Tensor) or not tensor.is_floating_point() or current[0].is_filler:
+            if found or not isinstance(tensor, Tensor) or not tensor.is_floating_point() or current[0].is_dummy:
                 return
             bad = ~torch.isfinite(tensor.detach())
             if bool(bad.any()):

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from surefoot.errors import CheckpointError
-from surefoot.models.dtensor_blocks import Block
+from surefoot.models.dtensor_blocks import LocalShard
 from surefoot.system.json_files import is_count
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -36,7 +36,7 @@ class _Stored:
     shape: tuple[int, ...]
 
 
-def of_this_rank(blocks: Mapping[str, Block], *, is_first: bool) -> dict[str, Block]:
+def of_this_rank(blocks: Mapping[str, LocalShard], *, is_first: bool) -> dict[str, LocalShard]:
     """Those that it writes. `is_first`: this rank also writes what every rank has all of."""
     return {
         name: block
@@ -45,7 +45,7 @@ def of_this_rank(blocks: Mapping[str, Block], *, is_first: bool) -> dict[str, Bl
     }
 
 
-def write_pieces(path: Path, blocks: Mapping[str, Block]) -> None:
+def write_pieces(path: Path, blocks: Mapping[str, LocalShard]) -> None:
     """Write these blocks to one file."""
     about = {name: [list(block.offset), list(block.shape)] for name, block in blocks.items()}
     tensors = {name: block.local.contiguous() for name, block in blocks.items()}
@@ -61,7 +61,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: could not be read: {error}") from error
 
 
-class Pieces:
+class ShardedTensors:
     """The tensors of a folder that `write_pieces` filled.
 
     Raises: CheckpointError where a file cannot be read or describes its blocks wrongly.
@@ -120,7 +120,7 @@ class Pieces:
                 f"{expected} here. The checkpoint belongs to another model or LoRA setting."
             )
 
-    def fill(self, name: str, block: Block) -> None:
+    def fill(self, name: str, block: LocalShard) -> None:
         """Read what a block needs, and no more. Raises: CheckpointError where parts of it are on no file."""
         num_read = 0
         for stored in self._blocks.get(name, ()):
@@ -145,7 +145,7 @@ class Pieces:
         """A whole tensor."""
         shape = self.shapes[name]
         whole = torch.empty(shape, dtype=self.dtypes[name])
-        self.fill(name, Block(whole, (0,) * len(shape), shape))
+        self.fill(name, LocalShard(whole, (0,) * len(shape), shape))
         return whole
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.data.collate import MicroBatch
-from surefoot.methods.base import BatchTotals, Learner
-from surefoot.models.dtensor_blocks import Block, block_of
+from surefoot.methods.base import BatchTotals, TrainContext
+from surefoot.models.dtensor_blocks import LocalShard, block_of
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
@@ -47,7 +47,12 @@ class NotFinite(Exception):
 
 
 def train_step(
-    batches: Sequence[MicroBatch], totals: BatchTotals, learner: Learner, *, learning_rate: float, max_grad_norm: float
+    batches: Sequence[MicroBatch],
+    totals: BatchTotals,
+    learner: TrainContext,
+    *,
+    learning_rate: float,
+    max_grad_norm: float,
 ) -> StepResult:
     """Forward and backward over this rank's part of the global batch, clip, update.
 
@@ -96,7 +101,7 @@ def train_step(
     return StepResult(loss, aux_loss if aux else None, grad_norm, totals)
 
 
-def _sum_of_squares(blocks: Sequence[Block], device: torch.device) -> Tensor:
+def _sum_of_squares(blocks: Sequence[LocalShard], device: torch.device) -> Tensor:
     """Return this rank's share of the squared norm. In the sum over the ranks, a block with copies counts once."""
     by_copies: dict[tuple[int, torch.device], list[Tensor]] = {}
     for block in blocks:

@@ -10,9 +10,9 @@ import torch
 from surefoot.config import LoadedConfig, RunConfig
 from surefoot.distributed.fsdp import Sharding
 from surefoot.distributed.parallel_dims import Layout
-from surefoot.distributed.process_group import Ranks
+from surefoot.distributed.process_group import World
 from surefoot.errors import ConfigError
-from surefoot.methods.base import Learner
+from surefoot.methods.base import TrainContext
 from surefoot.methods.registry import method_of
 from surefoot.models.build import build_model, trainable_parameters
 from surefoot.models.lora import lora_settings
@@ -23,7 +23,7 @@ from surefoot.training.optimizer import build_optimizer
 Context = Callable[[], AbstractContextManager[object]]
 
 
-def sharding_of(config: RunConfig, ranks: Ranks, device: torch.device) -> Sharding | None:
+def sharding_of(config: RunConfig, ranks: World, device: torch.device) -> Sharding | None:
     """How a learner is laid out over the ranks, with process groups of its own; None on one. Collective."""
     layout = Layout.of(config, ranks.size)
     return Sharding(layout, device) if layout.is_sharded else None
@@ -42,8 +42,8 @@ def check_trained_routers(loaded: LoadedConfig, num_ranks: int) -> None:
 
 
 def build_learner(
-    config: RunConfig, base: Path, ranks: Ranks, device: torch.device, sharding: Sharding | None
-) -> Learner:
+    config: RunConfig, base: Path, ranks: World, device: torch.device, sharding: Sharding | None
+) -> TrainContext:
     """A learner at its initial values. `base` is the folder of the model.
 
     Collective. Raises: ModelError for a folder whose weights do not fill the model, or settings that do not fit it.
@@ -74,7 +74,7 @@ def build_learner(
         rollout_context = autocast if config.zero_stage < 3 else forward_context
     with forward_context():
         objective = method_of(config).build_objective(built, config, ranks)
-    return Learner(
+    return TrainContext(
         model=built.model,
         parameters=parameters,
         optimizer=build_optimizer(parameters, config),

@@ -17,10 +17,10 @@ from surefoot.data.render import answer_ends
 from surefoot.data.sampler import StepBatch
 from surefoot.distributed.artifact import write_artifact
 from surefoot.distributed.parallel_dims import Layout
-from surefoot.distributed.process_group import Ranks, gpu_of, joined
+from surefoot.distributed.process_group import World, gpu_of, init_distributed
 from surefoot.errors import CheckpointError, ConfigError, ModelError, StoppedOnFinding, StorageError, SurefootError
-from surefoot.events import Event, FindingMade, Noted, Observer, RunEnded, RunStarted
-from surefoot.methods.base import Learner, Method, MethodContext
+from surefoot.events import Event, FindingMade, Notice, Observer, RunEnded, RunStarted
+from surefoot.methods.base import Method, MethodContext, TrainContext
 from surefoot.methods.registry import method_of
 from surefoot.methods.training_data import RunData, open_data
 from surefoot.models.build import load_tokenizer
@@ -35,7 +35,7 @@ from surefoot.training.async_checkpoint import Saver
 from surefoot.training.checkpoint import TrainState, load_checkpoint, read_state
 from surefoot.training.expert_load import ExpertUse, trains_routers
 from surefoot.training.expert_parallel import check_experts, choose_expert_parallel, describe_choice
-from surefoot.training.loop import Job, StopSignal, fit
+from surefoot.training.loop import LoopContext, StopSignal, fit
 from surefoot.training.metrics import build_observers
 from surefoot.training.out_of_memory import DeviceNow, MemoryWatch, is_out_of_memory
 from surefoot.training.phases import Phases
@@ -71,11 +71,11 @@ def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: b
 
     with ExitStack() as held:
         with Phases(emit, launcher_number("RANK"))("launch"):
-            ranks = held.enter_context(joined(device_type(loaded), alone_too=loaded.run.offload is not None))
+            ranks = held.enter_context(init_distributed(device_type(loaded), alone_too=loaded.run.offload is not None))
         return _train(resolve(loaded, ranks.size), observers, ranks, screen=screen)
 
 
-def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *, screen: bool) -> RunResult:
+def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: World, *, screen: bool) -> RunResult:
     config, folder = loaded.run, loaded.run.run_folder
     _agree_on_config(loaded, ranks)
     with StopSignal().watching() as stop, _claimed(loaded, ranks) as resume:
@@ -106,7 +106,7 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *,
             try:
                 finish(status, error=error)
             except StorageError as refused:
-                emit(Noted(str(refused)))
+                emit(Notice(str(refused)))
 
         def agreed(result: RunResult) -> RunResult:
             """Rank 0 has heard what happened; the others read what it wrote."""
@@ -118,8 +118,8 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *,
             opened = _open(loaded, resume, emit, ranks)
             done = opened.state.step, opened.state.epoch
             earlier = completed_earlier(folder, opened.state.step) if config.is_over(*done) else None
-            if ranks.from_first(lambda: earlier is not None):
-                emit(Noted(f"complete since an earlier start: {opened.state.step} steps"))
+            if ranks.broadcast_from_rank0(lambda: earlier is not None):
+                emit(Notice(f"complete since an earlier start: {opened.state.step} steps"))
                 complete = earlier or record.result("completed")
                 emit(RunEnded(complete.as_dict()))
                 return agreed(complete)
@@ -149,14 +149,14 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: Ranks, *,
             undo.close()
 
 
-def _agree_on_config(loaded: LoadedConfig, ranks: Ranks) -> None:
+def _agree_on_config(loaded: LoadedConfig, ranks: World) -> None:
     """Refuse, before anything is touched, machines that were given different configs, and sizes that do not divide.
 
     Collective. Raises: ConfigError on all ranks.
     """
     config = loaded.run
     asked = config.nproc_per_node * config.nnodes
-    first = ranks.from_first(lambda: config.model_dump(mode="json"))
+    first = ranks.broadcast_from_rank0(lambda: config.model_dump(mode="json"))
 
     def check() -> None:
         differing = changed_fields(first, config, may_differ=MayDiffer.BETWEEN_RANKS)
@@ -173,21 +173,21 @@ def _agree_on_config(loaded: LoadedConfig, ranks: Ranks) -> None:
             )
         Layout.of(config, ranks.size, loaded.where)
 
-    ranks.together(check)
+    ranks.run_or_raise_on_all(check)
 
 
 @dataclass(frozen=True)
 class _Assembled:
     """A run ready for its first step."""
 
-    job: Job
+    job: LoopContext
     state: TrainState
     data: RunData
     write_artifact: Callable[[], Path]
 
 
 @contextmanager
-def _claimed(loaded: LoadedConfig, ranks: Ranks) -> Iterator[Resume]:
+def _claimed(loaded: LoadedConfig, ranks: World) -> Iterator[Resume]:
     """The run folder, claimed by rank 0 for all."""
     with ExitStack() as held:
         mine = Resume(None, [])
@@ -197,8 +197,8 @@ def _claimed(loaded: LoadedConfig, ranks: Ranks) -> Iterator[Resume]:
             mine = held.enter_context(claim(loaded))
             return {"checkpoint": str(mine.checkpoint) if mine.checkpoint is not None else None, "token": mine.token}
 
-        claimed = ranks.from_first(claim_it)
-        ranks.together(lambda: check_shared(loaded, claimed["token"]))
+        claimed = ranks.broadcast_from_rank0(claim_it)
+        ranks.run_or_raise_on_all(lambda: check_shared(loaded, claimed["token"]))
         checkpoint = claimed["checkpoint"]
         yield replace(mine, checkpoint=Path(checkpoint) if checkpoint is not None else None)
 
@@ -214,34 +214,36 @@ class _Opened:
     state: TrainState
 
 
-def _open(loaded: LoadedConfig, resume: Resume, emit: Emit, ranks: Ranks) -> _Opened:
+def _open(loaded: LoadedConfig, resume: Resume, emit: Emit, ranks: World) -> _Opened:
     """Find model and data, and where the run stands: what is cheap and most often wrong comes first."""
     config = loaded.run
     for theirs, ours in loaded.renamed.items():
-        emit(Noted(f"config: {theirs} is read as {ours}"))
+        emit(Notice(f"config: {theirs} is read as {ours}"))
     for note in loaded.notes:
-        emit(Noted(f"config: {note}"))
+        emit(Notice(f"config: {note}"))
     for note in resume.notes:
-        emit(Noted(note))
+        emit(Notice(note))
     for finding in resume.findings:
         emit(FindingMade(finding))
 
     phases = Phases(emit, ranks.rank)
     with phases("load"):
-        ranks.node_by_node(lambda: check_sources(loaded))  # before a model is fetched
-        base = ranks.node_by_node(lambda: resolve_model(config.model, loaded.where("model")))
-        ranks.node_by_node(lambda: check_experts(loaded, base))
-        ranks.node_by_node(lambda: method_of(config).check_model(loaded, base))
-        ranks.node_by_node(lambda: check_trained_routers(loaded, ranks.size))
-        tokenizer = ranks.together(lambda: load_tokenizer(base, config.chat_template))
-    known = ranks.together(lambda: read_state(resume.checkpoint).data_seen if resume.checkpoint is not None else None)
+        ranks.local_rank0_first(lambda: check_sources(loaded))  # before a model is fetched
+        base = ranks.local_rank0_first(lambda: resolve_model(config.model, loaded.where("model")))
+        ranks.local_rank0_first(lambda: check_experts(loaded, base))
+        ranks.local_rank0_first(lambda: method_of(config).check_model(loaded, base))
+        ranks.local_rank0_first(lambda: check_trained_routers(loaded, ranks.size))
+        tokenizer = ranks.run_or_raise_on_all(lambda: load_tokenizer(base, config.chat_template))
+    known = ranks.run_or_raise_on_all(
+        lambda: read_state(resume.checkpoint).data_seen if resume.checkpoint is not None else None
+    )
     with phases("tokenise"):
-        data = ranks.node_by_node(lambda: open_data(loaded, base, tokenizer, emit, ranks, known=known))
+        data = ranks.local_rank0_first(lambda: open_data(loaded, base, tokenizer, emit, ranks, known=known))
 
     state = TrainState(data_fingerprint=data.train.fingerprint(), base_fingerprint=_agreed_weights(loaded, base, ranks))
     if resume.checkpoint is not None:
         path, begun = resume.checkpoint, state
-        state = ranks.together(lambda: _resumed(loaded, path, begun))
+        state = ranks.run_or_raise_on_all(lambda: _resumed(loaded, path, begun))
         if config.max_steps is not None and state.step > config.max_steps:
             raise ConfigError(
                 f"max_steps={config.max_steps}, and the run in {config.run_folder} is at step {state.step} already. "
@@ -257,7 +259,7 @@ def _assemble(
     resume: Resume,
     emit: Emit,
     undo: ExitStack,
-    ranks: Ranks,
+    ranks: World,
     is_told_to_stop: Callable[[], bool],
 ) -> _Assembled:
     """Prepared data, model, optimizer and state.
@@ -274,8 +276,8 @@ def _assemble(
     undo.callback(method.end)
     method.start()
     with phases("tokenise"):
-        ranks.node_by_node(lambda: data.prepare(state.position))
-        ranks.node_by_node(lambda: method.check_data(state.position))
+        ranks.local_rank0_first(lambda: data.prepare(state.position))
+        ranks.local_rank0_first(lambda: method.check_data(state.position))
     code_files = _code_files(method, state, emit, ranks)
     method.connect()
 
@@ -292,7 +294,7 @@ def _assemble(
         pending = method.pending(state.position, state.step, wait_s)
         return replace(state, pending=pending, data_seen=dict(data.train.seen), reward_files=code_files)
 
-    job = Job(
+    job = LoopContext(
         config=config,
         run_folder=folder,
         total_steps=data.total_steps(),
@@ -325,12 +327,12 @@ def _assemble(
     )
 
 
-def _code_files(method: Method, state: TrainState, emit: Emit, ranks: Ranks) -> dict[str, str]:
+def _code_files(method: Method, state: TrainState, emit: Emit, ranks: World) -> dict[str, str]:
     """Return the files of the user's code; report which have changed since a checkpoint. Collective."""
-    now: dict[str, str] = ranks.from_first(method.code_files)
+    now: dict[str, str] = ranks.broadcast_from_rank0(method.code_files)
     changed = [name for name, sha256 in state.reward_files.items() if now.get(name, sha256) != sha256]
     if changed:
-        emit(Noted(OTHER_REWARDS.format(", ".join(changed), state.step)))
+        emit(Notice(OTHER_REWARDS.format(", ".join(changed), state.step)))
     return now
 
 
@@ -340,9 +342,9 @@ def _load(
     resume: Resume,
     phases: Phases,
     emit: Emit,
-    ranks: Ranks,
+    ranks: World,
     device: torch.device,
-) -> tuple[RunConfig, dict[int, float | None], Learner]:
+) -> tuple[RunConfig, dict[int, float | None], TrainContext]:
     """The learner where the run stands; with the config in which `auto` is decided, and the step times of each choice.
 
     Collective.
@@ -350,23 +352,23 @@ def _load(
     base, state = opened.base, opened.state
     config, measured = choose_expert_parallel(config, base, opened.data.batches, state.position, ranks, device)
     if measured:
-        emit(Noted(describe_choice(config, measured)))
+        emit(Notice(describe_choice(config, measured)))
     learner = build_learner(config, base, ranks, device, sharding_of(config, ranks, device))
     learner = replace(learner, phase=phases)
     lora = lora_settings(config)
     if lora is not None and (left_out := experts_left_out(learner.model, lora.targets)):
-        emit(Noted(EXPERTS_LEFT_OUT.format(", ".join(left_out))))
+        emit(Notice(EXPERTS_LEFT_OUT.format(", ".join(left_out))))
     tokenizer = opened.tokenizer
     if unnamed := answer_ends(tokenizer, config.template_variables) - end_tokens(learner.model, tokenizer):
-        emit(Noted(UNNAMED_ENDS.format(", ".join(tokenizer.convert_ids_to_tokens(sorted(unnamed))))))
+        emit(Notice(UNNAMED_ENDS.format(", ".join(tokenizer.convert_ids_to_tokens(sorted(unnamed))))))
     if learner.objective.holds_all_logits:
-        emit(Noted(ALL_LOGITS))
+        emit(Notice(ALL_LOGITS))
     if config.health and not config.compile:  # a hook would cut the graph of each layer in two
         phases.follow(getattr(learner.model.get_decoder(), "layers", ()))
     if resume.checkpoint is not None:
         path = resume.checkpoint
-        ranks.together(lambda: load_checkpoint(path, learner.parameters, learner.optimizer))
-        emit(Noted(f"resuming after step {state.step} from {path}"))
+        ranks.run_or_raise_on_all(lambda: load_checkpoint(path, learner.parameters, learner.optimizer))
+        emit(Notice(f"resuming after step {state.step} from {path}"))
     return config, measured, learner
 
 
@@ -377,7 +379,7 @@ def _describe_machines(
     device: torch.device,
     measured: dict[int, float | None],
     emit: Emit,
-    ranks: Ranks,
+    ranks: World,
 ) -> None:
     """Begin the run folder with its config and environment.json, and say where ranks differ. Collective."""
     about = {**environment(device), "ranks": ranks.size, "expert_parallel_size_s": measured}
@@ -388,9 +390,9 @@ def _describe_machines(
     everywhere = ranks.gather({"host": machine["host"], "facts": facts, "machine": machine if is_first_here else None})
     machines = [one["machine"] for one in everywhere if one["machine"] is not None]
     about |= {"machine": machines[0], "other_machines": machines[1:]}
-    left = ranks.from_first(lambda: _begin_folder(config, about, resume.claimed_s, step))
+    left = ranks.broadcast_from_rank0(lambda: _begin_folder(config, about, resume.claimed_s, step))
     if left:
-        emit(Noted(f"set aside in checkpoints/, since this run goes on from before: {', '.join(left)}"))
+        emit(Notice(f"set aside in checkpoints/, since this run goes on from before: {', '.join(left)}"))
     differing = ranks_differ([one["facts"] for one in everywhere], [one["host"] for one in everywhere])
     if differing is not None:
         emit(FindingMade(differing))
@@ -405,10 +407,10 @@ def _begin_folder(config: RunConfig, about: dict[str, Any], claimed_s: float, st
     return set_aside_after(config.run_folder, step)
 
 
-def _agreed_weights(loaded: LoadedConfig, base: Path, ranks: Ranks) -> str:
+def _agreed_weights(loaded: LoadedConfig, base: Path, ranks: World) -> str:
     """The fingerprint of the model's weights, the same on all machines. Collective. Raises: ModelError."""
-    own = ranks.together(lambda: fingerprint(base))
-    first = ranks.from_first(lambda: own)
+    own = ranks.run_or_raise_on_all(lambda: fingerprint(base))
+    first = ranks.broadcast_from_rank0(lambda: own)
 
     def check() -> None:
         if own != first:
@@ -417,7 +419,7 @@ def _agreed_weights(loaded: LoadedConfig, base: Path, ranks: Ranks) -> str:
                 f"all machines the same ({loaded.where('model')})."
             )
 
-    ranks.together(check)
+    ranks.run_or_raise_on_all(check)
     return own
 
 
@@ -439,7 +441,7 @@ def _resumed(loaded: LoadedConfig, path: Path, begun: TrainState) -> TrainState:
     return replace(state, base_fingerprint=begun.base_fingerprint)
 
 
-def _started(job: Job, state: TrainState) -> RunStarted:
+def _started(job: LoopContext, state: TrainState) -> RunStarted:
     return RunStarted(
         run_folder=job.run_folder,
         config=job.config.model_dump(mode="json"),

@@ -11,7 +11,7 @@ from surefoot.diagnostics.monitor.evidence_client import Witnesses
 from surefoot.diagnostics.monitor.evidence_server import FLIGHT
 from surefoot.diagnostics.monitor.flight_recorder import read_flight
 from surefoot.diagnostics.monitor.gpus import Accelerators, Look
-from surefoot.diagnostics.monitor.leaks import Leaks
+from surefoot.diagnostics.monitor.leaks import LeakDetector
 from surefoot.diagnostics.monitor.processes import (
     in_line_s,
     major_faults,
@@ -59,7 +59,7 @@ EXPLAINED = frozenset({"SF302", "SF304", "SF305", "SF306", "SF313"})
 LONG_PHASES = frozenset({"launch", "load", "tokenise", "save", "evaluate", "export", "rollout"})
 
 
-class Trends:
+class Detectors:
     """Of one start of one run."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Trends:
         """Of the ranks, by then."""
         self._long_phase_s = began_s
         """When a rank was last seen in a long phase, where others wait for it."""
-        self._leaks = Leaks(self._witnesses, ranks, self._num_here)
+        self._leaks = LeakDetector(self._witnesses, ranks, self._num_here)
         self._in_line: deque[tuple[float, dict[int, float | None]]] = deque()
         """When, and how long each rank's threads had waited for a core by then, of the last `BUSY_OVER_S`."""
         self._said: set[str] = set()

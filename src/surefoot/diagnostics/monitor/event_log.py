@@ -13,7 +13,7 @@ from math import nan
 from pathlib import Path
 from typing import get_args
 
-from surefoot.diagnostics.monitor.evidence_server import Witness
+from surefoot.diagnostics.monitor.evidence_server import EvidenceServer
 from surefoot.diagnostics.monitor.process_stats import GarbageTime, OwnMemory, TimeInLine
 from surefoot.diagnostics.monitor.ring_buffer import Record, RingError, RingReader, RingWriter, Values
 from surefoot.errors import StorageError
@@ -25,13 +25,13 @@ from surefoot.events import (
     Event,
     ExpertRanksUsed,
     ExpertsUsed,
+    Heartbeat,
     LayerEntered,
     MemorySampled,
     ModelLoaded,
     Phase,
     PhaseBegan,
     PhaseEnded,
-    Preparing,
     RunEnded,
     RunStarted,
     StepEnded,
@@ -167,7 +167,7 @@ class Recorder:
         """Opened by the first event after the launch: then this process holds the run folder."""
         self._before: list[tuple[float, str]] = []
         """(when, kind) of the launch's beginning and end."""
-        self._witness: Witness | None = None
+        self._witness: EvidenceServer | None = None
         self._memory = OwnMemory()
         self._garbage = GarbageTime()
         self._in_line: TimeInLine | None = None
@@ -218,7 +218,7 @@ class Recorder:
             self._write("evaluated", event.step, event.measured.get("eval_loss", reward))
         elif isinstance(event, CheckpointSaved):
             self._write("checkpoint", event.step, event.save_time_s)
-        elif isinstance(event, Preparing):
+        elif isinstance(event, Heartbeat):
             self._write("preparing", 0)
         elif isinstance(event, RunStarted):
             self._write("run started", event.first_step, float(event.config.get("offload") is not None))
@@ -241,7 +241,7 @@ class Recorder:
                 path.unlink()
             # First who answers signals: the supervisor sends them to every process that has a ring.
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._witness = Witness(self._folder.parent, self._rank)
+            self._witness = EvidenceServer(self._folder.parent, self._rank)
             self._ring = RingWriter(self._folder / f"{name}-{time.time_ns()}.ring", self._rank)
             memory = self._memory.anonymous_bytes()
             for time_s, kind in self._before:

@@ -70,7 +70,7 @@ def record_collectives() -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 
 
-class Witness:
+class EvidenceServer:
     """Answers from when it is made until `end`."""
 
     def __init__(self, run_folder: Path, rank: int) -> None:

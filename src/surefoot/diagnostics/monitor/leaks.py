@@ -18,7 +18,7 @@ Key = tuple[int, int]
 """(rank, process)"""
 
 
-class Leaks:
+class LeakDetector:
     """Of one start of one run."""
 
     def __init__(self, witnesses: Witnesses, ranks: Mapping[int, RankState], num_here: int) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from surefoot.diagnostics.monitor import evidence as evidence_folder
-from surefoot.diagnostics.monitor.detectors import LONG_PHASES, Trends
+from surefoot.diagnostics.monitor.detectors import LONG_PHASES, Detectors
 from surefoot.diagnostics.monitor.evidence import RankEvidence, StallEvidence
 from surefoot.diagnostics.monitor.evidence_client import Witnesses
 from surefoot.diagnostics.monitor.evidence_server import FLIGHT, STACKS, read_stacks, stacks_path
@@ -96,7 +96,7 @@ class Supervisor:
         self._rings: dict[int, Path] = {}
         self._processes = Processes()
         self._witnesses = Witnesses(run_folder)
-        self._trends = Trends(run_folder, self._ranks, num_ranks, num_elsewhere, began_s)
+        self._trends = Detectors(run_folder, self._ranks, num_ranks, num_elsewhere, began_s)
         self._native_stacks = threading.Thread()
         """Writes them, once it is begun."""
         self._last_s = began_s

@@ -13,7 +13,7 @@ Status = Literal["ok", "warning", "failed", "not applicable"]
 
 
 @dataclass(frozen=True)
-class Seen:
+class CheckContext:
     """What a check may look at."""
 
     machine: Snapshot
@@ -75,10 +75,10 @@ class Check:
         return {**said, "finding": self.finding.as_dict() if self.finding is not None else None}
 
 
-Examine = Callable[[Seen], Check]
+Examine = Callable[[CheckContext], Check]
 
 
-def fine(name: str, text: str) -> Check:
+def ok(name: str, text: str) -> Check:
     return Check(name, "ok", text)
 
 
@@ -86,7 +86,7 @@ def not_applicable(name: str, why: str) -> Check:
     return Check(name, "not applicable", why)
 
 
-def wrong(name: str, code: str, cause: str, *, fix: str = "", is_fatal: bool = False, **evidence: Any) -> Check:
+def fail(name: str, code: str, cause: str, *, fix: str = "", is_fatal: bool = False, **evidence: Any) -> Check:
     """A finding. A failure (`is_fatal`) keeps a run from starting: only for what cannot work. All else is a warning."""
     finding = Finding(code, cause, evidence, fix or CATALOGUE[code].fix, 1.0 if is_fatal else 0.7)
     return Check(name, "failed" if is_fatal else "warning", cause, finding)

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from itertools import islice
 
 from surefoot.config import LoadedConfig
-from surefoot.data.build_dataset import SEEING, sources_of
+from surefoot.data.build_dataset import VISION_MODEL_TYPES, sources_of
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.file_readers import stream_chunks
 from surefoot.data.render import TEXT_ONLY
 from surefoot.data.row_formats import Reader, format_of
 from surefoot.data.sources import Source, is_of_hub
-from surefoot.diagnostics.preflight.check import Check, fine, not_applicable, wrong
+from surefoot.diagnostics.preflight.check import Check, fail, not_applicable, ok
 from surefoot.errors import DataError, SurefootError
 from surefoot.models.build import load_config
 from surefoot.models.resolve_model import folder_here
@@ -29,30 +29,30 @@ def first_rows(loaded: LoadedConfig) -> Check:
     if any(is_of_hub(item) for item in run.dataset):
         return not_applicable(NAME, "data of the hub are fetched when the run starts")
     try:
-        sees, sources = load_config(folder).model_type in SEEING, sources_of(loaded, "dataset")
+        sees, sources = load_config(folder).model_type in VISION_MODEL_TYPES, sources_of(loaded, "dataset")
     except SurefootError as error:
         return not_applicable(NAME, f"they cannot be looked at: {error}")
     skips, where = run.on_bad_row == "skip", loaded.where("dataset")
     try:
         images = [_num_images(conversation) for source in sources for conversation in _first(source)]
     except BadRow as error:
-        return wrong(NAME, "SF743", str(error), is_fatal=not skips, where=where,
+        return fail(NAME, "SF743", str(error), is_fatal=not skips, where=where,
                      fix="Correct the row, or name its columns with `columns`. `surefoot data` lists all such rows; "
                      "on_bad_row: skip leaves them out.")  # fmt: skip
     except DataError as error:
-        return wrong(NAME, "SF743", str(error), is_fatal=True, where=where)
+        return fail(NAME, "SF743", str(error), is_fatal=True, where=where)
     if not images:
         return not_applicable(NAME, "of what the run reads, no row is at the beginning of a file")
     seeing, blind = sum(count > 0 for count in images), sum(count == 0 for count in images)
     if not seeing:
-        return fine(NAME, f"{blind} read, all of them text")
+        return ok(NAME, f"{blind} read, all of them text")
     said = f"{seeing} of {len(images)} have images"
     if not sees:
-        return wrong(NAME, "SF743", f"{said}; {TEXT_ONLY}", is_fatal=not skips, where=where,
+        return fail(NAME, "SF743", f"{said}; {TEXT_ONLY}", is_fatal=not skips, where=where,
                      fix="Take a model that reads images, or rows without.")  # fmt: skip
     if not blind:
-        return fine(NAME, f"{said}: all")
-    return fine(
+        return ok(NAME, f"{said}: all")
+    return ok(
         NAME, f"{said} and {blind} are text: ranks that get text alone show the tower a blank image, so none waits"
     )
 

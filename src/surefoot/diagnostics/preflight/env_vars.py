@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 
-from surefoot.diagnostics.preflight.check import Check, Seen, fine, wrong
+from surefoot.diagnostics.preflight.check import Check, CheckContext, fail, ok
 from surefoot.diagnostics.preflight.gpus import peers
 from surefoot.diagnostics.preflight.known_issues import keeps_from_harm
 from surefoot.diagnostics.preflight.system import io_memory_mapping
@@ -160,7 +160,7 @@ VALUES: Mapping[str, tuple[str, str]] = {
 """What a variable may be; another value is ignored, or read as something else."""
 
 
-def variables(seen: Seen) -> Check:
+def variables(seen: CheckContext) -> Check:
     """Names that nobody reads, values that mean nothing, and what makes every run slow."""
     name, environment = "environment variables", seen.machine.environment
     found = [*_unknown(environment), *_odd(environment)]
@@ -169,14 +169,14 @@ def variables(seen: Seen) -> Check:
         said = "; ".join(f"{one}={environment[one]}: {SLOW[one]}" for one in slow)
         found.append((said, f"unset {' '.join(slow)}, unless a fault is looked for."))
     if found:
-        return wrong(name, "SF710", "; ".join(cause for cause, _ in found), fix=" ".join(fix for _, fix in found))
+        return fail(name, "SF710", "; ".join(cause for cause, _ in found), fix=" ".join(fix for _, fix in found))
     set_ = [one for one in environment if one.startswith(("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_"))]
     unknown = [one for one in set_ if (prefix := _prefix_of(one)) and one.removeprefix(prefix) not in KNOWN[prefix][0]]
     said = f"; not known here: {', '.join(unknown)}" if unknown else ""
-    return fine(name, f"set: {', '.join(set_) if set_ else 'none'}{said}")
+    return ok(name, f"set: {', '.join(set_) if set_ else 'none'}{said}")
 
 
-def _is_needed(variable: str, seen: Seen) -> bool:
+def _is_needed(variable: str, seen: CheckContext) -> bool:
     """Whether this machine is better off with a variable that makes others slow."""
     if keeps_from_harm(seen, variable):
         return True

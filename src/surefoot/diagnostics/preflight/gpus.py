@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from surefoot.diagnostics.preflight.check import Check, Seen, fine, not_applicable, wrong
+from surefoot.diagnostics.preflight.check import Check, CheckContext, fail, not_applicable, ok
 from surefoot.system.machine import Gpu
 from surefoot.system.nvml import BETWEEN, is_at, visible
 
@@ -23,7 +23,7 @@ BROKEN_PEERS = ("chipset", "I/O hub", "disabled")
 """Why GPUs that could read each other's memory cannot; others never could."""
 
 
-def errors(seen: Seen) -> Check:
+def errors(seen: CheckContext) -> Check:
     """Memory that lost data, rows that could not be replaced, errors in the kernel's log."""
     name, none = "GPU errors", _none(seen)
     if none is not None:
@@ -38,13 +38,13 @@ def errors(seen: Seen) -> Check:
     if own:
         found.append(f"the kernel's log has Xid {', '.join(own[-3:])}")
     if found:
-        return wrong(name, "SF722", "; ".join(found), cards=[card.index for card in used(seen)],
+        return fail(name, "SF722", "; ".join(found), cards=[card.index for card in used(seen)],
                      xids=list(seen.machine.xids))  # fmt: skip
     log = seen.machine.unknown.get("xids")
-    return fine(name, f"none{f'; the kernel log cannot be read: {log}' if log else ''}")
+    return ok(name, f"none{f'; the kernel log cannot be read: {log}' if log else ''}")
 
 
-def clocks(seen: Seen) -> Check:
+def clocks(seen: CheckContext) -> Check:
     name, none = "GPU clocks", _none(seen)
     if none is not None:
         return not_applicable(name, none)
@@ -59,12 +59,12 @@ def clocks(seen: Seen) -> Check:
         if warm is not None and hot and warm > hot - NEAR_SLOWDOWN_C:
             found.append(f"GPU {card.index} has {warm} °C and slows down at {hot} °C")
     if found:
-        return wrong(name, "SF723", "; ".join(found), cards=[card.index for card in used(seen)])
+        return fail(name, "SF723", "; ".join(found), cards=[card.index for card in used(seen)])
     hottest = max((card.temperature_c for card in used(seen) if card.temperature_c is not None), default=None)
-    return fine(name, f"nothing slows them down{f', the warmest has {hottest} °C' if hottest is not None else ''}")
+    return ok(name, f"nothing slows them down{f', the warmest has {hottest} °C' if hottest is not None else ''}")
 
 
-def links(seen: Seen) -> Check:
+def links(seen: CheckContext) -> Check:
     """NVLinks that are down, and GPUs that the switches do not know yet."""
     name, none = "NVLink", _none(seen)
     if none is not None:
@@ -86,10 +86,10 @@ def links(seen: Seen) -> Check:
         if card.fabric not in ("", "completed")
     ]
     if down or late:
-        return wrong(
+        return fail(
             name, "SF724", "; ".join([*late, *down]), links={str(card.index): sum(card.links) for card in cards}
         )
-    return fine(name, f"{most} links up on each GPU" if most else "none")
+    return ok(name, f"{most} links up on each GPU" if most else "none")
 
 
 def _links_of(name: str) -> int:
@@ -97,7 +97,7 @@ def _links_of(name: str) -> int:
     return 0 if NOT_JOINED.search(name) else next((count for kind, count in LINKS if kind in name), 0)
 
 
-def pcie(seen: Seen) -> Check:
+def pcie(seen: CheckContext) -> Check:
     name, none = "PCIe", _none(seen)
     if none is not None:
         return not_applicable(name, none)
@@ -109,12 +109,12 @@ def pcie(seen: Seen) -> Check:
         if could and may and may < could:
             found.append(f"GPU {card.index} could use generation {could}, and its slot gives {may}")
     if found:
-        return wrong(name, "SF725", "; ".join(found), cards=[card.index for card in used(seen)])
+        return fail(name, "SF725", "; ".join(found), cards=[card.index for card in used(seen)])
     first = next((card for card in used(seen) if card.pcie_width), None)
-    return fine(name, f"generation {first.pcie_most_generation}, {first.pcie_width} lanes" if first else "not told")
+    return ok(name, f"generation {first.pcie_most_generation}, {first.pcie_width} lanes" if first else "not told")
 
 
-def peers(seen: Seen) -> Check:
+def peers(seen: CheckContext) -> Check:
     """Whether GPUs that work together can read each other's memory."""
     name, none = "GPU to GPU", _none(seen)
     if none is not None:
@@ -127,15 +127,15 @@ def peers(seen: Seen) -> Check:
     if broken:
         pair, how = next(iter(broken.items()))
         cause = f"{len(broken)} of {len(pairs)} pairs cannot read each other's memory; GPUs {pair}: {how}"
-        return wrong(name, "SF726", cause, pairs=broken)
+        return fail(name, "SF726", cause, pairs=broken)
     working = sum(how == "ok" for how in pairs.values())
     ways = Counter(way for pair, way in seen.machine.topology.items() if pair in pairs)
     between = "; between them " + ", ".join(f"{way}: {ways[way]}" for way in BETWEEN.values() if ways[way])
     said = f"{working} of {len(pairs)} pairs read each other's memory"
-    return fine(name, said + between if ways else said)
+    return ok(name, said + between if ways else said)
 
 
-def others(seen: Seen) -> Check:
+def others(seen: CheckContext) -> Check:
     """What is on the GPUs before the run is."""
     name, none = "GPUs are free", _none(seen)
     if none is not None:
@@ -149,11 +149,11 @@ def others(seen: Seen) -> Check:
         and card.memory_used_bytes > MUCH_MEMORY * card.memory_bytes
     ]
     if taken:
-        return wrong(name, "SF727", "; ".join(taken), taken=taken)
-    return fine(name, "nothing else is on them")
+        return fail(name, "SF727", "; ".join(taken), taken=taken)
+    return ok(name, "nothing else is on them")
 
 
-def _none(seen: Seen) -> str | None:
+def _none(seen: CheckContext) -> str | None:
     """Why there is nothing to say of GPUs; None where there is."""
     if not seen.machine.cards:
         return seen.machine.unknown.get("cards", "no GPU here")
@@ -168,7 +168,7 @@ def joins_all(cards: Sequence[Gpu]) -> bool:
     return bool(cards) and all(any(card.links) and not is_card.search(card.name) for card in cards)
 
 
-def used(seen: Seen) -> list[Gpu]:
+def used(seen: CheckContext) -> list[Gpu]:
     """Those that the run uses: the first ones that CUDA_VISIBLE_DEVICES leaves, as many as it has ranks here."""
     if not seen.is_on_gpus:
         return []

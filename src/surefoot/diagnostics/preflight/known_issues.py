@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from surefoot.diagnostics.preflight.check import Seen
+from surefoot.diagnostics.preflight.check import CheckContext
 
 NEWER_NCCL = (
     "pip install -U nvidia-nccl-cu13 (-cu12 where torch was built for that): torch takes what is installed. Or a torch "
@@ -13,7 +13,7 @@ NEWER_NCCL = (
 
 
 @dataclass(frozen=True)
-class KnownBad:
+class KnownIssue:
     """Versions of one thing that do not work."""
 
     package: str
@@ -27,36 +27,36 @@ class KnownBad:
     fix: str
     avoided_by: tuple[str, str] = ("", "")
     """A variable, and its value that keeps it from happening."""
-    where: Callable[[Seen], bool] = lambda _: True
+    where: Callable[[CheckContext], bool] = lambda _: True
     """On which machines and in which runs; only those that use NCCL are asked about."""
 
 
-def _is_arm(seen: Seen) -> bool:
+def _is_arm(seen: CheckContext) -> bool:
     return seen.machine.architecture == "aarch64"
 
 
-def _is_over_infiniband(seen: Seen) -> bool:
+def _is_over_infiniband(seen: CheckContext) -> bool:
     is_off = seen.machine.environment.get("NCCL_IB_DISABLE", "0") not in ("", "0")
     return seen.nodes > 1 and bool(seen.machine.ports) and not is_off
 
 
 KNOWN_BAD = (
-    KnownBad(
+    KnownIssue(
         "driver", "545.23.08", "545.29", "copies between GPUs hang", "Lightning-AI/pytorch-lightning#19425",
         "Use another driver, or export NCCL_P2P_DISABLE=1.", ("NCCL_P2P_DISABLE", "1"),
     ),
-    KnownBad(
+    KnownIssue(
         "driver", "560", "570", "copies between GPUs can hang", "dmlc/xgboost#11242",
         "Use a driver from 570 on, or export NCCL_P2P_DISABLE=1.", ("NCCL_P2P_DISABLE", "1"),
     ),
-    KnownBad(
+    KnownIssue(
         "nccl", "2.29.2", "2.29.3", "collectives can hang", "pytorch/pytorch#174338", NEWER_NCCL,
     ),
-    KnownBad(
+    KnownIssue(
         "nccl", "2", "2.29.3", "collectives hang on ARM after a while, with all GPUs at 100 %",
         "marin-community/marin#8038, release notes of NCCL 2.29.3", NEWER_NCCL, where=_is_arm,
     ),
-    KnownBad(
+    KnownIssue(
         "nccl", "2.29.7", "2.30.7", "collectives over InfiniBand between machines can hang",
         "known issues of cuBLASMp, docs.nvidia.com", f"export NCCL_PXN_DISABLE=1, or {NEWER_NCCL}",
         ("NCCL_PXN_DISABLE", "1"), where=_is_over_infiniband,
@@ -64,7 +64,7 @@ KNOWN_BAD = (
 )  # fmt: skip
 
 
-def known_bad(seen: Seen) -> KnownBad | None:
+def known_bad(seen: CheckContext) -> KnownIssue | None:
     """What of this machine is known not to work, if anything; only NCCL's users are asked about."""
     if not seen.uses_nccl:
         return None
@@ -76,12 +76,12 @@ def known_bad(seen: Seen) -> KnownBad | None:
     return None
 
 
-def keeps_from_harm(seen: Seen, variable: str) -> bool:
+def keeps_from_harm(seen: CheckContext, variable: str) -> bool:
     """Whether a variable keeps something of this machine from happening that is known."""
     return seen.uses_nccl and any(one.avoided_by[0] == variable and _is_here(one, seen) for one in KNOWN_BAD)
 
 
-def _is_here(one: KnownBad, seen: Seen) -> bool:
+def _is_here(one: KnownIssue, seen: CheckContext) -> bool:
     found = seen.machine.versions.get(one.package)
     return bool(found) and numbers(one.since) <= numbers(found or "") < numbers(one.before) and one.where(seen)
 

@@ -7,7 +7,7 @@ from typing import Any
 from surefoot.config import RolloutConfig, RunConfig, vllm_settings
 from surefoot.config.vllm_args import SMALLER, memory_share, pipeline_parallel, tensor_parallel, value_of
 from surefoot.data.conversation import TEXT_BESIDE_IMAGES_TOKENS
-from surefoot.diagnostics.preflight.check import Check, Seen, fine, not_applicable, wrong
+from surefoot.diagnostics.preflight.check import Check, CheckContext, fail, not_applicable, ok
 from surefoot.diagnostics.preflight.gpus import used
 from surefoot.diagnostics.preflight.model_size import Weights, weights_of
 from surefoot.diagnostics.preflight.system import LEAST_INODES
@@ -30,30 +30,30 @@ MOST_SHARED = 0.7
 """Of a GPU, so that something is left to train with: a judgement, which `surefoot plan` makes exact."""
 
 
-def devices(seen: Seen) -> Check:
+def devices(seen: CheckContext) -> Check:
     name, run, gpus = "devices", seen.run, seen.gpus
     if run is None:
-        return fine(name, f"{gpus} GPUs") if gpus else not_applicable(name, "no GPU here, and no run is given")
+        return ok(name, f"{gpus} GPUs") if gpus else not_applicable(name, "no GPU here, and no run is given")
     if run.device == "cuda" and not gpus:
-        return wrong(name, "SF715", "device=cuda, and no GPU is seen here", gpus=0,
+        return fail(name, "SF715", "device=cuda, and no GPU is seen here", gpus=0,
                      fix="Set device: cpu, or run where GPUs are seen.",
                      CUDA_VISIBLE_DEVICES=seen.machine.environment.get("CUDA_VISIBLE_DEVICES", "not set"))  # fmt: skip
     if seen.is_on_gpus and run.nproc_per_node > gpus:
-        return wrong(name, "SF715", f"nproc_per_node={run.nproc_per_node}, and {gpus} GPUs are here", gpus=gpus,
+        return fail(name, "SF715", f"nproc_per_node={run.nproc_per_node}, and {gpus} GPUs are here", gpus=gpus,
                      fix=f"Set nproc_per_node: {gpus}.")  # fmt: skip
     if not seen.is_on_gpus:
-        return fine(name, f"{_ranks(run.nproc_per_node)} on the CPU")
-    return fine(name, f"{_ranks(run.nproc_per_node)} on {gpus} GPU{'s' if gpus > 1 else ''}")
+        return ok(name, f"{_ranks(run.nproc_per_node)} on the CPU")
+    return ok(name, f"{_ranks(run.nproc_per_node)} on {gpus} GPU{'s' if gpus > 1 else ''}")
 
 
-def model(seen: Seen) -> Check:
+def model(seen: CheckContext) -> Check:
     """Whether the files of a model that is on this machine are whole."""
     name, run = "model", seen.run
     if run is None:
         return not_applicable(name, "no run is given")
     folder = folder_here(run.model)
     if folder is None and not may_be_fetched(run.model):
-        return wrong(name, "SF718", f"{run.model}: no such folder", is_fatal=True, where=_where(seen),
+        return fail(name, "SF718", f"{run.model}: no such folder", is_fatal=True, where=_where(seen),
                      fix="Give the folder of a model, or a name that the hub knows.")  # fmt: skip
     if folder is None:
         return not_applicable(name, f"{run.model} is not here yet: it is fetched when the run starts")
@@ -61,13 +61,13 @@ def model(seen: Seen) -> Check:
         weights = weights_of(folder)
     except ValueError as error:
         is_fatal = Path(run.model).is_dir()  # of what was fetched, the run may fetch another version
-        return wrong(name, "SF718", str(error), is_fatal=is_fatal, where=_where(seen))
+        return fail(name, "SF718", str(error), is_fatal=is_fatal, where=_where(seen))
     if weights is None:
         return not_applicable(name, f"no safetensors files in {run.model}")
-    return fine(name, f"{weights.parameters / 1e9:.2f} G parameters, {weights.bytes / GIB:.1f} GiB, files are whole")
+    return ok(name, f"{weights.parameters / 1e9:.2f} G parameters, {weights.bytes / GIB:.1f} GiB, files are whole")
 
 
-def host_memory(seen: Seen) -> Check:
+def host_memory(seen: CheckContext) -> Check:
     """The least that a run must hold in the memory of this machine, against what is free."""
     name, run = "host memory", seen.run
     if run is None:
@@ -86,12 +86,12 @@ def host_memory(seen: Seen) -> Check:
     least, why = _least_bytes(seen, weights)
     said = f"at least {least / GIB:.1f} GiB of {free / GIB:.1f} GiB that are free: {why}"
     if least > free:
-        return wrong(name, "SF716", f"this run needs {said}", needed_bytes=least, free_bytes=free, where=_where(seen),
+        return fail(name, "SF716", f"this run needs {said}", needed_bytes=least, free_bytes=free, where=_where(seen),
                      is_fatal=True)  # fmt: skip
-    return fine(name, said)
+    return ok(name, said)
 
 
-def device_memory(seen: Seen) -> Check:
+def device_memory(seen: CheckContext) -> Check:
     """The least that a rank must hold on its GPU between two steps, against the smallest one that the run uses."""
     name, run = "device memory", seen.run
     if run is None or not seen.is_on_gpus:
@@ -102,9 +102,9 @@ def device_memory(seen: Seen) -> Check:
     least, why = _least_device_bytes(run, weights)
     said = f"at least {least / GIB:.1f} GiB of the {min(sizes) / GIB:.1f} GiB of a GPU: {why}"
     if least > min(sizes):
-        return wrong(name, "SF719", f"each rank needs {said}", needed_bytes=least, gpu_bytes=min(sizes),
+        return fail(name, "SF719", f"each rank needs {said}", needed_bytes=least, gpu_bytes=min(sizes),
                      where=_where(seen), is_fatal=True, fix=PLAN_IT)  # fmt: skip
-    return fine(name, f"{said}; `surefoot plan` adds what a step needs")
+    return ok(name, f"{said}; `surefoot plan` adds what a step needs")
 
 
 def _least_device_bytes(run: RunConfig, weights: Weights) -> tuple[int, str]:
@@ -128,7 +128,7 @@ def _least_device_bytes(run: RunConfig, weights: Weights) -> tuple[int, str]:
     return parameters * (FP32_BYTES if run.dtype == "float32" else HALF_BYTES) // of_weights, said
 
 
-def _least_bytes(seen: Seen, weights: Weights) -> tuple[int, str]:
+def _least_bytes(seen: CheckContext, weights: Weights) -> tuple[int, str]:
     """(what all ranks of this machine must hold between two steps at the least, of what). Activations come on top.
 
     Once a checkpoint was begun its copy is there; pinned memory comes in powers of two.
@@ -174,7 +174,7 @@ def _trains_beside_copy(run: RunConfig) -> bool:
     return run.tuning == "full" and bool(saves_again)
 
 
-def checkpoints(seen: Seen) -> Check:
+def checkpoints(seen: CheckContext) -> Check:
     """What a run will write, against what is free."""
     name, run, disk = "checkpoints", seen.run, seen.machine.output
     if run is None or disk is None:
@@ -182,7 +182,7 @@ def checkpoints(seen: Seen) -> Check:
     kept, counted = _kept_checkpoints(run)
     files = kept * (FILES + FILES_OF_A_RANK * run.nproc_per_node * run.nnodes)
     if LEAST_INODES <= disk.free_inodes < files:  # fewer are named whatever the run does
-        return wrong(name, "SF711", f"{counted} are {files} files, and {disk.free_inodes} may still be made at "
+        return fail(name, "SF711", f"{counted} are {files} files, and {disk.free_inodes} may still be made at "
                      f"{disk.path}", needed_files=files, free_inodes=disk.free_inodes,
                      where=_where(seen, "save_total_limit", "save_steps"))  # fmt: skip
     weights = _weights(seen)
@@ -204,7 +204,7 @@ def checkpoints(seen: Seen) -> Check:
     if needed > disk.free_bytes:
         one = min(kept, 1) * each
         is_begun = bool(_checkpoints_there(run))
-        return wrong(
+        return fail(
             name,
             "SF717",
             said,
@@ -213,7 +213,7 @@ def checkpoints(seen: Seen) -> Check:
             free_bytes=disk.free_bytes,
             where=_where(seen, "save_total_limit"),
         )
-    return fine(name, said)
+    return ok(name, said)
 
 
 def _kept_checkpoints(run: RunConfig) -> tuple[int, str]:
@@ -231,7 +231,7 @@ def _checkpoints_there(run: RunConfig) -> list[Path]:
     return list((run.run_folder / "checkpoints").glob("step-*"))
 
 
-def rollout_server(seen: Seen) -> Check:
+def rollout_server(seen: CheckContext) -> Check:
     """A vLLM server on the GPUs that train: what both of them want."""
     name, run = "rollout server", vllm_settings(seen.run)
     if run is None:
@@ -243,20 +243,20 @@ def rollout_server(seen: Seen) -> Check:
     trains_on = {one.strip() for one in devices[: run.nproc_per_node]}
     shared = trains_on & {one.strip() for one in (run.vllm_devices or ",".join(devices)).split(",")}
     if run.vllm_server is not None or not shared:
-        return fine(name, "on GPUs of its own, as far as can be seen from here")
+        return ok(name, "on GPUs of its own, as far as can be seen from here")
     # A server that sleeps takes its share too, when it starts and at each rollout: then the model lies there.
     share = memory_share(run.vllm_args)
     said = f"the server takes {share:.0%} of each of its GPUs, and training uses {', '.join(sorted(shared))} of them"
     beside = _beside_training(seen, run, share)
     if beside:
-        return wrong(name, "SF721", f"{said}: {beside}", is_fatal=True, share=share, fix=PLAN_IT,
+        return fail(name, "SF721", f"{said}: {beside}", is_fatal=True, share=share, fix=PLAN_IT,
                      where=_where(seen, "vllm_args", "rollout_engine"))  # fmt: skip
     if share > MOST_SHARED:
-        return wrong(name, "SF721", said, share=share, where=_where(seen, "vllm_args", "rollout_engine"))
-    return fine(name, said)
+        return fail(name, "SF721", said, share=share, where=_where(seen, "vllm_args", "rollout_engine"))
+    return ok(name, said)
 
 
-def rollout_precision(seen: Seen) -> Check:
+def rollout_precision(seen: CheckContext) -> Check:
     """Whether a server computes in float16 what was trained in bfloat16."""
     name, run = "rollout precision", vllm_settings(seen.run)
     if run is None or not run.starts_server:
@@ -264,7 +264,7 @@ def rollout_precision(seen: Seen) -> Check:
     asked, said = value_of(run.vllm_args, "--dtype"), _text_config(folder_here(run.model)) or {}
     trained = said.get("dtype", said.get("torch_dtype"))
     if asked in ("float16", "half") and trained == "bfloat16":
-        return wrong(
+        return fail(
             name,
             "SF720",
             f"vllm_args say --dtype {asked}, and the model's config.json says bfloat16, whose numbers reach beyond "
@@ -274,10 +274,10 @@ def rollout_precision(seen: Seen) -> Check:
             model_dtype=trained,
             where=_where(seen, "vllm_args"),
         )
-    return fine(name, asked or "as training computes")
+    return ok(name, asked or "as training computes")
 
 
-def _beside_training(seen: Seen, run: RolloutConfig, share: float) -> str:
+def _beside_training(seen: CheckContext, run: RolloutConfig, share: float) -> str:
     """Why a server's share of a GPU does not do beside training, where that can be said: it is the least of both."""
     weights, sizes = _weights(seen), [card.memory_bytes for card in used(seen) if card.memory_bytes]
     cut = tensor_parallel(run.vllm_args) * pipeline_parallel(run.vllm_args)
@@ -299,7 +299,7 @@ def _beside_training(seen: Seen, run: RolloutConfig, share: float) -> str:
     return ""
 
 
-def context(seen: Seen) -> Check:
+def context(seen: CheckContext) -> Check:
     """The longest sequence of a run, against what the model's positions were made for."""
     name, run = "context", seen.run
     if run is None:
@@ -317,12 +317,12 @@ def context(seen: Seen) -> Check:
     most_pixels, side = _largest_image(run)
     tokens = most_pixels // side**2
     if tokens > room and run.max_pixels is not None:
-        return wrong(name, "SF738", f"an image of max_pixels={run.max_pixels} is up to {tokens} tokens, and {said} "
+        return fail(name, "SF738", f"an image of max_pixels={run.max_pixels} is up to {tokens} tokens, and {said} "
                      "hold none of them; images are never cut", image_tokens=tokens, room=room,
                      fix=f"Lower max_pixels to {max(1, room) * side**2} or less, or raise {settings[0]}.",
                      where=_where(seen, "max_pixels", *settings))  # fmt: skip
     if longest > most:
-        return wrong(name, "SF738", f"{said}, and the model has positions for {most}", longest=longest,
+        return fail(name, "SF738", f"{said}, and the model has positions for {most}", longest=longest,
                      max_position_embeddings=most, where=_where(seen, *settings))  # fmt: skip
     of_images = ""
     if tokens > room:
@@ -330,7 +330,7 @@ def context(seen: Seen) -> Check:
             f"; by the model's own {most_pixels} pixels an image may be up to {tokens} tokens: rows that do not fit "
             "are left out and named, and max_pixels makes images smaller"
         )
-    return fine(name, f"{said}; the model has positions for {most}{of_images}")
+    return ok(name, f"{said}; the model has positions for {most}{of_images}")
 
 
 def _largest_image(run: RunConfig) -> tuple[int, int]:
@@ -372,7 +372,7 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'s' if count > 1 else ''}"
 
 
-def _weights(seen: Seen) -> Weights | None:
+def _weights(seen: CheckContext) -> Weights | None:
     """None where they are not here, or damaged: `model` says so."""
     assert seen.run is not None
     folder = folder_here(seen.run.model)
@@ -382,7 +382,7 @@ def _weights(seen: Seen) -> Weights | None:
         return None
 
 
-def _where(seen: Seen, *names: str) -> str:
+def _where(seen: CheckContext, *names: str) -> str:
     assert seen.loaded is not None
     return seen.loaded.where(*(names or ("model",)))
 

@@ -7,7 +7,7 @@ from surefoot.config import LoadedConfig, vllm_settings
 from surefoot.config.resolve import resolve
 from surefoot.data.build_dataset import open_images
 from surefoot.data.sources import find_sources, is_of_hub
-from surefoot.diagnostics.preflight.check import Check, fine, wrong
+from surefoot.diagnostics.preflight.check import Check, fail, ok
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import ConfigError, SurefootError
 from surefoot.methods.registry import method_of
@@ -45,8 +45,8 @@ def refusal(loaded: LoadedConfig) -> Check:
                 checked_targets(skeleton, lora)
         _check_named_files(loaded)
     except (SurefootError, OSError) as error:
-        return wrong(NAME, "SF743", str(error), is_fatal=True)
-    return fine(NAME, "it would start, as far as can be told without its weights and data")
+        return fail(NAME, "SF743", str(error), is_fatal=True)
+    return ok(NAME, "it would start, as far as can be told without its weights and data")
 
 
 def _check_named_files(loaded: LoadedConfig) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 from surefoot.config import LoadedConfig
 from surefoot.diagnostics.preflight import gpus, network, resources, system, versions
-from surefoot.diagnostics.preflight.check import Check, Examine, Seen, not_applicable
+from surefoot.diagnostics.preflight.check import Check, CheckContext, Examine, not_applicable
 from surefoot.diagnostics.preflight.slow_checks import CHECKS as ASKED
 from surefoot.errors import ConfigError
-from surefoot.system.deadline import Bounded, NotDone
+from surefoot.system.deadline import Deadline, DeadlineExceeded
 from surefoot.system.machine import Snapshot
 from surefoot.system.machine_snapshot import collect
 
@@ -36,8 +36,8 @@ OF_A_RUN = ("output", "rendezvous", "unknown")
 
 def examine(machine: Snapshot, loaded: LoadedConfig | None = None, *, asked: bool = False) -> list[Check]:
     """Every check of a machine, and of a run on it; with those that are for who asks before a run starts."""
-    seen = Seen(machine, loaded)
-    begun = [(check, Bounded(partial(check, seen))) for check in CHECKS]
+    seen = CheckContext(machine, loaded)
+    begun = [(check, Deadline(partial(check, seen))) for check in CHECKS]
     deadline = time.monotonic() + WITHIN_S
     found = [_looked(check, partial(work.result, max(0.0, deadline - time.monotonic()))) for check, work in begun]
     if asked and has_answers(found):  # in this thread: a template that has no end is stopped by a signal
@@ -62,7 +62,7 @@ def _looked(check: Examine, answer: Callable[[], Check]) -> Check:
     name = _name(check)
     try:
         return answer()
-    except NotDone:  # the model's files may lie on a file system that answers no more
+    except DeadlineExceeded:  # the model's files may lie on a file system that answers no more
         late = not_applicable(name, f"cannot be looked at: no answer within {WITHIN_S:g} s")
         return replace(late, is_answered=False)
     except Exception as error:  # noqa: BLE001 - said as it is: one check that fails hides no other

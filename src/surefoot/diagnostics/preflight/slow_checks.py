@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from surefoot.config import RunConfig, changed_fields, vllm_settings
-from surefoot.diagnostics.preflight.check import Check, Seen, fine, not_applicable, wrong
+from surefoot.diagnostics.preflight.check import Check, CheckContext, fail, not_applicable, ok
 from surefoot.diagnostics.preflight.model_size import header
 from surefoot.errors import SurefootError
 from surefoot.models.resolve_model import folder_here
@@ -30,7 +30,7 @@ LEAST_VLLM = (0, 32)
 """With which this was tried, 2026-11."""
 
 
-def resume(seen: Seen) -> Check:
+def resume(seen: CheckContext) -> Check:
     """What the run would go on from: a checkpoint's files, and the settings it was written with."""
     name, run = "resume", seen.run
     if run is None or seen.loaded is None:
@@ -49,13 +49,13 @@ def resume(seen: Seen) -> Check:
         is_fatal = True
     damage = _damage(path)
     if damage:
-        return wrong(name, "SF739", f"{path} {damage}", where=where, is_fatal=is_fatal)
+        return fail(name, "SF739", f"{path} {damage}", where=where, is_fatal=is_fatal)
     settings = read_object(path / "manifest.json")["config"]
     changes = changed_fields(settings, _as_then(run, settings))
     if changes:
-        return wrong(name, "SF739", f"{path} was written with other settings: {'; '.join(changes)}", changes=changes,
+        return fail(name, "SF739", f"{path} was written with other settings: {'; '.join(changes)}", changes=changes,
                      where=where, is_fatal=True)  # fmt: skip
-    return fine(name, f"from {path.name} (checksums are compared when the run starts)")
+    return ok(name, f"from {path.name} (checksums are compared when the run starts)")
 
 
 def _damage(checkpoint: Path) -> str:
@@ -90,7 +90,7 @@ def _as_then(run: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     return run.model_copy(update={**values, **{name: settings[name] for name in automatic}})
 
 
-def chat_template(seen: Seen) -> Check:
+def chat_template(seen: CheckContext) -> Check:
     """Whether the model's chat template lets the assistant's part of a conversation be told from the rest."""
     name, run = "chat template", seen.run
     if run is None:
@@ -112,7 +112,7 @@ def chat_template(seen: Seen) -> Check:
             return not_applicable(name, f"the tokenizer of {run.model} is not all here yet")
         said = " ".join(str(error).split())
         where = seen.loaded.where("model") if seen.loaded else ""
-        return wrong(name, "SF718", said, where=where, fix="Fetch the folder again, with all files of its tokenizer.")
+        return fail(name, "SF718", said, where=where, fix="Fetch the folder again, with all files of its tokenizer.")
     try:
         if run.chat_template is not None:
             tokenizer = load_tokenizer(folder, run.chat_template)
@@ -124,14 +124,12 @@ def chat_template(seen: Seen) -> Check:
         words = (Message("user", "What is one and one?"), Message("assistant", "It is two."))
         shown = Renderer(source).template.render(Conversation(words))
     except (SurefootError, BadRow) as error:
-        return wrong(
-            name, "SF740", str(error), where=seen.loaded.where("chat_template", "model") if seen.loaded else ""
-        )
+        return fail(name, "SF740", str(error), where=seen.loaded.where("chat_template", "model") if seen.loaded else "")
     trained = " ".join(repr(shown.text[span.begin : span.end]) for span in shown.spans)
-    return fine(name, f"of an answer it trains {trained}")
+    return ok(name, f"of an answer it trains {trained}")
 
 
-def server(seen: Seen) -> Check:
+def server(seen: CheckContext) -> Check:
     """The variables and the version of a vLLM server, where it is of this machine."""
     name, run = "rollout server's own", vllm_settings(seen.run)
     if run is None:
@@ -140,7 +138,7 @@ def server(seen: Seen) -> Check:
         segments = [f"{one}={seen.machine.environment[one]}" for one in ALLOCATOR
                     if "expandable" in seen.machine.environment.get(one, "")]  # fmt: skip
         if run.vllm_sleep and segments:
-            return wrong(
+            return fail(
                 name,
                 "SF710",
                 f"{segments[0]} holds for training alone: the server is started without it, because memory that grows "
@@ -153,7 +151,7 @@ def server(seen: Seen) -> Check:
     try:
         socket.create_connection((host, port), CONNECT_WITHIN_S).close()
     except (OSError, UnicodeError) as error:  # the second: a name that cannot be one
-        return wrong(
+        return fail(
             name,
             "SF801",
             f"nobody can be reached at {host}:{port}, where vllm_server says that the server is: {error}. A run waits "
@@ -167,7 +165,7 @@ def server(seen: Seen) -> Check:
     if theirs is None:
         return not_applicable(name, f"the process that listens at port {port} may not be looked at")
     if run.tuning == "lora" and theirs.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").lower() not in ("1", "true"):
-        return wrong(
+        return fail(
             name,
             "SF710",
             f"the server at {run.vllm_server} has no VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and will take no adapter",
@@ -182,13 +180,13 @@ def server(seen: Seen) -> Check:
         if ours.get(one) != theirs.get(one)
     ]
     if differing:
-        return wrong(
+        return fail(
             name,
             "SF710",
             f"variables of the server at {run.vllm_server} are not those of the run: {', '.join(differing)}",
             fix="Start both with the same, where a variable is about this machine and not about one of them.",
         )
-    return fine(name, f"{run.vllm_server} has the variables of the run")
+    return ok(name, f"{run.vllm_server} has the variables of the run")
 
 
 def _version_of(name: str, command: str) -> Check:
@@ -203,13 +201,13 @@ def _version_of(name: str, command: str) -> Check:
     numbers = tuple(int(one) for one in re.findall(r"\d+", version)[:2])
     if numbers < LEAST_VLLM:
         least = ".".join(map(str, LEAST_VLLM))
-        return wrong(
+        return fail(
             name,
             "SF709",
             f"this is vLLM {version}; prompts with images and other endpoints that are used came with {least}",
             fix="pip install -U vllm in its environment.",
         )
-    return fine(name, f"vLLM {version}")
+    return ok(name, f"vLLM {version}")
 
 
 def environment_of_listener(port: int) -> dict[str, str] | None:
@@ -223,18 +221,18 @@ def environment_of_listener(port: int) -> dict[str, str] | None:
     return None
 
 
-def schedule(seen: Seen) -> Check:
+def schedule(seen: CheckContext) -> Check:
     """Whether the learning rate gets to where it is warmed up to."""
     name, run = "schedule", seen.run
     if run is None or not run.warmup_steps or run.max_steps is None:
         return not_applicable(name, "no warm-up of so many steps in a run of so many")
     said = f"warmup_steps={run.warmup_steps}, of max_steps={run.max_steps}"
     if run.warmup_steps > run.max_steps:
-        return wrong(name, "SF720", f"{said}: the learning rate never reaches its peak",
+        return fail(name, "SF720", f"{said}: the learning rate never reaches its peak",
                      fix="Lower warmup_steps, or take warmup_ratio, unless the run is only to be tried.",
                      where=seen.loaded.where("warmup_steps", "max_steps") if seen.loaded else "",
                      warmup_steps=run.warmup_steps, max_steps=run.max_steps)  # fmt: skip
-    return fine(name, said)
+    return ok(name, said)
 
 
 CHECKS = (resume, schedule, chat_template, server)

@@ -1,6 +1,6 @@
 """Checks of versions and of what the environment loads. Pure."""
 
-from surefoot.diagnostics.preflight.check import Check, Seen, fine, not_applicable, wrong
+from surefoot.diagnostics.preflight.check import Check, CheckContext, fail, not_applicable, ok
 from surefoot.diagnostics.preflight.env_vars import variables
 from surefoot.diagnostics.preflight.gpus import used
 from surefoot.diagnostics.preflight.known_issues import bad_pairs, known_bad, numbers
@@ -15,7 +15,7 @@ LEAST_KERNEL = (5, 5)
 """Source: huggingface/accelerate#1929, which also warns of older ones."""
 
 
-def versions(seen: Seen) -> Check:
+def versions(seen: CheckContext) -> Check:
     name, found, gpus = "versions", seen.machine.versions, seen.gpus
     said = ", ".join(
         f"{one} {found[one]}"
@@ -25,7 +25,7 @@ def versions(seen: Seen) -> Check:
     driver, cuda = found.get("driver"), found.get("cuda")
     wants_gpus = gpus > 0 and (seen.run is None or seen.run.device != "cpu")
     if wants_gpus and cuda is None and "torch" in found:
-        return wrong(
+        return fail(
             name,
             "SF709",
             f"this machine has {gpus} GPUs, and torch {found['torch']} was built without CUDA",
@@ -38,16 +38,16 @@ def versions(seen: Seen) -> Check:
         causes = [
             f"{which} do not go together: {pair.what} ({pair.source})" for which, pair in zip(both, pairs, strict=True)
         ]
-        return wrong(name, "SF709", "; ".join(causes), fix=" ".join(pair.fix for pair in pairs), found=both)
+        return fail(name, "SF709", "; ".join(causes), fix=" ".join(pair.fix for pair in pairs), found=both)
     if seen.is_on_gpus:
         least = LEAST_DRIVER.get(numbers(cuda or "0")[0])
         if driver and least and numbers(driver) < least:
             needed = ".".join(map(str, least))
-            return wrong(name, "SF709", f"torch was built for CUDA {cuda}, which needs a driver from {needed} on, and "
+            return fail(name, "SF709", f"torch was built for CUDA {cuda}, which needs a driver from {needed} on, and "
                          f"this machine's is {driver}", driver=driver, cuda=cuda, needed=needed)  # fmt: skip
         strange = next((card for card in used(seen) if cuda and not _is_compiled_for(card.capability, cuda)), None)
         if strange is not None:
-            return wrong(
+            return fail(
                 name,
                 "SF709",
                 f"GPU {strange.index}, {strange.name}, has compute capability {strange.capability}, and PyTorch's "
@@ -60,12 +60,12 @@ def versions(seen: Seen) -> Check:
         bad = known_bad(seen)
         if bad is not None:
             version = f"{bad.package} {found[bad.package]}"
-            return wrong(name, "SF709", f"with {version} {bad.what} ({bad.source})", fix=bad.fix, version=version)
+            return fail(name, "SF709", f"with {version} {bad.what} ({bad.source})", fix=bad.fix, version=version)
     kernel = seen.machine.kernel
     if gpus > 1 and seen.uses_nccl and kernel and numbers(kernel) < LEAST_KERNEL:
-        return wrong(name, "SF709", f"the kernel is {seen.machine.kernel}; before 5.5 ranks are known to hang in their "
+        return fail(name, "SF709", f"the kernel is {seen.machine.kernel}; before 5.5 ranks are known to hang in their "
                      "first meeting", kernel=seen.machine.kernel)  # fmt: skip
-    return fine(name, said) if said else not_applicable(name, seen.machine.unknown.get("versions", "not known"))
+    return ok(name, said) if said else not_applicable(name, seen.machine.unknown.get("versions", "not known"))
 
 
 def _is_compiled_for(capability: str, cuda: str) -> bool:
@@ -79,14 +79,14 @@ def _is_compiled_for(capability: str, cuda: str) -> bool:
     return oldest <= numbers(capability) and (newest is None or numbers(capability)[0] <= newest[0])
 
 
-def library_path(seen: Seen) -> Check:
+def library_path(seen: CheckContext) -> Check:
     """Another NCCL than torch's own is loaded where one stands in the way of it."""
     name, environment = "NCCL that is loaded", seen.machine.environment
     if not seen.uses_nccl:
         return not_applicable(name, "only runs of several GPUs use it")
     preloaded = [one for one in environment.get("LD_PRELOAD", "").split(":") if "nccl" in one]
     if preloaded:
-        return wrong(
+        return fail(
             name,
             "SF709",
             f"LD_PRELOAD puts {', '.join(preloaded)} before the NCCL that torch came with",
@@ -95,10 +95,10 @@ def library_path(seen: Seen) -> Check:
         )
     if seen.machine.other_nccl:
         found = seen.machine.other_nccl[0]
-        return wrong(name, "SF709", f"LD_LIBRARY_PATH puts {found} before the NCCL that torch came with", found=found,
+        return fail(name, "SF709", f"LD_LIBRARY_PATH puts {found} before the NCCL that torch came with", found=found,
                      fix="Take its folder out of LD_LIBRARY_PATH, unless it is meant: then all machines must have the "
                      "same. `surefoot doctor --deep` says which one is loaded.")  # fmt: skip
-    return fine(name, f"torch's own, {seen.machine.versions.get('nccl', 'version not known')}")
+    return ok(name, f"torch's own, {seen.machine.versions.get('nccl', 'version not known')}")
 
 
 CHECKS = (versions, library_path, variables)

@@ -4,7 +4,7 @@ from typing import Any
 
 import altair as alt
 
-from surefoot.diagnostics.report.run_history import Row, Story
+from surefoot.diagnostics.report.run_history import Row, RunHistory
 
 HEIGHT = 220
 HELD_OUT = "#e45756"
@@ -17,7 +17,7 @@ PHASE_ORDER = (
 OWNER_ORDER = ("frozen parameters", "trained parameters", "gradients", "optimizer", "activations", "other")
 
 
-def charts(story: Story) -> dict[str, tuple[str, dict[str, Any]]]:
+def charts(story: RunHistory) -> dict[str, tuple[str, dict[str, Any]]]:
     """Name -> (title, specification), of those that have something to show."""
     made = {
         "reward": ("Reward: mean of a step, spread within groups; points: held-out prompts", _reward(story)),
@@ -61,7 +61,7 @@ def _line(rows: list[Row], name: str, title: str) -> Any:
     )
 
 
-def _reward(story: Story) -> Any:
+def _reward(story: RunHistory) -> Any:
     if not story.rollouts:
         return None
     rows = [
@@ -86,7 +86,7 @@ def _reward(story: Story) -> Any:
     return _sized(alt.layer(band, line, points))
 
 
-def _loss(story: Story) -> Any:
+def _loss(story: RunHistory) -> Any:
     rows = [
         {"step": row["step"], "loss": row["loss"], "of": "training"} for row in story.steps if row["loss"] is not None
     ]
@@ -107,7 +107,7 @@ def _loss(story: Story) -> Any:
     return _sized(alt.layer(line, alt.Chart(_data(held_out)).mark_point(filled=True, size=60).encode(**encoding)))
 
 
-def _phases(story: Story) -> Any:
+def _phases(story: RunHistory) -> Any:
     if not story.phases:
         return None
     return _sized(
@@ -122,7 +122,7 @@ def _phases(story: Story) -> Any:
     )
 
 
-def _memory(story: Story) -> Any:
+def _memory(story: RunHistory) -> Any:
     if not story.memory:
         return None
     return _sized(
@@ -137,7 +137,7 @@ def _memory(story: Story) -> Any:
     )
 
 
-def _ledger(story: Story) -> Any:
+def _ledger(story: RunHistory) -> Any:
     if not story.ledger:
         return None
     return _sized(
@@ -152,7 +152,7 @@ def _ledger(story: Story) -> Any:
     )
 
 
-def _experts(story: Story) -> Any:
+def _experts(story: RunHistory) -> Any:
     if not story.expert_load:
         return None
     return _sized(
@@ -167,7 +167,7 @@ def _experts(story: Story) -> Any:
     )
 
 
-def _gpus(story: Story) -> Any:
+def _gpus(story: RunHistory) -> Any:
     if not story.gpus:
         return None
 
@@ -187,7 +187,7 @@ def _gpus(story: Story) -> Any:
     return _sized(alt.layer(line("utilisation"), line("power", strokeDash=[5, 4])))
 
 
-def _timeline(story: Story) -> Any:
+def _timeline(story: RunHistory) -> Any:
     if not story.events:
         return None
     bars = (

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from surefoot.diagnostics.report.run_history import Row, Story, read_story
+from surefoot.diagnostics.report.run_history import Row, RunHistory, read_story
 from surefoot.system.atomic_io import write_text
 
 REPORT = "report.html"
@@ -61,7 +61,7 @@ def write_report(run_folder: Path) -> Path:
     return path
 
 
-def page(story: Story) -> str:
+def page(story: RunHistory) -> str:
     """The whole page."""
     import vl_convert
 
@@ -100,7 +100,7 @@ def page(story: Story) -> str:
 """
 
 
-def _summary(story: Story) -> str:
+def _summary(story: RunHistory) -> str:
     summary = story.summary
     shown: Row = {
         "status": story.told.status,
@@ -119,7 +119,7 @@ def _summary(story: Story) -> str:
     return f"<section><dl>{terms}</dl></section>"
 
 
-def _findings(story: Story) -> str:
+def _findings(story: RunHistory) -> str:
     cards = []
     for finding in story.told.findings:
         rows = "".join(
@@ -133,7 +133,7 @@ def _findings(story: Story) -> str:
     return "".join(cards)
 
 
-def _completions(story: Story) -> str:
+def _completions(story: RunHistory) -> str:
     """A table a step, of prompts, completions, rewards and advantages."""
     tables = []
     for step in sorted({row["step"] for row in story.completions}):

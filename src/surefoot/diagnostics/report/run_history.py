@@ -34,7 +34,7 @@ BESIDE_STEPS = ("launch", "load", "tokenise", "export")
 
 
 @dataclass(frozen=True)
-class Story:
+class RunHistory:
     """What a page shows."""
 
     told: Explanation
@@ -64,7 +64,7 @@ class Story:
     config: str
 
 
-def read_story(run_folder: Path) -> Story:
+def read_story(run_folder: Path) -> RunHistory:
     """Raises: ConfigError for a folder that holds no run, or one that came to no step."""
     told = explain(run_folder)
     entries = this_run(read_history(run_folder).entries)
@@ -74,7 +74,7 @@ def read_story(run_folder: Path) -> Story:
     began_s = entries[0].time_s if entries else 0.0
     steps = [line for line in lines if "loss" in line and (line["loss"] is None or is_number(line["loss"]))]
     names = ("step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "step_time_s")
-    return Story(
+    return RunHistory(
         told=told,
         steps=_thinned([{"loss": None, **_numbers(line, names)} for line in steps], MOST_POINTS),
         evaluations=_thinned(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from surefoot.system.deadline import Bounded, NotDone
+from surefoot.system.deadline import Deadline, DeadlineExceeded
 
 EXCHANGED = 1 << 18
 """Numbers that a pair exchanges: 1 MiB."""
@@ -181,18 +181,18 @@ def product(device: torch.device, look: Callable[[], Any] = lambda: None) -> tup
     one @ one
     _wait_for(device)
     began_s, done = time.perf_counter(), 0
-    looking: Bounded[Any] | None = None  # beside the products: a driver may take long to answer, or for ever
+    looking: Deadline[Any] | None = None  # beside the products: a driver may take long to answer, or for ever
     while (took_s := time.perf_counter() - began_s) < PRODUCT_FOR_S[device.type]:
         for _ in range(REPEATS):
             one @ one
         if looking is None and took_s >= PRODUCT_FOR_S[device.type] / 2:
-            looking = Bounded(look)
+            looking = Deadline(look)
         _wait_for(device)
         done += REPEATS
     speed = 2 * length**3 * done / took_s / 1e12
     try:
         return speed, looking.result(LOOKED_WITHIN_S) if looking is not None else None
-    except NotDone:
+    except DeadlineExceeded:
         return speed, None
 
 

@@ -5,7 +5,7 @@ import time
 
 from surefoot.config import LoadedConfig
 from surefoot.data.sampler import Position
-from surefoot.diagnostics.preflight.check import Check, fine, not_applicable, wrong
+from surefoot.diagnostics.preflight.check import Check, fail, not_applicable, ok
 from surefoot.errors import SurefootError
 from surefoot.methods.training_data import open_data
 from surefoot.models.build import load_tokenizer
@@ -22,7 +22,7 @@ def loader(loaded: LoadedConfig) -> Check:
         base = resolve_model(loaded.run.model, loaded.where("model"), weights=False)
         data = open_data(loaded, base, load_tokenizer(base, loaded.run.chat_template), lambda _event: None)
     except SurefootError as error:
-        return wrong(name, "SF736", str(error), error=str(error))
+        return fail(name, "SF736", str(error), error=str(error))
     is_late = threading.Event()
 
     def stop() -> None:
@@ -46,8 +46,8 @@ def loader(loaded: LoadedConfig) -> Check:
             return not_applicable(
                 name, f"the first data are not prepared within {PREPARED_WITHIN_S:g} s: `surefoot data`"
             )
-        return wrong(name, "SF736", str(error), error=str(error))
+        return fail(name, "SF736", str(error), error=str(error))
     finally:
         late.cancel()
         data.stop()
-    return fine(name, f"{tokens / took_s:,.0f} tokens/s, a step in {took_s / max(1, steps) * 1000:.1f} ms")
+    return ok(name, f"{tokens / took_s:,.0f} tokens/s, a step in {took_s / max(1, steps) * 1000:.1f} ms")

@@ -12,7 +12,7 @@ import torch
 
 from surefoot.config import LoadedConfig
 from surefoot.config.resolve import device_type
-from surefoot.diagnostics.preflight.check import Check, wrong
+from surefoot.diagnostics.preflight.check import Check, fail
 from surefoot.diagnostics.preflight.runner import examine
 from surefoot.diagnostics.selftest.dataloader_check import loader
 from surefoot.diagnostics.selftest.report import Report, read_report
@@ -33,7 +33,7 @@ RANKS_ON_A_CPU = 2
 
 
 @dataclass(frozen=True)
-class Ranks:
+class World:
     """The processes of a self-test, as the launcher wants to know them."""
 
     nproc_per_node: int
@@ -52,7 +52,7 @@ def self_test(loaded: LoadedConfig | None, *, is_deep: bool) -> tuple[list[Check
     try:
         device = device_type(loaded) if loaded is not None else "cuda" if torch.cuda.is_available() else "cpu"
     except SurefootError as error:
-        return _said([wrong("self-test", "SF742", str(error), is_fatal=True)])
+        return _said([fail("self-test", "SF742", str(error), is_fatal=True)])
     run = loaded.run if loaded is not None else None
     with tempfile.TemporaryDirectory(prefix="surefoot-self-test-") as name:
         path, status_path = Path(name, REPORT), Path(name, STATUS)
@@ -66,7 +66,7 @@ def self_test(loaded: LoadedConfig | None, *, is_deep: bool) -> tuple[list[Check
         if is_local_rank():
             report, status = try_out(task)
             return _said(_checks(report, loaded, is_deep=is_deep)) if report is not None else (None, status)
-        ranks = Ranks(
+        ranks = World(
             run.nproc_per_node if run is not None else torch.cuda.device_count() or RANKS_ON_A_CPU,
             run.nnodes if run is not None else 1,
             run.rdzv_endpoint if run is not None else None,
@@ -108,7 +108,7 @@ def _said(checks: list[Check]) -> tuple[list[Check], int]:
 def _checks(report: Report, loaded: LoadedConfig | None, *, is_deep: bool, problem: str = "") -> list[Check]:
     checks = [*_elsewhere(report, loaded), *checks_of(report)]
     if problem and not (report.errors or report.silent):
-        died = wrong("self-test", "SF742", problem, is_fatal=True, stage=report.stopped_in)
+        died = fail("self-test", "SF742", problem, is_fatal=True, stage=report.stopped_in)
         checks = [*checks[:-1], died]
     if is_deep and loaded is not None:
         checks.append(loader(loaded))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from surefoot.diagnostics.preflight.check import Check, fine, not_applicable, wrong
+from surefoot.diagnostics.preflight.check import Check, fail, not_applicable, ok
 from surefoot.diagnostics.preflight.gpus import JOINED_GPUS, NOT_JOINED
 from surefoot.diagnostics.selftest.report import Report
 from surefoot.distributed.elastic_launch import GONE
@@ -75,7 +75,7 @@ def _alike(report: Report) -> Check:
         return Check(name, "warning", finding.cause, finding)
     count = len(set(hosts.values()))
     where = "one machine" if count == 1 else f"{count} machines"
-    return fine(name, f"{report.ranks} ranks on {where} have the same versions and variables")
+    return ok(name, f"{report.ranks} ranks on {where} have the same versions and variables")
 
 
 def _clocks(report: Report) -> Check:
@@ -85,11 +85,11 @@ def _clocks(report: Report) -> Check:
             way = "behind" if offset_s > 0 else "ahead of"
             far.append(f"{_named(report, rank)} is {abs(offset_s):.1f} s {way} rank 0")
     if far:
-        return wrong(name, "SF731", "; ".join(far), offsets_s={str(r): v[0] for r, v in report.of("clock").items()})
+        return fail(name, "SF731", "; ".join(far), offsets_s={str(r): v[0] for r, v in report.of("clock").items()})
     if len(set(_hosts(report).values())) == 1:
         return not_applicable(name, "one machine")
     most = max(abs(offset_s) for offset_s, _ in report.of("clock").values())
-    return fine(name, f"at most {most * 1000:.0f} ms apart")
+    return ok(name, f"at most {most * 1000:.0f} ms apart")
 
 
 def _reach(report: Report) -> Check:
@@ -100,10 +100,10 @@ def _reach(report: Report) -> Check:
         for other, why in said.items()
     ]
     if problems:
-        return wrong(name, "SF732", "; ".join(problems[:4]), is_fatal=True, pairs=len(problems))
+        return fail(name, "SF732", "; ".join(problems[:4]), is_fatal=True, pairs=len(problems))
     if len(set(_hosts(report).values())) == 1:
         return not_applicable(name, "one machine")
-    return fine(name, "each on a free port of each")
+    return ok(name, "each on a free port of each")
 
 
 def _nccl(report: Report) -> Check:
@@ -119,11 +119,11 @@ def _nccl(report: Report) -> Check:
                 f"{_named(report, rank)} has loaded NCCL {said['nccl']} ({', '.join(said['loaded'])}), and {installed} "
                 "is installed with torch"
             )
-            return wrong(name, "SF741", cause, loaded=said["loaded"], installed=installed)
+            return fail(name, "SF741", cause, loaded=said["loaded"], installed=installed)
     if len({said["nccl"] for said in joined.values()}) > 1:
         versions = {str(rank): said["nccl"] for rank, said in joined.items()}
-        return wrong(name, "SF741", f"the ranks have loaded different NCCLs: {versions}", loaded=versions)
-    return fine(name, f"{next(iter(joined.values()))['nccl']} at all ranks")
+        return fail(name, "SF741", f"the ranks have loaded different NCCLs: {versions}", loaded=versions)
+    return ok(name, f"{next(iter(joined.values()))['nccl']} at all ranks")
 
 
 def _exchange(report: Report) -> Check:
@@ -134,8 +134,8 @@ def _exchange(report: Report) -> Check:
         for source in said["wrong"]
     ]
     if wrong_pairs:
-        return wrong(name, "SF734", "; ".join(wrong_pairs[:4]), is_fatal=True, pairs=len(wrong_pairs))
-    return fine(name, f"{report.ranks * next(iter(report.of('exchange').values()))['pairs']} exchanges arrived whole")
+        return fail(name, "SF734", "; ".join(wrong_pairs[:4]), is_fatal=True, pairs=len(wrong_pairs))
+    return ok(name, f"{report.ranks * next(iter(report.of('exchange').values()))['pairs']} exchanges arrived whole")
 
 
 def _collectives(report: Report) -> Check:
@@ -146,8 +146,8 @@ def _collectives(report: Report) -> Check:
         for what, how in said["wrong"].items()
     ]
     if problems:
-        return wrong(name, "SF734", "; ".join(problems[:4]), is_fatal=True, problems=len(problems))
-    return fine(name, "all-reduce, all-gather, reduce-scatter, uneven all-to-all, broadcast: every number is right")
+        return fail(name, "SF734", "; ".join(problems[:4]), is_fatal=True, problems=len(problems))
+    return ok(name, "all-reduce, all-gather, reduce-scatter, uneven all-to-all, broadcast: every number is right")
 
 
 def _bandwidth(report: Report) -> Check:
@@ -160,12 +160,12 @@ def _bandwidth(report: Report) -> Check:
     )
     least, why = expected_gb_s(report)
     if least is None:
-        return fine(name, f"{seen} ({why})")
+        return ok(name, f"{seen} ({why})")
     reached = slowest[judged][max(slowest[judged])]
     if reached < least:
         cause = f"a large {judged} has {reached:.3g} GB/s of bus bandwidth, and {least:.4g} are to be expected: {why}"
-        return wrong(name, "SF733", f"{cause}; all of them: {seen}", bus_bandwidth_gb_s=slowest, expected_gb_s=least)
-    return fine(name, f"{seen} ({least:.4g} to be expected of a large {judged}: {why})")
+        return fail(name, "SF733", f"{cause}; all of them: {seen}", bus_bandwidth_gb_s=slowest, expected_gb_s=least)
+    return ok(name, f"{seen} ({least:.4g} to be expected of a large {judged}: {why})")
 
 
 def _slowest(report: Report, kind: str) -> dict[int, float]:
@@ -225,9 +225,9 @@ def _product(report: Report) -> Check:
     speeds = ", ".join(f"{speed:.3g}" for speed in said.values())
     if slow:
         shown = ", ".join(f"{_named(report, rank)} {said[rank]:.3g}" for rank in slow)
-        return wrong(name, "SF735", f"{shown} TFLOP/s, and {usual:.3g} is usual among {report.ranks} ranks",
+        return fail(name, "SF735", f"{shown} TFLOP/s, and {usual:.3g} is usual among {report.ranks} ranks",
                      tflops={str(rank): round(speed, 2) for rank, speed in said.items()})  # fmt: skip
-    return fine(name, f"{speeds} TFLOP/s, all ranks at a time")
+    return ok(name, f"{speeds} TFLOP/s, all ranks at a time")
 
 
 def _cards(report: Report) -> dict[int, Mapping[str, Any]]:
@@ -243,9 +243,9 @@ def _clocks_under_load(report: Report) -> Check:
     slowed = {rank: ", ".join(card["slowed_by"]) for rank, card in cards.items() if card["slowed_by"]}
     if slowed:
         cause = "; ".join(f"the GPU of {_named(report, rank)} is slowed down: {why}" for rank, why in slowed.items())
-        return wrong(name, "SF723", cause, cards=[cards[rank]["index"] for rank in slowed])
+        return fail(name, "SF723", cause, cards=[cards[rank]["index"] for rank in slowed])
     hottest = max((card["temperature_c"] or 0 for card in cards.values()), default=0)
-    return fine(name, f"nothing slows them down{f', the warmest has {hottest} °C' if hottest else ''}")
+    return ok(name, f"nothing slows them down{f', the warmest has {hottest} °C' if hottest else ''}")
 
 
 def _pcie_under_load(report: Report) -> Check:
@@ -261,9 +261,9 @@ def _pcie_under_load(report: Report) -> Check:
             f"{known[rank]['pcie_most_generation']} while it computes"
             for rank in low
         )
-        return wrong(name, "SF725", cause, cards=[known[rank]["index"] for rank in low])
+        return fail(name, "SF725", cause, cards=[known[rank]["index"] for rank in low])
     generations = ", ".join(sorted({str(card["pcie_generation"]) for card in known.values()}))
-    return fine(name, f"generation {generations}, as card and slot can")
+    return ok(name, f"generation {generations}, as card and slot can")
 
 
 def _storage(report: Report) -> Check:
@@ -273,13 +273,13 @@ def _storage(report: Report) -> Check:
         return not_applicable(name, "no run is given")
     damaged = [rank for rank, one in said.items() if not one["is_same"]]
     if damaged:
-        return wrong(name, "SF711", f"{_named(report, damaged[0])} read something else than it had written",
+        return fail(name, "SF711", f"{_named(report, damaged[0])} read something else than it had written",
                      is_fatal=True, error="other bytes")  # fmt: skip
     slowest = min(said, key=lambda rank: said[rank]["write"])
     shown = f"{_named(report, slowest)} writes {said[slowest]['write']:.0f} MB/s and reads {said[slowest]['read']:.0f}"
     if said[slowest]["write"] < SLOW_WRITE:
-        return wrong(name, "SF711", shown, write_mb_s=round(said[slowest]["write"], 1))
-    return fine(name, shown)
+        return fail(name, "SF711", shown, write_mb_s=round(said[slowest]["write"], 1))
+    return ok(name, shown)
 
 
 WHAT = {
@@ -310,5 +310,5 @@ def _stopped(report: Report) -> Check:
         said = "; ".join(f"{_named(report, rank)}: {error}" for rank, error in list(report.errors.items())[:3]) or (
             f"the ranks' connection ended in {what}"
         )
-    return wrong("self-test", "SF742", said, is_fatal=True, stage=report.stopped_in,
+    return fail("self-test", "SF742", said, is_fatal=True, stage=report.stopped_in,
                  silent=report.silent, errors={str(rank): error for rank, error in report.errors.items()})  # fmt: skip

@@ -201,7 +201,7 @@ DEEP = (
     Stage("bandwidth", _bandwidth, 2 * DEEP_WITHIN_S),
 )
 """What takes the devices and the network."""
-ALONE = (Stage("product", _product, 30.0), Stage("storage", _storage, 60.0))
+SINGLE_PROCESS = (Stage("product", _product, 30.0), Stage("storage", _storage, 60.0))
 """What each rank does by itself."""
 
 
@@ -212,7 +212,7 @@ def longest_s(stages: Sequence[Stage]) -> float:
 
 def stages_of(size: int, *, is_deep: bool) -> Sequence[Stage]:
     """What is tried with so many ranks."""
-    return (*TOGETHER, *(DEEP if is_deep and size > 1 else ()), *(ALONE if is_deep else ()))
+    return (*TOGETHER, *(DEEP if is_deep and size > 1 else ()), *(SINGLE_PROCESS if is_deep else ()))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def overlong_penalty(length: int, max_length: int, soft_length: int) -> float:
     return -min(max(length - (max_length - soft_length), 0) / soft_length, 1.0)
 
 
-def has_spread(rewards: Sequence[float]) -> bool:
+def has_learning_signal(rewards: Sequence[float]) -> bool:
     """Whether a group's rewards differ, so that it teaches something. Masked ones say nothing."""
     seen = [reward for reward in rewards if not isnan(reward)]
     return len(seen) > 1 and max(seen) > min(seen)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.data.collate import MicroBatch, filler
+from surefoot.data.collate import MicroBatch, dummy_batch
 from surefoot.data.image_processor import PixelReader
 from surefoot.data.images import Image, image_of
 from surefoot.methods.grpo.routed_experts import as_text, from_text
@@ -98,7 +98,7 @@ def collate_policy(
     positions: list[Tensor] = []
     lengths: list[int] = []
     continues: list[int] = []
-    predict_at: list[Tensor] = []
+    target_positions: list[Tensor] = []
     token_at: list[Tensor] = []
     prompt_at: list[int] = []
     places: list[str] = []
@@ -132,7 +132,7 @@ def collate_policy(
                 places.append(one.place)
             # A completion's first token is predicted at the end of its prompt, each other one at the token before it.
             token_at.append(torch.arange(begin, begin + len(one.ids)))
-            predict_at.append(torch.tensor([last_of_prompt, *range(begin, begin + len(one.ids) - 1)]))
+            target_positions.append(torch.tensor([last_of_prompt, *range(begin, begin + len(one.ids) - 1)]))
     counts = torch.tensor([len(one.ids) for one in trajectories])
 
     def each_token(values: Sequence[float]) -> Tensor:
@@ -149,7 +149,7 @@ def collate_policy(
         position_ids=torch.cat(positions, dim=-1).unsqueeze(-2),
         lengths=lengths,
         cu_seq_lens=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
-        predict_at=torch.cat(predict_at),
+        target_positions=torch.cat(target_positions),
         targets=torch.tensor([token for one in trajectories for token in one.ids]),
         weights=each_token([one.weight for one in trajectories]),
         places=tuple(places),
@@ -185,7 +185,7 @@ def _experts(
     return found
 
 
-def part_of(count: int, rank: int, num_ranks: int) -> range:
+def rank_slice(count: int, rank: int, num_ranks: int) -> range:
     """The completions that a rank generates and trains on: neighbours, so that groups stay together."""
     return range(count * rank // num_ranks, count * (rank + 1) // num_ranks)
 
@@ -204,8 +204,8 @@ def policy_batches(
 
     `is_first_use`: no step has trained on them yet.
     """
-    most = max(len(part_of(len(trajectories), other, num_ranks)) for other in range(num_ranks))
-    mine = [trajectories[index] for index in part_of(len(trajectories), rank, num_ranks)]
+    most = max(len(rank_slice(len(trajectories), other, num_ranks)) for other in range(num_ranks))
+    mine = [trajectories[index] for index in rank_slice(len(trajectories), rank, num_ranks)]
     for begin in range(0, most, rows_each):
         rows = mine[begin : begin + rows_each]
         if rows:
@@ -217,7 +217,7 @@ def policy_batches(
 def _filler(is_first_use: bool, reader: PixelReader | None) -> PolicyBatch:
     """Stands in beside other ranks' batches; like theirs, it gets no logprobs that stay but at the first use."""
     nothing, first = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
-    values: dict[str, Any] = {**vars(filler(reader)), "weights": nothing}
+    values: dict[str, Any] = {**vars(dummy_batch(reader)), "weights": nothing}
     return PolicyBatch(
         **values,
         advantages=nothing,

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from surefoot.data.collate import MicroBatch
 from surefoot.data.image_processor import PixelReader
-from surefoot.distributed.fsdp import put_to_rest
-from surefoot.distributed.process_group import ALONE, Ranks, sum_over_ranks
+from surefoot.distributed.fsdp import reshard
+from surefoot.distributed.process_group import SINGLE_PROCESS, World, sum_over_ranks
 from surefoot.errors import ModelError
 from surefoot.methods.base import BatchTotals, LossTerms, Objective, PlannedLoss
 from surefoot.methods.grpo.batch import PolicyBatch, Trajectory, collate_policy
 from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.methods.grpo.types import Request
-from surefoot.methods.token_loss import TokenLogprobs, probing
+from surefoot.methods.token_loss import TokenLogprobs, eval_no_grad
 from surefoot.models.build import BuiltModel
-from surefoot.models.lora import adapter_off
+from surefoot.models.lora import disable_adapter
 from surefoot.models.routing import LayerRouting, ReplayedRouting, RoutingRecorder, expert_counts
 
 EPSILON = 0.2
@@ -124,7 +124,7 @@ def _sums(values: Tensor, batch: PolicyBatch) -> Tensor:
 class GrpoObjective(Objective):
     """The clipped policy loss over completions."""
 
-    def __init__(self, built: BuiltModel, config: GrpoConfig, ranks: Ranks = ALONE) -> None:
+    def __init__(self, built: BuiltModel, config: GrpoConfig, ranks: World = SINGLE_PROCESS) -> None:
         super().__init__(built.model)
         self._routing = built.routing
         self._ranks = ranks
@@ -171,7 +171,7 @@ class GrpoObjective(Objective):
         """
         some = Trajectory([0], [0, 0], [0.0, 0.0], 0.0, 1.0, "a check of routers")
         batch = collate_policy([some], share_prompts=False).to(self.model.device)
-        with probing(self.model):
+        with eval_no_grad(self.model):
             with self._routing.recording() as layers:
                 self._logprobs(batch)
             if len(layers) != len(self._routing.names):
@@ -181,7 +181,7 @@ class GrpoObjective(Objective):
                 )
             with ReplayedRouting(torch.stack([layer.index for layer in layers], dim=1)):
                 self._logprobs(batch)
-        put_to_rest(self.model)
+        reshard(self.model)
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Log-probabilities that stay for all steps on these completions, in forwards without graph.
@@ -207,10 +207,10 @@ class GrpoObjective(Objective):
             return batch
         # The reference is another model: it goes its own ways.
         replayed = _replayed(batch) if with_adapter else nullcontext()
-        adapter = nullcontext() if with_adapter else adapter_off(self.model)
-        with probing(self.model), adapter, self._routing.recording() as layers, replayed:
+        adapter = nullcontext() if with_adapter else disable_adapter(self.model)
+        with eval_no_grad(self.model), adapter, self._routing.recording() as layers, replayed:
             found, _ = self._logprobs(batch)
-        if batch.is_filler:
+        if batch.is_dummy:
             return batch
         values = iter(found.tolist())
         for one in batch.trajectories:
@@ -237,11 +237,11 @@ class GrpoObjective(Objective):
             seen = [LayerRouting(layer.logits[rows], layer.index[rows]) for layer in layers]
             counts = expert_counts(seen, layers[0].logits.shape[-1])
             self._counts = counts if self._counts is None else self._counts + counts
-        if batch.is_filler:
+        if batch.is_dummy:
             return LossTerms(logprobs.sum() * 0.0)
         measured["entropy"] = entropy
         if isinstance(replayed, ReplayedRouting):
-            measured["routing_agreement"] = _agreement(replayed.own, layers)[batch.predict_at]
+            measured["routing_agreement"] = _agreement(replayed.own, layers)[batch.target_positions]
         nothing = torch.zeros_like(entropy)
         sums = [torch.where(is_trained, measured.get(name, nothing), nothing).sum() for name in SUMS]
         self._sums.append(torch.stack([*sums, is_trained.sum()]).double())
@@ -265,9 +265,9 @@ class GrpoObjective(Objective):
     ) -> list[float]:
         """The logprobs of tokens after a prompt, without dropout. Collective. `reader`: see `collate_policy`."""
         one = Trajectory(request.prompt, ids, [0.0] * len(ids), 0.0, 1.0, request.place, request.images)
-        with probing(self.model):
+        with eval_no_grad(self.model):
             found, _ = self._logprobs(collate_policy([one], share_prompts=False, reader=reader).to(device))
-        put_to_rest(self.model)
+        reshard(self.model)
         return [float(value) for value in found.tolist()]
 
 
@@ -298,8 +298,8 @@ class PlannedPolicyLoss(PlannedLoss):
             **{**vars(batch), "weights": tokens + 1},
             advantages=tokens,
             rollout_logprobs=tokens,
-            token_at=batch.predict_at,
-            completion=batch.predict_at,
+            token_at=batch.target_positions,
+            completion=batch.target_positions,
             old_logprobs=tokens,
             reference_logprobs=tokens if self.loss.beta else None,
         )

@@ -8,8 +8,8 @@ from typing import Any
 from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.collate import MicroBatch
 from surefoot.data.sampler import Position, StepBatch
-from surefoot.distributed.process_group import Ranks
-from surefoot.methods.base import Learner, Method, MethodContext, Objective, PlannedLoss
+from surefoot.distributed.process_group import World
+from surefoot.methods.base import Method, MethodContext, Objective, PlannedLoss, TrainContext
 from surefoot.methods.grpo.engines.server import Server
 from surefoot.methods.grpo.loss import GrpoObjective, PlannedPolicyLoss, PolicyLoss
 from surefoot.methods.grpo.pending_fields import problems_of_pending
@@ -62,7 +62,7 @@ class Grpo(Method):
             check_reward(item, loaded.where("reward_funcs"))
 
     @staticmethod
-    def build_objective(built: BuiltModel, config: RunConfig, ranks: Ranks) -> Objective:
+    def build_objective(built: BuiltModel, config: RunConfig, ranks: World) -> Objective:
         """Return the clipped policy loss."""
         return GrpoObjective(built, grpo_settings(config), ranks)
 
@@ -70,7 +70,7 @@ class Grpo(Method):
         """Start reward workers, and a server, which gets ready while the data are prepared."""
         context, reader = self.context, self.context.data.reader
         with context.phase("load"):
-            self._rewards = context.ranks.together(lambda: start_rewards(context.loaded))
+            self._rewards = context.ranks.run_or_raise_on_all(lambda: start_rewards(context.loaded))
             self._parts.callback(self._rewards.end)
             if self._settings.rollout_engine == "vllm":
                 images = reader.settings if reader is not None else None
@@ -84,11 +84,11 @@ class Grpo(Method):
     def connect(self) -> None:
         """Let a server take its memory before training does."""
         if self._server is not None:
-            self.context.ranks.together(self._server.check_alive, names_rank=False)
+            self.context.ranks.run_or_raise_on_all(self._server.check_alive, names_rank=False)
             with self.context.phase("sync"):
                 settle_server(self._settings, self._server, self.context.ranks, self.context.emit)
 
-    def load(self, config: RunConfig, learner: Learner) -> None:
+    def load(self, config: RunConfig, learner: TrainContext) -> None:
         """Connect the engine to the model. Raises: StoppedOnFinding (SF801) if a server does not get ready."""
         assert self._rewards is not None
         self._source = rollout_source(grpo_settings(config), self.context, learner, self._rewards, self._server)
@@ -96,7 +96,7 @@ class Grpo(Method):
 
     def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:
         """Return completions with advantages. Raises: what `RolloutSource.batches` raises."""
-        self.context.ranks.together(self.context.data.look)
+        self.context.ranks.run_or_raise_on_all(self.context.data.look)
         return self._loaded_source.batches(position, step, epoch)
 
     def evaluate(self, step: int) -> Mapping[str, float]:

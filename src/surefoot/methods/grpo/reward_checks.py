@@ -93,13 +93,19 @@ class FlatRewards:
     has_told: bool = False
 
     def add(
-        self, step: int, *, teaches: bool, is_truncated: bool, truncated_share: float, rewards: Sequence[float]
+        self,
+        step: int,
+        *,
+        has_learning_signal: bool,
+        is_truncated: bool,
+        truncated_share: float,
+        rewards: Sequence[float],
     ) -> list[Finding]:
         """The finding, once, when it is due.
 
         `is_truncated`: what could teach is left out of the loss as truncated; `truncated_share`: of all completions.
         """
-        self.rollouts = 0 if teaches else self.rollouts + 1
+        self.rollouts = 0 if has_learning_signal else self.rollouts + 1
         if self.rollouts < FLAT_ROLLOUTS or self.has_told:
             return []
         self.has_told = True

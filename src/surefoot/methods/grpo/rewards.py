@@ -45,7 +45,7 @@ LATE_GROUPS, MOST_LATE_GROUPS = 2, 8
 
 
 @dataclass(frozen=True)
-class Answers:
+class RewardInputs:
     """The completions of one prompt, as reward functions see them."""
 
     columns: Mapping[str, Any]
@@ -67,7 +67,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Scored:
+class RewardResult:
     """What one function said of one completion."""
 
     reward: float | None
@@ -125,7 +125,9 @@ class Rewards:
             names.append(next(one for one in chain([name], numbered) if one not in names))
         return names
 
-    def score(self, groups: Sequence[Answers], waiting: Callable[[], None] = lambda: None) -> list[list[list[Scored]]]:
+    def score(
+        self, groups: Sequence[RewardInputs], waiting: Callable[[], None] = lambda: None
+    ) -> list[list[list[RewardResult]]]:
         """[group][completion][function]. Never raises for what a function does. `waiting`: called now and then."""
         self._late_groups = [0] * len(self._items)
         jobs = [(group, number) for group in groups for number in range(len(self._items))]
@@ -148,7 +150,7 @@ class Rewards:
         for worker in self._all:  # no thread asks them any more
             worker.kill()
 
-    def _group(self, group: Answers, number: int) -> list[Scored]:
+    def _group(self, group: RewardInputs, number: int) -> list[RewardResult]:
         """What a function says of a group.
 
         Where it fails, each completion is asked of alone, so that the culprits are known, and then the others together.
@@ -160,47 +162,49 @@ class Rewards:
         late_before = self._late_groups[number]
         if late_before >= MOST_LATE_GROUPS:
             why = f"not asked: all calls for {MOST_LATE_GROUPS} groups of this step took over {self._timeout_s:g} s"
-            return [Scored(None, why)] * len(everyone)
+            return [RewardResult(None, why)] * len(everyone)
         try:
             return self._call(group, number, everyone)
         except _Miscounted as error:
-            return [Scored(None, str(error))] * len(everyone)
+            return [RewardResult(None, str(error))] * len(everyone)
         except (_Late, _Failed) as error:
             is_hopeless = isinstance(error, _Late) and late_before >= LATE_GROUPS
             if len(everyone) == 1 or is_hopeless or self._is_over.is_set():
                 self._late_groups[number] += isinstance(error, _Late)
-                return [Scored(None, str(error))] * len(everyone)
+                return [RewardResult(None, str(error))] * len(everyone)
             of_all = str(error)
-        scored: list[Scored] = []
+        scored: list[RewardResult] = []
         late = 0
         for index in everyone:
             if self._is_over.is_set():
-                scored.append(Scored(None, "the run is over"))
+                scored.append(RewardResult(None, "the run is over"))
                 continue
             if late == LONE_TRIES:
-                scored.append(Scored(None, f"not asked again: {late} of its group took over {self._timeout_s:g} s"))
+                scored.append(
+                    RewardResult(None, f"not asked again: {late} of its group took over {self._timeout_s:g} s")
+                )
                 continue
             try:
                 scored += self._call(group, number, [index])
             except (_Late, _Failed, _Miscounted) as error:
                 late += isinstance(error, _Late)
-                scored.append(Scored(None, str(error)))
+                scored.append(RewardResult(None, str(error)))
         if late and not any(one.reward is not None for one in scored):
             self._late_groups[number] += 1
         # What a function says of a completion alone need not be what it would have said of it among the others.
         sound = [index for index in everyone if scored[index].failure is None]
         if len(sound) == len(everyone):
-            return [Scored(None, f"{of_all}; of each alone it says something, which is not used")] * len(everyone)
+            return [RewardResult(None, f"{of_all}; of each alone it says something, which is not used")] * len(everyone)
         if len(sound) > 1 and not self._is_over.is_set():
             try:
                 together = self._call(group, number, sound)
             except (_Late, _Failed, _Miscounted) as error:
-                together = [Scored(None, f"{error}, without those on which it fails alone as well")] * len(sound)
+                together = [RewardResult(None, f"{error}, without those on which it fails alone as well")] * len(sound)
             for index, one in zip(sound, together, strict=True):
                 scored[index] = one
         return scored
 
-    def _call(self, group: Answers, number: int, chosen: Sequence[int]) -> list[Scored]:
+    def _call(self, group: RewardInputs, number: int, chosen: Sequence[int]) -> list[RewardResult]:
         item = self._items[number]
         arguments = group.arguments(chosen)
         if item.func in BUILT_IN:  # a column of the same name is no setting of theirs
@@ -216,12 +220,12 @@ class Rewards:
         return [_scored(reward) for reward in rewards]
 
 
-def _scored(reward: float | None) -> Scored:
+def _scored(reward: float | None) -> RewardResult:
     if reward is not None and not math.isfinite(reward):
-        return Scored(None, f"the reward is {reward}, which is no finite number")
+        return RewardResult(None, f"the reward is {reward}, which is no finite number")
     if reward is not None and abs(reward) > LARGEST:
-        return Scored(None, f"the reward is {reward:g}, beyond {LARGEST:g}: too large to compare with others")
-    return Scored(reward)
+        return RewardResult(None, f"the reward is {reward:g}, beyond {LARGEST:g}: too large to compare with others")
+    return RewardResult(reward)
 
 
 def check_reward(item: RewardItem, where: str) -> None:

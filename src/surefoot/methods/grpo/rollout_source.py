@@ -18,16 +18,16 @@ from surefoot.data.image_processor import PixelReader
 from surefoot.data.images import Image
 from surefoot.data.row_formats import IN_THE_ROW
 from surefoot.data.sampler import GlobalOrder, Position, SampleKey, StepBatch
-from surefoot.distributed.process_group import Ranks
+from surefoot.distributed.process_group import World
 from surefoot.errors import DataError, StoppedOnFinding, SurefootError
-from surefoot.events import CompletionsMade, Event, FindingMade, Phase, Preparing
+from surefoot.events import CompletionsMade, Event, FindingMade, Heartbeat, Phase
 from surefoot.findings import Finding
 from surefoot.methods.base import LAST_WAIT_S, Interrupted
-from surefoot.methods.grpo.advantage import has_spread
-from surefoot.methods.grpo.batch import Trajectory, part_of, policy_batches, trajectory_of
+from surefoot.methods.grpo.advantage import has_learning_signal
+from surefoot.methods.grpo.batch import Trajectory, policy_batches, rank_slice, trajectory_of
 from surefoot.methods.grpo.reward_checks import FlatRewards, failing_rewards, no_rewards
 from surefoot.methods.grpo.rewards import Rewards
-from surefoot.methods.grpo.scoring import Group, Judge, measured_of
+from surefoot.methods.grpo.scoring import Group, GroupScorer, measured_of
 from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.methods.grpo.types import (
     Completion,
@@ -36,7 +36,7 @@ from surefoot.methods.grpo.types import (
     Request,
     Sampling,
     Wait,
-    unless_stopped,
+    run_interruptible,
 )
 
 EVALUATION = 1 << 32
@@ -95,7 +95,7 @@ class RolloutSource:
         share_prompts: bool,
         reader: PixelReader | None = None,
         is_told_to_stop: Callable[[], bool] = lambda: False,
-        ranks: Ranks,
+        ranks: World,
         phase: Callable[[Phase], AbstractContextManager[None]],
         emit: Callable[[Event], None],
     ) -> None:
@@ -116,7 +116,7 @@ class RolloutSource:
         self._phase = phase
         self._emit = emit
         self._is_told_to_stop = is_told_to_stop
-        self._judge = Judge(
+        self._judge = GroupScorer(
             config, rewards, tokenizer, is_told_to_stop=is_told_to_stop, ranks=ranks, phase=phase, emit=emit
         )
         self._current: _Current | None = None
@@ -140,7 +140,7 @@ class RolloutSource:
         current = self._current
         uses = self._config.num_iterations
         # Each rank opens the images of its own part: what one of them finds wrong, all hear of.
-        mine = self._ranks.together(
+        mine = self._ranks.run_or_raise_on_all(
             lambda: list[MicroBatch](
                 policy_batches(
                     current.trajectories,
@@ -173,7 +173,7 @@ class RolloutSource:
         if self._current is None or step % self._config.num_iterations == 0:
             return []
         all_of_them = self._current.trajectories
-        mine = part_of(len(all_of_them), self._ranks.rank, self._ranks.size)
+        mine = rank_slice(len(all_of_them), self._ranks.rank, self._ranks.size)
         gathered = self._ranks.gather([asdict(all_of_them[index]) for index in mine])
         current = self._current
         about = {
@@ -212,7 +212,7 @@ class RolloutSource:
             begin = Position(**one["ahead"])
             rows = self._rows(begin, self._prompts_each)
             completions = [Completion(**completion) for completion in one["completions"]]
-            mine = part_of(len(completions), self._ranks.rank, self._ranks.size)
+            mine = rank_slice(len(completions), self._ranks.rank, self._ranks.size)
             prompts = self._prompts_of(rows)
             self._ahead.append(_Ahead(begin, _Asked(rows, prompts, _there(completions[mine.start : mine.stop]))))
 
@@ -264,8 +264,8 @@ class RolloutSource:
         if not config.dynamic_sampling:  # the engine works while rewards are computed
             self._ask_ahead(rows, step)
         groups = self._judge.groups(asked.prompts, completions)
-        kept = [group for group in groups if self._judge.teaches(group)]
-        flat = [group for group in groups if not self._judge.teaches(group)]
+        kept = [group for group in groups if self._judge.has_learning_signal(group)]
+        flat = [group for group in groups if not self._judge.has_learning_signal(group)]
         if config.dynamic_sampling:
             for attempt in range(1, config.dynamic_sampling_tries + 1):
                 if len(kept) >= wanted:
@@ -273,7 +273,7 @@ class RolloutSource:
                 rows = self._rows(rows.next, wanted - len(kept))
                 asked = self._ask(rows, step, step, attempt)
                 for group in self._judge.groups(asked.prompts, self._completions(asked.wait)):
-                    (kept if self._judge.teaches(group) else flat).append(group)
+                    (kept if self._judge.has_learning_signal(group) else flat).append(group)
             groups = [*kept, *flat][:wanted]
         trajectories, lines = self._judge.trajectories(groups)
         self._tell(CompletionsMade(step + 1, _version(groups), tuple(lines)))
@@ -298,14 +298,14 @@ class RolloutSource:
         self._ahead.append(_Ahead(rows.next, asked))
 
     def _rows(self, position: Position, count: int) -> StepBatch:
-        return self._ranks.together(lambda: self._order.step(position, count))
+        return self._ranks.run_or_raise_on_all(lambda: self._order.step(position, count))
 
     def _prompts_of(self, rows: StepBatch) -> list[Prompt]:
         return self._prompts(self._dataset, [row[0] for row in rows.rows])
 
     def _prompts(self, dataset: Dataset, keys: Sequence[SampleKey]) -> list[Prompt]:
         with self._phase("wait for data"):
-            return self._ranks.together(lambda: [self._prompt(dataset, key) for key in keys])
+            return self._ranks.run_or_raise_on_all(lambda: [self._prompt(dataset, key) for key in keys])
 
     def _ask(self, rows: StepBatch, step: int, for_step: int, attempt: int) -> _Asked:
         """Let the engine begin on completions of a step's prompts, by the policy after `step`. Collective."""
@@ -320,7 +320,7 @@ class RolloutSource:
         config, each = self._config, self._config.num_generations
         requests = [
             Request(prompt.ids, (config.seed, *draw, index // each, index % each), prompt.images, prompt.place)
-            for index in part_of(len(prompts) * each, self._ranks.rank, self._ranks.size)
+            for index in rank_slice(len(prompts) * each, self._ranks.rank, self._ranks.size)
             for prompt in [prompts[index // each]]
         ]
         with self._phase("sync"):
@@ -341,11 +341,11 @@ class RolloutSource:
         """Return the completions of the engine; None after so many seconds. Collective. Raises: Interrupted."""
         left_s = seconds
         while left_s > 0:
-            made = unless_stopped(self._ranks, partial(wait, min(left_s, PIECE_S)), is_told_to_stop)
+            made = run_interruptible(self._ranks, partial(wait, min(left_s, PIECE_S)), is_told_to_stop)
             if made is not None:
                 return made
             left_s -= PIECE_S
-            self._emit(Preparing())  # for the supervisor: the engine is waited for, and has its deadline
+            self._emit(Heartbeat())  # for the supervisor: the engine is waited for, and has its deadline
         return None
 
     def _waited_for_a_save(self, wait: Wait, seconds: float) -> list[Completion] | None:
@@ -386,8 +386,8 @@ class RolloutSource:
         findings = self._failing(made, step + 1)
         findings += self._flat.add(
             step + 1,
-            teaches=any(map(self._judge.moves, groups)),
-            is_truncated=any(has_spread(group.totals) for group in groups)
+            has_learning_signal=any(map(self._judge.moves, groups)),
+            is_truncated=any(has_learning_signal(group.totals) for group in groups)
             or all(self._judge.is_left_out(answer.completion) for answer in answers),
             truncated_share=about["truncated_share"],
             rewards=known,
@@ -400,7 +400,7 @@ class RolloutSource:
 
         Raises: StorageError on all ranks.
         """
-        self._ranks.together(lambda: [self._emit(event) for event in events], names_rank=False)
+        self._ranks.run_or_raise_on_all(lambda: [self._emit(event) for event in events], names_rank=False)
 
     def _failing(self, groups: Sequence[Group], step: int, *, is_evaluation: bool = False) -> list[Finding]:
         """Reward functions that fail, of which nothing was said yet."""

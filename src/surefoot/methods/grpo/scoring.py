@@ -8,18 +8,25 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from surefoot.distributed.process_group import Ranks
-from surefoot.events import Event, Phase, Preparing
+from surefoot.distributed.process_group import World
+from surefoot.events import Event, Heartbeat, Phase
 from surefoot.methods.base import Interrupted
-from surefoot.methods.grpo.advantage import Trained, advantages, deviation, has_spread, overlong_penalty, token_weights
-from surefoot.methods.grpo.batch import Trajectory, part_of
-from surefoot.methods.grpo.rewards import Answers, Rewards, Scored
+from surefoot.methods.grpo.advantage import (
+    Trained,
+    advantages,
+    deviation,
+    has_learning_signal,
+    overlong_penalty,
+    token_weights,
+)
+from surefoot.methods.grpo.batch import Trajectory, rank_slice
+from surefoot.methods.grpo.rewards import RewardInputs, RewardResult, Rewards
 from surefoot.methods.grpo.settings import GrpoConfig
-from surefoot.methods.grpo.types import Completion, Prompt, unless_stopped
+from surefoot.methods.grpo.types import Completion, Prompt, run_interruptible
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScoredCompletion:
     """A completion with what was said of it."""
 
     completion: Completion
@@ -36,14 +43,14 @@ class Group:
     """The completions of one prompt."""
 
     prompt: Prompt
-    answers: list[Answer]
+    answers: list[ScoredCompletion]
     rewards: list[float]
     """Of each, before the penalty for its length; NaN where it has none."""
     totals: list[float]
     """With it."""
 
 
-class Judge:
+class GroupScorer:
     """Says what completions are worth, and what is trained on of them."""
 
     def __init__(
@@ -53,7 +60,7 @@ class Judge:
         tokenizer: PreTrainedTokenizerBase,
         *,
         is_told_to_stop: Callable[[], bool],
-        ranks: Ranks,
+        ranks: World,
         phase: Callable[[Phase], AbstractContextManager[None]],
         emit: Callable[[Event], None],
     ) -> None:
@@ -86,15 +93,15 @@ class Judge:
             gathered = self._ranks.gather([asdict(completion) for completion in completions])
         everyone = [Completion(**one) for part in gathered for one in part]
         of_prompts = [everyone[begin : begin + each] for begin in range(0, len(everyone), each)]
-        mine = part_of(len(prompts), self._ranks.rank, self._ranks.size)
+        mine = rank_slice(len(prompts), self._ranks.rank, self._ranks.size)
         with self._phase("reward"):
             ours = [(prompts[number], of_prompts[number]) for number in mine]
-            judged = unless_stopped(self._ranks, lambda: self._judged(ours))
+            judged = run_interruptible(self._ranks, lambda: self._judged(ours))
         with self._phase("communicate"):
             said = [one for part in self._ranks.gather(judged) for one in part]
         groups = []
         for prompt, made, of_group in zip(prompts, of_prompts, said, strict=True):
-            answers = [Answer(completion, *of_one) for completion, of_one in zip(made, of_group, strict=True)]
+            answers = [ScoredCompletion(completion, *of_one) for completion, of_one in zip(made, of_group, strict=True)]
             rewards = [self._reward(answer) for answer in answers]
             penalties = [self._penalty(answer.completion) for answer in answers]
             totals = [reward + penalty for reward, penalty in zip(rewards, penalties, strict=True)]
@@ -105,13 +112,13 @@ class Judge:
         """Of the loss, because it has no end."""
         return self._config.mask_truncated_completions and completion.finish == "length"
 
-    def teaches(self, group: Group) -> bool:
+    def has_learning_signal(self, group: Group) -> bool:
         """More than its lengths: DAPO keeps groups that are neither all right nor all wrong (arXiv:2503.14476, 3.2)."""
-        return has_spread(group.rewards) and self._has_trained(group)
+        return has_learning_signal(group.rewards) and self._has_trained(group)
 
     def moves(self, group: Group) -> bool:
         """Whether it has a gradient, be it that of its lengths."""
-        return has_spread(group.totals) and self._has_trained(group)
+        return has_learning_signal(group.totals) and self._has_trained(group)
 
     def _has_trained(self, group: Group) -> bool:
         pairs = zip(group.answers, group.totals, strict=True)
@@ -157,7 +164,7 @@ class Judge:
             for answer, total in zip(group.answers, group.totals, strict=True)
         ]
 
-    def _line(self, prompt: Prompt, answer: Answer, total: float, advantage: float) -> dict[str, Any]:
+    def _line(self, prompt: Prompt, answer: ScoredCompletion, total: float, advantage: float) -> dict[str, Any]:
         return {
             "place": prompt.place,
             "prompt": prompt.columns.get("prompt"),
@@ -171,17 +178,17 @@ class Judge:
         }
 
     def _judged(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[list[Any]]]:
-        """[group][completion]: the text, the rewards, the failures and whether they count, as `Answer` takes them."""
+        """[group][completion]: the text, the rewards, the failures and whether they count, see `ScoredCompletion`."""
         texts = [[self._text_of(completion) for completion in made] for _, made in groups]
         asked = [
-            Answers(prompt.columns, of_group, [completion.ids for completion in made])
+            RewardInputs(prompt.columns, of_group, [completion.ids for completion in made])
             for (prompt, made), of_group in zip(groups, texts, strict=True)
         ]
 
         def wait() -> None:
             if self._is_told_to_stop():
                 raise Interrupted
-            self._emit(Preparing())
+            self._emit(Heartbeat())
 
         scores = self._rewards.score(asked, waiting=wait)
         return [
@@ -196,16 +203,16 @@ class Judge:
         """What reward functions read: without special tokens, as in TRL."""
         return str(self._tokenizer.decode(completion.ids, skip_special_tokens=True))
 
-    def _failures(self, scored: Sequence[Scored]) -> list[str]:
+    def _failures(self, scored: Sequence[RewardResult]) -> list[str]:
         """Of each function that failed on a completion, with its name."""
         return [f"{name}: {one.failure}" for name, one in zip(self.names, scored, strict=True) if one.failure]
 
-    def _is_scored(self, scored: Sequence[Scored]) -> bool:
+    def _is_scored(self, scored: Sequence[RewardResult]) -> bool:
         pairs = zip(self._config.rewards, scored, strict=True)
         counted = [one for item, one in pairs if item.weight]
         return not any(one.failure for one in counted) and any(one.reward is not None for one in counted)
 
-    def _reward(self, answer: Answer) -> float:
+    def _reward(self, answer: ScoredCompletion) -> float:
         if not answer.is_scored:
             return nan
         pairs = zip(self._config.rewards, answer.rewards, strict=True)
@@ -225,7 +232,7 @@ def measured_of(groups: Sequence[Group], names: Sequence[str]) -> dict[str, floa
     about |= {
         "completion_length": sum(len(answer.completion.ids) for answer in answers) / len(answers),
         "truncated_share": sum(answer.completion.finish == "length" for answer in answers) / len(answers),
-        "groups_without_spread": float(sum(not has_spread(group.totals) for group in groups)),
+        "groups_without_spread": float(sum(not has_learning_signal(group.totals) for group in groups)),
         "rewards_failed": float(sum(bool(answer.failures) for answer in answers)),
     }
     for number, name in enumerate(names):

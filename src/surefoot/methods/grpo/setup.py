@@ -21,10 +21,10 @@ from surefoot.data.images import ImageSettings, find_image
 from surefoot.data.render import answer_ends
 from surefoot.data.sampler import Position
 from surefoot.distributed.artifact import write_artifact
-from surefoot.distributed.process_group import Ranks
+from surefoot.distributed.process_group import World
 from surefoot.errors import ConfigError, StoppedOnFinding
-from surefoot.events import Event, Noted, Preparing
-from surefoot.methods.base import Learner, MethodContext
+from surefoot.events import Event, Heartbeat, Notice
+from surefoot.methods.base import MethodContext, TrainContext
 from surefoot.methods.grpo.builtin_rewards import BUILT_IN, columns_problem
 from surefoot.methods.grpo.engines.local import LocalEngine
 from surefoot.methods.grpo.engines.server import Server, ServerFailed, start_server
@@ -41,7 +41,7 @@ from surefoot.methods.training_data import SIGN_EVERY_S, RunData
 from surefoot.models.build import meta_model
 from surefoot.models.experts import experts_of, is_fused_experts
 from surefoot.models.generate import end_tokens
-from surefoot.models.lora import lora_settings, noisy_adapter
+from surefoot.models.lora import lora_settings, perturbed_lora
 from surefoot.models.resolve_model import longest_context
 from surefoot.models.routing import router_names
 from surefoot.models.vision import image_tokens
@@ -100,7 +100,7 @@ def check_routing_replay(loaded: LoadedConfig, base: Path) -> None:
         )
 
 
-def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, ranks: Ranks) -> Server:
+def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, ranks: World) -> Server:
     """The server that a config names, or one that rank 0 starts; it gets ready while this process goes on.
 
     `images`: how the model sees them. Collective. Raises: ConfigError on all ranks where it cannot be started.
@@ -117,12 +117,12 @@ def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, 
         started.append(start_server(config.vllm_command, base, options, _environment(config), log, where))
         return started[0].address
 
-    said: str = ranks.from_first(address)
+    said: str = ranks.broadcast_from_rank0(address)
     # Each rank asks it, and whoever is answered badly can show its log.
     return started[0] if started else Server(said, log=log if config.vllm_server is None else None)
 
 
-def settle_server(config: GrpoConfig, server: Server, ranks: Ranks, emit: Callable[[Event], None]) -> None:
+def settle_server(config: GrpoConfig, server: Server, ranks: World, emit: Callable[[Event], None]) -> None:
     """Where training shares GPUs with a server, let it take its memory first, and give it up again if it sleeps.
 
     While it starts vLLM measures what is free on a GPU; what others take or give back meanwhile counts as its own.
@@ -130,15 +130,15 @@ def settle_server(config: GrpoConfig, server: Server, ranks: Ranks, emit: Callab
     """
     starts_here = config.vllm_server is None and config.device == "cuda" and config.vllm_devices is None
     if config.vllm_sleep or starts_here:
-        ranks.from_first(lambda: _wait_for(server, config, emit))
+        ranks.broadcast_from_rank0(lambda: _wait_for(server, config, emit))
     if config.vllm_sleep:
-        ranks.from_first(server.sleep)
+        ranks.broadcast_from_rank0(server.sleep)
 
 
 def _wait_for(server: Server, config: GrpoConfig, emit: Callable[[Event], None]) -> None:
     def say(text: str) -> None:
-        emit(Noted(text))
-        emit(Preparing())  # for the supervisor: this is no standstill
+        emit(Notice(text))
+        emit(Heartbeat())  # for the supervisor: this is no standstill
 
     try:
         server.wait_until_ready(config.vllm_start_timeout_s, say)
@@ -223,7 +223,7 @@ def _is_of_launcher(name: str) -> bool:
 
 
 def rollout_source(
-    config: GrpoConfig, context: MethodContext, learner: Learner, rewards: Rewards, server: Server | None
+    config: GrpoConfig, context: MethodContext, learner: TrainContext, rewards: Rewards, server: Server | None
 ) -> RolloutSource:
     """Return the batch source. Collective. Raises: StoppedOnFinding (SF801) where a server does not get ready."""
     data, tokenizer, emit = context.data, context.tokenizer, context.emit
@@ -282,7 +282,7 @@ def _with_signs_of_life(ask: Callable[[], bool], emit: Callable[[Event], None]) 
         nonlocal said_s
         if time.monotonic() - said_s > SIGN_EVERY_S:
             said_s = time.monotonic()
-            emit(Preparing())
+            emit(Heartbeat())
         return ask()
 
     return asked
@@ -290,7 +290,7 @@ def _with_signs_of_life(ask: Callable[[], bool], emit: Callable[[Event], None]) 
 
 def _vllm(
     config: GrpoConfig,
-    learner: Learner,
+    learner: TrainContext,
     tokenizer: PreTrainedTokenizerBase,
     server: Server,
     sampling: Sampling,
@@ -300,7 +300,7 @@ def _vllm(
 ) -> VllmEngine:
     ranks, objective = learner.ranks, learner.objective
     assert isinstance(objective, GrpoObjective)
-    ranks.from_first(lambda: _wait_for(server, config, emit))
+    ranks.broadcast_from_rank0(lambda: _wait_for(server, config, emit))
 
     def score(request: Request, ids: list[int]) -> list[float]:
         with learner.forward_context():
@@ -311,7 +311,7 @@ def _vllm(
         _sync(config, learner, tokenizer, server, base),
         score,
         timeout_s=config.rollout_timeout_s,
-        probe=ranks.together(lambda: _probe(learner.model, tokenizer, reader)),
+        probe=ranks.run_or_raise_on_all(lambda: _probe(learner.model, tokenizer, reader)),
         sampling=sampling if config.knows_rollout_logprobs else replace(sampling, top_p=1.0, top_k=0),
         vocab_size=int(learner.model.config.get_text_config().vocab_size),
         dtype=getattr(torch, config.dtype),  # in full fine-tuning weights are kept in float32 whatever it is
@@ -320,18 +320,20 @@ def _vllm(
         routing=_routing_layers(learner) if config.routing_replay == "rollout" else None,
         reader=reader,
         ranks=ranks,
-        noisy=partial(noisy_adapter, learner.model) if config.tuning == "lora" else None,
+        noisy=partial(perturbed_lora, learner.model) if config.tuning == "lora" else None,
     )
 
 
-def _routing_layers(learner: Learner) -> RoutingLayers:
+def _routing_layers(learner: TrainContext) -> RoutingLayers:
     model, text = learner.model, learner.model.config.get_text_config()
     numbers = [int(number) for name in router_names(model) for number in re.findall(r"\blayers\.(\d+)\.", name)[:1]]
     experts = max(map(experts_of, filter(is_fused_experts, model.modules())))
     return RoutingLayers(tuple(numbers), int(text.num_hidden_layers), experts)
 
 
-def _sync(config: GrpoConfig, learner: Learner, tokenizer: PreTrainedTokenizerBase, server: Server, base: Path) -> Sync:
+def _sync(
+    config: GrpoConfig, learner: TrainContext, tokenizer: PreTrainedTokenizerBase, server: Server, base: Path
+) -> Sync:
     """What of the model is sent, and how."""
     settings, ranks, folder = lora_settings(config), learner.ranks, config.run_folder / ENGINE
     if settings is not None:

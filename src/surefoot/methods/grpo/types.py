@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 from surefoot.data.images import Image
-from surefoot.distributed.process_group import Ranks
+from surefoot.distributed.process_group import World
 from surefoot.events import Phase
 from surefoot.methods.base import Interrupted
 
@@ -105,7 +105,7 @@ class Engine(Protocol):
         """The run is over, well or not."""
 
 
-def unless_stopped(ranks: Ranks, work: Callable[[], T], is_told_to_stop: Callable[[], bool] = lambda: False) -> T:
+def run_interruptible(ranks: World, work: Callable[[], T], is_told_to_stop: Callable[[], bool] = lambda: False) -> T:
     """Return the value of `work`. Collective: one sum. Raises: Interrupted on all ranks if one was told to stop."""
     made: list[T] = []
     with suppress(Interrupted):

@@ -10,20 +10,20 @@ from transformers import PreTrainedModel
 from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.collate import MicroBatch
 from surefoot.data.sampler import Position, StepBatch
-from surefoot.distributed.fsdp import gathered, put_to_rest
-from surefoot.distributed.process_group import ALONE, Ranks, sum_over_ranks
+from surefoot.distributed.fsdp import as_fsdp_forward, reshard
+from surefoot.distributed.process_group import SINGLE_PROCESS, World, sum_over_ranks
 from surefoot.errors import ModelError
 from surefoot.methods.base import (
     BatchTotals,
     Interrupted,
-    Learner,
     LossTerms,
     Method,
     Objective,
     PlannedLoss,
     PlannedObjective,
+    TrainContext,
 )
-from surefoot.methods.token_loss import TokenLoss, few_tokens, has_values, probing, seeing_arguments
+from surefoot.methods.token_loss import TokenLoss, dummy_inputs, eval_no_grad, has_values, vision_inputs
 from surefoot.models.build import BuiltModel, meta_model
 from surefoot.models.routing import (
     LayerRouting,
@@ -44,25 +44,25 @@ def check_routers(aux_loss_coef: float, model: PreTrainedModel) -> None:
 
 def _check_recorded(built: BuiltModel) -> None:
     """Look at what the routers say of a few tokens. Collective. Raises: ModelError, see `check_recorded`."""
-    model, seen = built.model, few_tokens(built.model)
-    with probing(model), built.routing.recording() as layers:
-        gathered(model, lambda: model.base_model(**seen))()
-    put_to_rest(model)  # weights may be loaded before the next forward
+    model, seen = built.model, dummy_inputs(built.model)
+    with eval_no_grad(model), built.routing.recording() as layers:
+        as_fsdp_forward(model, lambda: model.base_model(**seen))()
+    reshard(model)  # weights may be loaded before the next forward
     check_recorded(layers, built.routing.names)
 
 
 class SftObjective(Objective):
     """The likelihood of the trained tokens; also counts how the last step's tokens were spread over experts."""
 
-    def __init__(self, built: BuiltModel, aux_loss_coef: float, ranks: Ranks = ALONE) -> None:
+    def __init__(self, built: BuiltModel, aux_loss_coef: float, ranks: World = SINGLE_PROCESS) -> None:
         """Raise ModelError if the routers cannot be balanced. Collective."""
         super().__init__(built.model)
         self._ranks = ranks
 
         def run_decoder(batch: MicroBatch) -> None:
-            built.model.base_model(**seeing_arguments(batch, built.model))
+            built.model.base_model(**vision_inputs(batch, built.model))
 
-        self._run_decoder = gathered(built.model, run_decoder)
+        self._run_decoder = as_fsdp_forward(built.model, run_decoder)
         self._routing = built.routing
         check_routers(aux_loss_coef, built.model)
         if aux_loss_coef and has_values(built.model):
@@ -102,7 +102,7 @@ class SftObjective(Objective):
     def loss(self, batch: MicroBatch, totals: BatchTotals) -> LossTerms:
         """This micro-batch's share, normalised over the global batch."""
         with self._routing.recording() as layers:
-            main = self._token_loss(batch) * (0.0 if batch.is_filler else 1 / totals.weight)
+            main = self._token_loss(batch) * (0.0 if batch.is_dummy else 1 / totals.weight)
         if not layers:
             return LossTerms(main)
         if not self._counts_are_complete:
@@ -113,7 +113,7 @@ class SftObjective(Objective):
             self._complete_counts()
         assert self._counts is not None
         aux = self._coefficient * load_balancing_loss(layers, self._counts, totals.tokens)
-        return LossTerms(main, aux * 0 if batch.is_filler else aux)
+        return LossTerms(main, aux * 0 if batch.is_dummy else aux)
 
     def end_step(self) -> None:
         """Collective where there are experts and their rows were not summed before."""
@@ -122,7 +122,7 @@ class SftObjective(Objective):
 
     def _add(self, layers: list[LayerRouting], batch: MicroBatch) -> None:
         counts = expert_counts(layers, layers[0].logits.shape[-1])
-        if batch.is_filler:
+        if batch.is_dummy:
             counts = torch.zeros_like(counts)
         self._counts = counts if self._counts is None else self._counts + counts
 
@@ -147,12 +147,12 @@ class SftObjective(Objective):
                 if self._ranks.sum([is_told_to_stop()])[0]:
                     raise Interrupted
                 loss = self._token_loss(batch).item()
-                total += 0.0 if batch.is_filler else loss
+                total += 0.0 if batch.is_dummy else loss
                 trained += batch.num_trained
                 weight += batch.trained_weight
         finally:
             self.model.train()
-            put_to_rest(self.model)
+            reshard(self.model)
         total, trained, weight = self._ranks.sum([total, trained, weight])
         return total / weight, round(trained)
 
@@ -167,7 +167,7 @@ class Sft(Method):
             check_routers(loaded.run.router_aux_loss_coef, meta_model(base))
 
     @staticmethod
-    def build_objective(built: BuiltModel, config: RunConfig, ranks: Ranks) -> Objective:
+    def build_objective(built: BuiltModel, config: RunConfig, ranks: World) -> Objective:
         """Return the likelihood of the trained tokens."""
         return SftObjective(built, config.router_aux_loss_coef, ranks)
 
@@ -176,7 +176,7 @@ class Sft(Method):
         """Return the loss, of which only the load-balancing term depends on the settings."""
         return PlannedObjective(cls, run, run.router_aux_loss_coef, run.max_length - 1)
 
-    def load(self, config: RunConfig, learner: Learner) -> None:  # noqa: ARG002 - batches need no config
+    def load(self, config: RunConfig, learner: TrainContext) -> None:  # noqa: ARG002 - batches need no config
         """Receive the model."""
         self._learner = learner
 

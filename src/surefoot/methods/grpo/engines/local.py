@@ -23,8 +23,8 @@ from transformers.generation.logits_process import (
 )
 
 from surefoot.data.image_processor import PixelReader, Vision
-from surefoot.distributed.fsdp import gathered, put_to_rest
-from surefoot.distributed.process_group import ALONE, Ranks
+from surefoot.distributed.fsdp import as_fsdp_forward, reshard
+from surefoot.distributed.process_group import SINGLE_PROCESS, World
 from surefoot.errors import StoppedOnFinding
 from surefoot.events import Phase
 from surefoot.findings import Finding
@@ -33,7 +33,7 @@ from surefoot.methods.grpo.routed_experts import Experts, as_text
 from surefoot.methods.grpo.types import Completion, Request, Sampling, Wait
 from surefoot.models.generate import generating
 from surefoot.models.routing import LayerRouting, RoutingRecorder
-from surefoot.models.vision import see
+from surefoot.models.vision import embed_images
 
 DROP_SHARE = 0.25
 """Rows that are complete are dropped once they are so many of all: each dropping copies what is kept."""
@@ -53,7 +53,7 @@ class LocalEngine:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        ranks: Ranks = ALONE,
+        ranks: World = SINGLE_PROCESS,
         in_step: bool = False,
         batch_size: int | None = None,
         forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
@@ -73,12 +73,12 @@ class LocalEngine:
         self._model = model
         self._tokenizer = tokenizer
         self._ranks = ranks
-        self._in_step = ranks if in_step else ALONE
+        self._in_step = ranks if in_step else SINGLE_PROCESS
         self._batch_size = batch_size
         self._forward_context = forward_context
         self._reader = reader
         self._routing = routing
-        self._run_seeing = gathered(model, self._see_prompts)
+        self._run_seeing = as_fsdp_forward(model, self._see_prompts)
 
     @property
     def bytes_sent(self) -> int:
@@ -114,15 +114,15 @@ class LocalEngine:
                     if self._reader is not None:  # prompts are read together, so ranks stop together: between waves
                         if self._ranks.sum([self._is_over(deadline_s)])[0]:
                             break
-                    elif number and self._in_step is ALONE and self._is_over(deadline_s):
+                    elif number and self._in_step is SINGLE_PROCESS and self._is_over(deadline_s):
                         break  # no other rank waits for its forwards; the first may have gathered weights with them
                     made = self._wave(wave, sampling, policy_version, deadline_s)
                     completions += made or []
-                    if made is None and self._in_step is not ALONE:
+                    if made is None and self._in_step is not SINGLE_PROCESS:
                         break  # all ranks have heard of it
             finally:
                 was_late = time.monotonic() > deadline_s
-                put_to_rest(self._model)
+                reshard(self._model)
         told, missing = self._ranks.sum([self._is_told_to_stop(), len(requests) - len(completions)])
         if told:
             raise Interrupted
@@ -136,8 +136,8 @@ class LocalEngine:
     def _predict(self, **inputs: Any) -> Tensor:
         """Logits of the next token: [R, V].
 
-        The model is called as it is: inside `gathered`, ranks would gather their weights anew for each token, and one
-        that is through with its completions would leave the others waiting.
+        The model is called as it is: inside `as_fsdp_forward`, ranks would gather their weights anew for each token,
+        and one that is through with its completions would leave the others waiting.
         """
         logits: Tensor = self._model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
         return logits
@@ -162,7 +162,9 @@ class LocalEngine:
         reader = self._reader
         placed = [reader.places(np.array(request.prompt, np.int32), request.images) for request in prompts]
         positions = torch.stack([F.pad(one, (n, 0)) for n, one in zip(before, placed, strict=True)]).to(device)
-        vision = self._ranks.together(lambda: reader.read([(one.place, one.images) for one in prompts])).to(device)
+        vision = self._ranks.run_or_raise_on_all(lambda: reader.read([(one.place, one.images) for one in prompts])).to(
+            device
+        )
         return (
             self._run_seeing(ids, vision, mask, positions, cache),
             mask,
@@ -171,7 +173,7 @@ class LocalEngine:
 
     def _see_prompts(self, ids: Tensor, vision: Vision, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         """Logits behind prompts with images. The vision tower may lie on all ranks, so all of them run it."""
-        seen = see(self._model, ids, vision.pixels, vision.grid, is_blank=vision.is_blank)
+        seen = embed_images(self._model, ids, vision.pixels, vision.grid, is_blank=vision.is_blank)
         hidden = self._model.base_model(
             **seen,
             attention_mask=mask,

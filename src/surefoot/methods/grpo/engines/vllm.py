@@ -21,7 +21,7 @@ import torch
 
 from surefoot.data.image_processor import PixelReader
 from surefoot.data.images import Image
-from surefoot.distributed.process_group import ALONE, Ranks
+from surefoot.distributed.process_group import SINGLE_PROCESS, World
 from surefoot.errors import StoppedOnFinding, SurefootError
 from surefoot.events import Phase
 from surefoot.methods.grpo.engines.server import Server, ServerFailed
@@ -76,7 +76,7 @@ class VllmEngine:
         sleeps: bool = False,
         routing: RoutingLayers | None = None,
         reader: PixelReader | None = None,
-        ranks: Ranks = ALONE,
+        ranks: World = SINGLE_PROCESS,
         noisy: Noisy | None = None,
     ) -> None:
         """`timeout_s`: for a whole rollout. `probe`: the prompt of the sequence that both sides score; `sampling`: how
@@ -121,8 +121,8 @@ class VllmEngine:
         Raises: StoppedOnFinding (SF801, SF805) on all ranks.
         """
         if self._sleeps:  # what torch keeps for later is given back on every rank before the server takes its share
-            self._ranks.together(_give_back_cached_memory)
-        self._ranks.from_first(self._wake)
+            self._ranks.run_or_raise_on_all(_give_back_cached_memory)
+        self._ranks.broadcast_from_rank0(self._wake)
         if self._version == policy_version:
             return
         self._version = None  # until it is seen to work
@@ -131,17 +131,17 @@ class VllmEngine:
             self._noisy = None
         self._model = self._sync.send(f"policy-{policy_version:08d}")
         if self._must_see_mode:
-            self._ranks.from_first(self._see_mode)
+            self._ranks.broadcast_from_rank0(self._see_mode)
             self._must_see_mode = False
         self._probe()
-        self._ranks.from_first(self._sync.settle)
+        self._ranks.broadcast_from_rank0(self._sync.settle)
         self._version = policy_version
 
     def ask(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> Wait:
         """See `Engine`. The server works on them from now on, and has `timeout_s` for all of them."""
         assert self._version == policy_version
         model, deadline = self._model, time.monotonic() + self._timeout_s
-        pictures = self._ranks.together(lambda: self._pictures(requests))
+        pictures = self._ranks.run_or_raise_on_all(lambda: self._pictures(requests))
 
         def complete(request: Request) -> Completion:
             shown = [pictures[image] for image in request.images]
@@ -153,8 +153,8 @@ class VllmEngine:
             _, late = wait(under_way, None if seconds == inf else seconds)
             if self._ranks.sum([len(late)])[0]:
                 return None
-            made = self._ranks.together(lambda: [one.result() for one in under_way], names_rank=False)
-            self._ranks.from_first(self._sleep)
+            made = self._ranks.run_or_raise_on_all(lambda: [one.result() for one in under_way], names_rank=False)
+            self._ranks.broadcast_from_rank0(self._sleep)
             return made
 
         return wait_for
@@ -204,7 +204,7 @@ class VllmEngine:
             clean = self._score(request, made)
             change = self._first_difference(ours, clean)
             if change >= clear:  # of the tokens that the server drew, too
-                self._ranks.from_first(partial(self._judge_trial, ours, theirs, clean))
+                self._ranks.broadcast_from_rank0(partial(self._judge_trial, ours, theirs, clean))
                 return
 
         def tell() -> None:
@@ -214,7 +214,7 @@ class VllmEngine:
                 "can show whether the server applies it",
             )
 
-        self._ranks.from_first(tell)
+        self._ranks.broadcast_from_rank0(tell)
 
     def _judge_trial(self, ours: Sequence[float], theirs: Sequence[float], clean: Sequence[float]) -> None:
         change, tolerance = _mean_difference(ours, clean), tolerance_of(self._dtype)
@@ -234,7 +234,7 @@ class VllmEngine:
         made, theirs = self._sequence()
         ours = self._score(self._probe_prompt, made)
         # Ranks' own numbers may differ in a rounding: those of the first count.
-        self._ranks.from_first(lambda: self._compare(ours, theirs, tolerance_of(self._dtype)))
+        self._ranks.broadcast_from_rank0(lambda: self._compare(ours, theirs, tolerance_of(self._dtype)))
 
     def _sequence(self) -> tuple[list[int], list[float]]:
         """Tokens that the server draws after the probe's prompt, and their logprobs. Collective."""
@@ -243,7 +243,7 @@ class VllmEngine:
             one = self._probed(self._probe_sampling)
             return [list(one.ids), one.logprobs]
 
-        ids, logprobs = self._ranks.from_first(made)
+        ids, logprobs = self._ranks.broadcast_from_rank0(made)
         return [int(token) for token in ids], logprobs
 
     def _see_mode(self) -> None:
@@ -266,7 +266,7 @@ class VllmEngine:
 
     def _first_difference(self, some: Sequence[float], others: Sequence[float]) -> float:
         """The mean difference as rank 0 sees it, so that all ranks take the same way. Collective."""
-        return float(self._ranks.from_first(partial(_mean_difference, some, others)))
+        return float(self._ranks.broadcast_from_rank0(partial(_mean_difference, some, others)))
 
     def _compare(self, ours: Sequence[float], theirs: Sequence[float], tolerance: float, note: str = "") -> None:
         mean = _mean_difference(ours, theirs)

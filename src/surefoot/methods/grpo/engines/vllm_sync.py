@@ -11,12 +11,12 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surefoot.distributed.process_group import ALONE, Ranks
+from surefoot.distributed.process_group import SINGLE_PROCESS, World
 from surefoot.errors import ModelError
 from surefoot.methods.grpo.engines.server import Server, ServerFailed
 from surefoot.models.adapter import read_adapter, write_adapter
 from surefoot.models.build import trainable_parameters
-from surefoot.models.dtensor_blocks import whole
+from surefoot.models.dtensor_blocks import gather_full
 from surefoot.models.lora import LoraSettings, adaptable_names
 
 SYNC_TIMEOUT_S = 300.0
@@ -50,7 +50,12 @@ class AdapterSync:
     """`Sync` of LoRA: each policy is an adapter under a name of its own, by which the server's prompt cache goes."""
 
     def __init__(
-        self, server: Server, model: PreTrainedModel, settings: LoraSettings, folder: Path, ranks: Ranks = ALONE
+        self,
+        server: Server,
+        model: PreTrainedModel,
+        settings: LoraSettings,
+        folder: Path,
+        ranks: World = SINGLE_PROCESS,
     ) -> None:
         """`folder`: where adapters are written, which the server can read."""
         self._server = server
@@ -68,7 +73,7 @@ class AdapterSync:
         """See `Sync`. Only trained parameters are gathered, one at a time."""
         target = self._folder / label
         wanted = self._write(target)
-        said: list[Any] = self._ranks.from_first(lambda: list(self._load(target, wanted)))
+        said: list[Any] = self._ranks.broadcast_from_rank0(lambda: list(self._load(target, wanted)))
         self.bytes_sent = int(said[1])
         return str(said[0])
 
@@ -95,7 +100,7 @@ class AdapterSync:
 
         def values() -> Any:
             for name, parameter in parameters.items():
-                value = whole(parameter)
+                value = gather_full(parameter)
                 digests[name] = _digest(value)
                 yield name, value
 
@@ -113,7 +118,7 @@ class AdapterSync:
                 for _ in gathered:  # the other ranks, and a first one that could not write: gathering takes all
                     pass
 
-        self._ranks.together(write, names_rank=False)
+        self._ranks.run_or_raise_on_all(write, names_rank=False)
         return digests
 
     def _load(self, target: Path, wanted: Mapping[str, str]) -> tuple[str, int]:
@@ -149,7 +154,12 @@ class FullSync:
     """
 
     def __init__(
-        self, server: Server, write: Callable[[Path], object], folder: Path, timeout_s: float, ranks: Ranks = ALONE
+        self,
+        server: Server,
+        write: Callable[[Path], object],
+        folder: Path,
+        timeout_s: float,
+        ranks: World = SINGLE_PROCESS,
     ) -> None:
         """`write`: writes the model as it is now into a new folder, a layer at a time. Collective."""
         self._server = server
@@ -162,9 +172,9 @@ class FullSync:
     def send(self, label: str) -> str:
         """See `Sync`."""
         target = self._folder / label
-        self._ranks.from_first(lambda: shutil.rmtree(self._folder, ignore_errors=True))
+        self._ranks.broadcast_from_rank0(lambda: shutil.rmtree(self._folder, ignore_errors=True))
         self._write(target)
-        said: list[Any] = self._ranks.from_first(lambda: list(self._load(target)))
+        said: list[Any] = self._ranks.broadcast_from_rank0(lambda: list(self._load(target)))
         self.bytes_sent = int(said[1])
         return str(said[0])
 
