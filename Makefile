@@ -1,10 +1,10 @@
-# make demo | test | fuzz | test-matrix | test-vllm | campaign | lint | check | bench: each builds what it needs; only Python 3.11+, git and make must be there.
+# make demo | test | fuzz | test-matrix | test-vllm | campaign | lint | check | docs | bench: each builds what it needs; only Python 3.11+, git and make must be there.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test fuzz test-matrix test-vllm campaign lint check bench clean
+.PHONY: demo test fuzz test-matrix test-vllm campaign lint check docs bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/demo.py demo
@@ -42,6 +42,12 @@ lint: $(VENV)/.dev
 check: lint
 	$(BIN)/python -m pytest -m "not slow and not matrix and not campaign and not vllm"
 
+# The pages of docs/ as a site with search, in build/site. Generated pages first; a warning is an error.
+docs: $(VENV)/.docs
+	$(BIN)/python docs/list_modules.py
+	$(BIN)/python docs/generate_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/data_vs_trl.py
 	$(BIN)/python benchmarks/sft_vs_trl.py
@@ -54,6 +60,10 @@ $(VENV)/.run: pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.run
 	$(BIN)/python -m pip install -q -e ".[dev]"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.run
+	$(BIN)/python -m pip install -q -e ".[docs]"
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.run

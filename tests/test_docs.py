@@ -1,7 +1,11 @@
 """What the docs say of the repository is there: files, links, codes, tests."""
 
+import os
 import re
 import runpy
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +69,41 @@ def test_pages_of_findings_link_the_cases_they_name() -> None:
     for cause in yaml.safe_load((ROOT / "docs" / "causes.yaml").read_text()):
         for code in cause.get("codes", ()):
             assert cause["case"] in CATALOGUE[code].cases, (code, cause["case"])
+
+
+@pytest.mark.parametrize("name", ["settings.md", "findings.md", "commands.md"])
+def test_reference_pages_are_made_from_the_code(name: str) -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "generate_reference.py"))["PAGES"][name]()
+    assert (ROOT / "docs" / "reference" / name).read_text("utf-8") == made, "python docs/generate_reference.py"
+
+
+@pytest.mark.parametrize("page", ["docs/troubleshooting.md", "docs/zh-CN/troubleshooting.md"])
+def test_codes_of_the_troubleshooting_page_exist(page: str) -> None:
+    codes = set(re.findall(r"SF\d+", (ROOT / page).read_text("utf-8")))
+    assert len(codes) > 20
+    assert codes <= CATALOGUE.keys()
+
+
+def commands_of(page: str) -> list[str]:
+    """Return the commands of a page in their order."""
+    blocks = re.findall(r"^```\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.M | re.S)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+def test_the_lesson_is_the_same_in_both_languages() -> None:
+    assert commands_of("docs/get-started.md") == commands_of("docs/zh-CN/get-started.md")
+
+
+@pytest.mark.matrix
+def test_the_lesson_works_when_typed(tmp_path: Path) -> None:
+    """All its commands but those that install."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    commands = [line for line in commands_of("docs/get-started.md") if not line.startswith(("python3 -m venv", "pip "))]
+    assert len(commands) == 5
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for command in commands:
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    assert (tmp_path / "demo" / "merged" / "config.json").is_file()
