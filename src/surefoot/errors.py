@@ -16,7 +16,7 @@ from surefoot.findings import Finding
 
 
 class SurefootError(Exception):
-    """Anything Surefoot raises on purpose; the command line shows its text without a traceback."""
+    """Base class of errors that Surefoot raises on purpose; the command line shows their text without a traceback."""
 
     exit_status = 1
     is_agreed = False
@@ -24,33 +24,33 @@ class SurefootError(Exception):
 
 
 class InputError(SurefootError):
-    """What the user gave cannot be used."""
+    """Unusable input from the user."""
 
     exit_status = 2
 
 
 class ConfigError(InputError):
-    """A key, a value or a combination of settings is wrong."""
+    """Wrong key, value or combination of settings."""
 
 
 class DataError(InputError):
-    """A dataset, one of its rows, or the chat template is wrong."""
+    """Error in a dataset, one of its rows, or the chat template."""
 
 
 class ModelError(InputError):
-    """A model folder, a model source, a target module or an adapter is wrong."""
+    """Error in a model folder, a model source, a target module or an adapter."""
 
 
 class CheckpointError(InputError):
-    """A checkpoint or an output folder cannot be used as asked."""
+    """Checkpoint or output folder that cannot be used as requested."""
 
 
 class StorageError(SurefootError):
-    """A file could not be written; what was there before is untouched."""
+    """Failure to write a file; the previous file is untouched."""
 
 
 class StoppedOnFinding(SurefootError):
-    """The run stopped because going on would be wrong; `finding` says why."""
+    """End of a run that a finding stopped; `finding` holds the reason."""
 
     exit_status = 3
 
@@ -60,5 +60,5 @@ class StoppedOnFinding(SurefootError):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether a library written in Rust has panicked: PyO3 raises that as no Exception, of a class it hides."""
+    """Return whether a library written in Rust panicked: PyO3 raises that outside Exception, in a class it hides."""
     return type(error).__name__ == "PanicException"

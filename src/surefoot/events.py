@@ -1,4 +1,4 @@
-"""What happens in a run, as frozen records. Standard library only.
+"""Events of a run, as frozen records. Standard library only.
 
 The trainer emits events; observers receive them, return nothing, hold no trainer and change no number.
 """
@@ -13,82 +13,82 @@ from surefoot.findings import Finding
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Data is being prepared, by this process or one it waits for, a server is waited for, or an evaluation goes on.
+    """Progress of preparing data (here or in another process), waiting for a server, or evaluating.
 
-    `text` says how far, with rate and time left.
+    `text` holds the progress, with rate and time left.
     """
 
     text: str = ""
-    """Empty where another process tells its user."""
+    """Progress for the user; empty if another process reports it."""
 
 
 @dataclass(frozen=True)
 class DataCounted:
-    """The rows of the training data were counted: all of them, or those prepared so far."""
+    """Row counts of the training data: all rows, or those prepared so far."""
 
     rows: Mapping[str, int]
-    """read, trained, truncated, skipped."""
+    """Row counts by name: read, trained, truncated, skipped."""
     is_complete: bool
 
 
 @dataclass(frozen=True)
 class RunStarted:
-    """The run is assembled and about to take its first step."""
+    """Start of a run, just before its first step."""
 
     run_folder: Path
     config: Mapping[str, Any]
     total_steps: int | None
-    """None while the data, which say how many, are being prepared."""
+    """Number of steps; None while the data that determine it are being prepared."""
     first_step: int
-    """1, or the step after the checkpoint that was resumed."""
+    """Number of the first step: 1, or the step after the resumed checkpoint."""
     trainable_parameters: int
     all_parameters: int
     evaluates_again: bool = False
-    """An evaluation after the step before `first_step` was interrupted, or not yet saved as made: it is made again."""
+    """Whether the evaluation before `first_step` is repeated, because it was interrupted or not saved."""
 
 
 @dataclass(frozen=True)
 class StepEnded:
-    """One optimizer step is done."""
+    """End of an optimizer step."""
 
     step: int
     total_steps: int
-    """Of the whole run; an estimate where the data are still being prepared, or are many."""
+    """Number of steps of the whole run; an estimate if the data are still being prepared, or are many."""
     is_last: bool
     epoch: float
     loss: float
     """Mean negative log-likelihood over the step's trained tokens, without the load-balancing loss."""
     grad_norm: float
-    """Global norm before clipping."""
+    """Global gradient norm before clipping."""
     learning_rate: float
     tokens: int
-    """Tokens processed so far, prompts included."""
+    """Number of tokens processed so far, prompts included."""
     trained_tokens: int
-    """Tokens in the loss so far."""
+    """Number of tokens in the loss so far."""
     tokens_per_second: float
     step_time_s: float
     peak_memory_bytes: int
-    """On CUDA the allocator's peak since the start, else the process's peak resident set."""
+    """Peak of the allocator since the start on CUDA, else the process's peak resident set."""
     aux_loss: float | None = None
     """Load-balancing loss before its coefficient."""
     expert_load: tuple[float, ...] | None = None
-    """Per MoE layer, the busiest expert's rows over the mean (1 is even)."""
+    """Rows of the busiest expert over the mean, per MoE layer (1 is even)."""
     measured: Mapping[str, float] = field(default_factory=dict)
-    """What else the method has to say of it, by name; GRPO: reward, entropy, clip_ratio, policy_version, ..."""
+    """Further metrics of the method by name; GRPO: reward, entropy, clip_ratio, policy_version, ..."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The evaluation data were gone through."""
+    """End of an evaluation."""
 
     step: int
     measured: Mapping[str, float]
-    """By name: eval_loss and eval_trained_tokens; with GRPO eval_reward and what else is said of completions."""
+    """Metrics by name: eval_loss and eval_trained_tokens; with GRPO eval_reward and other metrics of completions."""
 
 
 @dataclass(frozen=True)
 class CheckpointSaved:
-    """A checkpoint is complete on disk."""
+    """Checkpoint that is complete on disk."""
 
     step: int
     path: Path
@@ -97,35 +97,35 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class CompletionsMade:
-    """What a step of GRPO is about to learn from."""
+    """Completions that a step of GRPO is about to train on."""
 
     step: int
-    """The first that trains on them."""
+    """First step that trains on them."""
     policy_version: int
-    """Steps that the weights had seen when they were generated."""
+    """Number of steps that the generating weights had been trained for."""
     samples: tuple[Mapping[str, Any], ...]
-    """place, prompt, completion, tokens, finish, reward, rewards, advantage, and failures where there are any."""
+    """Samples: place, prompt, completion, tokens, finish, reward, rewards, advantage, and failures if any."""
     is_evaluation: bool = False
-    """Nothing learns from them; `step` is then the one after which they were made."""
+    """Whether they are for evaluation only; `step` is then the step after which they were generated."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Something worth a line on the screen: a resume, a skipped row, an alias."""
+    """Event worth a line on the screen: a resume, a skipped row, an alias."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class FindingMade:
-    """A named cause was found."""
+    """Finding that names a cause."""
 
     finding: Finding
 
 
 @dataclass(frozen=True)
 class RunEnded:
-    """The run is over; `summary` is what summary.json says."""
+    """End of a run; `summary` is the content of summary.json."""
 
     summary: Mapping[str, Any] = field(default_factory=dict)
 
@@ -148,24 +148,24 @@ Phase = Literal[
     "wait for completions",
     "launch",
 ]
-"""What a rank is doing, as its program sees it. On CUDA the device may still work on what an earlier phase asked for;
-the end of `backward` waits for it. `forward and backward` is of trainers that do not tell them apart; `launch` lasts
-until the ranks have joined each other."""
+"""Phases of a rank, as its program sees them. On CUDA the device may still run the work of an earlier phase; the end of
+`backward` waits for it. `forward and backward` is for trainers that do not separate the two; `launch` lasts until
+all ranks have joined."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseBegan:
-    """A rank began something that may take long. Phases do not overlap on a rank, but `evaluate` contains others."""
+    """Start of a phase that may take long. Phases do not overlap on a rank, but `evaluate` contains others."""
 
     rank: int
     step: int
-    """The step that is being taken; 0 before the first."""
+    """Current step; 0 before the first."""
     phase: Phase
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseEnded:
-    """A rank is through with a phase, or left it by an error."""
+    """End of a phase on a rank, also if an error ended it."""
 
     rank: int
     step: int
@@ -174,14 +174,14 @@ class PhaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class LayerEntered:
-    """A rank has come to a layer of the decoder, in a forward that is trained or in its backward.
+    """Entry of a rank into a decoder layer, in a trained forward or in its backward.
 
-    There are many a second: observers that do not need it must be through with it at once.
+    There are many each second: observers that do not need the event must return at once.
     """
 
     rank: int
     layer: int
-    """From 0, as in the names of parameters."""
+    """Index of the layer from 0, as in the names of parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,95 +192,95 @@ class BatchDescribed:
     step: int
     tokens: int
     trained: int
-    """Tokens in the loss."""
+    """Number of tokens in the loss."""
     sequences: int
     fillers: int
-    """Micro-batches that are computed and counted nowhere, so that all ranks take part in each collective."""
+    """Number of dummy micro-batches, computed but not counted, so that all ranks take part in each collective."""
     padding: int = 0
-    """Of the tokens, those that only fill up rows: of other trainers, ours lays rows end to end."""
+    """Number of padding tokens among the tokens. Other trainers only: Surefoot lays rows end to end."""
     images: int = 0
     patches: int = 0
-    """That the vision tower reads of them."""
+    """Number of patches that the vision tower reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySampled:
-    """What lies in the memory of a rank's device between two steps, in bytes; activations are given back by then."""
+    """Memory of a rank's device between two steps, in bytes; activations are freed by then."""
 
     rank: int
     step: int
     frozen: int
-    """Parameters that are not trained, and buffers."""
+    """Size of buffers and of parameters that are not trained."""
     trained: int
-    """Parameters that are: LoRA's, or the model's."""
+    """Size of trained parameters: LoRA's, or the model's."""
     gradients: int
-    """Of a step; given back at its end."""
+    """Size of a step's gradients; freed at its end."""
     optimizer: int
     total: int | None
-    """All that tensors use on CUDA; None elsewhere, where it is what of the process's memory belongs to no file."""
+    """Size of all tensors on CUDA; None elsewhere, or the process's memory that belongs to no file."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemorySampled:
-    """What CUDA's caching allocator counts at the end of a step, in bytes; activations are given back by then."""
+    """Counters of CUDA's caching allocator at the end of a step, in bytes; activations are freed by then."""
 
     rank: int
     step: int
     allocated: int
-    """Of tensors."""
+    """Size of tensors."""
     reserved: int
-    """Taken from the driver."""
+    """Size of memory taken from the driver."""
     inactive: int
-    """Of these, pieces between tensors of one block."""
+    """Size of the unused pieces between tensors of one block; a part of `reserved`."""
     retries: int
-    """How often it gave back all it could and asked the driver again, since the start."""
+    """Number of times since the start that it freed all it could and asked the driver again."""
     free: int
-    """Of the device, for whoever asks."""
+    """Free memory of the device, for any process."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsUsed:
-    """How the routers spread the tokens of many steps over the experts, over the global batches."""
+    """Distribution of the tokens of many steps over the experts, over the global batches."""
 
     rank: int
     step: int
-    """The last of them."""
+    """Last of these steps."""
     layer: int
-    """The MoE layer whose routing is most uneven."""
+    """Index of the MoE layer whose routing is most uneven."""
     share: float
-    """Of its rows, those of the busiest experts, as many as a token chooses: 1 where all tokens choose the same."""
+    """Share of its rows on the K busiest experts, K being experts per token: 1 if all tokens choose the same ones."""
     even_share: float
-    """What that would be if all experts were used evenly: experts a token chooses, over the experts of the layer."""
+    """The same share if all experts were used evenly: experts per token over experts of the layer."""
     silent: int
-    """Experts of all layers that got no token now, and half of an even part or more before."""
+    """Number of experts of all layers with no token now, and half of an even share or more before."""
     rows: float
-    """Rows an expert got on average."""
+    """Mean number of rows per expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLoaded:
-    """What a model took of host memory on a rank of another trainer, in bytes."""
+    """Host memory that a model took on a rank of another trainer, in bytes."""
 
     rank: int
     whole: int
-    """All of its parameters, as they are kept."""
+    """Size of all of its parameters, in their stored type."""
     kept: int
-    """Of them, those in host memory on this rank now."""
+    """Size of the parameters in host memory on this rank now."""
     peak: int
-    """The most memory that the process had of its own until now, Python and libraries included."""
+    """Peak of the process's own memory until now, Python and libraries included."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRanksUsed:
-    """How evenly ranks that share experts out got rows, over many steps and all layers."""
+    """Balance of rows between expert-parallel ranks, over many steps and all layers."""
 
     rank: int
     step: int
-    """The last of them."""
+    """Last of these steps."""
     load: float
-    """Rows of the busiest rank, layer by layer, over those of the mean one: 1 where all have as many."""
+    """Rows of the busiest rank over those of the mean rank, layer by layer: 1 if all are equal."""
     ranks: int
-    """Over which the experts of a layer are shared out."""
+    """Number of ranks that share the experts of a layer."""
 
 
 Event = (
@@ -307,6 +307,6 @@ Event = (
 
 
 class Observer(Protocol):
-    """Receives every event of a run, in order."""
+    """Receiver of every event of a run, in order."""
 
     def observe(self, event: Event) -> None: ...

@@ -25,13 +25,13 @@ from surefoot.distributed.elastic_launch import (
     LEAVE_AFTER_S,
     PASS_ON_EVERY_S,
     RankFailure,
-    _passing_signals,
+    _forward_signals,
     kill_ranks,
 )
 from surefoot.distributed.rendezvous_secret import VARIABLE
 from surefoot.errors import StoppedOnFinding
 from surefoot.findings import Finding
-from surefoot.launch.multi_rank import _raise
+from surefoot.launch.multi_rank import _raise_failure
 from surefoot.training.checkpoint import find_newest, list_checkpoints
 from surefoot.training.run_summary import FindingLog
 from tests.support.data import counting_rows, write_jsonl
@@ -211,7 +211,7 @@ def test_a_finding_that_an_earlier_run_had_too_is_written_down_again(
 
     def fail(began_s: float) -> list[dict[str, Any]]:
         with pytest.raises(StoppedOnFinding):
-            _raise(failure, FindingLog.of(config), began_s, [], screen=True)
+            _raise_failure(failure, FindingLog.of(config), began_s, [], screen=True)
         assert capsys.readouterr().err.count("SF209") == len((folder / "findings.jsonl").read_text().splitlines())
         return list(summary_of(two_ranks)["findings"])
 
@@ -371,7 +371,7 @@ def test_a_storm_of_signals_is_passed_on_a_few_times(tmp_path: Path) -> None:
         rank.stdout.readline()
         (tmp_path / "pid-0-0").write_text(str(rank.pid))
         began_s = time.monotonic()
-        with _passing_signals(str(tmp_path)) as passed:
+        with _forward_signals(str(tmp_path)) as passed:
             for _ in range(1000):
                 os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGTERM)  # another signal is another wish

@@ -170,10 +170,10 @@ def test_rewards_are_given_where_standard_error_is_closed(tmp_path: Path) -> Non
     (tmp_path / "functions.py").write_text(text)
     probe = (
         "from surefoot.methods.grpo.settings import RewardItem\n"
-        "from surefoot.methods.grpo.rewards import Answers, Rewards\n"
+        "from surefoot.methods.grpo.rewards import RewardInputs, Rewards\n"
         f"item = RewardItem(func={str(tmp_path / 'functions.py') + ':prints'!r})\n"
         "rewards = Rewards([item], num_workers=1, timeout_s=60.0, where='x')\n"
-        "print(rewards.score([Answers({'prompt': 'q'}, ['x'], [[1]])])[0][0][0].reward)\n"
+        "print(rewards.score([RewardInputs({'prompt': 'q'}, ['x'], [[1]])])[0][0][0].reward)\n"
         "rewards.end()\n"
     )
     (tmp_path / "probe.py").write_text(probe)

@@ -15,7 +15,7 @@ import pytest
 
 from surefoot.errors import ConfigError
 from surefoot.methods.grpo.builtin_rewards import columns_problem
-from surefoot.methods.grpo.rewards import ODD_ANSWER, RewardInputs, RewardResult, Rewards, _Failed
+from surefoot.methods.grpo.rewards import ODD_ANSWER, RewardInputs, RewardResult, Rewards, _WorkerFailure
 from surefoot.methods.grpo.settings import RewardItem
 
 FUNCTIONS = """
@@ -280,7 +280,7 @@ def test_workers_end_with_the_run_even_when_it_is_killed(tmp_path: Path) -> None
     child = os.fork()
     if child == 0:
         ours = Rewards([RewardItem(func=f"{tmp_path}/mine.py:count")], num_workers=1, timeout_s=9.0, where="run.yaml:7")
-        process = ours._all[0]._process
+        process = ours._workers[0]._process
         assert process is not None
         (tmp_path / "worker").write_text(str(process.pid))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -374,10 +374,10 @@ def test_workers_live_from_call_to_call(tmp_path: Path) -> None:
     ours = Rewards([RewardItem(func=f"{tmp_path}/mine.py:count")], num_workers=3, timeout_s=20, where="run.yaml:7")
     try:
         ours.score([asked()] * 6)
-        processes = {worker._process.pid for worker in ours._all if worker._process is not None}
+        processes = {worker._process.pid for worker in ours._workers if worker._process is not None}
         for _ in range(4):
             assert all(values(one) == [[4.0], [3.0], [5.0]] for one in ours.score([asked()] * 6))
-        assert processes <= {worker._process.pid for worker in ours._all if worker._process is not None}
+        assert processes <= {worker._process.pid for worker in ours._workers if worker._process is not None}
     finally:
         ours.end()
 
@@ -472,10 +472,10 @@ def test_asynchronous_functions_are_waited_for(rewards: Callable[..., Rewards]) 
 
 
 def test_a_worker_that_starts_while_the_run_ends_is_ended(rewards: Callable[..., Rewards]) -> None:
-    worker = rewards("slow")._all[0]
+    worker = rewards("slow")._workers[0]
     worker.kill()
     worker.end()
-    with pytest.raises(_Failed, match="was ended with the run"):
+    with pytest.raises(_WorkerFailure, match="was ended with the run"):
         worker.start()
     assert worker._process is None
 

@@ -197,7 +197,7 @@ def test_an_engine_that_is_over_begins_no_further_request(
     began = time.monotonic()
     ours.ask([Request([1, 2], (0, number)) for number in range(300)], SAMPLING, 0)
     ours.end()
-    assert ours._calls._waiting.empty()
+    assert ours._queue._waiting.empty()
     assert time.monotonic() - began < 10
 
 
@@ -516,7 +516,7 @@ def test_a_sync_gathers_what_is_trained_and_no_more(
         gathered.append(id(parameter))
         return gather_full(parameter)
 
-    monkeypatch.setattr("surefoot.methods.grpo.engines.vllm_sync.whole", recorded)
+    monkeypatch.setattr("surefoot.methods.grpo.engines.vllm_sync.gather_full", recorded)
     ours = engine(serve())
     ours.publish(0)
     trained = [id(one) for one in ours._sync._model.parameters() if one.requires_grad]  # type: ignore[attr-defined]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.migrate.shell import UNSET, commands
+from surefoot.migrate.shell import UNSET, parse_commands
 
 
 def words_of(script: str) -> list[list[str]]:
-    return [[word.replace(UNSET, "§") for word in command.words] for command in commands(script)]
+    return [[word.replace(UNSET, "§") for word in command.words] for command in parse_commands(script)]
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,14 @@ def test_variables_of_branches_and_loops_are_uncertain() -> None:
         "LR=1e-4\nSIZE=8\nif [ -n \"$DEBUG\" ]; then\n  LR=1\nfi\n[ -z $N ] && N=3\nOPTIONS=\"--lr $LR\"\n"
         "for i in 1 2; do run $i; done\nrun $SIZE $OPTIONS $N\n"
     )  # fmt: skip
-    *_, in_loop, last = commands(script)
+    *_, in_loop, last = parse_commands(script)
     assert in_loop.words == ["run", f"{UNSET}i"]
     assert last.words == ["run", "8", "--lr", "1e-4", "3"]
     assert last.uncertain == {"OPTIONS": "--lr 1e-4", "N": "3"}
 
 
 def test_variables_before_a_command_are_its_own() -> None:
-    first, second = commands("export A=1 B\nC=2\nB=3\nD=4 run\nrun\n")
+    first, second = parse_commands("export A=1 B\nC=2\nB=3\nD=4 run\nrun\n")
     assert first.environment == {"A": "1", "B": "3", "D": "4"}
     assert second.environment == {"A": "1", "B": "3"}
 
@@ -95,19 +95,19 @@ def test_a_file_that_ends_in_a_backslash_is_read() -> None:
 
 
 def test_what_is_set_again_for_sure_is_certain() -> None:
-    *_, last = commands("if true; then M=a; fi\nM=b\nrun $M\n")
+    *_, last = parse_commands("if true; then M=a; fi\nM=b\nrun $M\n")
     assert (last.words, last.uncertain) == (["run", "b"], {})
 
 
 def test_large_scripts_are_read_in_their_time_and_doubled_variables_are_refused() -> None:
     script = "echo 'a b' \"c $D\" \\\n  # no\n" * 40_000
     began = time.process_time()
-    assert len(list(commands(script + "run --a\n"))) == 40_001
+    assert len(list(parse_commands(script + "run --a\n"))) == 40_001
     assert time.process_time() - began < 60  # it was hours
     with pytest.raises(ValueError, match="65536 characters"):
-        list(commands("A=1\n" + 'A="$A$A"\n' * 40))
+        list(parse_commands("A=1\n" + 'A="$A$A"\n' * 40))
 
 
 def test_quotes_that_do_not_end_are_an_error() -> None:
     with pytest.raises(ValueError, match="quotation"):
-        list(commands("run 'a\n"))
+        list(parse_commands("run 'a\n"))

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCa
 import surefoot
 from surefoot.models import safetensors_writer
 from surefoot.models.build import meta_model
-from surefoot.models.export import _layer_of, in_layers, read_untrained, write_model
+from surefoot.models.export import _get_layer, in_layers, read_untrained, write_model
 from surefoot.training.sharded_tensors import ShardedTensors
 
 
@@ -67,7 +67,7 @@ def test_no_more_than_one_layer_is_held(model_folder: Callable[[str], Path], tmp
             alive[name] = weakref.ref(value)
             yield name, value
             del value
-            most = max(most, len({_layer_of(known) for known, one in alive.items() if one() is not None}))
+            most = max(most, len({_get_layer(known) for known, one in alive.items() if one() is not None}))
 
     write_model(tmp_path, base, shapes_of(values, names), coming())
     assert len(alive) == len(names) > 20

@@ -72,7 +72,7 @@ def test_a_fault_is_found_and_named(
         assert result["after_s"] <= 20, result
     if run[0] == "leaking":
         assert " bytearray " in result["cause"], result
-        assert "surefoot.diagnostics.fault_injection._KEPT" in result["cause"], result
+        assert "surefoot.diagnostics.fault_injection._BUFFERS" in result["cause"], result
     assert result["status"] == (1 if FAULTS[run[0]].code.startswith(("SF202", "SF207", "SF3")) else 3), result
 
 

@@ -209,10 +209,10 @@ def test_ranks_that_stand_in_line_are_not_idle(tmp_path: Path) -> None:
             ({0: 1.0, 1: None}, {0: 1.5, 1: None}, True),
             ({0: 1.0}, {0: 1.5, 1: 1.0}, True),
         ):
-            found._in_line.clear()
-            found._in_line.extend([(0.0, before), (20.0, after)])
-            assert found._are_in_line() == is_in_line, (before, after)
-        found._in_line.pop()
-        assert found._are_in_line()
+            found._core_waits.clear()
+            found._core_waits.extend([(0.0, before), (20.0, after)])
+            assert found._is_waiting_for_cores() == is_in_line, (before, after)
+        found._core_waits.pop()
+        assert found._is_waiting_for_cores()
     finally:
         found.end()

@@ -225,7 +225,7 @@ def test_experts_that_are_used_unevenly_are_named_where_ranks_wait_for_them() ->
     assert (finding.code, finding.evidence["load"]) == ("SF312", 1.6)
     assert re.search(r" 30% .* 1\.6 times ", finding.cause)
     assert find_uneven_experts(in_turns, 1.1) is None, "even experts: something else is slow"
-    others = {rank: flight({key[1]: when for key, when in one.asked.items()}) for rank, one in in_turns.items()}
+    others = {rank: flight({key[1]: when for key, when in one.called_s.items()}) for rank, one in in_turns.items()}
     assert find_uneven_experts(others, 1.6) is None, "no tokens travel there"
     sums = {rank: replace(one, meanings={"0": MEANINGS["mesh_fsdp"]}) for rank, one in in_turns.items()}
     assert find_uneven_experts(sums, 1.6) is None, "gradients do, with gloo by the same call"

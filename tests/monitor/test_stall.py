@@ -170,7 +170,7 @@ def test_both_recorders_are_dumped_where_torch_has_both(monkeypatch: pytest.Monk
     cases = ((gloo, ["1"]), (both, ["1", "0"]), (same, ["1", "1 of NCCL"]), (SimpleNamespace(), None))
     for module, groups in cases:
         monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module)
-        said = evidence_server._flight()["flight"]
+        said = evidence_server._dump_flight()["flight"]
         assert (said and [entry["process_group"][0] for entry in said["entries"]]) == groups
 
 

@@ -21,7 +21,7 @@ from surefoot.methods.base import BatchTotals
 from surefoot.methods.sft.method import SftObjective
 from surefoot.models.build import build_model
 from surefoot.models.lora import LoraSettings
-from surefoot.planner.trace import _Live
+from surefoot.planner.trace import _LiveTensors
 
 model, tokens = Path(sys.argv[1]), int(sys.argv[2])
 travelled = [0]
@@ -54,7 +54,7 @@ with init_distributed("cpu") as ranks:
     objective, totals = SftObjective(built, 0.0), BatchTotals(tokens, tokens - 1, float(tokens - 1))
     objective.loss(batch, totals).total.backward()  # the first pass sets up what stays: process groups, flat weights
     known = [*built.model.parameters(), *built.model.buffers(), batch.ids, batch.position_ids, batch.target_positions]
-    live = _Live([getattr(one, "_local_tensor", one) for one in known])
+    live = _LiveTensors([getattr(one, "_local_tensor", one) for one in known])
     travelled[0] = 0
     with live:
         loss = objective.loss(batch, totals).total

@@ -22,7 +22,7 @@ from surefoot.methods.sft.settings import SftConfig
 from surefoot.models.build import build_model, build_without_storage
 from surefoot.models.lora import LoraSettings
 from surefoot.planner.expert_dispatch import share_out
-from surefoot.planner.trace import ATTENTION, Trace, _layers, _Live, shaped_batch, trace_step
+from surefoot.planner.trace import ATTENTION, Trace, _LiveTensors, _track_layers, shaped_batch, trace_step
 from tests.support.batches import LENGTHS, batch
 from tests.support.models import make_model
 
@@ -61,11 +61,11 @@ def test_the_peak_is_that_of_real_tensors(
     totals = BatchTotals(real.num_tokens, real.num_trained, float(real.num_trained))
     layers = {one: n for n, layer in enumerate(built.model.get_decoder().layers) for one in layer.parameters()}
     known = [*built.model.parameters(), *built.model.buffers(), real.ids, real.position_ids, real.target_positions]
-    live = _Live(known, layers=layers, vocabulary=built.model.config.vocab_size)
+    live = _LiveTensors(known, layers=layers, vocabulary=built.model.config.vocab_size)
     for parameter in built.model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(live.keep_gradient)
-    with _layers(built.model, live), live:
+    with _track_layers(built.model, live), live:
         loss = objective.loss(real, totals).total
         live.begin_backward()
         loss.backward()
@@ -95,7 +95,7 @@ def test_the_peak_of_grpo_is_that_of_real_tensors(loss_type: str, is_kept: bool,
     (policy,) = objective.begin_step([policy])
     layers = {one: n for n, layer in enumerate(real.model.get_decoder().layers) for one in layer.parameters()}
     tensors = [value for value in vars(policy).values() if isinstance(value, torch.Tensor)]
-    live = _Live([*real.model.parameters(), *real.model.buffers(), *tensors], layers=layers)
+    live = _LiveTensors([*real.model.parameters(), *real.model.buffers(), *tensors], layers=layers)
     for parameter in real.model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(live.keep_gradient)
@@ -180,7 +180,7 @@ def test_what_other_ops_read_and_write_is_counted() -> None:
             (lambda: torch.empty_like(table), 0),
             (lambda: table @ table.T, 0),  # a product
         ):
-            live = _Live([table, at])
+            live = _LiveTensors([table, at])
             with live:
                 work()
             assert live.moved == moved

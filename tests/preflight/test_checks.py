@@ -578,8 +578,8 @@ def test_a_config_that_makes_no_sense_stops_no_check(run: Any, tmp_path: Path, w
     sees |= {"text_config": {"max_position_embeddings": 32768}}
     (sees["vision_config"] if what == "patch_size" else sees["text_config"])[what] = 0 if what == "patch_size" else "x"  # type: ignore[index]
     (tmp_path / "config.json").write_text(json.dumps(sees))
-    checks = examine(NODE, run(model=str(tmp_path), max_pixels=1000), asked=True)
-    assert len(checks) == len(examine(NODE, run(), asked=True))
+    checks = examine(NODE, run(model=str(tmp_path), max_pixels=1000), include_slow=True)
+    assert len(checks) == len(examine(NODE, run(), include_slow=True))
 
 
 def test_a_check_that_fails_says_so(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,7 +599,7 @@ def test_a_file_that_never_answers_is_not_waited_for(run: Any, monkeypatch: pyte
     assert runner.WITHIN_S <= 10  # a run waits for it
     monkeypatch.setattr(runner, "WITHIN_S", 0.5)
     began_s = time.monotonic()
-    checks = {check.name: check for check in examine(NODE, run(), asked=True)}
+    checks = {check.name: check for check in examine(NODE, run(), include_slow=True)}
     assert time.monotonic() - began_s < 5
     answers.set()
     for name in ("model", "device memory"):

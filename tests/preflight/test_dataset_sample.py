@@ -7,7 +7,7 @@ import pytest
 
 from surefoot.config import load_config
 from surefoot.diagnostics.preflight.check import Check
-from surefoot.diagnostics.preflight.dataset_sample import LOOKED_AT, first_rows
+from surefoot.diagnostics.preflight.dataset_sample import ROWS_PER_FILE, first_rows
 from tests.support.data import counting_rows, write_jsonl
 
 
@@ -18,9 +18,9 @@ def said(settings: dict[str, Any], **changes: Any) -> Check:
 def test_rows_of_text(settings: dict[str, Any], tmp_path: Path) -> None:
     check = said(settings)
     assert (check.status, "images" in check.text) == ("ok", False)
-    bad = write_jsonl(tmp_path / "late.jsonl", [*counting_rows(LOOKED_AT), {"messages": []}])
+    bad = write_jsonl(tmp_path / "late.jsonl", [*counting_rows(ROWS_PER_FILE), {"messages": []}])
     check = said(settings, dataset=str(bad))
-    assert (check.status, check.text.split()[0]) == ("ok", str(LOOKED_AT)), "no more are looked at"
+    assert (check.status, check.text.split()[0]) == ("ok", str(ROWS_PER_FILE)), "no more are looked at"
 
 
 @pytest.mark.parametrize(("on_bad_row", "status"), [("error", "failed"), ("skip", "warning")])

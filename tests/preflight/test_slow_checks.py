@@ -25,7 +25,7 @@ from tests.support.machines import LAPTOP
 def asked(name: str, settings: dict[str, Any], **changes: Any) -> Check:
     loaded = load_config(None, (), {**settings, **changes})
     assert name not in {check.name for check in examine(LAPTOP, loaded)}, "a start does not wait for it"
-    (check,) = [check for check in examine(LAPTOP, loaded, asked=True) if check.name == name]
+    (check,) = [check for check in examine(LAPTOP, loaded, include_slow=True) if check.name == name]
     return check
 
 
@@ -193,7 +193,7 @@ def test_segments_that_a_sleeping_server_cannot_have_are_told(settings: dict[str
     own = {**LAPTOP.environment, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     for sleeps in (False, True):
         loaded = load_config(None, (), {**settings, **OF_VLLM, "device": "auto", "vllm_sleep": sleeps})
-        checks = examine(replace(LAPTOP, environment=own), loaded, asked=True)
+        checks = examine(replace(LAPTOP, environment=own), loaded, include_slow=True)
         (check,) = [check for check in checks if check.name == "rollout server's own"]
         assert ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in check.text) == sleeps
         assert (check.finding.code if check.finding else None) == ("SF710" if sleeps else None)

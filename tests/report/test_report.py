@@ -14,7 +14,7 @@ import surefoot as package
 from surefoot.diagnostics.drill import settings_of
 from surefoot.diagnostics.monitor.event_log import Entry
 from surefoot.diagnostics.report.html import write_report
-from surefoot.diagnostics.report.run_history import _ledger
+from surefoot.diagnostics.report.run_history import _collect_ledger
 from surefoot.errors import ConfigError
 from surefoot.findings import Finding
 from surefoot.training.run_summary import FindingLog
@@ -177,8 +177,8 @@ def test_activations_on_a_gpu_are_those_of_the_gpu() -> None:
         entry("device memory", 2, allocated=10 * gib),
         entry("step", 2, peak_memory_bytes=70 * gib),
     ]
-    sizes = {row["owner"]: row["mib"] / 1024 for row in _ledger(entries)}
+    sizes = {row["owner"]: row["mib"] / 1024 for row in _collect_ledger(entries)}
     assert sizes["activations"] == 70 - 10.5 - 1
     assert sizes["other"] == 0.5
     on_cpu = [one for one in entries if one.kind != "device memory"]
-    assert {row["owner"]: row["mib"] for row in _ledger(on_cpu)}["activations"] == 0
+    assert {row["owner"]: row["mib"] for row in _collect_ledger(on_cpu)}["activations"] == 0

@@ -187,8 +187,8 @@ def test_one_rank_has_no_collectives_to_try() -> None:
 
 def test_the_gpu_of_a_rank_is_looked_at_while_it_computes(nvml_driver: dict[str, str]) -> None:
     code = (
-        "import torch\nfrom surefoot.diagnostics.selftest.stages import _card\n"
-        "print([_card(torch.device('cuda', n))['index'] for n in range(2)], _card(torch.device('cuda', 2)))"
+        "import torch\nfrom surefoot.diagnostics.selftest.stages import _read_gpu\n"
+        "print([_read_gpu(torch.device('cuda', n))['index'] for n in range(2)], _read_gpu(torch.device('cuda', 2)))"
     )
     environment = {**os.environ, **nvml_driver, "CUDA_VISIBLE_DEVICES": "1,0"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)

@@ -10,7 +10,7 @@ import pytest
 
 from surefoot.config import load_config
 from surefoot.diagnostics.preflight.check import Check
-from surefoot.diagnostics.selftest.launch import _elsewhere
+from surefoot.diagnostics.selftest.launch import _check_other_machines
 from surefoot.diagnostics.selftest.report import Report, read_report
 from surefoot.diagnostics.selftest.results import WHAT, checks_of, expected_gb_s
 from surefoot.system.machine import Interface
@@ -241,6 +241,6 @@ def test_what_is_wrong_on_another_machine_is_shown_with_its_name() -> None:
     said[6]["peer_memory"] = False  # not asked: rank 4 speaks for the machine
     run = load_config(None, (), {"model": "m", "dataset": "d", "output_dir": "o", "nproc_per_node": 4, "nnodes": 2,
                                  "rdzv_endpoint": "node1:29500"})  # fmt: skip
-    (check,) = [one for one in _elsewhere(report(machine=said), run) if one.name.startswith("GPU memory")]
+    (check,) = [one for one in _check_other_machines(report(machine=said), run) if one.name.startswith("GPU memory")]
     assert check.finding is not None
     assert (check.finding.code, "(node2, rank 4)" in check.name) == ("SF707", True)

@@ -110,7 +110,7 @@ def test_a_part_that_fails_and_one_that_hangs_stop_nothing(tmp_path: Path, monke
     def hang() -> Any:
         time.sleep(60)
 
-    monkeypatch.setattr(machine_snapshot, "_host_addresses", hang)
+    monkeypatch.setattr(machine_snapshot, "_resolve_host_name", hang)
     assert machine_snapshot.PART_WITHIN_S < 2  # a run waits for it
     monkeypatch.setattr(machine_snapshot, "PART_WITHIN_S", 0.5)
     began = time.monotonic()

@@ -39,7 +39,9 @@ def grpo(model_folder: Callable[[str], Path], tmp_path: Path) -> dict[str, Any]:
 def ahead(grpo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     def settings(engine: type[LocalEngine] = EagerEngine, **changes: Any) -> dict[str, Any]:
         monkeypatch.setattr(method, "open_server", lambda *_: Server("http://127.0.0.1:9"))
-        monkeypatch.setattr(setup, "_vllm", lambda _, learner, tokenizer, *__: engine(learner.model, tokenizer))
+        monkeypatch.setattr(
+            setup, "_build_vllm_engine", lambda _, learner, tokenizer, *__: engine(learner.model, tokenizer)
+        )
         return {**grpo, "rollout_engine": "vllm", "max_staleness": 1, **changes}
 
     return settings

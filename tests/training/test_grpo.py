@@ -444,7 +444,7 @@ def test_positions_that_were_scaled_are_counted(grpo: dict[str, Any], tmp_path: 
         ({"reward_funcs": []}, "method=grpo .*reward_funcs"),
         ({"reward_weights": [1.0, 2.0]}, "reward_weights .*2 .*1 reward_funcs"),
         ({"global_batch_size": 10}, "global_batch_size=10 .*num_generations=4"),
-        ({"global_batch_size": None}, "3 completions .*num_generations=4"),
+        ({"global_batch_size": None}, "3 sequences .*num_generations=4"),
         ({"beta": 0.1, "tuning": "full"}, "beta=0.1 .*tuning=full"),
         ({"beta": 0.1, "target_modules": ["attention", "router"]}, "beta=0.1 .*router .*target_modules"),
         ({"importance_floor": 0.5, "importance_correction": "none"}, "importance_floor=0.5 .*correction=none"),

@@ -14,7 +14,7 @@ from surefoot.data.collate import MicroBatch
 from surefoot.distributed.process_group import SINGLE_PROCESS
 from surefoot.methods import token_loss
 from surefoot.methods.base import BatchTotals, LossTerms, TrainContext
-from surefoot.methods.token_loss import _nll_sum
+from surefoot.methods.token_loss import _sum_nll
 from surefoot.training.step import NotFinite, train_step
 
 
@@ -86,7 +86,7 @@ def test_the_loss_of_a_bfloat16_model_is_summed_in_float32() -> None:
     head = nn.Linear(8, 64).bfloat16()
     hidden, targets = torch.randn(6000, 8).bfloat16(), torch.randint(0, 64, (6000,))
     wanted = F.cross_entropy(head(hidden).float(), targets, reduction="sum")
-    torch.testing.assert_close(_nll_sum(hidden, head, targets), wanted, atol=0, rtol=1e-5)
+    torch.testing.assert_close(_sum_nll(hidden, head, targets), wanted, atol=0, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -99,7 +99,7 @@ def test_the_loss_in_chunks_is_the_loss(bias: bool, is_old_torch: bool, monkeypa
     head = nn.Linear(16, 50, bias=bias)
     targets = torch.randint(0, 50, (23,))
     found = []
-    for function in (_nll_sum, lambda h, layer, y: F.cross_entropy(layer(h), y, reduction="sum")):
+    for function in (_sum_nll, lambda h, layer, y: F.cross_entropy(layer(h), y, reduction="sum")):
         hidden = torch.randn(23, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
         value = function(hidden, head, targets)
         found.append([value.detach(), *torch.autograd.grad(value, [hidden, *head.parameters()])])

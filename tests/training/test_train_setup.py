@@ -13,7 +13,7 @@ from surefoot.config.resolve import resolve
 from surefoot.distributed.process_group import SINGLE_PROCESS, World
 from surefoot.methods.base import BatchTotals, TrainContext
 from surefoot.models.build import build_model
-from surefoot.planner.trace import _Live
+from surefoot.planner.trace import _LiveTensors
 from surefoot.training.async_checkpoint import Saver
 from surefoot.training.train_setup import build_learner
 from tests.support.batches import batch
@@ -39,7 +39,7 @@ def test_checkpointed_layers_leave_no_copy_of_their_weights(settings: dict[str, 
     assert alive == (0 if is_checkpointed else len(weights))
 
 
-class _Copies(_Live):
+class _Copies(_LiveTensors):
     """Counts bfloat16 copies of weights that are alive."""
 
     def __init__(self, weights: list[nn.Parameter]) -> None:
@@ -54,9 +54,9 @@ class _Copies(_Live):
             self._made.add(output.untyped_storage()._cdata)
         return output
 
-    def _died(self, key: int, size: int, kind: str) -> None:
+    def _on_storage_freed(self, key: int, size: int, kind: str) -> None:
         self._made.discard(key)
-        super()._died(key, size, kind)
+        super()._on_storage_freed(key, size, kind)
 
     def alive(self) -> int:
         return len(self._made)
@@ -78,5 +78,5 @@ def test_a_rank_copies_what_it_writes_and_no_more(
     model = build_model(folder, lora=None, device=torch.device("cpu"), dtype=torch.float32).model
     parameters = dict(model.named_parameters())
     saver = Saver(tmp_path, {}, None, World(rank, 2))
-    blocks = saver._copied(parameters, torch.optim.AdamW(parameters.values()))
+    blocks = saver._copy_blocks(parameters, torch.optim.AdamW(parameters.values()))
     assert blocks["model"].keys() == (parameters.keys() if copies else set())

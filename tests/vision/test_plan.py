@@ -21,7 +21,7 @@ from surefoot.models.lora import LoraSettings
 from surefoot.planner.devices import named
 from surefoot.planner.forecast import forecast
 from surefoot.planner.sizes import check_fields
-from surefoot.planner.trace import ATTEND, ATTENTION, Trace, _Live, shaped_batch, trace_step
+from surefoot.planner.trace import ATTEND, ATTENTION, Trace, _LiveTensors, shaped_batch, trace_step
 from surefoot.planner.vision_tower import Pictures, pictures_of, show
 from tests.support.vision import KINDS
 
@@ -78,7 +78,7 @@ def test_the_peak_is_that_of_real_tensors(
     assert batch.vision is not None
     layers = {one: n for n, layer in enumerate(built.model.get_decoder().layers) for one in layer.parameters()}
     known = [*built.model.parameters(), *built.model.buffers(), batch.ids, batch.position_ids, batch.target_positions]
-    live = _Live(known, layers=layers)
+    live = _LiveTensors(known, layers=layers)
     for parameter in built.model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(live.keep_gradient)
@@ -108,7 +108,7 @@ def test_a_sequence_is_taken_to_be_full_of_the_largest_images(kind: str, vision_
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_products_of_attention_are_counted(is_causal: bool) -> None:
     query = torch.randn(2, 3, 8, 4, requires_grad=True)
-    live = _Live([query])
+    live = _LiveTensors([query])
     with live:
         out = ATTEND(query, query, query, 0.0, is_causal)[0]
         forward = live.flops

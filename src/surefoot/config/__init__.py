@@ -1,4 +1,4 @@
-"""The config of a run: its schema and how it is read."""
+"""The config of a run: its schema and its loader."""
 
 from surefoot.config.changes import changed_fields
 from surefoot.config.load import LoadedConfig, as_yaml, load_config

@@ -1,4 +1,4 @@
-"""Names that peers give to our settings, and what of theirs has no counterpart."""
+"""Aliases of settings: the names that other trainers use, and their settings that have no counterpart."""
 
 ALIASES: dict[str, str] = {
     **dict.fromkeys(
@@ -71,7 +71,7 @@ FLAG_ALIASES: dict[str, tuple[str, str]] = {
     "train_on_inputs": ("train_on", "all"),
     "mask_history": ("train_on", "last_assistant"),
 }
-"""Peers' flags that are a value here. A flag that is false asks for nothing."""
+"""Flags of other trainers that are a value of a setting. A flag that is false has no effect."""
 
 VALUE_ALIASES: dict[str, dict[str, str]] = {
     "truncation": {"delete": "drop", "raise": "error"},
@@ -79,7 +79,7 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
     "target_modules": {"all-linear": "all"},
     "importance_correction": {"token_truncate": "truncate", "token_mask": "mask"},
 }
-"""Peers' names for the same values."""
+"""Names of other trainers for the same values."""
 
 _NO_TENSOR_PARALLEL = (
     "tensor parallelism of the trained model is not available. zero_stage: 3 cuts every weight over the ranks, and "
@@ -108,7 +108,7 @@ INSTEAD: dict[str, str] = {
     "early_stopping_patience": "there is no early stopping here: watch eval_loss, and stop with Ctrl-C, which saves",
     "ddp_timeout": "waits have deadlines of their own, and a stall is named in seconds; drop it",
 }
-"""Peers' settings that are none here -> what to do about them."""
+"""Settings of other trainers that do not exist -> what to do instead."""
 NOT_HERE: dict[str, str] = {
     **dict.fromkeys(
         ["tensor_parallel_size", "tensor_model_parallel_size", "tp_size", "tensor_parallel_degree"], _NO_TENSOR_PARALLEL
@@ -121,4 +121,4 @@ NOT_HERE: dict[str, str] = {
     "importance_sampling_level": "set loss_type: gspo for ratios of whole sequences; the others take one a token",
     "fp16": "float16 is not available: it needs a loss scale, and bfloat16 does not. Set bf16: true",
 }
-"""Peers' settings that have no counterpart, with what to use instead. False asks for nothing."""
+"""Settings of other trainers that have no counterpart -> what to use instead. False has no effect."""

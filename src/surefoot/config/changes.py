@@ -11,9 +11,9 @@ from surefoot.errors import ConfigError
 def changed_fields(
     saved: Mapping[str, Any], run: RunConfig, *, may_differ: MayDiffer = MayDiffer.ON_RESUME
 ) -> list[str]:
-    """Return the settings that differ from another config, and may not: `learning_rate: 0.0001 -> 0.0002`.
+    """Return the settings that differ from a saved config and may not: `learning_rate: 0.0001 -> 0.0002`.
 
-    Raises: ConfigError if the other one is not a config.
+    Raises: ConfigError if the saved config is not a mapping.
     """
     if not isinstance(saved, Mapping):
         raise ConfigError(f"the saved config holds no settings by name, but {shorten(saved)}.")
@@ -22,11 +22,11 @@ def changed_fields(
     free = {name for name, field in fields.items() if may_differ in field.metadata}
     has_fixed_warmup = run.warmup_steps is not None or run.warmup_ratio == 0
     if may_differ is MayDiffer.ON_RESUME and run.lr_scheduler_type == "constant" and has_fixed_warmup:
-        free |= {"max_steps", "num_train_epochs"}  # the length of the run enters only its end
-    # A version that did not have a setting did what its default says.
+        free |= {"max_steps", "num_train_epochs"}  # the length of the run affects only its end
+    # A version without a setting behaved as the default of that setting.
     before = {name: saved.get(name, field.default) for name, field in fields.items()}
     compared = [name for name in current if name not in free]
-    changes = [change for name in compared for change in _differences(name, before[name], current[name])]
+    changes = [change for name in compared for change in _list_differences(name, before[name], current[name])]
     global_batch, batch, accumulation = (
         size if isinstance(size := saved.get(name), int) else None
         for name in ("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
@@ -39,15 +39,15 @@ def changed_fields(
     return changes
 
 
-def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
-    """Yield where two values of a setting differ, as deep as it goes: `dataset[0].path: a.jsonl -> b.jsonl`."""
+def _list_differences(name: str, before: Any, now: Any) -> Iterator[str]:
+    """Yield each difference between two values of a setting, at any depth: `dataset[0].path: a.jsonl -> b.jsonl`."""
     if before == now:
         return
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for key in {**before, **now}:
-            yield from _differences(f"{name}.{key}", before.get(key), now.get(key))
+            yield from _list_differences(f"{name}.{key}", before.get(key), now.get(key))
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         for place, (old, new) in enumerate(zip(before, now, strict=True)):
-            yield from _differences(f"{name}[{place}]", old, new)
+            yield from _list_differences(f"{name}[{place}]", old, new)
     else:
         yield f"{name}: {shorten(before, quote=False)} -> {shorten(now, quote=False)}"

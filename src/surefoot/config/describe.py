@@ -1,4 +1,4 @@
-"""What there is to set: every setting with its default, and a JSON schema of run.yaml for editors."""
+"""Descriptions of every setting with its default, and a JSON schema of run.yaml for editors."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def describe_settings() -> dict[str, dict[str, Any]]:
-    """Return each setting's type, default and description; `methods` names the methods of one that not all have."""
+    """Return each setting's type, default and description, and `methods` if only some methods have it."""
     described: dict[str, dict[str, Any]] = {}
-    for kind in _classes():
+    for kind in _list_settings_classes():
         for name, about in kind.model_json_schema()["properties"].items():
             described.setdefault(name, about)
     described["method"]["enum"] = method_names()
@@ -22,23 +22,23 @@ def describe_settings() -> dict[str, dict[str, Any]]:
     return described
 
 
-def _classes() -> list[type[RunConfig]]:
-    """Return the settings of every run, then those of each method."""
+def _list_settings_classes() -> list[type[RunConfig]]:
+    """Return the settings class of every run, then that of each method."""
     return [RunConfig, *(settings_class(name) for name in method_names())]
 
 
 def run_schema() -> dict[str, Any]:
-    """Return a JSON schema of run.yaml: every setting in each form that it may have, and the names of other programs.
+    """Return a JSON schema of run.yaml: every setting in each form it may have, and the names of other programs.
 
-    It accepts whatever `load_config` reads, and more: paths, and settings that exclude each other, are not checked.
+    It accepts whatever `load_config` reads, and more: paths and conflicts between settings are not checked.
     """
     properties: dict[str, Any] = {}
     definitions: dict[str, Any] = {}
-    for kind in _classes():
+    for kind in _list_settings_classes():
         schema = kind.model_json_schema(ref_template="#/$defs/{model}")
         definitions |= schema.get("$defs", {})
         for name, about in schema["properties"].items():
-            properties.setdefault(name, _in_every_form(name, about))
+            properties.setdefault(name, _widen_schema(name, about))
     properties["method"]["anyOf"][0]["enum"] = method_names()
     for definition in definitions.values():
         definition.pop("title", None)
@@ -61,8 +61,8 @@ def run_schema() -> dict[str, Any]:
     }
 
 
-def _in_every_form(name: str, about: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a setting, widened to all that run.yaml may hold for it."""
+def _widen_schema(name: str, about: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a setting, widened to every form that run.yaml may hold."""
     forms = [{key: value for key, value in about.items() if key not in ("title", "description", "default")}]
     if "anyOf" in forms[0]:
         forms = forms[0]["anyOf"]

@@ -1,4 +1,4 @@
-"""YAML and JSON files that users write, as values with their lines. Everything that is wrong with one is a ConfigError.
+"""Reader of YAML and JSON files that users write, as values with their lines. Every problem is a ConfigError.
 
 PyYAML lets the errors of Python's constructors through (`seed: 2024-13-45`), and follows brackets and aliases as deep
 and as often as a file asks for. This module is the only place that reads such text.
@@ -21,12 +21,12 @@ MOST_BYTES = 1 << 20
 """Size of the largest file that is read as a config, a script or a chat template."""
 MOST_DEPTH = 50
 MOST_VALUES = 20_000
-"""Values of a whole file. A value behind an alias counts at each of its uses."""
+"""Largest number of values in a file. A value behind an alias counts at each of its uses."""
 MOST_BITS = 63
-"""Larger integers fit no tensor."""
+"""Number of bits of the largest integer; larger ones fit no tensor."""
 SHOWN_CHARACTERS = 80
 YAML_1_1_NUMBER = re.compile(r"[-+]?(0[0-7_]+$|[0-9_]+:)")
-"""Octal numbers that begin with 0, and numbers of base 60, such as times: few who write them mean them."""
+"""Octal numbers that begin with 0, and base-60 numbers such as times: few who write them mean them."""
 
 Result = TypeVar("Result")
 
@@ -43,7 +43,7 @@ class _Date(_Refused):
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that bounds depth and size, joins surrogate pairs, and gives every refused value its place."""
+    """A loader that bounds depth and size, joins surrogate pairs, and reports the place of every refused value."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -52,7 +52,7 @@ class _Loader(yaml.SafeLoader):
         self._num_values: dict[yaml.Node, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose one node. Raises: _Refused for one that is too deep, or stands for too many values."""
+        """Compose a node. Raises: _Refused for one that is too deep, or expands to too many values."""
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         self._depth += 1
         self._num_composed += 1
@@ -63,26 +63,26 @@ class _Loader(yaml.SafeLoader):
         node: yaml.Node | None = super().compose_node(parent, index)
         self._depth -= 1
         if node is not None and node not in self._num_values:
-            self._num_values[node] = 1 + sum(self._num_values.get(child, 1) for child in _children(node))
+            self._num_values[node] = 1 + sum(self._num_values.get(child, 1) for child in _get_child_nodes(node))
             if self._num_values[node] > MOST_VALUES:
                 raise _Refused(f"more than {MOST_VALUES} values, each alias counted at every use", mark)
         return node
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
-        """Compose a text in which a surrogate pair, as JSON writers escape an emoji, is the character it stands for."""
+        """Compose a text, and join surrogate pairs (as JSON writers escape an emoji) to the character they encode."""
         node = super().compose_scalar_node(anchor)
         node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Construct a value. Raises: _Refused for whatever a constructor of Python raises."""
+        """Construct a value. Raises: _Refused for any exception of Python's constructors."""
         if node in self.recursive_objects:
             raise _Refused("an alias stands inside what it stands for. Write the value out", node.start_mark)
         try:
             value = super().construct_object(node, deep=deep)
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             kind = node.tag.rpartition(":")[2]
-            value = shorten(node.value) if isinstance(node, yaml.ScalarNode) else f"this {_kind(node)}"
+            value = shorten(node.value) if isinstance(node, yaml.ScalarNode) else f"this {_get_node_kind(node)}"
             raise _Refused(f"{value} is no {kind}. Put it in quotes if it is a text", node.start_mark) from error
         if isinstance(value, datetime.date):
             raise _Date(f"{node.value} is a date to YAML. Put it in quotes", node.start_mark)
@@ -95,7 +95,7 @@ class _Loader(yaml.SafeLoader):
         return value
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Any, Any]:
-        """Construct a mapping. Raises: _Refused for a key that it holds twice."""
+        """Construct a mapping. Raises: _Refused for a duplicate key."""
         keys: set[tuple[str, str]] = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
@@ -107,20 +107,20 @@ class _Loader(yaml.SafeLoader):
         return values
 
 
-def _kind(node: yaml.Node) -> str:
+def _get_node_kind(node: yaml.Node) -> str:
     return type(node).__name__.removesuffix("Node").lower()
 
 
-def _children(node: yaml.Node) -> list[yaml.Node]:
+def _get_child_nodes(node: yaml.Node) -> list[yaml.Node]:
     if isinstance(node, yaml.MappingNode):
         return [child for pair in node.value for child in pair]
     return list(node.value) if isinstance(node, yaml.SequenceNode) else []
 
 
 def read_text(path: Path, shown: str = "") -> str:
-    """Return the text of a file or pipe that a user names; `shown`: how messages call it.
+    """Return the text of a file or pipe that a user names; `shown`: its name in messages.
 
-    Raises: ConfigError where it cannot be read, is no UTF-8 text, or is larger than `MOST_BYTES`.
+    Raises: ConfigError if it cannot be read, is not UTF-8 text, or is larger than `MOST_BYTES`.
     """
     shown = shown or shorten(str(path), quote=False)
     try:
@@ -152,30 +152,30 @@ def read_entries(text: str, name: str) -> list[tuple[str, Any, str]]:
         if node is None:
             raise ConfigError(f"{name} is empty. It needs at least model, dataset and output_dir.")
         if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(f"{name}:1: expected `key: value` lines, found a {_kind(node)}.")
+            raise ConfigError(f"{name}:1: expected `key: value` lines, found a {_get_node_kind(node)}.")
         entries = []
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise _Refused(f"a {_kind(key)} is no name of a setting", key.start_mark)
+                raise _Refused(f"a {_get_node_kind(key)} is no name of a setting", key.start_mark)
             place = f"{name}:{key.start_mark.line + 1}"
             entries.append((key.value, loader.construct_object(value, deep=True), place))
         return entries
 
-    return _read(text, name, read)
+    return _load_document(text, name, read)
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """Return the value of a YAML text; `name` is what places begin with. Raises: ConfigError."""
-    value = _read(text, name, _construct)
+    """Return the value of a YAML text; `name` is the prefix of places in messages. Raises: ConfigError."""
+    value = _load_document(text, name, _construct_document)
     check_value(value, name, name)
     return value
 
 
 def parse_override(text: str, place: str) -> Any:
-    """Return what the value of a `key=value` means; what is no YAML is a text. Raises: ConfigError, see `_Refused`."""
+    """Return the value of a `key=value` override; invalid YAML is a text. Raises: ConfigError, see `_Refused`."""
     try:
-        return _construct(_Loader(text))
-    except _Date:  # a shell takes quotes away
+        return _construct_document(_Loader(text))
+    except _Date:  # the shell removes quotes
         return text
     except _Refused as error:
         raise ConfigError(f"{error.problem} ({place}).") from error
@@ -186,7 +186,7 @@ def parse_override(text: str, place: str) -> Any:
 
 
 def parse_json(text: str, name: str, place: str = "") -> Any:
-    """Return the value of a JSON text; `name` is its file, and `place` names the setting of it. Raises: ConfigError."""
+    """Return the value of a JSON text; `name` is its file, `place` the setting that names it. Raises: ConfigError."""
     after = f" ({place})" if place else ""
     try:
         value = json.loads(text)
@@ -200,12 +200,12 @@ def parse_json(text: str, name: str, place: str = "") -> Any:
     return value
 
 
-def _construct(loader: _Loader) -> Any:
+def _construct_document(loader: _Loader) -> Any:
     node = loader.get_single_node()
     return None if node is None else loader.construct_object(node, deep=True)
 
 
-def _read(text: str, name: str, read: Callable[[_Loader], Result]) -> Result:
+def _load_document(text: str, name: str, read: Callable[[_Loader], Result]) -> Result:
     loader = None
     try:
         loader = _Loader(text)
@@ -217,13 +217,16 @@ def _read(text: str, name: str, read: Callable[[_Loader], Result]) -> Result:
         place = f"{name}:{error.problem_mark.line + 1}" if error.problem_mark else name
         kind = "" if isinstance(error, _Refused) else "not valid YAML: "
         raise ConfigError(f"{place}: {kind}{error.problem}.") from error
-    except (ValueError, OverflowError) as error:  # of the scanner: an escape beyond Unicode, digits without end
+    except (
+        ValueError,
+        OverflowError,
+    ) as error:  # of the scanner: an escape beyond Unicode, a long integer
         line = loader.get_mark().line + 1 if loader is not None else 1
         raise ConfigError(f"{name}:{line}: not valid YAML: {error}.") from error
 
 
 def check_value(value: Any, name: str, place: str, depth: int = 1) -> None:
-    """Raise ConfigError if a value holds what neither file names, JSON nor tensors can hold."""
+    """Raise ConfigError if a value holds something that file names, JSON or tensors cannot hold."""
     reason = ""
     if isinstance(value, str):
         if "\0" in value:
@@ -245,7 +248,7 @@ def check_value(value: Any, name: str, place: str, depth: int = 1) -> None:
 
 
 def shorten(value: Any, *, quote: bool = True) -> str:
-    """Return a value as messages show it: in quotes if it is a text, and cut in the middle if it is long."""
+    """Return a value for display in messages: quoted if it is a text, and cut in the middle if it is long."""
     if isinstance(value, int) and value.bit_length() > MOST_BITS:
         return f"an integer of {value.bit_length()} bits"
     text = value if isinstance(value, str) and not quote else repr(value)

@@ -1,4 +1,4 @@
-"""From YAML and `key=value` to a `RunConfig`, with the place of every setting so that errors can point at it."""
+"""Loader that turns YAML and `key=value` into a `RunConfig`, and keeps each setting's place for errors."""
 
 import difflib
 import re
@@ -24,14 +24,14 @@ from surefoot.errors import ConfigError
 
 NUMBER = re.compile(r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$")
 MOST_DIGITS = 100
-"""Python turns no longer text into an integer than 4,300 digits; the largest integer of a config has 19."""
+"""Largest number of digits of an integer: Python converts at most 4,300, and the largest in a config has 19."""
 RIVALS = {
     "max_steps": "num_train_epochs",
     "num_train_epochs": "max_steps",
     "warmup_steps": "warmup_ratio",
     "warmup_ratio": "warmup_steps",
 }
-"""Two ways to set one thing; an override of one takes the place of the other."""
+"""Pairs of settings that set the same thing; an override of either replaces the other."""
 FILE_FIELDS = ("dataset_dir", "output_dir", "chat_template", "init_adapter", "image_dir")
 DATASET_FIELDS = ("dataset", "eval_dataset")
 
@@ -44,12 +44,12 @@ class LoadedConfig:
     places: Mapping[str, str]
     """Field name -> `run.yaml:14`, `command line` or `default`."""
     renamed: Mapping[str, str]
-    """Peers' names that were used -> ours."""
+    """Names of other trainers that were used -> names of the settings."""
     notes: Sequence[str] = ()
-    """What else the user should know about how the config was read."""
+    """Notes for the user about how the config was read."""
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as JSON, for the processes of a run; see `from_json`."""
+        """Return the whole config as JSON, for the processes of a run; see `from_json`."""
         run = self.run.model_dump(mode="json")
         return {"run": run, "places": dict(self.places), "renamed": dict(self.renamed), "notes": list(self.notes)}
 
@@ -63,7 +63,7 @@ class LoadedConfig:
         )
 
     def where(self, *fields: str) -> str:
-        """The places of some fields, for an error message."""
+        """Return the places of some fields, for an error message."""
         return ", ".join(dict.fromkeys(self.places.get(field, "default") for field in fields))
 
 
@@ -72,12 +72,12 @@ class _Setting:
     value: Any
     place: str
     base: Path
-    """Relative paths in the value are relative to this folder."""
+    """Folder that relative paths in the value start from."""
     is_mapped: bool = False
-    """Read from a config of another program."""
+    """Whether it was read from a config of another program."""
 
     def resolve(self, path: str, name: str) -> Path:
-        """Return a path in the value as an absolute one. Raises: ConfigError, see `resolve_path`."""
+        """Return the absolute form of a path in the value. Raises: ConfigError, see `resolve_path`."""
         return resolve_path(path, self.base, name, self.place)
 
     @property
@@ -87,7 +87,7 @@ class _Setting:
 
 
 OF_OTHERS = frozenset({"stage", "do_train", "base_model", "rlhf_type", "train_type", "tuner_type", "model_name"})
-"""Settings by which a config is known for one of LLaMA-Factory, axolotl or ms-swift."""
+"""Settings that identify a config of LLaMA-Factory, axolotl or ms-swift."""
 
 
 def load_config(
@@ -103,11 +103,11 @@ def load_config(
         read = read_entries(read_text(Path(path)), shorten(Path(path).name, quote=False))
         base = Path(path).resolve().parent if Path(path).is_file() else Path.cwd()  # a pipe has no folder of its own
         entries = [(key, _Setting(value, place, base)) for key, value, place in read]
-    later = _later(overrides, values or {})
-    # One DeepSpeed config takes the place of another, of which nothing holds then.
+    later = _list_later_entries(overrides, values or {})
+    # Only the last DeepSpeed config counts: it replaces the earlier ones entirely.
     last = max((number for number, (key, _) in enumerate(later) if key in DEEPSPEED_KEYS), default=None)
-    settings = _Settings(_method_class([*entries, *later]))
-    # What the file itself says comes before what it points to.
+    settings = _Settings(_find_method_class([*entries, *later]))
+    # The file's own settings come before those of the DeepSpeed config it points to.
     for key, setting in sorted(entries, key=lambda entry: entry[0] in DEEPSPEED_KEYS):
         if key not in DEEPSPEED_KEYS or last is None:
             settings.add(key, setting, replace=False)
@@ -119,8 +119,8 @@ def load_config(
     return loaded
 
 
-def _later(overrides: Sequence[str], values: Mapping[str, Any]) -> list[tuple[str, _Setting]]:
-    """(key, setting) of what comes after the file, in its order. Raises: ConfigError for what is no `key=value`."""
+def _list_later_entries(overrides: Sequence[str], values: Mapping[str, Any]) -> list[tuple[str, _Setting]]:
+    """Return (key, setting) of what follows the file, in order. Raises: ConfigError for text that is no `key=value`."""
     later = []
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -133,7 +133,7 @@ def _later(overrides: Sequence[str], values: Mapping[str, Any]) -> list[tuple[st
     return later
 
 
-def _method_class(entries: Sequence[tuple[str, _Setting]]) -> type[RunConfig]:
+def _find_method_class(entries: Sequence[tuple[str, _Setting]]) -> type[RunConfig]:
     """Return the settings class of the method that the last entry names. Raises: ConfigError, see `settings_class`."""
     name, place = str(RunConfig.model_fields["method"].default), "default"
     for key, setting in entries:
@@ -158,12 +158,12 @@ class _Settings:
 
     @property
     def places(self) -> dict[str, str]:
-        """See `LoadedConfig`."""
+        """Place of each setting, see `LoadedConfig`."""
         return {name: setting.place for name, setting in self._settings.items()}
 
     @property
     def notes(self) -> list[str]:
-        """See `LoadedConfig`."""
+        """Notes for the user, see `LoadedConfig`."""
         notes = [
             f"{setting.place} is read as {name}={setting.shown}"
             for name, setting in self._settings.items()
@@ -177,14 +177,14 @@ class _Settings:
         return notes
 
     def add(self, key: str, setting: _Setting, *, replace: bool) -> None:
-        """Add one entry of a file, or with `replace` one that wins over the file. Raises: ConfigError."""
+        """Add one entry of a file, or with `replace` one that overrides the file. Raises: ConfigError."""
         check_value(setting.value, key, setting.place)
         if key not in DEEPSPEED_KEYS:
-            self._add(key, setting, replace=replace)
+            self._add_setting(key, setting, replace=replace)
         elif setting.value is not None:
             self._add_deepspeed(setting, replace=replace)
 
-    def _add(self, key: str, setting: _Setting, *, replace: bool) -> None:
+    def _add_setting(self, key: str, setting: _Setting, *, replace: bool) -> None:
         name = ALIASES.get(key, key)
         if key in FLAG_ALIASES and isinstance(setting.value, bool):
             if not setting.value and key not in ("bf16", "fp32"):
@@ -196,7 +196,7 @@ class _Settings:
         if name not in self._fields:
             if key in NOT_HERE and setting.value is False:
                 return
-            raise self._unknown(key, setting)
+            raise self._unknown_setting_error(key, setting)
         if name != key:
             self.renamed[key] = name
         earlier = self._settings.get(name)
@@ -207,13 +207,13 @@ class _Settings:
             )
         rival = RIVALS.get(name, "")
         if replace and rival in self._settings and self._settings[rival].place != setting.place:
-            self._settings.pop(rival)  # later ones win, also over a rival
-        if setting.value is None and not _takes_none(self._fields[name].annotation):  # back to its default
+            self._settings.pop(rival)  # later entries win, also over a rival
+        if setting.value is None and not _can_be_none(self._fields[name].annotation):  # back to its default
             self._settings.pop(name, None)
         else:
             self._settings[name] = setting
 
-    def _unknown(self, key: str, setting: _Setting) -> ConfigError:
+    def _unknown_setting_error(self, key: str, setting: _Setting) -> ConfigError:
         if key in NOT_HERE:
             return ConfigError(f"'{key}': {NOT_HERE[key]} ({setting.place}).")
         if key in OF_OTHERS:
@@ -225,8 +225,8 @@ class _Settings:
         if key in INSTEAD:
             return ConfigError(f"unknown setting '{key}' ({setting.place}): {INSTEAD[key]}.")
         if methods := methods_with(key):
-            return self._of_other_method([key], methods, setting.place)
-        return ConfigError(f"unknown setting {shorten(key)}{_suggestion(key, self._fields)} ({setting.place}).")
+            return self._other_method_error([key], methods, setting.place)
+        return ConfigError(f"unknown setting {shorten(key)}{_suggest_name(key, self._fields)} ({setting.place}).")
 
     def _add_deepspeed(self, setting: _Setting, *, replace: bool) -> None:
         mapped, leftover = read_deepspeed(setting.value, setting.base, setting.place)
@@ -235,45 +235,44 @@ class _Settings:
             counterpart = _Setting(value, place, setting.base, is_mapped=True)
             earlier = self._settings.get(name)
             if earlier is None or self._normalise(name, earlier) != self._normalise(name, counterpart):
-                # A file and the JSON it points to contradict each other; a later place wins, and the notes say over
-                # what.
+                # A file and the JSON it points to conflict: the later one wins, and the notes name the change.
                 if earlier is not None and replace:
                     counterpart.place += f" (over {name}={earlier.shown} of {earlier.place})"
-                self._add(name, counterpart, replace=replace)
+                self._add_setting(name, counterpart, replace=replace)
 
     def validate(self) -> RunConfig:
-        """Return the config. Raises: ConfigError with all that is wrong with the settings, each at its place."""
+        """Return the config. Raises: ConfigError with every invalid setting and its place."""
         values = {name: self._normalise(name, setting) for name, setting in self._settings.items()}
         for name in DATASET_FIELDS:
             if name in self._settings:
-                values[name] = _dataset_items(self._settings[name], name, values.get("dataset_dir"))
+                values[name] = _expand_dataset_items(self._settings[name], name, values.get("dataset_dir"))
         self._drop_other_methods(values)
         try:
             return self._kind(**values)
         except ValidationError as error:
-            raise ConfigError("\n".join(self._problems(error, values))) from error
+            raise ConfigError("\n".join(self._list_problems(error, values))) from error
 
     def _drop_other_methods(self, values: dict[str, Any]) -> None:
-        """Remove settings of other methods that have their default value, which run.yaml of older versions names.
+        """Remove settings of other methods at their default value; run.yaml of older versions contains them.
 
-        Raises: ConfigError if there are others.
+        Raises: ConfigError if any has another value.
         """
         foreign = [name for name in values if name not in self._kind.model_fields]
         wrong = [name for name in foreign if values[name] != self._fields[name].default]
         if wrong:
             places = ", ".join(dict.fromkeys(self._settings[name].place for name in wrong))
-            raise self._of_other_method(sorted(wrong), methods_with(wrong[0]), places)
+            raise self._other_method_error(sorted(wrong), methods_with(wrong[0]), places)
         for name in foreign:
             del values[name], self._settings[name]
 
-    def _of_other_method(self, names: Sequence[str], methods: Sequence[str], places: str) -> ConfigError:
+    def _other_method_error(self, names: Sequence[str], methods: Sequence[str], places: str) -> ConfigError:
         own = self._kind.model_fields["method"].default
         return ConfigError(
             f"{', '.join(names)} is a setting of method {' or '.join(methods)}, and this run has method {own}. Set "
             f"method: {methods[0]}, or drop it ({places})."
         )
 
-    def _problems(self, error: ValidationError, values: Mapping[str, Any]) -> Iterator[str]:
+    def _list_problems(self, error: ValidationError, values: Mapping[str, Any]) -> Iterator[str]:
         refused: set[str] = set()
         for item in error.errors():
             name = str(item["loc"][0])
@@ -281,32 +280,32 @@ class _Settings:
             if item["type"] == "missing" and len(item["loc"]) == 1:
                 yield f"'{name}' is missing. {about}"
                 continue
-            if name in refused:  # a setting of several types is refused once a type
+            if name in refused:  # a setting of several types produces one error per type
                 continue
             refused.add(name)
             place = self._settings[name].place
             parts = [shorten(part, quote=False) for part in item["loc"][1:]]
             inside = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
-            kind = _item_class(self._fields[name])
+            kind = _find_item_class(self._fields[name])
             if kind is not None and inside:
-                yield f"{name}{inside}{_about_item(item, kind)} ({place})."
+                yield f"{name}{inside}{_describe_item_error(item, kind)} ({place})."
                 continue
-            yield f"{name}={shorten(values[name])}: {_explain(item['msg'])} ({place}). {about}"
+            yield f"{name}={shorten(values[name])}: {_rephrase_message(item['msg'])} ({place}). {about}"
 
     def _normalise(self, name: str, setting: _Setting) -> Any:
-        """Numbers written as text (YAML reads `1e-4` so), peers' values, and relative paths."""
+        """Convert numbers written as text (YAML reads `1e-4` so), values of other trainers, and relative paths."""
         value, field = setting.value, self._fields[name]
         if isinstance(value, str):
-            if NUMBER.match(value) and _takes_number(field.annotation):
+            if NUMBER.match(value) and _is_number_type(field.annotation):
                 value = int(value) if value.isdigit() and len(value) < MOST_DIGITS else float(value)
             value = VALUE_ALIASES.get(name, {}).get(value, value) if isinstance(value, str) else value
         if name == "report_to":
             value = [] if value in ("none", None) else [value] if isinstance(value, str) else value
         if name == "target_modules" and isinstance(value, str) and len(names := re.split(r"[,\s]+", value.strip())) > 1:
             return names  # q_proj,v_proj, as LLaMA-Factory has it
-        kind = _item_class(field)
+        kind = _find_item_class(field)
         if kind is not None and value is not None and name not in DATASET_FIELDS:
-            return _items(value if isinstance(value, list) else [value], kind, setting, name)
+            return _expand_items(value if isinstance(value, list) else [value], kind, setting, name)
         if name in FILE_FIELDS and isinstance(value, str):
             path = setting.resolve(value, name)
             if name == "chat_template":
@@ -322,7 +321,7 @@ class _Settings:
         return value
 
 
-def _suggestion(key: str, fields: Mapping[str, FieldInfo]) -> str:
+def _suggest_name(key: str, fields: Mapping[str, FieldInfo]) -> str:
     near = difflib.get_close_matches(key, [*fields, *ALIASES], n=1, cutoff=0.6)
     if not near:
         return ". `surefoot settings` lists them all"
@@ -330,7 +329,7 @@ def _suggestion(key: str, fields: Mapping[str, FieldInfo]) -> str:
     return f"; did you mean '{meant}'?" if meant == near[0] else f"; did you mean '{near[0]}' (here: {meant})?"
 
 
-def _item_class(field: FieldInfo) -> type[Item] | None:
+def _find_item_class(field: FieldInfo) -> type[Item] | None:
     """Return the class of the entries of a list of items."""
     for part in (field.annotation, *get_args(field.annotation)):
         inner = get_args(part)
@@ -339,29 +338,29 @@ def _item_class(field: FieldInfo) -> type[Item] | None:
     return None
 
 
-def _about_item(item: Any, kind: type[Item]) -> str:
-    """What is wrong with a part of a setting that is a list of items."""
+def _describe_item_error(item: Any, kind: type[Item]) -> str:
+    """Return the text of an error in a setting that is a list of items."""
     key = shorten(str(item["loc"][-1]), quote=False)
     fields = kind.model_fields
     if item["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, list(fields), n=1, cutoff=0.5)
-        known = f"; did you mean '{near[0]}'?" if near else f". Known: {', '.join(fields)}"
-        return f": there is no such key{known}"
+        hint = f"; did you mean '{near[0]}'?" if near else f". Known: {', '.join(fields)}"
+        return f": there is no such key{hint}"
     if item["type"] == "missing":
         return f" is missing. {fields[key].description}"
     if item["type"] == "string_too_short":
         return f" is empty. {fields[key].description}"
     if item["type"] == "model_type":
         return f" must be a text or {{{', '.join(fields)}}}, found {shorten(item['input'])}"
-    return f": {_explain(item['msg'])}, found {shorten(item['input'])}"
+    return f": {_rephrase_message(item['msg'])}, found {shorten(item['input'])}"
 
 
-def _explain(message: str) -> str:
+def _rephrase_message(message: str) -> str:
     return message.replace("Input should be", "must be")
 
 
-def _dataset_items(setting: _Setting, name: str, dataset_dir: Any) -> Any:
-    """A dataset setting in any of its forms as a list of items with absolute paths."""
+def _expand_dataset_items(setting: _Setting, name: str, dataset_dir: Any) -> Any:
+    """Return a dataset setting of any form as a list of items with absolute paths."""
     value = setting.value
     if value is None:
         return None
@@ -371,11 +370,11 @@ def _dataset_items(setting: _Setting, name: str, dataset_dir: Any) -> Any:
     if isinstance(dataset_dir, str):
         file = str(Path(dataset_dir, "dataset_info.json"))
         items = [{"path": file, "name": item} if isinstance(item, str) else item for item in items]
-    return _items(items, DatasetItem, setting, name)
+    return _expand_items(items, DatasetItem, setting, name)
 
 
-def _items(items: Sequence[Any], kind: type[Item], setting: _Setting, name: str) -> list[Any]:
-    """The entries of a list in any of their forms as items with absolute paths."""
+def _expand_items(items: Sequence[Any], kind: type[Item], setting: _Setting, name: str) -> list[Any]:
+    """Return the entries of a list in any of their forms as items with absolute paths."""
     full: list[Any] = []
     for item in items:
         entry = {kind.text_key: item} if isinstance(item, str) else item
@@ -386,22 +385,24 @@ def _items(items: Sequence[Any], kind: type[Item], setting: _Setting, name: str)
     return full
 
 
-def _takes_none(annotation: Any) -> bool:
+def _can_be_none(annotation: Any) -> bool:
     return type(None) in get_args(annotation)
 
 
-def _takes_number(annotation: Any) -> bool:
+def _is_number_type(annotation: Any) -> bool:
     if get_origin(annotation) is UnionType:
-        return any(_takes_number(part) for part in get_args(annotation))
+        return any(_is_number_type(part) for part in get_args(annotation))
     return annotation is float or annotation is int
 
 
 def check_contradictions(loaded: LoadedConfig) -> None:
-    """Refuse settings that exclude each other. Raises: ConfigError with all of them."""
-    # A resolved config names every field, so only values other than the default count as asked for.
+    """Raise ConfigError with all settings that exclude each other."""
+    # A resolved config names every field, so only values other than the default count as set by the user.
     run, fields = loaded.run, type(loaded.run).model_fields
-    given = {name for name in loaded.places if getattr(run, name) != fields[name].default}
-    conflicts = [f"{conflict.text} ({loaded.where(*conflict.fields)})." for conflict in contradictions(run, given)]
+    non_default = {name for name in loaded.places if getattr(run, name) != fields[name].default}
+    conflicts = [
+        f"{conflict.text} ({loaded.where(*conflict.fields)})." for conflict in contradictions(run, non_default)
+    ]
     if len(conflicts) > 1:
         raise ConfigError("\n".join([f"{len(conflicts)} settings conflict:", *(f"- {text}" for text in conflicts)]))
     if conflicts:
@@ -409,5 +410,5 @@ def check_contradictions(loaded: LoadedConfig) -> None:
 
 
 def as_yaml(run: RunConfig) -> str:
-    """The resolved config as it is written to the run folder."""
+    """Return the resolved config as YAML, as it is written to the run folder."""
     return yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -1,7 +1,7 @@
-"""The methods by name: where the settings of each are declared.
+"""Registry of the methods by name: where the settings of each are declared.
 
 Methods are named by path, because they are built on this package and because reading a config imports no torch.
-An installed package adds one as an entry point of the group `surefoot.methods`.
+An installed package adds a method as an entry point of the group `surefoot.methods`.
 """
 
 import difflib
@@ -25,7 +25,7 @@ ENTRY_POINTS = "surefoot.methods"
 
 @cache
 def installed() -> dict[str, EntryPoint]:
-    """Return the methods of other installed packages by name; nothing of them is imported."""
+    """Return the methods of other installed packages by name; none of them is imported."""
     return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS) if entry.name not in BUILT_IN}
 
 
@@ -36,23 +36,23 @@ def method_names() -> list[str]:
 
 @cache
 def settings_class(name: str) -> type[RunConfig]:
-    """Return the settings of a method. Raises: ConfigError if there is no method of this name."""
+    """Return the settings class of a method. Raises: ConfigError if there is no method of this name."""
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
-        found = getattr(import_module(module), attribute)
+        cls = getattr(import_module(module), attribute)
     elif name in installed():
         entry = installed()[name]
         try:
-            found = entry.load()
-        except Exception as error:  # whatever the code of another package raises
+            cls = entry.load()
+        except Exception as error:  # code of another package may raise anything
             raise ConfigError(f"method={name}: {entry.value} cannot be imported: {error}") from error
     else:
         near = difflib.get_close_matches(name, method_names(), n=1)
-        known = f"did you mean {near[0]!r}?" if near else f"must be {' or '.join(map(repr, method_names()))}"
-        raise ConfigError(f"method={name!r:.80}: {known}")
-    if not isinstance(found, type) or not issubclass(found, RunConfig):
-        raise ConfigError(f"method={name}: {found!r:.80} is no subclass of surefoot's RunConfig")
-    return found
+        hint = f"did you mean {near[0]!r}?" if near else f"must be {' or '.join(map(repr, method_names()))}"
+        raise ConfigError(f"method={name!r:.80}: {hint}")
+    if not isinstance(cls, type) or not issubclass(cls, RunConfig):
+        raise ConfigError(f"method={name}: {cls!r:.80} is no subclass of surefoot's RunConfig")
+    return cls
 
 
 def methods_with(setting: str) -> list[str]:
@@ -62,7 +62,7 @@ def methods_with(setting: str) -> list[str]:
 
 @cache
 def known_fields() -> dict[str, FieldInfo]:
-    """Return the settings of all built-in methods by name, those that every run has first."""
+    """Return the settings of all built-in methods by name; those of every run come first."""
     fields = dict(RunConfig.model_fields)
     for name in BUILT_IN:
         fields |= {key: field for key, field in settings_class(name).model_fields.items() if key not in fields}
@@ -70,7 +70,7 @@ def known_fields() -> dict[str, FieldInfo]:
 
 
 def read_saved(values: Mapping[str, Any]) -> RunConfig:
-    """Return the config that a run has written down, its settings by name.
+    """Return the config that a run saved, from its settings by name.
 
     Older versions wrote the settings of all methods; those of others are left out. Raises: ValueError, ConfigError.
     """

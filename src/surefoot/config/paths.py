@@ -1,4 +1,4 @@
-"""Paths in settings. They are made absolute and looked at here only, so no name ends in an error of the file system."""
+"""Paths in settings. Only this module resolves and checks them, so no path causes an unhandled file-system error."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from surefoot.config.documents import MOST_BYTES, shorten
 from surefoot.errors import ConfigError
 
 MOST_PATH_BYTES = 3500
-"""Linux ends at 4,095 bytes, and a run writes files inside its folders."""
+"""Largest length of a path: Linux allows 4,095 bytes, and a run writes files inside its folders."""
 ABSENT = (errno.ENOENT, errno.ENOTDIR)
 KINDS = {
     stat.S_IFCHR: "a device",
@@ -17,13 +17,13 @@ KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
 }
-"""Files that hold no data at rest: reading one may never end, and gives other bytes the second time."""
+"""Directories of special files: reading one may never end, and a second read returns other bytes."""
 
 
 def resolve_path(value: str, base: Path, name: str, place: str) -> Path:
-    """Return the absolute path of a setting; relative ones begin at `base`. The path need not exist.
+    """Return the absolute path of a setting; relative paths start from `base`. The path need not exist.
 
-    Raises: ConfigError for what can be no path, and for one of a device, a pipe or a socket.
+    Raises: ConfigError for an invalid path, and for a device, a pipe or a socket.
     """
 
     def refuse(reason: str) -> ConfigError:
@@ -37,13 +37,13 @@ def resolve_path(value: str, base: Path, name: str, place: str) -> Path:
         mode = path.stat().st_mode
     except UnicodeEncodeError:
         raise refuse("the path is no UTF-8 text, so no file of the run could name it. Rename its folder") from None
-    except PermissionError:  # the process that reads it says which file it is
+    except PermissionError:  # the process that reads the file reports it
         return path
     except OSError as error:
         if error.errno in ABSENT:
             return path
         raise refuse(f"no such path is possible: {error.strerror}") from error
-    except (RuntimeError, ValueError) as error:  # the home folder of nobody, links in a circle, a NUL
+    except (RuntimeError, ValueError) as error:  # unknown user's home folder, circular links, a NUL
         raise refuse(str(error).rstrip(".")) from error
     kind = KINDS.get(stat.S_IFMT(mode))
     if kind is not None:

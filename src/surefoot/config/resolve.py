@@ -1,4 +1,4 @@
-"""The one place where `auto` and absent settings get their values, before anything is compared, saved or loaded."""
+"""Values of `auto` and absent settings, set in this one place before anything is compared, saved or loaded."""
 
 from dataclasses import replace
 from typing import Literal
@@ -10,7 +10,7 @@ from surefoot.errors import ConfigError
 
 
 def device_type(loaded: LoadedConfig) -> Literal["cpu", "cuda"]:
-    """Where a config trains on this machine. Raises: ConfigError for a device that is not there."""
+    """Return the device type that a config trains on. Raises: ConfigError for a missing device."""
     run = loaded.run
     has_cuda = torch.cuda.is_available()
     if run.device == "cuda" and not has_cuda:
@@ -21,9 +21,9 @@ def device_type(loaded: LoadedConfig) -> Literal["cpu", "cuda"]:
 
 
 def resolve(loaded: LoadedConfig, num_ranks: int) -> LoadedConfig:
-    """The config with its device, computing type and global batch size written out, for a run of so many ranks.
+    """Return the config with explicit device, computing type and global batch size, for a run of `num_ranks` ranks.
 
-    Raises: ConfigError for a device that is not there, or a step that would cut the sequences of one row.
+    Raises: ConfigError for a missing device, or a step that would split the sequences of one row.
     """
     run = loaded.run
     device = device_type(loaded)

@@ -1,4 +1,4 @@
-"""The settings of every method that lets the model answer prompts: sampling, and the engine that generates."""
+"""Settings of every method that generates completions: sampling, and the engine that generates."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -68,7 +68,7 @@ class RolloutConfig(RunConfig):
 
     @property
     def row_limit_setting(self) -> str:
-        """Setting that limits a prompt."""
+        """Name of the setting that limits the length of a prompt."""
         return "max_prompt_length" if self.max_prompt_length else "max_length"
 
     @property
@@ -78,7 +78,7 @@ class RolloutConfig(RunConfig):
 
     @property
     def stops(self) -> list[str]:
-        """`stop` as a list."""
+        """The `stop` strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
     @property
@@ -96,9 +96,9 @@ class RolloutConfig(RunConfig):
         """Whether the run starts a vLLM server of its own."""
         return self.rollout_engine == "vllm" and self.vllm_server is None
 
-    def contradictions(self, given: set[str]) -> Iterator[Contradiction]:
+    def contradictions(self, non_default: set[str]) -> Iterator[Contradiction]:
         """Yield conflicts among the settings of sampling and of the engine."""
-        yield from super().contradictions(given)
+        yield from super().contradictions(non_default)
         if "" in self.stops:
             yield Contradiction("stop holds an empty text, which ends every completion at once", "stop")
         if self.truncation == "right":
@@ -116,16 +116,16 @@ class RolloutConfig(RunConfig):
                 "rollout_engine",
             )
         if self.rollout_engine == "vllm":
-            yield from self._check_vllm(given)
+            yield from self._check_vllm(non_default)
             yield from self._check_vllm_args()
-        elif unused := sorted(name for name in given if name.startswith("vllm_")):
+        elif unused := sorted(name for name in non_default if name.startswith("vllm_")):
             yield Contradiction(
                 f"{', '.join(unused)}: a setting of vLLM, but rollout_engine is local. Set rollout_engine: vllm, or "
                 "drop it",
                 *unused,
             )
 
-    def _check_vllm(self, given: set[str]) -> Iterator[Contradiction]:
+    def _check_vllm(self, non_default: set[str]) -> Iterator[Contradiction]:
         if self.nnodes > 1 and self.vllm_server is None:
             yield Contradiction(
                 f"rollout_engine=vllm with nnodes={self.nnodes}: only its own machine can reach a server that the run "
@@ -161,7 +161,7 @@ class RolloutConfig(RunConfig):
                 "rollout_engine",
                 "target_modules",
             )
-        started = given & {"vllm_command", "vllm_args", "vllm_devices"}
+        started = non_default & {"vllm_command", "vllm_args", "vllm_devices"}
         if self.vllm_server is not None and started:
             yield Contradiction(
                 f"vllm_server names a running server, so {', '.join(sorted(started))} would start nothing. Drop one "
@@ -196,5 +196,5 @@ class RolloutConfig(RunConfig):
 
 
 def vllm_settings(run: RunConfig | None) -> RolloutConfig | None:
-    """Return the settings of a run whose completions come from a vLLM server; None for any other."""
+    """Return the settings of a run whose completions come from a vLLM server; None for any other run."""
     return run if isinstance(run, RolloutConfig) and run.rollout_engine == "vllm" else None

@@ -1,4 +1,4 @@
-"""The settings that every run has, with a docstring under each. Knows nothing of files or lines.
+"""Settings that every run has, with a docstring under each. Independent of files and lines.
 
 A method adds its own in a subclass of `RunConfig`; `methods.py` finds it by name.
 """
@@ -18,11 +18,11 @@ DatasetFormat = Literal["auto", "messages", "sharegpt", "alpaca", "query_respons
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 T = TypeVar("T")
 EPSILON = 1e-9
-"""Tolerance of a share of the run: 10 x 0.1 is not quite 1."""
+"""Tolerance of the finished share of a run: 10 x 0.1 is not exactly 1."""
 
 
 class MayDiffer(Enum):
-    """When a setting may differ from that of the same run elsewhere, because it does not enter the numbers."""
+    """Cases in which a setting may differ between processes of the same run: it does not affect the numbers."""
 
     ON_RESUME = "on resume"
     BETWEEN_RANKS = "between ranks"
@@ -36,33 +36,33 @@ Free = Annotated[T, MayDiffer.ON_RESUME, MayDiffer.BETWEEN_RANKS]
 
 @dataclass(frozen=True)
 class RowKind:
-    """What one row of the data is to a method."""
+    """Role of one row of the data for a method."""
 
     is_prompt: bool = False
-    """Whether the row ends where the model's answer begins; else it holds the answer."""
+    """Whether the row ends where the model's answer begins; else it contains the answer."""
     keeps_columns: bool = False
     """Whether the method reads other columns of the row."""
 
 
 CONVERSATION = RowKind()
 LABELLED = RowKind(keeps_columns=True)
-"""A conversation beside columns that the loss reads."""
+"""Conversation with further columns that the loss reads."""
 PROMPT = RowKind(is_prompt=True, keeps_columns=True)
 
 
 class Contradiction:
-    """Settings that exclude each other: why, what to do about it, and their names."""
+    """Settings that exclude each other: the reason, what to do about it, and their names."""
 
     def __init__(self, text: str, *fields: str) -> None:
         self.text, self.fields = text, fields
 
 
 class Item(BaseModel):
-    """One entry of a list in run.yaml, which may be written as a single text."""
+    """Entry of a list in run.yaml, which may be written as a single text."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
     text_key: ClassVar[str]
-    """The key that a single text stands for."""
+    """Key that a single text is the value of."""
 
     @classmethod
     def resolve(cls, text: str, resolve: Callable[[str], Path]) -> str:
@@ -92,14 +92,14 @@ class DatasetItem(Item):
 
     @classmethod
     def resolve(cls, text: str, resolve: Callable[[str], Path]) -> str:
-        """Make a path absolute; a hub id stays as it is."""
+        """Make a path absolute; a hub id is returned unchanged."""
         local = resolve(text)
         may_be_hub = HUB_ID.match(text) and not local.exists() and "." not in Path(text).name and text[:1] != "."
         return text if may_be_hub else str(local)
 
 
 class RunConfig(BaseModel):
-    """Everything that a run of any method depends on. The same config gives the same run."""
+    """All settings that a run of any method depends on. The same config gives the same run."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -108,9 +108,9 @@ class RunConfig(BaseModel):
     implementation: ClassVar[str]
     """`module:class` of the `Method` that trains with these settings."""
     row: ClassVar[RowKind] = CONVERSATION
-    """What a row of the data is."""
+    """Role of a row of the data."""
     sequences_per_row_setting: ClassVar[str | None] = None
-    """Setting that says how many sequences are trained on for each row; None for one."""
+    """Name of the setting for the number of sequences trained on for each row; None means one sequence."""
 
     model: str
     """The model to fine-tune: a folder, a hub id, or `pypi:name==version`."""
@@ -280,7 +280,7 @@ class RunConfig(BaseModel):
 
     @property
     def sequences_per_step(self) -> int:
-        """The global batch size in sequences (packs, when packing); of one rank until the config is resolved."""
+        """Global batch size in sequences (packs, when packing); that of one rank until the config is resolved."""
         if self.global_batch_size is not None:
             return self.global_batch_size
         return self.per_device_train_batch_size * (self.gradient_accumulation_steps or 1)
@@ -293,17 +293,17 @@ class RunConfig(BaseModel):
 
     @property
     def max_row_tokens(self) -> int:
-        """Most tokens of a row of the data."""
+        """Largest number of tokens of a row of the data."""
         return self.max_length
 
     @property
     def row_limit_setting(self) -> str:
-        """Setting that says so."""
+        """Name of the setting that limits the tokens of a row."""
         return "max_length"
 
     @property
     def max_added_tokens(self) -> int:
-        """Most tokens that the method adds to a row before it trains on it."""
+        """Largest number of tokens that the method adds to a row before it trains on it."""
         return 0
 
     @property
@@ -313,37 +313,37 @@ class RunConfig(BaseModel):
 
     @property
     def may_skip_rows(self) -> bool:
-        """Whether a step may use up more rows than it trains on, so that the number of steps is not known before."""
+        """Whether a step may consume more rows than it trains on; the number of steps is then not known in advance."""
         return False
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template is given besides the conversation."""
+        """Variables of the chat template besides the conversation."""
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         return {**self.chat_template_kwargs, **thinking}
 
     @property
     def epochs(self) -> float:
-        """Passes over the data, where `max_steps` does not say otherwise."""
+        """Passes over the data, unless `max_steps` sets the length."""
         return self.num_train_epochs if self.num_train_epochs is not None else 1.0
 
     def share_done(self, step: int, epoch: float) -> float:
-        """Return the share of the run that is done, 0 to 1: of its steps if their number is set, else of the rows."""
+        """Return the finished share of the run, 0 to 1: of its steps if their number is set, else of the rows."""
         return min(step / self.max_steps if self.max_steps is not None else epoch / self.epochs, 1.0)
 
     def is_over(self, step: int, epoch: float) -> bool:
-        """Return whether the run has no step left after `step` steps and `epoch` passes over the data."""
+        """Return whether no step remains after `step` steps and `epoch` passes over the data."""
         return self.share_done(step, epoch) >= 1.0 - EPSILON
 
     @property
     def run_folder(self) -> Path:
-        """`output_dir` as a path."""
+        """Path of `output_dir`."""
         return Path(self.output_dir)
 
     def code_files(self) -> list[str]:
         """Return the files of the user's code that the run calls."""
         return []
 
-    def contradictions(self, given: set[str]) -> Iterator[Contradiction]:  # noqa: ARG002
-        """Yield conflicts among the method's own settings. `given`: names of those that differ from their default."""
+    def contradictions(self, non_default: set[str]) -> Iterator[Contradiction]:  # noqa: ARG002
+        """Yield conflicts of the method's own settings. `non_default`: names of those that differ from the default."""
         yield from ()

@@ -1,4 +1,4 @@
-"""Settings of a run that exclude each other, or that mean nothing without others. Knows nothing of files or lines."""
+"""Settings of a run that exclude each other, or that need others to have an effect. Independent of files and lines."""
 
 import json
 import os
@@ -11,17 +11,17 @@ ENDPOINT = re.compile(r"^[^\s:]+:(\d{1,5})$")
 MOST_PORT = 65535
 
 
-def contradictions(run: RunConfig, given: set[str]) -> Iterator[Contradiction]:
-    """Yield all conflicts. `given`: names of the settings that differ from their default."""
+def contradictions(run: RunConfig, non_default: set[str]) -> Iterator[Contradiction]:
+    """Yield all conflicts. `non_default`: names of the settings that differ from their default."""
     yield from _check_json(run)
-    yield from run.contradictions(given)
+    yield from run.contradictions(non_default)
     yield from _check_ranks(run)
-    yield from _check_tuning(run, given)
-    yield from _check_course(run, given)
+    yield from _check_tuning(run, non_default)
+    yield from _check_schedule(run, non_default)
 
 
 def _check_ranks(run: RunConfig) -> Iterator[Contradiction]:
-    """What is dealt to ranks, and where they meet."""
+    """Check batch sizes against ranks, the rendezvous endpoint and the webhook."""
     if run.global_batch_size is not None and run.gradient_accumulation_steps is not None:
         ranks = run.nproc_per_node * run.nnodes
         product = run.per_device_train_batch_size * run.gradient_accumulation_steps * ranks
@@ -56,18 +56,18 @@ def _check_ranks(run: RunConfig) -> Iterator[Contradiction]:
         )
 
 
-def _check_tuning(run: RunConfig, given: set[str]) -> Iterator[Contradiction]:
-    """What is trained."""
+def _check_tuning(run: RunConfig, non_default: set[str]) -> Iterator[Contradiction]:
+    """Check the settings of LoRA and of full fine-tuning."""
     if run.tuning == "full":
         lora = sorted(
-            given & {"lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "init_adapter"}
+            non_default & {"lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "init_adapter"}
         )
         if lora:
             yield Contradiction(
                 f"tuning=full trains every weight, yet {', '.join(lora)} asks for LoRA. Drop them or set tuning: lora",
                 *lora,
             )
-        return  # nothing else of LoRA matters then
+        return  # the other LoRA settings have no effect then
     if not run.freeze_vision_tower:
         yield Contradiction(
             "freeze_vision_tower=false is of full fine-tuning: LoRA changes no weight of the model. Name vision in "
@@ -90,7 +90,7 @@ def _check_tuning(run: RunConfig, given: set[str]) -> Iterator[Contradiction]:
 
 
 def _check_json(run: RunConfig) -> Iterator[Contradiction]:
-    """All ranks get the config as JSON, and the run folder as YAML: what neither can hold would not be the same."""
+    """Check that all values survive JSON (which ranks receive) and YAML (which the run folder holds)."""
     nested = {name: value for name, value in run.model_dump().items() if isinstance(value, dict | list)}
     for name, value in nested.items():
         try:
@@ -105,8 +105,8 @@ def _check_json(run: RunConfig) -> Iterator[Contradiction]:
             )
 
 
-def _check_course(run: RunConfig, given: set[str]) -> Iterator[Contradiction]:
-    """How long the run is, what it evaluates and goes on from."""
+def _check_schedule(run: RunConfig, non_default: set[str]) -> Iterator[Contradiction]:
+    """Check the length of the run, its evaluation and where it resumes from."""
     if run.compile and run.gradient_checkpointing:
         yield Contradiction(
             "compile and gradient_checkpointing exclude each other: routing of the first forward cannot be carried "
@@ -137,7 +137,11 @@ def _check_course(run: RunConfig, given: set[str]) -> Iterator[Contradiction]:
             "enable_thinking",
             "chat_template_kwargs",
         )
-    if run.overwrite_output_dir and isinstance(run.resume_from_checkpoint, str) and "resume_from_checkpoint" in given:
+    if (
+        run.overwrite_output_dir
+        and isinstance(run.resume_from_checkpoint, str)
+        and "resume_from_checkpoint" in non_default
+    ):
         yield Contradiction(
             "overwrite_output_dir deletes the run that resume_from_checkpoint would go on from. Keep one",
             "overwrite_output_dir",

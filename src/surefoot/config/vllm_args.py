@@ -1,4 +1,4 @@
-"""What `vllm_args` say of the server that a run starts. Both spellings are read, and the last word counts."""
+"""Values in `vllm_args` for the server that a run starts. Both spellings are read, and the last occurrence counts."""
 
 import re
 from collections.abc import Sequence
@@ -19,55 +19,55 @@ OF_THE_RUN = {
     "--uds": "the run reaches the server over a port",
     "--config": "what it says could not be compared with the run. Give its arguments one by one",
 }
-"""Arguments that follow from the run, and why another value would break it."""
+"""Arguments that follow from the run -> why another value would break it."""
 UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-"""Behind a number of tokens, as vLLM reads them."""
+"""Suffixes of a number of tokens, as vLLM reads them."""
 PIPELINE_PARALLEL = "--pipeline-parallel-size"
 SMALLER = ("--quantization", "--cpu-offload-gb", "--load-format")
-"""With which a server may hold less of a model than its files have."""
+"""Arguments with which a server may hold less of a model than its files contain."""
 SHORT = {"-tp": TENSOR_PARALLEL, "-pp": PIPELINE_PARALLEL, "-q": "--quantization"}
 USUAL_SHARE = 0.92
-"""Of a GPU that vLLM 0.32 takes where it is not told."""
+"""Default share of a GPU's memory that vLLM 0.32 takes."""
 
 
-def value_of(arguments: Sequence[str], wanted: str) -> str | None:
-    """Of an argument; None where it is not given."""
-    found = None
-    for one, after in pairwise([*arguments, ""]):
-        name, _, value = one.partition("=")
+def value_of(arguments: Sequence[str], wanted_name: str) -> str | None:
+    """Return the value of an argument; None if it is not given."""
+    last_value = None
+    for argument, next_argument in pairwise([*arguments, ""]):
+        name, _, value = argument.partition("=")
         name = SHORT.get(name, name.replace("_", "-"))
-        if name == wanted:
-            found = value or after
-    return found
+        if name == wanted_name:
+            last_value = value or next_argument
+    return last_value
 
 
 def without(arguments: Sequence[str], unwanted: str) -> list[str]:
-    """The others."""
-    kept: list[str] = []
+    """Return the arguments without `unwanted` and its value."""
+    remaining: list[str] = []
     is_value = False
-    for one in arguments:
-        name, has_value, _ = one.partition("=")
+    for argument in arguments:
+        name, has_value, _ = argument.partition("=")
         is_unwanted = SHORT.get(name, name.replace("_", "-")) == unwanted
         if not is_unwanted and not is_value:
-            kept.append(one)
+            remaining.append(argument)
         is_value = is_unwanted and not has_value
-    return kept
+    return remaining
 
 
 def most_tokens(arguments: Sequence[str]) -> int | None:
-    """Of a prompt with its completion; None where it is not given, or the server is to find it out.
+    """Return the token limit of a prompt with its completion; None if it is not given, or the server determines it.
 
-    Raises: ValueError for what is no number of tokens.
+    Raises: ValueError for text that is not a number of tokens.
     """
-    given = value_of(arguments, MOST_TOKENS)
-    if given is None or given in ("-1", "auto"):
+    value = value_of(arguments, MOST_TOKENS)
+    if value is None or value in ("-1", "auto"):
         return None
-    with_unit = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT])", given)
-    return int(float(with_unit[1]) * UNITS[with_unit[2]]) if with_unit else int(given)
+    with_unit = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT])", value)
+    return int(float(with_unit[1]) * UNITS[with_unit[2]]) if with_unit else int(value)
 
 
 def memory_share(arguments: Sequence[str]) -> float:
-    """What a server takes of each of its GPUs. Raises: ValueError for what is no share."""
+    """Return the share of each GPU's memory that a server takes. Raises: ValueError for a value that is not a share."""
     share = float(value_of(arguments, MEMORY_SHARE) or USUAL_SHARE)
     if not 0 < share <= 1:
         raise ValueError(f"{share} is not above 0 and up to 1")
@@ -75,16 +75,16 @@ def memory_share(arguments: Sequence[str]) -> float:
 
 
 def tensor_parallel(arguments: Sequence[str]) -> int:
-    """Over how many GPUs it cuts each layer. Raises: ValueError for what is no number from 1 on."""
-    return _size(arguments, TENSOR_PARALLEL)
+    """Return the number of GPUs that each layer is split over. Raises: ValueError for a number below 1."""
+    return _read_size(arguments, TENSOR_PARALLEL)
 
 
 def pipeline_parallel(arguments: Sequence[str]) -> int:
-    """Over how many GPUs it spreads the layers. Raises: ValueError for what is no number from 1 on."""
-    return _size(arguments, PIPELINE_PARALLEL)
+    """Return the number of GPUs that the layers are spread over. Raises: ValueError for a number below 1."""
+    return _read_size(arguments, PIPELINE_PARALLEL)
 
 
-def _size(arguments: Sequence[str], name: str) -> int:
+def _read_size(arguments: Sequence[str], name: str) -> int:
     size = int(value_of(arguments, name) or 1)
     if size < 1:
         raise ValueError(f"{size} is no number from 1 on")

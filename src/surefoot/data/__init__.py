@@ -1,1 +1,1 @@
-"""Data on their way to batches: files, rows, conversations, tokens with what is trained, the order of samples."""
+"""The data pipeline: from files to rows, conversations, tokens with loss weights, the order of samples, and batches."""

@@ -1,4 +1,4 @@
-"""From a config and a tokenizer to the datasets of a run."""
+"""Building the datasets of a run from its config and tokenizer."""
 
 import os
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from surefoot.errors import ConfigError, DataError
 
 MAX_WORKERS = 16
 VISION_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Types of models whose images are placed as `images.positions` does."""
+"""Model types that number image positions as `images.positions` does."""
 
 
 def open_dataset(
@@ -33,16 +33,16 @@ def open_dataset(
     no_vision_reason: str = TEXT_ONLY,
     context: int | None = None,
     only_waits: bool = False,
-    known: Mapping[str, str] | None = None,
+    shard_digests: Mapping[str, str] | None = None,
     on_progress: OnProgress = lambda _: None,
 ) -> Dataset:
-    """A dataset setting of a run, found and its formats told, but not prepared yet; `only_waits`: by another process.
+    """Open the dataset of a setting: find its files and detect their formats, but prepare nothing yet.
 
-    `known`: what it had `seen` in the run that goes on.
-    `RunConfig.row` says what a row is. `reader`: of images, or `no_vision_reason`: why there is none. `context`: the
-    most tokens that the model has positions for, of which a prompt leaves room for its completion. With
-    `eval_fraction`, `dataset` is the training side; `held_out_side` gives the other.
-    Raises: DataError for what is missing or of no known format.
+    `RunConfig.row` defines what a row is. `reader` reads images; without one, `no_vision_reason` is why. `context`: the
+    largest number of tokens that the model has positions for; a prompt leaves room in it for its completion.
+    `only_waits`: another process prepares the data. `shard_digests`: `Dataset.seen` of the resumed run. With
+    `eval_fraction`, `dataset` is the training side; `held_out_side` returns the other.
+    Raises: DataError for files that are missing or of no known format.
     """
     config = loaded.run
     renderer = RendererSource.of(
@@ -81,17 +81,17 @@ def open_dataset(
         num_workers=num_workers(config.dataset_num_proc),
         keep_columns=config.row.keeps_columns,
         only_waits=only_waits,
-        known=known,
+        shard_digests=shard_digests,
         on_progress=on_progress,
         where=loaded.where(setting),
     )
 
 
 def sources_of(loaded: LoadedConfig, setting: Literal["dataset", "eval_dataset"]) -> list[Source]:
-    """The files of a dataset setting, and how their rows are read. What is on the hub is fetched. Raises: DataError."""
+    """Return the files of a dataset setting and how to read their rows. Hub datasets are fetched. Raises: DataError."""
     config = loaded.run
     items: list[DatasetItem] = getattr(config, setting)
-    own = [
+    resolved_items = [
         item.model_copy(
             update={
                 "format": item.format if item.format != "auto" else config.dataset_format,
@@ -100,12 +100,12 @@ def sources_of(loaded: LoadedConfig, setting: Literal["dataset", "eval_dataset"]
         )
         for item in items
     ]
-    sources = find_sources(own, loaded.where(setting))
+    sources = find_sources(resolved_items, loaded.where(setting))
     return [replace(source, spec=replace(source.spec, prompts=config.row.is_prompt)) for source in sources]
 
 
 def check_sources(loaded: LoadedConfig) -> None:
-    """Raise DataError for files of data that do not exist. What may name data of the hub is left to be fetched."""
+    """Raise DataError for data files that do not exist. Items that may name hub datasets are not checked."""
     settings: tuple[Literal["dataset", "eval_dataset"], ...] = ("dataset", "eval_dataset")
     for setting in settings:
         items: list[DatasetItem] = getattr(loaded.run, setting) or []
@@ -113,24 +113,24 @@ def check_sources(loaded: LoadedConfig) -> None:
             sources_of(loaded, setting)
 
 
-OF_IMAGES = ("min_pixels", "max_pixels", "image_dir", "allow_image_urls")
-"""Settings that mean nothing without images."""
+IMAGE_SETTINGS = ("min_pixels", "max_pixels", "image_dir", "allow_image_urls")
+"""Settings that have no effect without images."""
 
 
 def open_images(
     loaded: LoadedConfig, base: Path, model: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PixelReader | None, str]:
-    """What reads images for a model, or why there is none. `model`: the configuration of the folder `base`.
+    """Return the image reader of a model, or None and the reason. `model`: the configuration of the folder `base`.
 
     Raises: ConfigError for impossible limits; DataError for a processor that cannot be read or does not fit.
     """
     config = loaded.run
     if model.model_type not in VISION_MODEL_TYPES:
-        unread = [name for name in OF_IMAGES if getattr(config, name)]
-        if unread:
+        unused = [name for name in IMAGE_SETTINGS if getattr(config, name)]
+        if unused:
             raise ConfigError(
-                f"{', '.join(unread)}: a setting of images, but {config.model} ({model.model_type}) reads none. Drop "
-                f"it, or take a model of {', '.join(sorted(VISION_MODEL_TYPES))} ({loaded.where(*unread)})."
+                f"{', '.join(unused)}: a setting of images, but {config.model} ({model.model_type}) reads none. Drop "
+                f"it, or take a model of {', '.join(sorted(VISION_MODEL_TYPES))} ({loaded.where(*unused)})."
             )
         return None, TEXT_ONLY
     processor = load_processor(base)
@@ -157,12 +157,12 @@ def open_images(
             f"({loaded.where('max_pixels', 'min_pixels')})."
         )
     vision = model.vision_config
-    theirs = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
-    ours = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
-    if theirs != ours:
+    actual = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
+    expected = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+    if actual != expected:
         raise DataError(
-            f"{base}: its image processor cuts patches of (side, merged, frames) {theirs}, its vision tower reads "
-            f"{ours}. The files are of two models."
+            f"{base}: its image processor cuts patches of (side, merged, frames) {actual}, its vision tower reads "
+            f"{expected}. The files are of two models."
         )
     settings = ImageSettings(
         token=str(tokenizer.convert_ids_to_tokens(token_id)),
@@ -178,10 +178,10 @@ def open_images(
 
 
 def held_out_side(dataset: Dataset) -> Dataset:
-    """The samples that `eval_fraction` holds out of a dataset."""
+    """Return the samples that `eval_fraction` holds out of a dataset."""
     return dataset.read_as(replace(dataset.reading, side="eval"))
 
 
-def num_workers(asked: int | None) -> int:
-    """Worker processes for preparing data: what was asked for, or one per CPU core this process may use."""
-    return asked if asked is not None else min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+def num_workers(requested: int | None) -> int:
+    """Return the number of preparation workers: the requested one, or one per CPU core this process may use."""
+    return requested if requested is not None else min(len(os.sched_getaffinity(0)), MAX_WORKERS)

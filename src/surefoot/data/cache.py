@@ -1,13 +1,13 @@
-"""The cache of prepared data: which shards a file needs, and which are there.
+"""The cache of prepared data: which shards a file needs, and which exist.
 
-    <cache>/data/scans/<path>.json         what a file's bytes told, trusted while size and time of change stay
+    <cache>/data/scans/<path>.json         what a scan of the file found, valid while its size and mtime stay
     <cache>/data/<key>/00000000.safetensors ...  a shard per chunk of rows
-                       complete.json       once all shards are there
-                       failure.json        why the last preparation ended early, for processes that wait for it
+                       complete.json       written once all shards exist
+                       failure.json        why the last preparation failed, for processes that wait for it
                        lock                held by the process that prepares
 
 The key is a hash over the file's content, its format, the tokenizer, the chat template and the settings of both, so a
-stale shard cannot be read. Shards are renamed into place when whole: a killed preparation goes on where it stopped,
+stale shard cannot be read. Complete shards are renamed into place: a killed preparation resumes where it stopped,
 and any process of any run that finds a shard may use it.
 """
 
@@ -35,13 +35,13 @@ from surefoot.errors import DataError
 from surefoot.system.atomic_io import cache_folder, storage_error, write_json
 
 VERSION = 8
-"""Part of every key: raised when the same input gives other shards."""
+"""Version in every key: raised when the same input gives different shards."""
 SETTLED_NS = 2_000_000_000
-"""A file changed less than this ago may change again without its time of change telling."""
+"""Age in nanoseconds below which a file may change again without a new mtime."""
 
 
 class CachedFile:
-    """One file of a dataset, under one recipe, in the cache. `has_images`: its rows may have images.
+    """A file of a dataset in the cache, under one recipe. `has_images`: its rows may have images.
 
     Raises: DataError for a file that is missing, empty or broken as a whole.
     """
@@ -62,27 +62,27 @@ class CachedFile:
         self.format = detect_format(path, name, spec, scanned.chunks)
         limits = [CHUNK_ROWS, CHUNK_BYTES, MAX_ROW_BYTES]
         # Rows may name images by a path that begins there: equal files in two folders are two datasets then.
-        place = [str(path.parent.resolve()), str(Path.cwd())] if has_images else None
+        image_folders = [str(path.parent.resolve()), str(Path.cwd())] if has_images else None
         key = [VERSION, limits, scanned.sha256, path.suffixes, spec.as_dict(), self.format, renderer_key, keep_columns]
-        key.append(place)
+        key.append(image_folders)
         self.key = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
         folder = cache_folder() / "data" / self.key
         self.recipe = FileRecipe(path, name, spec, folder, self.format, stamp, keep_columns)
         self.num_bytes = stamp[0]
         self._lock: int | None = None
 
-    def drop_stale(self, known: Mapping[str, str]) -> None:
-        """Let shards be prepared anew whose rows' images have changed, or may have come.
+    def drop_stale(self, shard_digests: Mapping[str, str]) -> None:
+        """Delete shards whose images have changed or may have become readable, so that they are prepared again.
 
-        `known`: digests of shards by their names, of a run that goes on: those it saw keep their samples, though images
-        that they lack may have come.
+        `shard_digests`: digests by shard name that a resumed run has already read. Those shards keep their samples,
+        even if images that they lack may have become readable.
         """
 
         def is_stale(shard: Shard, name: str) -> bool:
-            return shard.has_changed_images or (known.get(name) != shard.digest and shard.may_find_images)
+            return shard.has_changed_images or (shard_digests.get(name) != shard.digest and shard.may_find_images)
 
-        there = [chunk.index for chunk in self.chunks if self.has(chunk.index)]
-        stale = [index for index in there if is_stale(self.shard(index), self.name_of(index))]
+        cached = [chunk.index for chunk in self.chunks if self.has(chunk.index)]
+        stale = [index for index in cached if is_stale(self.shard(index), self.name_of(index))]
         if stale and self.try_lock():
             (self.recipe.folder / "complete.json").unlink(missing_ok=True)
             for index in stale:
@@ -96,38 +96,38 @@ class CachedFile:
     def has(self, index: int) -> bool:
         return self.recipe.shard_path(index).is_file()
 
-    def bytes_there(self) -> int:
-        """Bytes of the file whose shards are there already."""
+    def count_cached_bytes(self) -> int:
+        """Return how many bytes of the file have a shard already."""
         if self.is_complete:
             return self.num_bytes
         return sum(chunk.num_bytes for chunk in self.chunks if self.has(chunk.index))
 
     def name_of(self, index: int) -> str:
-        """The same for the same rows under the same recipe."""
+        """Return the name of a shard; it is the same for the same rows under the same recipe."""
         return f"{self.key}/{index}"
 
     def shard(self, index: int) -> Shard:
         return Shard(self.recipe.shard_path(index))
 
     def complete(self) -> None:
-        """Note that all shards are there."""
+        """Record that all shards exist."""
         write_json(self.recipe.folder / "complete.json", {"name": self.recipe.name, "shards": len(self.chunks)})
 
     def note_failure(self, reason: str) -> None:
-        """Tell processes that wait for this file's shards that they will not come."""
+        """Record a failure for the processes that wait for this file's shards."""
         if not self.is_complete:
             write_json(self.recipe.folder / "failure.json", {"time_ns": time.time_ns(), "reason": reason})
 
     def failure_since(self, time_ns: int) -> str | None:
-        """The reason of a failure that was noted after a time."""
+        """Return the reason of a failure that was recorded after `time_ns`."""
         try:
-            note = json.loads((self.recipe.folder / "failure.json").read_text("utf-8"))
+            failure = json.loads((self.recipe.folder / "failure.json").read_text("utf-8"))
         except (OSError, ValueError):
             return None
-        return str(note["reason"]) if note["time_ns"] > time_ns else None
+        return str(failure["reason"]) if failure["time_ns"] > time_ns else None
 
     def try_lock(self) -> bool:
-        """Take the right to prepare; it ends with `unlock` or with this process."""
+        """Try to take the lock for preparing; `unlock` or the end of this process releases it."""
         try:
             self.recipe.folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.recipe.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -139,7 +139,7 @@ class CachedFile:
             os.close(descriptor)
             return False
         self._lock = descriptor
-        for leftover in self.recipe.folder.glob(".*.tmp"):  # of a worker that was killed
+        for leftover in self.recipe.folder.glob(".*.tmp"):  # left by a killed worker
             leftover.unlink(missing_ok=True)
         return True
 
@@ -150,30 +150,30 @@ class CachedFile:
 
 
 def renderer_key(source: RendererSource) -> str:
-    """A hash over everything that enters rendering and tokenising, the libraries' versions included."""
+    """Return a hash over everything that affects rendering and tokenising, library versions included."""
     values: dict[str, Any] = {**asdict(source), "versions": [transformers.__version__, tokenizers.__version__]}
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def scan_file(path: Path, stamp: tuple[int, int, int]) -> Scan:
-    """What the file's bytes tell, remembered from earlier runs while the file stays as it is.
+    """Scan a file, or return the scan of an earlier run while the file is unchanged.
 
     Raises: DataError where the file cannot be read, is empty or broken as a whole.
     """
     if stamp[0] == 0:
         raise DataError(f"dataset {path} is empty (0 bytes).")
     try:
-        memory = (
+        scan_path = (
             cache_folder() / "data" / "scans" / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
         )
-        with suppress(OSError, ValueError, KeyError, TypeError):  # no memory, or one of another version: read the file
-            known = json.loads(memory.read_text("utf-8"))
-            if known["version"] == VERSION and known["stamp"] == list(stamp):
-                return Scan(known["sha256"], tuple(Chunk(*chunk) for chunk in known["chunks"]))
+        with suppress(OSError, ValueError, KeyError, TypeError):  # no valid saved scan: read the file
+            saved = json.loads(scan_path.read_text("utf-8"))
+            if saved["version"] == VERSION and saved["stamp"] == list(stamp):
+                return Scan(saved["sha256"], tuple(Chunk(*chunk) for chunk in saved["chunks"]))
         scanned = scan(path)
     except OSError as error:
         raise DataError(f"dataset {path} cannot be read: {error.strerror or error}.") from error
     if time.time_ns() - stamp[1] > SETTLED_NS:
         chunks = [list(vars(chunk).values()) for chunk in scanned.chunks]
-        write_json(memory, {"version": VERSION, "stamp": stamp, "sha256": scanned.sha256, "chunks": chunks})
+        write_json(scan_path, {"version": VERSION, "stamp": stamp, "sha256": scanned.sha256, "chunks": chunks})
     return scanned

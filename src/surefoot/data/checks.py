@@ -1,4 +1,4 @@
-"""What is wrong with a prepared dataset although it can be trained on, as findings. Reads flags and counts only."""
+"""Findings about prepared data that can be trained on but is suspicious. Reads flags and counts only."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from surefoot.data.render import (
 from surefoot.findings import Finding
 
 LEAK_SHARE = 0.05
-"""Answers that stand in their prompts are ordinary in extraction tasks, up to a point."""
+"""Share of answers contained in their prompts that is still normal, as in extraction tasks."""
 TRUNCATED_SHARE = 0.05
 
 FLAG_FINDINGS: dict[int, tuple[str, float, str, str]] = {
@@ -49,23 +49,23 @@ FLAG_FINDINGS: dict[int, tuple[str, float, str, str]] = {
         "Take these rows out, or check that the column of the answers is the right one.",
     ),
 }  # fmt: skip
-"""Flag -> (code, share of samples that is still healthy, cause, fix)."""
+"""Map from flag to (code, share of samples that is still healthy, cause, fix)."""
 
 
 def data_findings(train: Dataset, held_out: Dataset | None = None) -> list[Finding]:
-    """Findings of a dataset that is prepared. A healthy one has none."""
-    findings = [*_unusable(train), *_of_flags(train), *_of_counts(train)]
+    """Return the findings of a prepared dataset. A healthy dataset has none."""
+    findings = [*_find_unusable(train), *_check_flags(train), *_check_counts(train)]
     if held_out is not None:
-        findings += _overlap(train, held_out)
+        findings += _check_overlap(train, held_out)
     return findings
 
 
-def _unusable(dataset: Dataset) -> list[Finding]:
-    """What training refuses altogether."""
+def _find_unusable(dataset: Dataset) -> list[Finding]:
+    """Return the findings that make training impossible."""
     findings = []
     counts, vocab_size = dataset.counts(), dataset.reading.vocab_size
     are_samples = any(len(dataset.shard(number)) for number in range(len(dataset.chunks)))
-    if counts.trained + counts.truncated == 0 and are_samples:  # bad rows alone speak for themselves
+    if counts.trained + counts.truncated == 0 and are_samples:  # if all rows are bad, their reasons suffice
         first = next(dataset.skipped(), ("none", "the dataset holds no rows"))
         evidence = {"rows": counts.read, "skipped": counts.skipped, "first": f"{first[0]}: {first[1]}"}
         fix = (
@@ -81,12 +81,12 @@ def _unusable(dataset: Dataset) -> list[Finding]:
 
 
 def digests(dataset: Dataset) -> NDArray[np.uint64]:
-    """64-bit digests of all samples in use, sorted; 8 bytes a sample."""
+    """Return the sorted 64-bit digests of all samples in use; 8 bytes a sample."""
     parts = [dataset.shard(n).digests[dataset.usable(n).samples] for n in range(len(dataset.chunks))]
     return np.sort(np.concatenate([np.zeros(0, np.uint64), *parts]))
 
 
-def _of_flags(dataset: Dataset) -> list[Finding]:
+def _check_flags(dataset: Dataset) -> list[Finding]:
     counts = dict.fromkeys(FLAG_FINDINGS, 0)
     places: dict[int, list[str]] = {flag: [] for flag in FLAG_FINDINGS}
     samples = 0
@@ -102,16 +102,16 @@ def _of_flags(dataset: Dataset) -> list[Finding]:
             room = 3 - len(places[flag])
             places[flag] += [dataset.sample(number, int(usable.samples[hit])).place for hit in hits[:room]]
     findings = []
-    for flag, (code, healthy, cause, fix) in FLAG_FINDINGS.items():
+    for flag, (code, healthy_share, cause, fix) in FLAG_FINDINGS.items():
         if flag == DROPPED_REASONING and dataset.reading.train_on == "last_assistant":
-            continue  # they are not trained
-        if counts[flag] > healthy * samples:
+            continue  # earlier answers are not trained
+        if counts[flag] > healthy_share * samples:
             evidence = {"rows": counts[flag], "of": samples, "first": ", ".join(places[flag])}
             findings.append(Finding(code, f"{cause} ({counts[flag]} of {samples} rows)", evidence, fix))
     return findings
 
 
-def _of_counts(dataset: Dataset) -> list[Finding]:
+def _check_counts(dataset: Dataset) -> list[Finding]:
     counts = dataset.counts()
     if counts.truncated <= TRUNCATED_SHARE * counts.read:
         return []
@@ -129,11 +129,13 @@ def _of_counts(dataset: Dataset) -> list[Finding]:
     return [Finding("SF506", f"{share:.0%} of the rows are cut to {limit}", evidence, fix)]
 
 
-def _overlap(train: Dataset, held_out: Dataset) -> list[Finding]:
-    ours, theirs = digests(train), digests(held_out)
-    shared = int(np.isin(theirs, ours).sum())
+def _check_overlap(train: Dataset, held_out: Dataset) -> list[Finding]:
+    train_digests, held_out_digests = digests(train), digests(held_out)
+    shared = int(np.isin(held_out_digests, train_digests).sum())
     if not shared:
         return []
-    evidence = {"shared": shared, "held_out": len(theirs), "training": len(ours)}
+    evidence = {"shared": shared, "held_out": len(held_out_digests), "training": len(train_digests)}
     fix = "Remove them from one side, or hold out with eval_fraction, which keeps equal samples on one side."
-    return [Finding("SF507", f"{shared} of {len(theirs)} held-out samples are also trained on", evidence, fix)]
+    return [
+        Finding("SF507", f"{shared} of {len(held_out_digests)} held-out samples are also trained on", evidence, fix)
+    ]

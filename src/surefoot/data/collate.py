@@ -1,4 +1,4 @@
-"""Batches of tensors, from samples laid end to end."""
+"""Collation: packs samples end to end into batches of tensors."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +16,11 @@ from surefoot.data.sampler import SampleKey
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of one forward, laid end to end without padding.
+    """The rows of one forward pass, laid end to end without padding.
 
     Shapes: T tokens, N trained. ids int64 [1, T]; position_ids int64 [1, T], or [3, 1, T] where the model reads images:
-    time, row and column; target_positions int64 [N], the positions whose next token
-    is trained; targets int64 [N], those next tokens; weights float32 [N], theirs in the loss, or None where all are 1;
-    cu_seq_lens int32 [samples + 1].
+    time, row and column; target_positions int64 [N], the positions whose next token is trained; targets int64 [N],
+    those next tokens; weights float32 [N], their loss weights, or None if all are 1; cu_seq_lens int32 [samples + 1].
     """
 
     ids: Tensor
@@ -33,11 +32,11 @@ class MicroBatch:
     weights: Tensor | None
     places: tuple[str, ...]
     continues: tuple[int, ...] | None = None
-    """For each of `lengths`, the number of the earlier one that it goes on from and sees, or -1; None: none does."""
+    """Index of the earlier sequence that each sequence continues and attends to, or -1; None: no sequence does."""
     vision: Vision | None = None
-    """What the images show; None for a model that reads text only."""
+    """Pixels of the images; None for a model that reads text only."""
     is_dummy: bool = False
-    """Stands in where other ranks have a batch and this one has none left: computed like any other, counted nowhere."""
+    """Whether this rank has no rows left while other ranks have: such a batch is computed, but counted nowhere."""
 
     @property
     def num_tokens(self) -> int:
@@ -53,13 +52,13 @@ class MicroBatch:
 
     @property
     def trained_weight(self) -> float:
-        """Sum of the trained tokens' weights: what the loss is divided by."""
+        """Sum of the trained tokens' weights, by which the loss is divided."""
         if self.is_dummy:
             return 0.0
         return float(self.num_trained if self.weights is None else self.weights.sum())
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same batch with its tensors on `device`, copied without waiting where possible."""
+        """Return the batch with its tensors on `device`, copied without waiting where possible."""
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()
@@ -69,20 +68,20 @@ class MicroBatch:
 
 
 def collate(samples: Sequence[Sample], reader: PixelReader | None = None) -> MicroBatch:
-    """Lay samples end to end; positions restart with each. Raises: DataError for an image, with its row's place."""
+    """Lay samples end to end; positions restart with each. Raises: DataError for a bad image, with its row's place."""
     lengths = [len(sample.ids) for sample in samples]
     ids = torch.from_numpy(np.concatenate([sample.ids for sample in samples]).astype(np.int64))
-    # Token i is predicted at position i - 1 of its own sample; its first token is predicted nowhere.
-    learned = np.concatenate([np.append(sample.weights[1:], np.float32(0)) for sample in samples])
-    target_positions = torch.from_numpy(np.flatnonzero(learned))
-    weights = torch.from_numpy(learned)[target_positions]
-    places = [
+    # Token i is predicted at position i - 1 of its own sample; its first token is never predicted.
+    target_weights = np.concatenate([np.append(sample.weights[1:], np.float32(0)) for sample in samples])
+    target_positions = torch.from_numpy(np.flatnonzero(target_weights))
+    weights = torch.from_numpy(target_weights)[target_positions]
+    position_ids = [
         torch.arange(len(sample.ids)) if reader is None else reader.places(sample.ids, sample.images)
         for sample in samples
     ]
     return MicroBatch(
         ids=ids[None],
-        position_ids=torch.cat(places, dim=-1).unsqueeze(-2),
+        position_ids=torch.cat(position_ids, dim=-1).unsqueeze(-2),
         lengths=lengths,
         cu_seq_lens=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
         target_positions=target_positions,
@@ -104,11 +103,11 @@ DUMMY_BATCH = MicroBatch(
     places=(),
     is_dummy=True,
 )
-"""Of a model that reads text only; see `dummy_batch`."""
+"""Dummy batch of a model that reads text only; see `dummy_batch`."""
 
 
 def dummy_batch(reader: PixelReader | None) -> MicroBatch:
-    """What a rank computes where only others have rows left."""
+    """Return the batch that a rank computes while only other ranks have rows left."""
     if reader is None:
         return DUMMY_BATCH
     return replace(DUMMY_BATCH, position_ids=DUMMY_BATCH.position_ids.expand(3, 1, -1), vision=reader.read([]))
@@ -122,22 +121,22 @@ def micro_batches(
     num_ranks: int = 1,
     reader: PixelReader | None = None,
 ) -> Iterator[MicroBatch]:
-    """This rank's part of a step's sequences, in forwards of at most `rows_each` sequences.
+    """Yield this rank's share of a step's sequences, in micro-batches of at rows_per_rank `rows_each` sequences.
 
-    Sequences are dealt to the ranks in turn. All ranks get equally many micro-batches; who has none left gets fillers.
+    Sequences are dealt to the ranks in turn. All ranks get equally many micro-batches; the last ones may be dummies.
     """
-    most = -(-len(rows) // num_ranks)
-    mine = rows[rank::num_ranks]
-    for begin in range(0, most, rows_each):
-        samples = [dataset.sample(*key) for row in mine[begin : begin + rows_each] for key in row]
+    rows_per_rank = -(-len(rows) // num_ranks)
+    local_rows = rows[rank::num_ranks]
+    for begin in range(0, rows_per_rank, rows_each):
+        samples = [dataset.sample(*key) for row in local_rows[begin : begin + rows_each] for key in row]
         yield collate(samples, reader) if samples else dummy_batch(reader)
 
 
 def all_batches(
     dataset: Dataset, rows_each: int, rank: int = 0, num_ranks: int = 1, reader: PixelReader | None = None
 ) -> Iterator[MicroBatch]:
-    """This rank's part of the whole dataset in the files' order, a sample a sequence; as many batches on each rank."""
+    """Yield this rank's share of the dataset in file order, one sample a sequence; each rank gets as many batches."""
     samples = iter(dataset)
     while batch := list(islice(samples, rows_each * num_ranks)):
-        mine = batch[rank::num_ranks]
-        yield collate(mine, reader) if mine else dummy_batch(reader)
+        local_samples = batch[rank::num_ranks]
+        yield collate(local_samples, reader) if local_samples else dummy_batch(reader)

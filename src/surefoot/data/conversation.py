@@ -1,6 +1,6 @@
-"""The one type behind every data format: a conversation, checked. Standard library only.
+"""The conversation type behind every data format, and its checks. Standard library only.
 
-Knows nothing of files, columns, templates or tokens.
+This module does not depend on files, columns, templates or tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,36 +10,36 @@ from typing import Any, Literal
 Role = Literal["system", "user", "assistant", "tool"]
 
 IMAGE = "\U000ffffb"
-"""Stands in a message's content where an image does."""
+"""Placeholder of an image in a message's content."""
 ImageSource = str | bytes
-"""What a row says of an image: a path, an address, base64 text, or its bytes."""
+"""An image as a row gives it: a path, an address, base64 text, or its bytes."""
 TEXT_BESIDE_IMAGES_TOKENS = 16
-"""Of a conversation, at the least: a judgement, for what is said before rows are read."""
+"""Assumed minimum of text tokens in a conversation with images, for estimates made before rows are read."""
 
 
 class BadRow(Exception):
-    """A row that cannot be trained on; the text says why, the caller knows where."""
+    """A row that cannot be trained on. The message holds the reason; the caller adds the place."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn."""
+    """One turn of a conversation."""
 
     role: Role
     content: str
     tool_calls: tuple[dict[str, Any], ...] = ()
     """`{"type": "function", "function": {"name": ..., "arguments": {...}}}`, arguments as an object."""
     reasoning: str | None = None
-    """What the assistant thought before it answered; templates know it as `reasoning_content`."""
+    """Reasoning of the assistant before its answer; templates call it `reasoning_content`."""
     weight: float | None = None
-    """Weight in the loss that the row itself asks for; None leaves it to `train_on`."""
+    """Loss weight set by the row; None leaves it to `train_on`."""
     others: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of the message (`name`, `tool_call_id`, ...), handed to the template as they are."""
+    """Further keys of the message (`name`, `tool_call_id`, ...), passed to the template unchanged."""
     images: tuple[ImageSource | None, ...] = ()
-    """One for each IMAGE in the content; None while the row's columns still have to say which."""
+    """Source of each IMAGE in the content; None until it is taken from the row's columns."""
 
     def as_template_input(self) -> dict[str, Any]:
-        """The message as chat templates read it. A key without a value is left out: templates ask for its presence."""
+        """Return the message as chat templates read it. Keys without a value are left out: templates test for them."""
         content: Any = self.content
         if IMAGE in self.content:
             content = [part for piece in self.pieces for part in (_IMAGE_PART, {"type": "text", "text": piece})][1:]
@@ -73,7 +73,7 @@ class Conversation:
     kind: Literal["chat", "completion", "text", "prompt", "text prompt"] = "chat"
     tools: tuple[dict[str, Any], ...] = ()
     first_trained: int = 0
-    """Assistant turns before this message are context: those in the prompt of a prompt/completion pair."""
+    """Index of the first message that may be trained; earlier ones are the prompt of a prompt/completion pair."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Columns that are not part of the conversation, for reward functions."""
 
@@ -92,12 +92,12 @@ FOLLOWERS: Mapping[str, tuple[str, ...]] = {
     "calls in words": ("tool", "user"),
     "tool": ("tool", "assistant"),
 }
-"""Which turns may follow which; `` is the start, `calls` an assistant turn with tool calls, `calls in words` one that
-writes them as text."""
+"""Turns that may follow each turn; `` is the start, `calls` an assistant turn with tool calls, `calls in words` a turn
+that writes them as text."""
 
 
 def check_turns(messages: Sequence[Message]) -> None:
-    """Refuse a conversation whose turns do not follow each other, or that ends without the assistant.
+    """Raise BadRow if turns are out of order, or if the conversation does not end with the assistant.
 
     Raises: BadRow with the position of the first turn that is out of order.
     """
@@ -105,14 +105,14 @@ def check_turns(messages: Sequence[Message]) -> None:
     if not roles:
         raise BadRow("the conversation is empty")
     if "assistant" not in roles:
-        raise BadRow(f"no assistant turn, so there is nothing to train on (roles: {_listed(roles)})")
+        raise BadRow(f"no assistant turn, so there is nothing to train on (roles: {_join_roles(roles)})")
     state = ""
     for position, message in enumerate(messages, 1):
         if message.role not in FOLLOWERS[state]:
             after = f"after {'tool calls' if state == 'calls' else state}" if state else "at the start"
             raise BadRow(
                 f"roles out of order at message {position} of {len(roles)}: {message.role} {after}, where "
-                f"{' or '.join(FOLLOWERS[state])} must stand (roles: {_listed(roles)})"
+                f"{' or '.join(FOLLOWERS[state])} must stand (roles: {_join_roles(roles)})"
             )
         in_words = message.role == "assistant" and "<tool_call>" in message.content  # Hermes writes calls as text
         state = "calls" if message.tool_calls else "calls in words" if in_words else message.role
@@ -121,7 +121,7 @@ def check_turns(messages: Sequence[Message]) -> None:
 
 
 def check_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
-    """Refuse calls of tools that the row does not declare: the model could not know them.
+    """Raise BadRow for calls of tools that the row does not declare: the model could not know them.
 
     Raises: BadRow naming the tool.
     """
@@ -130,15 +130,15 @@ def check_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) ->
         for call in message.tool_calls:
             name = call["function"]["name"]
             if name not in declared:
-                known = f"declares {', '.join(map(str, declared[:6]))}" if declared else "has no `tools`"
-                raise BadRow(f"a tool call of '{name}', but the row {known}; the model could not know the tool")
+                declaration = f"declares {', '.join(map(str, declared[:6]))}" if declared else "has no `tools`"
+                raise BadRow(f"a tool call of '{name}', but the row {declaration}; the model could not know the tool")
 
 
-def _listed(roles: Sequence[str]) -> str:
+def _join_roles(roles: Sequence[str]) -> str:
     return ", ".join(roles[:8]) + (", ..." if len(roles) > 8 else "")
 
 
 def shown(value: Any) -> str:
-    """A value of a row as errors quote it."""
+    """Return the value of a row as errors quote it."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

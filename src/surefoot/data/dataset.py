@@ -1,7 +1,7 @@
-"""A dataset as training sees it: prepared samples of all its sources, cut to `max_length`, weighted and counted.
+"""The training dataset: prepared samples of all its sources, cut to `max_length`, weighted and counted.
 
-What is read from a shard depends on the shard and the settings alone, so any part of the dataset can be asked for
-without the parts before it.
+The samples of a shard depend on the shard and the settings alone, so any part of the dataset can be read without the
+parts before it.
 """
 
 import hashlib
@@ -29,32 +29,32 @@ Truncation = Literal["error", "drop", "left", "right"]
 TrainOn = Literal["assistant", "last_assistant", "all"]
 Side = Literal["all", "train", "eval"]
 OPEN_SHARDS = 512
-"""Shards mapped into memory at a time: more than a window of the order holds, unless its rows are very long."""
+"""Number of shards mapped into memory at a time: more than a sampler window holds, unless rows are very long."""
 
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """How prepared samples are read. None of it enters the cache."""
+    """Options for reading prepared samples. None of them affects the cache."""
 
     max_length: int
     truncation: Truncation
     limit: str = "max_length"
-    """The setting that `max_length` comes from."""
+    """Name of the setting that `max_length` comes from."""
     way_out: str = ""
-    """What makes room for longer rows, where it is not that setting."""
+    """Advice on making room for longer rows, where it is not to raise that setting."""
     train_on: TrainOn = "assistant"
     skip_bad_rows: bool = False
     vocab_size: int | None = None
     is_lenient: bool = False
-    """Look at what training would refuse, instead of refusing it."""
+    """Accept samples that training would refuse, in order to inspect them."""
     side: Side = "all"
     eval_fraction: float = 0.0
-    """Share of the samples on the `eval` side, told by their content, so that equal samples fall on one side."""
+    """Share of the samples on the `eval` side, chosen by their content, so that equal samples are on the same side."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample. Shapes: ids int32 [n]; weights float32 [n], the weight of each token in the loss, 0 for context."""
+    """A sample. Shapes: ids int32 [n]; weights float32 [n], the weight of each token in the loss, 0 for context."""
 
     ids: NDArray[np.int32]
     weights: NDArray[np.float32]
@@ -64,26 +64,26 @@ class Sample:
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of the rows: read = trained + truncated + skipped."""
+    """Counts of the rows by outcome: read = trained + truncated + skipped."""
 
     read: int = 0
     trained: int = 0
-    """Used whole."""
+    """Number of rows used uncut."""
     truncated: int = 0
-    """Used after being cut to max_length."""
+    """Number of rows used after being cut to max_length."""
     skipped: int = 0
-    """Left out: bad rows, too long ones (drop), and those in which nothing trained is left."""
+    """Number of rows left out: bad rows, too long ones (drop), and those in which nothing trained is left."""
     cut_inside: int = 0
-    """Of the truncated, those that lost a part of a trained turn."""
+    """Number of truncated rows that lost a part of a trained turn."""
 
     def as_dict(self) -> dict[str, int]:
-        """The four numbers of summary.json."""
+        """Return the four numbers of summary.json."""
         return {"read": self.read, "trained": self.trained, "truncated": self.truncated, "skipped": self.skipped}
 
 
 @dataclass(frozen=True)
 class ChunkRef:
-    """A chunk of the dataset: which of its files, which chunk there, and where it stands in its source."""
+    """A reference to a chunk: its source, its file, its index in the file, and its rows in the source."""
 
     source: int
     file: int
@@ -94,28 +94,28 @@ class ChunkRef:
 
 @dataclass(frozen=True)
 class ChunkSamples:
-    """What a chunk gives. Shapes: S samples."""
+    """The samples in use of a chunk. Shapes: S samples."""
 
     samples: NDArray[np.int64]
-    """[S]: their numbers in the shard."""
+    """[S]: indices in the shard."""
     rows: NDArray[np.int64]
-    """[S]: numbers of their rows in the chunk."""
+    """[S]: row numbers in the chunk."""
     lengths: NDArray[np.int64]
     """[S]: tokens after cutting."""
     trained: NDArray[np.int64]
     """[S]: trained tokens after cutting."""
     is_cut: NDArray[np.bool_]
-    """[S]"""
+    """[S]: whether the sample was cut."""
     cut_inside: NDArray[np.bool_]
-    """[S]: a part of a trained turn is lost."""
+    """[S]: whether a part of a trained turn is lost."""
     skipped: Sequence[tuple[int, str]]
-    """(line, reason) of the rows that give nothing."""
+    """(line, reason) of the rows that give no sample."""
     read: int
-    """Rows of the chunk that belong to the dataset."""
+    """Number of the chunk's rows that belong to the dataset."""
 
 
 class Dataset:
-    """All sources of one setting.
+    """The samples of all sources of one setting.
 
     Raises: DataError for files that are missing, empty or of no known format.
     """
@@ -129,17 +129,17 @@ class Dataset:
         num_workers: int = 0,
         only_waits: bool = False,
         keep_columns: bool = False,
-        known: Mapping[str, str] | None = None,
+        shard_digests: Mapping[str, str] | None = None,
         on_progress: OnProgress = lambda _: None,
         where: str = "dataset",
     ) -> None:
-        """`known`: what `seen` said in the run that goes on."""
+        """Find the files and detect their formats. `shard_digests`: `seen` of the resumed run."""
         self.sources = sources
         self.renderer_source = source
         self.reading = reading
         self._where = where
-        self.seen = dict(known or {})
-        """Of data with images, which may change beside the rows: a digest of each shard that was read."""
+        self.seen = dict(shard_digests or {})
+        """Digest of each shard that was read, by name. Only for data with images, which can change beside the rows."""
         key = renderer_key(source)
         self._files: list[CachedFile] = []
         self._file_sources: list[int] = []
@@ -158,27 +158,27 @@ class Dataset:
             self._files, source, num_workers=num_workers, only_waits=only_waits, on_progress=on_progress
         )
         self._chunks: list[ChunkRef] | None = None
-        self._forget()
+        self._reset_caches()
 
-    def _forget(self) -> None:
-        self.shard = lru_cache(OPEN_SHARDS)(self._shard)
-        self.usable = lru_cache(OPEN_SHARDS)(self._usable)
+    def _reset_caches(self) -> None:
+        self.shard = lru_cache(OPEN_SHARDS)(self._load_shard)
+        self.usable = lru_cache(OPEN_SHARDS)(self._select_samples)
 
     def read_as(self, reading: SampleOptions) -> "Dataset":
-        """The same prepared samples, read in another way."""
-        other = copy(self)
-        other.reading = reading
-        other._forget()
-        return other
+        """Return a view of the same prepared samples with other options."""
+        view = copy(self)
+        view.reading = reading
+        view._reset_caches()
+        return view
 
     @property
     def formats(self) -> list[str]:
-        """The formats of the files, each once."""
+        """Distinct formats of the files."""
         return list(dict.fromkeys(file.format for file in self._files))
 
     @property
     def keys(self) -> list[str]:
-        """The cache keys of the files: two datasets with the same ones hold the same samples."""
+        """Cache keys of the files: two datasets with the same keys hold the same samples."""
         return [file.key for file in self._files]
 
     @property
@@ -188,7 +188,7 @@ class Dataset:
 
     @property
     def chunks(self) -> Sequence[ChunkRef]:
-        """All chunks, in the order of sources, files and rows."""
+        """All chunks, ordered by source, file and row."""
         if self._chunks is None:
             refs: list[ChunkRef] = []
             done: Counter[int] = Counter()
@@ -198,46 +198,46 @@ class Dataset:
                     for chunk in file.chunks
                 ]
                 done[part] += sum(chunk.num_rows for chunk in file.chunks)
-            self._chunks = [ref for ref in refs if self._overlap(ref, done[ref.source]) != (0, 0)]
+            self._chunks = [ref for ref in refs if self._clip_to_range(ref, done[ref.source]) != (0, 0)]
             self._totals = done
         return self._chunks
 
-    def _overlap(self, ref: ChunkRef, total: int) -> tuple[int, int]:
-        """The rows of a chunk, counted from its first, that belong to the source's range."""
+    def _clip_to_range(self, ref: ChunkRef, total: int) -> tuple[int, int]:
+        """Return the range of a chunk's rows, relative to its first, that is inside the source's range."""
         begin, end = self.sources[ref.source].rows.of(total)
         first, last = max(begin - ref.first_row, 0), min(end - ref.first_row, ref.num_rows)
         return (first, last) if first < last else (0, 0)
 
     def without_validation(self) -> "Dataset":
-        """The same samples, to look at: nothing is refused."""
+        """Return a view of the same samples for inspection: nothing is refused."""
         return self.read_as(replace(self.reading, is_lenient=True))
 
     def prepare(self) -> None:
-        """Prepare everything, then check it. Raises: DataError, with file and line where a row is to blame."""
+        """Prepare and check everything. Raises: DataError, with file and line if a row caused it."""
         self.preparation.run()
         self.check()
 
     def check(self) -> None:
-        """Raises: DataError for bad or too long rows, where settings say so, or if nothing is left to train on."""
+        """Raise DataError for bad or too long rows, if the settings require it, or if nothing is left to train on."""
         counts, too_long, with_images, first_long, longest = Counts(), 0, 0, "", (0, "")
         first_skipped = ""
         lenient = self.without_validation()
         for number, ref in enumerate(self.chunks):
             shard = self.shard(number)
             usable = lenient.usable(number)
-            counts = _sum(counts, lenient.counts_of(number))
+            counts = _add_counts(counts, lenient.counts_of(number))
             if usable.skipped and not first_skipped:
-                first_skipped = f"{self._place(ref, usable.skipped[0][0])}: {usable.skipped[0][1]}"
+                first_skipped = f"{self._locate(ref, usable.skipped[0][0])}: {usable.skipped[0][1]}"
             if self.reading.truncation == "error":
-                found = np.flatnonzero((shard.lengths > self.reading.max_length) & self._in_view(number))
-                if len(found):
-                    too_long += len(found)
-                    with_images += int((shard.image_counts[found] > 0).sum())
-                    first_long = first_long or self._place(ref, int(shard.lines[found[0]]))
-                    worst = found[shard.lengths[found].argmax()]
-                    longest = max(longest, (int(shard.lengths[worst]), self._place(ref, int(shard.lines[worst]))))
+                long_samples = np.flatnonzero((shard.lengths > self.reading.max_length) & self._mask_in_range(number))
+                if len(long_samples):
+                    too_long += len(long_samples)
+                    with_images += int((shard.image_counts[long_samples] > 0).sum())
+                    first_long = first_long or self._locate(ref, int(shard.lines[long_samples[0]]))
+                    worst = long_samples[shard.lengths[long_samples].argmax()]
+                    longest = max(longest, (int(shard.lengths[worst]), self._locate(ref, int(shard.lines[worst]))))
         if too_long:
-            of_prompts = self._are_prompts
+            of_prompts = self._has_prompts
             why = "Cutting them would train on answers without an end."
             why, side = ("Cutting them would lose what is asked.", "left") if of_prompts else (why, "right")
             cut = f" or {side} (cut them{', but not those with images' if with_images else ''})"
@@ -260,7 +260,7 @@ class Dataset:
             )
 
     def counts_of(self, number: int) -> Counts:
-        """What became of a chunk's rows."""
+        """Return the counts of a chunk's rows."""
         usable = self.usable(number)
         cut = int(usable.is_cut.sum())
         return Counts(
@@ -268,27 +268,27 @@ class Dataset:
         )
 
     def counts(self) -> Counts:
-        """What became of all rows that are prepared."""
+        """Return the counts of all rows that are prepared."""
         total = Counts()
         for number, ref in enumerate(self.chunks):
             if self._files[ref.file].has(ref.index):
-                total = _sum(total, self.counts_of(number))
+                total = _add_counts(total, self.counts_of(number))
         return total
 
     def skipped(self) -> Iterator[tuple[str, str]]:
-        """(place, reason) of the rows that are left out, in order, as far as the dataset is prepared."""
+        """Yield (place, reason) of the rows that are left out, in order, as far as the dataset is prepared."""
         for number, ref in enumerate(self.chunks):
             if self._files[ref.file].has(ref.index):
                 for line, reason in self.usable(number).skipped:
-                    yield self._place(ref, line), reason
+                    yield self._locate(ref, line), reason
 
     def fingerprint(self) -> str:
-        """Equal for two datasets only if they hold the same samples."""
+        """Return a hash that two datasets share only if they hold the same samples."""
         parts = [[source.weight, source.rows.begin, source.rows.end, len(source.files)] for source in self.sources]
         return hashlib.sha256(json.dumps([self.keys, parts]).encode()).hexdigest()
 
     def sample(self, chunk: int, sample: int) -> Sample:
-        """A sample of a chunk, cut and weighted."""
+        """Return a sample of a chunk, cut and weighted."""
         shard = self.shard(chunk)
         begin, end = int(shard.offsets[sample]), int(shard.offsets[sample + 1])
         first, last = self.window(end - begin)
@@ -301,39 +301,39 @@ class Dataset:
             elif self.reading.train_on == "assistant" or index == span_end - 1:
                 weights[span] = 1
         ids = np.array(shard.ids[begin + first : begin + last])
-        place = self._place(self.chunks[chunk], int(shard.lines[sample]))
+        place = self._locate(self.chunks[chunk], int(shard.lines[sample]))
         return Sample(ids, weights[first:last], place, shard.images(sample))
 
     def sample_keys(self) -> Iterator[tuple[int, int]]:
-        """(chunk, sample) of all samples, in the files' order."""
+        """Yield (chunk, sample) of all samples, in file order."""
         for number in range(len(self.chunks)):
             for sample in self.usable(number).samples:
                 yield number, int(sample)
 
     def __iter__(self) -> Iterator[Sample]:
-        """All samples, in the files' order."""
+        """Iterate over all samples, in file order."""
         return (self.sample(*key) for key in self.sample_keys())
 
     def file_of(self, ref: ChunkRef) -> CachedFile:
-        """The file a chunk is from."""
+        """Return the file of a chunk."""
         return self._files[ref.file]
 
     def weight(self, chunk: int) -> float:
-        """How often each row of a chunk comes in an epoch."""
+        """Return how often an epoch visits each row of a chunk."""
         return self.sources[self.chunks[chunk].source].weight
 
     def columns(self, chunk: int, sample: int) -> dict[str, object]:
-        """Columns kept beside a sample, where the dataset was opened with `keep_columns`."""
+        """Return the columns kept with a sample, if the dataset was opened with `keep_columns`."""
         return dict(self.shard(chunk).columns(sample))
 
     @property
-    def _are_prompts(self) -> bool:
+    def _has_prompts(self) -> bool:
         return any(source.spec.prompts for source in self.sources)
 
-    def _place(self, ref: ChunkRef, line: int) -> str:
+    def _locate(self, ref: ChunkRef, line: int) -> str:
         return f"{self._files[ref.file].recipe.name}:{line}"
 
-    def _shard(self, number: int) -> Shard:
+    def _load_shard(self, number: int) -> Shard:
         ref = self.chunks[number]
         self.preparation.require(ref.file, ref.index)
         file = self._files[ref.file]
@@ -342,7 +342,7 @@ class Dataset:
             name = file.name_of(ref.index)
             if self.seen.setdefault(name, shard.digest) != shard.digest:
                 raise DataError(
-                    f"{self._place(ref, int(shard.lines[0]) if len(shard) else 1)}: of the {ref.num_rows} rows from "
+                    f"{self._locate(ref, int(shard.lines[0]) if len(shard) else 1)}: of the {ref.num_rows} rows from "
                     "here on, some have other images than this run saw before, so it would go on in another order. Put "
                     f"them back as they were, or start a new run ({self._where})."
                 )
@@ -350,17 +350,17 @@ class Dataset:
         if vocab_size is not None and shard.max_id >= vocab_size and not self.reading.is_lenient:
             sample = int(np.searchsorted(shard.offsets, int(np.argmax(shard.ids)), "right")) - 1
             raise DataError(
-                f"{self._place(ref, int(shard.lines[sample]))}: token id {shard.max_id} is outside the model's "
+                f"{self._locate(ref, int(shard.lines[sample]))}: token id {shard.max_id} is outside the model's "
                 f"vocabulary of {vocab_size}. The tokenizer does not belong to the model."
             )
         if shard.problems and not (self.reading.skip_bad_rows or self.reading.is_lenient):
-            first, last = self._overlap(ref, self._totals[ref.source])
+            first, last = self._clip_to_range(ref, self._totals[ref.source])
             problems = [(line, reason) for row, line, reason in shard.problems if first <= row < last]
             if problems:
-                raise DataError(self._bad_rows(ref, problems))
+                raise DataError(self._describe_bad_rows(ref, problems))
         return shard
 
-    def _bad_rows(self, ref: ChunkRef, problems: Sequence[tuple[int, str]]) -> str:
+    def _describe_bad_rows(self, ref: ChunkRef, problems: Sequence[tuple[int, str]]) -> str:
         line, reason = problems[0]
         advice = "Correct the row, or leave such rows out with on_bad_row: skip"
         if len(problems) == ref.num_rows > 1:
@@ -369,12 +369,12 @@ class Dataset:
         elif len(problems) > 1:
             advice = f"{len(problems) - 1} more of the {ref.num_rows} rows around it are bad. {advice}"
         end = "" if reason.endswith(("?", ".")) else "."
-        return f"{self._place(ref, line)}: {reason}{end} {advice} ({self._where})."
+        return f"{self._locate(ref, line)}: {reason}{end} {advice} ({self._where})."
 
-    def _in_view(self, number: int) -> NDArray[np.bool_]:
-        """[S]: samples in the source's range and on this side of the held-out split."""
+    def _mask_in_range(self, number: int) -> NDArray[np.bool_]:
+        """Return a mask [S] of the samples in the source's range and on this side of the held-out split."""
         ref, shard = self.chunks[number], self.shard(number)
-        first, last = self._overlap(ref, self._totals[ref.source])
+        first, last = self._clip_to_range(ref, self._totals[ref.source])
         inside = (shard.rows >= first) & (shard.rows < last)
         if self.reading.side != "all":
             held_out = shard.digests < np.uint64(round(self.reading.eval_fraction * 2**64 * (1 - 1e-12)))
@@ -382,78 +382,78 @@ class Dataset:
         return inside
 
     def window(self, length: int) -> tuple[int, int]:
-        """The part of a sample that is kept."""
+        """Return the range of a sample's tokens that is kept."""
         if length <= self.reading.max_length:
             return 0, length
         return (length - self.reading.max_length, length) if self.reading.truncation == "left" else (
             0, self.reading.max_length)  # fmt: skip
 
-    def _usable(self, number: int) -> ChunkSamples:
+    def _select_samples(self, number: int) -> ChunkSamples:
         ref, shard, reading = self.chunks[number], self.shard(number), self.reading
-        view = self._in_view(number)
+        in_range = self._mask_in_range(number)
         lengths = shard.lengths
         too_long = lengths > reading.max_length
-        cut = np.minimum(lengths, reading.max_length)
-        first = np.where(too_long, lengths - cut, 0) if reading.truncation == "left" else np.zeros_like(lengths)
-        trained, loses_trained = self._trained_in(shard, first, first + cut)
-        has_images = shard.image_counts > 0  # what an image's tokens mean is lost when some are cut off
-        if reading.truncation == "error" and not reading.is_lenient and (too_long & view).any():
-            first_long = int(np.flatnonzero(too_long & view)[0])
-            side = "left" if self._are_prompts else "right"
+        cut_lengths = np.minimum(lengths, reading.max_length)
+        first = np.where(too_long, lengths - cut_lengths, 0) if reading.truncation == "left" else np.zeros_like(lengths)
+        trained, loses_trained = self._count_trained_tokens(shard, first, first + cut_lengths)
+        has_images = shard.image_counts > 0  # an image's tokens are meaningless if some are cut off
+        if reading.truncation == "error" and not reading.is_lenient and (too_long & in_range).any():
+            first_long = int(np.flatnonzero(too_long & in_range)[0])
+            side = "left" if self._has_prompts else "right"
             ways = "drop" if has_images[first_long] else f"drop or {side}"
             raise DataError(
-                f"{self._place(ref, int(shard.lines[first_long]))}: {lengths[first_long]} tokens, longer than "
+                f"{self._locate(ref, int(shard.lines[first_long]))}: {lengths[first_long]} tokens, longer than "
                 f"{reading.limit}={reading.max_length}. {reading.way_out or 'Raise it'}, or set truncation: {ways} "
                 f"({self._where})."
             )
-        says_nothing = (lengths if self._are_prompts else trained) == 0
-        skip = view & (says_nothing | (too_long & (has_images | (reading.truncation in ("error", "drop")))))
-        take = view & ~skip
+        is_untrained = (lengths if self._has_prompts else trained) == 0
+        skipped = in_range & (is_untrained | (too_long & (has_images | (reading.truncation in ("error", "drop")))))
+        used = in_range & ~skipped
         reasons = [
-            (int(shard.lines[i]), _reason(int(lengths[i]), reading, bool(loses_trained[i]), bool(has_images[i])))
-            for i in np.flatnonzero(skip)
+            (int(shard.lines[i]), _explain_skip(int(lengths[i]), reading, bool(loses_trained[i]), bool(has_images[i])))
+            for i in np.flatnonzero(skipped)
         ]
-        begin, end = self._overlap(ref, self._totals[ref.source])
+        begin, end = self._clip_to_range(ref, self._totals[ref.source])
         bad = [(line, reason) for row, line, reason in shard.problems if begin <= row < end]
-        # Of a held-out split each side counts its own samples; a bad row has no side and counts with the training rows.
+        # Each side of a held-out split counts its own samples; a bad row has no side and counts with the training rows.
         counted_bad = bad if reading.side != "eval" else []
         return ChunkSamples(
-            np.flatnonzero(take),
-            shard.rows[take].astype(np.int64),
-            cut[take],
-            trained[take],
-            too_long[take],
-            (too_long & loses_trained)[take],
+            np.flatnonzero(used),
+            shard.rows[used].astype(np.int64),
+            cut_lengths[used],
+            trained[used],
+            too_long[used],
+            (too_long & loses_trained)[used],
             sorted(reasons + counted_bad),
-            int(view.sum()) + len(counted_bad),
+            int(in_range.sum()) + len(counted_bad),
         )
 
-    def _trained_in(
+    def _count_trained_tokens(
         self, shard: Shard, first: NDArray[np.int64], last: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """[S], [S]: trained tokens inside `[first, last)` of each sample, and whether any is outside.
+        """Count the trained tokens inside `[first, last)` of each sample [S]; the second mask [S]: any is outside.
 
-        The first token of what is kept is never predicted, so it does not count as inside.
+        The first token of the kept range is never predicted, so it does not count as inside.
         """
         counts = np.diff(shard.span_offsets)
         owner = np.repeat(np.arange(len(shard)), counts)
         begins, ends = shard.spans[:, 0].astype(np.int64), shard.spans[:, 1].astype(np.int64)
-        # The weight of each span; a weight of the row wins over what `train_on` says.
-        by_default = np.ones(len(owner), np.int64)
+        # The weight of each span; a weight set by the row overrides `train_on`.
+        default_weights = np.ones(len(owner), np.int64)
         if self.reading.train_on == "last_assistant":
-            by_default[:] = 0
-            by_default[shard.span_offsets[1:][counts > 0] - 1] = 1
-        weighs = np.where(np.isnan(shard.weights), by_default, shard.weights) > 0
+            default_weights[:] = 0
+            default_weights[shard.span_offsets[1:][counts > 0] - 1] = 1
+        is_trained = np.where(np.isnan(shard.weights), default_weights, shard.weights) > 0
         inside = np.maximum(np.minimum(ends, last[owner]) - np.maximum(begins, first[owner] + 1), 0)
         outside = (begins < first[owner]) | (ends > last[owner])
-        if self.reading.train_on == "all":  # the whole sample, less the spans of weight 0
-            untrained = np.bincount(owner[~weighs], inside[~weighs], minlength=len(shard)).astype(np.int64)
+        if self.reading.train_on == "all":  # the whole sample without the spans of weight 0
+            untrained = np.bincount(owner[~is_trained], inside[~is_trained], minlength=len(shard)).astype(np.int64)
             return np.maximum(last - first - 1, 0) - untrained, shard.lengths > last - first
-        trained = np.bincount(owner[weighs], inside[weighs], minlength=len(shard)).astype(np.int64)
-        return trained, np.bincount(owner[weighs & outside], minlength=len(shard)) > 0
+        trained = np.bincount(owner[is_trained], inside[is_trained], minlength=len(shard)).astype(np.int64)
+        return trained, np.bincount(owner[is_trained & outside], minlength=len(shard)) > 0
 
 
-def _reason(length: int, reading: SampleOptions, loses_trained: bool, has_images: bool) -> str:
+def _explain_skip(length: int, reading: SampleOptions, loses_trained: bool, has_images: bool) -> str:
     if length > reading.max_length and has_images:
         return f"{length} tokens with images, which are never cut, longer than {reading.limit}={reading.max_length}"
     if length > reading.max_length and reading.truncation in ("error", "drop"):
@@ -463,12 +463,12 @@ def _reason(length: int, reading: SampleOptions, loses_trained: bool, has_images
     return "no token of it is trained"
 
 
-def _sum(one: Counts, other: Counts) -> Counts:
-    return Counts(*(a + b for a, b in zip(vars(one).values(), vars(other).values(), strict=True)))
+def _add_counts(left: Counts, right: Counts) -> Counts:
+    return Counts(*(a + b for a, b in zip(vars(left).values(), vars(right).values(), strict=True)))
 
 
 def progress_line(progress: Progress) -> str:
-    """How far preparing has come, as a line for the screen."""
+    """Return the progress of preparation as a line for the console."""
     share = ""
     if progress.eta_s is not None:
         done = progress.bytes_done / progress.bytes_total

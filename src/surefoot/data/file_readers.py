@@ -1,7 +1,7 @@
 """Rows from one file: JSON lines, JSON, CSV, Parquet and Arrow, compressed or not. Memory does not grow with the file.
 
-Rows come in chunks: the unit of preparing, caching and shuffling. What a chunk holds depends on the file alone.
-Knows nothing of what the columns mean.
+Rows come in chunks, the unit of preparation, caching and shuffling. The rows of a chunk depend on the file alone.
+This module does not interpret columns.
 """
 
 import gzip
@@ -34,27 +34,27 @@ COMPRESSIONS = (".gz", ".zst")
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive rows of a file. `offset` and `first_line` say where, in files that can be entered anywhere."""
+    """Consecutive rows of a file. `offset` and `first_line` locate them in files that can be entered anywhere."""
 
     index: int
     first_row: int
     num_rows: int
     offset: int = 0
     num_bytes: int = 0
-    """Of the file; in files that can be entered nowhere, this chunk's share of them by rows."""
+    """Bytes of the file; in files that cannot be entered anywhere, this chunk's share of them by rows."""
     first_line: int = 1
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What reading a file once tells: its SHA-256 and its chunks."""
+    """The SHA-256 and the chunks of a file, from reading it once."""
 
     sha256: str
     chunks: tuple[Chunk, ...]
 
 
 def kind_of(path: Path) -> tuple[str, str] | None:
-    """(kind, compression) by the file's name; None for files that are no dataset."""
+    """Return (kind, compression) by the file's name; None for files that are no dataset."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
     kind = KINDS.get(suffixes[-1]) if suffixes else None
@@ -64,12 +64,12 @@ def kind_of(path: Path) -> tuple[str, str] | None:
 
 
 def can_be_entered(path: Path) -> bool:
-    """Whether a chunk can be read without those before it: plain JSON lines."""
+    """Return whether a chunk can be read without those before it, as in plain JSON lines."""
     return kind_of(path) == ("jsonl", "")
 
 
 def scan(path: Path) -> Scan:
-    """Read a file once. Far cheaper than preparing it, and then any of its chunks can be prepared first.
+    """Scan a file for its hash and chunks. This is far cheaper than preparing it; any chunk can then be prepared first.
 
     Raises: OSError where it cannot be read; DataError for a file that is broken as a whole.
     """
@@ -80,19 +80,19 @@ def scan(path: Path) -> Scan:
             return Scan(digest.hexdigest(), chunks)
         while piece := file.read(READ_BYTES):
             digest.update(piece)
-    found = [chunk for chunk, _ in stream_chunks(path)]
-    bytes_per_row = path.stat().st_size / max(sum(chunk.num_rows for chunk in found), 1)
+    all_chunks = [chunk for chunk, _ in stream_chunks(path)]
+    bytes_per_row = path.stat().st_size / max(sum(chunk.num_rows for chunk in all_chunks), 1)
     return Scan(
         digest.hexdigest(),
-        tuple(replace(chunk, num_bytes=round(chunk.num_rows * bytes_per_row)) for chunk in found),
+        tuple(replace(chunk, num_bytes=round(chunk.num_rows * bytes_per_row)) for chunk in all_chunks),
     )
 
 
-def _scan_lines(file: IO[bytes], see: Callable[[bytes], object]) -> Iterator[Chunk]:
+def _scan_lines(file: IO[bytes], update_digest: Callable[[bytes], object]) -> Iterator[Chunk]:
     index = first_row = rows = offset = num_bytes = 0
     line = first_line = 1
     for piece, is_whole, is_row in lines_of(file):
-        see(piece)
+        update_digest(piece)
         num_bytes += len(piece)
         rows += is_row
         line += is_whole
@@ -107,9 +107,9 @@ def _scan_lines(file: IO[bytes], see: Callable[[bytes], object]) -> Iterator[Chu
 
 
 class ChunkReader:
-    """Reads chunks in any order; cheapest forwards, because most files must be read from their beginning.
+    """A reader of chunks in any order; forwards is cheapest, because most files must be read from their beginning.
 
-    Holds one file open at a time.
+    It holds one file open at a time.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class ChunkReader:
         self._chunks: Iterator[tuple[Chunk, list[Row]]] = iter(())
 
     def rows(self, path: Path, chunk: Chunk) -> list[Row]:
-        """The rows of one chunk.
+        """Return the rows of one chunk.
 
         Raises: OSError where the file cannot be read; DataError where it is broken, or no longer has this chunk.
         """
@@ -128,29 +128,29 @@ class ChunkReader:
                 return list(json_lines(file, chunk.first_line, chunk.num_bytes))
         if self._path != path or self._next > chunk.index:
             self._path, self._next, self._chunks = path, 0, stream_chunks(path)
-        for found, rows in self._chunks:
-            self._next = found.index + 1
-            if found.index == chunk.index:
+        for current, rows in self._chunks:
+            self._next = current.index + 1
+            if current.index == chunk.index:
                 return rows
         raise DataError(f"{path.name} was changed while it was being read. Start again.")
 
 
 def stream_chunks(path: Path) -> Iterator[tuple[Chunk, list[Row]]]:
-    """All chunks of a file that must be read from its beginning.
+    """Yield all chunks of a file that must be read from its beginning.
 
     Raises: DataError for a file that is broken as a whole.
     """
-    found = kind_of(path)
-    assert found is not None
-    kind, compression = found
+    kind_and_compression = kind_of(path)
+    assert kind_and_compression is not None
+    kind, compression = kind_and_compression
     try:
         if kind in ("parquet", "arrow"):
             rows = (parquet_rows if kind == "parquet" else arrow_rows)(path)
-            yield from _chunked(_named(rows, path))
+            yield from _split_into_chunks(_add_file_name(rows, path))
         else:
-            with _opened(path, compression) as file:
+            with _open_decompressed(path, compression) as file:
                 rows = {"jsonl": json_lines, "json": json_values, "csv": csv_rows}[kind](file)
-                yield from _chunked(_named(rows, path))
+                yield from _split_into_chunks(_add_file_name(rows, path))
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path.name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except Exception as error:
@@ -162,18 +162,18 @@ def stream_chunks(path: Path) -> Iterator[tuple[Chunk, list[Row]]]:
 Item = TypeVar("Item")
 
 
-def _named(rows: Iterable[Item], path: Path) -> Iterator[Item]:
+def _add_file_name(rows: Iterable[Item], path: Path) -> Iterator[Item]:
     try:
         yield from rows
     except Broken as error:
         raise DataError(f"{path.name}{error}") from error.__cause__
 
 
-def _chunked(rows: Iterable[Row]) -> Iterator[tuple[Chunk, list[Row]]]:
+def _split_into_chunks(rows: Iterable[Row]) -> Iterator[tuple[Chunk, list[Row]]]:
     index = first_row = size = 0
     chunk: list[Row] = []
     for row in rows:
-        row_size = _size(row.columns)
+        row_size = _estimate_bytes(row.columns)
         size += row_size
         if row_size > MAX_ROW_BYTES:
             row, size = Row({}, row.line, too_long(row_size)), 0
@@ -185,18 +185,18 @@ def _chunked(rows: Iterable[Row]) -> Iterator[tuple[Chunk, list[Row]]]:
         yield Chunk(index, first_row, len(chunk)), chunk
 
 
-def _size(value: Any) -> int:
-    """Return about the bytes of a value's texts."""
+def _estimate_bytes(value: Any) -> int:
+    """Return the approximate number of bytes of a value's texts."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):
-        return sum(len(str(key)) + _size(item) for key, item in value.items())
+        return sum(len(str(key)) + _estimate_bytes(item) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return sum(map(_size, value))
+        return sum(map(_estimate_bytes, value))
     return 8
 
 
-def _opened(path: Path, compression: str) -> Any:
+def _open_decompressed(path: Path, compression: str) -> Any:
     if compression == ".gz":
         return gzip.open(path, "rb")
     if compression == ".zst":

@@ -1,4 +1,4 @@
-"""From images to what a vision tower reads: patches of pixels and the grid they come from."""
+"""Image processing: from images to the input of a vision tower, patches of pixels and their grid."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -16,41 +16,41 @@ from surefoot.data.images import Image, ImageSettings, open_image, positions
 from surefoot.errors import DataError
 from surefoot.system.json_files import read_object
 
-KEPT_BYTES = 256 << 20
-"""Of patches that are kept: images of prompts that are trained on right after they were answered."""
+PATCH_CACHE_BYTES = 256 << 20
+"""Size limit of the patch cache: the images of prompts are used again when their completions are trained."""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-"""transformers 5 writes the second where a whole processor is saved."""
+"""Names of processor files; transformers 5 writes the second if it saves a whole processor."""
 
 
 @dataclass(frozen=True)
 class Vision:
-    """What the vision tower reads in one forward. Shapes: pixels float32 [P, D], a row a patch; grid int64 [I, 3]."""
+    """Input of the vision tower in one forward. Shapes: pixels float32 [P, D], a row a patch; grid int64 [I, 3]."""
 
     pixels: Tensor
     grid: Tensor
     """Patches of each image along time, height and width."""
     is_blank: bool = False
-    """No image stands in the tokens: the patches are of an empty one."""
+    """Whether the tokens contain no image, so that the patches are of a blank one."""
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "Vision":
-        """The same on `device`."""
+        """Return the same input on `device`."""
         pixels, grid = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.pixels, self.grid))
         return Vision(pixels, grid, self.is_blank)
 
 
 class PixelReader:
-    """Opens images as the processor of a model does."""
+    """A reader that opens images as the processor of a model does."""
 
     def __init__(self, processor: Qwen2VLImageProcessorPil, settings: ImageSettings) -> None:
         self.settings = settings
         self._processor = processor
-        self._kept: OrderedDict[Image, Tensor] = OrderedDict()
+        self._cached_patches: OrderedDict[Image, Tensor] = OrderedDict()
 
     def read(self, samples: Sequence[tuple[str, Sequence[Image]]]) -> Vision:
-        """The patches of the images of samples, (place, images) of each, in order; of none, those of a blank cell.
+        """Return the patches of all images of `samples`, (place, images) each, in order; without images, a blank cell.
 
-        So every forward runs the vision tower: ranks that share it never wait for one whose rows are all text.
-        Raises: DataError where an image is gone, broken or changed, with the place of its row.
+        Thus every forward runs the vision tower: ranks that share it never wait for a rank whose rows are all text.
+        Raises: DataError if an image is missing, broken or changed, with the place of its row.
         """
         merge = self.settings.merge_size
         pixels: list[Tensor] = []
@@ -58,7 +58,7 @@ class PixelReader:
         for place, images in samples:
             for image in images:
                 try:
-                    pixels.append(self._patches(image))
+                    pixels.append(self._load_patches(image))
                 except DataError as error:
                     raise DataError(f"{place}: {error}") from error
                 grid.append([1, image.rows * merge, image.columns * merge])
@@ -68,7 +68,7 @@ class PixelReader:
         return Vision(torch.cat(pixels), torch.tensor(grid))
 
     def png(self, image: Image, place: str) -> bytes:
-        """The pixels of an image as a file, not cut into patches yet. Raises: DataError, with its row's place."""
+        """Return the scaled image as a PNG file, not cut into patches. Raises: DataError, with its row's place."""
         file = BytesIO()
         try:
             with open_image(image, self.settings.cell) as picture:
@@ -78,45 +78,48 @@ class PixelReader:
         return file.getvalue()
 
     def places(self, ids: NDArray[np.int32], images: Sequence[Image]) -> Tensor:
-        """`positions` of a sample as a tensor: int64 [3, n]."""
+        """Return `positions` of a sample as a tensor: int64 [3, n]."""
         return torch.from_numpy(positions(ids, images, self.settings.token_id))
 
-    def _patches(self, image: Image) -> Tensor:
-        """Of one image; those asked for last are kept."""
-        found = self._kept.pop(image, None)
-        self._kept[image] = found if found is not None else self._read(image)
-        while len(self._kept) > 1 and sum(patches.nbytes for patches in self._kept.values()) > KEPT_BYTES:
-            self._kept.popitem(last=False)
-        return self._kept[image]
+    def _load_patches(self, image: Image) -> Tensor:
+        """Return the patches of one image, from the cache of the most recently used ones if possible."""
+        cached = self._cached_patches.pop(image, None)
+        self._cached_patches[image] = cached if cached is not None else self._read_pixels(image)
+        while (
+            len(self._cached_patches) > 1
+            and sum(patches.nbytes for patches in self._cached_patches.values()) > PATCH_CACHE_BYTES
+        ):
+            self._cached_patches.popitem(last=False)
+        return self._cached_patches[image]
 
-    def _read(self, image: Image) -> Tensor:
+    def _read_pixels(self, image: Image) -> Tensor:
         with open_image(image, self.settings.cell) as picture:
-            found = self._processor(images=picture, do_resize=False, return_tensors="pt")
-        pixels: Tensor = found["pixel_values"]
+            features = self._processor(images=picture, do_resize=False, return_tensors="pt")
+        pixels: Tensor = features["pixel_values"]
         return pixels
 
 
 def load_processor(folder: Path) -> Qwen2VLImageProcessorPil | None:
-    """The image processor of a model's folder; None where there is none. Raises: DataError where it cannot be read."""
+    """Load the image processor of a model's folder; None if it has none. Raises: DataError if it cannot be read."""
     present = next((folder / name for name in PROCESSORS if (folder / name).is_file()), None)
     if present is None:
         return None
     try:
         read_object(present)
         processor: Qwen2VLImageProcessorPil = Qwen2VLImageProcessorPil.from_pretrained(str(folder))
-    except Exception as error:  # each of its fields is checked in another way, or not at all
+    except Exception as error:  # its fields are checked in many ways, or not at all
         raise DataError(f"{present}: its image processor cannot be read: {error}") from error
     return processor
 
 
 def limits_of(processor: Qwen2VLImageProcessorPil, folder: Path) -> tuple[int, int]:
-    """(least, most) pixels of an image, under either of their names. Raises: DataError where there are none."""
+    """Return (least, most) pixels of an image, under either pair of names. Raises: DataError if they are missing."""
     size = processor.size
-    found = (size.shortest_edge or size.min_pixels, size.longest_edge or size.max_pixels)
-    if None in found:
+    limits = (size.shortest_edge or size.min_pixels, size.longest_edge or size.max_pixels)
+    if None in limits:
         raise DataError(
             f"{folder}: its image processor has size {size}, which says no least and largest number of pixels "
             "(shortest_edge, longest_edge). Correct it, or take the model's own"
         )
-    least, most = found
+    least, most = limits
     return int(least), int(most)

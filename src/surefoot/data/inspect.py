@@ -1,4 +1,4 @@
-"""What `surefoot data` shows of a dataset: counts, lengths, skipped rows, findings, and samples as they are trained."""
+"""The report of `surefoot data`: counts, lengths, skipped rows, findings, and samples as they are trained."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,38 +29,38 @@ class ShownSample:
     loss_mask: list[float]
     source: str
     trained_text: list[tuple[str, bool]]
-    """The text cut where trained and untrained parts meet."""
+    """The text as (part, is trained) pairs."""
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """A dataset, looked at. Lengths and tokens are those of the samples in use, after cutting."""
+    """A report about a dataset. Lengths and tokens are those of the samples in use, after cutting."""
 
     format: str
     counts: Counts
     held_out: Counts | None
-    """Of eval_dataset, or of what eval_fraction holds out."""
+    """Counts of eval_dataset, or of the samples that eval_fraction holds out."""
     tokens: int
     trained_tokens: int
     duplicates: int
-    """Samples that equal an earlier one."""
+    """Number of samples that equal an earlier one."""
     lengths: dict[str, int]
-    """min, median, mean, p95, max."""
+    """Lengths in tokens: min, median, mean, p95, max."""
     images: dict[str, int]
-    """How many there are, and tokens of one; empty where there are none."""
+    """Number of images and tokens per image; empty without images."""
     histogram: list[tuple[int, int, int]]
-    """(from, to, samples)."""
+    """Bins of the lengths: (from, to, samples)."""
     skipped: list[tuple[str, str]]
-    """(place, reason) of the first rows that are left out."""
+    """(place, reason) of the first skipped rows."""
     findings: list[Finding]
     refusal: str | None
-    """Why training would stop before its first step, if it would."""
+    """Reason why training would stop before its first step, if it would."""
     samples: list[ShownSample]
     are_prompts: bool = False
-    """Of GRPO: nothing of them is trained, the model goes on from them."""
+    """Whether samples are prompts (GRPO): none of their tokens is trained, the model continues them."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON."""
+        """Return the report as JSON values."""
         return {
             "format": self.format,
             "rows": self.counts.as_dict(),
@@ -88,7 +88,7 @@ class DataReport:
 
 
 def look(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataReport:
-    """Everything about a prepared dataset. What training would refuse is shown as a finding or a skipped row."""
+    """Return the report of a prepared dataset. Rows that training would refuse appear as findings or skipped rows."""
     refusal = None
     try:
         dataset.check()
@@ -99,45 +99,45 @@ def look(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataReport
     usable = [dataset.usable(number) for number in range(len(dataset.chunks))]
     all_lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in usable)])
     counts = dataset.counts()
-    own = digests(dataset)
+    all_digests = digests(dataset)
     return DataReport(
         format=", ".join(dataset.formats),
         counts=counts,
         held_out=held_out.counts() if held_out is not None else None,
         tokens=int(all_lengths.sum()),
         trained_tokens=sum(int(part.trained.sum()) for part in usable),
-        duplicates=len(own) - len(np.unique(own)),
-        lengths=_summary(all_lengths),
-        images=_images(dataset, usable),
-        histogram=_histogram(all_lengths),
+        duplicates=len(all_digests) - len(np.unique(all_digests)),
+        lengths=_summarize(all_lengths),
+        images=_summarize_images(dataset, usable),
+        histogram=_build_histogram(all_lengths),
         skipped=list(islice(dataset.skipped(), SKIPPED_SHOWN)),
         findings=data_findings(dataset, held_out),
         refusal=refusal,
-        samples=list(islice(_shown(dataset), show)),
+        samples=list(islice(_render_samples(dataset), show)),
         are_prompts=any(source.spec.prompts for source in dataset.sources),
     )
 
 
-def _images(dataset: Dataset, usable: Sequence[ChunkSamples]) -> dict[str, int]:
-    """How many images samples have, and tokens of an image; of none, nothing."""
+def _summarize_images(dataset: Dataset, usable: Sequence[ChunkSamples]) -> dict[str, int]:
+    """Return the number of images and the tokens per image; empty without images."""
     tokens = [
         image.num_tokens
         for number, part in enumerate(usable)
         for sample in part.samples.tolist()
         for image in dataset.shard(number).images(sample)
     ]
-    each = _summary(np.array(tokens))
-    return {"count": len(tokens), **{f"tokens {name}": value for name, value in each.items()}} if tokens else {}
+    per_image = _summarize(np.array(tokens))
+    return {"count": len(tokens), **{f"tokens {name}": value for name, value in per_image.items()}} if tokens else {}
 
 
-def _summary(lengths: Any) -> dict[str, int]:
+def _summarize(lengths: Any) -> dict[str, int]:
     if not len(lengths):
         return {}
     values = [lengths.min(), np.median(lengths), lengths.mean(), np.percentile(lengths, 95), lengths.max()]
     return {name: round(float(v)) for name, v in zip(("min", "median", "mean", "p95", "max"), values, strict=True)}
 
 
-def _histogram(lengths: Any) -> list[tuple[int, int, int]]:
+def _build_histogram(lengths: Any) -> list[tuple[int, int, int]]:
     if not len(lengths):
         return []
     bins = min(HISTOGRAM_BINS, int(lengths.max() - lengths.min()) + 1)
@@ -145,8 +145,8 @@ def _histogram(lengths: Any) -> list[tuple[int, int, int]]:
     return [(round(low), round(high), int(n)) for low, high, n in zip(edges, edges[1:], counts, strict=False)]
 
 
-def _shown(dataset: Dataset) -> Iterator[ShownSample]:
-    """Samples in the files' order, rendered again, because the cache keeps token ids only."""
+def _render_samples(dataset: Dataset) -> Iterator[ShownSample]:
+    """Yield samples in file order, rendered again, because the cache holds token ids only."""
     renderer, chunks = Renderer(dataset.renderer_source), ChunkReader()
     for number, ref in enumerate(dataset.chunks):
         file = dataset.file_of(ref)
@@ -157,7 +157,7 @@ def _shown(dataset: Dataset) -> Iterator[ShownSample]:
             conversation = reader.read(rows[int(shard.rows[index])].columns)
             try:
                 text = renderer.render(conversation, file.recipe.path.parent)
-            except BadRow as error:  # its image went after it was looked at
+            except BadRow as error:  # its image was removed after the check
                 raise DataError(f"{dataset.sample(number, index).place}: {error}") from error
             (rendered,) = renderer.tokenize([text], with_bounds=True)
             assert not isinstance(rendered, BadRow)
@@ -168,9 +168,9 @@ def _shown(dataset: Dataset) -> Iterator[ShownSample]:
             begin = bounds[0][0] if first else 0
             end = bounds[-1][1] if last < len(rendered.ids) else len(text.text)
             parts: list[tuple[str, bool]] = []
-            at = begin
+            position = begin
             for (_, stop), weight in zip(bounds, sample.weights.tolist(), strict=True):
-                piece, at = text.text[at:stop], max(at, stop)
+                piece, position = text.text[position:stop], max(position, stop)
                 if parts and parts[-1][1] == (weight > 0):
                     parts[-1] = (parts[-1][0] + piece, parts[-1][1])
                 else:
@@ -179,7 +179,7 @@ def _shown(dataset: Dataset) -> Iterator[ShownSample]:
 
 
 def as_text(report: DataReport, *, color: bool) -> str:
-    """The report as a person reads it; trained text is green, or between ⟦ and ⟧ where there are no colors."""
+    """Return the report as text; trained text is green, or between ⟦ and ⟧ without colors."""
     begin, end = ("\x1b[32m", "\x1b[0m") if color else ("⟦", "⟧")
     counts = report.counts
     lines = [

@@ -1,4 +1,4 @@
-"""Rows of JSON lines and of JSON arrays, one after the other, as they are read."""
+"""Streaming readers for rows of JSON lines and of JSON arrays."""
 
 import codecs
 import json
@@ -10,10 +10,10 @@ from surefoot.system.json_files import nesting_depth
 
 TOO_DEEP = f"more than {MAX_DEPTH} JSON values inside each other, so it is no row of training data"
 NEAR_END = 64
-"""Characters before the end of what is read within which a JSON error may mean that more must be read."""
+"""Number of characters at the end of the read text in which a JSON error may mean that more must be read."""
 
 
-def _text(line: bytes) -> str:
+def _decode_utf8(line: bytes) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -25,8 +25,8 @@ def _text(line: bytes) -> str:
         ) from error
 
 
-def _json_row(value: Any, line: int, num_brackets: int | None = None) -> Row:
-    """Return the row of a JSON value; `num_brackets`: opening ones in its text, which bound its depth."""
+def _build_row(value: Any, line: int, num_brackets: int | None = None) -> Row:
+    """Return the row of a JSON value; `num_brackets`: opening brackets in its text, which bound its depth."""
     if isinstance(value, dict):
         is_deep = (num_brackets is None or num_brackets > MAX_DEPTH) and nesting_depth(value) > MAX_DEPTH
         return Row({} if is_deep else value, line, TOO_DEEP if is_deep else None)
@@ -34,12 +34,12 @@ def _json_row(value: Any, line: int, num_brackets: int | None = None) -> Row:
 
 
 def json_lines(file: IO[bytes], first_line: int = 1, num_bytes: int | None = None) -> Iterator[Row]:
-    """Rows of JSON lines; a line that is none is a row with a problem."""
-    line, long_bytes, done = first_line, 0, 0
+    """Yield the rows of JSON lines; an invalid line is a row with a problem."""
+    line, long_bytes, bytes_read = first_line, 0, 0
     for piece, is_whole, _ in lines_of(file):
-        if num_bytes is not None and done >= num_bytes:
+        if num_bytes is not None and bytes_read >= num_bytes:
             return
-        done += len(piece)
+        bytes_read += len(piece)
         if not is_whole or long_bytes:
             long_bytes += len(piece)
             if is_whole:
@@ -48,15 +48,15 @@ def json_lines(file: IO[bytes], first_line: int = 1, num_bytes: int | None = Non
             continue
         stripped = piece.strip()
         if stripped:
-            yield _line_row(stripped.removeprefix(b"\xef\xbb\xbf"), line)
+            yield _parse_line(stripped.removeprefix(b"\xef\xbb\xbf"), line)
         line += 1
     if long_bytes:
         yield Row({}, line, too_long(long_bytes))
 
 
-def _line_row(stripped: bytes, line: int) -> Row:
+def _parse_line(stripped: bytes, line: int) -> Row:
     try:
-        return _json_row(json.loads(_text(stripped)), line, stripped.count(b"{") + stripped.count(b"["))
+        return _build_row(json.loads(_decode_utf8(stripped)), line, stripped.count(b"{") + stripped.count(b"["))
     except json.JSONDecodeError as error:
         nul = " The line holds a NUL byte." if b"\0" in stripped else ""
         problem = (
@@ -70,29 +70,29 @@ def _line_row(stripped: bytes, line: int) -> Row:
 
 
 def json_values(file: IO[bytes]) -> Iterator[Row]:
-    """Objects of a JSON array, one after the other, as they are read. Where several share a line, they are numbered."""
-    text = _Text(file)
+    """Yield the objects of a JSON array as they are read. If objects share a line, they are numbered instead."""
+    text = _TextWindow(file)
     if text.next_mark() == "{":  # JSON lines under another name
         while text.next_mark():
             line = text.line
-            yield _json_row(text.value(), line)
+            yield _build_row(text.value(), line)
         return
     if text.next_mark() != "[":
         raise Broken(f":{text.line}: expected a JSON array of objects, or one object a line")
     text.position += 1
     number, has_lines = 0, True
-    before: Row | None = None
+    first: Row | None = None
     if text.next_mark() == "]":
         return
     while True:
         text.next_mark()
         number, line = number + 1, text.line
-        row = _json_row(text.value(), line)
-        if number == 2 and before is not None:  # the first row waits for the second: do they share a line?
-            has_lines = before.line != line
-            yield Row(before.columns, before.line if has_lines else 1, before.problem)
+        row = _build_row(text.value(), line)
+        if number == 2 and first is not None:  # the first row waits for the second, which may be on the same line
+            has_lines = first.line != line
+            yield Row(first.columns, first.line if has_lines else 1, first.problem)
         if number == 1:
-            before = row
+            first = row
         else:
             yield row if has_lines else Row(row.columns, number, row.problem)
         mark = text.next_mark()
@@ -102,20 +102,20 @@ def json_values(file: IO[bytes]) -> Iterator[Row]:
                 raise Broken(f":{text.line}: {trailing!r} after the end of the array")
             break
         if mark != ",":
-            raise Broken(f":{text.line}: {_cut_short(mark)}")
+            raise Broken(f":{text.line}: {_describe_cut(mark)}")
         text.position += 1
-    if number == 1 and before is not None:
-        yield before
+    if number == 1 and first is not None:
+        yield first
 
 
-def _cut_short(mark: str) -> str:
+def _describe_cut(mark: str) -> str:
     if mark:
         return f"not valid JSON: expected ',' or ']' after an object, found {mark!r}"
     return "the JSON array is cut short: the file ends before its ']'. Was it copied whole?"
 
 
-class _Text:
-    """A window of decoded text over a file of JSON, which grows to the size of one value."""
+class _TextWindow:
+    """A window of decoded text over a JSON file, which grows to the size of one value."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -128,13 +128,13 @@ class _Text:
 
     @property
     def line(self) -> int:
-        """The line at the present position."""
+        """Line number at the present position."""
         self._line += self._text.count("\n", self._counted, self.position)
         self._counted = self.position
         return self._line
 
-    def _more(self) -> bool:
-        """Drop what is behind, read on; False at the end of the file."""
+    def _read_more(self) -> bool:
+        """Drop the text before the position and read more; return False at the end of the file."""
         try:
             while True:
                 content = self._file.read(max(READ_BYTES, len(self._text) - self.position))
@@ -153,17 +153,17 @@ class _Text:
         return True
 
     def next_mark(self) -> str:
-        """Skip white space; the next character, or nothing at the end of the file."""
+        """Skip white space and return the next character, or an empty string at the end of the file."""
         while True:
             while self.position < len(self._text):
                 if not self._text[self.position].isspace():
                     return self._text[self.position]
                 self.position += 1
-            if not self._more():
+            if not self._read_more():
                 return ""
 
     def value(self) -> Any:
-        """The JSON value at the present position, read on as far as it goes."""
+        """Read the JSON value at the present position, however long it is."""
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._text, self.position)
@@ -171,17 +171,17 @@ class _Text:
                 near_end = "Unterminated string" in error.msg or error.pos > len(self._text) - NEAR_END
                 if near_end and len(self._text) - self.position > MAX_ROW_BYTES * 4:
                     raise Broken(f":{self.line}: {too_long(len(self._text) - self.position)}") from error
-                if near_end and self._more():
+                if near_end and self._read_more():
                     continue
                 if error.pos >= len(self._text.rstrip()) or "Unterminated string" in error.msg:
-                    raise Broken(f":{self.line}: {_cut_short('')} (in the object that begins here)") from error
+                    raise Broken(f":{self.line}: {_describe_cut('')} (in the object that begins here)") from error
                 line = self.line + self._text.count("\n", self.position, error.pos)
                 raise Broken(f":{line}: not valid JSON: {error.msg}") from error
             except ValueError as error:  # an integer of thousands of digits
                 raise Broken(f":{self.line}: not readable as JSON: {error}") from error
             except RecursionError as error:
                 raise Broken(f":{self.line}: JSON nested too deeply to be training data") from error
-            if end == len(self._text) and self._more():  # a number might go on
+            if end == len(self._text) and self._read_more():  # a number might continue
                 continue
             self.position = end
             return value

@@ -1,4 +1,4 @@
-"""What messages are made of in every dialect, checked: texts, typed parts, thoughts, weights, tools and their calls."""
+"""Parsers for message contents in every dialect: texts, typed parts, reasoning, weights, tools and tool calls."""
 
 import json
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from surefoot.data.rows import MAX_DEPTH
 from surefoot.system.json_files import nesting_depth
 
 WEIGHTS = ("loss", "loss_weight", "weight", "train", "training")
-"""Names of a message's weight in the loss: ms-swift, LLaMA-Factory v1, OpenAI, axolotl."""
+"""Keys for a message's loss weight: those of ms-swift, LLaMA-Factory v1, OpenAI, axolotl."""
 MAX_WEIGHT = 1e6
 REASONING = ("reasoning_content", "reasoning", "thinking")
 UNTRAINABLE_PARTS = ("video", "video_url", "audio", "input_audio", "audio_url")
@@ -18,7 +18,7 @@ UNTRAINABLE_PARTS = ("video", "video_url", "audio", "input_audio", "audio_url")
 
 @dataclass(frozen=True)
 class Parts:
-    """A content that is a list of typed parts: OpenAI's (`text`) or LLaMA-Factory v1's (`value`)."""
+    """The contents of a list of typed parts: OpenAI's (`text`) or LLaMA-Factory v1's (`value`)."""
 
     text: str = ""
     reasoning: str | None = None
@@ -28,7 +28,7 @@ class Parts:
 
     @staticmethod
     def read(parts: list[Any], name: str) -> "Parts":
-        """The parts of a message, of which `name` says where it stands. Raises: BadRow for a part that is not known."""
+        """Read the parts of a message; `name` is its place in the row. Raises: BadRow for an unknown part."""
         texts: list[str] = []
         thoughts: list[str] = []
         calls: tuple[dict[str, Any], ...] = ()
@@ -63,7 +63,7 @@ class Parts:
 
 
 def text_of(value: Any, name: str) -> str:
-    """A text that a tokenizer can take. JSON can hold half of a surrogate pair, and NUL is a sign of binary data."""
+    """Return a text that a tokenizer accepts. JSON can hold half a surrogate pair, and NUL indicates binary data."""
     if not isinstance(value, str):
         raise BadRow(f"{name} is {shown(value)}; it must be a text")
     if IMAGE in value:
@@ -78,17 +78,17 @@ def text_of(value: Any, name: str) -> str:
 
 
 def parsed(value: Any, name: str) -> Any:
-    """Lists and objects are often stored as JSON text in CSV and Parquet files. Raises: BadRow."""
+    """Parse JSON text, in which CSV and Parquet files often store lists and objects. Raises: BadRow."""
     if not isinstance(value, str):
         return value
     try:
-        return _from_json(value)
+        return _parse_json(value)
     except (ValueError, RecursionError) as error:
         raise BadRow(f"{name} should be JSON, but is not: {error}; it begins {shown(value)}") from error
 
 
-def _from_json(text: str) -> Any:
-    """Return a value of JSON. Raises: ValueError, RecursionError."""
+def _parse_json(text: str) -> Any:
+    """Parse a JSON value. Raises: ValueError, RecursionError."""
     value = json.loads(text)
     if nesting_depth(value) > MAX_DEPTH:
         raise ValueError(f"more than {MAX_DEPTH} values inside each other")
@@ -96,7 +96,7 @@ def _from_json(text: str) -> Any:
 
 
 def weight_of(others: dict[str, Any], name: str) -> float | None:
-    """The weight in the loss that a message asks for, taken out of its keys. Raises: BadRow for what is no weight."""
+    """Remove a message's loss weight from its keys and return it. Raises: BadRow for a value that is no weight."""
     for key in WEIGHTS:
         if key in others:
             value = others.pop(key)
@@ -110,21 +110,21 @@ def weight_of(others: dict[str, Any], name: str) -> float | None:
 
 
 def first_text(others: dict[str, Any], keys: tuple[str, ...], name: str) -> str | None:
-    """The text under the first of `keys` that a message has; all of them are taken out. Raises: BadRow."""
-    found = [text_of(others.pop(key), f"{name}, {key}") for key in keys if key in others]
-    return found[0] if found else None
+    """Remove `keys` from a message and return the text of the first present one. Raises: BadRow."""
+    texts = [text_of(others.pop(key), f"{name}, {key}") for key in keys if key in others]
+    return texts[0] if texts else None
 
 
 def tool_calls_of(value: Any, name: str) -> tuple[dict[str, Any], ...]:
-    """One call or a list of them in OpenAI's form. Raises: BadRow."""
+    """Return one tool call or a list of them in OpenAI's form. Raises: BadRow."""
     if not value:
         return ()
     calls = value if isinstance(value, list) else [value]
-    return tuple(_tool_call(call, name) for call in calls)
+    return tuple(_convert_tool_call(call, name) for call in calls)
 
 
-def _tool_call(call: Any, name: str) -> dict[str, Any]:
-    """A call in OpenAI's form (`function: {name, arguments}`) or bare (`{name, arguments}`), arguments as an object."""
+def _convert_tool_call(call: Any, name: str) -> dict[str, Any]:
+    """Convert a call, in OpenAI's form (`function: {name, arguments}`) or bare, to that form; parse its arguments."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise BadRow(f"{name} has a tool call without a function name: {shown(call)}")
@@ -132,7 +132,7 @@ def _tool_call(call: Any, name: str) -> dict[str, Any]:
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
         try:
-            arguments = _from_json(arguments) if arguments.strip() else {}
+            arguments = _parse_json(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError) as error:
             raise BadRow(
                 f"{name} calls {function['name']} with malformed arguments ({error}): {shown(arguments)}"
@@ -146,7 +146,7 @@ def _tool_call(call: Any, name: str) -> dict[str, Any]:
 
 
 def tools_of(value: Any) -> tuple[dict[str, Any], ...]:
-    """Declared tools in OpenAI's form; bare function descriptions are wrapped."""
+    """Return declared tools in OpenAI's form; bare function descriptions are wrapped."""
     if not value:
         return ()
     value = parsed(value, "tools")
@@ -165,7 +165,7 @@ def tools_of(value: Any) -> tuple[dict[str, Any], ...]:
 
 
 def check_texts(value: Any, name: str) -> None:
-    """Every text inside a JSON value must be one that a tokenizer can take."""
+    """Raise BadRow if a text inside a JSON value is not accepted by tokenizers."""
     if isinstance(value, str):
         text_of(value, name)
     elif isinstance(value, dict):

@@ -1,17 +1,17 @@
-"""Packing: which samples share a sequence. Pure arithmetic over lengths."""
+"""Sequence packing: assigns samples to shared sequences. Pure arithmetic over lengths."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 
 WINDOW_SAMPLES = 4096
-"""Samples considered together; bounds memory and how far a sample can move from its place in the order."""
+"""Number of samples packed together; bounds memory and how far a sample can move from its place in the order."""
 
 
 def best_fit(lengths: Sequence[int], capacity: int, window: int = WINDOW_SAMPLES) -> list[list[int]]:
     """Group sample indices into packs of at most `capacity` tokens, by best fit over windows of the order.
 
     Within a window the longest samples are placed first, each into the pack it leaves the least room in. Packs are
-    given in the order of their earliest sample, samples within a pack likewise; the result depends on nothing else.
+    ordered by their earliest sample, and samples within a pack by index; the result depends on nothing else.
     Raises: ValueError for a sample longer than the capacity.
     """
     packs: list[list[int]] = []

@@ -1,10 +1,10 @@
-"""From a chunk of rows to a shard: what a worker process does, again and again.
+"""The worker process for data preparation: it turns chunks of rows into shards.
 
     python -m surefoot.data.prepare_worker JOBS,ANSWERS [JOBS,ANSWERS ...]
 
 loads the tokenizer once, then forks a worker for each pair of open file descriptors; the workers share its memory. A
-worker reads jobs, a JSON object a line, writes the shards itself, and answers each job with a line. It ends when its
-jobs do, so it never outlives the process that started it. No torch is imported here, and nothing runs in threads.
+worker reads jobs, one JSON object a line, writes the shards itself, and answers each job with a line. It ends when the
+jobs end, so it never outlives the process that started it. No torch is imported here, and nothing runs in threads.
 """
 
 import ctypes
@@ -31,29 +31,29 @@ from surefoot.errors import DataError, SurefootError
 
 BATCH_ROWS = 512
 BATCH_CHARACTERS = 1 << 18
-"""Texts tokenised together; bounds memory."""
+"""Number of characters tokenised together; bounds memory."""
 
 
 @dataclass(frozen=True)
 class FileRecipe:
-    """One file, how to read it, and where its shards go."""
+    """A file with its format and the folder of its shards."""
 
     path: Path
     name: str
-    """As shown in places: `data.jsonl` of `data.jsonl:203`."""
+    """Name in places: `data.jsonl` of `data.jsonl:203`."""
     spec: FormatSpec
     folder: Path
     format: str
-    """Told by the first row, before any worker sees the file."""
+    """Format detected from the first row, before any worker reads the file."""
     stamp: tuple[int, int, int]
-    """Size, time of change and inode, as the content was when it was hashed."""
+    """Size, mtime and inode of the file when its content was hashed."""
     keep_columns: bool = False
 
     def shard_path(self, index: int) -> Path:
         return self.folder / f"{index:08d}.safetensors"
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON, for worker processes."""
+        """Return the recipe as JSON values, for worker processes."""
         return {
             "path": str(self.path),
             "name": self.name,
@@ -78,18 +78,18 @@ class FileRecipe:
 
 
 def stamp_of(path: Path) -> tuple[int, int, int]:
-    """What tells that a file was changed. Raises: DataError where it is gone."""
+    """Return size, mtime and inode, which show that a file changed. Raises: DataError if it is missing."""
     try:
-        about = path.stat()
+        status = path.stat()
     except OSError as error:
         raise DataError(f"dataset {path} cannot be read: {error.strerror or error}.") from error
-    return about.st_size, about.st_mtime_ns, about.st_ino
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def detect_format(path: Path, name: str, spec: FormatSpec, chunks: Sequence[Chunk]) -> str:
-    """The format of a file, told by its first sound row.
+    """Detect the format of a file from its first valid row.
 
-    Raises: DataError where there is none, or where it cannot be told.
+    Raises: DataError if there is no such row, or if its format is ambiguous or unknown.
     """
     rows = ChunkReader().rows(path, chunks[0]) if chunks else []
     first = next((row for row in rows if row.problem is None), None)
@@ -97,7 +97,7 @@ def detect_format(path: Path, name: str, spec: FormatSpec, chunks: Sequence[Chun
         try:
             return format_of(spec, first.columns)
         except BadRow as error:
-            reason = str(error).encode("utf-8", "backslashreplace").decode()  # it may quote what is no valid text
+            reason = str(error).encode("utf-8", "backslashreplace").decode()  # it may quote invalid text
             raise DataError(f"{name}:{first.line}: {reason}.") from error
     if rows:
         raise DataError(f"{name}:{rows[0].line}: {rows[0].problem}.")
@@ -105,7 +105,7 @@ def detect_format(path: Path, name: str, spec: FormatSpec, chunks: Sequence[Chun
 
 
 class Preparer:
-    """Turns chunks of files into shards."""
+    """A converter from chunks of files to shards."""
 
     def __init__(self, source: RendererSource) -> None:
         self._renderer = Renderer(source)
@@ -113,12 +113,14 @@ class Preparer:
         self._chunks = ChunkReader()
 
     def prepare(self, recipe: FileRecipe, chunk: Chunk) -> None:
-        """Write the shard of a chunk. Raises: DataError for what no row is to blame for; StorageError."""
+        """Write the shard of a chunk. Raises: DataError for errors that no single row causes; StorageError."""
         try:
             rows = self._chunks.rows(recipe.path, chunk)
         except OSError as error:
             raise DataError(f"{recipe.name}: cannot be read: {error.strerror or error}.") from error
-        if stamp_of(recipe.path) != recipe.stamp:  # a shard under the key of other content would be found for ever
+        if (
+            stamp_of(recipe.path) != recipe.stamp
+        ):  # the key is of the old content, and its shard would be found for ever
             raise DataError(f"{recipe.name} was changed while it was being prepared. Start again.")
         reader = self._readers.get(recipe.folder)
         if reader is None:
@@ -156,7 +158,7 @@ class Preparer:
 
 
 def source_as_dict(source: RendererSource) -> dict[str, Any]:
-    """A tokenizer and template as JSON."""
+    """Return a tokenizer and template as JSON values."""
     return asdict(source)
 
 
@@ -169,18 +171,18 @@ def source_from_dict(values: Mapping[str, Any]) -> RendererSource:
 
 
 def main() -> None:
-    """Load, fork, and say how workers ended that were killed."""
+    """Load the tokenizer, fork the workers, and report the exit status of those that failed."""
     pairs = [(int(jobs), int(answers)) for jobs, answers in (pair.split(",") for pair in sys.argv[1:])]
     preparer = Preparer(source_from_dict(json.loads(sys.stdin.readline())))
-    _give_back_memory()
+    _free_memory()
     workers: dict[int, int] = {}
     for number, (jobs, answers) in enumerate(pairs):
         process = os.fork()
         if process == 0:
             for descriptor in {descriptor for pair in pairs[number:] for descriptor in pair} - {jobs, answers}:
                 os.close(descriptor)
-            with suppress(BrokenPipeError):  # who asked is gone
-                _work(preparer, jobs, answers)
+            with suppress(BrokenPipeError):  # the parent has ended
+                _process_jobs(preparer, jobs, answers)
             os._exit(0)
         os.close(jobs)
         os.close(answers)
@@ -193,16 +195,16 @@ def main() -> None:
                 print(json.dumps({"worker": number, "status": os.waitstatus_to_exitcode(status)}), flush=True)
 
 
-def _give_back_memory() -> None:
-    """Reading a tokenizer takes twice the memory that it keeps; workers should not each inherit the rest."""
+def _free_memory() -> None:
+    """Free memory before forking: loading a tokenizer takes twice the memory that it needs afterwards."""
     gc.collect()
-    gc.freeze()  # collections in the workers would touch, and so copy, what they share
-    with suppress(OSError, AttributeError):  # not the GNU C library
+    gc.freeze()  # collections in the workers would touch, and so copy, shared memory
+    with suppress(OSError, AttributeError):  # no GNU C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _work(preparer: Preparer, jobs: int, answers: int) -> None:
-    """Answer jobs until there are no more."""
+def _process_jobs(preparer: Preparer, jobs: int, answers: int) -> None:
+    """Process jobs until there are no more."""
     TEMPLATE_PROCESS.is_worker = True
     with open(jobs, encoding="utf-8") as lines, open(answers, "w", encoding="utf-8") as out:
         for line in lines:

@@ -1,4 +1,4 @@
-"""From rendered texts to token ids with what is trained. Knows nothing of files, order or batches."""
+"""Tokenisation of rendered texts into token ids and trained spans. Independent of files, order and batches."""
 
 import hashlib
 import json
@@ -26,29 +26,29 @@ from surefoot.system.atomic_io import cache_folder, write_bytes
 ENDS_TWICE, BEGINS_TWICE, ANSWER_IN_PROMPT = 1, 2, 4
 LOOKALIKE, LOST_REASONING, DROPPED_REASONING = 8, 16, 32
 EMPTY_ANSWER = 64
-"""What is odd about a sample, as bits of its flags."""
+"""Oddities of a sample, as bits of its flags."""
 TEXT_ONLY = "this model reads text only; Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE read images"
 
 
 TODAY = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)")
 LOOKS_SPECIAL = re.compile(r"^<[|｜].+[|｜]>$")  # noqa: RUF001 - DeepSeek writes a wide bar
-"""Qwen's `<|fim_prefix|>` and the like are control tokens, though its tokenizer does not call them special."""
+"""Pattern of control tokens such as Qwen's `<|fim_prefix|>`, which its tokenizer does not mark as special."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """One tokenised conversation. Shapes: ids int32 [n]; spans are token positions."""
+    """A tokenised conversation. Shapes: ids int32 [n]; spans are token positions."""
 
     ids: NDArray[np.int32]
     spans: tuple[Span, ...]
     flags: int
     bounds: Sequence[tuple[int, int]] | None = None
-    """Characters of each token, where asked for."""
+    """Character range of each token, if requested."""
     images: tuple[Image, ...] = ()
 
     @property
     def digest(self) -> int:
-        """64 bits over ids, spans and images: two samples with the same one train the same."""
+        """64-bit hash of ids, spans and images: samples with equal digests train the same."""
         hashed = blake2b(self.ids.tobytes(), digest_size=8)
         hashed.update(repr(self.spans).encode())
         for image in self.images:
@@ -58,19 +58,19 @@ class Rendered:
 
 @dataclass(frozen=True)
 class RendererSource:
-    """A tokenizer and its template as plain data: what a worker process needs, and what the cache is keyed by."""
+    """A tokenizer and its template as plain data, for worker processes and the cache key."""
 
     template: TemplateSource
     tokenizer_sha256: str
     bos_id: int | None
     images: ImageSettings | None = None
-    """None where images cannot be read."""
+    """Image settings; None if images cannot be read."""
     no_vision_reason: str = TEXT_ONLY
-    """Why they cannot."""
+    """Reason why images cannot be read."""
 
     @property
     def tokenizer_file(self) -> Path:
-        """The tokenizer in the cache. Workers read it there: as text in Python it would take several times its size."""
+        """Path of the cached tokenizer, which workers read: as a Python string it would take several times its size."""
         return cache_folder() / "data" / "tokenizers" / f"{self.tokenizer_sha256}.json"
 
     @staticmethod
@@ -83,7 +83,7 @@ class RendererSource:
         images: ImageSettings | None = None,
         no_vision_reason: str = TEXT_ONLY,
     ) -> "RendererSource":
-        """Raises: DataError for a tokenizer that cannot be used for training."""
+        """Build the source and store the tokenizer in the cache. Raises: DataError for an unusable tokenizer."""
         if not tokenizer.is_fast:
             raise DataError(
                 f"{type(tokenizer).__name__} is a slow tokenizer without character offsets; a fast one is needed."
@@ -96,7 +96,7 @@ class RendererSource:
             backend.no_truncation()
             backend.no_padding()
         content = backend.to_str().encode()
-        template = _template_source(tokenizer, kwargs, today, parse_special_tokens=parse_special_tokens)
+        template = _build_template_source(tokenizer, kwargs, today, parse_special_tokens=parse_special_tokens)
         source = RendererSource(
             template, hashlib.sha256(content).hexdigest(), tokenizer.bos_token_id, images, no_vision_reason
         )
@@ -106,17 +106,17 @@ class RendererSource:
 
 
 def answer_ends(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None) -> frozenset[int]:
-    """The tokens with which the chat template ends an answer, as they are trained; none where there is none to render.
+    """Return the tokens with which the chat template ends an answer, as they are trained; empty without a template.
 
     `kwargs`: further variables of the template. Base models often have a template that ends turns with another token
-    than the tokenizer's end of a text.
+    than the tokenizer's end-of-sequence token.
     """
     if tokenizer.chat_template is None:
         return frozenset()
     try:
-        source = _template_source(tokenizer, dict(kwargs or {}), date(2024, 7, 26), parse_special_tokens=False)
+        source = _build_template_source(tokenizer, dict(kwargs or {}), date(2024, 7, 26), parse_special_tokens=False)
         ends = ChatTemplate(source).ends
-    except DataError:  # of no use to anyone: where conversations are trained or asked, that is said
+    except DataError:  # reported where conversations are trained or generated
         return frozenset()
     finally:
         TEMPLATE_PROCESS.end()
@@ -126,14 +126,14 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | 
 def tokenize_prompts(
     tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[dict[str, str]]]
 ) -> list[list[int]]:
-    """Return the tokens of each conversation up to where its next answer begins.
+    """Return the tokens of each conversation up to the beginning of its next answer.
 
-    Raises: ModelError where there is no chat template, or it fails or is endless.
+    Raises: ModelError if there is no chat template, or if it fails or does not end.
     """
     if tokenizer.chat_template is None:
         raise ModelError("the model's tokenizer has no chat template, so it cannot be talked to in turns.")
     try:
-        template, variables = _template_of(tokenizer, None, date.today()), dict(tokenizer.special_tokens_map)
+        template, variables = _get_template(tokenizer, None, date.today()), dict(tokenizer.special_tokens_map)
         calls = [Rendering(template, turns, [], variables, True, RENDER_DEADLINE_S) for turns in conversations]
         texts = [TEMPLATE_PROCESS.render(call) for call in calls]
     except (BadRow, DataError) as error:
@@ -146,14 +146,14 @@ def tokenize_prompts(
     return prompts
 
 
-def _template_source(
+def _build_template_source(
     tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any], today: date, *, parse_special_tokens: bool
 ) -> TemplateSource:
     begins = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
     has_template = tokenizer.chat_template is not None
     return TemplateSource(
-        template=_template_of(tokenizer, None, today) if has_template else None,
-        tool_template=_template_of(tokenizer, [], today) if has_template else None,
+        template=_get_template(tokenizer, None, today) if has_template else None,
+        tool_template=_get_template(tokenizer, [], today) if has_template else None,
         special_tokens=dict(tokenizer.special_tokens_map),
         controls=tuple(
             sorted(
@@ -169,8 +169,8 @@ def _template_source(
     )
 
 
-def _template_of(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None, today: date) -> str:
-    """The chat template. Where it writes today's date, `today` stands, so that a run is the same tomorrow."""
+def _get_template(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None, today: date) -> str:
+    """Return the chat template, with `today` in place of the current date so that runs are reproducible."""
     try:
         template: str = tokenizer.get_chat_template(tools=tools)
     except ValueError as error:
@@ -178,11 +178,11 @@ def _template_of(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None, to
         raise DataError(
             f"the tokenizer has the chat templates {names}, and none is the default. Give one with chat_template"
         ) from error
-    return TODAY.sub(lambda found: json.dumps(today.strftime(found["format"])), template)
+    return TODAY.sub(lambda match: json.dumps(today.strftime(match["format"])), template)
 
 
 class Renderer:
-    """Renders and tokenises conversations with one tokenizer and its chat template."""
+    """A renderer and tokeniser of conversations, with one tokenizer and its chat template."""
 
     def __init__(self, source: RendererSource) -> None:
         self._source = source
@@ -191,7 +191,7 @@ class Renderer:
 
     @cached_property
     def _plain_tokenizer(self) -> Tokenizer:
-        """The same tokenizer, to which special tokens are text like any other."""
+        """Copy of the tokenizer that encodes special tokens as ordinary text."""
         content = json.loads(self._source.tokenizer_file.read_text("utf-8"))
         for token in content["added_tokens"]:
             token["special"] = token["special"] or token["content"] in self._source.template.controls
@@ -200,17 +200,19 @@ class Renderer:
         return tokenizer
 
     @cached_property
-    def _can_cut(self) -> bool:
-        """Whether tokenising between control tokens piece by piece gives what tokenising the whole gives."""
+    def _can_tokenize_pieces(self) -> bool:
+        """Whether tokenising piece by piece between control tokens gives the same tokens as tokenising the whole."""
         controls = [*self._source.template.controls, self._source.template.eos]
         pieces = [("one two", False)]
         for control in controls:
             pieces += [(control, True), ("three\n four", False), (control, True), (" five", False)]
-        whole = self._tokenizer.encode("".join(piece for piece, _ in pieces), add_special_tokens=False)
-        return [token for piece, is_one in pieces for token in self._piece(piece, is_one)[0]] == whole.ids
+        expected = self._tokenizer.encode("".join(piece for piece, _ in pieces), add_special_tokens=False)
+        return [
+            token for piece, is_control in pieces for token in self._encode_piece(piece, is_control)[0]
+        ] == expected.ids
 
     def render(self, conversation: Conversation, folder: Path = Path()) -> Text:
-        """The text of a conversation and its trained spans, with its images found; `folder`: of the row's file.
+        """Return the text of a conversation, its trained spans and its images; `folder`: that of the row's file.
 
         Raises: BadRow, DataError, StorageError.
         """
@@ -225,7 +227,7 @@ class Renderer:
         return replace(text, images=tuple(find_image(source, folder, settings) for source in sources))
 
     def tokenize(self, texts: Sequence[Text], *, with_bounds: bool = False) -> Iterator[Rendered | BadRow]:
-        """Token ids and spans, in order; a text that cannot be tokenised safely gives the reason instead.
+        """Yield token ids and spans, in order; a text that cannot be tokenised safely yields the reason instead.
 
         A token is trained when any of its characters is in a trained span.
         """
@@ -236,25 +238,25 @@ class Renderer:
                 if isinstance(encoding, BadRow):
                     yield encoding
                     continue
-                ids, spans = encoding.ids, tuple(self._token_span(encoding, span) for span in text.spans)
+                ids, spans = encoding.ids, tuple(self._convert_span(encoding, span) for span in text.spans)
                 bounds = encoding.offsets if with_bounds else None
-            elif self._can_cut:
-                ids, bounds = self._in_pieces(text.pieces)
-                spans = tuple(_overlapping(bounds, span) for span in text.spans)
+            elif self._can_tokenize_pieces:
+                ids, bounds = self._tokenize_pieces(text.pieces)
+                spans = tuple(_find_overlap(bounds, span) for span in text.spans)
             else:
                 yield BadRow(
                     "a text of the row looks like a special token, and this tokenizer joins texts across special "
                     "tokens, so it cannot be kept as text. Remove it, or set parse_special_tokens: true"
                 )
                 continue
-            rendered = Rendered(np.asarray(ids, dtype=np.int32), spans, self._flags(text, ids), bounds, text.images)
+            rendered = Rendered(np.asarray(ids, dtype=np.int32), spans, self._get_flags(text, ids), bounds, text.images)
             try:
-                yield self._with_cells(rendered)
+                yield self._expand_image_tokens(rendered)
             except BadRow as error:
                 yield error
 
     def _encode(self, texts: list[str]) -> list[Encoding | BadRow]:
-        """Encode texts; one on which the tokenizer panics, as an expression that backtracks does, is a bad row."""
+        """Encode texts. A text on which the tokenizer panics, as on catastrophic backtracking, is a bad row."""
         try:
             return list(self._tokenizer.encode_batch(texts, add_special_tokens=False))
         except BaseException as error:
@@ -264,19 +266,19 @@ class Renderer:
                 return [BadRow(f"the tokenizer fails on its text: {str(error)[:200]}")]
             return [encoding for text in texts for encoding in self._encode([text])]
 
-    def _with_cells(self, sample: Rendered) -> Rendered:
-        """A sample in which each image is as many tokens as it has cells. Raises: BadRow."""
+    def _expand_image_tokens(self, sample: Rendered) -> Rendered:
+        """Repeat each image's token, once for each of its cells. Raises: BadRow."""
         settings = self._source.images
         if settings is None:
             return sample
-        places = np.flatnonzero(sample.ids == settings.token_id)
-        if len(places) != len(sample.images):
+        indices = np.flatnonzero(sample.ids == settings.token_id)
+        if len(indices) != len(sample.images):
             raise BadRow(
-                f"the chat template shows {len(places)} images ({settings.token}) of the row's {len(sample.images)}. "
+                f"the chat template shows {len(indices)} images ({settings.token}) of the row's {len(sample.images)}. "
                 "Give another one with chat_template"
             )
         counts = np.ones(len(sample.ids), np.int64)
-        counts[places] = [image.num_tokens for image in sample.images]
+        counts[indices] = [image.num_tokens for image in sample.images]
         starts = np.concatenate([[0], np.cumsum(counts)])
         bounds = sample.bounds
         return replace(
@@ -285,7 +287,7 @@ class Renderer:
             spans=tuple(Span(int(starts[span.begin]), int(starts[span.end]), span.weight) for span in sample.spans),
             bounds=None
             if bounds is None
-            else [one for one, n in zip(bounds, counts.tolist(), strict=True) for _ in range(n)],
+            else [bound for bound, n in zip(bounds, counts.tolist(), strict=True) for _ in range(n)],
         )
 
     @cached_property
@@ -293,15 +295,15 @@ class Renderer:
         ids = (self._tokenizer.token_to_id(control) for control in self._source.template.controls)
         return frozenset(token for token in ids if token is not None)
 
-    def _token_span(self, encoding: Encoding, span: Span) -> Span:
+    def _convert_span(self, encoding: Encoding, span: Span) -> Span:
         if span.begin == span.end:
             return Span(0, 0, span.weight)
         begin, last = encoding.char_to_token(span.begin), encoding.char_to_token(span.end - 1)
-        if begin is None or last is None:  # a tokenizer that drops characters, such as white space
-            return _overlapping(encoding.offsets, span)
+        if begin is None or last is None:  # the tokenizer drops characters, such as white space
+            return _find_overlap(encoding.offsets, span)
         bounds = encoding.token_to_chars(begin)
         if bounds is not None and bounds[0] < span.begin and encoding.ids[begin] in self._control_ids:
-            begin += 1  # a header that takes the white space behind it with it (Phi-3)
+            begin += 1  # a header token that includes the white space behind it (Phi-3)
         end = last + 1
         while end < len(encoding):  # one character may be several tokens
             bounds = encoding.token_to_chars(end)
@@ -310,18 +312,18 @@ class Renderer:
             end += 1
         return Span(begin, end, span.weight)
 
-    def _in_pieces(self, pieces: Sequence[tuple[str, bool]]) -> tuple[list[int], list[tuple[int, int]]]:
+    def _tokenize_pieces(self, pieces: Sequence[tuple[str, bool]]) -> tuple[list[int], list[tuple[int, int]]]:
         ids: list[int] = []
         bounds: list[tuple[int, int]] = []
         begin = 0
         for piece, is_control in pieces:
-            piece_ids, piece_bounds = self._piece(piece, is_control)
+            piece_ids, piece_bounds = self._encode_piece(piece, is_control)
             ids += piece_ids
             bounds += [(begin + first, begin + last) for first, last in piece_bounds]
             begin += len(piece)
         return ids, bounds
 
-    def _piece(self, piece: str, is_control: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    def _encode_piece(self, piece: str, is_control: bool) -> tuple[list[int], list[tuple[int, int]]]:
         if is_control:
             token = self._tokenizer.token_to_id(piece)
             assert token is not None  # the piece is one of the tokenizer's special tokens
@@ -329,7 +331,7 @@ class Renderer:
         encoding = self._plain_tokenizer.encode(piece, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
-    def _flags(self, text: Text, ids: Sequence[int]) -> int:
+    def _get_flags(self, text: Text, ids: Sequence[int]) -> int:
         bos = self._source.bos_id
         begins_twice = bos is not None and list(ids[:2]) == [bos, bos]
         return (
@@ -343,6 +345,6 @@ class Renderer:
         )
 
 
-def _overlapping(bounds: Sequence[tuple[int, int]], span: Span) -> Span:
+def _find_overlap(bounds: Sequence[tuple[int, int]], span: Span) -> Span:
     inside = [index for index, (begin, end) in enumerate(bounds) if end > span.begin and begin < span.end]
     return Span(inside[0], inside[-1] + 1, span.weight) if inside else Span(0, 0, span.weight)

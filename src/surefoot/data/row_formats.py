@@ -1,6 +1,6 @@
-"""From the columns of a row to a conversation: every format users have, told apart by the columns' names.
+"""Row formats: converts rows of every known format to conversations, and detects formats by column names.
 
-Knows nothing of files, templates or tokens.
+This module does not depend on files, templates or tokens.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -16,7 +16,7 @@ from surefoot.data.conversation import (
     check_turns,
     shown,
 )
-from surefoot.data.image_columns import IMAGE_COLUMNS, PLACEHOLDER, looks_like_images, of_columns, place
+from surefoot.data.image_columns import IMAGE_COLUMNS, PLACEHOLDER, looks_like_images, place_images, read_image_columns
 from surefoot.data.message_content import (
     REASONING,
     Parts,
@@ -38,40 +38,40 @@ ROLES: Mapping[str, str] = {
     "tool": "tool", "observation": "tool", "tool_response": "tool", "function": "tool", "ipython": "tool",
     "function_call": "calls", "tool_call": "calls",
 }  # fmt: skip
-"""Names of roles in the formats -> ours; `calls` is a turn of the assistant that holds tool calls as JSON text."""
+"""Map from the formats' role names to Surefoot's; `calls` is an assistant turn that holds tool calls as JSON text."""
 
 IN_THE_ROW = "bytes in the row"
-"""Stands for an image that has no name."""
+"""Placeholder for an image that has no name."""
 ANSWERS = frozenset(("response", "output", "completion"))
-"""Columns that a row with a prompt alone does not need."""
+"""Columns that a prompt-only row does not need."""
 UNTRAINABLE_COLUMNS = ("video", "videos", "audio", "audios")
 
 
 @dataclass(frozen=True)
 class FormatSpec:
-    """How the rows of one source are to be read."""
+    """The format of the rows of one source."""
 
     format: str = "auto"
-    """A name of FORMATS, or `auto`: told apart by the columns."""
+    """Name in FORMATS, or `auto`: detected from the columns."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Our column -> the column of the file."""
+    """Map from Surefoot's column names to those of the file."""
     tags: Mapping[str, str] = field(default_factory=dict)
-    """A LLaMA-Factory entry's `tags`: role_tag, content_tag, user_tag, ..."""
+    """`tags` of a LLaMA-Factory entry: role_tag, content_tag, user_tag, ..."""
     only_mapped: bool = False
-    """Read no optional columns besides those in `columns`, as LLaMA-Factory does."""
+    """Whether to ignore optional columns that are not in `columns`, as LLaMA-Factory does."""
     named_in: str = "`columns`"
-    """Where `columns` stands, for messages."""
+    """Name of the place that sets `columns`, for error messages."""
     prompts: bool = False
-    """Rows end with a question: what a model answers in GRPO. An answer that a row has is kept beside it."""
+    """Whether rows are prompts, which the model answers in GRPO. A row's own answer is kept as a column."""
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON, for the key of the cache and for worker processes."""
+        """Return the format as JSON values, for the cache key and worker processes."""
         return {**asdict(self), "columns": dict(self.columns), "tags": dict(self.tags)}
 
 
 @dataclass(frozen=True)
 class Format:
-    """One format: the columns that tell it, those it may have besides, and its reader."""
+    """A row format: its required columns, its optional columns, and its reader."""
 
     required: frozenset[str]
     optional: frozenset[str]
@@ -79,62 +79,64 @@ class Format:
 
 
 def detect(columns: Collection[str], *, prompts: bool = False) -> str:
-    """The name of the format whose columns these are; `prompts`: see `FormatSpec`.
+    """Return the name of the format that has these columns; `prompts`: see `FormatSpec`.
 
-    Raises: BadRow where none or several fit; it shows the candidates.
+    Raises: BadRow if no format or several fit; it lists the candidates.
     """
-    formats = {name: _needed(format, prompts=prompts) for name, format in FORMATS.items()}
+    formats = {name: _get_required_columns(format, prompts=prompts) for name, format in FORMATS.items()}
     if prompts:
         del formats["text"]  # a text has no question
     candidates = [name for name, needed in formats.items() if needed <= set(columns)]
     if len(candidates) == 1:
         return candidates[0]
-    found = ", ".join(sorted(columns)[:8]) + (f", ... ({len(columns)} columns)" if len(columns) > 8 else "")
+    names = ", ".join(sorted(columns)[:8]) + (f", ... ({len(columns)} columns)" if len(columns) > 8 else "")
     if candidates:
         raise BadRow(
-            f"the columns ({found}) fit several formats: {', '.join(candidates)}. "
+            f"the columns ({names}) fit several formats: {', '.join(candidates)}. "
             f"Say which one with `dataset_format: {candidates[0]}`"
         )
-    known = "; ".join(f"{name} ({' + '.join(sorted(needed, reverse=True))})" for name, needed in formats.items())
+    format_list = "; ".join(f"{name} ({' + '.join(sorted(needed, reverse=True))})" for name, needed in formats.items())
     example = "{query: YOUR_COLUMN}" if prompts else "{query: YOUR_COLUMN, response: YOUR_COLUMN}"
     raise BadRow(
-        f"the columns ({found}) fit no known format: {known}. Name them with `columns: {example}`, for example"
+        f"the columns ({names}) fit no known format: {format_list}. Name them with `columns: {example}`, for example"
     )
 
 
-def _needed(format: Format, *, prompts: bool) -> frozenset[str]:
-    """The columns a row must have."""
+def _get_required_columns(format: Format, *, prompts: bool) -> frozenset[str]:
+    """Return the columns a row must have."""
     return format.required - ANSWERS if prompts else format.required
 
 
 def format_of(spec: FormatSpec, first_row: Columns) -> str:
-    """The format of a file: the one its spec names, or the one of its first row.
+    """Return the format of a file: the one named in its spec, or that of its first row.
 
-    Raises: BadRow where it cannot be told.
+    Raises: BadRow if it is ambiguous or unknown.
     """
-    return detect(_mapped(first_row, spec).keys(), prompts=spec.prompts) if spec.format == "auto" else spec.format
+    return (
+        detect(_rename_columns(first_row, spec).keys(), prompts=spec.prompts) if spec.format == "auto" else spec.format
+    )
 
 
-def _mapped(row: Columns, spec: FormatSpec) -> Columns:
-    """The row under our names for its columns."""
+def _rename_columns(row: Columns, spec: FormatSpec) -> Columns:
+    """Rename the columns of a row to Surefoot's names."""
     if not spec.columns:
         return row
     required = FORMATS[spec.format].required if spec.format != "auto" else frozenset(spec.columns)
-    absent = [theirs for ours, theirs in spec.columns.items() if theirs not in row and ours in required]
+    absent = [source for name, source in spec.columns.items() if source not in row and name in required]
     if absent:
         raise BadRow(f"column '{absent[0]}', named in {spec.named_in}, is missing; the row has {shown(list(row))}")
-    theirs = set(spec.columns.values())
-    mapped = {name: value for name, value in row.items() if name not in theirs}
+    sources = set(spec.columns.values())
+    mapped = {name: value for name, value in row.items() if name not in sources}
     if spec.only_mapped:
         format = FORMATS[spec.format]
         mapped = {name: value for name, value in mapped.items() if name not in format.optional or name in IMAGE_COLUMNS}
-    return mapped | {ours: row[theirs] for ours, theirs in spec.columns.items() if theirs in row}
+    return mapped | {name: row[source] for name, source in spec.columns.items() if source in row}
 
 
 class Reader:
-    """Reads the rows of one file, which all have one format.
+    """A reader for the rows of one file, which all have the same format.
 
-    `keep_columns`: carry the columns that are no part of the conversation, for reward functions.
+    `keep_columns`: keep the columns that are not part of the conversation, for reward functions.
     """
 
     def __init__(self, spec: FormatSpec, format: str, *, keep_columns: bool = False) -> None:
@@ -154,29 +156,31 @@ class Reader:
         ):
             if tag in spec.tags:
                 self._roles[spec.tags[tag]] = role
-        self._seen: dict[tuple[str, ...], str] = {}
+        self._detected: dict[tuple[str, ...], str] = {}
 
     def read(self, row: Columns) -> Conversation:
-        """The conversation of a row.
+        """Return the conversation of a row.
 
-        Raises: BadRow for a row of another format than the file's, or one that is no trainable conversation.
+        Raises: BadRow for a row whose format is not the file's, or that is no trainable conversation.
         """
-        columns = _mapped(row, self.spec)
+        columns = _rename_columns(row, self.spec)
         if self.spec.format == "auto":
             names = tuple(columns)
-            found = self._seen.get(names) if len(names) < 64 else None
-            if found is None:
-                found = self._seen[names] = detect(names, prompts=self.spec.prompts)
-            if found != self.format:
-                raise BadRow(f"mixed formats: this row is {found}, the file began as {self.format}. Split the file")
+            row_format = self._detected.get(names) if len(names) < 64 else None
+            if row_format is None:
+                row_format = self._detected[names] = detect(names, prompts=self.spec.prompts)
+            if row_format != self.format:
+                raise BadRow(
+                    f"mixed formats: this row is {row_format}, the file began as {self.format}. Split the file"
+                )
         format = FORMATS[self.format]
-        missing = sorted(_needed(format, prompts=self.spec.prompts) - columns.keys())
+        missing = sorted(_get_required_columns(format, prompts=self.spec.prompts) - columns.keys())
         if missing:
             raise BadRow(f"column '{missing[0]}' of format {self.format} is missing; the row has {shown(list(row))}")
         _refuse_untrainable(columns)
         if self.spec.prompts:
-            return self._prompt(format, columns)
-        conversation = self._with_images(format.read(self, columns), columns)
+            return self._read_prompt(format, columns)
+        conversation = self._place_row_images(format.read(self, columns), columns)
         if conversation.kind == "chat":
             check_turns(conversation.messages)
             check_tools(conversation.messages, conversation.tools)
@@ -188,9 +192,11 @@ class Reader:
             conversation.messages, conversation.kind, conversation.tools, conversation.first_trained, others
         )
 
-    def _with_images(self, conversation: Conversation, columns: Columns) -> Conversation:
-        """The conversation with the images of the row's columns where they stand."""
-        sources = of_columns({name: _listed(columns[name], name) for name in IMAGE_COLUMNS if name in columns})
+    def _place_row_images(self, conversation: Conversation, columns: Columns) -> Conversation:
+        """Return the conversation with the images of the row's columns put in their places."""
+        sources = read_image_columns(
+            {name: _parse_image_list(columns[name], name) for name in IMAGE_COLUMNS if name in columns}
+        )
         if sources is None and any(PLACEHOLDER in message.content for message in conversation.messages):
             likely = next((name for name, value in columns.items() if looks_like_images(name, value)), None)
             if likely is not None:
@@ -200,21 +206,21 @@ class Reader:
                 "the row has images, but bare texts instead of messages, in which they could stand. Give messages, or "
                 "name the text as a question: columns: {query: prompt}"
             )
-        return replace(conversation, messages=place(conversation.messages, sources))
+        return replace(conversation, messages=place_images(conversation.messages, sources))
 
-    def _prompt(self, format: Format, columns: Columns) -> Conversation:
-        """A row as a question: its last answer, if it has one, goes to the reward functions as `response`."""
+    def _read_prompt(self, format: Format, columns: Columns) -> Conversation:
+        """Read a row as a prompt: its last answer, if it has one, is passed to the reward functions as `response`."""
         if isinstance(columns.get("prompt"), str) and self.format == "prompt_completion":
-            asked = Message("user", text_of(columns["prompt"], "prompt"))
-            messages = self._with_images(Conversation((asked,), "text prompt"), columns).messages
+            prompt = Message("user", text_of(columns["prompt"], "prompt"))
+            messages = self._place_row_images(Conversation((prompt,), "text prompt"), columns).messages
             tools: tuple[dict[str, Any], ...] = ()
             kind: Literal["prompt", "text prompt"] = "text prompt"
         else:
             stand_ins: dict[str, Any] = dict.fromkeys(format.required & ANSWERS, "")
             if self.format == "prompt_completion":
                 stand_ins["completion"] = []
-            read = self._with_images(format.read(self, {**columns, **stand_ins}), columns)
-            messages, tools, kind = read.messages, read.tools, "prompt"
+            conversation = self._place_row_images(format.read(self, {**columns, **stand_ins}), columns)
+            messages, tools, kind = conversation.messages, conversation.tools, "prompt"
         answers = []
         while messages and messages[-1].role == "assistant":
             answers.append(messages[-1].content)
@@ -235,13 +241,13 @@ class Reader:
         if any(answers):
             others.setdefault("response", answers[0])
         for name in format.required & ANSWERS & columns.keys():
-            given = columns[name]
-            is_messages = isinstance(given, list) and given and isinstance(given[-1], dict)
-            others.setdefault("response", given[-1].get("content") if is_messages else given)
+            answer = columns[name]
+            is_messages = isinstance(answer, list) and answer and isinstance(answer[-1], dict)
+            others.setdefault("response", answer[-1].get("content") if is_messages else answer)
         return Conversation(messages, kind, tools, columns=others)
 
     def messages(self, value: Any, column: str) -> tuple[tuple[Message, ...], tuple[dict[str, Any], ...]]:
-        """Messages of any dialect, and tools that stand among them. Turns of tool calls join the turn before."""
+        """Return messages of any dialect and the tools declared in them. Turns of tool calls join the turn before."""
         value = parsed(value, column)
         if not isinstance(value, list) or not value:
             raise BadRow(f"'{column}' must be a non-empty list of messages, found {shown(value)}")
@@ -249,7 +255,7 @@ class Reader:
         tools: tuple[dict[str, Any], ...] = ()
         for index, item in enumerate(value):
             name = f"{column}[{index}]"
-            role, message, declared = self._message(item, name)
+            role, message, declared = self._read_message(item, name)
             tools += declared
             if message.role == "system" and declared and not message.content:
                 continue  # LLaMA-Factory v1 keeps the tools in a system turn of their own
@@ -268,7 +274,7 @@ class Reader:
                 messages.append(message)
         return tuple(messages), tools
 
-    def _message(self, item: Any, name: str) -> tuple[str, Message, tuple[dict[str, Any], ...]]:
+    def _read_message(self, item: Any, name: str) -> tuple[str, Message, tuple[dict[str, Any], ...]]:
         if not isinstance(item, dict):
             raise BadRow(f"{name} must be an object with a role and content, found {shown(item)}")
         role_key = next((key for key in self._role_keys if key in item), "role")
@@ -303,10 +309,10 @@ class Reader:
         if calls and role not in ("assistant", "calls"):
             raise BadRow(f"{name} ({role}) has tool calls; only the assistant can call tools")
         check_texts(others, name)
-        ours: Role = "assistant" if role == "calls" else role  # type: ignore[assignment]
+        message_role: Role = "assistant" if role == "calls" else role  # type: ignore[assignment]
         message = Message(
-            ours,
-            content if parts.images else text_of(content, name),  # its parts were looked at one by one
+            message_role,
+            content if parts.images else text_of(content, name),  # its parts are checked already
             calls,
             reasoning,
             weight,
@@ -316,7 +322,7 @@ class Reader:
         return role, message, parts.tools
 
     def conversation(self, columns: Columns, name: str) -> Conversation:
-        """A row whose `name` column is a list of messages."""
+        """Return the conversation of a row whose `name` column is a list of messages."""
         messages, tools = self.messages(columns[name], name)
         if columns.get("system") and messages[0].role == "system":
             raise BadRow("the system prompt is given twice: in the `system` column and as the first message")
@@ -324,12 +330,12 @@ class Reader:
         return Conversation((*self.system(columns), *messages), tools=tools)
 
     def system(self, columns: Columns) -> tuple[Message, ...]:
-        """The `system` column, if it says something."""
+        """Return the message of the `system` column, if it is not empty."""
         value = columns.get("system")
         return (Message("system", text_of(value, "system")),) if value else ()
 
     def history(self, columns: Columns) -> tuple[Message, ...]:
-        """The `history` column: earlier [question, answer] pairs."""
+        """Return the messages of the `history` column: earlier [question, answer] pairs."""
         value = parsed(columns.get("history") or [], "history")
         if not isinstance(value, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
             raise BadRow(f"'history' must be a list of [question, answer] pairs, found {shown(value)}")
@@ -341,7 +347,7 @@ class Reader:
 
 
 def _refuse_untrainable(columns: Columns) -> None:
-    """Rows that would train as text although they are not meant so."""
+    """Raise BadRow for rows that would be trained as text although they are not meant to be."""
     for name in UNTRAINABLE_COLUMNS:
         if columns.get(name):
             raise BadRow(f"the row has {name} ({shown(columns[name])}); this version trains on text and images")
@@ -349,7 +355,7 @@ def _refuse_untrainable(columns: Columns) -> None:
         raise BadRow("label is false: a bad answer of preference data (KTO), not one to learn")
 
 
-def _prompt_completion(reader: Reader, columns: Columns) -> Conversation:
+def _read_prompt_completion(reader: Reader, columns: Columns) -> Conversation:
     prompt, completion = columns["prompt"], columns["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
@@ -368,45 +374,49 @@ def _prompt_completion(reader: Reader, columns: Columns) -> Conversation:
     )
 
 
-def _alpaca(reader: Reader, columns: Columns) -> Conversation:
-    """Instruction and input, a line between them, are the user's turn, as in LLaMA-Factory and ms-swift."""
+def _read_alpaca(reader: Reader, columns: Columns) -> Conversation:
+    """Read a row whose user turn is instruction and input, joined by a newline, as in LLaMA-Factory and ms-swift."""
     parts = [text_of(columns[name], name) for name in ("instruction", "input") if columns.get(name) is not None]
     question = "\n".join(part for part in parts if part)
-    return _turns(reader, columns, question, columns["output"], "output")
+    return _build_conversation(reader, columns, question, columns["output"], "output")
 
 
-def _query_response(reader: Reader, columns: Columns) -> Conversation:
-    return _turns(reader, columns, text_of(columns["query"], "query"), columns["response"], "response")
+def _read_query_response(reader: Reader, columns: Columns) -> Conversation:
+    return _build_conversation(reader, columns, text_of(columns["query"], "query"), columns["response"], "response")
 
 
-def _turns(reader: Reader, columns: Columns, question: str, answer: Any, name: str) -> Conversation:
+def _build_conversation(reader: Reader, columns: Columns, question: str, answer: Any, name: str) -> Conversation:
     last = (Message("user", question), Message("assistant", text_of(answer, name)))
     tools = tools_of(columns.get("tools"))
     return Conversation((*reader.system(columns), *reader.history(columns), *last), tools=tools)
 
 
-def _plain_text(_: Reader, columns: Columns) -> Conversation:
+def _read_plain_text(_: Reader, columns: Columns) -> Conversation:
     text = text_of(columns["text"], "text")
     if not text:
         raise BadRow("the text is empty, so there is nothing to train on")
     return Conversation((Message("assistant", text),), "text")
 
 
-def _format(required: str, optional: str, read: Callable[[Reader, Columns], Conversation]) -> Format:
+def _define_format(required: str, optional: str, read: Callable[[Reader, Columns], Conversation]) -> Format:
     return Format(frozenset(required.split()), frozenset((*optional.split(), *IMAGE_COLUMNS)), read)
 
 
 FORMATS: Mapping[str, Format] = {
-    "messages": _format("messages", "tools functions system", lambda reader, row: reader.conversation(row, "messages")),
-    "sharegpt": _format("conversations", "tools system", lambda reader, row: reader.conversation(row, "conversations")),
-    "alpaca": _format("instruction output", "input history system tools", _alpaca),
-    "query_response": _format("query response", "history system tools", _query_response),
-    "prompt_completion": _format("prompt completion", "tools", _prompt_completion),
-    "text": _format("text", "", _plain_text),
+    "messages": _define_format(
+        "messages", "tools functions system", lambda reader, row: reader.conversation(row, "messages")
+    ),
+    "sharegpt": _define_format(
+        "conversations", "tools system", lambda reader, row: reader.conversation(row, "conversations")
+    ),
+    "alpaca": _define_format("instruction output", "input history system tools", _read_alpaca),
+    "query_response": _define_format("query response", "history system tools", _read_query_response),
+    "prompt_completion": _define_format("prompt completion", "tools", _read_prompt_completion),
+    "text": _define_format("text", "", _read_plain_text),
 }
-"""Name -> format. `messages` is OpenAI's, which ms-swift and TRL share, with its dialects."""
+"""Formats by name. `messages` is OpenAI's format, which ms-swift and TRL share, with its dialects."""
 
 
-def _listed(value: Any, name: str) -> Any:
-    """Images are one or a list, which may be stored as JSON text."""
+def _parse_image_list(value: Any, name: str) -> Any:
+    """Return an image column, one image or a list of them, parsed if the list is stored as JSON text."""
     return parsed(value, name) if isinstance(value, str) and value[:1] + value[-1:] == "[]" else value

@@ -1,34 +1,34 @@
-"""A row, what readers of rows share, and how long a row may be."""
+"""The row type, helpers of the row readers, and the limits of a row."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
 MAX_ROW_BYTES = 8 << 20
-"""A longer row is no training sample but a mistake; reading it would cost memory without bound."""
+"""Size limit of a row: a longer row is a mistake, and reading it would take unbounded memory."""
 MAX_DEPTH = 100
-"""Values inside each other in a row."""
+"""Limit of nested values in a row."""
 READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Row:
-    """One record as it stands in its file. `problem` says why it is no row of named columns; then there are none."""
+    """A record of a file. `problem`: the reason why it is no row of named columns; then `columns` is empty."""
 
     columns: dict[str, Any]
     line: int
-    """Line on which it begins, from 1; its number where rows have no lines of their own (Parquet, Arrow)."""
+    """Line on which the row begins, from 1; its row number in files without lines (Parquet, Arrow)."""
     problem: str | None = None
 
 
 class Broken(Exception):
-    """The file is broken from some line on."""
+    """A file that is broken from some line on."""
 
 
 def lines_of(file: IO[bytes]) -> Iterator[tuple[bytes, bool, bool]]:
-    """(piece, ends its line, is a row) of lines, those beyond MAX_ROW_BYTES in several pieces.
+    """Yield (piece, ends its line, is a row) of lines; lines beyond MAX_ROW_BYTES are split into several pieces.
 
-    A long line is one row, told by its first piece; a short one is a row unless it is blank.
+    A long line is one row, marked at its first piece; a short one is a row unless it is blank.
     """
     begins = True
     while piece := file.readline(MAX_ROW_BYTES):

@@ -1,11 +1,11 @@
-"""Which samples each step sees: a pure function of (seed, epoch, position), so resuming replays nothing.
+"""The sampler: the samples of each step as a pure function of (seed, epoch, position), so resuming replays nothing.
 
 An epoch visits the dataset's chunks in an order drawn from (seed, epoch), a window of them at a time. The samples of a
 window are shuffled and, with packing, packed; steps are cut from the windows' sequences one after the other. A dataset
 of up to WINDOW_ROWS rows is one window: its order is a plain permutation. Only the chunks of one window need to be
-prepared, so training can start while the others are.
+prepared, so training can start before the others are prepared.
 
-Batches are formed globally, over the whole order; dealing them to ranks comes after.
+Batches are formed globally, over the whole order, and then dealt to the ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ WINDOW_ROWS = 65_536
 
 
 class Samples(Protocol):
-    """What the order needs to know of a dataset."""
+    """The interface of a dataset that the order uses."""
 
     @property
     def chunks(self) -> Sequence[ChunkRef]: ...
@@ -38,7 +38,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the order: so many sequences of a window of an epoch have been used."""
+    """A position in the order: the number of used sequences in a window of an epoch."""
 
     epoch: int = 0
     window: int = 0
@@ -46,7 +46,7 @@ class Position:
 
     @classmethod
     def is_json(cls, value: Any) -> bool:
-        """Return whether a value of JSON can be one."""
+        """Return whether a JSON value is a position."""
         names = {field.name for field in fields(cls)}
         return isinstance(value, dict) and value.keys() == names and all(map(is_size, value.values()))
 
@@ -60,18 +60,18 @@ class StepBatch:
     """The rows of one optimizer step, over all ranks."""
 
     epoch: float
-    """Share of the data seen when this step is done."""
+    """Epochs completed when this step is done, as a fraction."""
     rows: list[list[SampleKey]]
     """Samples per sequence: one each, or several when packing."""
     next: Position
-    """Where the step after it begins."""
+    """Position of the next step."""
     about: Mapping[str, float] = field(default_factory=dict)
-    """What the batch source measured of it, by name."""
+    """Metrics of the batch source, by name."""
 
 
 @dataclass(frozen=True)
 class _Visit:
-    """A chunk in an epoch; `share` of its rows are used."""
+    """A visit to a chunk in an epoch, which uses the fraction `share` of its rows."""
 
     chunk: int
     share: float
@@ -88,21 +88,21 @@ class GlobalOrder:
         self._seed = seed
         self._shuffle = shuffle
         self._pack_length = pack_length
-        self._windows_of = lru_cache(maxsize=2)(self._windows)
-        self._sequences_of = lru_cache(maxsize=2)(self._sequences)
+        self._windows_of = lru_cache(maxsize=2)(self._build_windows)
+        self._sequences_of = lru_cache(maxsize=2)(self._build_sequences)
 
     def step(self, position: Position, count: int | None = None) -> StepBatch:
-        """The sequences of the step that begins at `position`, whatever was read before; `count`: another number.
+        """Return the sequences of the step at `position`; `count` overrides their number.
 
-        Waits for the shards of its window. Raises: DataError for what is wrong with them.
+        It does not depend on earlier calls, and waits for the shards of its window. Raises: DataError for bad shards.
         """
-        self._windows_at(position)
+        self._find_windows(position)
         epoch, window, used = position.epoch, position.window, position.used
         rows: list[list[SampleKey]] = []
-        wanted = count or self._per_step
-        while len(rows) < wanted:
+        num_sequences = count or self._per_step
+        while len(rows) < num_sequences:
             sequences = self._sequences_of(epoch, window)
-            taken = sequences[used : used + wanted - len(rows)]
+            taken = sequences[used : used + num_sequences - len(rows)]
             rows += taken
             used += len(taken)
             if used < len(sequences):
@@ -114,44 +114,44 @@ class GlobalOrder:
                 if epoch > position.epoch:
                     raise DataError("no sample is left to train on: see the skipped rows (`surefoot data` lists them).")
                 epoch, window = epoch + 1, 0
-        return StepBatch(epoch + self._seen(epoch, window, used), rows, Position(epoch, window, used))
+        return StepBatch(epoch + self._compute_progress(epoch, window, used), rows, Position(epoch, window, used))
 
-    def _seen(self, epoch: int, window: int, used: int) -> float:
-        """Share of an epoch before a position, by rows."""
-        rows = [sum(self._rows(visit) for visit in visits) for visits in self._windows_of(epoch)]
+    def _compute_progress(self, epoch: int, window: int, used: int) -> float:
+        """Return the fraction of an epoch before a position, by rows."""
+        rows = [sum(self._count_rows(visit) for visit in visits) for visits in self._windows_of(epoch)]
         within = used / len(self._sequences_of(epoch, window)) * rows[window] if used else 0
         return (sum(rows[:window]) + within) / sum(rows)
 
-    def _rows(self, visit: _Visit) -> float:
+    def _count_rows(self, visit: _Visit) -> float:
         return self._data.chunks[visit.chunk].num_rows * visit.share
 
     def steps_in(self, epochs: float) -> int:
-        """Optimizer steps in so many epochs; a part of an epoch counts in proportion, at least one step.
+        """Return the optimizer steps in `epochs`, at least one; a part of an epoch counts in proportion.
 
-        Reads the lengths of all samples, so everything must be prepared.
+        It reads the lengths of all samples, so everything must be prepared.
         """
-        whole = int(epochs)
-        steps = sum(self._steps_in(epoch) for epoch in range(whole))
-        if epochs > whole:
-            steps += ceil(self._steps_in(whole) * (epochs - whole) - 1e-9)  # 10 x (1.1 - 1) is a little over 1
+        full = int(epochs)
+        steps = sum(self._count_steps(epoch) for epoch in range(full))
+        if epochs > full:
+            steps += ceil(self._count_steps(full) * (epochs - full) - 1e-9)  # 10 x (1.1 - 1) is a little over 1
         return max(steps, 1)
 
-    def _steps_in(self, epoch: int) -> int:
+    def _count_steps(self, epoch: int) -> int:
         windows = self._windows_of(epoch)
-        if self._pack_length is None:  # counted without being put in order
+        if self._pack_length is None:  # counted without shuffling
             visits = (visit for visits in windows for visit in visits)
-            count = sum(len(self._chosen(visit, epoch, self._data.usable(visit.chunk))) for visit in visits)
+            count = sum(len(self._select_samples(visit, epoch, self._data.usable(visit.chunk))) for visit in visits)
         else:
             count = sum(len(self._sequences_of(epoch, window)) for window in range(len(windows)))
         return ceil(count / self._per_step)
 
     def windows_from(self, position: Position) -> list[list[int]]:
-        """The chunks of each window from a position to the end of its epoch."""
-        windows = self._windows_at(position)
+        """Return the chunks of each window from a position to the end of its epoch."""
+        windows = self._find_windows(position)
         return [list(dict.fromkeys(visit.chunk for visit in visits)) for visits in windows[position.window :]]
 
-    def _windows_at(self, position: Position) -> list[list[_Visit]]:
-        """The windows of a position's epoch. Raises: DataError if the position is in none of them."""
+    def _find_windows(self, position: Position) -> list[list[_Visit]]:
+        """Return the windows of a position's epoch. Raises: DataError if the position is in none of them."""
         windows = self._windows_of(position.epoch)
         if position.window >= len(windows):
             raise DataError(
@@ -160,8 +160,8 @@ class GlobalOrder:
             )
         return windows
 
-    def _windows(self, epoch: int) -> list[list[_Visit]]:
-        """The visits of an epoch, cut into windows of about WINDOW_ROWS rows."""
+    def _build_windows(self, epoch: int) -> list[list[_Visit]]:
+        """Return the visits of an epoch, cut into windows of about WINDOW_ROWS rows."""
         visits = []
         for number in range(len(self._data.chunks)):
             weight = self._data.weight(number)
@@ -173,20 +173,20 @@ class GlobalOrder:
         windows: list[list[_Visit]] = [[]]
         rows = 0.0
         for visit in visits:
-            if windows[-1] and rows + self._rows(visit) > WINDOW_ROWS:
+            if windows[-1] and rows + self._count_rows(visit) > WINDOW_ROWS:
                 windows.append([])
                 rows = 0.0
             windows[-1].append(visit)
-            rows += self._rows(visit)
+            rows += self._count_rows(visit)
         return windows
 
-    def _sequences(self, epoch: int, window: int) -> list[list[SampleKey]]:
-        """The sequences of a window, in order."""
+    def _build_sequences(self, epoch: int, window: int) -> list[list[SampleKey]]:
+        """Return the sequences of a window, in order."""
         keys: list[NDArray[np.int64]] = []
         lengths: list[NDArray[np.int64]] = []
         for visit in self._windows_of(epoch)[window]:
             usable = self._data.usable(visit.chunk)
-            chosen = self._chosen(visit, epoch, usable)
+            chosen = self._select_samples(visit, epoch, usable)
             keys.append(np.stack([np.full(len(chosen), visit.chunk), usable.samples[chosen]], axis=1))
             lengths.append(usable.lengths[chosen])
         if not keys:
@@ -200,8 +200,8 @@ class GlobalOrder:
             return [[pair] for pair in pairs]
         return [[pairs[index] for index in pack] for pack in best_fit(all_lengths.tolist(), self._pack_length)]
 
-    def _chosen(self, visit: _Visit, epoch: int, usable: ChunkSamples) -> NDArray[np.int64]:
-        """Which of a chunk's usable samples a visit takes: all, or a share drawn anew each epoch."""
+    def _select_samples(self, visit: _Visit, epoch: int, usable: ChunkSamples) -> NDArray[np.int64]:
+        """Return the indices of a chunk's usable samples that a visit takes: all, or a share drawn anew each epoch."""
         count = len(usable.samples)
         if visit.share == 1.0:
             return np.arange(count)

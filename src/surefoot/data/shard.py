@@ -1,4 +1,4 @@
-"""Prepared samples on disk: one file per chunk of rows, written whole or not at all, read through a memory map.
+"""Shards: prepared samples on disk, one file per chunk of rows, written atomically and read through a memory map.
 
 A shard is a safetensors file. Its samples are stored uncut, with all spans, so the same shard serves any `max_length`,
 `truncation` and `train_on`.
@@ -23,7 +23,7 @@ from surefoot.system.atomic_io import write_bytes
 
 @dataclass
 class ShardWriter:
-    """Collects the samples of one chunk, then writes them."""
+    """A writer that collects the samples of one chunk, then writes its shard."""
 
     ids: list[NDArray[np.int32]] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -37,10 +37,10 @@ class ShardWriter:
     columns: list[Mapping[str, Any]] = field(default_factory=list)
     images: list[list[dict[str, Any]]] = field(default_factory=list)
     lost_images: list[list[tuple[str, tuple[int, int] | None]]] = field(default_factory=list)
-    """Of each row without one of its images: the files that were tried, and their stamps then."""
+    """Files that were tried, with their stamps at that time, for each row that lacks an image."""
 
     def add(self, row: int, line: int, sample: Rendered, columns: Mapping[str, Any]) -> None:
-        """A sample, the number of its row in the chunk, the line it begins on, and columns kept beside it."""
+        """Add a sample with the number of its row in the chunk, the line of the row, and columns to keep with it."""
         self.ids.append(sample.ids)
         self.spans += [(span.begin, span.end) for span in sample.spans]
         self.weights += [np.nan if span.weight is None else span.weight for span in sample.spans]
@@ -53,14 +53,14 @@ class ShardWriter:
         self.images.append([asdict(image) for image in sample.images])
 
     def refuse(self, row: int, line: int, reason: str, *, lost: BadImage | None = None) -> None:
-        """A row that is no sample; `lost`: it may be one once its image can be read."""
+        """Add a row that is no sample; `lost`: it may become one when its image can be read."""
         if lost is not None:
             self.lost_images.append([(path, stamp_now(path)) for path in lost.looked_for])
-        # A reason may quote what is no valid text, which could be neither stored nor shown.
+        # A reason may quote invalid text, which can be neither stored nor shown.
         self.problems.append((row, line, reason.encode("utf-8", "backslashreplace").decode()))
 
     def write(self, path: Path) -> None:
-        """Raises: StorageError where the disk refuses."""
+        """Write the shard. Raises: StorageError if writing fails."""
         tensors: dict[str, NDArray[Any]] = {
             "ids": np.concatenate(self.ids) if self.ids else np.zeros(0, np.int32),
             "offsets": np.cumsum([0, *map(len, self.ids)], dtype=np.int64),
@@ -75,7 +75,7 @@ class ShardWriter:
         }
         metadata = {
             "problems": json.dumps(self.problems, ensure_ascii=False),
-            # In ASCII, since a column may hold half a surrogate pair, which is no valid text.
+            # In ASCII, because a column may hold half a surrogate pair, which is invalid text.
             "columns": json.dumps(self.columns if any(self.columns) else [], default=str),
             "images": json.dumps(self.images if any(self.images) else [], ensure_ascii=False),
             "lost_images": json.dumps(self.lost_images),
@@ -94,17 +94,17 @@ class Shard:
     spans: NDArray[np.int32]
     """[P, 2]: trained token positions, from the sample's first token."""
     weights: NDArray[np.float32]
-    """[P]: weights the rows ask for; NaN where they ask for none."""
+    """[P]: weights set by the rows; NaN where a row sets none."""
     span_offsets: NDArray[np.int64]
     """[S + 1]: spans of sample i."""
     rows: NDArray[np.int32]
     """[S]: number of the row in its chunk."""
     lines: NDArray[np.int64]
-    """[S]: line of the file."""
+    """[S]: line of the row in the file."""
     digests: NDArray[np.uint64]
     """[S]: equal for samples that train the same."""
     flags: NDArray[np.uint8]
-    """[S]: what is odd, see `render`."""
+    """[S]: bits of oddities, see `render`."""
     image_counts: NDArray[np.int32]
     """[S]: images of each sample."""
 
@@ -117,9 +117,9 @@ class Shard:
             np.memmap(path, np.uint8, "r", offset=8 + header_bytes) if path.stat().st_size > 8 + header_bytes else b""
         )
         types = {"I32": np.int32, "I64": np.int64, "F32": np.float32, "U64": np.uint64, "U8": np.uint8}
-        for name, about in header.items():
-            begin, end = about["data_offsets"]
-            array = np.frombuffer(data[begin:end], types[about["dtype"]]).reshape(about["shape"])
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            array = np.frombuffer(data[begin:end], types[entry["dtype"]]).reshape(entry["shape"])
             setattr(self, name, array)
 
     def __len__(self) -> int:
@@ -127,7 +127,7 @@ class Shard:
 
     @property
     def max_id(self) -> int:
-        """The largest token id; -1 without samples."""
+        """Largest token id; -1 without samples."""
         return int(self._metadata["max_id"])
 
     @cached_property
@@ -141,39 +141,39 @@ class Shard:
         return [(row, line, reason) for row, line, reason in json.loads(self._metadata["problems"])]
 
     def columns(self, sample: int) -> Mapping[str, Any]:
-        """The columns kept beside a sample."""
+        """Return the columns kept with a sample."""
         return self._columns[sample] if self._columns else {}
 
     @cached_property
     def _columns(self) -> Sequence[Mapping[str, Any]]:
-        kept: list[Mapping[str, Any]] = json.loads(self._metadata["columns"])
-        return kept
+        columns: list[Mapping[str, Any]] = json.loads(self._metadata["columns"])
+        return columns
 
     @cached_property
     def digest(self) -> str:
-        """Equal for shards that hold the same samples."""
+        """Hash that is equal for shards with the same samples."""
         hashed = blake2b(self.digests.tobytes(), digest_size=8)
         hashed.update(self.rows.tobytes())
         return hashed.hexdigest()
 
     @property
     def has_changed_images(self) -> bool:
-        """Whether images of its samples are not what they were when it was written."""
+        """Whether images of its samples have changed since the shard was written."""
         return any(has_changed(image) for sample in range(len(self)) for image in self.images(sample))
 
     @property
     def may_find_images(self) -> bool:
-        """Whether images that could not be read when it was written are no longer as they were then."""
+        """Whether images that could not be read when the shard was written have changed since."""
         return any(
             not tried or any(stamp_now(path) != (tuple(stamp) if stamp else None) for path, stamp in tried)
             for tried in json.loads(self._metadata["lost_images"])
         )
 
     def images(self, sample: int) -> tuple[Image, ...]:
-        """The images of a sample, in order."""
+        """Return the images of a sample, in order."""
         return tuple(image_of(image) for image in self._images[sample]) if self._images else ()
 
     @cached_property
     def _images(self) -> Sequence[Sequence[Mapping[str, Any]]]:
-        kept: list[list[Mapping[str, Any]]] = json.loads(self._metadata["images"])
-        return kept
+        images: list[list[Mapping[str, Any]]] = json.loads(self._metadata["images"])
+        return images

@@ -1,6 +1,6 @@
-"""Which files a `dataset` setting means: paths, folders, globs, LLaMA-Factory's dataset_info.json, and the hub.
+"""Resolution of a `dataset` setting to files: paths, folders, globs, LLaMA-Factory's dataset_info.json, and the hub.
 
-Knows nothing of what is in the files.
+This module does not read the files.
 """
 
 import difflib
@@ -19,25 +19,25 @@ from surefoot.data.row_formats import FORMATS, FormatSpec
 from surefoot.errors import DataError
 from surefoot.system.json_files import DamagedFile, is_size, read_object
 
-COLUMNS = frozenset(name for made in FORMATS.values() for name in made.required | made.optional)
-"""Our names for columns."""
+COLUMNS = frozenset(name for row_format in FORMATS.values() for name in row_format.required | row_format.optional)
+"""Surefoot's names of columns."""
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 SPLIT = re.compile(r"^(?P<name>[\w.-]*)(\[(?P<begin>-?\d{1,12}%?)?:(?P<end>-?\d{1,12}%?)?\])?$", re.ASCII)
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "training", "testing", "evaluation")
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "config.json")
-"""Files that `datasets` and LLaMA-Factory write beside data."""
+"""Names of files that `datasets` and LLaMA-Factory write beside data."""
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """A part of a source's rows, as in `train[10%:20%]`: bounds are row numbers or, with `%`, shares."""
+    """A range of a source's rows, as in `train[10%:20%]`: bounds are row numbers or, with `%`, shares."""
 
     begin: str | None = None
     end: str | None = None
 
     def of(self, num_rows: int) -> tuple[int, int]:
-        """First row and one behind the last, of so many."""
-        return _bound(self.begin, num_rows, 0), _bound(self.end, num_rows, num_rows)
+        """Return the first row and the end of the range, for a source of `num_rows` rows."""
+        return _resolve_bound(self.begin, num_rows, 0), _resolve_bound(self.end, num_rows, num_rows)
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,23 @@ class Source:
 
     files: tuple[Path, ...]
     names: tuple[str, ...]
-    """As shown in places."""
+    """Names of the files in places."""
     spec: FormatSpec
     weight: float = 1.0
-    """How often each row comes in an epoch."""
+    """Number of visits to each row in an epoch."""
     rows: RowRange = RowRange()
 
 
 def find_sources(items: Sequence[DatasetItem], where: str = "dataset") -> list[Source]:
-    """The sources of a dataset setting, in its order.
+    """Return the sources of a dataset setting, in its order.
 
     `where` is shown in errors about the setting itself (`run.yaml:4`).
-    Raises: DataError for what does not exist, holds no data files, or cannot be fetched.
+    Raises: DataError for sources that do not exist, have no data files, or cannot be fetched.
     """
-    return [_source(item, where) for item in items]
+    return [_resolve_source(item, where) for item in items]
 
 
-def _source(item: DatasetItem, where: str) -> Source:
+def _resolve_source(item: DatasetItem, where: str) -> Source:
     split = SPLIT.match(item.split or "")
     if split is None:
         raise DataError(f"split={item.split}: write a name, a range, or both: train, [:90%], train[:1000] ({where}).")
@@ -75,36 +75,38 @@ def _source(item: DatasetItem, where: str) -> Source:
     spec = FormatSpec(item.format, item.columns)
     path_text, _, entry = item.path.partition(".json:")
     if entry or Path(item.path).name == "dataset_info.json" or item.name:
-        return _from_info(Path(path_text + ".json" if entry else item.path), item.name or entry, item, rows, where)
+        return _resolve_info_entry(
+            Path(path_text + ".json" if entry else item.path), item.name or entry, item, rows, where
+        )
     if is_of_hub(item):
-        files = _from_hub(item.path, item.subset, split["name"] or "train", where)
+        files = _load_from_hub(item.path, item.subset, split["name"] or "train", where)
         return Source(files, tuple(f"{item.path}/{file.name}" for file in files), spec, item.weight, rows)
-    files = _local_files(item.path, split["name"], where)
-    return Source(files, _names(files), spec, item.weight, rows)
+    files = _find_local_files(item.path, split["name"], where)
+    return Source(files, _make_unique_names(files), spec, item.weight, rows)
 
 
 def is_of_hub(item: DatasetItem) -> bool:
-    """Whether a source names a dataset of the hub, and nothing that is here."""
+    """Return whether a source names a hub dataset and no local file."""
     if item.name or ".json:" in item.path:  # an entry of dataset_info.json
         return False
     path = Path(item.path)
-    is_here = path.exists() or glob.has_magic(item.path) or kind_of(path)
-    return not is_here and HUB_ID.match(item.path) is not None
+    is_local = path.exists() or glob.has_magic(item.path) or kind_of(path)
+    return not is_local and HUB_ID.match(item.path) is not None
 
 
-def _local_files(text: str, split: str, where: str) -> tuple[Path, ...]:
+def _find_local_files(text: str, split: str, where: str) -> tuple[Path, ...]:
     path = Path(text)
     if path.is_dir():
-        return _of_split(_in_folder(path, where), path, split, where)
+        return _select_split(_list_folder(path, where), path, split, where)
     if glob.has_magic(text) and not path.exists():
-        names = sorted(glob.iglob(text, recursive=True), reverse=True)  # noqa: PTH207 - of an absolute pattern
-        real = {Path(name).resolve(): Path(name) for name in names}  # each file once, however links lead to it
-        found = tuple(sorted(path for target, path in real.items() if target.is_file()))
-        if not found:
+        names = sorted(glob.iglob(text, recursive=True), reverse=True)  # noqa: PTH207 - the pattern may be absolute
+        real = {Path(name).resolve(): Path(name) for name in names}  # each file once, even if links name it again
+        files = tuple(sorted(path for target, path in real.items() if target.is_file()))
+        if not files:
             raise DataError(f"dataset {text}: the pattern matches no file ({where}).")
-        for file in found:
+        for file in files:
             _check_kind(file, where)
-        return _of_split(found, Path(text.partition("*")[0]).parent, split, where) if split else found
+        return _select_split(files, Path(text.partition("*")[0]).parent, split, where) if split else files
     try:
         path.stat()
     except FileNotFoundError:
@@ -115,73 +117,73 @@ def _local_files(text: str, split: str, where: str) -> tuple[Path, ...]:
     except OSError as error:
         raise DataError(f"dataset {text} cannot be read: {error.strerror or error} ({where}).") from error
     _check_kind(path, where)
-    return _of_split((path,), path.parent, split, where) if split not in ("", "train") else (path,)
+    return _select_split((path,), path.parent, split, where) if split not in ("", "train") else (path,)
 
 
 def _check_kind(path: Path, where: str) -> None:
     if kind_of(path) is None:
-        known = f"{', '.join(KINDS)}, texts also with {' or '.join(COMPRESSIONS)}"
-        raise DataError(f"dataset {path}: '{path.suffix}' files are not read. Known: {known} ({where}).")
+        supported = f"{', '.join(KINDS)}, texts also with {' or '.join(COMPRESSIONS)}"
+        raise DataError(f"dataset {path}: '{path.suffix}' files are not read. Known: {supported} ({where}).")
 
 
-def _in_folder(folder: Path, where: str) -> tuple[Path, ...]:
-    """Data files in a folder and below, sorted. Links to folders are not followed, so there are no loops."""
-    found = []
+def _list_folder(folder: Path, where: str) -> tuple[Path, ...]:
+    """List data files in a folder and its subfolders, sorted. Links to folders are not followed: they may be loops."""
+    files = []
     for root, folders, names in os.walk(folder, followlinks=False):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         paths = [Path(root, name) for name in sorted(names) if not name.startswith(".") and name not in NOT_DATA]
-        found += [path for path in paths if kind_of(path) is not None]
-    if not found:
+        files += [path for path in paths if kind_of(path) is not None]
+    if not files:
         raise DataError(f"dataset {folder}: the folder holds no {', '.join(KINDS)} file ({where}).")
-    return tuple(found)
+    return tuple(files)
 
 
-def _of_split(files: tuple[Path, ...], folder: Path, split: str, where: str) -> tuple[Path, ...]:
-    """Files of a split, by the hub's convention: its name begins the file's or is a folder on the way.
+def _select_split(files: tuple[Path, ...], folder: Path, split: str, where: str) -> tuple[Path, ...]:
+    """Select the files of a split by the hub's convention: the file's name begins with it, or a parent folder has it.
 
-    Raises: DataError where no file belongs to it, or where several splits lie there and none is named.
+    Raises: DataError if no file belongs to the split, or if there are several splits and none is named.
     """
     parts = {file: file.relative_to(folder).parts if file.is_relative_to(folder) else file.parts for file in files}
 
-    def of(name: str, is_strict: bool) -> tuple[Path, ...]:
-        return tuple(file for file in files if any(_names_split(part, name, is_strict) for part in parts[file]))
+    def select_files(name: str, is_strict: bool) -> tuple[Path, ...]:
+        return tuple(file for file in files if any(_is_split_name(part, name, is_strict) for part in parts[file]))
 
     if split:
-        chosen = of(split, True) or of(split, False)
+        chosen = select_files(split, True) or select_files(split, False)
         if not chosen:
             raise DataError(
                 f"dataset {folder}: no file belongs to split '{split}'; it holds "
                 f"{', '.join(file.name for file in files[:6])} ({where})."
             )
         return chosen
-    there = [name for name in SPLITS if of(name, False)]
-    if any(name.startswith("train") for name in there) and not all(name.startswith("train") for name in there):
+    splits = [name for name in SPLITS if select_files(name, False)]
+    if any(name.startswith("train") for name in splits) and not all(name.startswith("train") for name in splits):
         raise DataError(
-            f"dataset {folder} holds several splits: {', '.join(there)}. Name one, split: train for example ({where})."
+            f"dataset {folder} holds several splits: {', '.join(splits)}. Name one, split: train for example ({where})."
         )
     return files
 
 
-def _names_split(part: str, split: str, is_strict: bool) -> bool:
-    """Whether a folder or file name is that of a split: `train.jsonl`, `train-00000-of-00002.parquet`.
+def _is_split_name(part: str, split: str, is_strict: bool) -> bool:
+    """Return whether a folder or file name is that of a split: `train.jsonl`, `train-00000-of-00002.parquet`.
 
-    Not strictly also where the split is one word among others: `gsm_train.jsonl`, `train_sft.jsonl`.
+    If not strict, the split may be any word of the name: `gsm_train.jsonl`, `train_sft.jsonl`.
     """
     if is_strict:
         return re.match(rf"{re.escape(split)}($|[-.]|_?\d)", part, re.IGNORECASE) is not None
     return re.search(rf"(^|[-._ ]){re.escape(split)}($|[-._ \d])", part, re.IGNORECASE) is not None
 
 
-def _names(files: Sequence[Path]) -> tuple[str, ...]:
-    """Names that tell the files apart: bare where that is enough, with their folder where it is not."""
+def _make_unique_names(files: Sequence[Path]) -> tuple[str, ...]:
+    """Return unique names of the files: bare names if those are unique, else with their folder."""
     names = [file.name for file in files]
     if len(set(names)) < len(names):
         names = [str(Path(file.parent.name, file.name)) for file in files]
     return tuple(names)
 
 
-def _from_hub(name: str, subset: str | None, split: str, where: str) -> tuple[Path, ...]:
-    """The Arrow files into which `datasets` fetches a dataset of the hub, or builds one from a local repository."""
+def _load_from_hub(name: str, subset: str | None, split: str, where: str) -> tuple[Path, ...]:
+    """Load a hub dataset, or build one from a local repository, with `datasets`; return its Arrow files."""
     try:
         import datasets
     except ImportError as error:
@@ -191,7 +193,7 @@ def _from_hub(name: str, subset: str | None, split: str, where: str) -> tuple[Pa
         ) from error
     try:
         fetched = datasets.load_dataset(name, subset, split=split)
-    except Exception as error:  # the library raises whatever its many backends raise
+    except Exception as error:  # the library passes on any exception of its backends
         if isinstance(error, KeyboardInterrupt | MemoryError):
             raise
         raise DataError(
@@ -201,8 +203,8 @@ def _from_hub(name: str, subset: str | None, split: str, where: str) -> tuple[Pa
     return tuple(Path(file["filename"]) for file in fetched.cache_files)
 
 
-def _from_info(info: Path, name: str | None, item: DatasetItem, rows: RowRange, where: str) -> Source:
-    """One entry of LLaMA-Factory's dataset_info.json: where its file is, and how its columns are to be read."""
+def _resolve_info_entry(info: Path, name: str | None, item: DatasetItem, rows: RowRange, where: str) -> Source:
+    """Return the source of an entry in LLaMA-Factory's dataset_info.json: its file and the roles of its columns."""
     info = info / "dataset_info.json" if info.is_dir() else info
     if not info.exists():
         raise DataError(f"{info} does not exist, so dataset '{name}' cannot be looked up ({where}).")
@@ -215,9 +217,9 @@ def _from_info(info: Path, name: str | None, item: DatasetItem, rows: RowRange, 
     if not name and len(entries) == 1:
         name = next(iter(entries))
     if name not in entries:
-        asked = f"has no dataset '{name}'" if name else "names several datasets"
+        problem = f"has no dataset '{name}'" if name else "names several datasets"
         raise DataError(
-            f"{info} {asked}. It has: {', '.join(sorted(entries)[:12])}. Ask for one with {info.name}:NAME ({where})."
+            f"{info} {problem}. It has: {', '.join(sorted(entries)[:12])}. Ask for one with {info.name}:NAME ({where})."
         )
     entry = entries[str(name)]
     at = f"{info.name}, entry '{name}'"
@@ -228,7 +230,7 @@ def _from_info(info: Path, name: str | None, item: DatasetItem, rows: RowRange, 
     for key in ("script_url", "cloud_file_name"):
         if key in entry:
             raise DataError(f"{at} uses {key}, which is not supported; give file_name or hf_hub_url ({where}).")
-    spec = _info_spec(entry, at, where)
+    spec = _build_info_spec(entry, at, where)
     if spec.format == "auto":
         spec = replace(spec, format=item.format)
     samples = entry.get("num_samples")
@@ -241,8 +243,8 @@ def _from_info(info: Path, name: str | None, item: DatasetItem, rows: RowRange, 
         if not path.exists():
             raise DataError(f"{at}: its file_name {path} does not exist ({where}).")
         split = SPLIT.match(item.split or str(entry.get("split") or ""))
-        files = _local_files(str(path), split["name"] if split else "", where)
-        return Source(files, _names(files), spec, item.weight, rows)
+        files = _find_local_files(str(path), split["name"] if split else "", where)
+        return Source(files, _make_unique_names(files), spec, item.weight, rows)
     if "hf_hub_url" not in entry:
         raise DataError(
             f"{at} has neither file_name nor hf_hub_url; it has {', '.join(sorted(entry)) or 'nothing'} ({where})."
@@ -250,7 +252,7 @@ def _from_info(info: Path, name: str | None, item: DatasetItem, rows: RowRange, 
     hub = str(entry["hf_hub_url"])
     if entry.get("folder"):
         raise DataError(f"{at} names a folder of a hub dataset, which is not supported; fetch it yourself ({where}).")
-    files = _from_hub(hub, entry.get("subset"), entry.get("split", "train"), where)
+    files = _load_from_hub(hub, entry.get("subset"), entry.get("split", "train"), where)
     return Source(files, tuple(f"{hub}/{file.name}" for file in files), spec, item.weight, rows)
 
 
@@ -259,19 +261,19 @@ INFO_COLUMNS: dict[str, dict[str, str]] = {
     "sharegpt": {"messages": "conversations"},
     "openai": {"messages": "messages"},
 }
-"""LLaMA-Factory's names for columns -> ours, by its `formatting`."""
+"""Map from LLaMA-Factory's column names to Surefoot's, by `formatting`."""
 INFO_TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag", "observation_tag", "function_tag", "system_tag")
 UNTRAINABLE_INFO = ("videos", "audios", "chosen", "rejected", "kto_tag")
 
 
-def _info_spec(entry: Mapping[str, Any], at: str, where: str) -> FormatSpec:
+def _build_info_spec(entry: Mapping[str, Any], at: str, where: str) -> FormatSpec:
     formatting, columns, tags = (entry.get(name) for name in ("formatting", "columns", "tags"))
     formatting = formatting or "alpaca"
     if not isinstance(formatting, str) or formatting not in INFO_COLUMNS:
         known_formats = ", ".join(INFO_COLUMNS)
         raise DataError(f"{at}: formatting {shown(formatting)} is not known. Known: {known_formats} ({where}).")
-    known = {**INFO_COLUMNS[formatting], "system": "system", "tools": "tools", "images": "images"}
-    for name, value, names in (("columns", columns, (*known, *UNTRAINABLE_INFO)), ("tags", tags, INFO_TAGS)):
+    columns_by_name = {**INFO_COLUMNS[formatting], "system": "system", "tools": "tools", "images": "images"}
+    for name, value, names in (("columns", columns, (*columns_by_name, *UNTRAINABLE_INFO)), ("tags", tags, INFO_TAGS)):
         if value is not None and not isinstance(value, dict):
             raise DataError(f"{at}: {name} is {value!r}; it must be an object ({where}).")
         for key in value or {}:
@@ -287,15 +289,15 @@ def _info_spec(entry: Mapping[str, Any], at: str, where: str) -> FormatSpec:
     if formatting == "openai":
         tags = {"role_tag": "role", "content_tag": "content", **tags}
     if entry.get("converter") or (entry.get("formatting") is None and not columns):
-        return FormatSpec(tags=tags)  # LLaMA-Factory v1 entries name no formatting: their columns tell it
-    if formatting == "alpaca" and list(used) == ["prompt"]:  # its form for pre-training
+        return FormatSpec(tags=tags)  # LLaMA-Factory v1 entries name no formatting: it is detected from columns
+    if formatting == "alpaca" and list(used) == ["prompt"]:  # LLaMA-Factory's form for pre-training
         return FormatSpec("text", {"text": used["prompt"]}, only_mapped=True, named_in=at)
     format = "messages" if formatting == "openai" else formatting
-    mapped = {known[name]: column for name, column in used.items()}
+    mapped = {columns_by_name[name]: column for name, column in used.items()}
     return FormatSpec(format, mapped, tags, only_mapped=bool(columns), named_in=at)
 
 
-def _bound(text: str | None, num_rows: int, otherwise: int) -> int:
+def _resolve_bound(text: str | None, num_rows: int, otherwise: int) -> int:
     if text is None:
         return otherwise
     value = round(int(text[:-1]) / 100 * num_rows) if text.endswith("%") else int(text)

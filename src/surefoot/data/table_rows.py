@@ -1,4 +1,4 @@
-"""Rows of tables: CSV, Parquet and Arrow. Columnar files are read some rows at a time."""
+"""Readers for rows of tables: CSV, Parquet and Arrow. Columnar files are read in small groups of rows."""
 
 import codecs
 import csv
@@ -10,12 +10,12 @@ from surefoot.data.rows import MAX_ROW_BYTES, Broken, Row
 from surefoot.errors import DataError
 
 ROWS_AT_ONCE = 32
-"""A few bytes of a dictionary-encoded column can stand for as many long texts."""
+"""Number of rows converted at a time: few bytes of a dictionary-encoded column can hold many long texts."""
 
 
 def csv_rows(file: IO[bytes]) -> Iterator[Row]:
     csv.field_size_limit(MAX_ROW_BYTES)
-    lines = _Lines(file)
+    lines = _DecodedLines(file)
     reader = csv.reader(lines, strict=True)
     line = 1
     try:
@@ -26,7 +26,7 @@ def csv_rows(file: IO[bytes]) -> Iterator[Row]:
         if len(set(named)) != len(named):
             raise Broken(f":1: the header names a column twice: {', '.join(header[:8])}")
         line = reader.line_num + 1
-        lines.row_begins(line)
+        lines.begin_row(line)
         for values in reader:
             if values:
                 problem = None
@@ -38,15 +38,15 @@ def csv_rows(file: IO[bytes]) -> Iterator[Row]:
                     problem,
                 )
             line = reader.line_num + 1
-            lines.row_begins(line)
+            lines.begin_row(line)
     except csv.Error as error:
         raise Broken(f":{line}: not valid CSV in the row that begins here: {error}") from error
     except UnicodeDecodeError as error:
         raise Broken(f":{reader.line_num + 1}: not UTF-8: {error.reason}. Save it as UTF-8") from error
 
 
-class _Lines:
-    """Decoded lines for the CSV reader, never more than MAX_ROW_BYTES of them for one row."""
+class _DecodedLines:
+    """Decoded lines for the CSV reader, at most MAX_ROW_BYTES for a row."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -55,11 +55,11 @@ class _Lines:
         self._row_line = 1
         self._row_bytes = 0
 
-    def row_begins(self, line: int) -> None:
-        """The row before this line is complete."""
+    def begin_row(self, line: int) -> None:
+        """Begin a new row at `line`: the row before it is complete."""
         self._row_line, self._row_bytes = line, 0
 
-    def __iter__(self) -> "_Lines":
+    def __iter__(self) -> "_DecodedLines":
         return self
 
     def __next__(self) -> str:
@@ -85,13 +85,13 @@ def parquet_rows(path: Path) -> Iterator[Row]:
 
     try:
         with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
-            yield from _columnar(file.iter_batches(batch_size=ROWS_AT_ONCE, use_threads=False))
+            yield from _convert_batches(file.iter_batches(batch_size=ROWS_AT_ONCE, use_threads=False))
     except pyarrow.ArrowException as error:
         raise DataError(f"{path.name}: not a readable Parquet file: {error}") from error
 
 
 def arrow_rows(path: Path) -> Iterator[Row]:
-    """Both forms of Arrow files: with a footer (`.arrow`, Feather 2), and the stream that `datasets` writes."""
+    """Yield the rows of both kinds of Arrow files: with a footer (`.arrow`, Feather 2), and streams (`datasets`)."""
     import pyarrow
     import pyarrow.ipc
 
@@ -103,34 +103,34 @@ def arrow_rows(path: Path) -> Iterator[Row]:
             else:
                 file.seek(0)
                 batches = iter(pyarrow.ipc.open_stream(file))
-            yield from _columnar(batches)
+            yield from _convert_batches(batches)
     except pyarrow.ArrowException as error:
         raise DataError(f"{path.name}: not a readable Arrow file: {error}") from error
 
 
-def _columnar(batches: Iterable[Any]) -> Iterator[Row]:
+def _convert_batches(batches: Iterable[Any]) -> Iterator[Row]:
     number = 0
     import pyarrow
 
     for batch in batches:
         try:
-            batch.validate(full=True)  # offsets of a damaged file may lead anywhere in memory
+            batch.validate(full=True)  # offsets of a damaged file may point anywhere in memory
         except pyarrow.ArrowInvalid as error:
             raise Broken(f":{number + 1}: a value in this row or those behind it is damaged: {error}") from error
         for begin in range(0, batch.num_rows, ROWS_AT_ONCE):
             try:
                 values = batch.slice(begin, ROWS_AT_ONCE).to_pylist()
-            except (ValueError, OverflowError) as error:  # a date that Python has none for
+            except (ValueError, OverflowError) as error:  # a date outside of Python's range
                 raise Broken(f":{number + 1}: a value in this row or those behind it is unreadable: {error}") from error
             for value in values:
                 number += 1
-                yield Row({name: _without_nulls(item) for name, item in value.items()}, number)
+                yield Row({name: _remove_nulls(item) for name, item in value.items()}, number)
 
 
-def _without_nulls(value: Any) -> Any:
-    """Columnar files give every object of a column the keys of all; those an object never had are null."""
+def _remove_nulls(value: Any) -> Any:
+    """Remove nulls: columnar files give each object of a column the keys of all objects, as null where it has none."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: _remove_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        return [_remove_nulls(item) for item in value]
     return value

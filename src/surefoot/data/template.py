@@ -1,10 +1,10 @@
-"""Chat templates: from a conversation to its text, and which characters of it are the assistant's.
+"""Chat templates: renders a conversation to its text and finds the spans of the assistant's turns.
 
-The text is what transformers' `apply_chat_template` gives, byte for byte: the same function renders it. A trained span
+The text is byte for byte that of transformers' `apply_chat_template`: the same function renders it. A trained span
 begins where generation would begin (behind the generation prompt) and ends behind the end-of-turn token.
 
-Texts of the data that look like special tokens are rendered under stand-in characters, so every special token seen in
-the result was written by the template. Knows nothing of token ids, files or batches.
+Texts of the data that look like special tokens are rendered as stand-in characters, so the template wrote every special
+token in the result. This module does not depend on token ids, files or batches.
 """
 
 import json
@@ -22,38 +22,38 @@ from surefoot.data.template_process import TEMPLATE_PROCESS, Rendering
 from surefoot.errors import DataError
 
 RENDER_DEADLINE_S = 3.0
-"""Computing that one rendering may take. The same on a machine that is busy."""
+"""CPU time limit of one rendering, which does not depend on the load of the machine."""
 STAND_INS = (0xF0000, 0x100000)
-"""Where stand-in characters are taken from: the private planes of Unicode; the second if a text uses the first."""
+"""First stand-in characters, in the private planes of Unicode; the second plane if a text uses the first."""
 PLAIN_TURNS = (Message("user", "Q1"), Message("assistant", "A1"), Message("user", "Q2"), Message("assistant", "A2"))
-"""On which is seen how a template begins and ends turns."""
+"""Turns that show how a template begins and ends turns."""
 MARK = "\U000ffffd"
-"""Marks a place in a message, in a rendering that is only looked at."""
+"""Marker of a position in a message, in a rendering that is used for analysis only."""
 
 
 @dataclass(frozen=True)
 class TemplateSource:
-    """Everything a rendering depends on besides the conversation, as plain data."""
+    """All inputs of a rendering except for the conversation, as plain data."""
 
     template: str | None
     tool_template: str | None
-    """Used where a row declares tools; the same as `template` in most models."""
+    """Template for rows that declare tools; the same as `template` in most models."""
     special_tokens: Mapping[str, Any]
-    """What templates know as `bos_token`, `eos_token`, ..."""
+    """Variables `bos_token`, `eos_token`, ... of the template."""
     controls: tuple[str, ...]
     """Texts of the tokenizer's special tokens."""
     eos: str
     plain_start: str
-    """What the tokenizer itself puts before a text without a template."""
+    """Text that the tokenizer itself puts before a text without a template."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template, such as `enable_thinking`."""
     parse_special_tokens: bool = False
-    """Let texts of the data that look like special tokens become special tokens."""
+    """Whether texts of the data that look like special tokens become special tokens."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A trained stretch `[begin, end)` and its weight in the loss; None leaves the weight to `train_on`."""
+    """A trained span `[begin, end)` and its weight in the loss; None leaves the weight to `train_on`."""
 
     begin: int
     end: int
@@ -62,33 +62,33 @@ class Span:
 
 @dataclass(frozen=True)
 class Text:
-    """One rendered conversation.
+    """A rendered conversation.
 
-    `pieces`: None where the whole text may be tokenised at once; else its parts, each a control token or plain text in
-    which nothing is a control token.
+    `pieces`: None if the whole text may be tokenised at once; else its parts (text, is control token), where plain text
+    contains no control token.
     """
 
     text: str
     spans: tuple[Span, ...]
     pieces: tuple[tuple[str, bool], ...] | None = None
     ends_twice: bool = False
-    """An answer is followed by two end-of-turn tokens, or ends with the text of one."""
+    """Whether an answer is followed by two end-of-turn tokens, or ends with the text of one."""
     answer_in_prompt: bool = False
-    """The last answer stands word for word in what comes before it."""
+    """Whether the messages before the last answer contain it word for word."""
     has_lookalikes: bool = False
-    """Some text looks like a special token."""
+    """Whether some text looks like a special token."""
     lost_reasoning: bool = False
-    """The template does not show the last turn's reasoning."""
+    """Whether the template omits the last turn's reasoning."""
     dropped_reasoning: bool = False
-    """It shows that, and not the one of earlier turns whose answers may be trained."""
+    """Whether the template shows that, but omits the reasoning of earlier turns whose answers may be trained."""
     empty_answer: bool = False
-    """The last answer, which is trained, says nothing: no words, thoughts or calls."""
+    """Whether the last answer is trained but empty: no words, reasoning or calls."""
     images: tuple[Image, ...] = ()
-    """In order; each is one token of the text yet."""
+    """Images in order; each is still one token in the text."""
 
 
 class ChatTemplate:
-    """Renders conversations under one template."""
+    """A renderer of conversations with one template."""
 
     def __init__(self, source: TemplateSource) -> None:
         self.source = source
@@ -96,25 +96,25 @@ class ChatTemplate:
         self._control = re.compile("|".join(map(re.escape, self._controls)) or r"(?!)")
 
     def render(self, conversation: Conversation) -> Text:
-        """The text of a conversation and its trained spans.
+        """Return the text of a conversation and its trained spans.
 
-        Raises: BadRow where the template refuses the row or its turns cannot be told apart safely; DataError where the
+        Raises: BadRow if the template refuses the row or its turns cannot be separated safely; DataError if the
         template itself cannot be used.
         """
         if conversation.kind not in ("chat", "prompt"):
-            conversation = self._without_own_ends(conversation)
-        hidden = _Hidden(conversation, self._control)
+            conversation = self._strip_special_tokens(conversation)
+        hidden = _HiddenConversation(conversation, self._control)
         if conversation.kind == "chat":
-            text, spans = self._chat(hidden.conversation)
+            text, spans = self._render_chat(hidden.conversation)
         elif conversation.kind == "prompt":
-            text, spans = self._prompt(hidden.conversation), ()
+            text, spans = self._render_prompt(hidden.conversation), ()
         else:
-            text, spans = self._plain(hidden.conversation)
+            text, spans = self._render_plain(hidden.conversation)
         if not hidden.base:
-            return self._finished(text, spans, conversation, None)
-        return self._restored(text, spans, conversation, hidden)
+            return self._build_text(text, spans, conversation, None)
+        return self._restore_lookalikes(text, spans, conversation, hidden)
 
-    def _plain(self, conversation: Conversation) -> tuple[str, tuple[Span, ...]]:
+    def _render_plain(self, conversation: Conversation) -> tuple[str, tuple[Span, ...]]:
         if conversation.kind == "text prompt":
             return self.source.plain_start + conversation.messages[0].content, ()
         *context, last = (message.content for message in conversation.messages)
@@ -122,111 +122,111 @@ class ChatTemplate:
         text = prompt + last + self.source.eos
         return text, (Span(len(prompt), len(text)),)
 
-    def _without_own_ends(self, conversation: Conversation) -> Conversation:
-        """Plain texts that begin or end with the special token that is put there anyway: it is not put there twice."""
+    def _strip_special_tokens(self, conversation: Conversation) -> Conversation:
+        """Remove special tokens at the ends of plain texts that are added anyway, so that they do not occur twice."""
         texts = [message.content for message in conversation.messages]
         texts[0] = texts[0].removeprefix(self.source.plain_start)
         texts[-1] = texts[-1].removesuffix(self.source.eos)
         messages = [replace(message, content=text) for message, text in zip(conversation.messages, texts, strict=True)]
         return replace(conversation, messages=tuple(messages))
 
-    def _prompt(self, conversation: Conversation) -> str:
-        """A conversation up to where the assistant's next turn begins."""
+    def _render_prompt(self, conversation: Conversation) -> str:
+        """Return the text of a conversation up to the beginning of the assistant's next turn."""
         messages, tools = conversation.messages, conversation.tools
-        text = self._template(messages, tools, add_generation_prompt=True)
+        text = self._apply_template(messages, tools, add_generation_prompt=True)
         if tools:
             self._check_tools_shown(conversation, text)
-        self._check_asked(messages, text)
+        self._check_context_shown(messages, text)
         return text
 
-    def _chat(self, conversation: Conversation) -> tuple[str, tuple[Span, ...]]:
+    def _render_chat(self, conversation: Conversation) -> tuple[str, tuple[Span, ...]]:
         messages, tools = conversation.messages, conversation.tools
-        full = self._template(messages, tools)
+        full = self._apply_template(messages, tools)
         if tools:
             self._check_tools_shown(conversation, full)
-        self._check_asked(messages, full)
+        self._check_context_shown(messages, full)
         spans: list[Span] = []
         floor = 0
         for index, message in enumerate(messages):
             if message.role != "assistant" or index < conversation.first_trained:
                 continue
-            begin = self._begin(messages, index, tools, full, floor)
-            end = self._end_of_turn(full, begin)
+            begin = self._find_begin(messages, index, tools, full, floor)
+            end = self._find_end_of_turn(full, begin)
             if not end:
                 raise BadRow(
                     f"the chat template writes no end-of-turn token ({' or '.join(self._ends) or 'a special token'}) "
                     f"after message {index + 1}, so the trained part has no end. Give another one with chat_template"
                 )
-            self._check_words(message, full[begin:end], index)
+            self._check_answer_shown(message, full[begin:end], index)
             spans.append(Span(begin, end, message.weight))
             floor = end
         return full, tuple(spans)
 
-    def _begin(
+    def _find_begin(
         self, messages: Sequence[Message], index: int, tools: Sequence[dict[str, Any]], full: str, floor: int
     ) -> int:
-        """Where generation of turn `index` would begin in the full text."""
-        before = self._template(messages[:index], tools, add_generation_prompt=True)
+        """Return the position in the full text at which generation of turn `index` would begin."""
+        before = self._apply_template(messages[:index], tools, add_generation_prompt=True)
         if full.startswith(before) and len(before) >= floor:
             return len(before)
         # The template shows earlier turns differently once later ones follow (Qwen3 drops their thoughts). Then the
-        # text from within the message before up to the generation prompt is the anchor.
-        asked = messages[index - 1]
-        middle = len(asked.content) // 2
-        marked = replace(asked, content=asked.content[:middle] + MARK + asked.content[middle:])
-        seen = self._template([*messages[: index - 1], marked, *messages[index:]], tools)
-        prompt = self._template([*messages[: index - 1], marked], tools, add_generation_prompt=True)
-        anchor = seen.find(MARK)
+        # text from the middle of the message before up to the generation prompt is the anchor.
+        previous = messages[index - 1]
+        middle = len(previous.content) // 2
+        marked = replace(previous, content=previous.content[:middle] + MARK + previous.content[middle:])
+        marked_full = self._apply_template([*messages[: index - 1], marked, *messages[index:]], tools)
+        prompt = self._apply_template([*messages[: index - 1], marked], tools, add_generation_prompt=True)
+        anchor = marked_full.find(MARK)
         tail = prompt[prompt.find(MARK) + 1 :]
-        bare = self._template([*messages[: index - 1], marked], tools)
+        bare = self._apply_template([*messages[: index - 1], marked], tools)
         least = len(bare) - bare.find(MARK) - 1  # the rest of the message before; the generation prompt comes after
-        shared = _common_prefix(full[anchor:], tail)
-        if shared < len(tail):  # it holds more than the turn has (an empty thought): only its header is shared
-            shared = self._header_end(tail[:shared], least)
+        shared = _count_common_prefix(full[anchor:], tail)
+        if shared < len(tail):  # the prompt holds more than the turn (an empty thought): only its header is shared
+            shared = self._find_header_end(tail[:shared], least)
         has_header = shared > least or shared == len(tail) == least  # Mistral has no generation prompt
-        if seen.count(MARK) != 1 or seen.replace(MARK, "") != full or anchor < floor or not has_header:
+        if marked_full.count(MARK) != 1 or marked_full.replace(MARK, "") != full or anchor < floor or not has_header:
             raise BadRow(
                 f"the chat template renders earlier turns differently once turn {index + 1} follows, so the trained "
                 "part cannot be told from the rest. Give another one with chat_template"
             )
         return anchor + shared
 
-    def _header_end(self, shared: str, least: int) -> int:
-        """Behind the last special token of a cut generation prompt and the line it begins (a role); 0 without one."""
-        controls = [found.end() for found in self._control.finditer(shared) if found.end() > least]
+    def _find_header_end(self, shared: str, least: int) -> int:
+        """Return the end of the last special token of a cut generation prompt and its line (a role); 0 without one."""
+        controls = [match.end() for match in self._control.finditer(shared) if match.end() > least]
         line = shared.find("\n", controls[-1]) + 1 if controls else 0
         return line or max(controls, default=0)
 
     @cached_property
-    def _turns(self) -> str:
-        """A conversation of plain turns, or a part of it; empty where the template refuses that."""
+    def _plain_rendering(self) -> str:
+        """Rendering of plain turns, or of the first two; empty if the template refuses both."""
         for messages in (PLAIN_TURNS, PLAIN_TURNS[:2]):
-            with suppress(BadRow):  # a template may refuse what it likes; rows are what counts
-                return self._template(messages, ())
+            with suppress(BadRow):  # a template may refuse these turns; only rows matter
+                return self._apply_template(messages, ())
         return ""
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
-        """The special tokens that end a turn of the assistant, seen on a conversation of plain turns."""
-        text, ends = self._turns, []
+        """Special tokens that end an assistant turn, found in a rendering of plain turns."""
+        text, ends = self._plain_rendering, []
         for answer in ("A1", "A2"):
             behind = text.find(answer) + len(answer)
-            found = self._control.search(text, behind) if answer in text else None
-            if found is not None and not text[behind : found.start()].strip():
-                ends.append(found.group())
+            match = self._control.search(text, behind) if answer in text else None
+            if match is not None and not text[behind : match.start()].strip():
+                ends.append(match.group())
         ends += [self.source.eos, "<|eom_id|>"]  # Llama 3.1 ends a turn that waits for a tool with the latter
         return tuple(dict.fromkeys(end for end in ends if end in self._controls))
 
     @cached_property
     def _ends(self) -> tuple[str, ...]:
-        """`ends`, of a template that can be trained with.
+        """`ends` of a template that is fit for training.
 
-        Raises: DataError where it writes the assistant's header, but not as a generation prompt.
+        Raises: DataError if it writes the assistant's header, but not as a generation prompt.
         """
-        if "A1" in self._turns:
-            begin = len(before := self._template(PLAIN_TURNS[:1], (), add_generation_prompt=True))
-            header = self._turns[begin : self._turns.find("A1")].strip()
-            if header and before == self._template(PLAIN_TURNS[:1], ()):
+        if "A1" in self._plain_rendering:
+            begin = len(before := self._apply_template(PLAIN_TURNS[:1], (), add_generation_prompt=True))
+            header = self._plain_rendering[begin : self._plain_rendering.find("A1")].strip()
+            if header and before == self._apply_template(PLAIN_TURNS[:1], ()):
                 raise DataError(
                     f"the chat template writes {header!r} before the assistant's words, but not as the generation "
                     "prompt, so the model would be trained to write it itself. Give a template that handles "
@@ -235,29 +235,32 @@ class ChatTemplate:
         return self.ends
 
     @cached_property
-    def _headers(self) -> frozenset[str]:
-        """The special tokens of the generation prompt: where one stands, another turn has begun."""
-        asked = [Message("user", "Q1")]
+    def _header_tokens(self) -> frozenset[str]:
+        """Special tokens of the generation prompt: each of them begins another turn."""
+        question = [Message("user", "Q1")]
         with suppress(BadRow):
-            before, bare = self._template(asked, (), add_generation_prompt=True), self._template(asked, ())
+            before, bare = (
+                self._apply_template(question, (), add_generation_prompt=True),
+                self._apply_template(question, ()),
+            )
             return frozenset(self._control.findall(before[len(bare) :]))
         return frozenset()
 
-    def _end_of_turn(self, text: str, begin: int) -> int | None:
-        """Behind the first end-of-turn token from `begin` on, or behind another special token that ends the turn."""
+    def _find_end_of_turn(self, text: str, begin: int) -> int | None:
+        """Return the end of the first end-of-turn token from `begin` on, or of another token that ends the turn."""
         end = min((at + len(token) for token in self._ends if (at := text.find(token, begin)) >= 0), default=0)
-        header = min((at for token in self._headers if (at := text.find(token, begin)) >= 0), default=len(text))
+        header = min((at for token in self._header_tokens if (at := text.find(token, begin)) >= 0), default=len(text))
         if 0 < end <= header:
             return end
-        # The turn ends in another way than a plain one: a call, in some models, with a token of its own.
-        last = [found.end() for found in self._control.finditer(text, begin, header)]
+        # The turn does not end like a plain one: in some models, a call ends with a token of its own.
+        last = [match.end() for match in self._control.finditer(text, begin, header)]
         return last[-1] if last and not text[last[-1] : header].strip() else None
 
     def _check_tools_shown(self, conversation: Conversation, text: str) -> None:
-        """Each tool must be named more often than in a rendering without tools."""
+        """Raise BadRow unless each tool is named more often than in a rendering without tools."""
         try:
-            bare = self._template(conversation.messages, ())
-        except BadRow:  # a template that knows calls only beside tools
+            bare = self._apply_template(conversation.messages, ())
+        except BadRow:  # the template accepts calls only together with tools
             bare = ""
         for tool in conversation.tools:
             name = tool["function"]["name"]
@@ -267,8 +270,8 @@ class ChatTemplate:
                     "template knows tools, or give one with chat_template"
                 )
 
-    def _check_asked(self, messages: Sequence[Message], text: str) -> None:
-        """The words of the system, the user and the tools must be in the text, as they are or as JSON."""
+    def _check_context_shown(self, messages: Sequence[Message], text: str) -> None:
+        """Raise BadRow unless the text contains the words of system, user and tools, verbatim or as JSON."""
         for number, message in enumerate(messages, 1):
             for words in map(str.strip, message.pieces):
                 if message.role == "assistant" or words in text:
@@ -279,8 +282,8 @@ class ChatTemplate:
                         f"{words[:40]!r}). Give another one with chat_template"
                     )
 
-    def _check_words(self, message: Message, span: str, index: int) -> None:
-        """The trained span must hold the answer and the tool calls. Only a thought before the answer may be missing."""
+    def _check_answer_shown(self, message: Message, span: str, index: int) -> None:
+        """Raise BadRow unless the span holds the answer and the tool calls. Only a thought before it may be missing."""
         words = message.content.strip()
         answer = words.split("</think>")[-1].strip() if words.startswith("<think>") else words
         if "</think>" in words and "<think>" not in words:  # its beginning is in the generation prompt
@@ -299,7 +302,7 @@ class ChatTemplate:
                     f"in message {index + 1}. Use a model whose template knows tools, or give one with chat_template"
                 )
 
-    def _finished(
+    def _build_text(
         self,
         text: str,
         spans: tuple[Span, ...],
@@ -308,36 +311,41 @@ class ChatTemplate:
     ) -> Text:
         last = conversation.messages[-1]
         answer = last.content.strip()
-        asked = conversation.messages[:-1]
+        context = conversation.messages[:-1]
         ends_twice = any(
             message.content.rstrip().endswith(self._ends)
             for message in conversation.messages
             if message.role == "assistant" and conversation.kind == "chat"
-        ) or any(self._ends_again(text, span.end) for span in spans)
-        newest = _last_exchange(conversation)
+        ) or any(self._has_second_end(text, span.end) for span in spans)
+        newest = _get_last_exchange(conversation)
         earlier = conversation.messages[: len(conversation.messages) - len(newest)]
-        lost_reasoning = any(thought not in text for message in newest if (thought := _thought(message)))
+        lost_reasoning = any(thought not in text for message in newest if (thought := _get_reasoning(message)))
         return Text(
             text,
             spans,
             pieces,
             ends_twice=ends_twice,
-            answer_in_prompt=bool(spans) and len(answer) >= 20 and any(answer in message.content for message in asked),
+            answer_in_prompt=bool(spans)
+            and len(answer) >= 20
+            and any(answer in message.content for message in context),
             has_lookalikes=pieces is not None,
             lost_reasoning=lost_reasoning,
             dropped_reasoning=not lost_reasoning
-            and any(thought not in text for one in earlier if one.weight != 0 and (thought := _thought(one))),
+            and any(thought not in text for turn in earlier if turn.weight != 0 and (thought := _get_reasoning(turn))),
             empty_answer=bool(spans)
             and last.role == "assistant"
             and last.weight != 0
             and not (answer or last.tool_calls or last.reasoning),
         )
 
-    def _ends_again(self, text: str, end: int) -> bool:
-        found = self._control.match(text, end)
-        return found is not None and found.group() in (self.source.eos, *(self._ends if self.source.template else ()))
+    def _has_second_end(self, text: str, end: int) -> bool:
+        match = self._control.match(text, end)
+        return match is not None and match.group() in (
+            self.source.eos,
+            *(self._ends if self.source.template else ()),
+        )
 
-    def _template(
+    def _apply_template(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False
     ) -> str:
         template = self.source.tool_template if tools else self.source.template
@@ -357,30 +365,30 @@ class ChatTemplate:
             )
         )
 
-    def _restored(
-        self, hidden_text: str, spans: tuple[Span, ...], conversation: Conversation, hidden: "_Hidden"
+    def _restore_lookalikes(
+        self, hidden_text: str, spans: tuple[Span, ...], conversation: Conversation, hidden: "_HiddenConversation"
     ) -> Text:
-        """The text with look-alikes put back, cut into control tokens and plain text."""
+        """Return the text with look-alikes restored, cut into control tokens and plain text."""
         pieces: list[tuple[str, bool]] = []
         end = 0
-        for found in self._control.finditer(hidden_text):
-            pieces.append((hidden.restore(hidden_text[end : found.start()]), False))
-            pieces.append((found.group(), True))
-            end = found.end()
+        for match in self._control.finditer(hidden_text):
+            pieces.append((hidden.restore(hidden_text[end : match.start()]), False))
+            pieces.append((match.group(), True))
+            end = match.end()
         pieces.append((hidden.restore(hidden_text[end:]), False))
         text = "".join(piece for piece, _ in pieces)
         is_prompt = conversation.kind == "prompt"
-        if conversation.kind in ("chat", "prompt") and text != self._template(
+        if conversation.kind in ("chat", "prompt") and text != self._apply_template(
             conversation.messages, conversation.tools, add_generation_prompt=is_prompt
         ):
             if self.source.parse_special_tokens:
-                again = (self._prompt(conversation), ()) if is_prompt else self._chat(conversation)
-                return self._finished(*again, conversation, None)
+                rendering = (self._render_prompt(conversation), ()) if is_prompt else self._render_chat(conversation)
+                return self._build_text(*rendering, conversation, None)
             raise BadRow(
                 "a text of the row holds a special token that the chat template reads itself, so it cannot be kept as "
                 "text. Remove it, or set parse_special_tokens: true"
             )
-        moved = tuple(
+        restored_spans = tuple(
             Span(
                 len(hidden.restore(hidden_text[: span.begin])),
                 len(hidden.restore(hidden_text[: span.end])),
@@ -388,24 +396,30 @@ class ChatTemplate:
             )
             for span in spans
         )
-        kept = None if self.source.parse_special_tokens else tuple((piece, is_one) for piece, is_one in pieces if piece)
-        return self._finished(text, moved, conversation, kept)
+        parts = (
+            None
+            if self.source.parse_special_tokens
+            else tuple((part, is_control) for part, is_control in pieces if part)
+        )
+        return self._build_text(text, restored_spans, conversation, parts)
 
 
-class _Hidden:
-    """A conversation whose texts hold stand-ins for whatever looks like a special token. `base` 0: nothing did."""
+class _HiddenConversation:
+    """A conversation with stand-ins for texts that look like special tokens. `base` is 0 if there are none."""
 
     def __init__(self, conversation: Conversation, control: re.Pattern[str]) -> None:
         self.base = 0
         self.conversation = conversation
-        texts = "\n".join(_texts(conversation))
-        found = sorted(set(control.findall(texts)))
-        if not found:
+        texts = "\n".join(_iterate_texts(conversation))
+        lookalikes = sorted(set(control.findall(texts)))
+        if not lookalikes:
             return
-        self.base = next((base for base in STAND_INS if not any(chr(base + i) in texts for i in range(len(found)))), 0)
+        self.base = next(
+            (base for base in STAND_INS if not any(chr(base + i) in texts for i in range(len(lookalikes)))), 0
+        )
         if not self.base:
             raise BadRow("the texts use characters of both private planes of Unicode, besides special tokens")
-        self._stand_ins = {text: chr(self.base + index) for index, text in enumerate(found)}
+        self._stand_ins = {text: chr(self.base + index) for index, text in enumerate(lookalikes)}
         self._originals = {ord(stand_in): text for text, stand_in in self._stand_ins.items()}
         self._control = control
         self.conversation = Conversation(
@@ -428,7 +442,7 @@ class _Hidden:
 
     def _hide(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._control.sub(lambda found: self._stand_ins[found.group()], value)
+            return self._control.sub(lambda match: self._stand_ins[match.group()], value)
         if isinstance(value, dict):
             return {self._hide(key): self._hide(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -439,41 +453,41 @@ class _Hidden:
         return text.translate(self._originals)
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Every text inside a conversation."""
+def _iterate_texts(value: Any) -> Iterator[str]:
+    """Yield every text inside a conversation."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Conversation):
         for message in value.messages:
             yield message.content
             if message.reasoning or message.tool_calls or message.others:
-                yield from _texts([message.reasoning, message.tool_calls, message.others])
+                yield from _iterate_texts([message.reasoning, message.tool_calls, message.others])
         if value.tools:
-            yield from _texts(value.tools)
+            yield from _iterate_texts(value.tools)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield str(key)
-            yield from _texts(item)
+            yield from _iterate_texts(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _texts(item)
+            yield from _iterate_texts(item)
 
 
-def _last_exchange(conversation: Conversation) -> Sequence[Message]:
-    """The turns after the user's last one; thoughts in earlier ones may be dropped."""
+def _get_last_exchange(conversation: Conversation) -> Sequence[Message]:
+    """Return the last user turn and those after it; templates may drop the reasoning of earlier turns."""
     messages = conversation.messages
     return messages[max((i for i, message in enumerate(messages) if message.role == "user"), default=0) :]
 
 
-def _thought(message: Message) -> str:
-    """What the assistant thought: its reasoning, or what the content holds before the end of a thought."""
+def _get_reasoning(message: Message) -> str:
+    """Return the assistant's reasoning: that of the message, or the content before the end of a thought."""
     before, end, _ = message.content.partition("</think>")
     written = before.removeprefix("<think>").strip() if end and message.role == "assistant" else ""
     return message.reasoning.strip() if message.reasoning else written
 
 
-def _common_prefix(one: str, other: str) -> int:
-    length = min(len(one), len(other))
-    if one[:length] == other[:length]:
+def _count_common_prefix(left: str, right: str) -> int:
+    length = min(len(left), len(right))
+    if left[:length] == right[:length]:
         return length
-    return next(index for index in range(length) if one[index] != other[index])
+    return next(index for index in range(length) if left[index] != right[index])

@@ -1,8 +1,8 @@
-"""Renders a chat template under limits of time and memory: a template is a program that somebody else wrote.
+"""Rendering of chat templates under limits of time and memory, because a template is an untrusted program.
 
-Limits are those of a process. Workers that prepare data are processes for nothing else, and render in themselves.
-Every other process has a child that renders: forked where it is needed, gone after `IDLE_S`. Requests and answers are
-JSON, so a template that breaks out of its sandbox reaches no further.
+The limits apply to a process. Data workers do nothing else, so they render in their own process. Every other process
+renders in a child, which is forked when needed and ends after `IDLE_S` without work. Requests and responses are JSON,
+so a template that escapes from its sandbox reaches only the child.
 """
 
 import gc
@@ -30,29 +30,29 @@ from surefoot.errors import DataError
 from surefoot.system.process import describe_end, end_with_parent
 
 MOST_BYTES = 512 << 20
-"""Memory of one rendering beyond what its process has."""
+"""Limit of additional memory for one rendering, in bytes."""
 MOST_REASON = 500
 MOST_CHARACTERS = 32 << 20
-"""Length of one rendered text."""
+"""Length limit of one rendered text."""
 AGAIN_AFTER_S = 0.25
 OVERRUN_S = 1.0
-"""Computing beyond the deadline, within one operation of Python, that ends the process."""
+"""CPU time beyond the deadline, within one operation of Python, after which the process ends."""
 IDLE_S = 0.5
 ENDING_S = 0.2
-"""Time for a child that is ending."""
+"""Time for a child to end."""
 ANSWER_WITHIN_S = 120.0
-"""Time for an answer by the clock. A child that computes has a limit of its own; one that waits for a lock has none."""
+"""Wall-clock limit for a response. The limit on CPU time does not end a child that waits for a lock."""
 ATTEMPTS = 3
 TOO_LONG = signal.SIGVTALRM
-"""Signal that ends a process whose rendering is in one endless operation."""
+"""Signal that ends a process whose rendering is stuck in one operation."""
 RETRIED = (0, -signal.SIGKILL, -signal.SIGPIPE, -signal.SIGTERM)
-"""Ends of a child that say nothing of the template: it was idle, memory was short, the thread that forked it ended."""
+"""Exit statuses not caused by the template: the child was idle, memory was short, or its forking thread ended."""
 LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """One call of a template."""
+    """A call of a template."""
 
     template: str
     messages: Sequence[dict[str, Any]]
@@ -65,7 +65,7 @@ class Rendering:
 def render_here(call: Rendering) -> str:
     """Render in this process, which must do nothing else at the same time.
 
-    Raises: DataError where the template cannot be used; BadRow where it refuses these messages.
+    Raises: DataError if the template cannot be used; BadRow if it refuses these messages.
     """
     try:
         with deadline(call.deadline_s), memory_limit(MOST_BYTES):
@@ -77,7 +77,9 @@ def render_here(call: Rendering) -> str:
                 **call.variables,
             )
     except TemplateSyntaxError as error:
-        raise DataError(f"the chat template is not valid Jinja: line {error.lineno}: {_reason(error)}") from error
+        raise DataError(
+            f"the chat template is not valid Jinja: line {error.lineno}: {_shorten_reason(error)}"
+        ) from error
     except TimeoutError as error:
         raise took_too_long(call) from error
     except MemoryError:
@@ -86,11 +88,11 @@ def render_here(call: Rendering) -> str:
             "chat_template"
         ) from None  # the traceback would hold what the template built
     except UndefinedError as error:
-        raise BadRow(f"the chat template uses something that is not there: {_reason(error)}") from error
+        raise BadRow(f"the chat template uses something that is not there: {_shorten_reason(error)}") from error
     except TemplateError as error:
-        raise BadRow(f"the chat template refused the conversation: {_reason(error)}") from error
-    except Exception as error:  # a template is a program that somebody else wrote
-        raise BadRow(f"the chat template failed: {type(error).__name__}: {_reason(error)}") from error
+        raise BadRow(f"the chat template refused the conversation: {_shorten_reason(error)}") from error
+    except Exception as error:  # a template is an untrusted program
+        raise BadRow(f"the chat template failed: {type(error).__name__}: {_shorten_reason(error)}") from error
     text = str(texts[0])
     if len(text) > MOST_CHARACTERS:
         raise DataError(
@@ -100,8 +102,8 @@ def render_here(call: Rendering) -> str:
     return text
 
 
-def _reason(error: Exception) -> str:
-    """Return what an error of a template says; a template can make it as long as it likes."""
+def _shorten_reason(error: Exception) -> str:
+    """Return the message of a template's error, shortened, because a template can make it arbitrarily long."""
     return str(error)[:MOST_REASON]
 
 
@@ -112,16 +114,16 @@ def took_too_long(call: Rendering) -> DataError:
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError after so many seconds of computing, in the main thread of a process that does nothing else.
+    """Raise TimeoutError after `seconds` of CPU time, in the main thread of a process that does nothing else.
 
-    A single operation that goes on (`10 ** 10 ** 8`) lets no handler run: the system ends the process then.
+    During a single long operation (`10 ** 10 ** 8`) no handler can run: then the system ends the process.
     """
 
     def late(_number: int, _frame: FrameType | None) -> None:
         raise TimeoutError
 
     before = signal.signal(signal.SIGPROF, late)
-    # And again: where the collector of garbage calls back, Python lets no exception out.
+    # Repeat the signal, because Python suppresses exceptions in callbacks of the garbage collector.
     signal.setitimer(signal.ITIMER_PROF, seconds, AGAIN_AFTER_S)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds + OVERRUN_S)
     try:
@@ -134,14 +136,14 @@ def deadline(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def memory_limit(num_bytes: int) -> Iterator[None]:
-    """Let this process have so many bytes more than now; more raises MemoryError. Linux only."""
+    """Limit this process to `num_bytes` more than now; beyond that it raises MemoryError. Linux only."""
     try:
-        about = os.open("/proc/self/statm", os.O_RDONLY)  # a third of the time of `Path.read_text`, at every rendering
+        descriptor = os.open("/proc/self/statm", os.O_RDONLY)  # takes a third of the time of `Path.read_text`
     except OSError:
         yield
         return
-    pages = int(os.read(about, 100).split()[0])
-    os.close(about)
+    pages = int(os.read(descriptor, 100).split()[0])
+    os.close(descriptor)
     before = resource.getrlimit(resource.RLIMIT_AS)
     most = pages * resource.getpagesize() + num_bytes
     limits = [limit for limit in (most, *before) if limit != resource.RLIM_INFINITY]
@@ -153,12 +155,12 @@ def memory_limit(num_bytes: int) -> Iterator[None]:
 
 
 class _Child:
-    """A forked process that renders what it is sent, until nothing came for `IDLE_S`."""
+    """A forked process that renders requests, until it was idle for `IDLE_S`."""
 
     def __init__(self) -> None:
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
-        with _quiet_tokenizers():
+        with _silence_tokenizers():
             self._process = os.fork()
         if self._process == 0:
             _serve(requests, answers)
@@ -169,19 +171,19 @@ class _Child:
         self._reaper.start()
 
     def _reap(self) -> None:
-        """Take the exit status as soon as there is one, so that no dead process stays."""
+        """Wait for the exit status, so that no zombie process remains."""
         self._status = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
 
     def ask(self, request: bytes) -> bytes | None:
-        """Return the answer; None where the child has ended instead. Raises: TimeoutError."""
+        """Return the response, or None if the child has ended. Raises: TimeoutError."""
         try:
-            _write(self._requests, request)
-            return _read(self._answers, time.monotonic() + ANSWER_WITHIN_S)
+            _write_message(self._requests, request)
+            return _read_message(self._answers, time.monotonic() + ANSWER_WITHIN_S)
         except BrokenPipeError:
             return None
 
     def end(self) -> int:
-        """End the child if it has not ended; returns its exit status, negative for a signal."""
+        """End the child if it has not ended; return its exit status, negative for a signal."""
         os.close(self._requests)
         os.close(self._answers)
         self._reaper.join(ENDING_S)
@@ -193,7 +195,7 @@ class _Child:
 
 
 class TemplateProcess:
-    """Renders templates for this process: in itself if it is a worker, else in a child."""
+    """A renderer of templates for this process: in itself if it is a worker, else in a child."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -215,7 +217,7 @@ class TemplateProcess:
         raise DataError(text) if kind == "DataError" else BadRow(text)
 
     def end(self) -> None:
-        """End the child, if there is one: nothing is rendered for some time."""
+        """End the child, if there is one. Call it when no rendering follows soon."""
         with self._lock:
             child, self._child = self._child, None
             if child is not None and self._owner == os.getpid():
@@ -244,33 +246,33 @@ class TemplateProcess:
 
 
 def _serve(requests: int, answers: int) -> NoReturn:
-    """Answer requests; in the child. It holds nothing else of its parent, and never returns into its code."""
+    """Answer requests in the child. It keeps no other resources of its parent, and never returns into its code."""
     try:
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGPIPE, TOO_LONG):
             signal.signal(number, signal.SIG_DFL)
         end_with_parent()
-        gc.freeze()  # what the parent has left for its collector is not to be finalised here
+        gc.freeze()  # garbage of the parent must not be finalised here
         for entry in Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd").iterdir():
             if int(entry.name) not in (requests, answers):
                 with suppress(OSError):
                     os.close(int(entry.name))
-        while _is_ready(requests, IDLE_S) and (request := _read(requests)) is not None:
+        while _is_ready(requests, IDLE_S) and (request := _read_message(requests)) is not None:
             call = Rendering(**json.loads(request))
             try:
                 answer = ["text", render_here(call)]
             except (DataError, BadRow) as error:
                 answer = [type(error).__name__, str(error)]
-            _write(answers, json.dumps(answer).encode())
+            _write_message(answers, json.dumps(answer).encode())
         os._exit(0)
-    except BaseException:  # noqa: BLE001 - nothing of the parent's code may run here
+    except BaseException:  # noqa: BLE001 - no code of the parent may run here
         os._exit(1)
 
 
 @contextmanager
-def _quiet_tokenizers() -> Iterator[None]:
-    """The tokenizers library warns of a fork after it has used threads. A child that renders does not use it."""
+def _silence_tokenizers() -> Iterator[None]:
+    """Silence the tokenizers library, which warns of a fork after it has used threads. The child does not use it."""
     name = "TOKENIZERS_PARALLELISM"
     is_set = name in os.environ
     os.environ.setdefault(name, "true")
@@ -282,20 +284,20 @@ def _quiet_tokenizers() -> Iterator[None]:
 
 
 def _is_ready(descriptor: int, within_s: float) -> bool:
-    """Return whether there is something to read, or the end, within so many seconds."""
+    """Return whether data, or the end of the pipe, can be read within `within_s`."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(max(0.0, within_s) * 1000))
 
 
-def _write(descriptor: int, content: bytes) -> None:
+def _write_message(descriptor: int, content: bytes) -> None:
     view = memoryview(LENGTH.pack(len(content)) + content)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
-def _read(descriptor: int, end_s: float | None = None) -> bytes | None:
-    """Return one message; None at the end of the pipe. Raises: TimeoutError where it is not there in time."""
+def _read_message(descriptor: int, end_s: float | None = None) -> bytes | None:
+    """Return one message; None at the end of the pipe. Raises: TimeoutError if it does not come in time."""
     content, size = bytearray(), LENGTH.size
     while len(content) < size:
         if end_s is not None and not _is_ready(descriptor, end_s - time.monotonic()):
@@ -310,4 +312,4 @@ def _read(descriptor: int, end_s: float | None = None) -> bytes | None:
 
 
 TEMPLATE_PROCESS = TemplateProcess()
-"""The one instance of this process."""
+"""The only instance in this process."""

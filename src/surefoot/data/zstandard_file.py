@@ -1,15 +1,15 @@
-"""Zstandard files as streams of bytes."""
+"""A stream of decompressed bytes of a Zstandard file."""
 
 import io
 from pathlib import Path
 from typing import Any
 
 PIECE_BYTES = 1 << 10
-"""Compressed bytes of a piece. At most 32 MiB come out of it: a block of 4 bytes can stand for 128 KiB."""
+"""Compressed bytes read at a time. They expand to at most 32 MiB: a block of 4 bytes can hold 128 KiB."""
 
 
 class ZstandardFile(io.RawIOBase):
-    """Decompressed bytes of a Zstandard file. Unlike the library's own reader it notices a file that is cut short.
+    """Decompressed bytes of a Zstandard file. Unlike the library's own reader, this class detects truncated files.
 
     Raises: EOFError for a file that ends within a frame.
     """

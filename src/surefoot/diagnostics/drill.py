@@ -1,7 +1,7 @@
-"""`surefoot drill`: small runs on this machine, each broken for real in another way, to see that each fault is named.
+"""`surefoot drill`: small runs on this machine with real faults, to verify that each fault is diagnosed.
 
-Every run is an ordinary `surefoot train` of a tiny random model, with its supervisor; the fault strikes inside one of
-its ranks (`diagnostics.fault_injection`) in a step that the seed draws.
+Every run is an ordinary `surefoot train` of a tiny random model, with its supervisor. The fault strikes inside one of
+its ranks (`diagnostics.fault_injection`) in a step that the seed selects.
 """
 
 import json
@@ -27,14 +27,14 @@ from surefoot.errors import ConfigError
 from surefoot.system.process import PYTHON
 
 TOGETHER = 3
-"""Runs at the same time: one that stands still costs nothing."""
+"""Number of concurrent runs: a stalled run costs nothing."""
 GIVE_UP_S = 150.0
 END_WITHIN_S = 15.0
-"""After the finding."""
+"""Seconds after the finding in which the run must end."""
 CGROUPS = Path("/sys/fs/cgroup")
 CONTROLLERS = ("cpu", "memory", "freezer")
 LIMIT_BYTES = 2 << 30
-"""Of the memory of a run that is to use up its limit."""
+"""Memory limit of a run that must exhaust it."""
 Run = TypeVar("Run")
 Result = TypeVar("Result")
 WORDS = "one two three four five six seven eight nine ten"
@@ -42,7 +42,7 @@ WORDS = "one two three four five six seven eight nine ten"
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run with one fault."""
+    """The outcome of one run with one fault."""
 
     kind: str
     seed: int
@@ -54,15 +54,15 @@ class Outcome:
     """Code of the first finding."""
     named_rank: int | None
     after_s: float | None
-    """From the fault to the finding on disk."""
+    """Seconds from the fault to the finding on disk."""
     status: int
     """Exit status of the run; negative for a signal."""
     cause: str
-    """What the finding says; where there is none, the end of what the run printed."""
+    """Cause in the finding; without a finding, the end of the run's output."""
 
     @property
     def is_named(self) -> bool:
-        """Whether the right code was found, with the right rank where there is one."""
+        """Whether the expected code was found, with the right rank if the fault names one."""
         return self.found == self.expected and (not FAULTS[self.kind].names_rank or self.named_rank == self.rank)
 
     def as_dict(self) -> dict[str, Any]:
@@ -70,10 +70,10 @@ class Outcome:
 
 
 def drill(kinds: Sequence[str] = (), *, seeds: int = 1, overrides: Sequence[str] = ()) -> Iterator[Outcome]:
-    """Strike each kind of fault, `seeds` times; outcomes come as they are known.
+    """Strike each kind of fault `seeds` times; yield each outcome as soon as it is ready.
 
-    Without `kinds` all that can be struck here; `overrides` are settings of the runs, as `key=value`.
-    Raises: ConfigError for a kind that does not exist, or cannot be struck here; for settings that make no run.
+    Without `kinds`: all that are possible here. `overrides`: settings of the runs, as `key=value`.
+    Raises: ConfigError for a kind that does not exist or is impossible here, and for invalid settings.
     """
     unknown = [kind for kind in kinds if kind not in faults()]
     if unknown:
@@ -91,42 +91,44 @@ def drill(kinds: Sequence[str] = (), *, seeds: int = 1, overrides: Sequence[str]
             for kind in chosen
         }
         with started(runs, alone=[(kind, seed) for kind, seed in runs if FAULTS[kind].is_alone]) as outcomes:
-            for one in as_completed(outcomes.values()):
-                yield one.result()
+            for future in as_completed(outcomes.values()):
+                yield future.result()
 
 
 @contextmanager
 def started(runs: Mapping[Run, Callable[[], Result]], alone: Collection[Run]) -> Iterator[dict[Run, Future[Result]]]:
-    """Some at the same time; when these are over those that must be `alone` on this machine.
+    """Start runs concurrently and, after these, one by one those that must be `alone` on this machine.
 
-    What has not begun when the caller leaves never does.
+    Runs that have not begun when the caller leaves are never started.
     """
-    is_left = threading.Event()
-    with ThreadPoolExecutor(TOGETHER) as pool, ThreadPoolExecutor(1) as one_by_one:
+    is_abandoned = threading.Event()
+    with ThreadPoolExecutor(TOGETHER) as pool, ThreadPoolExecutor(1) as single_pool:
         together = {run: pool.submit(start) for run, start in runs.items() if run not in alone}
 
-        def after(start: Callable[[], Result]) -> Result:
+        def run_after_pool(start: Callable[[], Result]) -> Result:
             wait(together.values())
-            if is_left.is_set():
+            if is_abandoned.is_set():
                 raise CancelledError
             return start()
 
-        outcomes = together | {run: one_by_one.submit(after, start) for run, start in runs.items() if run in alone}
+        outcomes = together | {
+            run: single_pool.submit(run_after_pool, start) for run, start in runs.items() if run in alone
+        }
         try:
             yield outcomes
         finally:  # on Ctrl-C, too
-            is_left.set()
-            for one in outcomes.values():
-                one.cancel()
+            is_abandoned.set()
+            for future in outcomes.values():
+                future.cancel()
 
 
 def faults() -> list[str]:
-    """The kinds that must be found."""
+    """Return the kinds of faults that must be found."""
     return [kind for kind, fault in FAULTS.items() if fault.code]
 
 
 def write_job(folder: Path) -> dict[str, Any]:
-    """Write a tiny model with random weights, its tokenizer and its data; returns the settings of a run of them."""
+    """Write a tiny random model, its tokenizer and its data; return the settings of a run that uses them."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
     from transformers.utils import logging
@@ -155,7 +157,7 @@ def write_job(folder: Path) -> dict[str, Any]:
 
 
 def settings_of(model: Path, data: Path) -> dict[str, Any]:
-    """Of runs that are broken."""
+    """Return the settings of a drill's runs."""
     return {
         "model": str(model), "dataset": str(data), "max_length": 128, "learning_rate": 1e-4, "device": "cpu",
         "save_steps": 0, "global_batch_size": 4, "per_device_train_batch_size": 2, "report": False,
@@ -165,7 +167,7 @@ def settings_of(model: Path, data: Path) -> dict[str, Any]:
 def strike(
     kind: str, settings: dict[str, Any], folder: Path, seed: int, overrides: Sequence[str] = (), *, ranks: int = 2
 ) -> Outcome:
-    """One run of some ranks with one fault, on a rank and in a step that the seed draws."""
+    """Run `ranks` ranks with one fault, on a rank and in a step that the seed selects; return the outcome."""
     fault = FAULTS[kind]
     draw = random.Random(f"{kind}-{seed}")
     rank, step = draw.randrange(ranks), draw.randrange(fault.first_step, fault.first_step + 8)
@@ -189,24 +191,25 @@ def strike(
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-        found_s, was_told = None, False
-        findings = folder / "run" / "findings.jsonl"
+        finding_s, has_terminated = None, False
+        findings_path = folder / "run" / "findings.jsonl"
         while run.poll() is None and time.monotonic() - began < GIVE_UP_S:
-            if found_s is None and findings.is_file() and findings.stat().st_size:
-                found_s = time.time()
-            if found_s is not None and not was_told and time.time() - found_s > END_WITHIN_S:  # a leak ends no run
+            if finding_s is None and findings_path.is_file() and findings_path.stat().st_size:
+                finding_s = time.time()
+            # A leak does not end the run.
+            if finding_s is not None and not has_terminated and time.time() - finding_s > END_WITHIN_S:
                 run.terminate()
-                was_told = True
+                has_terminated = True
             time.sleep(0.1)
-        if run.poll() is None:  # not found: whoever started it, and all that it started
+        if run.poll() is None:  # not found: kill the launcher and all its descendants
             for process in psutil.Process(run.pid).children(recursive=True):
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
             run.kill()
         status = run.wait(30)
-    found_s = found_s or (time.time() if findings.is_file() else None)
-    made = [json.loads(line) for line in findings.read_text().splitlines()] if findings.is_file() else []
-    first = made[0] if made else {"code": None, "evidence": {}, "cause": (folder / "output").read_text()[-500:]}
+    finding_s = finding_s or (time.time() if findings_path.is_file() else None)
+    findings = [json.loads(line) for line in findings_path.read_text().splitlines()] if findings_path.is_file() else []
+    first = findings[0] if findings else {"code": None, "evidence": {}, "cause": (folder / "output").read_text()[-500:]}
     return Outcome(
         kind=kind,
         seed=seed,
@@ -216,7 +219,7 @@ def strike(
         expected=fault.code,
         found=first["code"],
         named_rank=first["evidence"].get("rank"),
-        after_s=round(found_s - float(struck.read_text()), 1) if found_s and struck.exists() else None,
+        after_s=round(finding_s - float(struck.read_text()), 1) if finding_s and struck.exists() else None,
         status=status,
         cause=first["cause"],
     )
@@ -224,7 +227,7 @@ def strike(
 
 @contextmanager
 def limited(kind: str) -> Iterator[list[str]]:
-    """The beginning of a command that runs in cgroups of its own, where the fault needs them. Raises: OSError."""
+    """Yield the beginning of a command that runs in its own cgroups, if the fault needs them. Raises: OSError."""
     if not FAULTS[kind].needs_limits:
         yield []
         return
@@ -236,13 +239,13 @@ def limited(kind: str) -> Iterator[list[str]]:
         yield ["sh", "-c", f'echo $$ > {cpu}/cgroup.procs; echo $$ > {memory}/cgroup.procs; exec "$@"', "sh"]
     finally:
         if freezer.is_dir():
-            (freezer / "freezer.state").write_text("THAWED")  # what was killed there dies now
+            (freezer / "freezer.state").write_text("THAWED")  # processes that were killed while frozen die now
         for group in groups:
-            _remove(group)
+            _remove_cgroup(group)
 
 
-def _remove(group: Path) -> None:
-    """Delete a cgroup; one whose last process is just ending needs a moment. One that stays is empty, and harmless."""
+def _remove_cgroup(group: Path) -> None:
+    """Delete a cgroup; this takes a moment while its last process ends. A cgroup that remains is empty and harmless."""
     deadline = time.monotonic() + END_WITHIN_S
     while group.is_dir() and time.monotonic() < deadline:
         with suppress(OSError):
@@ -251,5 +254,5 @@ def _remove(group: Path) -> None:
 
 
 def can_limit() -> bool:
-    """Whether cgroups may be made here: as root, where the controllers of version 1 are mounted."""
+    """Return whether cgroups can be created here: as root, where the controllers of version 1 are mounted."""
     return all(os.access(CGROUPS / name / "cgroup.procs", os.W_OK) for name in CONTROLLERS)

@@ -1,1 +1,1 @@
-"""Ranks: their process group, parallel dimensions, FSDP wrap order, rendezvous and elastic launch."""
+"""Distributed runs: process group, parallel dimensions, FSDP wrap order, rendezvous and elastic launch."""

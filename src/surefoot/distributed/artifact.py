@@ -1,4 +1,4 @@
-"""Writes what was trained, gathered from all ranks: an adapter in PEFT's format or a model in Hugging Face's."""
+"""Writer of the trained artifact, gathered from all ranks: an adapter in PEFT's or a model in Hugging Face's format."""
 
 from pathlib import Path
 
@@ -26,10 +26,10 @@ def write_artifact(
     ranks: World = SINGLE_PROCESS,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write the trained adapter (PEFT format), or without LoRA the whole model (HF format, in `dtype` or the base's).
+    """Write the trained adapter (PEFT format), or without LoRA the full model (HF format, in `dtype` or the base's).
 
-    `base` is the base model's folder, `source` what the config calls it. Rank 0 writes what the ranks gather: it holds
-    one parameter of an adapter, or one layer of a model. Collective. Raises: StorageError.
+    `base` is the base model's folder, `source` its name in the config. Rank 0 writes the tensors that the ranks gather:
+    it holds one parameter of an adapter, or one layer of a model. Collective. Raises: StorageError.
     """
     buffers = [] if settings is not None else stored_buffers(model)
     parameters = trainable_parameters(model) if settings is not None else dict(model.named_parameters())
@@ -50,7 +50,7 @@ def write_artifact(
                         name_ends(folder, answer_ends(tokenizer))
                     tokenizer.save_pretrained(folder)
         finally:
-            for _ in values:  # the other ranks, and a first one that could not write: gathering takes all
+            for _ in values:  # every rank takes part in gathering, also if rank 0 could not write
                 pass
 
     ranks.run_or_raise_on_all(write, names_rank=False)

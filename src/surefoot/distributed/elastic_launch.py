@@ -1,7 +1,7 @@
-"""Starts the ranks of this machine through torch elastic, watches them, and says which one failed and how.
+"""Launcher of this machine's ranks through torch elastic: it watches them and reports which one failed and how.
 
-A rank that fails on purpose leaves its reason in a file; one that was killed leaves none, and its exit status tells.
-What other ranks raise when a peer is gone is a consequence, never the reason.
+A rank that fails on purpose leaves its reason in a file; one that was killed leaves none, and its exit status counts.
+Errors that other ranks raise after losing a peer are a consequence, never the reason.
 """
 
 import fcntl
@@ -36,7 +36,7 @@ from surefoot.system import cgroup
 from surefoot.system.process import PYTHON, describe_end, restore_handlers, stop_signals, was_for_memory
 
 FOLDER = "SUREFOOT_LAUNCH"
-"""Environment variable: the folder in which launcher and ranks leave each other notes."""
+"""Environment variable: the folder for the notes between launcher and ranks."""
 PREFIX = "surefoot-launch-"
 LOCK = "lock"
 RANK_PROCESS = "surefoot.launch.rank_process"
@@ -44,40 +44,40 @@ STOP = "stop"
 ABANDONED_AFTER_S = 60.0
 JOIN_WITHIN_S = 600
 PASS_ON_EVERY_S = 0.1
-"""How often the same signal is passed on at most: it takes about a millisecond, and a storm would stop the launcher."""
+"""Shortest time between forwards of the same signal: each takes about a millisecond, and a storm would block it."""
 LEAVE_AFTER_S = 10.0
-"""How long a rank goes on when another one has failed alone, or is gone."""
+"""Seconds that a rank goes on after another one failed alone or exited."""
 SEEN_WITHIN_S = 1.0
-"""How soon elastic sees that a rank has ended; it looks ten times a second."""
+"""Seconds until elastic notices that a rank has ended; it polls ten times a second."""
 GONE = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Connection refused", "NCCL")
-"""What gloo and NCCL say when another rank is gone."""
+"""Messages of gloo and NCCL that another rank has exited."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why a launched run ended."""
+    """Reason why a launched run ended."""
 
     reason: str
     kind: str = ""
-    """Class of our error; empty for a rank that died or raised something else."""
+    """Class of the SurefootError; empty for a rank that died or raised something else."""
     death: "RankDeath | None" = None
-    """Where it left no reason."""
+    """Death of the rank, if it left no reason."""
     finding: Finding | None = None
-    """That it stopped on."""
+    """Finding that stopped it."""
 
 
 @dataclass(frozen=True)
 class RankDeath:
-    """How a rank ended that could not say why."""
+    """Death of a rank that could not report its reason."""
 
     rank: int
     how: str
     for_memory: bool | None
-    """Whether the kernel killed it because of its cgroup's limit; None where that cannot be told."""
+    """Whether the kernel killed it because of its cgroup's limit; None if unknown."""
 
 
 class Launched(Launch, Protocol):
-    """What is launched: a run's settings of that name."""
+    """Settings of a launch: those of a run with the same names."""
 
     @property
     def nproc_per_node(self) -> int: ...
@@ -92,19 +92,19 @@ def launch(
     *,
     join_within_s: int = JOIN_WITHIN_S,
 ) -> RankFailure | None:
-    """Run `job` (JSON for `launch.rank_process`) on this machine's ranks and wait for them; None where all went well.
+    """Run `job` (JSON for `launch.rank_process`) on this machine's ranks and wait for them; return None on success.
 
-    `on_restart` hears why the ranks are started again, and for which time; `join_within_s`: how long machines wait for
+    `on_restart` is called with the reason of each restart and its number; `join_within_s`: how long machines wait for
     each other.
 
-    Signals are passed on to the ranks, which save and end. Raises: SurefootError where ranks cannot be started;
-    KeyboardInterrupt where they were stopped before they could save.
+    Signals are forwarded to the ranks, which save and end. Raises: SurefootError if ranks cannot be started;
+    KeyboardInterrupt if they were stopped before they could save.
     """
     _remove_abandoned_folders()
     with (
         tempfile.TemporaryDirectory(prefix=PREFIX) as name,
-        _in_use(name),
-        _passing_signals(name) as passed,
+        _lock_folder(name),
+        _forward_signals(name) as passed,
         rendezvous(config, "test" if "self_test" in job else "train", join_within_s) as handler,
     ):
         oom_kills = cgroup.oom_kills()
@@ -114,28 +114,34 @@ def launch(
         inherited = {FOLDER: name, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
         before = {key: os.environ.get(key) for key in (*inherited, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
         os.environ.update(inherited)
-        said = logging.getLogger("torch.distributed.elastic")
-        level, propagates = said.level, said.propagate
-        said.setLevel(logging.ERROR)
-        deaths = _Deaths(folder, config.max_restarts, oom_kills, on_restart)
-        said.addHandler(deaths)
-        said.propagate = False  # what it says is said below, once
+        logger = logging.getLogger("torch.distributed.elastic")
+        level, does_propagate = logger.level, logger.propagate
+        logger.setLevel(logging.ERROR)
+        death_handler = _DeathHandler(folder, config.max_restarts, oom_kills, on_restart)
+        logger.addHandler(death_handler)
+        logger.propagate = False  # its messages are reported below, once
         try:
-            elastic_launch(_launch_config(config, folder, handler), PYTHON[0])(*PYTHON[1:], "-m", RANK_PROCESS)
+            elastic_launch(_build_launch_config(config, folder, handler), PYTHON[0])(*PYTHON[1:], "-m", RANK_PROCESS)
         except ChildFailedError as error:
-            told = _told(folder)
-            if told is None and passed:
+            failure = _find_reported_failure(folder)
+            if failure is None and passed:
                 raise KeyboardInterrupt(passed[0]) from error
-            silent = _silent(folder)
-            if told is None and not silent and all(failure.exitcode > 0 for failure in error.failures.values()):
-                told = _told(folder, consequences=True)  # all lost each other: what they say is all there is
-            return told or _died(error, silent, oom_kills=oom_kills)
+            silent_ranks = _list_silent_ranks(folder)
+            if (
+                failure is None
+                and not silent_ranks
+                and all(rank_failure.exitcode > 0 for rank_failure in error.failures.values())
+            ):
+                failure = _find_reported_failure(
+                    folder, consequences=True
+                )  # all ranks lost each other: only consequences are left
+            return failure or _explain_silent_failure(error, silent_ranks, oom_kills=oom_kills)
         except SignalException as error:
             raise SurefootError(f"the launcher was stopped by {signal.Signals(error.sigval).name}.") from error
         except (RendezvousError, SurefootError, RuntimeError, ValueError, OSError) as error:
-            reported = _told(folder, consequences=True)
-            if reported is not None:  # what ended the ranks says more than why they do not start again
-                return reported
+            failure = _find_reported_failure(folder, consequences=True)
+            if failure is not None:  # the end of the ranks explains more than the failed restart
+                return failure
             if isinstance(error, SurefootError):
                 raise
             reason = str(error).partition(" See inner exception")[0].rstrip(". ") or type(error).__name__
@@ -144,35 +150,35 @@ def launch(
                 f"{reason}."
             ) from error
         finally:
-            said.removeHandler(deaths)
-            said.setLevel(level)
-            said.propagate = propagates
+            logger.removeHandler(death_handler)
+            logger.setLevel(level)
+            logger.propagate = does_propagate
             for key, value in before.items():
                 os.environ.pop(key, None)
                 if value is not None:
                     os.environ[key] = value
-        return _told(folder)
+        return _find_reported_failure(folder)
 
 
 @contextmanager
-def _in_use(folder: str) -> Iterator[None]:
-    """Hold a lock in a launch folder, which the system gives back however this process ends."""
+def _lock_folder(folder: str) -> Iterator[None]:
+    """Hold a lock in a launch folder, which the system releases however this process ends."""
     with open(Path(folder, LOCK), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _remove_abandoned_folders() -> None:
-    """Delete what launchers left that were killed: nobody holds the lock of these folders."""
+    """Delete folders of launchers that were killed: no process holds the lock of these folders."""
     for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
         with suppress(OSError), open(lock, "r+") as held:
-            if time.time() - lock.stat().st_mtime < ABANDONED_AFTER_S:  # may be about to be locked
+            if time.time() - lock.stat().st_mtime < ABANDONED_AFTER_S:  # it may be about to be locked
                 continue
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent)
 
 
-def _launch_config(config: Launched, folder: Path, handler: RendezvousHandler) -> LaunchConfig:
+def _build_launch_config(config: Launched, folder: Path, handler: RendezvousHandler) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=config.nnodes,
         max_nodes=config.nnodes,
@@ -181,14 +187,14 @@ def _launch_config(config: Launched, folder: Path, handler: RendezvousHandler) -
         rdzv_backend=BACKEND,
         rdzv_configs={"handler": handler},
         max_restarts=config.max_restarts,
-        signals_to_handle="SIGQUIT",  # the others are passed on, see below
+        signals_to_handle="SIGQUIT",  # the other signals are forwarded, see below
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
     )
 
 
 @contextmanager
-def _passing_signals(folder: str) -> Iterator[list[str]]:
-    """What asks a run to end goes to the ranks; each stops at the end of its step, and the launcher after them."""
+def _forward_signals(folder: str) -> Iterator[list[str]]:
+    """Forward stop signals to the ranks; each stops at the end of its step, and the launcher after them."""
 
     passed: list[str] = []
     passed_s: dict[int, float] = {}
@@ -199,10 +205,10 @@ def _passing_signals(folder: str) -> Iterator[list[str]]:
             return
         passed_s[number] = now_s
         passed.append(signal.Signals(number).name)
-        with suppress(OSError):  # a full disk: those that have noted their process hear it
+        with suppress(OSError):  # on a full disk the ranks with a noted process still receive the signal
             (Path(folder) / STOP).touch()  # for ranks that have not noted their process yet
-        if not any(_running_ranks(Path(folder))) and not _have_all_ended(Path(folder)):
-            raise KeyboardInterrupt(signal.Signals(number).name)  # nothing to lose: ranks are yet to start
+        if not any(_list_running_ranks(Path(folder))) and not _has_every_rank_ended(Path(folder)):
+            raise KeyboardInterrupt(signal.Signals(number).name)  # nothing to lose: no rank has started
         _signal_ranks(Path(folder), number)
 
     if threading.current_thread() is not threading.main_thread():
@@ -216,89 +222,89 @@ def _passing_signals(folder: str) -> Iterator[list[str]]:
 
 
 def kill_ranks() -> None:
-    """In the launcher's process: kill the ranks that it has started."""
+    """Kill the ranks that this launcher process has started."""
     _signal_ranks(Path(os.environ.get(FOLDER, os.devnull)), signal.SIGKILL)
 
 
 def _signal_ranks(folder: Path, number: int) -> None:
-    for process in _running_ranks(folder):
+    for process in _list_running_ranks(folder):
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             process.send_signal(number)
 
 
-def _running_ranks(folder: Path) -> Iterator[psutil.Process]:
-    """Yield the ranks of the last attempt that run. The number of one that ended may be another process's by now."""
-    for path in folder.glob(f"pid-*-{_last_attempt(folder)}"):
+def _list_running_ranks(folder: Path) -> Iterator[psutil.Process]:
+    """Yield the running ranks of the last attempt. The process id of an ended rank may be another process's by now."""
+    for path in folder.glob(f"pid-*-{_find_last_attempt(folder)}"):
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError, ValueError):
             process = psutil.Process(int(path.read_text()))
             if process.ppid() == os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 yield process
 
 
-def _have_all_ended(folder: Path) -> bool:
-    """Return whether each rank of the last attempt has said that it is through."""
-    last = _last_attempt(folder)
+def _has_every_rank_ended(folder: Path) -> bool:
+    """Return whether each rank of the last attempt has noted its end."""
+    last = _find_last_attempt(folder)
     noted, through = (len(list(folder.glob(f"{kind}-*-{last}"))) for kind in ("pid", "through"))
     return 0 < noted == through
 
 
 def note_process() -> None:
-    """In a rank: say which process this is, and leave with those that failed. Raises: KeyboardInterrupt if told to."""
+    """Note this rank's process id, and exit with ranks that failed. Raises: KeyboardInterrupt for a stopped run."""
     folder = Path(os.environ[FOLDER])
     (folder / f"pid-{os.environ['RANK']}-{attempt()}").write_text(str(os.getpid()))
     if (folder / STOP).exists():
         raise KeyboardInterrupt("stopped while starting")
-    threading.Thread(target=_leave_with_the_others, args=(folder,), name="watch", daemon=True).start()
+    threading.Thread(target=_exit_after_peer_failure, args=(folder,), name="watch", daemon=True).start()
 
 
 def note_end() -> None:
-    """In a rank: say that it is through, so that one that just left is known."""
-    with suppress(OSError):  # a launcher that is gone
+    """Note in a rank that it has finished, to distinguish it from a rank that exited early."""
+    with suppress(OSError):  # the launcher has exited
         Path(os.environ[FOLDER], f"through-{os.environ['RANK']}-{attempt()}").touch()
 
 
 def was_begun(run_folder: Path) -> bool:
-    """In a rank: whether an earlier attempt of this launch has begun the run folder."""
+    """Return in a rank whether an earlier attempt of this launch has begun the run folder."""
     begun, job = run_folder / "environment.json", Path(os.environ[FOLDER], "job.json")
     return attempt() > 0 and begun.is_file() and begun.stat().st_mtime_ns >= job.stat().st_mtime_ns
 
 
-def _leave_with_the_others(folder: Path) -> None:
+def _exit_after_peer_failure(folder: Path) -> None:
     """End this process some time after another rank failed alone: it may be waiting for it where no signal reaches.
 
-    The same where one of this machine is gone without a word: gloo never tells of a peer whose message was cut short.
+    Do the same if a rank of this machine exited without a note: gloo never reports a peer whose message was cut short.
     """
     lost_s: float | None = None
     while True:
         time.sleep(1.0)
-        for note in _notes(folder, attempt()):
+        for note in _read_notes(folder, attempt()):
             if not note["is_agreed"] and time.time_ns() - note["time_ns"] > LEAVE_AFTER_S * 1e9:
                 os._exit(0 if is_input_error(note["kind"]) else 1)
-        if lost_s is None and any(_is_gone(folder, rank) for rank in _silent(folder)):
+        if lost_s is None and any(_has_exited(folder, rank) for rank in _list_silent_ranks(folder)):
             lost_s = time.monotonic()
         if lost_s is not None and time.monotonic() - lost_s > LEAVE_AFTER_S:
             os._exit(1)
 
 
-def _is_gone(folder: Path, rank: int) -> bool:
-    """Whether the process of a rank of this machine is no more."""
+def _has_exited(folder: Path, rank: int) -> bool:
+    """Return whether the process of a rank of this machine has exited."""
     try:
         os.kill(int((folder / f"pid-{rank}-{attempt()}").read_text()), 0)
     except ProcessLookupError:
         return True
-    except (OSError, ValueError):  # another's process, a note being written
+    except (OSError, ValueError):  # another user's process, or a note being written
         return False
     return False
 
 
 def is_input_error(kind: str) -> bool:
-    """Whether an error of this class would only come again after a restart."""
-    found = getattr(errors, kind, None) if kind else None
-    return isinstance(found, type) and issubclass(found, errors.InputError)
+    """Return whether an error of this class would recur after a restart."""
+    cls = getattr(errors, kind, None) if kind else None
+    return isinstance(cls, type) and issubclass(cls, errors.InputError)
 
 
 def note_failure(error: BaseException, *, kind: str, is_agreed: bool) -> bool:
-    """In a rank: leave the reason why it fails. Returns whether that is only a consequence of another rank's end."""
+    """Note in a rank why it fails. Return whether that is only a consequence of another rank's end."""
     rank = int(os.environ["RANK"])
     text = str(error) or type(error).__name__
     is_consequence = isinstance(error, KeyboardInterrupt) or (not kind and any(sign in text for sign in GONE))
@@ -311,12 +317,12 @@ def note_failure(error: BaseException, *, kind: str, is_agreed: bool) -> bool:
         "finding": asdict(error.finding) if isinstance(error, StoppedOnFinding) else None,
     }
     path = Path(os.environ[FOLDER], f"failure-{rank}-{attempt()}.json")
-    with suppress(OSError):  # a disk that is full, or a launcher that is gone: the exit status still tells
+    with suppress(OSError):  # a full disk, or a launcher that has exited: the exit status remains
         path.write_text(json.dumps(note), encoding="utf-8")
     return is_consequence
 
 
-def _notes(folder: Path, number: int) -> list[dict[str, Any]]:
+def _read_notes(folder: Path, number: int) -> list[dict[str, Any]]:
     notes = []
     for path in folder.glob(f"failure-*-{number}.json"):
         with suppress(OSError, ValueError):  # being written, or cut short by a kill
@@ -324,13 +330,15 @@ def _notes(folder: Path, number: int) -> list[dict[str, Any]]:
     return notes
 
 
-def _last_attempt(folder: Path) -> int:
+def _find_last_attempt(folder: Path) -> int:
     return max((int(path.name.split("-")[2]) for path in folder.glob("pid-*")), default=0)
 
 
-def _told(folder: Path, *, consequences: bool = False) -> RankFailure | None:
-    """The first reason that a rank of the last attempt left; of consequences only where asked for."""
-    reasons = [note for note in _notes(folder, _last_attempt(folder)) if consequences or not note["is_consequence"]]
+def _find_reported_failure(folder: Path, *, consequences: bool = False) -> RankFailure | None:
+    """Return the first reason that a rank of the last attempt noted; `consequences`: include consequences."""
+    reasons = [
+        note for note in _read_notes(folder, _find_last_attempt(folder)) if consequences or not note["is_consequence"]
+    ]
     if not reasons:
         return None
     first = min(reasons, key=lambda note: note["time_ns"])
@@ -338,32 +346,32 @@ def _told(folder: Path, *, consequences: bool = False) -> RankFailure | None:
     return RankFailure(first["reason"], first["kind"], finding=finding)
 
 
-def _silent(folder: Path) -> list[int]:
-    """The ranks of the last attempt that began, and neither said that they are through nor why they are not."""
-    last = _last_attempt(folder)
-    said = {int(path.name.split("-")[1]) for path in folder.glob(f"failure-*-{last}.json")}
-    said |= {int(path.name.split("-")[1]) for path in folder.glob(f"through-*-{last}")}
-    return sorted({int(path.name.split("-")[1]) for path in folder.glob(f"pid-*-{last}")} - said)
+def _list_silent_ranks(folder: Path) -> list[int]:
+    """Return the ranks of the last attempt that began, and noted neither their end nor a failure."""
+    last = _find_last_attempt(folder)
+    reported = {int(path.name.split("-")[1]) for path in folder.glob(f"failure-*-{last}.json")}
+    reported |= {int(path.name.split("-")[1]) for path in folder.glob(f"through-*-{last}")}
+    return sorted({int(path.name.split("-")[1]) for path in folder.glob(f"pid-*-{last}")} - reported)
 
 
-def _died(error: ChildFailedError, silent: list[int], *, oom_kills: int | None) -> RankFailure:
-    """A rank left no reason: it was killed, or crashed, or just left. `oom_kills`: the kernel's count before."""
-    # Those who lost it say so; elastic ends them too, and may know them only. Times are whole seconds; of ranks that
-    # died in the same one, a kill is the cause and an exit its consequence.
-    failures = {rank: failure for rank, failure in error.failures.items() if rank in silent} or error.failures
+def _explain_silent_failure(error: ChildFailedError, silent_ranks: list[int], *, oom_kills: int | None) -> RankFailure:
+    """Return the failure of a rank that left no reason: killed, crashed or exited. `oom_kills`: the count before."""
+    # Ranks that lost it report that; elastic ends them too, and may know only them. Times are whole seconds; of ranks
+    # that died in the same second, a kill is the cause and an exit its consequence.
+    failures = {rank: failure for rank, failure in error.failures.items() if rank in silent_ranks} or error.failures
     rank, failure = min(failures.items(), key=lambda item: (item[1].timestamp, item[1].exitcode > 0))
-    if silent and rank not in silent:
-        return _death(silent[0], 0, oom_kills)
-    return _death(rank, failure.exitcode, oom_kills)
+    if silent_ranks and rank not in silent_ranks:
+        return _describe_death(silent_ranks[0], 0, oom_kills)
+    return _describe_death(rank, failure.exitcode, oom_kills)
 
 
-def _death(rank: int, exit_code: int, oom_kills: int | None) -> RankFailure:
+def _describe_death(rank: int, exit_code: int, oom_kills: int | None) -> RankFailure:
     how = describe_end(exit_code)
     return RankFailure(f"rank {rank} {how}.", death=RankDeath(rank, how, was_for_memory(exit_code, oom_kills)))
 
 
-class _Deaths(logging.Handler):
-    """Hears from elastic which rank failed first, before it starts all of them again: it tells no one else."""
+class _DeathHandler(logging.Handler):
+    """Log handler that learns from elastic which rank failed first, before a restart: only its log has that."""
 
     def __init__(
         self,
@@ -378,7 +386,7 @@ class _Deaths(logging.Handler):
         self._restarts = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Of all it logs, the line `failed (exitcode: %s) local_rank: %s (pid: %s) ...`."""
+        """Report the failure in a record of the form `failed (exitcode: %s) local_rank: %s (pid: %s) ...`."""
         if not (str(record.msg).startswith("failed (exitcode") and isinstance(record.args, tuple)):
             return
         self._restarts += 1
@@ -386,8 +394,8 @@ class _Deaths(logging.Handler):
             return
         exit_code, _, process = record.args[:3]
         ranks = {path.read_text(): int(path.name.split("-")[1]) for path in self._folder.glob("pid-*")}
-        failure = _told(self._folder)
+        failure = _find_reported_failure(self._folder)
         if failure is None and str(process) in ranks:
-            failure = _death(ranks[str(process)], int(str(exit_code)), self._oom_kills)
+            failure = _describe_death(ranks[str(process)], int(str(exit_code)), self._oom_kills)
             self._oom_kills = cgroup.oom_kills()
         self._on_restart(failure or RankFailure("a rank ended before it had begun"), self._restarts)

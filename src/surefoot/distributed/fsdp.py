@@ -1,10 +1,10 @@
-"""The wrap order: which parameters are cut over which ranks, when they are gathered, and how gradients are summed.
+"""FSDP wrap order: which parameters are sharded, when they are gathered, and how gradients are summed.
 
 zero_stage  frozen weights   trained weights at rest   between forward and backward   gradients
-0           on every rank    on every rank             -                              summed once a step
-1           on every rank    cut over the ranks        gathered                       summed and cut once a step
-2           on every rank    cut over the ranks        gathered                       summed and cut each micro-batch
-3           cut              cut                       freed, gathered again          summed and cut each micro-batch
+0           on every rank    on every rank             -                              summed once per step
+1           on every rank    cut over the ranks        gathered                       summed and cut once per step
+2           on every rank    cut over the ranks        gathered                       summed and cut per micro-batch
+3           cut              cut                       freed, gathered again          summed and cut per micro-batch
 
 Optimizer state is where the trained weights are at rest. With expert parallelism the experts are cut by expert first.
 Experts fewer than the ranks are cut over fewer ranks, and copied.
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Sharding:
-    """Lays one model out over the ranks; `models.build` applies it between construction and reading weights."""
+    """Sharding of one model over the ranks; `models.build` applies it between construction and reading weights."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout = layout
@@ -37,14 +37,14 @@ class Sharding:
         self.is_offloaded = layout.offload
 
     def apply(self, model: PreTrainedModel) -> None:
-        """Cut the parameters of a model on the meta device, whose trained parameters are marked, in place."""
+        """Shard the parameters of a model on the meta device, whose trained parameters are marked, in place."""
         layout = self.layout
         frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
         ignored = frozen if layout.zero_stage < 3 else set()
-        """Parameters the groups below must leave alone."""
+        """Parameters that the groups below must not shard."""
         ignored = ignored | self._shard_experts(model, ignored)
         layers = model.get_decoder().layers
-        # One group for all LoRA parameters: they are few, and each group costs two collectives a step.
+        # One group for all LoRA parameters: they are few, and each group costs two collectives per step.
         tower = vision_tower(model)
         for blocks in (layers, getattr(tower[1], "blocks", ()) if tower is not None else ()):
             if layout.zero_stage == 3 or all(p.requires_grad for block in blocks for p in block.parameters()):
@@ -53,9 +53,9 @@ class Sharding:
         self._fully_shard(model, self.meshes.dense, ignored, free=False)
 
     def _shard_experts(self, model: PreTrainedModel, ignored: set[nn.Parameter]) -> set[nn.Parameter]:
-        """Cut experts that cannot be cut like everything else; returns their parameters.
+        """Shard experts that cannot be sharded like other parameters, and return their parameters.
 
-        These are experts that are shared out over ranks, and stacks of fewer experts than there are ranks.
+        These are experts under expert parallelism, and stacks of fewer experts than there are ranks.
         """
         layout = self.layout
         owners = {name: module for name, module in model.named_modules() if is_fused_experts(module)}
@@ -77,7 +77,7 @@ class Sharding:
         return done
 
     def _share_out(self, model: PreTrainedModel, owners: dict[str, nn.Module]) -> None:
-        """Expert parallelism: each rank of a group keeps some experts whole, and tokens travel to them."""
+        """Apply expert parallelism: each rank of a group keeps some experts in full, and tokens travel to them."""
         ep = self.layout.expert_parallel
         assert owners, "expert parallelism of a model without experts"
         plan: dict[str, str] = {}
@@ -102,7 +102,7 @@ class Sharding:
                 module.set_custom_all_gather(gloo_collectives.AllGather())  # type: ignore[arg-type]
 
     def before_micro_batch(self, model: PreTrainedModel, is_last: bool) -> None:
-        """Stages 0 and 1 sum gradients over the ranks once a step, after the last micro-batch."""
+        """Let stages 0 and 1 sum gradients over the ranks once per step, after the last micro-batch."""
         if self.layout.zero_stage < 2:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
@@ -114,9 +114,9 @@ def _is_fully_sharded(module: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let every rank hold its part again after a forward that no backward follows: it leaves parameters gathered.
+    """Reshard parameters after a forward without backward, which leaves them gathered.
 
-    Gathered parameters are copies. Whoever reads the model then would write, or overwrite, the wrong ones.
+    Gathered parameters are copies. Code that reads the model then would write, or overwrite, the wrong ones.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -124,7 +124,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def as_fsdp_forward(model: PreTrainedModel, function: Callable[..., T]) -> Callable[..., T]:
-    """`function`, run as if it were the model's forward: the parameters of the root group are gathered for it."""
+    """Return `function` wrapped as the model's forward, so that the root group's parameters are gathered for it."""
     if not _is_fully_sharded(model):
         return function
     name = f"_surefoot_{function.__name__}"

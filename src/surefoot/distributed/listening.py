@@ -10,12 +10,12 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 BACKLOG = 128
-"""Connections that may wait to be accepted."""
+"""Number of connections that may wait to be accepted."""
 CONNECT_WITHIN_S = 5.0
 RANKS_HERE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 """Environment variables of torchrun, DeepSpeed, Open MPI and Intel MPI: number of ranks on this machine."""
 ELSEWHERE = "192.0.2.1"
-"""An address of no machine (TEST-NET-1): the route towards it is the one to other networks."""
+"""Address of no machine (TEST-NET-1): the route towards it is the one to other networks."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -46,7 +46,7 @@ def local_address_towards(host: str, port: int) -> str:
 
 
 def can_connect(host: str, port: int) -> bool:
-    """Return whether something accepts connections there."""
+    """Return whether an address accepts connections."""
     try:
         socket.create_connection((host, port), CONNECT_WITHIN_S).close()
     except OSError:
@@ -57,7 +57,7 @@ def can_connect(host: str, port: int) -> bool:
 def serve_store(listener: socket.socket, timeout: timedelta) -> Any:
     """Return the server of a new TCPStore that accepts its clients from `listener`, which it takes over.
 
-    Nobody has to be connected yet. The server ends when the store is deleted.
+    No client has to be connected yet. The server ends when the store is deleted.
     """
     host, port = listener.getsockname()[:2]
     return TCPStore(
@@ -95,23 +95,23 @@ def serve_store_at(host: str, port: int, num_ranks: int, timeout: timedelta) -> 
 
 def is_one_machine(num_ranks: int) -> bool:
     """Return whether the launcher's environment says that all ranks of the run are on this machine."""
-    return num_ranks == 1 or _num_ranks_here() == num_ranks or os.environ.get("SLURM_STEP_NUM_NODES") == "1"
+    return num_ranks == 1 or _read_num_local_ranks() == num_ranks or os.environ.get("SLURM_STEP_NUM_NODES") == "1"
 
 
 def has_ranks_elsewhere(num_ranks: int) -> bool:
     """Return whether the launcher's environment says that some ranks are on other machines. It may say neither."""
-    ranks_here = _num_ranks_here()
+    ranks_here = _read_num_local_ranks()
     is_known = ranks_here is not None or "SLURM_STEP_NUM_NODES" in os.environ
     return is_known and not is_one_machine(num_ranks)
 
 
-def _num_ranks_here() -> int | None:
+def _read_num_local_ranks() -> int | None:
     numbers = (os.environ.get(name, "") for name in RANKS_HERE)
     return next((int(number) for number in numbers if number.isdigit()), None)
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address reaches nothing but its own machine."""
+    """Return whether an address reaches only its own machine."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:

@@ -1,8 +1,8 @@
-"""How a model lies on the ranks: which ranks hold the same, which hold parts, which hold experts.
+"""Parallel dimensions of a model: which ranks hold the same state, which hold shards, which hold experts.
 
-Every rank sees batches of its own. `dp_replicate` counts copies of the sharded state, `fsdp` the ranks that share one
-copy. Experts have a view of their own on the same ranks: `ep` ranks share one set of experts, and the `copies` of that
-set are replicated or sharded like everything else.
+Every rank trains on its own batches. `dp_replicate` counts replicas of the sharded state, `fsdp` the ranks that share
+one replica. Experts have their own view of the same ranks: `ep` ranks share one set of experts, and the `copies` of
+that set are replicated or sharded like everything else.
 
     8 ranks, dp_replicate_size 2, expert_parallel_size 2      dense   (dp_replicate 2, fsdp 4)
                                                               experts (dp_replicate 2, fsdp 2, ep 2)
@@ -32,28 +32,28 @@ class Layout:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the model is laid out over ranks at all; one rank is, so that its state can be offloaded."""
+        """Whether the model is sharded at all; a single rank counts, so that its state can be offloaded."""
         return self.size > 1 or self.offload
 
     @property
     def fsdp(self) -> int:
-        """Ranks that share one copy of the sharded state."""
+        """Number of ranks that share one replica of the sharded state."""
         return self.size // self.dp_replicate
 
     def expert_shards(self, num_experts: int) -> int:
-        """Ranks that share the state of the same experts: as many as can be without leaving one of them nothing."""
+        """Return the number of ranks that shard the same experts: the most that leaves none of them empty."""
         each = num_experts // self.expert_parallel
         most = self.fsdp // self.expert_parallel if self.zero_stage else 1
         return max(n for n in range(1, most + 1) if most % n == 0 and -(-each // n) * (n - 1) < each)
 
     @staticmethod
     def of(config: RunConfig, size: int, where: Callable[..., str] = lambda *_: "run.yaml") -> "Layout":
-        """The layout a config asks for on `size` ranks.
+        """Return the layout that a config requests on `size` ranks.
 
-        `where`: the place of some settings, for errors. Raises: ConfigError where the sizes do not divide.
+        `where`: the place of some settings, for errors. Raises: ConfigError if the sizes do not divide.
         """
         replicate = config.dp_replicate_size
-        # Where it is measured, only sizes that divide are tried.
+        # With `auto`, only sizes that divide are tried.
         expert_parallel = 1 if config.expert_parallel_size == "auto" else config.expert_parallel_size
 
         def refuse(text: str, *fields: str) -> NoReturn:
@@ -62,14 +62,14 @@ class Layout:
         if size % replicate:
             refuse(
                 f"dp_replicate_size={replicate} does not divide the {size} ranks of this run. "
-                f"Use one of {_divisors(size)}",
+                f"Use one of {_list_divisors(size)}",
                 "dp_replicate_size",
             )
         if size // replicate % expert_parallel:
             refuse(
                 f"expert_parallel_size={expert_parallel} does not divide the {size // replicate} ranks"
                 f"{f' of each of the {replicate} replicas' if replicate > 1 else ' of this run'}. "
-                f"Use one of {_divisors(size // replicate)}",
+                f"Use one of {_list_divisors(size // replicate)}",
                 "expert_parallel_size",
             )
         if config.zero_stage == 0 and replicate > 1:
@@ -99,12 +99,12 @@ class Layout:
         )
 
 
-def _divisors(number: int) -> str:
+def _list_divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 class Meshes:
-    """The device meshes of a layout. Collective: process groups are made."""
+    """Device meshes of a layout. Collective: creates process groups."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._layout = layout
@@ -118,11 +118,11 @@ class Meshes:
 
     @property
     def dense(self) -> DeviceMesh:
-        """What everything but experts is cut over: `fsdp`, or (`dp_replicate`, `fsdp`)."""
+        """Mesh for everything but experts: `fsdp`, or (`dp_replicate`, `fsdp`)."""
         return self._dense["dp_replicate", "fsdp"] if self._layout.dp_replicate > 1 else self._dense["fsdp"]
 
     def experts(self, shards: int) -> DeviceMesh:
-        """(`dp_replicate`, `fsdp`, `ep`), with so many ranks sharing the state of the same experts."""
+        """Return the mesh (`dp_replicate`, `fsdp`, `ep`) with `shards` ranks that shard the same experts."""
         if shards not in self._experts:
             ep = self._layout.expert_parallel
             self._experts[shards] = init_device_mesh(
@@ -133,14 +133,14 @@ class Meshes:
         return self._experts[shards]
 
     def leave(self) -> None:
-        """Destroy the process groups that were made for these meshes. Every rank does it, in the same order."""
+        """Destroy the process groups that were created for these meshes. Every rank does it, in the same order."""
         meshes = (self._dense, *self._experts.values())
         groups = [mesh.get_group(name) for mesh in meshes for name in mesh.mesh_dim_names or ()]
-        for group in dict.fromkeys(groups):  # dimensions may share one, or have that of all ranks
+        for group in dict.fromkeys(groups):  # dimensions may share a group, or use that of all ranks
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
         self._experts.clear()
 
     def get_mesh(self, dims: str | tuple[str, ...]) -> DeviceMesh:
-        """A view of the dense mesh, as transformers asks for it."""
+        """Return a view of the dense mesh; transformers calls this."""
         return self._dense[dims]

@@ -1,4 +1,4 @@
-"""How elastic's launchers meet before they start ranks, and what store their ranks get.
+"""Rendezvous of elastic's launchers before they start ranks, and the store that their ranks get.
 
 On one machine nothing goes over the network: each round opens a TCPStore on the loopback interface. On several, the
 launchers meet at `rdzv_endpoint` (`rendezvous_server`), and each relays its own ranks to the store of the round.
@@ -49,13 +49,13 @@ BACKEND = "surefoot"
 """Name under which elastic finds these handlers."""
 RETRY_S = 0.5
 SHARED_WITHIN_S = 60.0
-"""How long a network file system may take to show the secret on another machine."""
+"""Seconds that a network file system may take to show the secret on another machine."""
 SILENT_WITHIN_S = 20.0
-"""How long a launcher may be too busy to answer, before it is taken for another service."""
+"""Seconds that a launcher may be too busy to answer, before it is taken for another service."""
 FULL_WITHIN_S = 40.0
-"""How long a machine without power may count as one of the run."""
+"""Seconds that a machine without power may count as one of the run."""
 ATTACH_WITHIN_S = 60.0
-"""How long the serving launcher may be unreachable before the ranks of this machine are stopped."""
+"""Seconds that the serving launcher may be unreachable before the ranks of this machine are stopped."""
 
 
 class Launch(Protocol):
@@ -73,7 +73,7 @@ class Launch(Protocol):
 def rendezvous(run: Launch, purpose: str, join_within_s: float) -> Iterator[RendezvousHandler]:
     """Give elastic the rendezvous of a run, until its launcher has ended.
 
-    `purpose`: what the machines come together for, "train" or "test". Raises: ConfigError, StorageError.
+    `purpose`: the purpose of the machines' rendezvous, "train" or "test". Raises: ConfigError, StorageError.
     """
     try:
         handler = OneMachine() if run.nnodes == 1 else ManyMachines(run, purpose, join_within_s)
@@ -84,7 +84,7 @@ def rendezvous(run: Launch, purpose: str, join_within_s: float) -> Iterator[Rend
 
 
 class _Rendezvous(RendezvousHandler):
-    """The part of elastic's interface that both kinds share."""
+    """Part of elastic's interface that both kinds of rendezvous share."""
 
     def __init__(self) -> None:
         self._is_closed = False
@@ -94,12 +94,12 @@ class _Rendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The launcher serves the store: rank 0 opens none of its own."""
+        """Whether the launcher serves the store: rank 0 opens none of its own."""
         return True
 
     @abstractmethod
     def running(self) -> AbstractContextManager[object]:
-        """Do what the rendezvous needs beside the launcher."""
+        """Run the tasks that the rendezvous needs beside the launcher."""
 
     @abstractmethod
     def next_rendezvous(self) -> RendezvousInfo: ...
@@ -122,14 +122,14 @@ class _Rendezvous(RendezvousHandler):
 
 
 class OneMachine(_Rendezvous):
-    """A run whose ranks are all on this machine."""
+    """Rendezvous of a run whose ranks are all on this machine."""
 
     def __init__(self) -> None:
         super().__init__()
         self._round = 0
 
     def running(self) -> AbstractContextManager[object]:
-        """Need nothing: each round has a store of its own."""
+        """Run no task: each round has a store of its own."""
         return nullcontext()
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -141,7 +141,7 @@ class OneMachine(_Rendezvous):
 
 
 class ManyMachines(_Rendezvous):
-    """A run on several machines, as one of its launchers sees it."""
+    """Rendezvous of a run on several machines, for one of its launchers."""
 
     def __init__(self, run: Launch, purpose: str, join_within_s: float) -> None:
         super().__init__()
@@ -169,22 +169,22 @@ class ManyMachines(_Rendezvous):
     def _serve_if_possible(self) -> None:
         if self._me["is_server"]:
             return
-        listener = self._own_listener()
+        listener = self._open_own_listener()
         if listener is None:
             return
         self._serving.callback(listener.close)
         secret, source = self._secret, "environment"
         if secret is None:
             secret, source = self._serving.enter_context(shared_secret(self._run.run_folder)), "file"
-        server = RendezvousServer(self._run.nnodes, self._purpose, secret, source, _tell_of_refusal)
+        server = RendezvousServer(self._run.nnodes, self._purpose, secret, source, _report_refusal)
         self._client.serve(server, listener, secret)
         self._me["is_server"] = True
 
-    def _own_listener(self) -> socket.socket | None:
+    def _open_own_listener(self) -> socket.socket | None:
         """Return a socket at the endpoint; None if it is another machine's, or another launcher has it."""
         try:
             listener = listen(self._host, self._port)
-        except socket.gaierror:  # a name may be known some time after the machines have started
+        except socket.gaierror:  # a name may resolve only some time after the machines have started
             return None
         except OSError as error:
             if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
@@ -233,19 +233,19 @@ class ManyMachines(_Rendezvous):
                 self._client.connect()
                 return
             except ProtocolError as error:
-                raise ConfigError(self._no_rendezvous(str(error))) from error
+                raise ConfigError(self._describe_no_rendezvous(str(error))) from error
             except WrongSecret as error:
                 is_final = self._secret is not None or self._client.greeting.get("secret") == "environment"
                 if is_final or waited_s > SHARED_WITHIN_S:
-                    raise ConfigError(self._not_started(self._wrong_secret())) from error
-            except TimeoutError as error:  # it is reached and silent: another service, or a launcher that is busy
+                    raise ConfigError(self._describe_not_started(self._describe_wrong_secret())) from error
+            except TimeoutError as error:  # a silent connection: another service, or a launcher that is busy
                 if waited_s > SILENT_WITHIN_S and can_connect(self._host, self._port):
-                    raise ConfigError(self._no_rendezvous(f"it says nothing for {waited_s:.0f} s")) from error
+                    raise ConfigError(self._describe_no_rendezvous(f"it says nothing for {waited_s:.0f} s")) from error
             except (EOFError, OSError) as error:
                 problem = f"nobody serves the rendezvous ({error})"
             self._serve_if_possible()  # the launcher that had the port may have ended
             time.sleep(RETRY_S)
-        raise SurefootError(self._not_started(problem))
+        raise SurefootError(self._describe_not_started(problem))
 
     def _join(self, deadline: float) -> dict[str, Any]:
         request = {"request": "join", "purpose": self._purpose, "num_machines": self._run.nnodes, **self._me}
@@ -257,17 +257,17 @@ class ManyMachines(_Rendezvous):
                 reason = f"not all {self._run.nnodes} machines (nnodes) came in time"
                 if self._is_loopback_endpoint:
                     reason += f", and {self._host} is each machine itself"
-                raise SurefootError(self._not_started(reason)) from None
+                raise SurefootError(self._describe_not_started(reason)) from None
             except LOST as error:
                 reason = "the launcher that served the rendezvous has ended"
-                raise SurefootError(self._not_started(reason)) from error
+                raise SurefootError(self._describe_not_started(reason)) from error
             problem, reason = answer.get("error"), str(answer.get("reason"))
             if problem is None:
                 return answer
             if problem == ENDED:
                 raise RendezvousClosedError(reason)
             if problem != FULL or time.monotonic() > full_until_s:
-                raise ConfigError(self._not_started(reason))
+                raise ConfigError(self._describe_not_started(reason))
             time.sleep(RETRY_S)  # a machine that lost its power counts for a while
             self._connect(deadline)
 
@@ -286,7 +286,7 @@ class ManyMachines(_Rendezvous):
         return 0
 
     def _attach(self, lost_since_s: float) -> None:
-        """Connect again to the launcher that serves. Ranks go on meanwhile: they have connections of their own."""
+        """Connect again to the launcher that serves. Ranks continue meanwhile: they have their own connections."""
         try:
             self._client.connect()
             answer = self._client.ask({"request": "attach", "round": self._client.round, **self._me})
@@ -294,23 +294,23 @@ class ManyMachines(_Rendezvous):
                 self._lost_since_s = None
                 return
         except (WrongSecret, *LOST):
-            pass  # tried again until it is given up
+            pass  # tried again until the deadline
         if time.monotonic() - lost_since_s > ATTACH_WITHIN_S:
             raise RendezvousConnectionError("the launcher that served the rendezvous has ended")
 
     def set_closed(self) -> None:
-        """Let no machine wait for another round."""
+        """Close the rendezvous, so that no machine waits for another round."""
         super().set_closed()
         with suppress(*LOST):  # with the serving launcher lost, nobody can join either
             self._client.ask({"request": "close"})
 
-    def _no_rendezvous(self, reason: str) -> str:
+    def _describe_no_rendezvous(self, reason: str) -> str:
         return (
             f"rdzv_endpoint={self._endpoint}: what accepts connections there is not the rendezvous of a run: {reason}. "
             "Choose a free port."
         )
 
-    def _wrong_secret(self) -> str:
+    def _describe_wrong_secret(self) -> str:
         if self._secret is not None:
             reason = f"the secret in this machine's {VARIABLE} is not the one of the launcher there"
         elif self._client.greeting.get("secret") == "environment":
@@ -321,7 +321,7 @@ class ManyMachines(_Rendezvous):
             )
         return f"{reason}. All machines must share output_dir, or have the same {VARIABLE}"
 
-    def _not_started(self, reason: str) -> str:
+    def _describe_not_started(self, reason: str) -> str:
         return (
             f"{reason}: the ranks of this machine were not started. They meet at rdzv_endpoint={self._endpoint}: is it "
             "an address of one of the machines, is it reached from all of them, is its port free, and was the same "
@@ -329,7 +329,7 @@ class ManyMachines(_Rendezvous):
         )
 
 
-def _tell_of_refusal(address: str) -> None:
+def _report_refusal(address: str) -> None:
     say(
         f"a connection from {address} to rdzv_endpoint was refused: it does not know the run's secret. If it is a "
         f"machine of this run, it must share output_dir or have the same {VARIABLE}. Further ones are not reported."
@@ -347,10 +347,10 @@ def _own_addresses() -> str:
     return ", ".join(addresses) or "no other address"
 
 
-def _handler_of(parameters: RendezvousParameters) -> RendezvousHandler:
+def _get_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """Return the handler that the launch configuration carries."""
     handler: RendezvousHandler = parameters.get("handler")
     return handler
 
 
-rendezvous_handler_registry.register(BACKEND, _handler_of)
+rendezvous_handler_registry.register(BACKEND, _get_handler)

@@ -1,4 +1,4 @@
-"""A launcher's connections to the rendezvous of its run, wherever it is served, and the relay for its ranks."""
+"""Client of a launcher: its connections to the rendezvous of its run, and the relay for its ranks."""
 
 import asyncio
 import socket
@@ -28,17 +28,17 @@ from surefoot.system.loopback import ADDRESS as LOOPBACK
 
 CONNECT_WITHIN_S = 5.0
 NEXT_ADDRESS_AFTER_S = 0.25
-"""When the next address of a name is tried beside one that does not answer (RFC 8305)."""
+"""Delay until the next address of a name is tried beside one that does not answer (RFC 8305)."""
 ANSWER_WITHIN_S = 30.0
 LOST = (ProtocolError, EOFError, OSError)
-"""How a connection to the serving launcher ends before its time. TimeoutError is an OSError."""
+"""Errors with which a connection to the serving launcher ends early. TimeoutError is an OSError."""
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 T = TypeVar("T")
 
 
 class RendezvousClient:
-    """Works in an event loop of its own, in a thread; its methods are called from others."""
+    """Client that runs in an event loop of its own, in a thread; its methods are called from other threads."""
 
     def __init__(self, endpoint: str, run_folder: Path, secret: str | None) -> None:
         """`secret`: None to read it from the run folder, where the serving launcher writes it."""
@@ -49,13 +49,13 @@ class RendezvousClient:
         self._launcher: Connection | None = None
         self._loop: asyncio.AbstractEventLoop
         self._servers: list[asyncio.Server] = []
-        self._has_told = False
+        self._has_reported = False
         self.greeting: dict[str, Any] = {}
         """First message of the server on the newest connection."""
         self.relay_port = 0
         """Port of this machine's loopback interface at which its ranks reach the store."""
         self.round = 0
-        """The round whose store that is."""
+        """Number of the round that this store belongs to."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -140,11 +140,11 @@ class RendezvousClient:
                 if "error" not in answer:
                     await relay((reader, writer), server)
             except (WrongSecret, *LOST) as error:
-                self._tell_of_lost_rank(error)  # the rank sees its connection closed
+                self._report_lost_rank(error)  # the rank sees its connection closed
 
-    def _tell_of_lost_rank(self, error: Exception) -> None:
-        if not self._has_told:
-            self._has_told = True
+    def _report_lost_rank(self, error: Exception) -> None:
+        if not self._has_reported:
+            self._has_reported = True
             text = f"a rank could not be connected to rdzv_endpoint ({type(error).__name__} {error})".rstrip()
             threading.Thread(target=say, args=(text,), daemon=True).start()
 

@@ -22,17 +22,17 @@ from typing import Any
 VERSION = 1
 LINE_BYTES = 1 << 14
 ANSWER_WITHIN_S = 5.0
-"""How soon each side of a handshake must say its next line."""
+"""Seconds within which each side of a handshake must send its next line."""
 CHALLENGE_BYTES = 32
 CHALLENGE = re.compile(f"[0-9a-f]{{{2 * CHALLENGE_BYTES}}}")
 
 
 class ProtocolError(Exception):
-    """The other side does not speak this protocol."""
+    """Peer that does not speak this protocol."""
 
 
 class WrongSecret(Exception):
-    """The other side does not know the secret."""
+    """Peer that does not know the secret."""
 
 
 async def send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ def prove(secret: str, side: str, server_challenge: str, client_challenge: str) 
 
 
 def new_challenge() -> str:
-    """Return a text that nobody can have seen before."""
+    """Return a text that no other process can have received before."""
     return secrets.token_hex(CHALLENGE_BYTES)
 
 
@@ -79,14 +79,14 @@ def challenge_of(message: dict[str, Any]) -> str:
 
 
 def is_proof(value: Any, expected: str) -> bool:
-    """Compare in constant time what the other side sent."""
+    """Return whether the value is the expected proof, compared in constant time."""
     return isinstance(value, str) and value.isascii() and hmac.compare_digest(value, expected)
 
 
 async def greet_client(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str, secret_source: str
 ) -> None:
-    """The server's side of the handshake. Raises: WrongSecret, and what `receive` raises."""
+    """Run the server's side of the handshake. Raises: WrongSecret, and the errors of `receive`."""
     challenge = new_challenge()
     await send(writer, {"surefoot": VERSION, "challenge": challenge, "secret": secret_source})
     message = await receive(reader)
@@ -98,7 +98,7 @@ async def greet_client(
 
 
 async def receive_greeting(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """The client's first step: return the server's greeting.
+    """Run the client's first step: return the server's greeting.
 
     Raises: ProtocolError if it is another service; EOFError or OSError (TimeoutError) if there is no answer.
     """
@@ -112,7 +112,7 @@ async def receive_greeting(reader: asyncio.StreamReader) -> dict[str, Any]:
 async def greet_server(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, greeting: dict[str, Any], secret: str
 ) -> None:
-    """The client's side of the handshake. Raises: WrongSecret if either side does not know the other's secret."""
+    """Run the client's side of the handshake. Raises: WrongSecret if either side does not know the other's secret."""
     challenge = new_challenge()
     proof = prove(secret, "client", greeting["challenge"], challenge)
     await send(writer, {"challenge": challenge, "proof": proof})

@@ -1,7 +1,7 @@
-"""The secret that the launchers of a run on several machines prove to each other, and how it reaches them.
+"""Secret that the launchers of a run on several machines prove to each other, and its distribution.
 
-The launcher that serves writes a new one into the run folder, which all machines share, and deletes it at the end.
-Where that folder is not shared, `SUREFOOT_RENDEZVOUS_SECRET` gives the same secret to each.
+The launcher that serves writes a new secret into the run folder, which all machines share, and deletes it at the end.
+If that folder is not shared, `SUREFOOT_RENDEZVOUS_SECRET` gives the same secret to each.
 """
 
 import os
@@ -55,7 +55,7 @@ def read_secret(run_folder: Path) -> str | None:
 def shared_secret(run_folder: Path) -> Iterator[str]:
     """Write a new secret into the run folder, readable by its owner alone, and delete it at the end.
 
-    Folders that had to be made for it are removed again if nothing else is in them. Raises: StorageError.
+    Folders that were created for it are removed again if nothing else is in them. Raises: StorageError.
     """
     new_folders = [folder for folder in (run_folder, *run_folder.parents) if not folder.exists()]
     path = run_folder / FILE
@@ -76,7 +76,7 @@ def shared_secret(run_folder: Path) -> Iterator[str]:
             raise storage_error(path, error) from error
         yield secret
     finally:
-        with suppress(OSError):  # a file system that fails: the secret is of no use to anyone after this run
+        with suppress(OSError):  # on a failing file system the secret may stay: it is of no use after this run
             temporary.unlink(missing_ok=True)
             if read_secret(run_folder) == secret:  # another launcher may serve there by now
                 path.unlink()

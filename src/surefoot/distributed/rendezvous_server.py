@@ -1,7 +1,7 @@
-"""The rendezvous of a run on several machines: one launcher serves it at `rdzv_endpoint`, all launchers join it.
+"""Server of the rendezvous of a run on several machines: one launcher serves at `rdzv_endpoint`, all launchers join.
 
-It counts the machines, numbers them, and opens one TCPStore a round for their ranks. The store itself listens on the
-loopback interface: what other machines ask of it comes through connections whose launchers have proven the secret.
+It counts the machines, numbers them, and opens one TCPStore per round for their ranks. The store itself listens on the
+loopback interface: requests of other machines come through connections whose launchers have proven the secret.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ from surefoot.distributed.rendezvous_messages import (
 from surefoot.system.loopback import ADDRESS as LOOPBACK
 
 UNPROVEN_CONNECTIONS = 64
-"""Connections that may be in their handshake at the same time. One more closes the oldest of the address that has most
-of them."""
+"""Number of connections that may be in their handshake at the same time. One more closes the oldest connection of the
+address with the most of them."""
 STORE_TIMEOUT = timedelta(minutes=10)
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """Seconds after which a machine without power is noticed: about 25."""
 OTHER, ENDED, FULL = "other run", "ended", "full"
-"""Why a launcher is refused: it comes for another run; this one has ended; it has all its machines, for now."""
+"""Reasons to refuse a launcher: it joins another run; this run has ended; it has all its machines, for now."""
 LOST = (ProtocolError, EOFError, OSError)
-"""How a connection ends, besides well. TimeoutError is an OSError."""
+"""Errors with which a connection ends early. TimeoutError is an OSError."""
 
 
 @dataclass
@@ -53,12 +53,12 @@ class Machine:
 
 
 class RendezvousServer:
-    """Runs in the event loop of the launcher that serves."""
+    """Server in the event loop of the launcher that serves."""
 
     def __init__(
         self, num_machines: int, purpose: str, secret: str, secret_source: str, on_refusal: Callable[[str], None]
     ) -> None:
-        """`purpose`: what the machines come together for; others are refused.
+        """`purpose`: the purpose of the machines' rendezvous; launchers with another one are refused.
 
         `on_refusal`: called with the first address that did not know the secret.
         """
@@ -90,7 +90,7 @@ class RendezvousServer:
                 self._unproven.pop(writer, None)
             await self._answer(reader, writer)
         except WrongSecret:
-            if self._on_refusal is not None:  # in a thread, because a terminal may take no text
+            if self._on_refusal is not None:  # in a thread, because a terminal may block
                 threading.Thread(target=self._on_refusal, args=(address,), daemon=True).start()
                 self._on_refusal = None
         except LOST:
@@ -177,7 +177,7 @@ class RendezvousServer:
 
     def _begin_round(self) -> None:
         """Number the machines, the server's first, and open a store for their ranks."""
-        self._store = None  # of the round before, whose ranks have ended
+        self._store = None  # the store of the round before, whose ranks have ended
         self._store = serve_store(listen(LOOPBACK, 0), STORE_TIMEOUT)
         self._round += 1
         machines = sorted(self._machines.values(), key=lambda m: (not m.is_server, m.host, m.node))
@@ -187,8 +187,8 @@ class RendezvousServer:
 
     async def _wait_for_round(self, machine: Machine, reader: asyncio.StreamReader) -> None:
         """Answer a launcher once its round is complete. Raises: EOFError if it left before."""
-        end = asyncio.create_task(reader.read(1))  # it asks nothing while it waits, so this ends with the connection
-        round_begins = asyncio.create_task(self._round_of(machine))
+        end = asyncio.create_task(reader.read(1))  # it sends nothing while it waits, so this ends with the connection
+        round_begins = asyncio.create_task(self._wait_until_round_begins(machine))
         try:
             await asyncio.wait({end, round_begins}, return_when=asyncio.FIRST_COMPLETED)
             if not round_begins.done():
@@ -200,7 +200,7 @@ class RendezvousServer:
                 with contextlib.suppress(asyncio.CancelledError, OSError):
                     await task
 
-    async def _round_of(self, machine: Machine) -> dict[str, Any]:
+    async def _wait_until_round_begins(self, machine: Machine) -> dict[str, Any]:
         async with self._changed:
             await self._changed.wait_for(lambda: self._is_closed or not machine.is_waiting)
         if machine.is_waiting:
@@ -223,7 +223,7 @@ class RendezvousServer:
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Let the system notice that the machine at the other end is gone, and send small messages at once."""
+    """Let the system notice that the machine at the other end is unreachable, and send small messages at once."""
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

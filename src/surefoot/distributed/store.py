@@ -1,6 +1,6 @@
-"""How the ranks of a run find each other at its start, and who is named where one does not come.
+"""Store through which the ranks of a run find each other at its start, and the report of ranks that do not arrive.
 
-Nothing of the run is claimed by then, so what is found here is told on the terminal alone.
+The run folder is not claimed by then, so findings are reported on the terminal only.
 """
 
 import os
@@ -22,9 +22,9 @@ from surefoot.system.console import say
 from surefoot.system.process import launcher_number
 
 LATE = timedelta(seconds=15)
-"""Launchers start all ranks at once: after so long the absent ones are named."""
+"""Delay after which absent ranks are named: launchers start all ranks at once."""
 DEADLINE = timedelta(minutes=10)
-"""After which a rank fails that still waits for others; by then an image was pulled."""
+"""Time after which a rank that still waits for others fails; by then an image was pulled."""
 ATTEMPT = "SUREFOOT_ATTEMPT"
 """Environment variable of ranks: how often the ranks of all machines were started before."""
 COUNT = "number here"
@@ -39,7 +39,7 @@ def attempt() -> int:
 def shared_store(rank: int, num_ranks: int, timeout: timedelta) -> Any:
     """Connect to the store that the launcher's environment names, for this attempt of the run alone.
 
-    Where the launcher serves none, rank 0 does. A launcher may give a restarted run the store of the attempt before,
+    If the launcher serves none, rank 0 does. A launcher may give a restarted run the store of the attempt before,
     with the addresses of ranks that have ended. Raises: RuntimeError if nobody answers there in time.
     """
     host, port = os.environ["MASTER_ADDR"], launcher_number("MASTER_PORT")
@@ -51,34 +51,37 @@ def shared_store(rank: int, num_ranks: int, timeout: timedelta) -> Any:
 
 
 def rendezvous(rank: int, size: int) -> Any:
-    """Wait at the store until all ranks are there; returns it. The lowest that is there says who is late.
+    """Wait at the store until all ranks have arrived, and return it. The lowest present rank reports who is late.
 
-    Raises: StoppedOnFinding (SF111) after `DEADLINE`, naming the ranks that did not come, or the store.
+    Raises: StoppedOnFinding (SF111) after `DEADLINE`, naming the ranks that did not arrive, or the store.
     """
     try:
         store = shared_store(rank, size, DEADLINE)
     except RuntimeError as error:
-        finding = _no_store(rank, error)
+        finding = _build_no_store_finding(rank, error)
         say(finding.as_text())
         raise StoppedOnFinding(finding) from error
-    store.set(_key(rank), socket.gethostname())
-    began_s = look_s = time.monotonic()
-    told: list[int] = []
+    store.set(_presence_key(rank), socket.gethostname())
+    began_s = checked_s = time.monotonic()
+    reported: list[int] = []
     store.add(COUNT, 1)
     while store.add(COUNT, 0) < size:
         time.sleep(POLL_S)
         now_s = time.monotonic()
-        if now_s - look_s < LATE.total_seconds():
+        if now_s - checked_s < LATE.total_seconds():
             continue
-        look_s = now_s
-        there = [one for one in range(size) if store.check([_key(one)])]
-        absent = [one for one in range(size) if one not in there]
+        checked_s = now_s
+        present = [other_rank for other_rank in range(size) if store.check([_presence_key(other_rank)])]
+        absent = [other_rank for other_rank in range(size) if other_rank not in present]
         if not absent:
             break
-        finding, is_over = _absent(store, absent, there, now_s - began_s), now_s - began_s >= DEADLINE.total_seconds()
-        if rank == there[0] and (is_over or absent != told):
+        finding, is_over = (
+            _build_absent_finding(store, absent, present, now_s - began_s),
+            now_s - began_s >= DEADLINE.total_seconds(),
+        )
+        if rank == present[0] and (is_over or absent != reported):
             say(finding.as_text())
-            told = absent
+            reported = absent
         if is_over:
             raise StoppedOnFinding(finding)
     return store
@@ -86,9 +89,11 @@ def rendezvous(rank: int, size: int) -> Any:
 
 @contextmanager
 def connecting(rank: int, backend: str) -> Iterator[None]:
-    """Rank 0 says so if the ranks, which are all there, are not connected soon (SF108)."""
+    """Report on rank 0 if the ranks, which have all arrived, are not connected soon (SF108)."""
     cause = f"all ranks are there, and {backend} has not connected them after {LATE.total_seconds():.0f} s"
-    finding = Finding("SF108", cause, {"host": socket.gethostname(), **_variables()}, CATALOGUE["SF108"].fix, 0.7)
+    finding = Finding(
+        "SF108", cause, {"host": socket.gethostname(), **_read_interface_variables()}, CATALOGUE["SF108"].fix, 0.7
+    )
     late = threading.Timer(LATE.total_seconds(), lambda: say(finding.as_text()))
     late.daemon = True
     if rank == 0:
@@ -99,19 +104,19 @@ def connecting(rank: int, backend: str) -> Iterator[None]:
         late.cancel()
 
 
-def _key(rank: int) -> str:
+def _presence_key(rank: int) -> str:
     return f"here-{rank}"
 
 
-def _absent(store: Any, absent: list[int], there: list[int], waited_s: float) -> Finding:
+def _build_absent_finding(store: Any, absent: list[int], present: list[int], waited_s: float) -> Finding:
     hosts: dict[str, list[str]] = {}
-    for one in there:
-        hosts.setdefault(store.get(_key(one)).decode(), []).append(str(one))
+    for rank in present:
+        hosts.setdefault(store.get(_presence_key(rank)).decode(), []).append(str(rank))
     names = ", ".join(map(str, absent))
     who = f"ranks {names}" if len(absent) > 1 else f"rank {names}"
     return Finding(
         "SF111",
-        f"{who} of {len(absent) + len(there)} did not come within {waited_s:.0f} s after the others began",
+        f"{who} of {len(absent) + len(present)} did not come within {waited_s:.0f} s after the others began",
         {
             "rank": absent[0],
             "absent": names,
@@ -123,7 +128,7 @@ def _absent(store: Any, absent: list[int], there: list[int], waited_s: float) ->
     )
 
 
-def _no_store(rank: int, error: RuntimeError) -> Finding:
+def _build_no_store_finding(rank: int, error: RuntimeError) -> Finding:
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     return Finding(
         "SF111",
@@ -135,6 +140,6 @@ def _no_store(rank: int, error: RuntimeError) -> Finding:
     )
 
 
-def _variables() -> dict[str, str]:
-    """That say over which interfaces ranks connect."""
+def _read_interface_variables() -> dict[str, str]:
+    """Return the variables that set the network interfaces of the ranks."""
     return {name: os.environ[name] for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if name in os.environ}

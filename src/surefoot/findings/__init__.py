@@ -1,7 +1,7 @@
 """Findings: named causes with their evidence. Standard library only.
 
-A code names one failure mode for ever. The catalogue is the single place where codes are given out: a file for each
-family, by the first figure of the code.
+A code names one failure mode permanently. The catalogue is the only place that assigns codes: one file for each
+family, by the first digit of the code.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ CATALOGUE: dict[str, Page] = {
 class Finding:
     """One named cause.
 
-    `evidence` holds the recorded values the conclusion rests on, `confidence` is 0 to 1, `fix` is what to do.
+    `evidence` holds the recorded values that support the conclusion, `confidence` is 0 to 1, `fix` is the advice.
     """
 
     code: str
@@ -59,11 +59,11 @@ class Finding:
         return CATALOGUE[self.code].title
 
     def as_text(self) -> str:
-        """The finding as a person reads it, over several lines."""
+        """Return the finding as text of several lines for a person."""
         evidence = [f"    {name}: {value}" for name, value in self.evidence.items()]
-        seen = ["  evidence:", *evidence] if evidence else []
-        return "\n".join([f"{self.code} {self.title}", f"  cause: {self.cause}", *seen, f"  fix: {self.fix}"])
+        evidence_lines = ["  evidence:", *evidence] if evidence else []
+        return "\n".join([f"{self.code} {self.title}", f"  cause: {self.cause}", *evidence_lines, f"  fix: {self.fix}"])
 
     def as_dict(self) -> dict[str, Any]:
-        """The finding as written to `findings.jsonl`."""
+        """Return the finding as written to `findings.jsonl`."""
         return {"severity": self.severity, "title": self.title, **asdict(self)}

@@ -1,4 +1,4 @@
-"""Pages of findings that a checkpoint cannot be used (SF6..)."""
+"""Catalogue pages for unusable checkpoints (SF6..)."""
 
 from surefoot.findings.page import Page
 

@@ -1,4 +1,4 @@
-"""Pages of findings that data are odd (SF5..)."""
+"""Catalogue pages for problems in the data (SF5..)."""
 
 from surefoot.findings.page import Page
 

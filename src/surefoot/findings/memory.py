@@ -1,4 +1,4 @@
-"""Pages of findings that memory is used up (SF2..)."""
+"""Catalogue pages for exhausted or growing memory (SF2..)."""
 
 from surefoot.findings.page import Page
 

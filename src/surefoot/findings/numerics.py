@@ -1,4 +1,4 @@
-"""Pages of findings that numbers are wrong (SF4..)."""
+"""Catalogue pages for numerical problems (SF4..)."""
 
 from surefoot.findings.page import Page
 

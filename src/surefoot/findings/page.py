@@ -1,4 +1,4 @@
-"""A page of the catalogue."""
+"""One page of the catalogue."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,18 +8,18 @@ Severity = Literal["info", "warning", "error"]
 
 @dataclass(frozen=True)
 class Page:
-    """What is known of one failure mode, wherever it happens."""
+    """The catalogue's description of one failure mode."""
 
     severity: Severity
     title: str
     evidence: str
-    """How it is recognised."""
+    """Signs by which it is recognised."""
     fix: str
     cases: tuple[str, ...] = ()
-    """Public reports of it on GitHub: `owner/repository#number`."""
+    """Public reports on GitHub: `owner/repository#number`."""
 
     def as_text(self, code: str) -> str:
-        """For a person."""
+        """Return the page as text for a person."""
         links = "".join(f"\n  https://github.com/{case.replace('#', '/issues/')}" for case in self.cases)
         cases = f"\n\nSeen in:{links}" if links else ""
         return f"{code} {self.title} ({self.severity})\n\nHow we know: {self.evidence}\n\nWhat to do: {self.fix}{cases}"

@@ -1,4 +1,4 @@
-"""Pages of findings that a run cannot work, or works badly, before it starts (SF7..)."""
+"""Catalogue pages for problems that are found before a run starts (SF7..)."""
 
 from surefoot.findings.page import Page
 

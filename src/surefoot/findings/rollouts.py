@@ -1,4 +1,4 @@
-"""Pages of findings that rollouts and rewards do not come, or are wrong (SF8..)."""
+"""Catalogue pages for missing or wrong rollouts and rewards (SF8..)."""
 
 from surefoot.findings.page import Page
 

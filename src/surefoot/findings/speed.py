@@ -1,4 +1,4 @@
-"""Pages of findings that a run is slower than it could be (SF3..)."""
+"""Catalogue pages for runs that are slower than necessary (SF3..)."""
 
 from surefoot.findings.page import Page
 

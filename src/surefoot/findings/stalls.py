@@ -1,4 +1,4 @@
-"""Pages of findings that a run stands still, or that a process of it ended (SF1..)."""
+"""Catalogue pages for stalled runs and ended processes (SF1..)."""
 
 from surefoot.findings.page import Page
 

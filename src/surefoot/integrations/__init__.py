@@ -1,4 +1,4 @@
-"""Surefoot's health for other trainers."""
+"""Surefoot's run monitoring for other trainers."""
 
 from surefoot.integrations.trainer import SurefootCallback
 

@@ -1,4 +1,4 @@
-"""What the model of another trainer is given, and what it returns: counted on its device, read when a step ends."""
+"""Counts of the inputs and outputs of another trainer's model, made on its device and read when a step ends."""
 
 import logging
 from collections import deque
@@ -12,41 +12,43 @@ from torch import Tensor, nn
 from surefoot.findings import CATALOGUE, Finding
 
 MOST_FORWARDS = 4096
-"""Of a step, that are counted: a training that failed says nothing, and its model may be used on."""
+"""Largest number of forwards counted per step: a training that failed sends no signal, and its model may be used on."""
 MASKED = -100
 MASKED_STEPS = 3
-"""In a row without a trained token, from which on it is no chance."""
+"""Number of consecutive steps without a trained token from which on it is not chance."""
 ENDLESS_STEPS = 50
-"""Of which no trained token ends an answer."""
+"""Number of steps without an answer's end token among the trained ones from which on it is a finding."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """One step of one rank."""
+    """Counts of one step of one rank."""
 
     tokens: int = 0
     rows: int = 0
     padding: int = 0
     trained: int | None = None
-    """Labels that count; None where the model is given none."""
+    """Number of labels that count; None if the model gets none."""
     ends: int = 0
-    """Of these, those that end an answer."""
+    """Number of these labels that end an answer."""
     doubled: int = 0
-    """Rows that begin with two beginning-of-sequence tokens."""
+    """Number of rows that begin with two beginning-of-sequence tokens."""
     not_finite: int = 0
-    """Forwards whose loss is NaN or infinite."""
+    """Number of forwards whose loss is NaN or infinite."""
 
 
 class Batches:
-    """Counts in forwards that train, from when it is made until `end`."""
+    """Counter of training forwards, from its creation until `end`."""
 
     def __init__(self, model: nn.Module) -> None:
         config = getattr(model, "config", None)
-        self._begins = _ids(getattr(config, "bos_token_id", None))
+        self._begins = _list_token_ids(getattr(config, "bos_token_id", None))
         self._ends: list[int] = []
         generation = getattr(model, "generation_config", None)
-        if generation is not None:  # models that make texts have one; elsewhere labels are no tokens
-            self._ends = _ids(generation.eos_token_id) or _ids(getattr(config, "eos_token_id", None))
+        if generation is not None:  # models that generate texts have one; other models' labels are not tokens
+            self._ends = _list_token_ids(generation.eos_token_id) or _list_token_ids(
+                getattr(config, "eos_token_id", None)
+            )
         self._hook = model.register_forward_hook(self._count, with_kwargs=True)
         self._counts: list[tuple[Tensor, torch.cuda.Event | None]] = []
         self._tokens = self._rows = 0
@@ -60,12 +62,12 @@ class Batches:
         if torch.compiler.is_compiling():
             return
         try:
-            self._count_one(inputs, output)
-        except Exception:  # whatever a model is given and returns: its training goes on
+            self._count_forward(inputs, output)
+        except Exception:  # the model's inputs or outputs may be anything, and its training must go on
             self._hook.remove()
             logging.getLogger(__name__).warning("batches are counted no longer", exc_info=True)
 
-    def _count_one(self, inputs: Mapping[str, Any], output: Any) -> None:
+    def _count_forward(self, inputs: Mapping[str, Any], output: Any) -> None:
         ids = inputs.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2 or len(self._counts) == MOST_FORWARDS:
             return
@@ -74,83 +76,85 @@ class Batches:
             return
         self._tokens, self._rows = self._tokens + ids.numel(), self._rows + len(ids)
         zero = torch.zeros((), dtype=torch.int64, device=ids.device)
-        labels, mask, loss = inputs.get("labels"), inputs.get("attention_mask"), _loss_of(output)
+        labels, mask, loss = inputs.get("labels"), inputs.get("attention_mask"), _get_loss(output)
         padding = (mask == 0).sum() if isinstance(mask, Tensor) and mask.shape == ids.shape else zero
         trained = ends = zero
         if isinstance(labels, Tensor) and labels.dim() == 2:
             self._has_labels = True
-            trained, ends = (labels != MASKED).sum(), _any_of(labels, self._ends).sum()
-        is_begin = _any_of(ids[:, :2], self._begins)
-        if isinstance(mask, Tensor) and mask.shape == ids.shape:  # padding on the left may be of the same token
+            trained, ends = (labels != MASKED).sum(), _match_any(labels, self._ends).sum()
+        is_begin = _match_any(ids[:, :2], self._begins)
+        if isinstance(mask, Tensor) and mask.shape == ids.shape:  # padding on the left may be the same token
             is_begin &= mask[:, :2] != 0
         doubled = is_begin.all(dim=1).sum() if ids.shape[1] > 1 else zero
-        odd = (~torch.isfinite(loss)).sum() if loss is not None else zero
-        counts = torch.stack([one.to(ids.device) for one in (padding, trained, ends, doubled, odd)])
+        not_finite = (~torch.isfinite(loss)).sum() if loss is not None else zero
+        counts = torch.stack([count.to(ids.device) for count in (padding, trained, ends, doubled, not_finite)])
         copy = counts.to("cpu", non_blocking=True)
-        copied = torch.cuda.Event() if ids.is_cuda else None
-        if copied is not None:  # so that to read the numbers is not to wait for the whole step
-            copied.record()
-        self._counts.append((copy, copied))
+        event = torch.cuda.Event() if ids.is_cuda else None
+        if event is not None:  # so that reading the numbers does not wait for the whole step
+            event.record()
+        self._counts.append((copy, event))
 
     def begin(self) -> None:
-        """A step begins: what came before it is not its own."""
+        """Begin a step, without the counts before it."""
         self._counts, self._tokens, self._rows, self._has_labels, self._has_others = [], 0, 0, False, False
 
     def take(self) -> Counted:
-        """Of the step that ends; without padding where it generated too, which takes a time that is not known."""
-        for _, copied in self._counts:
-            if copied is not None:
-                copied.synchronize()
+        """Return the counts of the step that ends, without padding if it also generated, which takes unknown time."""
+        for _, event in self._counts:
+            if event is not None:
+                event.synchronize()
         if not self._counts:
             return Counted(self._tokens, self._rows)
-        padding, trained, ends, doubled, odd = torch.stack([copy for copy, _ in self._counts]).sum(0).tolist()
+        padding, trained, ends, doubled, not_finite = torch.stack([copy for copy, _ in self._counts]).sum(0).tolist()
         padding = 0 if self._has_others else padding
-        return Counted(self._tokens, self._rows, padding, trained if self._has_labels else None, ends, doubled, odd)
+        return Counted(
+            self._tokens, self._rows, padding, trained if self._has_labels else None, ends, doubled, not_finite
+        )
 
     def end(self) -> None:
         self._hook.remove()
 
 
 class Labels:
-    """Says once what is wrong with what is trained, from the steps of one rank."""
+    """Reporter of problems with trained labels, each once, from the steps of one rank."""
 
     def __init__(self, knows_ends: bool) -> None:
         self._knows_ends = knows_ends
         self._newest: deque[Counted] = deque(maxlen=MASKED_STEPS)
         self._steps = self._trained = self._ends = 0
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def add(self, step: int, counted: Counted) -> list[Finding]:
-        """What is known now of this step and those before it."""
+        """Return the new findings from this step and those before it."""
         if counted.trained is None:
             return []
         self._newest.append(counted)
         self._steps, self._trained = self._steps + 1, self._trained + counted.trained
         self._ends += counted.ends
         causes = {}
-        if len(self._newest) == MASKED_STEPS and not any(one.trained for one in self._newest):
+        if len(self._newest) == MASKED_STEPS and not any(counts.trained for counts in self._newest):
             causes["SF501"] = f"in {MASKED_STEPS} steps in a row no label counts: all are {MASKED}"
-        if len(self._newest) == MASKED_STEPS and all(one.doubled == one.rows > 0 for one in self._newest):
+        if len(self._newest) == MASKED_STEPS and all(counts.doubled == counts.rows > 0 for counts in self._newest):
             causes["SF503"] = f"in {MASKED_STEPS} steps in a row every row begins with two beginning-of-sequence tokens"
         if self._knows_ends and self._steps >= ENDLESS_STEPS and self._trained and not self._ends:
             causes["SF510"] = f"of {self._trained} tokens that were trained in {self._steps} steps none ends an answer"
-        new = {code: cause for code, cause in causes.items() if code not in self._told}
-        self._told |= new.keys()
+        new = {code: cause for code, cause in causes.items() if code not in self._reported}
+        self._reported |= new.keys()
         return [Finding(code, cause, {"step": step}, CATALOGUE[code].fix) for code, cause in new.items()]
 
 
-def _ids(said: Any) -> list[int]:
-    return [one for one in (said if isinstance(said, list | tuple) else [said]) if isinstance(one, int)]
+def _list_token_ids(value: Any) -> list[int]:
+    return [token for token in (value if isinstance(value, list | tuple) else [value]) if isinstance(token, int)]
 
 
-def _any_of(ids: Tensor, wanted: list[int]) -> Tensor:
-    found = torch.zeros_like(ids, dtype=torch.bool)
-    for one in wanted:
-        found |= ids == one
-    return found
+def _match_any(ids: Tensor, tokens: list[int]) -> Tensor:
+    is_match = torch.zeros_like(ids, dtype=torch.bool)
+    for token in tokens:
+        is_match |= ids == token
+    return is_match
 
 
-def _loss_of(output: Any) -> Tensor | None:
-    """What a model returned as its loss."""
+def _get_loss(output: Any) -> Tensor | None:
+    """Return the loss in a model's output."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return loss.detach() if isinstance(loss, Tensor) else None

@@ -1,10 +1,10 @@
-"""Health for transformers' Trainer and what builds on it: TRL, LLaMA-Factory, axolotl, ms-swift.
+"""Run monitoring for transformers' Trainer and trainers built on it: TRL, LLaMA-Factory, axolotl, ms-swift.
 
     from surefoot.integrations import SurefootCallback
     trainer = SFTTrainer(..., callbacks=[SurefootCallback()])
 
-Stalls, leaks, slowness and deaths are named as in Surefoot's own runs, on standard error and in findings.jsonl of the
-trainer's output_dir, which `surefoot watch` and `surefoot explain` read. It changes nothing in the run.
+Stalls, leaks, slowness and deaths are reported as in Surefoot's own runs, on standard error and in findings.jsonl of
+the trainer's output_dir, which `surefoot watch` and `surefoot explain` read. It changes nothing in the run.
 """
 
 import atexit
@@ -46,31 +46,31 @@ from surefoot.training.memory_stats import peak_memory_bytes, sample_device_memo
 from surefoot.training.run_summary import FindingLog
 
 MOST_OVERFLOWS = 20
-"""Logs in a row in which float16 overflowed: a scale that is lowered as often helps no more."""
+"""Number of consecutive logs with a float16 overflow: after lowering the scale as often, more no longer helps."""
 SIGN_EVERY_S = 1.0
-"""Between two signs of life in an evaluation."""
+"""Seconds between two heartbeats in an evaluation."""
 
 
 _LIVE: "WeakSet[SurefootCallback]" = WeakSet()
-"""Those that record a training of this process."""
+"""Callbacks that record a training of this process."""
 
 _LOADING = LoadPeak()
-"""From when this is imported, which is before a model is loaded, until the first training begins."""
+"""Peak memory from this import, which precedes loading a model, until the first training begins."""
 
-record_collectives()  # read when process groups are made, which is before a callback hears anything
+record_collectives()  # read when process groups are created, which is before any callback is called
 
 
 class SurefootCallback(TrainerCallback):  # type: ignore[misc]
-    """Records what the trainer does on this process, and watches all those of this machine from outside.
+    """Callback that records the trainer's work on this process, and watches all processes of this machine from outside.
 
-    The trainer tells no one where a forward ends, so `forward and backward` are one phase, with whatever it does in
-    its training step: the rollouts of GRPO too. In a notebook, `close` ends the watch over a training that failed.
+    The trainer does not report where a forward ends, so `forward and backward` are one phase, with everything in its
+    training step: the rollouts of GRPO too. In a notebook, `close` ends the watch over a training that failed.
     """
 
     def __init__(self, webhook: str | None = None) -> None:
-        """`webhook`: findings are posted there as well: `$NAME` of an environment variable with the address.
+        """`webhook`: findings are also posted there: `$NAME` of an environment variable with the address.
 
-        Raises: ConfigError for an address itself, which would stand in the program, and for a name that is not set.
+        Raises: ConfigError for an address itself, which would be in the program text, and for a name that is not set.
         """
         if webhook is not None and not (webhook.startswith("$") and webhook[1:] in os.environ):
             raise ConfigError("webhook: give `$NAME` of an environment variable that is set and holds the address.")
@@ -83,19 +83,19 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         self._step_began_s = 0.0
         self._sign_of_life_s = 0.0
         self._ended: StepEnded | None = None
-        """The newest step, until the trainer has logged what it was. The next phase has begun by then."""
+        """Newest step, until the trainer has logged its numbers. The next phase has begun by then."""
         self._logged: dict[str, float] = {}
         self._batches: Batches | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, *_: Any, model: nn.Module | None = None, **__: Any
     ) -> None:
-        for other in list(_LIVE):  # of trainings that failed, in a process that went on
+        for other in list(_LIVE):  # callbacks of trainings that failed, in a process that went on
             other.close()
         _LIVE.add(self)
-        folder = Path(args.output_dir).absolute()  # the program may go elsewhere
+        folder = Path(args.output_dir).absolute()  # the program may change its working directory
         self._log = FindingLog(folder, self._webhook, "tensorboard" in (args.report_to or []))
-        self._told_not_finite = self._scales_losses = self._hides_losses = False
+        self._has_reported_not_finite = self._scales_losses = self._hides_losses = False
         self._overflows = 0
         self._rank, self._step = int(args.process_index), int(state.global_step) + 1
         if args.local_process_index == 0 and SUPERVISED not in os.environ:
@@ -107,8 +107,8 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
             self._labels = Labels(self._batches.knows_ends)
             peak = _LOADING.end()
             if peak is not None:
-                self._emit(_loaded(self._rank, model, peak))
-        atexit.register(self.close)  # an exception ends the run without on_train_end; a kill leaves no last word
+                self._emit(_measure_model(self._rank, model, peak))
+        atexit.register(self.close)  # an exception ends the run without on_train_end; a kill leaves no report
         self._step_began_s = time.perf_counter()
         self._begin("wait for data")
 
@@ -125,17 +125,17 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         now = time.perf_counter()
         if self._batches is not None:
             self._describe(int(state.global_step), self._batches.take())
-        on_device = sample_device_memory(_device(), self._rank, int(state.global_step)) if self._observers else None
+        on_device = sample_device_memory(_get_device(), self._rank, int(state.global_step)) if self._observers else None
         if on_device is not None:
             self._emit(on_device)
-        self._ended = _step_ended(state, now - self._step_began_s)
+        self._ended = _build_step_event(state, now - self._step_began_s)
         self._step, self._step_began_s = min(int(state.global_step) + 1, int(state.max_steps)), now
         if not control.should_log:
-            self._tell_step()
-        self._enter(_flagged(control) or _next(state, control))
+            self._emit_step()
+        self._enter(_get_flagged_phase(control) or _get_next_phase(state, control))
 
     def on_epoch_end(self, _: TrainingArguments, __: TrainerState, control: TrainerControl, **___: Any) -> None:
-        phase = _flagged(control)
+        phase = _get_flagged_phase(control)
         if phase is not None and self._observers:
             self._begin(phase)
 
@@ -149,66 +149,66 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, *__: Any, logs: dict[str, float] | None = None, **___: Any
     ) -> None:
         numbers = {name: float(value) for name, value in (logs or {}).items() if isinstance(value, int | float)}
-        if "loss" in numbers:  # of the steps since the last log; told once, with the last of them
+        if "loss" in numbers:  # of the steps since the last log; reported once, with the last of them
             self._logged, self._scales_losses = numbers, bool(args.fp16)
             self._hides_losses = bool(args.logging_nan_inf_filter)
-            self._look_at(numbers, int(state.global_step))
-            self._tell_step()
+            self._check_finite(numbers, int(state.global_step))
+            self._emit_step()
         elif "eval_loss" in numbers:
             self._emit(Evaluated(int(state.global_step), {"eval_loss": numbers["eval_loss"]}))
 
     def _describe(self, step: int, counted: Counted) -> None:
-        """Tell of a step's batch, and, on the first process, of what is wrong with it."""
+        """Report a step's batch, and, on the first process, problems with it."""
         trained = counted.trained or 0
         self._emit(BatchDescribed(self._rank, step, counted.tokens, trained, counted.rows, 0, counted.padding))
         if self._rank:
             return
         for finding in self._labels.add(step, counted):
-            self._say(finding)
-        if counted.not_finite and not self._told_not_finite:
-            self._told_not_finite = True
+            self._report(finding)
+        if counted.not_finite and not self._has_reported_not_finite:
+            self._has_reported_not_finite = True
             cause = f"the loss of step {step} is not finite on rank {self._rank}"
-            self._say(Finding("SF401", cause, {"step": step, "rank": self._rank}, CATALOGUE["SF401"].fix))
+            self._report(Finding("SF401", cause, {"step": step, "rank": self._rank}, CATALOGUE["SF401"].fix))
 
-    def _look_at(self, numbers: dict[str, float], step: int) -> None:
-        """Say once that a number is none; on the process that logs."""
-        odd = [name for name in ("loss", "grad_norm") if not math.isfinite(numbers.get(name, 0.0))]
-        self._overflows = self._overflows + 1 if odd == ["grad_norm"] and self._scales_losses else 0
+    def _check_finite(self, numbers: dict[str, float], step: int) -> None:
+        """Report once that a number is not finite; on the process that logs."""
+        names = [name for name in ("loss", "grad_norm") if not math.isfinite(numbers.get(name, 0.0))]
+        self._overflows = self._overflows + 1 if names == ["grad_norm"] and self._scales_losses else 0
         if 0 < self._overflows < MOST_OVERFLOWS:
-            return  # in float16 steps that overflow are left out, and the loss is scaled by less
-        if not odd or self._told_not_finite or self._rank:
+            return  # float16 steps that overflow are skipped, and the loss is scaled by less
+        if not names or self._has_reported_not_finite or self._rank:
             return
-        self._told_not_finite = True
-        code = "SF401" if odd[0] == "loss" else "SF402"
-        shown = {name: str(numbers[name]) for name in odd}
-        cause = f"{' and '.join(odd)} of the steps up to {step}, as logged, {'are' if odd[1:] else 'is'} not finite"
+        self._has_reported_not_finite = True
+        code = "SF401" if names[0] == "loss" else "SF402"
+        shown = {name: str(numbers[name]) for name in names}
+        cause = f"{' and '.join(names)} of the steps up to {step}, as logged, {'are' if names[1:] else 'is'} not finite"
         if code == "SF402" and self._hides_losses:
             cause += "; the loss may not be either: logging_nan_inf_filter shows others in its place"
-        self._say(Finding(code, cause, {"step": step, **shown}, CATALOGUE[code].fix))
+        self._report(Finding(code, cause, {"step": step, **shown}, CATALOGUE[code].fix))
 
-    def _say(self, finding: Finding) -> None:
+    def _report(self, finding: Finding) -> None:
         self._log.note(finding)
         say(finding.as_text())
 
     def on_evaluate(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **__: Any) -> None:
         if self._observers:
-            self._begin("save" if control.should_save else _next(state, control))
+            self._begin("save" if control.should_save else _get_next_phase(state, control))
             self._step_began_s = time.perf_counter()
 
     def on_save(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **__: Any) -> None:
         if self._observers:
-            self._begin(_next(state, control))
+            self._begin(_get_next_phase(state, control))
             self._step_began_s = time.perf_counter()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._end({})
 
     def close(self) -> None:
-        """End the record and the watch over a training that came to no end of its own."""
+        """End the record and the watch over a training that did not end by itself."""
         self._end({"status": "failed"})
 
-    def _tell_step(self) -> None:
-        """The newest step, with what was logged of it."""
+    def _emit_step(self) -> None:
+        """Report the newest step, with the numbers that were logged of it."""
         if self._ended is not None:
             loss, grad_norm, learning_rate = (
                 self._logged.get(name, math.nan) for name in ("loss", "grad_norm", "learning_rate")
@@ -217,7 +217,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
             self._ended, self._logged = None, {}
 
     def _begin(self, phase: Phase) -> None:
-        self._tell_step()
+        self._emit_step()
         self._enter(phase)
 
     def _enter(self, phase: Phase) -> None:
@@ -237,7 +237,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
     def _end(self, summary: dict[str, str]) -> None:
         atexit.unregister(self.close)
         _LIVE.discard(self)
-        self._tell_step()
+        self._emit_step()
         self._end_phase()
         self._emit(RunEnded(summary))
         self._observers = []
@@ -249,8 +249,8 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
             self._watcher = None
 
 
-def _step_ended(state: TrainerState, took_s: float) -> StepEnded:
-    """Without what the trainer logs of it later."""
+def _build_step_event(state: TrainerState, took_s: float) -> StepEnded:
+    """Return the step's event, without the numbers that the trainer logs later."""
     return StepEnded(
         step=int(state.global_step),
         total_steps=int(state.max_steps),
@@ -263,34 +263,34 @@ def _step_ended(state: TrainerState, took_s: float) -> StepEnded:
         trained_tokens=0,
         tokens_per_second=math.nan,
         step_time_s=took_s,
-        peak_memory_bytes=peak_memory_bytes(_device()),
+        peak_memory_bytes=peak_memory_bytes(_get_device()),
     )
 
 
-def _device() -> torch.device:
-    """What this process trains on; asking does not make a context on a GPU that is not used."""
+def _get_device() -> torch.device:
+    """Return the device that this process trains on, without creating a context on an unused GPU."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def _loaded(rank: int, model: nn.Module, peak: int) -> ModelLoaded:
-    """Sizes of parameters: of those that are cut over ranks, as FSDP and DeepSpeed say it."""
-    whole = kept = 0
+def _measure_model(rank: int, model: nn.Module, peak: int) -> ModelLoaded:
+    """Return sizes of parameters; for sharded ones, those that FSDP and DeepSpeed report."""
+    full_bytes = host_bytes = 0
     for parameter in model.parameters():
         count = int(getattr(parameter, "ds_numel", parameter.numel()))
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        whole += count * parameter.element_size()
-        kept += local.numel() * local.element_size() if local.device.type == "cpu" else 0
-    return ModelLoaded(rank, whole, kept, peak)
+        full_bytes += count * parameter.element_size()
+        host_bytes += local.numel() * local.element_size() if local.device.type == "cpu" else 0
+    return ModelLoaded(rank, full_bytes, host_bytes, peak)
 
 
-def _flagged(control: TrainerControl) -> Phase | None:
-    """What a trainer does next because a flag says so."""
+def _get_flagged_phase(control: TrainerControl) -> Phase | None:
+    """Return the phase that a trainer's flags request next."""
     return "evaluate" if control.should_evaluate else "save" if control.should_save else None
 
 
-def _next(state: TrainerState, control: TrainerControl) -> Phase:
-    """After the last step a trainer may still load and write for long."""
+def _get_next_phase(state: TrainerState, control: TrainerControl) -> Phase:
+    """Return the phase after a step: after the last one a trainer may still load and write for long."""
     is_over = state.global_step >= state.max_steps or control.should_training_stop
     return "export" if is_over else "wait for data"

@@ -1,4 +1,4 @@
-"""Train on several ranks: start them, wait for them, and write how the run ended if no rank could."""
+"""Training on several ranks: start them, wait for them, and write the run's end if no rank could."""
 
 import time
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def train_launched(loaded: LoadedConfig, *, screen: bool) -> RunResult:
     log = FindingLog.of(loaded.run)
 
     def on_restart(failure: RankFailure, attempt: int) -> None:
-        finding = _finding_of(failure, folder, began_s)
+        finding = _build_finding(failure, folder, began_s)
         count = f"restart {attempt} of {loaded.run.max_restarts}"
         finding = replace(finding, cause=f"{finding.cause}. All ranks restart from the last checkpoint ({count})")
         restarts.append(finding)
@@ -42,7 +42,7 @@ def train_launched(loaded: LoadedConfig, *, screen: bool) -> RunResult:
 
     failure = launch(loaded.run, {**loaded.as_json(), "screen": screen}, on_restart)
     if failure is not None:
-        _raise(failure, log, began_s, restarts, screen=screen)
+        _raise_failure(failure, log, began_s, restarts, screen=screen)
     if restarts:
         write_end(folder, findings=restarts)
     result = read_result(folder)
@@ -53,7 +53,7 @@ def train_launched(loaded: LoadedConfig, *, screen: bool) -> RunResult:
     return result
 
 
-def _finding_of(failure: RankFailure, folder: Path, began_s: float) -> Finding:
+def _build_finding(failure: RankFailure, folder: Path, began_s: float) -> Finding:
     """Return the finding for the failure of a rank."""
     if failure.finding is not None:
         return failure.finding
@@ -63,7 +63,7 @@ def _finding_of(failure: RankFailure, folder: Path, began_s: float) -> Finding:
     return explain_death(folder, death.rank, death.how, for_memory=death.for_memory, history=history)
 
 
-def _raise(
+def _raise_failure(
     failure: RankFailure, log: FindingLog, began_s: float, restarts: Sequence[Finding], *, screen: bool
 ) -> NoReturn:
     """Raise what the ranks raised; first write summary.json if they took steps since `began_s` and could not."""
@@ -84,7 +84,7 @@ def _raise(
     took_steps = metrics.is_file() and metrics.stat().st_mtime >= began_s
     findings = [*restarts]
     if failure.death is not None:
-        findings.append(_finding_of(failure, folder, began_s))
+        findings.append(_build_finding(failure, folder, began_s))
     if not failure.kind and (took_steps or (result is None and folder.is_dir())):
         result = result or RunRecord(folder).result("failed")
         ended = replace(

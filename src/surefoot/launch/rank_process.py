@@ -1,4 +1,4 @@
-"""One rank of a launched run: `distributed.elastic_launch` starts it with a job to read.
+"""Process of one rank of a launched run: `distributed.elastic_launch` starts it with a job to read.
 
 Failures are left as notes for the launcher, which shows the first reason once.
 """
@@ -21,17 +21,17 @@ from surefoot.training.trainer import train
 
 
 def main() -> int:
-    """Run the job; returns the exit status. An end that all ranks agreed on is none that elastic should act on."""
+    """Run the job and return the exit status. Elastic must not act on an end that all ranks agreed on."""
     protect_streams()
     handle_stop_signals()
-    end_with_parent()  # a launcher that is killed takes its ranks along
+    end_with_parent()  # when the launcher is killed, its ranks end too
     logging.captureWarnings(True)
     logging.getLogger("py.warnings").setLevel(logging.ERROR)
     try:
         job = json.loads(Path(os.environ[elastic_launch.FOLDER], "job.json").read_text("utf-8"))
     except FileNotFoundError:  # the launcher was stopped before this rank had begun
         return 1
-    if os.getppid() != job["launcher"]:  # or was killed then: it leaves no one who would start the others
+    if os.getppid() != job["launcher"]:  # or was killed then: no launcher would start the other ranks
         return 1
     try:
         elastic_launch.note_process()
@@ -40,7 +40,9 @@ def main() -> int:
             elastic_launch.note_end()
             return 0
         loaded = LoadedConfig.from_json(job)
-        if elastic_launch.was_begun(loaded.run.run_folder):  # a restart: go on from what the attempt before has saved
+        if elastic_launch.was_begun(
+            loaded.run.run_folder
+        ):  # a restart: go on from the checkpoints of the attempt before
             changes = {"overwrite_output_dir": False, "resume_from_checkpoint": "auto"}
             loaded = replace(loaded, run=loaded.run.model_copy(update=changes))
         observers = rank_observers(loaded.run.run_folder, int(os.environ["RANK"])) if loaded.run.health else []
@@ -52,7 +54,7 @@ def main() -> int:
     except BaseException as error:
         if elastic_launch.note_failure(error, kind="", is_agreed=False):
             if not isinstance(error, KeyboardInterrupt):
-                time.sleep(elastic_launch.SEEN_WITHIN_S)  # so that elastic sees the peer's end, and how it ended, first
+                time.sleep(elastic_launch.SEEN_WITHIN_S)  # so that elastic sees the peer's end, and its cause, first
             return 1  # the traceback of a rank that only lost its peer would hide the cause
         raise
     return 0

@@ -15,7 +15,7 @@ from surefoot.system.console import protect_streams
 from surefoot.system.process import end_with_parent, own_stop_signals
 
 LEAVE_AFTER_S = 300.0
-"""How long a run may take to save and end after its supervisor was killed."""
+"""Seconds that a run may take to save and end after its supervisor was killed."""
 
 
 def main() -> int:

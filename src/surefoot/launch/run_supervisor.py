@@ -1,4 +1,4 @@
-"""The supervisor of `surefoot train`: a light process that starts the run, watches it, and reports what it finds.
+"""Supervisor of `surefoot train`: a light process that starts the run, watches it, and reports its findings.
 
 The run is a session of its own, so that signals reach it once, through this process. Imports no torch.
 """
@@ -193,7 +193,7 @@ class _SignalForwarding:
         self.process: subprocess.Popen[bytes] | None = None
         self.was_received = False
         self.undelivered: int | None = None
-        """The last signal that found the process ended."""
+        """Last signal that arrived after the process had ended."""
 
     @contextmanager
     def forwarding(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""How a verb of the command line ends: what it raises becomes a line and an exit status."""
+"""Wrapper of the commands of the command line that turns errors into a line and an exit status."""
 
 import errno
 import logging
@@ -21,11 +21,11 @@ REFUSED_BY_SYSTEM = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENOMEM, errno.EMFILE,
     errno.EAGAIN,
 )  # fmt: skip
-"""Errors whose cause is the machine: a full disk, a mount that is gone, no process left."""
+"""Errors caused by the machine: a full disk, a lost mount, no process left."""
 
 
 def run_verb(verb: Callable[[], int]) -> int:
-    """Call a verb and turn what it raises into a line and an exit status."""
+    """Call a command and turn its errors into a line and an exit status."""
     # Large pages for large tensors: fewer faults when activations come and go. Read once, when torch is loaded.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -35,10 +35,10 @@ def run_verb(verb: Callable[[], int]) -> int:
         return verb()
     except SurefootError as error:
         is_said = error.is_agreed and os.environ.get("RANK", "0") != "0"  # by rank 0
-        if not is_said and not isinstance(error, StoppedOnFinding):  # a finding has been shown when it was made
+        if not is_said and not isinstance(error, StoppedOnFinding):  # a finding was shown when it was created
             say(f"error: {error}")
         return error.exit_status
-    except PermissionError as error:  # of whatever file: it is the user's to change
+    except PermissionError as error:  # any file: only the user can change its permissions
         say(f"error: {error.filename or 'a file'}: {error.strerror}. Give this user the right to read it.")
         return InputError.exit_status
     except OSError as error:
@@ -56,7 +56,7 @@ def train_and_print(loaded: "LoadedConfig", *, as_json: bool) -> int:
     """Run to the end and print the result; return the exit status."""
     result = surefoot.train_loaded(loaded)
     if os.environ.get("RANK", "0") != "0":
-        pass  # one of several ranks: rank 0 speaks
+        pass  # one of several ranks: rank 0 prints
     elif as_json:
         print_json(result.as_dict())
     else:

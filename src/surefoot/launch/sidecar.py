@@ -1,6 +1,6 @@
-"""A supervisor process beside runs that were not started by one: from Python, under torchrun or SLURM, other trainers.
+"""Supervisor process beside runs without one: runs from Python, under torchrun or SLURM, and of other trainers.
 
-The run starts it. It reports what it finds in findings.jsonl and on standard error, ends when the run ends, however
+The run starts it. It reports its findings in findings.jsonl and on standard error, ends when the run ends, however
 that happens, and never ends the run. Imports no torch.
 """
 
@@ -27,7 +27,7 @@ from surefoot.system.process import PYTHON
 from surefoot.training.run_summary import FindingLog, write_end
 
 SUPERVISED = "SUREFOOT_SUPERVISED"
-"""Environment variable that is set where a process watches the run already."""
+"""Environment variable that is set if a process watches the run already."""
 LOCAL_WORLD_SIZES = (
     "LOCAL_WORLD_SIZE",
     "LOCAL_SIZE",
@@ -38,11 +38,11 @@ LOCAL_WORLD_SIZES = (
 """Variables of torchrun, DeepSpeed, Open MPI, Intel MPI and SLURM with the number of ranks on this machine."""
 POLL_S = 1.0
 EARLY_S = 120.0
-"""How much earlier than the rank that starts the sidecar other ranks may have started."""
+"""Seconds by which other ranks may have started earlier than the rank that starts the sidecar."""
 ALONE_GONE_S = 5.0
-"""How long a rank may be missing when no process restarts ranks."""
+"""Seconds that a rank may be missing when no process restarts ranks."""
 LAST_WORDS_S = 2.0
-"""How long ranks that lost a peer may take to report that."""
+"""Seconds that ranks that lost a peer may take to report that."""
 LEAVE_WITHIN_S = 5.0
 
 
@@ -55,9 +55,9 @@ class SidecarSpec:
     num_elsewhere: int
     """Number of ranks on other machines."""
     gone_s: float = ALONE_GONE_S
-    """How long a rank may be missing."""
+    """Seconds that a rank may be missing."""
     deadlines_s: Mapping[Phase, float] = field(default_factory=dict)
-    """Deadline of each phase: see `Supervisor`."""
+    """Deadline of each phase in seconds: see `Supervisor`."""
 
 
 @contextmanager
@@ -97,13 +97,13 @@ def end(sidecar: "subprocess.Popen[bytes]") -> None:
 
 
 def ranks_elsewhere(num_ranks: int) -> int:
-    """Return how many ranks are on other machines; all but this one where the launcher does not tell."""
+    """Return how many ranks are on other machines; all but this one if the launcher does not report it."""
     text = next((os.environ[name] for name in LOCAL_WORLD_SIZES if os.environ.get(name)), "1")
     return num_ranks - (int(text) if text.isdigit() else 1)
 
 
 def main(text: str) -> None:
-    """Watch until the run ends or the process that started this one is gone."""
+    """Watch until the run ends or the process that started this one has exited."""
     is_over = threading.Event()
     for number in (signal.SIGINT, signal.SIGHUP):  # Ctrl-C and a closed terminal are for the run
         signal.signal(number, signal.SIG_IGN)
@@ -136,7 +136,7 @@ def main(text: str) -> None:
 
 
 def _explain_gone_ranks(supervisor: Supervisor, folder: Path, since_s: float) -> Finding | None:
-    """Return the finding for a rank of this machine that is gone and had not reported its end."""
+    """Return the finding for a rank of this machine that exited without reporting its end."""
     if not supervisor.gone():
         return None
     time.sleep(LAST_WORDS_S)

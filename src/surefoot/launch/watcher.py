@@ -1,4 +1,4 @@
-"""The watch loop of every process that watches a run: poll the supervisor and report what it finds."""
+"""Watch loop of every process that watches a run: poll the supervisor and report its findings."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Watcher:
-    """Polls a supervisor and reports its findings. A defect in watching ends the watching, never the run."""
+    """Poller of a supervisor that reports its findings. A defect in watching ends the watching, never the run."""
 
     def __init__(self, supervisor: Supervisor, log: FindingLog) -> None:
         self._supervisor = supervisor
@@ -22,7 +22,7 @@ class Watcher:
         self.findings: list[Finding] = []
 
     def poll(self, now_s: float) -> None:
-        """Report what was found since the last poll: in findings.jsonl and on standard error."""
+        """Report the findings since the last poll: in findings.jsonl and on standard error."""
         nothing: list[Finding] = []
         for finding in self.guard(lambda: self._supervisor.poll(now_s), nothing):
             self.report(finding)
@@ -40,7 +40,7 @@ class Watcher:
             return otherwise
 
     def report(self, finding: Finding) -> None:
-        """Write a finding down and show it."""
+        """Write a finding to findings.jsonl and show it."""
         self.findings.append(finding)
         self._log.note(finding)
         say(finding.as_text())

@@ -1,1 +1,1 @@
-"""Fine-tuning methods: each is a file or a folder."""
+"""Fine-tuning methods, each in its own folder."""

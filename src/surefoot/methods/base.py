@@ -1,4 +1,4 @@
-"""The interface of a fine-tuning method: the class that each one implements, and the types it shares with the loop.
+"""The interface of a fine-tuning method: the base class of all methods, and the types they share with the loop.
 
 SFT is `sft.py`, GRPO is `grpo/method.py`; `registry.py` finds a method by its name in run.yaml.
 """
@@ -25,7 +25,7 @@ from surefoot.methods.training_data import RunData
 from surefoot.models.build import BuiltModel
 
 LAST_WAIT_S = 5.0
-"""How long the last save waits for what a method has asked for ahead."""
+"""Seconds that the last save waits for what a method has requested ahead."""
 
 
 class Interrupted(Exception):
@@ -34,7 +34,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class BatchTotals:
-    """Counts over the global batch, all ranks together, by which every micro-batch's loss is normalised."""
+    """Counts over the global batch of all ranks, by which every micro-batch's loss is normalised."""
 
     tokens: int
     trained: int
@@ -81,7 +81,7 @@ class Objective(ABC):
         return {}
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Receive this rank's part of the global batch before its first forward; return it with what was added."""
+        """Receive this rank's part of the global batch before its first forward; return it with any additions."""
         return batches
 
     def end_step(self) -> None:  # noqa: B027 - a method may need nothing
@@ -89,7 +89,7 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, batch: MicroBatch, totals: BatchTotals) -> LossTerms:
-        """Return a micro-batch's share of the loss, with its graph; 0 for one with `is_dummy`, with its graph too."""
+        """Return a micro-batch's share of the loss, with its graph; for a dummy batch, 0 with its graph."""
 
     def probe_forward(self, batches: Iterable[MicroBatch]) -> None:
         """Run a forward of each batch without graph and dropout, for hooks on the modules. Collective."""
@@ -114,7 +114,7 @@ class TrainContext:
     rollout_context: Callable[[], AbstractContextManager[object]] = nullcontext
     """Context of many forwards with the same weights."""
     before_micro_batch: Callable[[bool], None] = lambda _: None
-    """Called before each micro-batch; the argument is whether it is the last one of the step."""
+    """Called before each micro-batch; the argument is whether it is the last of the step."""
     phase: Callable[[Phase], AbstractContextManager[None]] = lambda _: nullcontext()
     """Context that reports the beginning and the end of a phase."""
 
@@ -132,7 +132,7 @@ class MethodContext:
     phase: Callable[[Phase], AbstractContextManager[None]]
     emit: Callable[[Event], None]
     is_told_to_stop: Callable[[], bool]
-    """Whether a signal has told this rank to stop."""
+    """Whether this rank has received a stop signal."""
 
 
 class Method(ABC):
@@ -144,7 +144,7 @@ class Method(ABC):
     """
 
     agrees_to_stop_before_batches: ClassVar[bool] = False
-    """Whether batches take so long that ranks agree on stop signals before they are made."""
+    """Whether ranks agree on stop signals before each batch, because making a batch takes long."""
 
     def __init__(self, context: MethodContext) -> None:
         self.context = context
@@ -168,7 +168,7 @@ class Method(ABC):
         """Return the objective for a model as this rank holds it."""
 
     def start(self) -> None:  # noqa: B027 - a method may need nothing
-        """Start what is needed besides model and data; what is cheap and often wrong is refused here."""
+        """Start what is needed besides model and data. Checks that are cheap and often fail belong here."""
 
     def check_data(self, position: Position) -> None:  # noqa: B027
         """Check prepared rows at a position, on one rank of each machine. Raises: ConfigError."""
@@ -192,11 +192,11 @@ class Method(ABC):
         """Return the SHA-256 of each file of the user's code by path; a resume reports which have changed."""
         return {}
 
-    def check_step(self, step: int, measured: Mapping[str, float]) -> None:  # noqa: B027
+    def check_step(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: B027
         """Check the metrics of a step. Raises: StoppedOnFinding."""
 
     def pending(self, position: Position, step: int, wait_s: float) -> list[dict[str, Any]]:  # noqa: ARG002
-        """Return, as JSON, what further steps train on and a checkpoint must keep; wait for it `wait_s` at most."""
+        """Return, as JSON, what further steps train on and a checkpoint must keep; wait for it at most `wait_s`."""
         return []
 
     @staticmethod
@@ -215,11 +215,11 @@ class Method(ABC):
 class PlannedLoss(ABC):
     """The loss of a run as the planner runs it: on a model and a batch that have shapes but no values.
 
-    Equal ones compute the same and hold as much, so that the planner runs one of them.
+    Equal instances compute the same and use as much memory, so the planner runs only one of them.
     """
 
     tokens_per_sequence: int
-    """Number of tokens in the loss, of a sequence of full length."""
+    """Number of tokens in the loss of a sequence of full length."""
 
     @abstractmethod
     def __call__(self, built: BuiltModel, batch: MicroBatch) -> Callable[[], Tensor]:
@@ -237,7 +237,7 @@ class PlannedObjective(PlannedLoss):
     tokens_per_sequence: int
 
     def __call__(self, built: BuiltModel, batch: MicroBatch) -> Callable[[], Tensor]:
-        """Return the loss of one micro-batch that is the whole step."""
+        """Return a function that computes the loss of a micro-batch that is the whole step."""
         objective = self.method.build_objective(built, self.run, SINGLE_PROCESS)
         totals = BatchTotals(batch.num_tokens, batch.num_trained, float(batch.num_trained))
         return lambda: objective.loss(batch, totals).total

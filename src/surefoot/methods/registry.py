@@ -1,4 +1,4 @@
-"""From the settings of a run to the class that implements its method."""
+"""Lookup of the class that implements a run's method."""
 
 from importlib import import_module
 
@@ -7,7 +7,7 @@ from surefoot.methods.base import Method
 
 
 def method_of(run: RunConfig | type[RunConfig]) -> type[Method]:
-    """Return the method that `implementation` of the settings names."""
+    """Return the method class that the settings name in `implementation`."""
     module, _, name = run.implementation.partition(":")
     method = getattr(import_module(module), name)
     assert isinstance(method, type)

@@ -1,4 +1,4 @@
-"""The data of a run, prepared before or beside training; for SFT, dealt out as micro-batches."""
+"""The data of a run, prepared before or during training; for SFT, also its micro-batches."""
 
 import threading
 import time
@@ -23,16 +23,16 @@ from surefoot.events import DataCounted, Event, FindingMade, Heartbeat, Notice
 from surefoot.models.build import load_config, load_tokenizer
 from surefoot.models.resolve_model import longest_context, resolve_model
 
-MOST_LOOKED_AT = 256
-"""Rows."""
-SIGN_EVERY_S = 5.0
-"""How often a long evaluation, or rollout, says that it goes on."""
+MAX_INSPECTED_ROWS = 256
+"""Number of rows of a chunk whose columns are collected."""
+HEARTBEAT_EVERY_S = 5.0
+"""Seconds between two heartbeats of a long evaluation or rollout."""
 Emit = Callable[[Event], None]
 T = TypeVar("T")
 
 
 class RunData:
-    """The data of a run and the order in which it is seen."""
+    """The data of a run and the order in which it is trained on."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class RunData:
         emit: Emit,
         ranks: World,
     ) -> None:
-        """`reader`: of images, where the model sees."""
+        """Create the order of the data. `reader`: opens images; None for a model without vision."""
         config = loaded.run
         self.reader = reader
         self._ranks = ranks
@@ -62,43 +62,43 @@ class RunData:
         )
 
     def prepare(self, position: Position) -> None:
-        """Prepare the data, from where training will begin: small files at once, others beside training.
+        """Prepare the data from the position where training begins: small files at once, others during training.
 
-        Raises: DataError for whatever in the data cannot be trained on.
+        Raises: DataError for rows that cannot be trained on.
         """
         if self.held_out is not None and self.held_out.preparation is not self.train.preparation:
             self.held_out.prepare()
         if self.train.preparation.is_small or self.train.preparation.is_complete:
             self.train.preparation.run()
-            self._check()
+            self._check_all_rows()
             return
         windows = self.order.windows_from(position)
         # A file that can only be read from its beginning is read twice: for the first window, then for all the others.
-        wanted = chain(*windows) if self.train.can_be_entered else sorted(windows[0])
-        chunks = [self.train.chunks[number] for number in wanted]
+        chunk_numbers = chain(*windows) if self.train.can_be_entered else sorted(windows[0])
+        chunks = [self.train.chunks[number] for number in chunk_numbers]
         self.train.preparation.start([(ref.file, ref.index) for ref in chunks])
-        self._count()
+        self._emit_counts()
 
     def first_columns(self, position: Position) -> dict[str, object]:
-        """The columns that rows of the chunk which is prepared first have; none where it gives no sample."""
-        return _columns(self.train, self.order.windows_from(position)[0][0])
+        """Return the columns of rows of the chunk that is prepared first; empty if it has no sample."""
+        return _collect_columns(self.train, self.order.windows_from(position)[0][0])
 
     def held_out_columns(self) -> dict[str, object]:
-        """Those of held-out rows; none without any, or where they are held out of the files that are trained on."""
-        is_apart = self.held_out is not None and self.held_out.preparation is not self.train.preparation
-        return _columns(self.held_out, 0) if self.held_out is not None and is_apart else {}
+        """Return the columns of held-out rows; empty without any, or if they are split from the training files."""
+        is_separate = self.held_out is not None and self.held_out.preparation is not self.train.preparation
+        return _collect_columns(self.held_out, 0) if self.held_out is not None and is_separate else {}
 
-    def _check(self) -> None:
-        """Everything is prepared: refuse what cannot be trained on, wherever in the order it comes."""
+    def _check_all_rows(self) -> None:
+        """Raise DataError for rows that cannot be trained on, anywhere in the order, once all rows are prepared."""
         self.train.check()
         if self.held_out is not None:
             self.held_out.check()
         self._is_checked = True
-        self._find()
-        self._count()
+        self._emit_findings()
+        self._emit_counts()
 
     def total_steps(self) -> int | None:
-        """Optimizer steps of the whole run; None while they are not known and would take long to count."""
+        """Return the number of optimizer steps of the whole run; None while it would take long to count them."""
         if self._config.max_steps is not None:
             return self._config.max_steps
         if not self.train.preparation.is_complete or len(self.order.windows_from(Position())) > 1:
@@ -111,83 +111,83 @@ class RunData:
         """Wait until everything is prepared, and check it. Raises: DataError."""
         if not self._is_checked:
             self.train.preparation.wait()
-            self._check()
+            self._check_all_rows()
 
     def end(self) -> None:
-        """Training is over: what is not prepared is left to a later run."""
+        """Stop preparing because training is over. A later run prepares the rest."""
         self.stop()
         if not self._is_checked:
-            self._count()
+            self._emit_counts()
 
     def stop(self) -> None:
-        """End the workers that still prepare."""
+        """Stop the workers that still prepare."""
         self.train.preparation.stop()
 
     def batches(self, position: Position) -> tuple[StepBatch, list[MicroBatch]]:
-        """The step that begins at a position of the order, and its micro-batches.
+        """Return the step that begins at a position of the order, and this rank's micro-batches.
 
-        Raises: DataError for its rows, and for any other that preparing has come to: sooner rather than later.
+        Raises: DataError for its rows, and for any other row that is prepared by then, to report it early.
         """
 
-        def mine() -> tuple[StepBatch, list[MicroBatch]]:
+        def read_step() -> tuple[StepBatch, list[MicroBatch]]:
             self.look()
             step = self.order.step(position)
             part = self._ranks.rank, self._ranks.size
             return step, list(micro_batches(step.rows, self.train, self._rows_each, *part, self.reader))
 
-        return self._read(mine)
+        return self._read_batches(read_step)
 
     def look(self) -> None:
-        """Whether what is being prepared can be trained on, as far as it is. Raises: DataError, on this rank alone."""
+        """Check the rows prepared so far. Raises: DataError, on this rank alone."""
         if not self._is_checked:
             self.train.preparation.raise_error()
             if self.train.preparation.is_complete:
-                self._check()
+                self._check_all_rows()
 
-    def _read(self, mine: Callable[[], T]) -> T:
-        """This rank's batches. Where images are opened, one rank may find what the others do not: all hear of it."""
-        return mine() if self.reader is None else self._ranks.run_or_raise_on_all(mine)
+    def _read_batches(self, read: Callable[[], T]) -> T:
+        """Return this rank's batches. If images are opened, an error of one rank is raised on all of them."""
+        return read() if self.reader is None else self._ranks.run_or_raise_on_all(read)
 
     def eval_batches(self) -> Iterator[MicroBatch]:
-        """This rank's part of the held-out samples; as many batches on each rank. Collective where images are read."""
+        """Yield this rank's part of the held-out samples, as many batches on each rank. Collective with images."""
         assert self.held_out is not None
         batches = all_batches(self.held_out, self._rows_each, self._ranks.rank, self._ranks.size, self.reader)
-        said_s, done = time.monotonic(), 0
-        while batch := self._read(lambda: list(islice(batches, 1))):
+        last_heartbeat_s, num_batches = time.monotonic(), 0
+        while batch := self._read_batches(lambda: list(islice(batches, 1))):
             yield from batch
-            done += 1
-            if time.monotonic() - said_s > SIGN_EVERY_S:  # for the supervisor too: this is no standstill
-                said_s = time.monotonic()
-                self._emit(Heartbeat(f"evaluating: {done} batches"))
+            num_batches += 1
+            if time.monotonic() - last_heartbeat_s > HEARTBEAT_EVERY_S:  # the supervisor must not see a stall
+                last_heartbeat_s = time.monotonic()
+                self._emit(Heartbeat(f"evaluating: {num_batches} batches"))
 
-    def _find(self) -> None:
+    def _emit_findings(self) -> None:
         for finding in data_findings(self.train.without_validation(), self.held_out):
             self._emit(FindingMade(finding))
 
-    def _count(self) -> None:
-        looked_at = self.train.without_validation()  # rows that no step has come to yet are counted, not refused
-        counts = looked_at.counts()
+    def _emit_counts(self) -> None:
+        dataset = self.train.without_validation()  # bad rows that no step has reached yet are counted, not refused
+        counts = dataset.counts()
         is_complete = self.train.preparation.is_complete
         self._emit(DataCounted(counts.as_dict(), is_complete))
         if counts.skipped:
-            shown = "; ".join(f"{place}: {reason}" for place, reason in islice(looked_at.skipped(), 3))
-            self._emit(Notice(f"{counts.skipped} of {counts.read} rows skipped: {shown}"))
+            examples = "; ".join(f"{place}: {reason}" for place, reason in islice(dataset.skipped(), 3))
+            self._emit(Notice(f"{counts.skipped} of {counts.read} rows skipped: {examples}"))
         if counts.cut_inside:
             self._emit(
                 Notice(f"{counts.cut_inside} of {counts.truncated} truncated rows lost a part of a trained turn")
             )
 
 
-def _columns(dataset: Dataset, chunk: int) -> dict[str, object]:
+def _collect_columns(dataset: Dataset, chunk: int) -> dict[str, object]:
     columns: dict[str, object] = {}
-    for sample in dataset.usable(chunk).samples[:MOST_LOOKED_AT]:
+    for sample in dataset.usable(chunk).samples[:MAX_INSPECTED_ROWS]:
         columns |= dataset.columns(chunk, int(sample))
     return columns
 
 
 def describe(loaded: LoadedConfig, *, show: int, emit: Emit = lambda _: None) -> DataReport:
-    """Return what `surefoot data` shows. Loads the tokenizer, not the model. Raises: SurefootError."""
-    check_sources(loaded)  # before a model is fetched
+    """Return the report of `surefoot data`. Loads the tokenizer, not the model. Raises: SurefootError."""
+    check_sources(loaded)  # before the model is downloaded
     base = resolve_model(loaded.run.model, loaded.where("model"), weights=False)
     data = open_data(loaded, base, load_tokenizer(base, loaded.run.chat_template), emit)
     data.train.preparation.run()
@@ -203,18 +203,18 @@ def open_data(
     emit: Emit,
     ranks: World = SINGLE_PROCESS,
     *,
-    known: Mapping[str, str] | None = None,
+    shard_digests: Mapping[str, str] | None = None,
 ) -> RunData:
-    """The data a config names, found and its formats told. `known`: see `Dataset`. Raises: DataError."""
+    """Open the data that a config names and detect its formats. `shard_digests`: see `Dataset`. Raises: DataError."""
     model = load_config(base)
     vocab_size = int(model.get_text_config().vocab_size)
     reader, no_vision_reason = open_images(loaded, base, model, tokenizer)
 
     def report(progress: Progress | None) -> None:
-        if threading.current_thread() is threading.main_thread():  # beside training, its own lines are enough
+        if threading.current_thread() is threading.main_thread():  # during training, the lines of steps are enough
             emit(Heartbeat(progress_line(progress) if progress is not None else ""))
 
-    def opened(setting: Literal["dataset", "eval_dataset"]) -> Dataset:
+    def open_setting(setting: Literal["dataset", "eval_dataset"]) -> Dataset:
         waits = ranks.local_rank > 0
         return open_dataset(
             loaded,
@@ -225,14 +225,14 @@ def open_data(
             no_vision_reason=no_vision_reason,
             context=longest_context(model.get_text_config().to_dict()),
             only_waits=waits,
-            known=known if setting == "dataset" else None,
+            shard_digests=shard_digests if setting == "dataset" else None,
             on_progress=report,
         )
 
-    train = opened("dataset")
+    train = open_setting("dataset")
     held_out = None
     if loaded.run.eval_dataset is not None:
-        held_out = opened("eval_dataset")
+        held_out = open_setting("eval_dataset")
     elif loaded.run.eval_fraction:
         held_out = held_out_side(train)
     return RunData(loaded, train, held_out, reader, emit, ranks)

@@ -1,1 +1,1 @@
-"""Reads what runs of other programs were told, and says the same as a run.yaml."""
+"""Conversion of the command lines, scripts and configs of other programs to a run.yaml."""

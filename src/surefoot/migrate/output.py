@@ -1,4 +1,4 @@
-"""A run of another program in our words, and how it is written down."""
+"""The converted run, as run.yaml and as JSON."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import yaml
 
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.findings import Finding
-from surefoot.migrate.parse_input import found_at
+from surefoot.migrate.parse_input import resolve_path
 
 PATHS = (
     "model",
@@ -22,54 +22,60 @@ PATHS = (
     "chat_template",
     *DEEPSPEED_KEYS,
 )
-"""Settings that may name a file."""
+"""Surefoot settings that may name a file."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A run of another program, in our words."""
+    """A run of another program, converted to Surefoot settings."""
 
     program: str
     settings: dict[str, tuple[Any, str]]
-    """Ours -> (value, where it comes from)."""
+    """Surefoot setting -> (value, its origin)."""
     left_out: dict[str, str]
-    """`their setting = value` -> why."""
+    """`peer setting = value` that is not carried -> why."""
     unknown: list[str]
-    """`their setting = value` that nothing is known of."""
+    """`peer setting = value` entries that are not known."""
     findings: list[Finding]
     variables: dict[str, str]
-    """Of the environment, that the command was given and that act on their own."""
+    """Environment variables of the command that libraries read themselves."""
 
     def moved(self, base: Path, folder: Path) -> "Imported":
-        """The same for a run.yaml in `folder`, where relative paths of files that are there are relative to `base`."""
+        """Return the run for a run.yaml in `folder`: paths of existing files in `base` become relative to `folder`."""
 
-        def path_of(value: Any) -> Any:
+        def relocate_path(value: Any) -> Any:
             if isinstance(value, list):
-                return [path_of(one) for one in value]
+                return [relocate_path(item) for item in value]
             if isinstance(value, dict) and isinstance(value.get("path"), str):
-                return {**value, "path": path_of(value["path"])}
-            is_here = isinstance(value, str) and not Path(value).is_absolute() and found_at(base, value).exists()
-            return os.path.relpath(found_at(base, value), folder) if is_here else value
+                return {**value, "path": relocate_path(value["path"])}
+            is_existing = (
+                isinstance(value, str) and not Path(value).is_absolute() and resolve_path(base, value).exists()
+            )
+            return os.path.relpath(resolve_path(base, value), folder) if is_existing else value
 
         settings = {
-            name: (path_of(value) if name in PATHS else value, origin)
+            name: (relocate_path(value) if name in PATHS else value, origin)
             for name, (value, origin) in self.settings.items()
         }
         output, origin = settings.get("output_dir", (None, ""))
-        if isinstance(output, str) and not Path(output).is_absolute():  # it need not be there yet
-            settings["output_dir"] = (os.path.relpath(found_at(base, output), folder), origin)
+        if isinstance(output, str) and not Path(output).is_absolute():  # relocated even if it does not exist yet
+            settings["output_dir"] = (os.path.relpath(resolve_path(base, output), folder), origin)
         return replace(self, settings=settings)
 
     def as_yaml(self) -> str:
-        """run.yaml, each line with its origin."""
+        """Return the text of run.yaml, each line with its origin."""
         lines = [f"# Made by `surefoot import` from a run of {self.program}."]
         for name, (value, origin) in self.settings.items():
             is_plain = isinstance(value, str) and value.isprintable()
-            said = yaml.safe_dump(value, allow_unicode=True, width=10_000).split("\n")[0] if is_plain else _json(value)
-            lines.append(f"{name}: {said}  # {_line(origin)}")
-        lines += [f"# not carried: {_line(what)}: {why}" for what, why in self.left_out.items()]
-        lines += [f"# not known: {_line(what)}" for what in self.unknown]
-        lines += [f"# environment, as before: {name}={_line(value)}" for name, value in self.variables.items()]
+            text = (
+                yaml.safe_dump(value, allow_unicode=True, width=10_000).split("\n")[0]
+                if is_plain
+                else _dump_json(value)
+            )
+            lines.append(f"{name}: {text}  # {_escape_line(origin)}")
+        lines += [f"# not carried: {_escape_line(setting)}: {why}" for setting, why in self.left_out.items()]
+        lines += [f"# not known: {_escape_line(setting)}" for setting in self.unknown]
+        lines += [f"# environment, as before: {name}={_escape_line(value)}" for name, value in self.variables.items()]
         return "\n".join(lines) + "\n"
 
     def as_dict(self) -> dict[str, Any]:
@@ -83,11 +89,11 @@ class Imported:
         }
 
 
-def _line(text: str) -> str:
-    """For a comment, which ends with its line."""
-    return text if text.isprintable() else _json(text)
+def _escape_line(text: str) -> str:
+    """Return text for a comment on one line: as JSON if it has unprintable characters."""
+    return text if text.isprintable() else _dump_json(text)
 
 
-def _json(value: Any) -> str:
-    """Which YAML reads as well."""
+def _dump_json(value: Any) -> str:
+    """Return the value as JSON, which is also valid YAML."""
     return json.dumps(value, ensure_ascii=False)

@@ -1,7 +1,7 @@
-"""What other programs call things, what they do unless told otherwise, and what has no counterpart here.
+"""Tables of peer settings: their defaults, and those that differ in meaning or have no counterpart in Surefoot.
 
-Names that only differ are in `config.aliases`; here is what means something else, or nothing. Defaults are those
-of ms-swift 3, LLaMA-Factory 0.9, TRL 1 and axolotl 0.12, read 2026-11: what is not written in a file is a setting too.
+Settings that differ in name only are in `config.aliases`. The defaults are those of ms-swift 3, LLaMA-Factory 0.9,
+TRL 1 and axolotl 0.12, read 2026-11. They are carried because a run depends on them too.
 """
 
 from typing import Any
@@ -30,10 +30,10 @@ DEFAULTS: dict[str, Settings] = {
     },
     "DeepSpeed": {},
 }  # fmt: skip
-"""Program -> settings of ours that say what it does where nothing is said; where ours are the same, none."""
+"""Program -> its defaults as Surefoot settings, without those that equal Surefoot's own defaults."""
 
-LORA_ALPHA_TIMES = {"LLaMA-Factory": 2}
-"""Alpha is so many times the rank, where none is given."""
+LORA_ALPHA_FACTOR = {"LLaMA-Factory": 2}
+"""Program -> factor of lora_alpha to lora_rank if lora_alpha is not set."""
 TRL_LORA = {
     "tuning": "lora",
     "lora_rank": 16,
@@ -42,7 +42,7 @@ TRL_LORA = {
     "target_modules": ["q_proj", "v_proj"],
 }
 
-OF_GRPO: dict[str, Settings] = {
+GRPO_DEFAULTS: dict[str, Settings] = {
     "TRL": {"truncation": "left", "learning_rate": 1e-6, "max_completion_length": 512},
     "ms-swift": {
         "max_completion_length": 512,
@@ -55,13 +55,13 @@ OF_GRPO: dict[str, Settings] = {
         "top_p": 0.9,
     },
 }
-"""The same where a run is one of GRPO."""
+"""Program -> its further defaults for GRPO."""
 TRL_WITH_VLLM: Settings = {"importance_correction": "sequence_mask", "importance_cap": 3.0}
-"""The same where a server makes its completions."""
+"""TRL's further defaults for GRPO with vLLM."""
 SWIFT_BATCH = 16
-"""Samples a step that ms-swift accumulates to, where nothing is said."""
+"""Number of samples per step that ms-swift accumulates to by default."""
 
-UNSAID: dict[str, dict[str, str]] = {
+DEFAULT_NOTES: dict[str, dict[str, str]] = {
     "ms-swift": {
         "max_length": "theirs is the model's own maximum; here 2048 tokens, beyond which rows are left out and counted"
     },
@@ -80,15 +80,15 @@ UNSAID: dict[str, dict[str, str]] = {
         "completions alone. For those write train_on: assistant",
     },
 }
-"""Program -> setting of ours -> what is to be known where it was not given."""
+"""Program -> Surefoot setting -> what the user should know if it was not given."""
 
 UNCUT_PROMPTS = (
     "theirs cuts no prompt; here one of more than 2048 tokens stops the run, which names it: give the length of your "
     "longest prompt"
 )
-"""Of GRPO, where no length was given."""
+"""Note for GRPO without a prompt length."""
 
-SAME_HERE = frozenset(
+IGNORED = frozenset(
     "do_train do_eval overwrite_cache plot_loss use_fast_tokenizer ddp_timeout remove_unused_columns "
     "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor per_device_eval_batch_size "
     "flash_attn attn_impl attn_implementation "
@@ -104,9 +104,9 @@ SAME_HERE = frozenset(
     "attn strict pad_to_multiple_of "
     "log_completions strategy flash_attn_2 gradient_checkpointing_use_reentrant ".split()
 )
-"""Tell how, not what: here it is done some way of its own, or always."""
+"""Peer settings that change how a result is computed and not the result; Surefoot does it its own way, or always."""
 
-SAME_IF: dict[str, tuple[frozenset[Any], str]] = {
+IGNORED_IF: dict[str, tuple[frozenset[Any], str]] = {
     **dict.fromkeys(
         ("optim", "optimizer"),
         (frozenset("adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw AdamW".split()), "AdamW is used"),
@@ -122,9 +122,9 @@ SAME_IF: dict[str, tuple[frozenset[Any], str]] = {
     "save_only_model": (frozenset((False, None)), "checkpoints hold the optimizer too: runs go on from them"),
     "push_to_hub": (frozenset((False, None)), "nothing is sent to the hub"),
 }
-"""Their setting -> (values that say what is done here anyhow, what is done where it says something else)."""
+"""Peer setting -> (values that match what Surefoot always does, what Surefoot does instead of other values)."""
 
-REFUSED: dict[str, str] = {
+UNSUPPORTED_VALUES: dict[str, str] = {
     **dict.fromkeys(
         ("val_size", "val_set_size", "split_dataset_ratio", "eval_fraction"),
         "a number of rows, and eval_fraction is a share of them: nothing is held out until you set it",
@@ -132,9 +132,9 @@ REFUSED: dict[str, str] = {
     "reward_weights": "they are of functions that are not carried: write weight beside each, {func: ..., weight: ...}",
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "that schedule is not available: the default holds"),
 }
-"""Their setting -> why a value is left out that none of ours is."""
+"""Peer setting -> why a value without a counterpart is left out."""
 
-WITHOUT: dict[str, str] = {
+UNSUPPORTED: dict[str, str] = {
     "template": "the chat template of the model itself is used: check one sample with `surefoot data`",
     "chat_template": "the chat template of the model itself is used: check one sample with `surefoot data`",
     "max_samples": "write it as a split of the source: {path: ..., split: '[:1000]'}",
@@ -231,7 +231,7 @@ WITHOUT: dict[str, str] = {
     "do_predict": "nothing is predicted after training: `surefoot chat` tries what was trained",
     "metric_for_best_model": "no best checkpoint is chosen: save_total_limit keeps the newest",
 }
-"""Their setting -> why it is left out, where it may change the run."""
+"""Peer setting that may change the run -> why it is left out."""
 
 VLLM_OPTIONS = {
     "vllm_gpu_memory_utilization": "gpu-memory-utilization",
@@ -241,15 +241,15 @@ VLLM_OPTIONS = {
     "vllm_max_num_seqs": "max-num-seqs",
     "vllm_limit_mm_per_prompt": "limit-mm-per-prompt",
 }
-"""Their settings of an engine -> options of `vllm serve`."""
+"""Peer setting of the rollout engine -> option of `vllm serve`."""
 VLLM_FLAGS = {"vllm_enforce_eager": "enforce-eager", "vllm_enable_prefix_caching": "enable-prefix-caching"}
 
-GRPO = frozenset(
+UNSUPPORTED_GRPO = frozenset(
     "reward_model repetition_penalty external_plugins use_vllm num_infer_workers "
     "offload_model offload_optimizer gc_collect_after_offload move_model_batches async_generate "
     "tensor_parallel_size ref_model log_entropy".split()
 )
-"""Of reinforcement learning with rollouts, without a counterpart."""
+"""Peer settings of reinforcement learning with rollouts that have no counterpart."""
 
 REWARDS: dict[str, dict[str, Any]] = {
     "ms-swift": {
@@ -261,6 +261,6 @@ REWARDS: dict[str, dict[str, Any]] = {
         "think_format_reward": {"func": "regex", "args": {"pattern": r"\A<think>(?!.*<think>).*?</think>.*\Z"}},
     },
 }
-"""Program -> its reward function -> the same here."""
-OF_LENGTH = ("soft_overlong",)
-"""Rewards of ms-swift that are a setting of GRPO here: soft_overlong_length, its soft_cache_length."""
+"""Program -> its reward function -> the same as an item of reward_funcs."""
+LENGTH_REWARDS = ("soft_overlong",)
+"""Rewards of ms-swift that are a setting in Surefoot: soft_overlong_length, set from soft_cache_length."""

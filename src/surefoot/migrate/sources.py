@@ -1,4 +1,4 @@
-"""How other programs name their data: sources of ms-swift and axolotl, as entries of `dataset`."""
+"""Data sources of ms-swift and axolotl as entries of `dataset`."""
 
 import re
 from typing import Any
@@ -7,77 +7,81 @@ from surefoot.errors import ConfigError
 from surefoot.migrate.parse_input import ParsedRun
 
 AXOLOTL_FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": None, "completion": "text"}
-SAMPLED = re.compile(r"^(?:(HF|MS|hf|ms)::)?(?:([\w.-]+/[\w.-]+):([\w./-]+?)|(.+?))(?:#(\d+))?$")
-"""ms-swift's `HF::owner/name:subset#500`, or a path."""
+SWIFT_SOURCE = re.compile(r"^(?:(HF|MS|hf|ms)::)?(?:([\w.-]+/[\w.-]+):([\w./-]+?)|(.+?))(?:#(\d+))?$")
+"""Source of ms-swift: `HF::owner/name:subset#500`, or a path."""
 
 
-OF_MODELSCOPE = "ids are those of huggingface.co here; theirs are ModelScope's"
-OWNERS_THERE = ("AI-ModelScope/", "LLM-Research/", "ZhipuAI/", "damo/", "iic/", "modelscope/", "swift/")
-"""Who has nothing, or something else, at huggingface.co."""
+MODELSCOPE_NOTE = "ids are those of huggingface.co here; theirs are ModelScope's"
+MODELSCOPE_OWNERS = ("AI-ModelScope/", "LLM-Research/", "ZhipuAI/", "damo/", "iic/", "modelscope/", "swift/")
+"""Owners on ModelScope whose models are missing or different on huggingface.co."""
 
 
-def is_of_modelscope(name: str) -> bool:
-    return name.startswith(OWNERS_THERE)
+def is_modelscope_id(name: str) -> bool:
+    return name.startswith(MODELSCOPE_OWNERS)
 
 
-def odd_value(told: ParsedRun, name: str, value: Any, wanted: str) -> ConfigError:
-    """For a setting whose value is not what is `wanted`, with its place."""
-    return ConfigError(f"{name}={value!r}, and not {wanted} ({told.places.get(name, told.program)}).")
+def make_value_error(run: ParsedRun, name: str, value: Any, expected: str) -> ConfigError:
+    """Return the error for a setting whose value is not what is `expected`, with its file and line."""
+    return ConfigError(f"{name}={value!r}, and not {expected} ({run.locations.get(name, run.program)}).")
 
 
-def mappings(told: ParsedRun, name: str, value: Any) -> list[dict[str, Any]]:
-    """Entries with a path each. Raises: ConfigError."""
-    if not isinstance(value, list) or not all(isinstance(one, dict) and one.get("path") for one in value):
-        raise odd_value(told, name, value, "a list of mappings with a path each")
+def check_entries(run: ParsedRun, name: str, value: Any) -> list[dict[str, Any]]:
+    """Return the entries of a list of data sources. Raises: ConfigError if an entry is no mapping with a path."""
+    if not isinstance(value, list) or not all(isinstance(entry, dict) and entry.get("path") for entry in value):
+        raise make_value_error(run, name, value, "a list of mappings with a path each")
     return value
 
 
-def axolotl_source(item: dict[str, Any]) -> dict[str, Any]:
-    """An entry of axolotl's `datasets` as one of ours."""
-    source = {"path": item.get("path")}
-    if item.get("name"):
-        source["subset"] = item["name"]
-    if item.get("split"):
-        source["split"] = item["split"]
-    known = AXOLOTL_FORMATS.get(str(item.get("type")))
-    return {**source, **({"format": known} if known else {})}
+def map_axolotl_source(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry of axolotl's `datasets` as an entry of `dataset`."""
+    source = {"path": entry.get("path")}
+    if entry.get("name"):
+        source["subset"] = entry["name"]
+    if entry.get("split"):
+        source["split"] = entry["split"]
+    row_format = AXOLOTL_FORMATS.get(str(entry.get("type")))
+    return {**source, **({"format": row_format} if row_format else {})}
 
 
-def axolotl_left(told: ParsedRun, value: Any) -> dict[str, str]:
-    """What its sources say that is not carried."""
-    left = {}
-    for item in mappings(told, "datasets", value):
-        for name, given in item.items():
-            if name == "type" and (not isinstance(given, str) or given not in AXOLOTL_FORMATS):
-                left[f"type = {given} of {item['path']}"] = "name its columns with `columns`, or its form with `format`"
-            elif name == "type" and given == "alpaca":
-                left[f"type = alpaca of {item['path']}"] = (
+def list_axolotl_left_out(run: ParsedRun, value: Any) -> dict[str, str]:
+    """Return the options of axolotl's sources that are not carried, each with its reason."""
+    left_out = {}
+    for entry in check_entries(run, "datasets", value):
+        for name, option in entry.items():
+            if name == "type" and (not isinstance(option, str) or option not in AXOLOTL_FORMATS):
+                left_out[f"type = {option} of {entry['path']}"] = (
+                    "name its columns with `columns`, or its form with `format`"
+                )
+            elif name == "type" and option == "alpaca":
+                left_out[f"type = alpaca of {entry['path']}"] = (
                     "theirs writes Alpaca's own prompt around a question; here it is a turn of the chat template"
                 )
             elif name not in ("path", "name", "split", "type"):
-                left[f"{name} = {given} of {item['path']}"] = "sources have path, subset, split, format and columns"
-    return left
+                left_out[f"{name} = {option} of {entry['path']}"] = (
+                    "sources have path, subset, split, format and columns"
+                )
+    return left_out
 
 
-def swift_source(one: str) -> Any:
-    """A source of ms-swift; of `name#500` the first rows."""
-    match = SAMPLED.match(one)
+def parse_swift_source(text: str) -> Any:
+    """Return a source of ms-swift as an entry of `dataset`; `name#500` becomes the first 500 rows."""
+    match = SWIFT_SOURCE.match(text)
     if match is None:
-        return one
+        return text
     _, name, subset, path, count = match.groups()
     source = {"path": name or path, "subset": subset, "split": f"[:{count}]" if count else None}
-    said = {key: given for key, given in source.items() if given}
-    return said["path"] if len(said) == 1 else said
+    fields = {key: part for key, part in source.items() if part}
+    return fields["path"] if len(fields) == 1 else fields
 
 
-def swift_left(name: str, value: Any) -> dict[str, str]:
-    """What its sources mean that is not carried."""
-    left = {}
-    for one in value if isinstance(value, list) else [value]:
-        match = SAMPLED.match(str(one))
+def list_swift_left_out(name: str, value: Any) -> dict[str, str]:
+    """Return the meaning of ms-swift's sources that is not carried, each with its reason."""
+    left_out = {}
+    for source in value if isinstance(value, list) else [value]:
+        match = SWIFT_SOURCE.match(str(source))
         if match is not None and match[5]:
-            left[f"#{match[5]} of {name} = {one}"] = "the first rows are taken; theirs are drawn at random"
+            left_out[f"#{match[5]} of {name} = {source}"] = "the first rows are taken; theirs are drawn at random"
         if match is not None and (match[1] or "MS").upper() == "MS":
-            is_theirs = match[1] or match[2] or is_of_modelscope(match[4])
-            left |= {f"{name} = {one}": OF_MODELSCOPE} if is_theirs else {}
-    return left
+            is_modelscope = match[1] or match[2] or is_modelscope_id(match[4])
+            left_out |= {f"{name} = {source}": MODELSCOPE_NOTE} if is_modelscope else {}
+    return left_out

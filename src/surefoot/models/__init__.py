@@ -1,1 +1,1 @@
-"""A stock transformers model with LoRA, attention over packed samples and grouped experts; adapters and export."""
+"""Stock transformers models with LoRA, attention over packed samples and grouped experts; adapters and export."""

@@ -1,9 +1,9 @@
-"""PEFT's adapter files, written from our LoRA parameters and read back into them.
+"""Writer and reader of PEFT's adapter files for Surefoot's LoRA parameters.
 
-Layouts. A linear layer's pair is stored as it is. PEFT keeps the experts of one stack in two matrices, lora_A
-[E * r, in] with the expert as the slow index and lora_B [out, r * E] with the expert as the fast one; ours are
-[E, r, in] and [E, out, r]. Where both stacks of a module are adapted, PEFT nests them: `base_layer` holds gate_up.
-Routers trained in full are stored whole, as PEFT's `modules_to_save`.
+Layouts. A linear layer's pair is stored unchanged. PEFT keeps the experts of a stack in two matrices, lora_A
+[E * r, in] with the expert as the slow index and lora_B [out, r * E] with the expert as the fast index; the model has
+[E, r, in] and [E, out, r]. If both stacks of a module are adapted, PEFT nests them: `base_layer` holds gate_up.
+Routers trained in full are stored in full, as PEFT's `modules_to_save`.
 """
 
 import json
@@ -31,16 +31,16 @@ CONFIG = "adapter_config.json"
 MOST_RANK, MOST_ALPHA = 1_000_000, 1e9
 FIRST_LAYER = re.compile(r".*?\.[^.]*\.(\d{1,9})\.", re.ASCII)
 INITS = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of PEFT's init_lora_weights under which the base stays as it is. PiSSA, OLoRA and the like change it when the
-adapter is made, so that the adapter belongs to weights that nobody has kept."""
+"""Values of PEFT's init_lora_weights under which the base stays unchanged. PiSSA, OLoRA and similar change it when the
+adapter is created, so that the adapter belongs to weights that are saved nowhere."""
 OTHER_KINDS = (
     "use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "layer_replication", "alora_invocation_tokens",
     "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config", "fan_in_fan_out",
     "trainable_token_indices", "ensure_weight_tying", "megatron_config", "layers_pattern",
 )  # fmt: skip
-"""Settings of PEFT's that make another sum of a pair of matrices than plain LoRA, or choose other modules."""
+"""PEFT settings that combine a pair of matrices in another way than plain LoRA, or choose other modules."""
 SELECTIONS = ("exclude_modules", "layers_to_transform")
-"""Settings of PEFT's that leave out modules that `target_modules` names."""
+"""PEFT settings that leave out modules that `target_modules` names."""
 
 
 def write_adapter(
@@ -54,21 +54,24 @@ def write_adapter(
 ) -> None:
     """Write trained parameters as a PEFT adapter into an existing empty folder.
 
-    `shapes`: of all parameters, by our names. `values` come in the same order; none is kept. `adaptable`: every linear
-    module and expert stack of the model, to find the shortest target names that mean just the adapted ones; `in_tower`:
-    those of a vision tower, which are written in full, as `lora.find_targets` reads them.
+    `shapes`: shapes of all parameters, by the model's names. `values` come in the same order; none is kept.
+    `adaptable`: every linear module and expert stack of the model, to find the shortest target names that match only
+    the adapted ones; `in_tower`: the modules of a vision tower, which are written by full name, as
+    `lora.find_targets` reads them.
     """
     empty = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
-    with tensor_file(folder / WEIGHTS, dict(_to_peft(name, spec, shapes) for name, spec in empty.items())) as file:
+    with tensor_file(
+        folder / WEIGHTS, dict(_convert_to_peft(name, spec, shapes) for name, spec in empty.items())
+    ) as file:
         for name, value in values:
-            file.write(*_to_peft(name, value.detach().float(), shapes))
+            file.write(*_convert_to_peft(name, value.detach().float(), shapes))
     (folder / CONFIG).write_text(
-        json.dumps(_peft_config(shapes, settings, base_model, adaptable, in_tower), indent=2) + "\n"
+        json.dumps(_build_peft_config(shapes, settings, base_model, adaptable, in_tower), indent=2) + "\n"
     )
 
 
-def _to_peft(name: str, value: Tensor, names: Container[str]) -> tuple[str, Tensor]:
-    """PEFT's name and layout of one parameter; `names` are all that are trained, for the nesting."""
+def _convert_to_peft(name: str, value: Tensor, names: Container[str]) -> tuple[str, Tensor]:
+    """Return a parameter's name and value in PEFT's layout; `names` are all trained parameters, for the nesting."""
     owner, _, leaf = name.rpartition(".")
     if not is_lora(name):
         return f"{PREFIX}{name}", value
@@ -82,7 +85,7 @@ def _to_peft(name: str, value: Tensor, names: Container[str]) -> tuple[str, Tens
     return key, value.permute(1, 2, 0).reshape(value.shape[1], -1)  # [E, out, r] -> [out, r * E]
 
 
-def _peft_config(
+def _build_peft_config(
     parameters: Collection[str],
     settings: LoraSettings,
     base_model: str,
@@ -103,47 +106,58 @@ def _peft_config(
         "use_rslora": settings.rslora,
         "bias": "none",
         "fan_in_fan_out": False,
-        "target_modules": sorted(_shortest(linears, adaptable, 1, in_tower)),
-        "target_parameters": sorted(_shortest(stacks, adaptable, 3), key=_stack_order) or None,
+        "target_modules": sorted(_shorten_target_names(linears, adaptable, 1, in_tower)),
+        "target_parameters": sorted(_shorten_target_names(stacks, adaptable, 3), key=_get_stack_order) or None,
         "modules_to_save": sorted({".".join(name.split(".")[-2:]) for name in routers}) or None,
     }
 
 
-def _shortest(
+def _shorten_target_names(
     adapted: set[str], adaptable: Collection[str], parts: int, in_full: Collection[str] = frozenset()
 ) -> set[str]:
-    """The last `parts` of each name, where these mean the adapted ones and no others; else the full names.
+    """Return the last `parts` of each name if these match only adapted modules, else the full names.
 
-    Those of `in_full` are given in full in any case.
+    Names in `in_full` are always given in full.
     """
 
     def ending(name: str) -> str:
         return ".".join(name.split(".")[-parts:])
 
     endings = {ending(name) for name in adapted if name not in in_full}
-    meant = {name for name in adaptable if ending(name) in endings}
-    return endings | (adapted & set(in_full)) if meant <= adapted else adapted
+    matched = {name for name in adaptable if ending(name) in endings}
+    return endings | (adapted & set(in_full)) if matched <= adapted else adapted
 
 
-def _stack_order(name: str) -> tuple[str, int]:
+def _get_stack_order(name: str) -> tuple[str, int]:
     owner, _, leaf = name.rpartition(".")
     return owner, PROJECTIONS.index(leaf)
 
 
-def read_adapter(folder: Path, wanted: Mapping[str, torch.Size], settings: LoraSettings) -> dict[str, Tensor]:
-    """Read a PEFT adapter into our names and shapes.
+def read_adapter(folder: Path, expected_shapes: Mapping[str, torch.Size], settings: LoraSettings) -> dict[str, Tensor]:
+    """Read a PEFT adapter into the model's names and shapes.
 
-    `wanted`: the trainable parameters of the model, by name. Every one must be in the file and nothing else.
-    Raises: ModelError where the folder is no adapter, or its settings, names or shapes differ.
+    `expected_shapes`: the model's trainable parameters, by name. The file must contain all of them and nothing else.
+    Raises: ModelError if the folder is not an adapter, or its settings, names or shapes differ.
     """
     config, stored = load_adapter_files(folder)
-    theirs = settings_of(config)
-    ours = {"lora_rank": settings.rank, "lora_alpha": settings.alpha, "use_rslora": settings.rslora}
-    read = {"lora_rank": theirs.rank, "lora_alpha": theirs.alpha, "use_rslora": theirs.rslora}
-    different = [f"{name}={ours[name]} but the adapter has {read[name]}" for name in ours if ours[name] != read[name]]
+    stored_settings = settings_of(config)
+    run_values = {"lora_rank": settings.rank, "lora_alpha": settings.alpha, "use_rslora": settings.rslora}
+    adapter_values = {
+        "lora_rank": stored_settings.rank,
+        "lora_alpha": stored_settings.alpha,
+        "use_rslora": stored_settings.rslora,
+    }
+    different = [
+        f"{name}={run_values[name]} but the adapter has {adapter_values[name]}"
+        for name in run_values
+        if run_values[name] != adapter_values[name]
+    ]
     if different:
         raise ModelError(f"init_adapter={folder}: {'; '.join(different)}. Set the same values.")
-    keys = {name: _to_peft(name, torch.empty(shape, device="meta"), wanted) for name, shape in wanted.items()}
+    keys = {
+        name: _convert_to_peft(name, torch.empty(shape, device="meta"), expected_shapes)
+        for name, shape in expected_shapes.items()
+    }
     _check_targets(folder, {key for key, _ in keys.values()}, stored.keys(), config, settings)
     values = {}
     for name, (key, as_stored) in keys.items():
@@ -153,14 +167,14 @@ def read_adapter(folder: Path, wanted: Mapping[str, torch.Size], settings: LoraS
                 f"init_adapter={folder}: {key} has shape {tuple(value.shape)} there, {tuple(as_stored.shape)} here. "
                 "Is it the model this adapter was trained on?"
             )
-        values[name] = _from_peft(name, value, wanted[name])
+        values[name] = _convert_from_peft(name, value, expected_shapes[name])
     return values
 
 
 def _check_targets(
     folder: Path, expected: Collection[str], stored: Collection[str], config: Mapping[str, Any], settings: LoraSettings
 ) -> None:
-    """Raise ModelError, with both lists of targets, if an adapter does not hold just the tensors that a run trains."""
+    """Raise ModelError, with both lists of targets, unless an adapter holds exactly the tensors that a run trains."""
     missing, surplus = sorted(set(expected) - set(stored)), sorted(set(stored) - set(expected))
     if not missing and not surplus:
         return
@@ -172,7 +186,7 @@ def _check_targets(
     )
 
 
-def _from_peft(name: str, value: Tensor, shape: torch.Size) -> Tensor:
+def _convert_from_peft(name: str, value: Tensor, shape: torch.Size) -> Tensor:
     if name.endswith("_proj_lora_B"):
         num_experts, out_features, rank = shape
         return value.reshape(out_features, rank, num_experts).permute(2, 0, 1).contiguous().float()
@@ -182,7 +196,7 @@ def _from_peft(name: str, value: Tensor, shape: torch.Size) -> Tensor:
 def load_adapter_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the config and the tensors of a plain LoRA adapter in PEFT's format, as stored.
 
-    Raises: ModelError where there are none, for an adapter of another kind, and for settings of wrong types.
+    Raises: ModelError for a missing adapter, an adapter of another kind, and settings of wrong types.
     """
     path, weights = folder / CONFIG, folder / WEIGHTS
     needs = f"{folder} is no PEFT adapter: it needs a readable {CONFIG} and {WEIGHTS}"
@@ -219,8 +233,8 @@ def _check_types(config: Mapping[str, Any], path: Path) -> None:
         raise ModelError(f"{path}: use_rslora={shorten(rslora)}; true or false is needed.")
 
 
-def _check_named(folder: Path, config: Mapping[str, Any], stored: Iterable[str]) -> None:
-    """Raise ModelError for a tensor of a module that the config leaves out: PEFT would not read it."""
+def _check_modules_named(folder: Path, config: Mapping[str, Any], stored: Iterable[str]) -> None:
+    """Raise ModelError for a tensor of a module that the config does not name: PEFT would ignore it."""
     for key in stored:
         owner, is_pair, _ = key.removeprefix(PREFIX).rpartition(".lora_")
         module = owner.removesuffix(".base_layer")
@@ -238,7 +252,7 @@ def _is_named(module: str, names: Iterable[str] | None) -> bool:
 
 
 def _is_selected(module: str, config: Mapping[str, Any]) -> bool:
-    """Tell whether PEFT adapts a linear module. Source: check_target_module_exists in peft.tuners.tuners_utils."""
+    """Return whether PEFT adapts a linear module. Source: check_target_module_exists in peft.tuners.tuners_utils."""
     targets, layers = config.get("target_modules") or (), config.get("layers_to_transform")
     if not _is_named(module, targets) or _is_named(module, config.get("exclude_modules")):
         return False
@@ -255,20 +269,20 @@ def _describe_targets(config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class LowRank:
-    """One weight's low-rank pair. Shapes: a [r, in], b [out, r]; of a stack of experts a [E, r, in], b [E, out, r]."""
+    """A weight's low-rank pair. Shapes: a [r, in], b [out, r]; for a stack of experts a [E, r, in], b [E, out, r]."""
 
     a: Tensor
     b: Tensor
 
     @property
     def numel(self) -> int:
-        """Elements of the weight it belongs to."""
+        """Number of elements of the adapted weight."""
         return self.a.numel() // self.a.shape[-2] * self.b.shape[-2]
 
 
 @dataclass(frozen=True)
 class AdapterContents:
-    """An adapter by the names of the model's parameters."""
+    """Contents of an adapter by the names of the model's parameters."""
 
     settings: LoraSettings
     low_rank: dict[str, LowRank]
@@ -279,13 +293,13 @@ class AdapterContents:
 def read_contents(folder: Path) -> AdapterContents:
     """Read a PEFT adapter without its model.
 
-    Raises: ModelError where it is no plain LoRA adapter.
+    Raises: ModelError if it is not a plain LoRA adapter.
     """
     config, stored = load_adapter_files(folder)
     settings = settings_of(config)
     stacks = config.get("target_parameters") or ()
-    _check_named(folder, config, stored)
-    low_rank, whole = {}, {}
+    _check_modules_named(folder, config, stored)
+    low_rank, full_weights = {}, {}
     for key in stored:
         other = key.replace(".lora_A.", ".lora_B.") if ".lora_A." in key else key.replace(".lora_B.", ".lora_A.")
         if other not in stored:
@@ -302,7 +316,7 @@ def read_contents(folder: Path) -> AdapterContents:
                     f"{folder}: {key} has shape {tuple(a.shape)} and its other half {tuple(b.shape)}, which are no "
                     f"pair of rank {settings.rank}. Nothing was written."
                 )
-            if adapted:  # the outermost wrapper holds the last stack, what it wraps the first
+            if adapted:  # the outermost wrapper holds the last stack, the wrapped module the first
                 leaf = adapted[0] if owner.endswith(".base_layer") else adapted[-1]
                 a = a.view(-1, settings.rank, a.shape[1])
                 b = b.view(b.shape[0], settings.rank, -1).permute(2, 0, 1)
@@ -310,12 +324,12 @@ def read_contents(folder: Path) -> AdapterContents:
             else:
                 low_rank[f"{owner}.weight"] = LowRank(a, b)
         elif not name.endswith(".lora_B.weight"):
-            whole[name] = a
-    return AdapterContents(settings, low_rank, whole)
+            full_weights[name] = a
+    return AdapterContents(settings, low_rank, full_weights)
 
 
 def settings_of(config: Mapping[str, Any]) -> LoraSettings:
-    """Return our settings for an adapter's config, as `load_adapter_files` gives it."""
+    """Return the LoRA settings for an adapter's config, as `load_adapter_files` returns it."""
     return LoraSettings(
         rank=config["r"],
         alpha=config["lora_alpha"],
@@ -329,7 +343,7 @@ def settings_of(config: Mapping[str, Any]) -> LoraSettings:
 
 
 def check_kind(config: Mapping[str, Any], path: Path = Path(CONFIG)) -> None:
-    """Raise ModelError for an adapter that is no plain LoRA."""
+    """Raise ModelError for an adapter that is not plain LoRA."""
     other = [f"{name}={shorten(config[name])}" for name in OTHER_KINDS if config.get(name)]
     if config.get("bias", "none") != "none":
         other.append(f"bias={shorten(config['bias'])}")
@@ -345,5 +359,5 @@ def check_kind(config: Mapping[str, Any], path: Path = Path(CONFIG)) -> None:
 
 
 def base_name(source: str, base: Path) -> str:
-    """What an adapter calls its base: the hub id, which means the same everywhere, or else the local folder."""
+    """Return the adapter's name of its base: the hub id, which is valid everywhere, or else the local folder."""
     return str(base) if source.startswith("pypi:") or Path(source).is_dir() else source

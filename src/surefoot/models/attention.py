@@ -1,9 +1,9 @@
 """Attention over packed samples, plugged into transformers under the name `surefoot`.
 
-A batch is one row of T tokens in which samples follow each other; `lengths` says where each ends. No sample sees
-another, no mask is ever built, and the cost follows the samples' lengths, not the pack's.
+A batch is one row of T tokens that holds consecutive samples; `lengths` gives their lengths. No sample attends to
+another, no mask is ever built, and the cost depends on the samples' lengths, not on the pack's.
 
-Knows nothing of packing or of models: it gets `lengths` and `cu_seq_lens_q` through the model's keyword arguments.
+Independent of packing and of models: it gets `lengths` and `cu_seq_lens_q` through the model's keyword arguments.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from surefoot.errors import ModelError
 
 IMPLEMENTATION = "surefoot"
 SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether torch's kernel takes keys and values that several heads share; up to 2.11 they are repeated for it."""
+"""Whether torch's kernel supports grouped keys and values (GQA); up to torch 2.11 they are repeated for it."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -41,7 +41,7 @@ def packed_attention(
     continues: tuple[int, ...] | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sample; one that `continues` another sees all of that one too.
+    """Compute causal attention within each sample; a sample that `continues` another also attends to all of that one.
 
     Shapes: query [1, heads, T, D], key and value [1, kv_heads, T, D] -> [1, T, heads, D]; sum(lengths) == T.
     Raises: ModelError for variants whose numbers would be wrong here (soft-capping, attention sinks).
@@ -52,13 +52,15 @@ def packed_attention(
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         query, key, value = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value))
     if continues is not None:
-        return _shared_prefixes(query, key, value, lengths, continues, scaling, dropout, sliding_window), None
+        return _attend_with_shared_prefixes(
+            query, key, value, lengths, continues, scaling, dropout, sliding_window
+        ), None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
         window = (sliding_window - 1, 0) if sliding_window else (-1, 0)
         options: dict[str, Any] = {"enable_gqa": True} if SHARES_HEADS else {}
         if not SHARES_HEADS:
-            key, value = (with_heads_of(query, one) for one in (key, value))
-        query_THD, key_THD, value_THD = (one[0].transpose(0, 1).contiguous() for one in (query, key, value))
+            key, value = (with_heads_of(query, tensor) for tensor in (key, value))
+        query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
         out = varlen_attn(
             query_THD,
             key_THD,
@@ -73,8 +75,8 @@ def packed_attention(
         )
         assert isinstance(out, Tensor)
         return out[None], None
-    if query.is_cuda:  # with heads that are shared only flash attention, which has no float32, forms no scores
-        key, value = (with_heads_of(query, one) for one in (key, value))
+    if query.is_cuda:  # with grouped heads only flash attention, which has no float32, avoids materialising the scores
+        key, value = (with_heads_of(query, tensor) for tensor in (key, value))
     outputs = []
     begin = 0
     for length in lengths:
@@ -99,7 +101,7 @@ def packed_attention(
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
 
 
-def _shared_prefixes(
+def _attend_with_shared_prefixes(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -109,24 +111,24 @@ def _shared_prefixes(
     dropout: float,
     sliding_window: int | None,
 ) -> Tensor:
-    """Attention where a sample may go on from an earlier one, which is computed once for all that do.
+    """Compute attention for samples that may continue an earlier sample, which is computed once for all of them.
 
-    The samples that go on from one are a batch of rows, padded to the longest; a sample's own positions count on from
-    the end of the one it continues. Shapes: as in `packed_attention`.
+    Samples that continue the same one form a batch of rows, padded to the longest; a sample's own positions count on
+    from the end of the one it continues. Shapes: as in `packed_attention`.
     """
     ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
     spans = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
     outputs: dict[int, Tensor] = {}
-    for owner in (-1, *dict.fromkeys(one for one in continues if one >= 0)):
-        for rows in _rows_of(owner, continues):
+    for owner in (-1, *dict.fromkeys(prefix for prefix in continues if prefix >= 0)):
+        for rows in _group_rows(owner, continues):
             longest = max(lengths[row] for row in rows)
             before = lengths[owner] if owner >= 0 else 0
 
-            def stacked(tensor: Tensor, rows: list[int] = rows, longest: int = longest) -> Tensor:
+            def stack_rows(tensor: Tensor, rows: list[int] = rows, longest: int = longest) -> Tensor:
                 parts = [F.pad(tensor[:, :, spans[row]], (0, 0, 0, longest - lengths[row])) for row in rows]
                 return torch.cat(parts)
 
-            keys, values = stacked(key), stacked(value)
+            keys, values = stack_rows(key), stack_rows(value)
             if owner >= 0:
                 prefix_key, prefix_value = (tensor[:, :, spans[owner]] for tensor in (key, value))
                 keys = torch.cat([prefix_key.expand(len(rows), -1, -1, -1), keys], dim=2)
@@ -134,8 +136,8 @@ def _shared_prefixes(
             at = torch.arange(longest, device=query.device)[:, None] + before
             distance = at - torch.arange(before + longest, device=query.device)
             mask = distance >= 0 if not sliding_window else (distance >= 0) & (distance < sliding_window)
-            found = F.scaled_dot_product_attention(
-                stacked(query),
+            attended = F.scaled_dot_product_attention(
+                stack_rows(query),
                 keys,
                 values,
                 attn_mask=mask,
@@ -143,26 +145,26 @@ def _shared_prefixes(
                 scale=scaling,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
-            for row, one in zip(rows, found, strict=True):
-                outputs[row] = one[:, : lengths[row]].transpose(0, 1)
+            for row, prefix in zip(rows, attended, strict=True):
+                outputs[row] = prefix[:, : lengths[row]].transpose(0, 1)
     return torch.cat([outputs[row] for row in range(len(lengths))])[None]
 
 
-def _rows_of(owner: int, continues: tuple[int, ...]) -> list[list[int]]:
-    """The samples that go on from `owner`, in batches: all together, but each on its own where they go on from none."""
-    rows = [row for row, one in enumerate(continues) if one == owner]
+def _group_rows(owner: int, continues: tuple[int, ...]) -> list[list[int]]:
+    """Return the samples that continue `owner`, in batches: all in one batch, or each alone if they continue none."""
+    rows = [row for row, prefix in enumerate(continues) if prefix == owner]
     return [[row] for row in rows] if owner < 0 else [rows]
 
 
 def with_heads_of(query: Tensor, key_or_value: Tensor) -> Tensor:
-    """Keys or values repeated to the query's number of heads. Shapes: [1, heads, T, D], [1, kv_heads, T, D]."""
+    """Return keys or values repeated to the query's number of heads. Shapes: [1, heads, T, D], [1, kv_heads, T, D]."""
     repeats = query.shape[1] // key_or_value.shape[1]
     return key_or_value if repeats == 1 else key_or_value.repeat_interleave(repeats, dim=1)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """`lengths` already says everything a mask would."""
+def _skip_mask(*_: Any, **__: Any) -> None:
+    """Build no mask: `lengths` already contains the information of a mask."""
 
 
 AttentionInterface.register(IMPLEMENTATION, packed_attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _no_mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _skip_mask)

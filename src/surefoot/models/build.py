@@ -1,10 +1,10 @@
-"""Assemble a model to train: stock transformers class + LoRA made on the meta device + streamed weights.
+"""Assembly of a model to train: stock transformers class + LoRA created on the meta device + streamed weights.
 
 The order matters and is fixed here: LoRA is attached in the constructor, so it exists before transformers shards and
 streams weights; its values are set after, from (seed, name); freezing comes last, because the loader replaces
 parameters.
 
-Knows nothing of data, loss or optimisers.
+Independent of data, loss and optimisers.
 """
 
 from collections.abc import Callable
@@ -57,14 +57,14 @@ ATTENTION_KINDS = {"full_attention", "sliding_attention", "attention"}
 
 
 class Sharding(Protocol):
-    """How a model is laid out over ranks."""
+    """Layout of a model over ranks."""
 
     meshes: Any
     is_offloaded: bool
-    """Whether what is cut lies in host memory."""
+    """Whether the sharded state is in host memory."""
 
     def apply(self, model: PreTrainedModel) -> None:
-        """Cut the parameters of a model that has no storage yet, in place."""
+        """Shard the parameters of a model that has no storage yet, in place."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class BuiltModel:
 
     model: PreTrainedModel
     targets: LoraTargets | None
-    """What LoRA adapts; None when every weight is trained."""
+    """Modules and parameters that LoRA adapts; None if every weight is trained."""
     routing: RoutingRecorder
     autocast: bool
     """Whether float32 weights are trained with bfloat16 arithmetic, so forwards run under autocast."""
@@ -89,14 +89,14 @@ def build_without_storage(
     layers: int | None = None,
     freeze_vision: bool = True,
 ) -> BuiltModel:
-    """The model of `build_model` from its config alone, where a FakeTensorMode is active.
+    """Build the model of `build_model` from its config alone, under an active FakeTensorMode.
 
-    `attention` is the name of the attention function; `layers`: only the first ones of the decoder.
+    `attention` is the name of the attention function; `layers`: build only the first layers of the decoder.
     Raises: ModelError for a config that transformers cannot build, or targets that match nothing.
     """
     config = load_config(folder)
     stock = model_class(folder, config)
-    _check_samples_stay_apart(stock, config)
+    _check_samples_are_isolated(stock, config)
     if layers is not None:
         _keep_layers(config.get_text_config(), layers)
     stored = dtype if lora is not None else torch.float32
@@ -109,7 +109,7 @@ def build_without_storage(
         _mark_trainable(model, targets)
     elif freeze_vision:
         _freeze_vision(model)
-    return _ready_to_train(model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+    return _prepare_for_training(model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
 
 
 def _keep_layers(text: PreTrainedConfig, count: int) -> None:
@@ -131,7 +131,7 @@ def build_model(
     sharding: Sharding | None = None,
     freeze_vision: bool = True,
 ) -> BuiltModel:
-    """Load a causal LM for training, whole or as this rank's part of it.
+    """Load a causal LM for training, in full or as this rank's part of it.
 
     With LoRA the base is stored in `dtype` and frozen, LoRA (and routers, if targeted) in float32. Without, everything
     (but a vision tower, with `freeze_vision`) is trained, and all is stored in float32, and computed in `dtype` through
@@ -140,31 +140,33 @@ def build_model(
     """
     config = load_config(folder)
     stock = model_class(folder, config)
-    _check_samples_stay_apart(stock, config)
+    _check_samples_are_isolated(stock, config)
     check_generation_config(folder)
     check_weights_fill(folder)
-    found: list[LoraTargets] = []
-    cls = _with_lora(stock, lora, found) if lora is not None else stock
+    attached_targets: list[LoraTargets] = []
+    cls = _add_lora_to_class(stock, lora, attached_targets) if lora is not None else stock
 
     def mark(model: PreTrainedModel) -> None:
         if lora is not None:
-            _mark_trainable(model, found[-1])
+            _mark_trainable(model, attached_targets[-1])
         elif freeze_vision:
             _freeze_vision(model)
 
     if sharding is not None:
-        cls = _sharded(cls, sharding, mark)
+        cls = _add_sharding_to_class(cls, sharding, mark)
     stored = dtype if lora is not None else torch.float32
-    # FSDP wants what it offloads to be on the CPU from the start; the rest goes to the device afterwards.
+    # FSDP expects offloaded parameters on the CPU from the start; the rest moves to the device afterwards.
     is_offloaded = sharding is not None and sharding.is_offloaded
     reads_to = torch.device("cpu") if is_offloaded else device
     if is_offloaded:
         cls = computing_on(cls, device)
     with parts_stay_in_host_memory() if is_offloaded else nullcontext():
-        model = _load(cls, folder, config, stored, reads_to, experts_implementation, is_sharded=sharding is not None)
+        model = _load_weights(
+            cls, folder, config, stored, reads_to, experts_implementation, is_sharded=sharding is not None
+        )
     if is_offloaded:
         _move_whole_tensors(model, device)
-    targets = found[-1] if lora is not None else None
+    targets = attached_targets[-1] if lora is not None else None
     if targets is not None and targets.routers and sharding is not None and stored != torch.float32:
         raise ModelError(
             f"target_modules: routers are trained in float32, but the model is stored in {stored} and sharded over "
@@ -173,15 +175,15 @@ def build_model(
     mark(model)
     if lora is not None:
         _set_initial_values(model, lora)
-    _align(model)
-    built = _ready_to_train(model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+    _align_weights(model)
+    built = _prepare_for_training(model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
     if compile_layers:
         for layer in model.get_decoder().layers:
             layer.compile(dynamic=True)
     return built
 
 
-def _ready_to_train(
+def _prepare_for_training(
     model: PreTrainedModel, targets: LoraTargets | None, *, dtype: torch.dtype, gradient_checkpointing: bool
 ) -> BuiltModel:
     model.train()
@@ -197,10 +199,10 @@ def _ready_to_train(
     return BuiltModel(model, targets, routing, autocast=mixed)
 
 
-def _check_samples_stay_apart(stock: type[PreTrainedModel], config: PreTrainedConfig) -> None:
-    """Refuse models that would let samples of one batch see each other.
+def _check_samples_are_isolated(stock: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+    """Raise ModelError for models in which samples of one batch would affect each other.
 
-    Only attention is told where samples end. Convolutions, recurrent states and chunked attention are not.
+    Only attention knows where samples end. Convolutions, recurrent states and chunked attention do not.
     """
     if not stock._supports_attention_backend:
         raise ModelError(f"{stock.__name__} does not use transformers' attention interface, so samples would mix.")
@@ -213,17 +215,19 @@ def _check_samples_stay_apart(stock: type[PreTrainedModel], config: PreTrainedCo
         )
 
 
-def _with_lora(stock: type[PreTrainedModel], lora: LoraSettings, found: list[LoraTargets]) -> type[PreTrainedModel]:
-    """A subclass of the stock model that attaches LoRA when constructed, on whatever device that happens."""
+def _add_lora_to_class(
+    stock: type[PreTrainedModel], lora: LoraSettings, attached_targets: list[LoraTargets]
+) -> type[PreTrainedModel]:
+    """Return a subclass of the stock model that attaches LoRA when constructed, on whatever device that happens."""
 
     def construct(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         stock.__init__(self, config, *args, **kwargs)
-        found.append(attach(self, lora))
+        attached_targets.append(attach(self, lora))
 
     return type(stock.__name__, (stock,), {"__init__": construct, "__module__": stock.__module__})
 
 
-def _load(
+def _load_weights(
     cls: type[PreTrainedModel],
     folder: Path,
     config: PreTrainedConfig,
@@ -234,10 +238,10 @@ def _load(
     is_sharded: bool = False,
 ) -> PreTrainedModel:
     options: dict[str, Any] = {"device_map": {"": device}} if device.type != "cpu" else {}
-    if is_sharded:  # what it says is not read: our subclass lays the model out
+    if is_sharded:  # transformers does not read its values: our subclass lays the model out
         options["distributed_config"] = DistributedConfig()
     with quiet_transformers(), weight_errors(folder):
-        # One GPU reads ahead in threads: that is faster, and its host memory holds only what is on the way.
+        # One GPU reads ahead in threads: that is faster, and its host memory holds only tensors in transit.
         is_streamed = device.type == "cpu" or is_sharded
         model, info = (streamed(cls) if is_streamed else cls).from_pretrained(
             str(folder),
@@ -264,12 +268,12 @@ def _load(
     return model
 
 
-def _sharded(
+def _add_sharding_to_class(
     cls: type[PreTrainedModel], sharding: Sharding, mark: Callable[[PreTrainedModel], None]
 ) -> type[PreTrainedModel]:
-    """A subclass that transformers' loader lays out over the ranks as `sharding` says, then fills part by part.
+    """Return a subclass that transformers' loader shards over the ranks with `sharding`, then fills part by part.
 
-    `mark` says which parameters are trained, which decides how they are laid out.
+    `mark` sets which parameters are trained, because that determines how they are sharded.
     """
 
     def prepare(_cls: Any, distributed_config: Any, device_map: Any = None) -> Any:
@@ -287,7 +291,7 @@ def _sharded(
 
 
 def _mark_trainable(model: PreTrainedModel, targets: LoraTargets) -> None:
-    """LoRA and targeted routers are trained, everything else is frozen."""
+    """Set LoRA and targeted routers to be trained, and freeze everything else."""
     trained_routers = {f"{name}.weight" for name in targets.routers}
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
@@ -304,26 +308,26 @@ def _freeze_vision(model: PreTrainedModel) -> None:
 
 
 def _set_initial_values(model: PreTrainedModel, lora: LoraSettings) -> None:
-    """The same numbers on every topology: drawn whole, cut to this rank's part."""
+    """Set the same initial values on every topology: drawn in full, then cut to this rank's part."""
     for name, parameter in model.named_parameters():
         if is_lora(name):
             load_full(parameter, initial_value(name, parameter.shape, lora.seed))
 
 
 def trainable_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """What is trained, by name."""
+    """Return the trained parameters, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _align(model: PreTrainedModel) -> None:
-    """Move weights that lie where they were read to addresses that suit vector instructions."""
+def _align_weights(model: PreTrainedModel) -> None:
+    """Move weights from unaligned file-mapped addresses to addresses that suit vector instructions."""
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor) and parameter.device.type == "cpu" and parameter.data_ptr() % 64:
             parameter.data = parameter.data.clone()
 
 
 def _move_whole_tensors(model: PreTrainedModel, device: torch.device) -> None:
-    """Move what no group of FSDP manages: frozen weights that every rank has or that are shared out, and buffers."""
+    """Move tensors that no FSDP group manages: frozen weights that are replicated or expert-parallel, and buffers."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)

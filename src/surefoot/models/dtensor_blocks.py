@@ -1,6 +1,6 @@
-"""Tensors of which a rank may hold a part: which part it is, values put in, values taken out.
+"""Local blocks of tensors that ranks share: their position, writing values into them and gathering them.
 
-A tensor is a DTensor where ranks share it and a plain one where each has all of it. A rank's part is always a block:
+A tensor is a DTensor if ranks share it, and a plain tensor if each rank has all of it. A rank's part is always a block:
 one offset and one shape.
 """
 
@@ -20,21 +20,21 @@ class LocalShard:
     local: Tensor
     offset: tuple[int, ...]
     shape: torch.Size
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     copies: int = 1
-    """Ranks of its mesh that hold this same block."""
+    """Number of ranks of its mesh that hold this same block."""
     is_first_copy: bool = True
     is_everywhere: bool = True
-    """A plain tensor: each rank of the run has all of it."""
+    """Whether it is a plain tensor, which each rank of the run has in full."""
 
     @property
     def span(self) -> tuple[slice, ...]:
-        """Where the block lies in the whole."""
+        """Position of the block in the full tensor."""
         return tuple(slice(begin, begin + size) for begin, size in zip(self.offset, self.local.shape, strict=True))
 
 
 def block_of(tensor: Tensor) -> LocalShard:
-    """The part this rank holds of a tensor that is cut along its first dimension, or not at all."""
+    """Return this rank's part of a tensor that is sharded along its first dimension, or not at all."""
     if not isinstance(tensor, DTensor):
         return LocalShard(tensor.detach(), (0,) * tensor.dim(), tensor.shape)
     local: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
@@ -45,7 +45,7 @@ def block_of(tensor: Tensor) -> LocalShard:
     for dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard | _StridedShard):
             assert placement.dim == 0
-            # A strided cut comes first in the mesh, but the tensor was cut along the other dimension before.
+            # A strided shard comes first in the mesh, but the tensor was sharded along the other dimension before.
             cuts.append((isinstance(placement, _StridedShard), tensor.device_mesh.size(dim), coordinate[dim]))
         else:
             copies *= tensor.device_mesh.size(dim)
@@ -59,14 +59,14 @@ def block_of(tensor: Tensor) -> LocalShard:
 
 
 def load_full(tensor: Tensor, gather_full: Tensor) -> None:
-    """Fill a tensor, or this rank's part of it, from the whole value."""
+    """Fill a tensor, or this rank's part of it, from the full value."""
     block = block_of(tensor)
     with torch.no_grad():
         block.local.copy_(gather_full[block.span] if gather_full.dim() else gather_full)
 
 
 def gather_full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor on the CPU. Collective over the ranks that share it: an all-reduce a mesh dimension."""
+    """Return the full tensor on the CPU. Collective over the ranks that share it: one all-reduce per mesh dimension."""
     block = block_of(tensor)
     if not isinstance(tensor, DTensor):
         return block.local.cpu()
@@ -74,10 +74,10 @@ def gather_full(tensor: Tensor) -> Tensor:
     if block.is_first_copy:
         value[block.span] = block.local
     for dim in range(tensor.device_mesh.ndim):
-        _all_reduce(value, tensor.device_mesh.get_group(dim))
+        _all_reduce_value(value, tensor.device_mesh.get_group(dim))
     return value.cpu()
 
 
-def _all_reduce(value: Tensor, group: Any) -> None:
+def _all_reduce_value(value: Tensor, group: Any) -> None:
     if torch.distributed.get_world_size(group) > 1:
         torch.distributed.all_reduce(value, group=group)

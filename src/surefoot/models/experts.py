@@ -3,9 +3,9 @@
 Serves every model whose experts follow transformers' fused convention: `gate_up_proj [E, 2I, H]` and
 `down_proj [E, H, I]` (Mixtral, Qwen2-MoE, Qwen3-MoE, the text part of Qwen3-VL-MoE and more). Where a module carries
 `<name>_lora_A [E, r, in]` and `<name>_lora_B [E, out, r]` (see `lora.py`), they are added as low-rank grouped GEMMs.
-The backward forms only what is asked for: under LoRA dX, dA and dB, never a dense dW.
+The backward computes only the requested gradients: under LoRA dX, dA and dB, never a dense dW.
 
-Knows nothing of how LoRA parameters are made, frozen or sharded, nor of routers.
+Independent of how LoRA parameters are created, frozen or sharded, and of routers.
 
 Shape suffixes: T tokens, K experts per token, S = T*K rows sorted by expert, E experts, H hidden, I intermediate,
 R rank.
@@ -36,7 +36,7 @@ PROJECTIONS = ("gate_up_proj", "down_proj")
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """Whether `module` holds experts in the layout this file computes."""
+    """Return whether `module` holds experts in the layout that this file computes."""
     return (
         all(
             isinstance(getattr(module, name, None), Tensor) and getattr(module, name).dim() == 3 for name in PROJECTIONS
@@ -47,14 +47,14 @@ def is_fused_experts(module: nn.Module) -> bool:
 
 
 def experts_of(module: nn.Module) -> int:
-    """How many experts a fused experts module has, on all ranks together."""
+    """Return the number of experts of a fused experts module, over all ranks."""
     stack: Any = module.gate_up_proj
     return int(stack.shape[0])
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward of a fused experts module, as `ALL_EXPERTS_FUNCTIONS` calls it.
+    """Compute the forward of a fused experts module, as `ALL_EXPERTS_FUNCTIONS` calls it.
 
     Shapes: hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K] -> [T, H].
     """
@@ -71,19 +71,19 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         self.down_proj,
         *adapters,
         getattr(self, "lora_scaling", 0.0),
-        _gate_of(self),
+        _select_gate(self),
     )
 
 
 class _SwiGLU:
-    """silu(gate) * up over concatenated halves, with few passes over memory."""
+    """The gate silu(gate) * up over concatenated halves, with few passes over memory."""
 
     def forward(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     def backward(self, d_act: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        """(activation again, gradient by gate_up); `d_act` is used up."""
+        """Return (activation, gradient by gate_up); `d_act` is overwritten."""
         gate, up = gate_up.chunk(2, dim=-1)
         d_gate_up = torch.empty_like(gate_up)
         d_gate, d_up = d_gate_up.chunk(2, dim=-1)
@@ -94,7 +94,7 @@ class _SwiGLU:
 
 
 class _ModuleGate:
-    """Whatever gating the model defines, differentiated by autograd."""
+    """The gate that the model defines, differentiated by autograd."""
 
     def __init__(self, apply_gate: Callable[[Tensor], Tensor]) -> None:
         self.forward = apply_gate
@@ -107,15 +107,17 @@ class _ModuleGate:
         return act.detach(), d_gate_up
 
 
-def _gate_of(module: nn.Module) -> _SwiGLU | _ModuleGate:
+def _select_gate(module: nn.Module) -> _SwiGLU | _ModuleGate:
     is_silu = isinstance(module.act_fn, nn.SiLU)
     apply_gate: Any = module._apply_gate
     is_plain = apply_gate.__func__ is _default_apply_gate and module.is_concatenated
     return _SwiGLU() if is_silu and is_plain else _ModuleGate(apply_gate)
 
 
-def _lora_pair(a: Tensor | None, b: Tensor | None, like: Tensor, groups: Groups) -> tuple[Tensor, Tensor] | None:
-    """The pair in the computing type, its rank padded with zeros where the fused kernel needs wider rows."""
+def _prepare_lora_pair(
+    a: Tensor | None, b: Tensor | None, like: Tensor, groups: Groups
+) -> tuple[Tensor, Tensor] | None:
+    """Return the pair in the computing type, its rank padded with zeros where the fused kernel needs wider rows."""
     if a is None or b is None:
         return None
     a, b = a.to(like.dtype), b.to(like.dtype)
@@ -127,8 +129,8 @@ class _Experts(torch.autograd.Function):
     """Gather, gate-up, gate, down, weigh and combine, with LoRA on both projections, as one node of the graph.
 
     Saved for the backward: the tokens [T, H], the gate-up output [S, 2I] and the low-rank products [S, R]. The gathered
-    rows [S, H] and the activation [S, I] are formed again. With u = g @ W_down the gradient of a routing weight is
-    <u, act>, so the down projection's output is not kept either.
+    rows [S, H] and the activation [S, I] are recomputed. With u = g @ W_down the gradient of a routing weight is
+    <u, act>, so the down projection's output is not saved either.
     """
 
     @staticmethod
@@ -156,7 +158,7 @@ class _Experts(torch.autograd.Function):
 
         x_SH = hidden_TH.to(dtype)[token_S]
         gate_up_S = grouped_linear(x_SH, gate_up_E2IH.to(dtype), groups)
-        first = _lora_pair(gate_up_A, gate_up_B, x_SH, groups)
+        first = _prepare_lora_pair(gate_up_A, gate_up_B, x_SH, groups)
         first_low_SR = None
         if first is not None:
             first_low_SR = grouped_linear(x_SH, first[0], groups)
@@ -164,7 +166,7 @@ class _Experts(torch.autograd.Function):
 
         act_SI = gate.forward(gate_up_S)
         out_SH = grouped_linear(act_SI, down_EHI.to(dtype), groups)
-        second = _lora_pair(down_A, down_B, x_SH, groups)
+        second = _prepare_lora_pair(down_A, down_B, x_SH, groups)
         second_low_SR = None
         if second is not None:
             second_low_SR = grouped_linear(act_SI, second[0], groups)
@@ -192,8 +194,8 @@ class _Experts(torch.autograd.Function):
         groups, scaling, needs = ctx.groups, ctx.scaling, ctx.needs_input_grad
         dtype = gate_up_S.dtype
         tokens = hidden_TH.shape[0]
-        g_SH = d_out_TH.to(dtype)[token_S]  # by the combined rows, before the routing weight
-        second = _lora_pair(down_A, down_B, g_SH, groups)
+        g_SH = d_out_TH.to(dtype)[token_S]  # gradient by the combined rows, before the routing weight
+        second = _prepare_lora_pair(down_A, down_B, g_SH, groups)
         d_act_SI = grouped_linear_dx(g_SH, down_EHI.to(dtype), groups)
         g_low_SR = None
         if second is not None:
@@ -218,7 +220,7 @@ class _Experts(torch.autograd.Function):
                 d_down_B = grouped_linear_dw(g_SH, low, groups, scaling)[:, :, :rank].to(down_B.dtype)
         del act_SI, d_act_SI, unweighted_SI
 
-        first = _lora_pair(gate_up_A, gate_up_B, g_SH, groups)
+        first = _prepare_lora_pair(gate_up_A, gate_up_B, g_SH, groups)
         x_SH = hidden_TH.to(dtype)[token_S] if needs[3] or needs[5] else g_SH.new_empty(0)
         d_first_low_SR = None
         if first is not None:

@@ -1,9 +1,9 @@
-"""Plain HF folders: of a base model with an adapter merged in, or of weights that were trained in full.
+"""Export of plain HF folders: a base model with an adapter merged in, or weights that were trained in full.
 
-Merging holds one tensor in memory at a time, writing what was trained in full one decoder layer. The merged files have
+Merging holds one tensor in memory at a time, writing fully trained weights one decoder layer. The merged files have
 the base's names, shapes, types and layout: each base file's header is copied and its tensors follow, merged where the
-adapter says so. Which base tensor belongs to which parameter is asked of transformers' own conversion mapping, so hub
-names per expert and fused names both work.
+adapter has an update. transformers' own conversion mapping assigns base tensors to parameters, so hub names per expert
+and fused names both work.
 """
 
 import json
@@ -43,7 +43,7 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json",
     "chat_template.json",
 )
-"""Of models that read images, besides what their tokenizer saves."""
+"""Files of models that read images, besides those that their tokenizer saves."""
 EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -56,38 +56,38 @@ def write_model(
 ) -> None:
     """Write weights that were trained in full into an existing empty folder, as a plain HF folder.
 
-    `shapes`: of everything that is stored, by our names, `in_layers`. `values` come in that order. They are stored in
-    `dtype`, or else the type of `base` (what the model keeps in float32 in that), under the names that transformers
-    saves.
+    `shapes`: shapes of all stored tensors, by the model's names, in the order of `in_layers`. `values` come in that
+    order. They are stored in `dtype`, or else the type of `base` (float32 for what the model keeps in float32), under
+    the names that transformers saves.
     """
     model = meta_model(base)
     dtype = dtype or model.config.dtype or torch.float32
     model.config.dtype = dtype
     buffers: dict[str, Tensor] = dict(model.named_buffers())
     in_float32 = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
-    layers = [list(names) for _, names in groupby(shapes, _layer_of)]
+    layers = [list(names) for _, names in groupby(shapes, _get_layer)]
 
-    def type_of(name: str) -> torch.dtype:
+    def get_type(name: str) -> torch.dtype:
         if name in buffers:
             return buffers[name].dtype
-        return torch.float32 if any(kept in name for kept in in_float32) else dtype
+        return torch.float32 if any(module in name for module in in_float32) else dtype
 
-    def as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        typed = {name: value.to(type_of(name)) for name, value in tensors.items()}
+    def convert_to_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        typed = {name: value.to(get_type(name)) for name, value in tensors.items()}
         stored: dict[str, Tensor] = revert_weight_conversion(model, typed)
         return stored
 
-    specs = [as_stored({name: torch.empty(shapes[name], device="meta") for name in names}) for names in layers]
-    coming = iter(values)
+    specs = [convert_to_stored({name: torch.empty(shapes[name], device="meta") for name in names}) for names in layers]
+    remaining_values = iter(values)
     places: dict[str, str] = {}
     for file_name, numbers in split_into_files(specs):
         header = {name: spec for number in numbers for name, spec in specs[number].items()}
         places |= dict.fromkeys(header, file_name)
         with tensor_file(folder / file_name, header) as file:
             for number in numbers:
-                layer = dict(islice(coming, len(layers[number])))
+                layer = dict(islice(remaining_values, len(layers[number])))
                 assert list(layer) == layers[number]
-                stored = as_stored(layer)
+                stored = convert_to_stored(layer)
                 del layer
                 while stored:
                     name = next(iter(stored))
@@ -96,7 +96,7 @@ def write_model(
         total = sum(spec.nbytes for layer in specs for spec in layer.values())
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    # transformers does not tie what the base holds twice with different values, whatever its config says.
+    # transformers does not tie weights that the base holds twice with different values, whatever its config sets.
     model.config.tie_word_embeddings &= shapes.keys() <= {*dict(model.named_parameters()), *buffers}
     _write_config(folder, base, model)
 
@@ -114,7 +114,7 @@ def _write_config(folder: Path, base: Path, model: PreTrainedModel) -> None:
 
 
 def name_ends(folder: Path, ends: Collection[int]) -> None:
-    """Let generation_config.json of a written model name the tokens that end its answers, besides those it names."""
+    """Add tokens to the end tokens that generation_config.json of a written model names."""
     path = folder / "generation_config.json"
     about = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     named = about.get("eos_token_id")
@@ -127,40 +127,42 @@ def name_ends(folder: Path, ends: Collection[int]) -> None:
 
 
 def in_layers(names: Iterable[str]) -> list[str]:
-    """Names of parameters and buffers, those of a layer beside each other."""
-    return sorted(names, key=lambda name: dot_natural_key(_layer_of(name)))
+    """Return names of parameters and buffers, those of a layer beside each other."""
+    return sorted(names, key=lambda name: dot_natural_key(_get_layer(name)))
 
 
 def stored_buffers(model: PreTrainedModel) -> list[str]:
-    """The buffers that belong into a checkpoint."""
+    """Return the names of the buffers that belong in a checkpoint."""
     return sorted({name for name, _ in model.named_buffers()} & model.state_dict().keys())
 
 
 def read_untrained(base: Path, trained: Container[str]) -> dict[str, Tensor]:
-    """What full fine-tuning leaves as it is in a base model, by our names: stored buffers, a frozen vision tower."""
+    """Read the tensors of a base model that full fine-tuning leaves unchanged: buffers, a frozen vision tower."""
     model = meta_model(base)
-    wanted = {*stored_buffers(model), *(name for name in vision_names(model) if name not in trained)}
-    if not wanted:
+    untrained_names = {*stored_buffers(model), *(name for name in vision_names(model) if name not in trained)}
+    if not untrained_names:
         return {}
-    place = _places(base)
-    found: dict[str, Tensor] = {}
+    get_place = _build_place_lookup(base)
+    tensors: dict[str, Tensor] = {}
     for path in weight_files(base):
         with safe_open(path, framework="pt") as file:
             names: list[str] = list(file.keys())
-            found |= {place(name)[0]: file.get_tensor(name) for name in names if place(name)[0] in wanted}
-    return found
+            tensors |= {
+                get_place(name)[0]: file.get_tensor(name) for name in names if get_place(name)[0] in untrained_names
+            }
+    return tensors
 
 
-def _layer_of(name: str) -> str:
-    """The decoder layer that a parameter belongs to; empty for those outside of all."""
-    found = LAYER.match(name)
-    return found[0] if found else ""
+def _get_layer(name: str) -> str:
+    """Return the decoder layer that a parameter belongs to; empty for parameters outside all layers."""
+    match = LAYER.match(name)
+    return match[0] if match else ""
 
 
 def merge_adapter(base: Path, adapter: Path, target: Path, finish: Callable[[Path], None] = lambda _: None) -> Path:
     """Write `base` with `adapter` merged in to the new folder `target`; `finish` adds to it before it appears.
 
-    Raises: ModelError where a part of the adapter finds no place in the base, so that no fine-tuning is lost unsaid.
+    Raises: ModelError if a part of the adapter has no place in the base, so that no fine-tuning is lost silently.
     """
     if target.exists():
         raise ModelError(f"{target} exists already; it was not touched. Give a new folder.")
@@ -168,12 +170,12 @@ def merge_adapter(base: Path, adapter: Path, target: Path, finish: Callable[[Pat
     if not files:
         raise ModelError(f"{base} has no *.safetensors weights to merge into.")
     merger = _Merger(adapter)
-    place = _places(base)
+    find_place = _build_place_lookup(base)
     with new_folder(target) as temporary:
         for path in files:
             try:
-                _merge_file(path, temporary / path.name, merger, place)
-            except (SafetensorError, ValueError) as error:  # a header that is none is no JSON
+                _merge_file(path, temporary / path.name, merger, find_place)
+            except (SafetensorError, ValueError) as error:  # an invalid header is invalid JSON
                 raise ModelError(f"{path}: is no whole safetensors file: {error}. Fetch the model again.") from error
         merger.check_complete(base)
         for path in sorted(base.iterdir()):
@@ -184,23 +186,23 @@ def merge_adapter(base: Path, adapter: Path, target: Path, finish: Callable[[Pat
 
 
 class _Merger:
-    """Adds an adapter to the weights it belongs to, piece by piece, and knows what has not found its weight yet."""
+    """Adder of an adapter to the weights it belongs to, piece by piece; it tracks which parts are not merged yet."""
 
     def __init__(self, adapter: Path) -> None:
         self._folder = adapter
         self._content = read_contents(adapter)
         self._left = {name: pair.numel for name, pair in self._content.low_rank.items()}
-        """Elements of each adapted weight that have not been merged."""
+        """Number of elements of each adapted weight that are not merged yet."""
         self._left |= {name: value.numel() for name, value in self._content.whole.items()}
 
     def merge(self, parameter: str, value: Tensor, expert: int | None, rows: slice) -> Tensor:
-        """`value` with its part of the adapter: of one expert (or of all, None), and of some output rows."""
-        whole = self._content.whole.get(parameter)
+        """Return `value` plus its part of the adapter: of one expert (or of all, None), and of some output rows."""
+        full_weight = self._content.whole.get(parameter)
         pair = self._content.low_rank.get(parameter)
-        if whole is None and pair is None:
+        if full_weight is None and pair is None:
             return value
-        if whole is not None:
-            update = whole
+        if full_weight is not None:
+            update = full_weight
         else:
             assert pair is not None
             a, b = (pair.a, pair.b) if expert is None else (pair.a[expert], pair.b[expert])
@@ -211,11 +213,11 @@ class _Merger:
                 f"{tuple(value.shape)}. Nothing was written. Is it the base this adapter was trained on?"
             )
         self._left[parameter] -= value.numel()
-        merged: Tensor = update if whole is not None else value.float() + update
+        merged: Tensor = update if full_weight is not None else value.float() + update
         return merged.to(value.dtype)
 
     def check_complete(self, base: Path) -> None:
-        """Raise ModelError if any part of the adapter found no weight."""
+        """Raise ModelError if any part of the adapter was not merged."""
         lost = sorted(name for name, count in self._left.items() if count)
         if lost:
             raise ModelError(
@@ -227,15 +229,15 @@ class _Merger:
 Place = Callable[[str], tuple[str, int | None, int]]
 
 
-def _places(base: Path) -> Place:
-    """A function from a stored name to (parameter of the model, expert, which piece of that expert's rows)."""
+def _build_place_lookup(base: Path) -> Place:
+    """Return a function from a stored name to (parameter of the model, expert, index of the piece of its rows)."""
     model = meta_model(base)
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     state = model.state_dict()
 
-    def place(stored: str) -> tuple[str, int | None, int]:
+    def find_place(stored: str) -> tuple[str, int | None, int]:
         parameter, pattern = rename_source_key(stored, renamings, converters, model.base_model_prefix, state)
         if pattern is None:
             return parameter, None, 0
@@ -245,11 +247,11 @@ def _places(base: Path) -> Place:
             raise ModelError(f"{base}: {stored} is stored in a layout that cannot be merged yet ({pattern}).")
         return parameter, int(number[1]), converter.source_patterns.index(pattern)
 
-    return place
+    return find_place
 
 
-def _merge_file(source: Path, target: Path, merger: _Merger, place: Place) -> None:
-    """Copy one safetensors file, merging tensor by tensor. The header (names, types, offsets) stays as it is."""
+def _merge_file(source: Path, target: Path, merger: _Merger, find_place: Place) -> None:
+    """Copy one safetensors file, merging tensor by tensor. The header (names, types, offsets) is unchanged."""
     with open(source, "rb") as file:
         size = file.read(8)
         header = file.read(int.from_bytes(size, "little"))
@@ -258,7 +260,7 @@ def _merge_file(source: Path, target: Path, merger: _Merger, place: Place) -> No
         out.write(size + header)
         for name in sorted(entries, key=lambda n: entries[n]["data_offsets"][0]):
             value: Tensor = tensors.get_tensor(name)
-            parameter, expert, piece = place(name)
+            parameter, expert, piece = find_place(name)
             rows = slice(None) if expert is None else slice(piece * value.shape[0], (piece + 1) * value.shape[0])
             merged = merger.merge(parameter, value, expert, rows)
             out.write(merged.reshape(-1).contiguous().view(torch.uint8).numpy().data)

@@ -1,4 +1,4 @@
-"""Complete prompts with a model: for chat, for looking, and for exact-match evaluation. Not a serving engine."""
+"""Generation with a model: for chat, inspection and exact-match evaluation. Not a serving engine."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from surefoot.models.vision import attention
 
 @contextmanager
 def generating(model: PreTrainedModel) -> Iterator[None]:
-    """The model in evaluation mode with ordinary cached attention, put back afterwards."""
+    """Put the model in evaluation mode with ordinary cached attention, and restore it afterwards."""
     training = model.training
     model.eval()
     try:
@@ -33,7 +33,7 @@ def complete(
 ) -> list[str]:
     """Return the text that follows each prompt, without its end-of-turn token. Temperature 0 is greedy.
 
-    `prompts`: token ids, as `data.render.tokenize_prompts` makes them. Raises: InputError for impossible settings.
+    `prompts`: token ids from `data.render.tokenize_prompts`. Raises: InputError for impossible settings.
     """
     if max_new_tokens < 1 or temperature < 0:
         raise InputError(
@@ -49,15 +49,15 @@ def complete(
         eos_token_id=ends,
     )
     answers: list[str] = []
-    with generating(model), _no_settings_of_its_own(model), torch.no_grad():
+    with generating(model), _reset_generation_config(model), torch.no_grad():
         for begin in range(0, len(prompts), batch_size):
             answers += _complete_batch(model, tokenizer, prompts[begin : begin + batch_size], settings, int(pad))
     return answers
 
 
 @contextmanager
-def _no_settings_of_its_own(model: PreTrainedModel) -> Iterator[None]:
-    """Take away a model's own generation settings: transformers would use them wherever the given ones are silent."""
+def _reset_generation_config(model: PreTrainedModel) -> Iterator[None]:
+    """Remove a model's own generation settings: transformers would use them for every setting that is not given."""
     before = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -67,7 +67,7 @@ def _no_settings_of_its_own(model: PreTrainedModel) -> Iterator[None]:
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The tokens that end an answer: the tokenizer's, and those of the model's generation settings."""
+    """Return the tokens that end an answer: the tokenizer's, and those of the model's generation settings."""
     own = model.generation_config.eos_token_id
     return {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
 

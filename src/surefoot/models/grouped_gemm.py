@@ -1,6 +1,6 @@
-"""Matrix products where each group of rows meets its own matrix: the arithmetic of Mixture-of-Experts.
+"""Grouped matrix products, in which each group of rows has its own matrix: the arithmetic of Mixture-of-Experts.
 
-Knows nothing of experts, LoRA or gradients. Two backends give the same numbers up to rounding: `F.grouped_mm` (one
+Independent of experts, LoRA and gradients. Two backends give the same numbers up to rounding: `F.grouped_mm` (one
 kernel, no host synchronisation) for bfloat16 on CUDA, and one `mm` per non-empty group written in place elsewhere.
 
 Shapes: S rows sorted by group, E groups; `x [S, in]`, `dy [S, out]`, `weight [E, out, in]`.
@@ -14,24 +14,24 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
 STRIDE_ELEMENTS = 8
-"""`grouped_mm` wants row strides of 16 bytes: 8 elements of bfloat16."""
+"""Number of elements in the row stride that `grouped_mm` needs: 16 bytes, 8 elements of bfloat16."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """How S sorted rows are dealt to E groups."""
+    """Assignment of S sorted rows to E groups."""
 
     counts: Tensor
     """Rows per group, int64 [E]."""
     offsets: Tensor
     """End of each group, int32 [E]."""
     spans: list[tuple[int, int, int]] | None
-    """(group, begin, end) of each non-empty group on the host; None where one kernel takes them all."""
+    """(group, begin, end) of each non-empty group on the host; None where one kernel computes all groups."""
 
     @classmethod
     def of(cls, ids: Tensor, num_groups: int, dtype: torch.dtype) -> "Groups":
-        """Count sorted `ids [S]`, 0 <= id < num_groups. The host waits for the device only where no kernel is fused."""
-        if isinstance(ids, FakeTensor):  # without values: one group has all rows, which takes as much memory and work
+        """Count sorted `ids [S]`, 0 <= id < num_groups. The host waits for the device only if no kernel is fused."""
+        if isinstance(ids, FakeTensor):  # without values: one group has all rows, which needs the same memory and work
             counts = ids.new_empty(num_groups)
             return cls(counts, counts.int(), [(0, 0, len(ids))])
         offsets = torch.searchsorted(ids, torch.arange(num_groups, device=ids.device), right=True, out_int32=True)
@@ -55,7 +55,7 @@ def _is_fused(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """`y[s] = weight[group of s] @ x[s]`: [S, in] -> [S, out]."""
+    """Compute `y[s] = weight[group of s] @ x[s]`: [S, in] -> [S, out]."""
     if groups.spans is None:
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=groups.offsets)
     y = x.new_empty(x.shape[0], weight.shape[1])
@@ -65,7 +65,7 @@ def grouped_linear(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
 
 
 def grouped_linear_add_(y: Tensor, x: Tensor, weight: Tensor, groups: Groups, scale: float) -> Tensor:
-    """`y += scale * grouped_linear(x, weight)`, in place."""
+    """Compute `y += scale * grouped_linear(x, weight)`, in place."""
     if groups.spans is None:
         return y.add_(F.grouped_mm(x, weight.transpose(-2, -1), offs=groups.offsets), alpha=scale)
     for group, begin, end in groups.spans:
@@ -74,7 +74,7 @@ def grouped_linear_add_(y: Tensor, x: Tensor, weight: Tensor, groups: Groups, sc
 
 
 def grouped_linear_dx(dy: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """The gradient of `grouped_linear` by x: [S, out] -> [S, in]."""
+    """Compute the gradient of `grouped_linear` by x: [S, out] -> [S, in]."""
     if groups.spans is None:
         return F.grouped_mm(dy, weight, offs=groups.offsets)
     dx = dy.new_empty(dy.shape[0], weight.shape[2])
@@ -84,7 +84,7 @@ def grouped_linear_dx(dy: Tensor, weight: Tensor, groups: Groups) -> Tensor:
 
 
 def grouped_linear_dx_add_(dx: Tensor, dy: Tensor, weight: Tensor, groups: Groups, scale: float) -> Tensor:
-    """`dx += scale * grouped_linear_dx(dy, weight)`, in place."""
+    """Compute `dx += scale * grouped_linear_dx(dy, weight)`, in place."""
     if groups.spans is None:
         return dx.add_(F.grouped_mm(dy, weight, offs=groups.offsets), alpha=scale)
     for group, begin, end in groups.spans:
@@ -93,7 +93,7 @@ def grouped_linear_dx_add_(dx: Tensor, dy: Tensor, weight: Tensor, groups: Group
 
 
 def grouped_linear_dw(dy: Tensor, x: Tensor, groups: Groups, scale: float = 1.0) -> Tensor:
-    """The gradient of `grouped_linear` by its weights, times `scale`: [E, out, in]. A group without rows gets zeros."""
+    """Compute the gradient of `grouped_linear` by its weights, times `scale`: [E, out, in]. Empty groups get zeros."""
     shape = (groups.counts.shape[0], dy.shape[1], x.shape[1])
     if groups.spans is None:
         dw = F.grouped_mm(dy.t(), x, offs=groups.offsets)

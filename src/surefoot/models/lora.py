@@ -1,9 +1,9 @@
-"""LoRA as our own module. Base parameters keep their names; `lora_A` and `lora_B` stand beside them.
+"""LoRA modules of Surefoot. Base parameters keep their names; `lora_A` and `lora_B` are added beside them.
 
-Made before the model is sharded (on the meta device), so a LoRA parameter gets its base's placement; its initial value
-depends on (seed, parameter name) alone, never on rank or topology.
+They are created before the model is sharded (on the meta device), so a LoRA parameter gets its base's placement; its
+initial value depends on (seed, parameter name) alone, never on rank or topology.
 
-Knows nothing of files: `adapter.py` translates to PEFT's format.
+Independent of files: `adapter.py` translates to PEFT's format.
 
 Source: Hu et al., https://arxiv.org/abs/2106.09685; rank-stabilised scaling: Kalajdzievski, https://arxiv.org/abs/2312.03732
 """
@@ -32,12 +32,12 @@ from surefoot.models.vision import vision_tower
 
 GROUPS = ("attention", "mlp", "experts", "router", "all", "vision")
 OF_MLPS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-"""Names that linear layers of dense layers, of shared experts, and elsewhere of experts have."""
+"""Names of linear layers in dense MLPs and shared experts, and in some models in experts."""
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """What to adapt and how."""
+    """Settings of LoRA: targets, rank and scaling."""
 
     rank: int
     alpha: float
@@ -52,7 +52,7 @@ class LoraSettings:
 
 
 def lora_settings(config: RunConfig) -> LoraSettings | None:
-    """The config's LoRA part; None for full fine-tuning."""
+    """Return the LoRA settings of a config; None for full fine-tuning."""
     if config.tuning == "full":
         return None
     targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules
@@ -68,7 +68,7 @@ def lora_settings(config: RunConfig) -> LoraSettings | None:
 
 @dataclass(frozen=True)
 class LoraTargets:
-    """What the target groups and names came to in one model."""
+    """Modules and parameters of a model that the target groups and names matched."""
 
     linears: list[str] = field(default_factory=list)
     """Names of linear modules."""
@@ -78,8 +78,8 @@ class LoraTargets:
     """Names of router modules, whose small weights are trained in full."""
 
 
-def _parameter(*shape: int) -> nn.Parameter:
-    """A parameter to train, in float32 whatever the type of its base."""
+def _create_parameter(*shape: int) -> nn.Parameter:
+    """Return a parameter to train, in float32 regardless of the type of its base."""
     return nn.Parameter(torch.empty(shape, dtype=torch.float32))
 
 
@@ -96,8 +96,8 @@ class LoraLinear(nn.Linear):
         """Give an existing linear layer its low-rank pair, in place, so that no name changes."""
         linear.__class__ = LoraLinear
         assert isinstance(linear, LoraLinear)
-        linear.lora_A = _parameter(settings.rank, linear.in_features)
-        linear.lora_B = _parameter(linear.out_features, settings.rank)
+        linear.lora_A = _create_parameter(settings.rank, linear.in_features)
+        linear.lora_B = _create_parameter(linear.out_features, settings.rank)
         linear.lora_scaling = settings.scaling
         linear.lora_dropout = settings.dropout
 
@@ -142,19 +142,19 @@ def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
     """Resolve groups (attention, mlp, experts, router, all, vision) and names to modules and parameters of `model`.
 
     A name matches a linear module or an expert parameter whose full name equals it or ends with `.name`. Modules of a
-    vision tower are meant by their full names alone: some are called like those of the decoder.
+    vision tower are matched by full name only, because some have the same names as modules of the decoder.
     Raises: ModelError for a target that matches nothing, with the nearest names.
     """
-    groups = _groups_of(model)
+    groups = _collect_groups(model)
     expert_parameters = set(groups["experts"])
     linears = adaptable_names(model) - expert_parameters
     chosen: set[str] = set()
     for target in targets:
         if target in groups:
-            found = set(groups[target])
+            matches = set(groups[target])
         else:
             in_tower = set(groups["vision"])
-            found = {
+            matches = {
                 n
                 for n in linears | expert_parameters
                 if n == target or (n.endswith(f".{target}") and n not in in_tower)
@@ -162,10 +162,12 @@ def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
             if (
                 "experts" not in target
             ):  # `down_proj` means the linear layers; expert stacks are named `experts.down_proj`
-                found -= expert_parameters
-        if not found:
-            raise ModelError(_nothing_matches(target, groups, linears | expert_parameters, type(model).__name__))
-        chosen |= found
+                matches -= expert_parameters
+        if not matches:
+            raise ModelError(
+                _describe_missing_target(target, groups, linears | expert_parameters, type(model).__name__)
+            )
+        chosen |= matches
     order = [name for name, _ in model.named_modules()]
     return LoraTargets(
         linears=[name for name in order if name in chosen & linears],
@@ -175,28 +177,30 @@ def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
 
 
 def experts_left_out(model: PreTrainedModel, targets: Iterable[str]) -> list[str]:
-    """The targets that elsewhere mean experts, too, where none of this model's is adapted.
+    """Return the targets that include experts in other models, if no experts of this model are adapted.
 
     In models whose experts are single linear layers `down_proj` names them; here they are stacks, named `experts`.
     """
     experts = [module for module in model.modules() if is_fused_experts(module)]
-    if not experts or any(one.requires_grad for module in experts for one in module.parameters(recurse=False)):
+    if not experts or any(
+        parameter.requires_grad for module in experts for parameter in module.parameters(recurse=False)
+    ):
         return []
     return [target for target in targets if target in OF_MLPS]
 
 
 def tower_names(model: PreTrainedModel) -> set[str]:
-    """The linear modules of the model's vision tower, by name."""
-    return set(_groups_of(model)["vision"])
+    """Return the names of the linear modules of the model's vision tower."""
+    return set(_collect_groups(model)["vision"])
 
 
 def adaptable_names(model: PreTrainedModel) -> set[str]:
-    """Every linear module and every fused expert parameter of a model, by name."""
+    """Return the names of every linear module and every fused expert parameter of a model."""
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return linears | set(_groups_of(model)["experts"])
+    return linears | set(_collect_groups(model)["experts"])
 
 
-def _groups_of(model: PreTrainedModel) -> dict[str, list[str]]:
+def _collect_groups(model: PreTrainedModel) -> dict[str, list[str]]:
     routers = router_names(model)
     experts = [name for name, module in model.named_modules() if is_fused_experts(module)]
     attention, mlp = [], []
@@ -226,7 +230,7 @@ def _groups_of(model: PreTrainedModel) -> dict[str, list[str]]:
     }
 
 
-def _nothing_matches(target: str, groups: dict[str, list[str]], names: set[str], model_name: str) -> str:
+def _describe_missing_target(target: str, groups: dict[str, list[str]], names: set[str], model_name: str) -> str:
     if target in GROUPS:
         present = [group for group, members in groups.items() if members]
         return (
@@ -234,15 +238,15 @@ def _nothing_matches(target: str, groups: dict[str, list[str]], names: set[str],
         )
     endings = {".".join(name.split(".")[-2:]) for name in names} | {name.split(".")[-1] for name in names}
     near = difflib.get_close_matches(target, [*GROUPS, *sorted(endings)], n=5, cutoff=0.4)
-    known = sorted({name.split(".")[-1] for name in names})
+    leaf_names = sorted({name.split(".")[-1] for name in names})
     return (
         f"target_modules: '{target}' matches nothing in {model_name}. Nearest: {', '.join(near) or 'none'}. "
-        f"Linear modules and expert stacks: {', '.join(known)}. Groups: {', '.join(GROUPS)}."
+        f"Linear modules and expert stacks: {', '.join(leaf_names)}. Groups: {', '.join(GROUPS)}."
     )
 
 
 def checked_targets(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:
-    """What is adapted by these settings. Raises: ModelError for a target that is none, or where it cannot be done."""
+    """Return the targets of these settings in a model. Raises: ModelError for an invalid or unsupported target."""
     targets = find_targets(model, settings.targets)
     if settings.dropout and targets.experts:
         raise ModelError(
@@ -267,19 +271,19 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:
         owner, _, projection = name.rpartition(".")
         module = model.get_submodule(owner)
         num_experts, out_features, in_features = getattr(module, projection).shape
-        setattr(module, f"{projection}_lora_A", _parameter(num_experts, settings.rank, in_features))
-        setattr(module, f"{projection}_lora_B", _parameter(num_experts, out_features, settings.rank))
+        setattr(module, f"{projection}_lora_A", _create_parameter(num_experts, settings.rank, in_features))
+        setattr(module, f"{projection}_lora_B", _create_parameter(num_experts, out_features, settings.rank))
         module.lora_scaling = settings.scaling
     return targets
 
 
 def is_lora(name: str) -> bool:
-    """Whether a parameter of this name was made by `attach`."""
+    """Return whether a parameter of this name was created by `attach`."""
     return name.endswith(("lora_A", "lora_B"))
 
 
 def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """The value a LoRA parameter starts from, in full and in float32: uniform (Kaiming, a = sqrt 5) for A, zeros for B.
+    """Return the full initial value of a LoRA parameter in float32: uniform (Kaiming, a = sqrt 5) for A, zeros for B.
 
     Drawn on the CPU from a generator seeded by (seed, name), so every topology and device gets the same numbers.
     """
@@ -292,7 +296,7 @@ def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
 
 @contextmanager
 def disable_adapter(model: nn.Module) -> Iterator[None]:
-    """The model as it is without its LoRA parameters; they stay where they are."""
+    """Run the model without its LoRA parameters; they stay attached."""
     scalings = {module: module.lora_scaling for module in model.modules() if hasattr(module, "lora_scaling")}
     try:
         for module in scalings:
@@ -305,7 +309,7 @@ def disable_adapter(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def perturbed_lora(model: nn.Module, noise: float) -> Iterator[None]:
-    """The model with normal noise of this deviation in its LoRA parameters, alike on ranks that hold copies."""
+    """Run the model with normal noise of this deviation in its LoRA parameters, equal on ranks that hold copies."""
     parts = {name: block_of(parameter).local for name, parameter in model.named_parameters() if is_lora(name)}
     before = {name: part.clone() for name, part in parts.items()}
     try:

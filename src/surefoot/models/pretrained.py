@@ -1,9 +1,9 @@
-"""What transformers reads of a model folder: its configuration, its class, its tokenizer, its generation settings.
+"""Readers of a model folder through transformers: its configuration, class, tokenizer and generation settings.
 
-A folder is a stranger's. No code of it is ever run, and whatever transformers, tokenizers and safetensors raise for
-bad files becomes a ModelError that names the file.
+A folder is untrusted. None of its code is ever run, and every error that transformers, tokenizers and safetensors raise
+for bad files becomes a ModelError that names the file.
 
-Knows nothing of LoRA, training or sharding.
+Independent of LoRA, training and sharding.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ from surefoot.errors import ModelError, is_panic
 from surefoot.models.resolve_model import read_json_object, weight_files
 
 MOST_LAYERS, MOST_EXPERTS, MOST_SIZE = 1000, 100_000, 2**31 - 1
-"""Upper bounds of numbers in config.json: making the modules of more would take minutes, or overflow."""
+"""Upper bounds of numbers in config.json: creating more modules would take minutes, or overflow."""
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Numbers of a config that every decoder has, and that are 1 or more."""
 MOST_MISSING = 2.0
@@ -42,7 +42,7 @@ BAD_CONFIG = (
     AssertionError, AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError,
     ZeroDivisionError,
 )  # fmt: skip
-"""Exceptions of a model's constructor for a config that does not fit together."""
+"""Exceptions of a model's constructor for an inconsistent config."""
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
@@ -66,9 +66,9 @@ def load_config(folder: Path) -> PreTrainedConfig:
                 str(folder), local_files_only=True, trust_remote_code=False
             )
             text = config.get_text_config()
-            # A folder does not choose what computes: it could name code of the hub, which transformers would fetch.
+            # A folder does not choose implementations: it could name code of the hub, which transformers would fetch.
             config._attn_implementation = config._experts_implementation = None
-    except Exception as error:  # each architecture checks its fields in its own way; the file is the cause of it all
+    except Exception as error:  # each architecture checks its fields in its own way; the file is always the cause
         raise ModelError(
             f"{path}: transformers {transformers.__version__} cannot read it: {_reason(error)}. Correct it, or take "
             "the model's own."
@@ -91,7 +91,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
 def _check_architecture(path: Path, content: Mapping[str, Any]) -> None:
     model_type = content.get("model_type")
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
-        return  # code that the folder has beside it is left alone
+        return  # custom code in the folder is ignored
     raise ModelError(
         f"{path}: model_type={shorten(model_type)} is not an architecture of transformers "
         f"{transformers.__version__}. {_describe_code(content)}Architectures that transformers has itself work: Llama, "
@@ -107,7 +107,7 @@ def _describe_code(content: Mapping[str, Any]) -> str:
 
 
 def _check_numbers(path: Path, content: Mapping[str, Any]) -> None:
-    """Raise ModelError for counts and sizes that no model has, before modules are made of them."""
+    """Raise ModelError for counts and sizes that no model has, before modules are created from them."""
     parts = {"": content}
     for name in ("text_config", "vision_config"):
         part = content.get(name) or {}
@@ -116,19 +116,19 @@ def _check_numbers(path: Path, content: Mapping[str, Any]) -> None:
         parts[f"{name}."] = part
     for prefix, part in parts.items():
         for name, value in part.items():
-            most = _upper_bound(name)
+            most = _get_upper_bound(name)
             if isinstance(value, int | float) and not abs(value) <= most:
                 raise ModelError(f"{path}: {prefix}{name}={shorten(value)} is beyond {most}. Correct it.")
             if name in SIZES and type(value) is int and value < 1:
                 raise ModelError(f"{path}: {prefix}{name}={value}; a whole number above 0 is needed. Correct it.")
-            is_used = name.endswith("dropout") and name != "classifier_dropout"  # null where there is no classifier
+            is_used = name.endswith("dropout") and name != "classifier_dropout"  # null if there is no classifier
             if is_used and not (isinstance(value, int | float) and 0 <= value < 1):
                 raise ModelError(
                     f"{path}: {prefix}{name}={shorten(value)}; a number from 0 to 1 is needed. Correct it."
                 )
 
 
-def _upper_bound(name: str) -> float:
+def _get_upper_bound(name: str) -> float:
     if "layers" in name or name == "depth":
         return MOST_LAYERS
     if "experts" in name:
@@ -138,11 +138,11 @@ def _upper_bound(name: str) -> float:
 
 
 def model_class(folder: Path, config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class with a language-model head for a config; of a vision-language model the whole, to train on text."""
+    """Return the class with a language-model head for a config; for a vision-language model the full class."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in mapping:
-            found = mapping[type(config)]
-            stock: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
+            entry = mapping[type(config)]
+            stock: type[PreTrainedModel] = entry[0] if isinstance(entry, tuple) else entry
             return stock
     raise ModelError(f"{folder}: model_type={config.model_type} has no language model in transformers.")
 
@@ -156,9 +156,9 @@ def meta_model(folder: Path) -> PreTrainedModel:
 
 
 def check_weights_fill(folder: Path) -> None:
-    """Raise ModelError, before memory is taken, for files that are not the weights of the model of config.json alone.
+    """Raise ModelError, before memory is allocated, for files that are not exactly the weights of config.json's model.
 
-    They may be far too few, or have an adapter beside them, which transformers would load, too.
+    They may be far too few, or include an adapter, which transformers would load, too.
     """
     if (folder / "adapter_config.json").is_file():
         raise ModelError(
@@ -181,7 +181,7 @@ def check_weights_fill(folder: Path) -> None:
 def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """Return the model's tokenizer, with another chat template (a Jinja file) if one is given.
 
-    Raises: ModelError where there is none or it cannot be read.
+    Raises: ModelError if there is none or it cannot be read.
     """
     if (folder / "config.json").is_file():  # transformers reads it here, too
         load_config(folder)
@@ -192,7 +192,7 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrained
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
-    except BaseException as error:  # tokenizers raises Exception itself for a file that it cannot read, or panics
+    except BaseException as error:  # tokenizers raises Exception itself for an unreadable file, or panics
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         if "trust_remote_code" in str(error):
@@ -212,7 +212,7 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrained
 
 
 def check_generation_config(folder: Path) -> None:
-    """Raise ModelError for a generation_config.json that transformers cannot read, or whose end tokens are none."""
+    """Raise ModelError for a generation_config.json that transformers cannot read, or whose end tokens are invalid."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return
@@ -230,7 +230,7 @@ def check_generation_config(folder: Path) -> None:
 
 @contextmanager
 def config_errors(folder: Path) -> Iterator[None]:
-    """Turn what a model's constructor raises for a config that does not fit together into a ModelError."""
+    """Turn errors of a model's constructor for an inconsistent config into a ModelError."""
     try:
         yield
     except ModelError:
@@ -241,7 +241,7 @@ def config_errors(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def weight_errors(place: Path) -> Iterator[None]:
-    """Turn what the loader raises for broken or foreign weights into a ModelError with its first line."""
+    """Turn errors of the loader for broken or foreign weights into a ModelError with their first line."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -253,7 +253,7 @@ def weight_errors(place: Path) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return what an exception of transformers says, on one line; advice that does not hold here is left out."""
+    """Return the message of a transformers exception on one line, without advice that does not apply here."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(line for line in lines if "trust_remote_code" not in line)
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
@@ -261,7 +261,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars and no notes about LoRA parameters that the checkpoint rightly lacks."""
+    """Disable progress bars and notes about LoRA parameters, which the checkpoint correctly lacks."""
     log = transformers.utils.logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()

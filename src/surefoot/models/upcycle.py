@@ -1,7 +1,7 @@
 """Sparse up-cycling: a dense model becomes a Mixture-of-Experts with the same function at the start.
 
 Each MLP is copied into N experts behind a fresh router. Where the top-k weights sum to one, identical experts give the
-dense MLP's output whatever the router says. The result is an ordinary HF folder with the hub's per-expert names.
+dense MLP's output whatever the router chooses. The result is an ordinary HF folder with the hub's per-expert names.
 
 Source: Komatsuzaki et al., Sparse Upcycling, https://arxiv.org/abs/2212.05055
 """
@@ -32,7 +32,7 @@ SHARED_CONFIG = (
 ).split()
 """Fields that mean the same in a dense Llama/Mistral/Qwen2 config and in both MoE forms."""
 AS_WRITTEN = ("rope_theta", "rope_scaling")
-"""Fields of older configs that older readers ask for."""
+"""Fields of older configs that older readers need."""
 
 DENSE_TYPES = {"llama": False, "mistral": False, "qwen2": True}
 """Dense model types that can be up-cycled, and whether their query, key and value projections have a bias."""
@@ -60,13 +60,13 @@ class _Plan:
 def upcycle(
     source: str, target: str | Path, *, num_experts: int = 8, top_k: int = 2, form: Form = "mixtral", seed: int = 0
 ) -> Path:
-    """Write the MoE made from the dense model `source` (folder, hub id or pypi:) to the folder `target`.
+    """Write the MoE of the dense model `source` (folder, hub id or pypi:) to the folder `target`.
 
     `mixtral`: every expert is a copy of the dense MLP. `qwen2_moe`: half of the MLP's hidden units become the shared
     expert (always active), the other half the routed experts, so the sum is the dense MLP again.
 
     Memory: one decoder layer of the result at a time.
-    Raises: ModelError for a model that is not dense Llama, Mistral or Qwen2, for impossible sizes, or where `target`
+    Raises: ModelError for a model that is not dense Llama, Mistral or Qwen2, for impossible sizes, or if `target`
     exists already.
     """
     if num_experts < 2 or not 1 <= top_k <= num_experts:
@@ -77,21 +77,21 @@ def upcycle(
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ModelError(f"{target} exists already and is not empty; it was not touched. Give a new folder.")
     folder = resolve_model(source, "upcycle")
-    # As transformers reads it: what a file leaves out has another default in the model that it becomes.
+    # Read through transformers: a field that the file leaves out has another default in the new architecture.
     dense = load_config(folder).to_dict()
-    config, plan = _moe_config(dense, num_experts, top_k, form, folder)
+    config, plan = _build_moe_config(dense, num_experts, top_k, form, folder)
     written = json.loads((folder / "config.json").read_text("utf-8"))
     config |= {name: written[name] for name in AS_WRITTEN if name in written}
     with new_folder(target) as temporary:
         _write_weights(folder, temporary, dense["num_hidden_layers"], plan, seed)
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for pattern in [*TOKENIZER_FILES, "generation_config.json"]:
-            for path in filter(Path.is_file, folder.glob(pattern)):  # a device has no end
+            for path in filter(Path.is_file, folder.glob(pattern)):  # a device file has no end
                 shutil.copy2(path, temporary / path.name)
     return target
 
 
-def _moe_config(
+def _build_moe_config(
     dense: dict[str, Any], num_experts: int, top_k: int, form: Form, folder: Path
 ) -> tuple[dict[str, Any], _Plan]:
     model_type = dense["model_type"]
@@ -161,13 +161,15 @@ def _write_weights(folder: Path, target: Path, num_layers: int, plan: _Plan, see
     write({name: reader.read(name) for name in outside}, num_layers)
     for layer in range(num_layers):
         generator = torch.Generator().manual_seed(seed * 100_003 + layer)
-        write(dict(_layer(reader, f"model.layers.{layer}.", plan, generator)), layer)
+        write(dict(_build_layer(reader, f"model.layers.{layer}.", plan, generator)), layer)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _layer(reader: "_Reader", prefix: str, plan: _Plan, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one MoE layer under the hub's names.
+def _build_layer(
+    reader: "_Reader", prefix: str, plan: _Plan, generator: torch.Generator
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of one MoE layer under the hub's names.
 
     Shapes: H hidden, I intermediate; gate and up [I, H], down [H, I].
     """
@@ -197,7 +199,7 @@ def _layer(reader: "_Reader", prefix: str, plan: _Plan, generator: torch.Generat
 
 
 class _Reader:
-    """Reads single tensors of a safetensors checkpoint, in one file or many."""
+    """Reader of single tensors of a safetensors checkpoint, in one file or many."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -211,7 +213,7 @@ class _Reader:
         self.names = sorted(self._file_of)
 
     def read(self, name: str) -> Tensor:
-        """Raises: ModelError where there is none such."""
+        """Read one tensor. Raises: ModelError if there is none of this name."""
         if name not in self._file_of:
             raise ModelError(f"{self._folder}: its weights have no {name}, which a model of its type has.")
         with safe_open(self._file_of[name], framework="pt") as file:

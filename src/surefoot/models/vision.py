@@ -1,6 +1,6 @@
-"""The vision tower of a model: where it is, how its attention is computed, and what the decoder is given of images.
+"""The vision tower of a model: its name, its attention function, and the decoder's inputs from images.
 
-The tower includes what merges its patches into tokens. It is frozen unless it is asked for by name.
+The tower includes the module that merges its patches into tokens. It is frozen unless it is targeted by name.
 """
 
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 TOWER_ATTENTION = "sdpa"
-"""transformers' own: images do not see each other in it, and no batch of text is packed."""
+"""Attention function of transformers in which images do not attend to each other, and no batch of text is packed."""
 
 
 def vision_tower(model: PreTrainedModel) -> tuple[str, nn.Module] | None:
-    """(name, module) of the tower; None for a model that reads text only."""
+    """Return (name, module) of the tower; None for a model that reads text only."""
     tower = model.get_encoder(modality="image")
     if tower is model or tower is model.base_model:
         return None
@@ -24,13 +24,13 @@ def vision_tower(model: PreTrainedModel) -> tuple[str, nn.Module] | None:
 
 
 def vision_names(model: PreTrainedModel) -> set[str]:
-    """The parameters of the tower, by name."""
-    found = vision_tower(model)
-    return {f"{found[0]}.{name}" for name, _ in found[1].named_parameters()} if found is not None else set()
+    """Return the names of the parameters of the tower."""
+    tower = vision_tower(model)
+    return {f"{tower[0]}.{name}" for name, _ in tower[1].named_parameters()} if tower is not None else set()
 
 
 def attention_of(config: PreTrainedConfig, implementation: str) -> str | dict[str, str]:
-    """What transformers is asked for so that the decoder gets an attention function and the tower keeps its own."""
+    """Return the setting for transformers that gives the decoder an attention function and the tower its own."""
     if "vision_config" not in config.sub_configs:
         return implementation
     others = {name: implementation for name in config.sub_configs if name != "vision_config"}
@@ -39,7 +39,7 @@ def attention_of(config: PreTrainedConfig, implementation: str) -> str | dict[st
 
 @contextmanager
 def attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """The model's decoder with another attention function, put back afterwards."""
+    """Run the model's decoder with another attention function, and restore it afterwards."""
     before = model.config._attn_implementation
     model.set_attn_implementation(attention_of(model.config, implementation))
     try:
@@ -51,23 +51,23 @@ def attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
 def embed_images(
     model: PreTrainedModel, ids: Tensor, pixels: Tensor, grid: Tensor, *, is_blank: bool
 ) -> dict[str, Any]:
-    """What the decoder's forward is given of tokens and images.
+    """Return the arguments of the decoder's forward for tokens and images.
 
-    Where no image stands in the tokens (`is_blank`), zero times what the tower made of the pixels is added to the
-    tokens' embeddings. So the tower's parts get a gradient on every rank; and the first decoder layer's input has one
-    on every rank, without which FSDP would sum its gradients at another time there, and the ranks would wait for ever.
+    If the tokens contain no image (`is_blank`), zero times the tower's output for the pixels is added to the tokens'
+    embeddings. So the tower's parts get a gradient on every rank; and the first decoder layer's input has one on every
+    rank, without which FSDP would sum its gradients at another time there, and the ranks would wait for ever.
     Shapes: ids [1, T], pixels [P, D], grid [I, 3].
     """
-    seen = model.base_model.get_image_features(pixels, image_grid_thw=grid, return_dict=True)
+    features = model.base_model.get_image_features(pixels, image_grid_thw=grid, return_dict=True)
     if not is_blank:
-        return {"input_ids": ids, "mm_encoder_outputs": {"image": seen}}
-    layers = [seen.pooler_output, *(getattr(seen, "deepstack_features", None) or ())]
+        return {"input_ids": ids, "mm_encoder_outputs": {"image": features}}
+    layers = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
     nothing = torch.stack([part.float().sum() for layer in layers for part in layer]).sum() * 0.0
     embeddings = model.get_input_embeddings()(ids)
     return {"input_ids": None, "inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
 
 
 def image_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """Tokens that stand for what is seen, which no answer can hold: of images and of videos."""
+    """Return the tokens that stand for images and videos, which no answer can contain."""
     ids = (getattr(model.config, name, None) for name in ("image_token_id", "video_token_id"))
     return frozenset(token for token in ids if token is not None)

@@ -1,4 +1,4 @@
-"""How transformers' loader is made to read a checkpoint: tensor by tensor, each rank its part, to where it belongs."""
+"""Changes to transformers' loader that read a checkpoint tensor by tensor, each rank its part, to its final device."""
 
 import ctypes
 import os
@@ -15,33 +15,33 @@ from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.core_model_loading import Transpose
 
 GLIBC_MOST_BYTES = 1 << 25
-"""Where glibc's own tuning of the threshold for large allocations ends."""
+"""Upper bound of glibc's own tuning of the threshold for large allocations."""
 
 
 def streamed(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A subclass whose weights are read tensor by tensor as they are placed, so that no more than one is held twice.
+    """Return a subclass whose weights are read tensor by tensor as they are placed, so that at most one is held twice.
 
     transformers' own way maps the files into memory, which counts as every rank's, and reads ahead in threads without
-    limit. With 4 ranks that share one machine that held 2.1 times the checkpoint's bytes; so it is 1.06 times.
+    limit. With 4 ranks on one machine that held 2.1 times the checkpoint's bytes; this holds 1.06 times.
     """
 
     def load(model: PreTrainedModel, state_dict: Any, files: list[str] | None, *rest: Any) -> Any:
         if files and all(file.endswith(".safetensors") for file in files):
-            state_dict = _slices(files)
-        with _one_tensor_at_a_time(), _layout_told_by_a_part():
+            state_dict = _open_slices(files)
+        with _load_one_tensor_at_a_time(), _detect_layout_from_part():
             return cls._load_pretrained_model(model, state_dict, files, *rest)
 
     return type(cls.__name__, (cls,), {"_load_pretrained_model": staticmethod(load), "__module__": cls.__module__})
 
 
 def computing_on(cls: type[PreTrainedModel], device: torch.device) -> type[PreTrainedModel]:
-    """A subclass that takes `device` for its own, wherever its first parameter lies: inputs belong there."""
+    """Return a subclass with `device` as its device, wherever its first parameter is: inputs belong there."""
     return type(cls.__name__, (cls,), {"device": property(lambda _: device), "__module__": cls.__module__})
 
 
 @contextmanager
 def parts_stay_in_host_memory() -> Iterator[None]:
-    """`DTensor.from_local`, with which transformers' loader places parts, would move them to their mesh's device."""
+    """Keep parts in host memory; `DTensor.from_local` in transformers' loader would move them to the mesh's device."""
     names = [(module, "_dtensor_from_local_like") for module in (core_model_loading, modeling_utils)]
     originals = [getattr(module, name) for module, name in names]
     try:
@@ -54,24 +54,24 @@ def parts_stay_in_host_memory() -> Iterator[None]:
 
 
 def laid_out_like(local: Tensor, reference: DTensor) -> DTensor:
-    """A part as a DTensor with the mesh, placements and whole shape of `reference`, wherever the part lies."""
-    whole = TensorMeta(reference.shape, reference.stride(), local.dtype)
-    spec = DTensorSpec(reference.device_mesh, reference.placements, tensor_meta=whole)
+    """Return a part as a DTensor with the mesh, placements and full shape of `reference`, on the part's device."""
+    full_meta = TensorMeta(reference.shape, reference.stride(), local.dtype)
+    spec = DTensorSpec(reference.device_mesh, reference.placements, tensor_meta=full_meta)
     return DTensor(local.contiguous(), spec, requires_grad=False)
 
 
 @contextmanager
-def _layout_told_by_a_part() -> Iterator[None]:
-    """Stacks of experts are stored in two layouts, which transformers tells apart by the shape of the whole.
+def _detect_layout_from_part() -> Iterator[None]:
+    """Detect the layout of stacks of experts from a part; transformers detects it from the shape of the full stack.
 
-    What is read of a stack that is shared out is some of its experts, which then has neither shape; up to 5.23 it was
-    turned over although it lay right. The two dimensions in question are those of one expert.
+    The part of an expert-parallel stack holds some of its experts, so it has neither of the two shapes; transformers
+    up to 5.23 transposed it although its layout was right. The two dimensions in question are those of one expert.
     """
     original = Transpose.convert
 
     def convert(self: Transpose, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Tensor]:
-        (found,) = input_dict.values()
-        value = found[0] if isinstance(found, list) else found
+        (tensors,) = input_dict.values()
+        value = tensors[0] if isinstance(tensors, list) else tensors
         if self.check_dims and value.shape[1:] == kwargs["model"].get_parameter(kwargs["full_layer_name"]).shape[1:]:
             return {self.get_target_pattern(input_dict, kwargs["source_patterns"], kwargs["target_patterns"]): value}
         turned: dict[str, Tensor] = original(self, input_dict, **kwargs)
@@ -84,8 +84,8 @@ def _layout_told_by_a_part() -> Iterator[None]:
         Transpose.convert = original
 
 
-def _slices(files: list[str]) -> dict[str, Any]:
-    """Every tensor of safetensors files, unread; cutting one reads that part."""
+def _open_slices(files: list[str]) -> dict[str, Any]:
+    """Return a lazy slice of every tensor of safetensors files; slicing one reads that part."""
     slices: dict[str, Any] = {}
     for file in files:
         pointer: Any = safe_open(file, framework="pt", backend="pread")
@@ -95,8 +95,8 @@ def _slices(files: list[str]) -> dict[str, Any]:
 
 
 @contextmanager
-def _one_tensor_at_a_time() -> Iterator[None]:
-    """No threads that read ahead; and what is given back to the allocator is used again, or returned."""
+def _load_one_tensor_at_a_time() -> Iterator[None]:
+    """Disable reading ahead in threads, and reuse or return memory that is freed."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -119,7 +119,7 @@ def keep_freed_memory() -> None:
 
 
 def _tune_allocator(**thresholds_bytes: int) -> None:
-    """Set thresholds of mallopt(3) where the C library is glibc; with another there is nothing to tune."""
+    """Set thresholds of mallopt(3) if the C library is glibc; with another there is nothing to tune."""
     names = {"mmap_threshold_bytes": -3, "trim_threshold_bytes": -1}
     try:
         libc = ctypes.CDLL("libc.so.6")

@@ -1,4 +1,4 @@
-"""`surefoot plan`: from a config and the name of a device to a forecast, its findings, and settings that fit."""
+"""The command `surefoot plan`: forecast, findings and settings that fit, from a config and the name of a device."""
 
 import math
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from surefoot.planner.forecast import Forecast, forecast
 from surefoot.planner.suggest import Changed, ready_to_paste, suggest
 from surefoot.planner.text import as_text, findings_of
 
-OF_A_RUN = ("auto", "cpu", "cuda")
-"""Values of `device` that a run knows itself."""
+RUN_DEVICES = ("auto", "cpu", "cuda")
+"""Values of `device` that a run accepts too."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the verb says."""
+    """Result of `surefoot plan`: the forecast, its findings, and changes of settings with their forecasts."""
 
     forecast: Forecast
     findings: list[Finding]
@@ -34,79 +34,87 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         return {
             **self.forecast.as_dict(),
-            **self._cost(self.forecast),
+            **self._cost_entry(self.forecast),
             "findings": [finding.as_dict() for finding in self.findings],
             "changes": [
                 {
                     "settings": changed,
                     "yaml": ready_to_paste(changed),
-                    "tokens_per_second": 1 / told.seconds_per_token,
-                    "device_peak_bytes": told.device_peak[1],
-                    "host_peak_bytes": told.host_peak[1],
-                    **self._cost(told),
+                    "tokens_per_second": 1 / changed_forecast.seconds_per_token,
+                    "device_peak_bytes": changed_forecast.device_peak[1],
+                    "host_peak_bytes": changed_forecast.host_peak[1],
+                    **self._cost_entry(changed_forecast),
                 }
-                for changed, told in self.changes
+                for changed, changed_forecast in self.changes
             ],
         }
 
-    def _cost(self, told: Forecast) -> dict[str, float]:
-        """Of a thousand steps; nothing where no price was given."""
-        return {"cost_per_1000_steps": told.device_hours(1000) * self.price} if self.price else {}
+    def _cost_entry(self, candidate: Forecast) -> dict[str, float]:
+        """Return the cost of 1000 steps as a JSON entry; empty without a price."""
+        return {"cost_per_1000_steps": candidate.device_hours(1000) * self.price} if self.price else {}
 
 
 def plan(config: str, overrides: Sequence[str]) -> Plan:
-    """Raises: ConfigError, ModelError for what cannot be planned, with the field that is to blame."""
-    ours, rest = _asked(overrides)
-    loaded = load_config(config, rest)
+    """Plan the run of a config and its overrides.
+
+    Raises: ConfigError, ModelError with the field that is to blame if it cannot be planned.
+    """
+    plan_options, run_overrides = _split_overrides(overrides)
+    loaded = load_config(config, run_overrides)
     base = resolve_model(loaded.run.model, loaded.where("model"), weights=False)
-    device = _device(ours.get("device", loaded.run.device))
-    if ours.get("device") and loaded.run.device == "cpu":
+    device = _find_device(plan_options.get("device", loaded.run.device))
+    if plan_options.get("device") and loaded.run.device == "cpu":
         raise ConfigError(
-            f"device={ours['device']} on the command line, and device=cpu ({loaded.where('device')}): leave one out."
+            f"device={plan_options['device']} on the command line, and device=cpu ({loaded.where('device')}): "
+            "leave one out."
         )
-    is_here = ours.get("device", "auto") in OF_A_RUN
-    host_bytes = int(_number(ours, "host_gib") * GIB) or (room_bytes() if is_here else 0)
+    is_this_machine = plan_options.get("device", "auto") in RUN_DEVICES
+    host_bytes = int(_parse_number(plan_options, "host_gib") * GIB) or (room_bytes() if is_this_machine else 0)
     run = loaded.run.model_copy(update={"device": "cuda" if device.is_gpu else "cpu"})
 
-    def ask(one: RunConfig, *, is_least: bool = False) -> Forecast:
-        return forecast(one, base, device, host_free_bytes=host_bytes, where=loaded.where, is_least=is_least)
+    def forecast_run(candidate: RunConfig, *, is_least: bool = False) -> Forecast:
+        return forecast(candidate, base, device, host_free_bytes=host_bytes, where=loaded.where, is_least=is_least)
 
-    told = ask(run)
-    return Plan(told, findings_of(told, loaded), suggest(told, ask), _number(ours, "price"))
+    current = forecast_run(run)
+    return Plan(
+        current, findings_of(current, loaded), suggest(current, forecast_run), _parse_number(plan_options, "price")
+    )
 
 
-def _asked(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """(what is asked of the plan, settings of the run)."""
-    ours: dict[str, str] = {}
-    rest = []
-    for one in overrides:
-        name, _, value = one.partition("=")
-        if name in ("host_gib", "price") or (name == "device" and value not in OF_A_RUN):
-            ours[name] = value.lower()
+def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return (options of the plan, overrides of the run)."""
+    plan_options: dict[str, str] = {}
+    run_overrides = []
+    for override in overrides:
+        name, _, value = override.partition("=")
+        if name in ("host_gib", "price") or (name == "device" and value not in RUN_DEVICES):
+            plan_options[name] = value.lower()
         elif name == "nodes":
-            rest += [f"nnodes={value}"]
+            run_overrides += [f"nnodes={value}"]
         else:
-            rest.append(one)
-    if any(one.startswith("nnodes=") for one in rest) and not any(one.startswith("rdzv_endpoint=") for one in rest):
-        rest.append("rdzv_endpoint=node0:29500")  # a plan meets no one
-    return ours, rest
+            run_overrides.append(override)
+    if any(override.startswith("nnodes=") for override in run_overrides) and not any(
+        override.startswith("rdzv_endpoint=") for override in run_overrides
+    ):
+        run_overrides.append("rdzv_endpoint=node0:29500")  # a plan runs no rendezvous
+    return plan_options, run_overrides
 
 
-def _number(ours: dict[str, str], name: str) -> float:
+def _parse_number(plan_options: dict[str, str], name: str) -> float:
     try:
-        value = float(ours.get(name, "0"))
+        value = float(plan_options.get(name, "0"))
     except ValueError:
         value = -1.0
     if not (math.isfinite(value) and value >= 0):
         raise ConfigError(
-            f"{name}={ours[name]} is no number from 0 on (command line). Leave it out, or write {name}=2.5."
+            f"{name}={plan_options[name]} is no number from 0 on (command line). Leave it out, or write {name}=2.5."
         )
     return value
 
 
-def _device(name: str) -> Device:
-    """Of a data sheet, or of this machine. Raises: ConfigError."""
-    if name not in OF_A_RUN:
+def _find_device(name: str) -> Device:
+    """Return the device of a data sheet, or that of this machine. Raises: ConfigError."""
+    if name not in RUN_DEVICES:
         return named(name)
     gpu = this_gpu() if name != "cpu" else None
     if gpu is None and name == "cuda":

@@ -1,4 +1,4 @@
-"""What a run needs, phase by phase and rank by rank, and whether it fits. Reads the model's config, and no weights."""
+"""Memory and time of a run, by phase and rank, and whether it fits. Reads the model's config, and no weights."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,43 +36,43 @@ from surefoot.planner.trace import ATTENTION, NOTHING, Trace, shaped_batch, trac
 from surefoot.planner.vision_tower import Pictures, pictures_of, show
 
 FEW, MORE = 2, 4
-"""Layers that are run; the rest of equal ones is on the line through both."""
+"""Numbers of layers that are traced; a model with more equal layers is extrapolated linearly from both."""
 RESERVE = 0.06
-"""Of a GPU's memory that tensors cannot have: CUDA's context, kernels, pieces that the allocator cannot use."""
+"""Share of a GPU's memory that tensors cannot use: CUDA's context, kernels, fragmentation of the allocator."""
 HOST_LINK_BYTES_PER_S = 20 * GB
 CPU_BYTES_PER_S = 10 * GB
-"""Between a GPU and its host over PCIe 4, and of one rank's part of the host's memory; assumptions."""
+"""Rates between a GPU and its host over PCIe 4, and of one rank's share of the host's memory; assumptions."""
 UPDATE_PASSES = 7
-"""Over the trained weights: AdamW reads weight, gradient and two moments and writes three of them."""
+"""Passes of AdamW over the trained weights: it reads weight, gradient and two moments and writes three of them."""
 MOST_TOKENS = 1 << 18
-"""In one forward; more take minutes to go through, and fit nowhere."""
+"""Most tokens in one forward; more take minutes to trace, and fit on no device."""
 GPU_PROCESS_BYTES = 3 * GIB
-"""Of the host, for a process with CUDA's libraries; not measured here."""
+"""Host memory of a process with CUDA's libraries; not measured here."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """One run on one kind of device."""
+    """Forecast of one run on one kind of device."""
 
     run: RunConfig
     device: Device
     sizes: Sizes
     phases: dict[str, Owners]
     host_free_bytes: int
-    """Of a machine; 0 where it is not known."""
+    """Free host memory of a machine; 0 if it is unknown."""
     step_s: float
-    """Of training on a batch that is there."""
+    """Time to train on a batch that is already loaded."""
     sequences_per_step: int
     communication_bytes: int
-    """That a rank sends in a step."""
+    """Bytes that a rank sends in a step."""
     pictures: Pictures | None = None
-    """Of a micro-batch; None for a model that reads none."""
+    """Images of a micro-batch; None for a text-only model."""
     server: Server | None = None
-    """Of rollouts; None where the trained model makes them itself."""
+    """vLLM server of the rollouts; None if the training process generates them."""
 
     @property
     def tokens_per_step(self) -> int:
-        """Of sequences of full length; with GRPO of completions and their prompts."""
+        """Tokens of the sequences of a step at full length; with GRPO of completions and their prompts."""
         return self.sequences_per_step * sequence_length(self.run)
 
     @property
@@ -81,15 +81,15 @@ class Forecast:
 
     @property
     def rollout_s(self) -> float:
-        """The least that the built-in engine takes for a step's completions: gathering the weights for each token."""
+        """Shortest time of the built-in engine for a step's completions: gathering the weights for each token."""
         run = self.run
         if not isinstance(run, RolloutConfig):
             return 0.0
         ranks = self.ranks_here * run.nnodes
-        each = -(-self.sequences_per_step // ranks)
-        times = -(-each // min(run.rollout_batch_size or each, each))
+        sequences_per_rank = -(-self.sequences_per_step // ranks)
+        batches = -(-sequences_per_rank // min(run.rollout_batch_size or sequences_per_rank, sequences_per_rank))
         gathered_s = self.gathered_bytes_per_token / self.device.link_bytes_per_s
-        return times * run.max_completion_length * gathered_s / run.steps_per_batch
+        return batches * run.max_completion_length * gathered_s / run.steps_per_batch
 
     @property
     def ranks_here(self) -> int:
@@ -97,14 +97,17 @@ class Forecast:
 
     @property
     def device_peak(self) -> tuple[str, int]:
-        """(phase, bytes) of one rank's device."""
-        return max(((name, owners.device_bytes) for name, owners in self.phases.items()), key=lambda one: one[1])
+        """(phase, bytes) at the peak of one rank's device."""
+        return max(
+            ((name, owners.device_bytes) for name, owners in self.phases.items()),
+            key=lambda phase_bytes: phase_bytes[1],
+        )
 
     @property
     def host_peak(self) -> tuple[str, int]:
-        """(phase, bytes) of all ranks of one machine."""
+        """(phase, bytes) at the peak of all ranks of one machine."""
         peaks = ((name, owners.host_bytes * self.ranks_here) for name, owners in self.phases.items())
-        return max(peaks, key=lambda one: one[1])
+        return max(peaks, key=lambda phase_bytes: phase_bytes[1])
 
     @property
     def device_room_bytes(self) -> int:
@@ -112,7 +115,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether each rank's device, each machine and a server have the memory."""
+        """Whether each rank's device, each machine and the server have enough memory."""
         on_device = not self.device.is_gpu or self.device_peak[1] <= self.device_room_bytes
         return (
             on_device
@@ -121,12 +124,12 @@ class Forecast:
         )
 
     def device_hours(self, steps: int) -> float:
-        """Of all devices together."""
+        """Return the hours of these steps, summed over all devices."""
         return (self.step_s + self.rollout_s) * steps / 3600 * self.ranks_here * self.run.nnodes
 
     @property
     def gathered_bytes_per_token(self) -> int:
-        """That a rank receives for each further token of a rollout: with ZeRO 3 all weights, at each forward."""
+        """Bytes that a rank receives for each further token of a rollout: with ZeRO 3 all weights, at each forward."""
         is_local = isinstance(self.run, RolloutConfig) and self.run.rollout_engine == "local"
         if not is_local or self.run.zero_stage < 3 or self.ranks_here * self.run.nnodes == 1:
             return 0
@@ -166,16 +169,17 @@ def forecast(
     where: Callable[..., str] = lambda *_: "run.yaml",
     is_least: bool = False,
 ) -> Forecast:
-    """Of a run whose model's config.json is in `base`. `is_least`: nothing is run, and what that would hold left out.
+    """Forecast a run whose model's config.json is in `base`.
 
-    Raises: ModelError for a config that no model can be made of; ConfigError for sizes that do not divide.
+    `is_least`: nothing is traced, and the memory of forward and backward is left out.
+    Raises: ModelError for a config that no model can be built from; ConfigError for sizes that do not divide.
     """
     ranks = run.nproc_per_node * run.nnodes
     layout = Layout.of(run, ranks, where)
     dtype = torch.float32 if not device.is_gpu and run.dtype != "bfloat16" else torch.bfloat16
     dtype = torch.float32 if run.dtype == "float32" else dtype
     lora = lora_settings(run)
-    sizes = _sizes(base, lora, dtype, freeze_vision=run.freeze_vision_tower)
+    sizes = _count_sizes(base, lora, dtype, freeze_vision=run.freeze_vision_tower)
     if layout.expert_parallel > 1 and (not sizes.num_experts or sizes.num_experts % layout.expert_parallel):
         raise ConfigError(
             f"expert_parallel_size={layout.expert_parallel} does not divide the {sizes.num_experts} experts of the "
@@ -197,13 +201,13 @@ def forecast(
         length=length, is_on_gpu=device.is_gpu, twice=steps > 1, share=gradient_share(layout, sizes),
         freeze_vision=run.freeze_vision_tower, pictures=pictures, expert_parallel=layout.expert_parallel,
     )  # fmt: skip
-    process = GPU_PROCESS_BYTES if device.is_gpu else int(_process_bytes())
+    process = GPU_PROCESS_BYTES if device.is_gpu else int(_measure_process_bytes())
     rollout = None
     if isinstance(run, RolloutConfig) and run.rollout_engine == "local":
         at_a_time = min(run.rollout_batch_size or sequences, sequences)
         prompts = -(-at_a_time // run.sequences_per_row)
         rollout = Rollout(at_a_time, length, dtype.itemsize, prompts * run.max_row_tokens / (each * length))
-    server = _server(run, device, sizes)
+    server = _plan_server(run, device, sizes)
     phases = forecast_memory(
         sizes,
         layout,
@@ -216,10 +220,10 @@ def forecast(
         server=server,
         is_full=run.tuning == "full",
     )
-    travelling = trace.exchanged_bytes * (layout.expert_parallel - 1) // layout.expert_parallel
-    sent = _sent_bytes(sizes, layout, steps) + steps * travelling
+    dispatched = trace.exchanged_bytes * (layout.expert_parallel - 1) // layout.expert_parallel
+    sent = _count_sent_bytes(sizes, layout, steps) + steps * dispatched
     sharing = 1 if device.is_gpu else run.nproc_per_node
-    moved = steps * trace.moved_bytes + UPDATE_PASSES * _trained_bytes(sizes, layout)
+    moved = steps * trace.moved_bytes + UPDATE_PASSES * _count_trained_bytes(sizes, layout)
     compute_s = sharing * (steps * trace.flops / device.flops_per_s + moved / device.moved_bytes_per_s)
     return Forecast(
         run=run,
@@ -227,7 +231,7 @@ def forecast(
         sizes=sizes,
         phases=phases,
         host_free_bytes=host_free_bytes,
-        step_s=compute_s + sent / device.link_bytes_per_s + _offload_s(sizes, layout, steps),
+        step_s=compute_s + sent / device.link_bytes_per_s + _estimate_offload_s(sizes, layout, steps),
         sequences_per_step=all_sequences,
         communication_bytes=sent,
         pictures=pictures,
@@ -235,14 +239,16 @@ def forecast(
     )
 
 
-def _server(run: RunConfig, device: Device, sizes: Sizes) -> Server | None:
-    """The vLLM server of a run, if it has one."""
+def _plan_server(run: RunConfig, device: Device, sizes: Sizes) -> Server | None:
+    """Return the vLLM server of a run, or None without one."""
     settings = vllm_settings(run)
     if settings is None:
         return None
     if settings.vllm_server is not None or not device.is_gpu:
         return Server(0, False)
-    devices = {one.strip() for one in settings.vllm_devices.split(",")} if settings.vllm_devices is not None else None
+    devices = (
+        {number.strip() for number in settings.vllm_devices.split(",")} if settings.vllm_devices is not None else None
+    )
     is_apart = devices is not None and not devices & {str(number) for number in range(run.nproc_per_node)}
     share = int(memory_share(settings.vllm_args) * device.memory_bytes)
     whole = sizes.whole
@@ -262,14 +268,14 @@ def sequence_length(run: RunConfig) -> int:
 
 
 @lru_cache(maxsize=1)
-def _process_bytes() -> int:
-    """What this process takes, which has loaded what a rank loads."""
+def _measure_process_bytes() -> int:
+    """Return the resident memory of this process, which has loaded the same libraries as a rank."""
     return int(psutil.Process().memory_info().rss)
 
 
 @contextmanager
-def _as_model_errors(base: Path) -> Iterator[None]:
-    """What a model of another form raises when it is built, counted or run, as one error that names its config."""
+def _raise_as_model_error(base: Path) -> Iterator[None]:
+    """Raise errors of a model that cannot be built, counted or traced as a ModelError that names its config."""
     try:
         yield
     except SurefootError:
@@ -282,8 +288,8 @@ def _as_model_errors(base: Path) -> Iterator[None]:
 
 
 @lru_cache(maxsize=8)
-def _sizes(base: Path, lora: LoraSettings | None, dtype: torch.dtype, *, freeze_vision: bool) -> Sizes:
-    with _as_model_errors(base), FakeTensorMode():
+def _count_sizes(base: Path, lora: LoraSettings | None, dtype: torch.dtype, *, freeze_vision: bool) -> Sizes:
+    with _raise_as_model_error(base), FakeTensorMode():
         check_fields(base)
         return sizes_of(
             build_without_storage(
@@ -303,13 +309,13 @@ def _trace(
     rows: int, length: int, is_on_gpu: bool, twice: bool, share: float, freeze_vision: bool,
     pictures: Pictures | None, expert_parallel: int,
 ) -> Trace:  # fmt: skip
-    """Of `rows` sequences of full length, all of whose tokens are trained: the most that a micro-batch can need.
+    """Trace `rows` sequences of full length whose tokens are all trained: the largest possible micro-batch.
 
-    With GRPO those of the longest completions are; each has its prompt before it, as on a GPU.
+    With GRPO the tokens of the longest completions are trained; each follows its own prompt, as on a GPU.
     """
 
-    def traced(layers: int | None) -> Trace:
-        with _as_model_errors(base), FakeTensorMode():
+    def trace_layers(layers: int | None) -> Trace:
+        with _raise_as_model_error(base), FakeTensorMode():
             built = build_without_storage(
                 base, lora=lora, dtype=dtype, gradient_checkpointing=is_checkpointed, attention=ATTENTION,
                 layers=layers, freeze_vision=freeze_vision,
@@ -320,38 +326,38 @@ def _trace(
             batch = shaped_batch([length] * rows, rows * loss.tokens_per_sequence, vision)
             return trace_step(built, batch, loss(built, batch), is_on_gpu=is_on_gpu, twice=twice, gradient_share=share)
 
-    sizes = _sizes(base, lora, dtype, freeze_vision=freeze_vision)
+    sizes = _count_sizes(base, lora, dtype, freeze_vision=freeze_vision)
     if not sizes.layers_are_equal or sizes.num_layers <= MORE:
-        return traced(None)
-    return traced(FEW).with_layers(traced(MORE), FEW, MORE, sizes.num_layers)
+        return trace_layers(None)
+    return trace_layers(FEW).with_layers(trace_layers(MORE), FEW, MORE, sizes.num_layers)
 
 
-def _offload_s(sizes: Sizes, layout: Layout, steps: int) -> float:
-    """What offloading adds to a step: weights come up for each pass, gradients go down, the CPU does the update."""
+def _estimate_offload_s(sizes: Sizes, layout: Layout, steps: int) -> float:
+    """Estimate the time that offload adds to a step: weights to the device in each pass, gradients back, update."""
     if not layout.offload:
         return 0.0
     cuts = Cuts.of(layout, sizes)
-    trained = _trained_bytes(sizes, layout)
+    trained = _count_trained_bytes(sizes, layout)
     frozen = cut(Elements(trained=sizes.whole.frozen, expert_trained=sizes.whole.expert_frozen), cuts)
     weights = trained + (frozen * sizes.frozen_bytes_each if layout.zero_stage == 3 else 0)
     passes = 2 * steps if layout.zero_stage == 3 else steps
     return (passes * weights + steps * trained) / HOST_LINK_BYTES_PER_S + UPDATE_PASSES * trained / CPU_BYTES_PER_S
 
 
-def _trained_bytes(sizes: Sizes, layout: Layout) -> int:
-    """Of this rank's share of the trained weights."""
+def _count_trained_bytes(sizes: Sizes, layout: Layout) -> int:
+    """Return the bytes of this rank's shard of the trained weights."""
     return cut(sizes.whole, Cuts.of(layout, sizes)) * FP32_BYTES
 
 
-def _sent_bytes(sizes: Sizes, layout: Layout, steps: int) -> int:
-    """What a rank sends in a step: gradients are summed, weights gathered; rows that travel to experts apart."""
+def _count_sent_bytes(sizes: Sizes, layout: Layout, steps: int) -> int:
+    """Count the bytes that a rank sends in a step to reduce gradients and gather weights, without rows to experts."""
     if layout.size == 1:
         return 0
-    whole, each = sizes.whole, 4
-    trained = each * (whole.trained + gathered_experts(whole, layout))
-    times = steps if layout.zero_stage >= 2 else 1
-    sent = 2 * trained if layout.zero_stage == 0 else trained * (1 + times)
+    whole, element_bytes = sizes.whole, 4
+    trained = element_bytes * (whole.trained + gathered_experts(whole, layout))
+    reductions = steps if layout.zero_stage >= 2 else 1
+    sent = 2 * trained if layout.zero_stage == 0 else trained * (1 + reductions)
     if layout.zero_stage == 3:
         frozen = sizes.frozen_bytes_each * (whole.frozen + whole.expert_frozen // layout.expert_parallel)
-        sent = times * (2 * (trained + frozen) + trained)
+        sent = reductions * (2 * (trained + frozen) + trained)
     return sent

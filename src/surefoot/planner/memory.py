@@ -1,14 +1,14 @@
 """Memory of one rank, by owner, at the peak of each phase. Pure.
 
-at rest     weights as they lie between steps, gradients' place taken by nothing, optimizer state
-load        at rest without optimizer state, and the tensor that is being read, once as it is in the file
-step        forward and backward, when activations and gradients together are the most; optimizer state is there
-            from the second step on
-save        at rest, and the copy in host memory that is written while training goes on
-rollout     with GRPO and the built-in engine: at rest, the keys and values of all tokens, and what one is drawn from;
-            with a server on the same GPUs: at rest, and what the server takes
-sync        what a server is sent: an adapter whole, or all weights tensor by tensor
-export      the same, to a file, when the run is over
+at rest     weights between steps and optimizer state; gradients take no memory
+load        at rest without optimizer state, and one copy, in the file's dtype, of the tensor that is being read
+step        forward and backward, at the peak of activations and gradients together; optimizer state exists from the
+            second step on
+save        at rest, and the copy in host memory that is written while training continues
+rollout     with GRPO and the built-in engine: at rest, the KV cache of all tokens, and the logits of the next tokens;
+            with a server on the same GPUs: at rest, and the server's share
+sync        weights that are sent to a server: a whole adapter, or all weights tensor by tensor
+export      the same, written to a file at the end of the run
 """
 
 from collections.abc import Mapping
@@ -19,31 +19,31 @@ from surefoot.planner.sizes import FP32_BYTES, HALF_BYTES, Elements, Sizes
 from surefoot.planner.trace import Trace
 
 MOMENTS = 2
-"""Of AdamW, in float32."""
+"""Number of AdamW's moments, in float32."""
 HOLES = 0.75
-"""Of activations on a CPU: what glibc's heap keeps between them; measured, see docs/plan-accuracy.md."""
+"""Fragmentation of glibc's heap on a CPU, as a share of activations; measured, see docs/plan-accuracy.md."""
 IN_FLIGHT, IN_FLIGHT_GLOO = 2, 3
-"""Copies of a group's gradients: as they were formed, as they are sent; gloo adds what comes."""
+"""Copies of a group's gradients: as computed and as sent; gloo adds the received ones."""
 GATHERED_LAYERS = 2
-"""FSDP gathers the next layer while one computes."""
+"""Layers that FSDP has gathered at once: it gathers the next layer while one computes."""
 ROUNDED = "rounding of pinned memory"
 FILLED = 0.9
-"""Of a server's share, by weights: keys, values and what it computes want the rest; an assumption."""
+"""Most of a server's share that weights can fill: the KV cache and activations need the rest; an assumption."""
 DRAWING_BYTES = 36
 """Bytes per token of the vocabulary: logits, and their copies in float32 and float64 in the local engine."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """What one rank generates at a time."""
+    """Completions that one rank generates at a time."""
 
     completions: int
     tokens: int
-    """Of a prompt and its completion, at most."""
+    """Most tokens of a prompt and its completion."""
     element_bytes: int
-    """Of keys and values."""
+    """Bytes of an element of keys and values."""
     prompts_share: float = 0.0
-    """Tokens of the prompts that are read in one forward, over those of a forward that trains."""
+    """Ratio of the prompt tokens in one prefill forward to the tokens of a training forward."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,19 @@ class Server:
     """A vLLM server."""
 
     bytes_here: int
-    """Of each device that trains; 0 where it has others."""
+    """Bytes of each training device; 0 if the server has devices of its own."""
     sleeps: bool
-    """Whether it gives them back but for rollouts."""
+    """Whether it frees them outside rollouts (vLLM's sleep mode)."""
     share_bytes: int = 0
-    """What it may take of each of its devices; 0 where that is not known."""
+    """Bytes that it may take of each of its devices; 0 if that is unknown."""
     weights_bytes: int = 0
-    """Of the model, on each of its devices. The rest of its share is for keys and values, and what it computes with."""
+    """Bytes of the model's weights on each of its devices. The rest of its share holds the KV cache and activations."""
     asleep_bytes: int = 0
-    """Of host memory for each rank, where its weights lie while it sleeps."""
+    """Bytes of host memory per rank that hold its weights while it sleeps."""
 
     @property
     def has_room(self) -> bool:
-        """Whether it can hold the model, and a little besides."""
+        """Whether its share can hold the model and a minimum of KV cache."""
         return not self.share_bytes or self.weights_bytes < FILLED * self.share_bytes
 
 
@@ -85,7 +85,7 @@ class Owners:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Into how many parts a rank's training state is cut."""
+    """Number of shards of the training state: of dense weights, and of experts."""
 
     dense: int
     experts: int
@@ -100,9 +100,10 @@ class Cuts:
 
 
 def gradient_share(layout: Layout, sizes: Sizes) -> float:
-    """How much of the gradients it has formed a rank's device keeps while the rest of the backward runs; of the mean.
+    """Return the share of the computed gradients that stays on a rank's device during the backward, by elements.
 
-    It forms those of its own experts alone, and of all else. With offload they leave once they are summed.
+    A rank computes the gradients of its own experts and of all dense weights. With offload they leave the device once
+    they are summed.
     """
     dense, experts = sizes.whole.trained, sizes.whole.expert_trained
     is_summed_by_layer = layout.is_sharded and layout.zero_stage >= 2 and _is_grouped_by_layer(layout, sizes)
@@ -125,15 +126,16 @@ def forecast_memory(
     server: Server | None = None,
     is_full: bool = False,
 ) -> dict[str, Owners]:
-    """By phase. `process_bytes`: of a process that has loaded Python and torch. `saves`: whether checkpoints are.
+    """Return the memory of each phase. `process_bytes`: of a process that has loaded Python and torch.
 
-    `ranks_here`: of a machine; what only some of them hold in host memory is dealt to all of them.
+    `saves`: whether checkpoints are saved. `ranks_here`: number of ranks of a machine; host memory that only some of
+    them hold is divided among all of them.
     """
     cuts = Cuts.of(layout, sizes)
-    at_rest = _at_rest(sizes, layout, cuts, is_full=is_full)
+    at_rest = _count_weights_at_rest(sizes, layout, cuts, is_full=is_full)
     trained = cut(Elements(trained=sizes.whole.trained, expert_trained=sizes.whole.expert_trained), cuts)
     state = {"optimizer": MOMENTS * FP32_BYTES * trained}
-    copies = _copied_to_save(sizes, layout, cuts, ranks_here, is_on_gpu=is_on_gpu) if saves else {}
+    copies = _count_checkpoint_copy(sizes, layout, cuts, ranks_here, is_on_gpu=is_on_gpu) if saves else {}
     process = {"process": process_bytes}
     share = gradient_share(layout, sizes)
     activations = {f"activations: {kind}": size for kind, size in trace.saved_by_kind.items()}
@@ -142,45 +144,54 @@ def forecast_memory(
     step = {
         **at_rest,
         **state,
-        "gathered weights": _gathered(sizes, layout),
-        **_gradients(layout, trained, round(share * trace.gradients_at_peak)),
-        "communication buffers": _being_summed(sizes, layout, is_on_gpu=is_on_gpu),
+        "gathered weights": _count_gathered_bytes(sizes, layout),
+        **_count_gradients(layout, trained, round(share * trace.gradients_at_peak)),
+        "communication buffers": _count_reduction_buffers(sizes, layout, is_on_gpu=is_on_gpu),
         **activations,
         "logits": trace.logits_at_peak,
         "temporary": computed - sum(activations.values()),
         **({} if is_on_gpu else {"holes in the heap": round(HOLES * trace.peak)}),
     }
     optimizer = {**at_rest, **state, "gradients": FP32_BYTES * trained}
-    on_host = {**process, **copies, **(_rounding(sizes, layout, cuts) if layout.offload else {})}
+    host = {**process, **copies, **(_count_pinned_rounding(sizes, layout, cuts) if layout.offload else {})}
     loading = dict(process)
-    if layout.offload and layout.zero_stage < 3:  # read to the host, from where the device gets it when all is there
+    if (
+        layout.offload and layout.zero_stage < 3
+    ):  # weights are read to the host, and moved to the device once all are read
         loading["frozen weights on their way"] = at_rest["frozen weights"]
     phases = {
         "load": Owners({**at_rest, "tensor that is read": sizes.largest_tensor_bytes}, loading),
-        "step": Owners(step, on_host),
-        "update": Owners(optimizer, on_host),
-        "save": Owners({**at_rest, **state}, on_host),
+        "step": Owners(step, host),
+        "update": Owners(optimizer, host),
+        "save": Owners({**at_rest, **state}, host),
         "evaluate": Owners(
-            {**at_rest, **state, "gathered weights": _gathered(sizes, layout), "temporary": trace.evaluation_peak},
-            on_host,
+            {
+                **at_rest,
+                **state,
+                "gathered weights": _count_gathered_bytes(sizes, layout),
+                "temporary": trace.evaluation_peak,
+            },
+            host,
         ),
     }
     if rollout is not None:
-        drawing = {
+        generation = {
             "keys and values": rollout.completions * rollout.tokens * sizes.cache_elements * rollout.element_bytes,
         }
-        reading = round(rollout.prompts_share * trace.evaluation_peak)  # one after the other
+        prefill_bytes = round(rollout.prompts_share * trace.evaluation_peak)  # prompts are read before tokens are drawn
         if rollout.element_bytes < FP32_BYTES and layout.zero_stage < 3:
-            drawing["copies for autocast"] = HALF_BYTES * sizes.whole.trained
-        at_work = rollout.completions * sizes.vocabulary * DRAWING_BYTES
-        drawing["reading prompts" if reading > at_work else "drawing tokens"] = max(reading, at_work)
-        phases["rollout"] = Owners(
-            {**at_rest, **state, "gathered weights": _gathered(sizes, layout), **drawing}, on_host
+            generation["copies for autocast"] = HALF_BYTES * sizes.whole.trained
+        drawing_bytes = rollout.completions * sizes.vocabulary * DRAWING_BYTES
+        generation["reading prompts" if prefill_bytes > drawing_bytes else "drawing tokens"] = max(
+            prefill_bytes, drawing_bytes
         )
-    written = _written(sizes, layout, is_full=is_full)
+        phases["rollout"] = Owners(
+            {**at_rest, **state, "gathered weights": _count_gathered_bytes(sizes, layout), **generation}, host
+        )
+    written = _count_written_weights(sizes, layout, is_full=is_full)
     if server is not None:
-        phases["rollout"] = Owners({**at_rest, **state}, on_host)
-        phases["sync"] = Owners({**at_rest, **state, **written.device}, {**on_host, **written.host})
+        phases["rollout"] = Owners({**at_rest, **state}, host)
+        phases["sync"] = Owners({**at_rest, **state, **written.device}, {**host, **written.host})
     phases["export"] = Owners({**at_rest, **state, **written.device}, {**process, **written.host})
     if server is not None and server.bytes_here:
         weights = min(server.weights_bytes, server.bytes_here)
@@ -190,29 +201,33 @@ def forecast_memory(
     if server is not None and server.asleep_bytes:
         for name in phases.keys() - {"rollout", "sync"}:
             phases[name] = Owners(phases[name].device, {**phases[name].host, "sleeping server": server.asleep_bytes})
-    return {name: _placed(owners, layout, is_on_gpu=is_on_gpu) for name, owners in phases.items()}
+    return {name: _place_owners(owners, layout, is_on_gpu=is_on_gpu) for name, owners in phases.items()}
 
 
-def _copied_to_save(sizes: Sizes, layout: Layout, cuts: Cuts, ranks_here: int, *, is_on_gpu: bool) -> dict[str, int]:
-    """In host memory: pinned where it comes from a GPU. Of the same parts one rank makes a copy."""
+def _count_checkpoint_copy(
+    sizes: Sizes, layout: Layout, cuts: Cuts, ranks_here: int, *, is_on_gpu: bool
+) -> dict[str, int]:
+    """Count the host memory of a checkpoint's copy, pinned if it comes from a GPU. One rank copies each shard."""
     part = cut(Elements(trained=sizes.whole.trained, expert_trained=sizes.whole.expert_trained), cuts)
     copied = min(part * ranks_here, sizes.whole.all_trained)  # by all ranks of the machine
     size = (1 + MOMENTS) * FP32_BYTES * copied // ranks_here
     if not is_on_gpu or layout.offload or not part:
         return {"copy to save": size}
-    pinned = (1 + MOMENTS) * _pinned(sizes, cuts, FP32_BYTES, is_trained=True) * copied // (part * ranks_here)
+    pinned = (
+        (1 + MOMENTS) * _count_pinned_bytes(sizes, cuts, FP32_BYTES, is_trained=True) * copied // (part * ranks_here)
+    )
     return {"copy to save": size, ROUNDED: pinned - size}
 
 
-def _gradients(layout: Layout, trained: int, formed: int) -> dict[str, int]:
-    """In a backward: those that are formed, and with offload this rank's part of all, which `_placed` moves away."""
+def _count_gradients(layout: Layout, trained: int, computed_bytes: int) -> dict[str, int]:
+    """Count the gradients of a backward; with offload also this rank's shard, which `_place_owners` moves away."""
     if not layout.offload:
-        return {"gradients": formed}
-    return {"gradients that are not summed": formed, "gradients": FP32_BYTES * trained}
+        return {"gradients": computed_bytes}
+    return {"gradients that are not summed": computed_bytes, "gradients": FP32_BYTES * trained}
 
 
-def _pinned(sizes: Sizes, cuts: Cuts, each_bytes: int, *, is_trained: bool) -> int:
-    """Of this rank's part of the trained or frozen weights in pinned memory."""
+def _count_pinned_bytes(sizes: Sizes, cuts: Cuts, each_bytes: int, *, is_trained: bool) -> int:
+    """Count the bytes of this rank's shard of the trained or frozen weights in pinned memory."""
     return sum(
         count * shape.pinned_bytes(cuts.experts if shape.is_expert else cuts.dense, each_bytes)
         for shape, count in sizes.tensors.items()
@@ -220,23 +235,23 @@ def _pinned(sizes: Sizes, cuts: Cuts, each_bytes: int, *, is_trained: bool) -> i
     )
 
 
-def _rounding(sizes: Sizes, layout: Layout, cuts: Cuts) -> dict[str, int]:
-    """What pinned memory of offloaded weights and gradients takes beyond them."""
-    at_rest = _at_rest(sizes, layout, cuts, is_full=True)
-    more = 2 * (_pinned(sizes, cuts, FP32_BYTES, is_trained=True) - at_rest["trained weights"])
+def _count_pinned_rounding(sizes: Sizes, layout: Layout, cuts: Cuts) -> dict[str, int]:
+    """Count the bytes that pinned memory adds to offloaded weights and gradients by rounding up."""
+    at_rest = _count_weights_at_rest(sizes, layout, cuts, is_full=True)
+    extra = 2 * (_count_pinned_bytes(sizes, cuts, FP32_BYTES, is_trained=True) - at_rest["trained weights"])
     if layout.zero_stage == 3:
-        more += _pinned(sizes, cuts, sizes.frozen_bytes_each, is_trained=False) - at_rest["frozen weights"]
-    return {ROUNDED: max(0, more)}
+        extra += _count_pinned_bytes(sizes, cuts, sizes.frozen_bytes_each, is_trained=False) - at_rest["frozen weights"]
+    return {ROUNDED: max(0, extra)}
 
 
-def _written(sizes: Sizes, layout: Layout, *, is_full: bool) -> Owners:
-    """What rank 0 holds to send or write the trained weights: tensors are gathered one at a time."""
+def _count_written_weights(sizes: Sizes, layout: Layout, *, is_full: bool) -> Owners:
+    """Count what rank 0 holds to send or write the trained weights; tensors are gathered one at a time."""
     gathered = sizes.largest_tensor_bytes if is_full and layout.is_sharded else 0
     held = sizes.largest_tensor_bytes if is_full else FP32_BYTES * sizes.whole.all_trained
     return Owners({"tensor that is gathered": gathered}, {"weights that are written": held})
 
 
-def _at_rest(sizes: Sizes, layout: Layout, cuts: Cuts, *, is_full: bool) -> dict[str, int]:
+def _count_weights_at_rest(sizes: Sizes, layout: Layout, cuts: Cuts, *, is_full: bool) -> dict[str, int]:
     whole = sizes.whole
     frozen = whole.frozen + whole.expert_frozen // layout.expert_parallel
     if layout.zero_stage == 3:
@@ -247,59 +262,61 @@ def _at_rest(sizes: Sizes, layout: Layout, cuts: Cuts, *, is_full: bool) -> dict
 
 
 def cut(elements: Elements, cuts: Cuts) -> int:
-    """Elements of this rank's part."""
+    """Return the number of trained elements in this rank's shard."""
     return -(-elements.trained // cuts.dense) + -(-elements.expert_trained // cuts.experts)
 
 
 def _is_grouped_by_layer(layout: Layout, sizes: Sizes) -> bool:
-    is_full = sizes.layer.frozen + sizes.layer.expert_frozen == 0  # a frozen tower changes nothing for the decoder
+    is_full = (
+        sizes.layer.frozen + sizes.layer.expert_frozen == 0
+    )  # a frozen vision tower changes nothing for the decoder
     return layout.zero_stage == 3 or is_full
 
 
-def _gathered(sizes: Sizes, layout: Layout) -> int:
-    """Whole weights that exist beside this rank's part of them while it computes."""
+def _count_gathered_bytes(sizes: Sizes, layout: Layout) -> int:
+    """Count the gathered weights that exist besides this rank's shard while it computes."""
     if not layout.is_sharded:
         return 0
     if layout.zero_stage < 3:
         return FP32_BYTES * (sizes.whole.trained + gathered_experts(sizes.whole, layout))
     layers = min(GATHERED_LAYERS, sizes.num_layers)
-    return _bytes(sizes.outside, sizes, layout) + layers * _bytes(sizes.layer, sizes, layout)
+    return _count_layer_bytes(sizes.outside, sizes, layout) + layers * _count_layer_bytes(sizes.layer, sizes, layout)
 
 
 def gathered_experts(elements: Elements, layout: Layout) -> int:
-    """Of this rank's share of the experts; none where no other rank has the same share."""
+    """Return the elements of this rank's share of the experts; 0 if no other rank has the same share."""
     return elements.expert_trained // layout.expert_parallel if layout.expert_parallel < layout.size else 0
 
 
-def _bytes(elements: Elements, sizes: Sizes, layout: Layout) -> int:
+def _count_layer_bytes(elements: Elements, sizes: Sizes, layout: Layout) -> int:
     experts = layout.expert_parallel
     frozen = elements.frozen + elements.expert_frozen // experts
     trained = elements.trained + elements.expert_trained // experts
     return frozen * sizes.frozen_bytes_each + trained * FP32_BYTES
 
 
-def _being_summed(sizes: Sizes, layout: Layout, *, is_on_gpu: bool) -> int:
-    """Gradients of one group on their way over the ranks: as they were formed, and as they are sent."""
+def _count_reduction_buffers(sizes: Sizes, layout: Layout, *, is_on_gpu: bool) -> int:
+    """Count the buffers of one group's gradients in a reduction: as computed, and as sent."""
     if not layout.is_sharded or layout.size == 1:
         return 0
     groups = (sizes.layer, sizes.outside) if _is_grouped_by_layer(layout, sizes) else (sizes.whole,)
     copies = IN_FLIGHT if is_on_gpu else IN_FLIGHT_GLOO
-    if layout.expert_parallel > 1:  # experts that are shared out are summed apart, if at all
-        experts, dense = gathered_experts(sizes.layer, layout), max(one.trained for one in groups)
-        largest = max(experts, dense) if is_on_gpu else experts + dense  # gloo holds those of both groups
+    if layout.expert_parallel > 1:  # experts of expert parallelism are reduced in a group of their own, if at all
+        experts, dense = gathered_experts(sizes.layer, layout), max(group.trained for group in groups)
+        largest = max(experts, dense) if is_on_gpu else experts + dense  # gloo holds the buffers of both groups
     else:
-        largest = max(one.trained + one.expert_trained for one in groups)
+        largest = max(group.trained + group.expert_trained for group in groups)
     return copies * FP32_BYTES * largest
 
 
-def _placed(owners: Owners, layout: Layout, *, is_on_gpu: bool) -> Owners:
-    """Where each owner's memory is: with one device all is host memory; offloaded state is there too."""
+def _place_owners(owners: Owners, layout: Layout, *, is_on_gpu: bool) -> Owners:
+    """Return the owners with their memory on its device: on a CPU all is host memory, and offloaded state is too."""
     device, host = dict(owners.device), dict(owners.host)
     if not is_on_gpu:
         return Owners({}, {name: size for name, size in {**host, **device}.items() if size})
     if layout.offload:
-        away = {"trained weights", "LoRA weights", "optimizer", "gradients"}
-        away |= {"frozen weights"} if layout.zero_stage == 3 else set()
-        host |= {name: size for name, size in device.items() if name in away}
-        device = {name: size for name, size in device.items() if name not in away}
+        offloaded = {"trained weights", "LoRA weights", "optimizer", "gradients"}
+        offloaded |= {"frozen weights"} if layout.zero_stage == 3 else set()
+        host |= {name: size for name, size in device.items() if name in offloaded}
+        device = {name: size for name, size in device.items() if name not in offloaded}
     return Owners({n: s for n, s in device.items() if s}, {n: s for n, s in host.items() if s})

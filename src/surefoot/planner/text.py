@@ -1,4 +1,4 @@
-"""A forecast as text, and as findings."""
+"""A forecast as text and as findings."""
 
 from surefoot.config import LoadedConfig, RolloutConfig
 from surefoot.findings import CATALOGUE, Finding
@@ -10,123 +10,130 @@ from surefoot.planner.suggest import Changed, ready_to_paste
 LEAST_SHOWN_BYTES = 1 << 20
 
 
-def as_text(told: Forecast, findings: list[Finding], changes: list[tuple[Changed, Forecast]], price: float) -> str:
-    """For a person. `price`: of an hour of one device, in whatever currency; 0 where none was given."""
-    run, whole = told.run, told.sizes.whole
+def as_text(forecast: Forecast, findings: list[Finding], changes: list[tuple[Changed, Forecast]], price: float) -> str:
+    """Return a forecast as text for a person. `price`: of an hour of one device, in any currency; 0 if not given."""
+    run, whole = forecast.run, forecast.sizes.whole
     ranks = run.nproc_per_node * run.nnodes
     lines = [
-        f"{run.model}: {_count(whole.total)} parameters, {_count(whole.all_trained)} trained",
-        f"{ranks} {'rank' if ranks == 1 else 'ranks'} on {told.device.name} ({told.device.how})",
+        f"{run.model}: {_format_count(whole.total)} parameters, {_format_count(whole.all_trained)} trained",
+        f"{ranks} {'rank' if ranks == 1 else 'ranks'} on {forecast.device.name} ({forecast.device.how})",
         "",
-        *_table(told),
+        *_format_table(forecast),
         "",
-        *_verdict(told),
+        *_format_verdict(forecast),
         "",
-        f"a step: {told.tokens_per_step} tokens, about {_duration(told.step_s)}"
-        + (f" and {_duration(told.rollout_s)} for its rollout" if told.rollout_s else "")
-        + f", {1 / told.seconds_per_token:.0f} tokens/s{_cost(told, price)}",
+        f"a step: {forecast.tokens_per_step} tokens, about {_format_duration(forecast.step_s)}"
+        + (f" and {_format_duration(forecast.rollout_s)} for its rollout" if forecast.rollout_s else "")
+        + f", {1 / forecast.seconds_per_token:.0f} tokens/s{_format_cost(forecast, price)}",
     ]
-    if told.pictures is not None:
-        lines[-1] += f"; each forward sees {told.pictures}, the most that it has room for"
+    if forecast.pictures is not None:
+        lines[-1] += f"; each forward sees {forecast.pictures}, the most that it has room for"
     if isinstance(run, RolloutConfig):
-        left_out = "rewards, and what drawing tokens takes," if told.rollout_s else "rollouts and rewards"
+        left_out = "rewards, and what drawing tokens takes," if forecast.rollout_s else "rollouts and rewards"
         lines[-1] += f"; {left_out} are not in it"
-        if told.server is not None:
-            lines.append(_sync(told))
-            if not told.server.bytes_here:
+        if forecast.server is not None:
+            lines.append(_describe_sync(forecast))
+            if not forecast.server.bytes_here:
                 lines.append("the vLLM server has devices of its own, which are not in the table")
-    if told.gathered_bytes_per_token:
-        seconds = told.gathered_bytes_per_token / told.device.link_bytes_per_s
+    if forecast.gathered_bytes_per_token:
+        seconds = forecast.gathered_bytes_per_token / forecast.device.link_bytes_per_s
         lines.append(
-            f"each further token of a rollout gathers {told.gathered_bytes_per_token / GIB:.1f} GiB of weights, about "
-            f"{_duration(seconds)}, for all completions of a rank together"
+            f"each further token of a rollout gathers {forecast.gathered_bytes_per_token / GIB:.1f} GiB of weights, "
+            f"about {_format_duration(seconds)}, for all completions of a rank together"
         )
-    if whole.expert_trained and ranks > told.sizes.num_experts:
+    if whole.expert_trained and ranks > forecast.sizes.num_experts:
         lines.append(
-            f"experts are cut over {told.sizes.num_experts} of the {ranks} ranks, as many as there are of them: "
+            f"experts are cut over {forecast.sizes.num_experts} of the {ranks} ranks, as many as there are of them: "
             "more ranks save no more of their memory"
         )
-    if told.communication_bytes:
-        lines.append(f"each rank sends about {told.communication_bytes / GIB:.2f} GiB in a step")
+    if forecast.communication_bytes:
+        lines.append(f"each rank sends about {forecast.communication_bytes / GIB:.2f} GiB in a step")
     lines += ["", *(finding.as_text() for finding in findings)] if findings else []
     if changes:
         lines += ["", "What to change (any one of these; the fastest first):"]
-        for number, (changed, other) in enumerate(changes, 1):
-            host = _gib(other.host_peak[1])
-            fits = f"{_gib(other.device_peak[1])} at the peak, {host} of host memory" if other.device_peak[1] else host
+        for number, (changed, changed_forecast) in enumerate(changes, 1):
+            host = _as_gib(changed_forecast.host_peak[1])
+            fits = (
+                f"{_as_gib(changed_forecast.device_peak[1])} at the peak, {host} of host memory"
+                if changed_forecast.device_peak[1]
+                else host
+            )
             lines += [
-                f"\n# {number}: {fits}, {1 / other.seconds_per_token:.0f} tokens/s",
+                f"\n# {number}: {fits}, {1 / changed_forecast.seconds_per_token:.0f} tokens/s",
                 ready_to_paste(changed),
             ]
-        if not told.host_free_bytes and any(changed.get("offload") for changed, _ in changes):
+        if not forecast.host_free_bytes and any(changed.get("offload") for changed, _ in changes):
             lines.append("\nWhether a machine has that much memory is not known: host_gib=N tells the plan.")
     elif findings:
-        lines += ["", "No setting near these fits: fewer parameters, a shorter max_length, or other devices would."]
+        lines += [
+            "",
+            "No setting near these fits: fewer parameters, a shorter max_length, or other devices would.",
+        ]
     return "\n".join(lines)
 
 
-def findings_of(told: Forecast, loaded: LoadedConfig) -> list[Finding]:
-    """What does not fit."""
-    found = []
+def findings_of(forecast: Forecast, loaded: LoadedConfig) -> list[Finding]:
+    """Return a finding for each memory that is too small."""
+    findings = []
     where = loaded.where("model")
-    phase, needed = told.device_peak
-    if told.device.is_gpu and needed > told.device_room_bytes:
-        found.append(
+    phase, needed = forecast.device_peak
+    if forecast.device.is_gpu and needed > forecast.device_room_bytes:
+        findings.append(
             Finding(
                 "SF719",
-                f"each rank needs {_gib(needed)} on its {told.device.name} in {phase}, and "
-                f"{_gib(told.device_room_bytes)} are there for tensors",
-                {"needed_bytes": needed, "room_bytes": told.device_room_bytes, "phase": phase, "where": where},
+                f"each rank needs {_as_gib(needed)} on its {forecast.device.name} in {phase}, and "
+                f"{_as_gib(forecast.device_room_bytes)} are there for tensors",
+                {"needed_bytes": needed, "room_bytes": forecast.device_room_bytes, "phase": phase, "where": where},
                 CATALOGUE["SF719"].fix,
                 0.9,
             )
         )
-    server = told.server
+    server = forecast.server
     if server is not None and not server.has_room:
-        found.append(
+        findings.append(
             Finding(
                 "SF719",
-                f"the vLLM server must hold {_gib(server.weights_bytes)} of weights on each of its GPUs, and may take "
-                f"{_gib(server.share_bytes)}",
+                f"the vLLM server must hold {_as_gib(server.weights_bytes)} of weights on each of its GPUs, and may "
+                f"take {_as_gib(server.share_bytes)}",
                 {"weights_bytes": server.weights_bytes, "share_bytes": server.share_bytes,
                  "where": loaded.where("vllm_args", "rollout_engine")},
                 "Let it cut the model over more GPUs (--tensor-parallel-size in vllm_args).",
                 0.9,
             )
         )  # fmt: skip
-    phase, needed = told.host_peak
-    if told.host_free_bytes and needed > told.host_free_bytes:
-        found.append(
+    phase, needed = forecast.host_peak
+    if forecast.host_free_bytes and needed > forecast.host_free_bytes:
+        findings.append(
             Finding(
                 "SF716",
-                f"{told.ranks_here} ranks on one machine need {_gib(needed)} of its memory in {phase}, and "
-                f"{_gib(told.host_free_bytes)} are free",
-                {"needed_bytes": needed, "free_bytes": told.host_free_bytes, "phase": phase, "where": where},
+                f"{forecast.ranks_here} ranks on one machine need {_as_gib(needed)} of its memory in {phase}, and "
+                f"{_as_gib(forecast.host_free_bytes)} are free",
+                {"needed_bytes": needed, "free_bytes": forecast.host_free_bytes, "phase": phase, "where": where},
                 CATALOGUE["SF716"].fix,
                 0.9,
             )
         )
-    return found
+    return findings
 
 
-def _sync(told: Forecast) -> str:
-    """What a server is sent of each policy."""
-    whole = told.sizes.whole
-    if told.run.tuning == "full":
-        is_float32 = told.run.dtype == "float32" or (told.run.dtype == "auto" and not told.device.is_gpu)
+def _describe_sync(forecast: Forecast) -> str:
+    """Return a sentence on the weights that a server receives of each policy."""
+    whole = forecast.sizes.whole
+    if forecast.run.tuning == "full":
+        is_float32 = forecast.run.dtype == "float32" or (forecast.run.dtype == "auto" and not forecast.device.is_gpu)
         size = whole.total * (FP32_BYTES if is_float32 else HALF_BYTES)
         return f"a sync writes the whole model to output_dir, {size / GIB:.2f} GiB, and the server reads it"
     sent = whole.all_trained * FP32_BYTES
-    merged = (whole.total - whole.all_trained) * told.sizes.frozen_bytes_each
+    merged = (whole.total - whole.all_trained) * forecast.sizes.frozen_bytes_each
     return f"a sync sends the adapter alone, {sent / GIB:.2f} GiB: {sent / merged:.2%} of a merged model"
 
 
-def _table(told: Forecast) -> list[str]:
-    """Owners against phases, in GiB of one rank."""
-    names = list(told.phases)
+def _format_table(forecast: Forecast) -> list[str]:
+    """Return a table of owners by phases, in GiB of one rank."""
+    names = list(forecast.phases)
     lines = []
     for place in ("device", "host"):
-        owners = {name: getattr(phase, place) for name, phase in told.phases.items()}
+        owners = {name: getattr(phase, place) for name, phase in forecast.phases.items()}
         rows = list(dict.fromkeys(owner for phase in owners.values() for owner in phase))
         shown = [row for row in rows if max(phase.get(row, 0) for phase in owners.values()) >= LEAST_SHOWN_BYTES]
         if not shown:
@@ -142,38 +149,41 @@ def _table(told: Forecast) -> list[str]:
     return lines[:-1]
 
 
-def _verdict(told: Forecast) -> list[str]:
+def _format_verdict(forecast: Forecast) -> list[str]:
     lines = []
-    if told.device.is_gpu:
-        phase, needed = told.device_peak
-        sign = "fits" if needed <= told.device_room_bytes else "DOES NOT FIT"
-        lines.append(f"{sign}: {_gib(needed)} of {_gib(told.device_room_bytes)} on each {told.device.name}, in {phase}")
-    phase, needed = told.host_peak
-    if not told.host_free_bytes:
-        lines.append(f"each machine needs {_gib(needed)} of host memory, in {phase}")
+    if forecast.device.is_gpu:
+        phase, needed = forecast.device_peak
+        sign = "fits" if needed <= forecast.device_room_bytes else "DOES NOT FIT"
+        lines.append(
+            f"{sign}: {_as_gib(needed)} of {_as_gib(forecast.device_room_bytes)} on each {forecast.device.name}, "
+            f"in {phase}"
+        )
+    phase, needed = forecast.host_peak
+    if not forecast.host_free_bytes:
+        lines.append(f"each machine needs {_as_gib(needed)} of host memory, in {phase}")
     else:
-        sign = "fits" if needed <= told.host_free_bytes else "DOES NOT FIT"
-        lines.append(f"{sign}: {_gib(needed)} of {_gib(told.host_free_bytes)} of host memory, in {phase}")
+        sign = "fits" if needed <= forecast.host_free_bytes else "DOES NOT FIT"
+        lines.append(f"{sign}: {_as_gib(needed)} of {_as_gib(forecast.host_free_bytes)} of host memory, in {phase}")
     return lines
 
 
-def _cost(told: Forecast, price: float) -> str:
-    steps = told.run.max_steps or 1000
-    hours = told.device_hours(steps)
-    took_s = (told.step_s + told.rollout_s) * steps
-    said = f"; {steps} steps: {_duration(took_s)}, {hours:.2f} device hours"
-    return said + (f", {hours * price:.2f} at {price:g} an hour" if price else "")
+def _format_cost(forecast: Forecast, price: float) -> str:
+    steps = forecast.run.max_steps or 1000
+    hours = forecast.device_hours(steps)
+    took_s = (forecast.step_s + forecast.rollout_s) * steps
+    text = f"; {steps} steps: {_format_duration(took_s)}, {hours:.2f} device hours"
+    return text + (f", {hours * price:.2f} at {price:g} an hour" if price else "")
 
 
-def _count(number: int) -> str:
+def _format_count(number: int) -> str:
     return f"{number / 1e9:.2f} G" if number >= 1e9 else f"{number / 1e6:.1f} M"
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.2g} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _gib(size: int) -> str:
+def _as_gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"

@@ -1,6 +1,6 @@
-"""The vision tower of a model on tensors without storage: the largest images that a micro-batch has room for.
+"""The vision tower of a model on tensors without storage, with the largest images that fit into a micro-batch.
 
-Rows are not looked at, so it is assumed that every sequence is as full of images of `max_pixels` as it can be.
+The data set is not read: every sequence is assumed to hold as many images of `max_pixels` as fit.
 """
 
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ from surefoot.models.vision import vision_tower
 from surefoot.planner.trace import ATTEND
 
 ATTENTION = "surefoot_plan_flash"
-"""transformers hands the whole of a batch's patches to what has this word in its name, and their lengths."""
+"""Name of the attention. transformers passes a batch's patches as one sequence, with lengths, to names with "flash"."""
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Of one micro-batch."""
+    """Number and size of the images of one micro-batch."""
 
     count: int
     cells_each: int
-    """Tokens of one image."""
+    """Number of tokens of one image."""
     patches_each: int
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Pictures:
 
 
 def pictures_of(run: RunConfig, base: Path, rows: int, length: int) -> Pictures | None:
-    """The most images that `rows` sequences of `length` tokens can hold; None for a model that reads none."""
+    """Return the most images that fit into `rows` sequences of `length` tokens; None for a text-only model."""
     config = load_config(base)
     if config.model_type not in VISION_MODEL_TYPES:
         return None
@@ -53,11 +53,11 @@ def pictures_of(run: RunConfig, base: Path, rows: int, length: int) -> Pictures 
 
 
 def show(built: BuiltModel, pictures: Pictures) -> Vision:
-    """Let the model see pictures without values when it is given what is returned. In its FakeTensorMode."""
+    """Return the inputs of images without values, and make the model accept them. Call it in the FakeTensorMode."""
     model: Any = built.model
-    found = vision_tower(model)
-    assert found is not None
-    vision, tower = model.config.vision_config, found[1]
+    named_tower = vision_tower(model)
+    assert named_tower is not None
+    vision, tower = model.config.vision_config, named_tower[1]
     vision._attn_implementation = ATTENTION
     patches = pictures.count * pictures.patches_each
     cells = pictures.count * pictures.cells_each
@@ -74,9 +74,9 @@ def show(built: BuiltModel, pictures: Pictures) -> Vision:
     }
 
     def features(pixels: Tensor, **_: Any) -> SimpleNamespace:
-        seen = tower(pixels, grid_thw=None, **lengths)
-        deeper = [[one] for one in getattr(seen, "deepstack_features", None) or ()]
-        return SimpleNamespace(pooler_output=[seen.pooler_output], deepstack_features=deeper)
+        encoded = tower(pixels, grid_thw=None, **lengths)
+        deepstack = [[feature] for feature in getattr(encoded, "deepstack_features", None) or ()]
+        return SimpleNamespace(pooler_output=[encoded.pooler_output], deepstack_features=deepstack)
 
     model.base_model.get_image_features = features
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -85,7 +85,7 @@ def show(built: BuiltModel, pictures: Pictures) -> Vision:
 
 
 def _window_cells(vision: Any) -> int:
-    """Of a window of the tower, of which images are taken to be made; one where it has none."""
+    """Return the cells of a window of the tower; 1 without windows. Images are assumed to consist of whole windows."""
     side = vision.patch_size * vision.spatial_merge_size
     return int((getattr(vision, "window_size", side) // side) ** 2)
 
@@ -93,13 +93,13 @@ def _window_cells(vision: Any) -> int:
 def _attend(
     _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, max_length_q: int, **__: Any
 ) -> tuple[Tensor, None]:
-    """Of images, or windows of them, that are all of one length."""
+    """Attend within images, or windows of images, that are all of one length."""
     heads, patches, width = query.shape[1:]
 
-    def apart(one: Tensor) -> Tensor:
-        return one.reshape(heads, patches // max_length_q, max_length_q, width).transpose(0, 1)
+    def split_images(states: Tensor) -> Tensor:
+        return states.reshape(heads, patches // max_length_q, max_length_q, width).transpose(0, 1)
 
-    out = ATTEND(apart(query), apart(key), apart(value), 0.0, False)[0]
+    out = ATTEND(split_images(query), split_images(key), split_images(value), 0.0, False)[0]
     return out.transpose(1, 2).reshape(1, patches, heads, width), None
 
 

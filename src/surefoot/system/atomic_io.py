@@ -1,6 +1,6 @@
 """Writing files so that a crash, lost power, a kill or a full disk never leaves half a file. Standard library only.
 
-Everything goes to a temporary name beside its target, is synced, and is renamed; then the folder is synced as well.
+Each file is written under a temporary name beside its target, synced and renamed; then the folder is synced as well.
 """
 
 import ctypes
@@ -20,9 +20,9 @@ from surefoot.errors import InputError, StorageError
 
 
 def cache_folder() -> Path:
-    """Return where fetched models and prepared data are kept: `$SUREFOOT_CACHE`, else `~/.cache/surefoot`.
+    """Return the folder of fetched models and prepared data: `$SUREFOOT_CACHE`, else `~/.cache/surefoot`.
 
-    Raises: InputError where the home folder is unknown.
+    Raises: InputError if the home folder is unknown.
     """
     text = os.environ.get("SUREFOOT_CACHE", "~/.cache/surefoot")
     try:
@@ -32,17 +32,17 @@ def cache_folder() -> Path:
 
 
 LEFTOVER = re.compile(r"^\.(?P<target>.+)\.\d+-[0-9a-f]{8}\.(?P<kind>tmp|old)$")
-"""Names of what this module writes beside a target, and of what it replaces there."""
+"""Names of the temporary files that this module writes beside a target, and of the old folders it replaces."""
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder with those above it, and make their names durable. Raises: OSError."""
+    """Create a folder and its parents, and make their names durable. Raises: OSError."""
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in created:
-        with suppress(PermissionError):  # a folder that may be written to but not listed cannot be opened to sync it
+        with suppress(PermissionError):  # a folder that is writable but not readable cannot be opened to sync it
             sync_folder(path.parent)
 
 
@@ -65,16 +65,16 @@ def sync_file(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text`, whole or not at all. Raises: StorageError, see `write_bytes`."""
+    """Replace `path` by `text` atomically. Raises: StorageError, see `write_bytes`."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace `path` by `content`, whole or not at all.
+    """Replace `path` by `content` atomically.
 
-    Raises: StorageError where the file system refuses; the old file stays.
+    Raises: StorageError if the file system refuses; the old file stays.
     """
-    temporary = _beside(path, "tmp")
+    temporary = _temporary_path(path, "tmp")
     try:
         make_folder(path.parent)
         with open(temporary, "wb") as file:
@@ -84,24 +84,24 @@ def write_bytes(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
         sync_folder(path.parent)
     except OSError as error:
-        with suppress(OSError):  # where even that is refused, the first error says why
+        with suppress(OSError):  # if this is refused too, the first error names the reason
             temporary.unlink()
         raise storage_error(path, error) from error
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON, whole or not at all. NaN and infinity are refused: they are no JSON."""
+    """Replace `path` by `value` as JSON, atomically. NaN and infinity are refused, because JSON has neither."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Give a temporary folder to fill; on success it is synced and becomes `target`, on failure it is removed.
+    """Yield a temporary folder to fill; on success it is synced and becomes `target`, on failure it is removed.
 
-    An existing `target` is replaced only after the new one is complete: it is there, old or new, whatever happens.
-    Raises: StorageError where the file system refuses; InputError where what is read to fill it cannot be.
+    An existing `target` is replaced only after the new one is complete, so the old or the new one always exists.
+    Raises: StorageError if the file system refuses; InputError if a file that is copied into it cannot be read.
     """
-    temporary = _beside(target, "tmp")
+    temporary = _temporary_path(target, "tmp")
     try:
         make_folder(target.parent)
         temporary.mkdir()
@@ -115,19 +115,19 @@ def new_folder(target: Path) -> Iterator[Path]:
         replace_folder(target, temporary)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) and _is_of_reading(error, target, temporary):
+        if isinstance(error, OSError) and _is_read_error(error, target, temporary):
             raise InputError(
                 f"{os.fsdecode(error.filename)}: cannot be read: {error.strerror}. {target} was not written."
             ) from error
         if isinstance(error, OSError):
             raise storage_error(target, error) from error
-        if type(error).__name__ == "SafetensorError" and "os error" in str(error).lower():  # it is no OSError
+        if type(error).__name__ == "SafetensorError" and "os error" in str(error).lower():  # not an OSError
             raise storage_error(target, OSError(errno.EIO, str(error))) from error
         raise
 
 
 def replace_folder(target: Path, complete: Path) -> None:
-    """Rename `complete` to `target` and make that durable, then delete the folder, or the link to one, of this name.
+    """Rename `complete` to `target` and make that durable, then delete the folder, or the link to it, that it replaces.
 
     Raises: OSError; the old folder stays.
     """
@@ -139,7 +139,7 @@ def replace_folder(target: Path, complete: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target))
     replaced = complete
     if not exchange_folders(complete, target):
-        replaced = _beside(target, "old")
+        replaced = _temporary_path(target, "old")
         os.replace(target, replaced)
         try:
             os.replace(complete, target)
@@ -152,7 +152,7 @@ def replace_folder(target: Path, complete: Path) -> None:
 
 
 def exchange_folders(first: Path, second: Path) -> bool:
-    """Swap the names of two folders at once; return False where the file system cannot.
+    """Swap the names of two folders atomically; return False if the file system cannot.
 
     Source: renameat2(2); NFS and Lustre do not have it.
     """
@@ -165,9 +165,9 @@ def exchange_folders(first: Path, second: Path) -> bool:
 
 
 def repair_folder(folder: Path) -> None:
-    """Delete what writes that were cut short have left in a folder, and put back what they were about to replace.
+    """Delete what interrupted writes left in a folder, and restore what they were about to replace.
 
-    Only for the process that holds `folder`. Raises: OSError.
+    Only the process that holds `folder` may call this. Raises: OSError.
     """
     for path in folder.iterdir():
         leftover = LEFTOVER.match(path.name)
@@ -182,44 +182,44 @@ def repair_folder(folder: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, a link (not what it leads to), or a folder with all that is in it. Raises: OSError."""
+    """Delete a file, a link (not its target), or a folder with all that is in it. Raises: OSError."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink()
 
 
-def _beside(target: Path, kind: str) -> Path:
-    """Return a new name beside a target; machines that share a folder may have processes of equal numbers."""
+def _temporary_path(target: Path, kind: str) -> Path:
+    """Return a new path beside a target, with random digits: machines that share a folder may repeat process IDs."""
     return target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.{kind}")
 
 
-def _is_of_reading(error: OSError, target: Path, temporary: Path) -> bool:
-    """Whether it names a file that is neither in the folder that is filled nor on the way to it."""
+def _is_read_error(error: OSError, target: Path, temporary: Path) -> bool:
+    """Return whether the error names a file outside the folder that is filled and outside the path to it."""
     if not isinstance(error.filename, str | bytes):
         return False
-    named = Path(os.fsdecode(error.filename))
-    return not (named.is_relative_to(temporary) or target.is_relative_to(named) or temporary.is_relative_to(named))
+    path = Path(os.fsdecode(error.filename))
+    return not (path.is_relative_to(temporary) or target.is_relative_to(path) or temporary.is_relative_to(path))
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:
-    """Return the system's refusal to write `path`, with the room that is left on its file system if that answers."""
+    """Return the system's refusal to write `path`, with the free space of its file system if that can be queried."""
     place = "folder for the cache with SUREFOOT_CACHE" if path.is_relative_to(cache_folder()) else "output_dir"
     advice = "Free space or choose" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Choose"
-    room = ""
-    with suppress(OSError):  # a mount that is gone answers nothing
+    free_space = ""
+    with suppress(OSError):  # a mount that has disappeared cannot be queried
         folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
-        room = f" ({shutil.disk_usage(folder).free / 2**20:.0f} MiB free on its file system)"
+        free_space = f" ({shutil.disk_usage(folder).free / 2**20:.0f} MiB free on its file system)"
     return StorageError(
-        f"{path}: could not be written: {error.strerror or error}{room}. "
+        f"{path}: could not be written: {error.strerror or error}{free_space}. "
         f"Nothing that was there before was touched. {advice} another {place}, then run again."
     )
 
 
 def sha256_of(path: Path) -> str:
-    """The file's SHA-256 in hex, read in pieces."""
+    """Return the SHA-256 of a file in hex. The file is read in chunks of 1 MiB."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()

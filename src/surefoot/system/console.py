@@ -1,4 +1,4 @@
-"""Text for people who may be gone: a closed terminal or pipe ends no run, and changes no exit status."""
+"""Console output that survives its reader: a closed terminal or pipe ends no run, and changes no exit status."""
 
 import errno
 import io
@@ -10,9 +10,9 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 GONE = (errno.EIO, errno.EPIPE)
-"""Errors of a terminal that was closed, and of a pipe that nobody reads."""
+"""Errors of a write to a closed terminal, and to a pipe that nobody reads."""
 TAKES_WITHIN_S = 5.0
-"""How long the reader of a pipe that must not block is waited for, before what is written is dropped."""
+"""Seconds to wait for the reader of a non-blocking pipe before the output is dropped."""
 STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
 
@@ -20,7 +20,7 @@ class _Output(io.FileIO):
     """A descriptor whose failed writes are dropped."""
 
     def write(self, content: Any, /) -> int:
-        """Write what can be written; report all of it as written."""
+        """Write as much as possible; return the full length."""
         try:
             written: int | None = super().write(content)
             if written is None and select.select([], [self.fileno()], [], TAKES_WITHIN_S)[1]:
@@ -33,10 +33,10 @@ class _Output(io.FileIO):
 
 
 def protect_streams() -> None:
-    """Let no write of this process to standard output or error raise, whoever calls it. Call this first in a program.
+    """Replace the standard streams so that no write to them raises. Call this first in a program.
 
-    A descriptor that was closed (`>&-`) leads to /dev/null from then on: the next file that is opened would take its
-    number, and what is printed would go into it. Streams that a caller of this program has replaced are left alone.
+    A closed descriptor (`>&-`) is pointed at /dev/null: otherwise the next file that is opened would take its number,
+    and printed text would go into that file. Streams that a caller of this program has replaced are left alone.
     """
     for number, (name, mode) in enumerate(STREAMS):
         try:
@@ -47,7 +47,7 @@ def protect_streams() -> None:
         if stream is not getattr(sys, f"__{name}__"):
             continue
         if mode == "r":
-            sys.stdin = stream or open(number, encoding="utf-8", closefd=False)  # noqa: SIM115 - open to the end
+            sys.stdin = stream or open(number, encoding="utf-8", closefd=False)  # noqa: SIM115 - stays open
             continue
         output = io.BufferedWriter(_Output(number, "w", closefd=False))
         encoding = stream.encoding if stream is not None else "utf-8"
@@ -58,19 +58,19 @@ def protect_streams() -> None:
 
 
 def say(text: str) -> None:
-    """Write a line on standard error."""
+    """Write a line to standard error."""
     write(sys.stderr, f"{text}\n")
 
 
 def say_at_once(text: str) -> None:
-    """Write a line on standard error from a signal handler: the stream may be full, or in the middle of a line."""
+    """Write a line to standard error from a signal handler: the stream may be full, or in the middle of a line."""
     with suppress(OSError):
         if select.select([], [sys.stderr.fileno()], [], 0)[1]:
             os.write(sys.stderr.fileno(), f"{text}\n".encode())
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Write at once. Once nobody reads the stream, this and all that follows is dropped; a full disk drops this."""
+    """Write and flush. If nobody reads the stream, this and all later text is dropped; a full disk drops this text."""
     try:
         stream.write(text)
         stream.flush()
@@ -80,7 +80,7 @@ def write(stream: TextIO, text: str) -> None:
 
 
 def drop(descriptor: int) -> None:
-    """Lead a descriptor that nobody reads to /dev/null, for this process and for those that it starts."""
+    """Point a descriptor that nobody reads at /dev/null, for this process and its child processes."""
     null = os.open(os.devnull, os.O_RDWR)
     if null != descriptor:
         os.dup2(null, descriptor)

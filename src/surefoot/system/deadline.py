@@ -1,4 +1,4 @@
-"""Work that may hang for ever, a dead file system or driver being what it asks, for whoever does not."""
+"""A time limit for work that may hang forever, such as a query of a dead file system or driver."""
 
 import threading
 from collections.abc import Callable
@@ -8,11 +8,11 @@ T = TypeVar("T")
 
 
 class DeadlineExceeded(Exception):
-    """Work has not come to its end in time. No TimeoutError: the work may raise that itself."""
+    """Work that is unfinished at its deadline. Not a TimeoutError: the work may raise that itself."""
 
 
 class Deadline(threading.Thread, Generic[T]):
-    """One piece of work, begun at once in a thread of its own. What hangs there keeps no process from its end."""
+    """One piece of work, started at once in a daemon thread, so that a hang there does not keep the process alive."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         super().__init__(daemon=True)
@@ -24,11 +24,11 @@ class Deadline(threading.Thread, Generic[T]):
     def run(self) -> None:
         try:
             self._value.append(self._work())
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for; a panic of Rust is no Exception
+        except BaseException as error:  # noqa: BLE001 - raised again in `result`; a Rust panic is not an Exception
             self._error = error
 
     def result(self, within_s: float) -> T:
-        """What came of it. Raises: what the work raised, and DeadlineExceeded where it is not done by then."""
+        """Return the value of the work. Raises: what the work raised; DeadlineExceeded if it is unfinished by then."""
         self.join(within_s)
         if isinstance(self._error, Exception):
             raise self._error

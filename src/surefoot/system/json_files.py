@@ -10,29 +10,29 @@ from typing import Any, NoReturn
 MAX_BYTES = 64 << 20
 MAX_LINE_BYTES = 64 << 20
 MAX_DEPTH = 200
-"""Nesting that no writer of ours comes near, and that every reader of ours can follow."""
+"""Nesting that no file of this project comes near, and that every reader of it can follow."""
 
 
 MAX_SIZE = 1 << 31
 
 
 class DamagedFile(ValueError):
-    """A file that does not hold what it should; the text names the file and says why."""
+    """A file with unexpected content; the text names the file and the reason."""
 
 
 def read_object(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """Return the one JSON object that a file holds.
 
-    Refuses what JSON allows and what is never written here: duplicate keys, NaN, infinity, deep nesting.
+    Refuses what parsers accept but this project never writes: duplicate keys, NaN, infinity, deep nesting.
     Raises: DamagedFile.
     """
     try:
         if not path.exists():
             raise DamagedFile(f"{path} is missing")
-        if not path.is_file():  # to open a named pipe would wait for ever
+        if not path.is_file():  # opening a named pipe would block forever
             raise DamagedFile(f"{path} is not a file")
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size  # Python takes the memory for all that is asked for
+            size = os.fstat(file.fileno()).st_size  # Python allocates the full size that is requested
             content = file.read(min(size, max_bytes) + 1)
     except (OSError, ValueError) as error:
         if isinstance(error, DamagedFile):
@@ -41,7 +41,9 @@ def read_object(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     if len(content) > max_bytes:
         raise DamagedFile(f"{path} is unreadable (it is larger than {max_bytes >> 20} MiB)")
     try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        value = json.loads(
+            content.decode("utf-8"), object_pairs_hook=_refuse_duplicate_keys, parse_constant=_refuse_constant
+        )
     except (ValueError, RecursionError) as error:
         raise DamagedFile(f"{path} is unreadable ({error})") from error
     if not isinstance(value, dict):
@@ -52,20 +54,20 @@ def read_object(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
 
 
 def read_objects(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield each line of a file that is not blank, with its JSON object, or None where it holds no object.
+    """Yield each line of a file that is not blank, with its JSON object, or None if it holds no object.
 
-    What is no file has no lines. Raises: OSError.
+    A path that is not a file has no lines. Raises: OSError.
     """
     if not path.is_file():
         return
-    with open(path, "rb") as file:  # in bytes, since texts may hold the other line ends that Unicode has
+    with open(path, "rb") as file:  # in bytes, because text may hold other line separators of Unicode
         while line := file.readline(MAX_LINE_BYTES):
             if not line.isspace():
                 yield line, parse_object(line)
 
 
 def parse_object(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object of a line, or None where it holds none."""
+    """Return the JSON object of a line, or None if it holds none."""
     if not line.lstrip().startswith(b"{"):
         return None
     try:
@@ -76,17 +78,17 @@ def parse_object(line: bytes) -> dict[str, Any] | None:
 
 
 def is_count(value: object) -> bool:
-    """Return whether a value is an integer from 0 on; true and false are none."""
+    """Return whether a value is an integer >= 0; true and false are not integers."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def is_size(value: object) -> bool:
-    """Return whether a value is an integer from 0 on that can be calculated with, and is no integer of 1000 digits."""
+    """Return whether a value is an integer in [0, 2**31), small enough to calculate with."""
     return isinstance(value, int) and is_count(value) and value < MAX_SIZE
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a finite number; true and false are none."""
+    """Return whether a value is a finite number; true and false are not numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -95,7 +97,7 @@ def is_number(value: object) -> bool:
         return False
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
         raise ValueError("a key stands twice in one object")
@@ -107,7 +109,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def nesting_depth(value: Any) -> int:
-    """Return how deep lists and objects of JSON are nested, without recursion."""
+    """Return the nesting depth of JSON lists and objects, without recursion."""
     depth, level = 0, [value]
     while level:
         depth += 1

@@ -1,4 +1,4 @@
-"""Keeping gloo and NCCL on the loopback interface, where all ranks of a run are on one machine."""
+"""Keeping gloo and NCCL on the loopback interface if all ranks of a run are on one machine."""
 
 import os
 import socket
@@ -9,7 +9,7 @@ import psutil
 
 ADDRESS = "127.0.0.1"
 ADDED = "SUREFOOT_ADDED_VARIABLES"
-"""Environment variable: names of the variables that are set here, and not by the user."""
+"""Environment variable with the names of the variables that are set here, and not by the user."""
 
 
 def loopback_variables() -> dict[str, str]:
@@ -22,7 +22,7 @@ def loopback_variables() -> dict[str, str]:
 
 @contextmanager
 def kept_on_this_machine(*, is_needed: bool = True) -> Iterator[None]:
-    """Let gloo and NCCL connect ranks over the loopback interface, unless the environment names another one.
+    """Make gloo and NCCL connect ranks over the loopback interface, unless the environment names another one.
 
     By default both listen on the interface of the machine's host name.
     """

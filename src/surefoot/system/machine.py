@@ -1,6 +1,6 @@
-"""What the checks look at, as plain values: taken once here, or read from a file that another machine wrote.
+"""Facts about a machine as plain values, taken once on this machine or read from a file of another machine.
 
-What cannot be read says why, in `unknown`; nothing is guessed. Imports no torch.
+`unknown` holds the reason for each value that cannot be read; nothing is guessed. Imports no torch.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from surefoot.system.json_files import read_object
 
 HERE, ELSEWHERE = "on this machine", "on another machine"
 LISTENS = "listens on"
-"""How `Snapshot.rendezvous` is worded."""
+"""Words of `Snapshot.rendezvous`."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Interface:
     is_up: bool
     mtu: int
     speed_mbit: int = 0
-    """What it says it can; 0 where it does not."""
+    """Speed that the interface reports; 0 if it reports none."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Port:
     """InfiniBand or Ethernet."""
     rate: str
     gids: tuple[str, ...]
-    """index:type:address of those that are set."""
+    """`index:type:address` of each GID that is set."""
     interface: str
-    """The network interface it belongs to; empty where there is none."""
+    """Network interface of the port; empty without one."""
 
 
 @dataclass(frozen=True)
@@ -52,134 +52,136 @@ class Disk:
     """ext4, nfs4, lustre, overlay, ..."""
     free_bytes: int
     free_inodes: int
-    """-1 where the file system counts none."""
+    """-1 if the file system does not count inodes."""
     write_s: float | None = None
-    """To write, sync and rename a small file there; None where that failed."""
+    """Time to write, sync and rename a small file there; None if that failed."""
     error: str = ""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as NVML sees it. None: this card or driver does not tell."""
+    """A GPU as NVML reports it. None: this GPU or driver does not report the value."""
 
     index: int
     name: str
     uuid: str = ""
     pci: str = ""
-    """Its PCI address."""
+    """PCI address."""
     capability: str = ""
-    """Its compute capability, such as 9.0; empty where it is not told."""
+    """Compute capability, such as 9.0; empty if it is not reported."""
     slowed_by: tuple[str, ...] = ()
-    """Why its clocks are low right now, where that means trouble."""
+    """Reasons for low clocks at this moment, if they mean trouble."""
     power_limit_w: float | None = None
     power_default_w: float | None = None
-    """The limit it came with."""
+    """Default limit of the GPU."""
     temperature_c: int | None = None
     slowdown_c: int | None = None
-    """From which temperature on it slows itself down."""
+    """Temperature from which the GPU lowers its clocks."""
     uncorrected_errors: int | None = None
-    """Of its memory, since the driver was loaded."""
+    """Number of uncorrected memory errors since the driver was loaded."""
     remap: str = ""
-    """What is wrong with the replacement of bad rows of its memory: pending, failed."""
+    """Trouble with the remapping of bad memory rows: pending, failed."""
     links: tuple[bool, ...] = ()
-    """Of each of its NVLinks whether it is up."""
+    """Whether each NVLink is up."""
     fabric: str = ""
-    """Its registration with NVSwitches: completed, in progress, not started; empty where there are none."""
+    """Registration with the NVSwitches: completed, in progress, not started; empty without NVSwitches."""
     pcie_width: int | None = None
-    """Lanes now; the number does not change while a card is idle, as the generation does."""
+    """Number of lanes now; unlike the generation, it does not change while a GPU is idle."""
     pcie_most_width: int | None = None
-    """That card and slot can."""
+    """Most lanes that GPU and slot support."""
     pcie_generation: int | None = None
-    """Now: an idle card lowers it."""
+    """Generation now; an idle GPU lowers it."""
     pcie_most_generation: int | None = None
-    """That card and slot can."""
+    """Highest generation that GPU and slot support."""
     pcie_own_generation: int | None = None
-    """That the card alone could."""
+    """Highest generation that the GPU supports."""
     memory_used_bytes: int | None = None
     memory_bytes: int | None = None
     processes: tuple[int, ...] = ()
-    """That use it, by number; those of a container are told by the numbers that the host gives them."""
+    """Process IDs of the processes that use the GPU; NVML reports a container's processes by their IDs on the host."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One machine, as one process on it sees it."""
+    """Facts about one machine, as one process on it sees them."""
 
     host: str = ""
     kernel: str = ""
     architecture: str = ""
-    """Of its processors: x86_64, aarch64."""
+    """Architecture of the processors: x86_64, aarch64."""
     versions: dict[str, str] = field(default_factory=dict)
     """Package, `python`, `cuda` (of torch), `nccl` (of torch), `driver` -> version."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that torch, NCCL, gloo, CUDA and OpenMP read."""
     limits: dict[str, int] = field(default_factory=dict)
-    """nofile, memlock (bytes), nproc: the soft limits of this process; -1 is none."""
+    """nofile, memlock (bytes), nproc: the soft limits of this process; -1 is no limit."""
     memory_bytes: dict[str, int] = field(default_factory=dict)
-    """total, available, swap_total, swap_used; limit where the cgroup has one."""
+    """total, available, swap_total, swap_used; limit and limit_left if the cgroup has a limit."""
     cpus: dict[str, float] = field(default_factory=dict)
-    """count; quota where the cgroup has one; usable by the affinity of this process."""
+    """count; usable by the affinity of this process; quota if the cgroup has one."""
     shared_memory: Disk | None = None
     output: Disk | None = None
     host_addresses: tuple[str, ...] = ()
-    """What the host's own name resolves to."""
+    """Addresses that the host's own name resolves to."""
     interfaces: dict[str, Interface] = field(default_factory=dict)
     ports: tuple[Port, ...] = ()
     gpus: int = 0
-    """Devices under /proc/driver/nvidia."""
+    """Number of devices under /proc/driver/nvidia."""
     cards: tuple[Gpu, ...] = ()
-    """The same GPUs, as NVML tells of them."""
+    """The same GPUs, as NVML reports them."""
     peers: dict[str, str] = field(default_factory=dict)
-    """"0-1" -> ok, or why these two GPUs cannot read each other's memory."""
+    """"0-1" -> ok, or the reason why these two GPUs cannot read each other's memory."""
     topology: dict[str, str] = field(default_factory=dict)
-    """"0-1" -> what lies between these two GPUs besides NVLink."""
+    """"0-1" -> the connection of these two GPUs besides NVLink."""
     xids: tuple[str, ...] = ()
-    """Errors of GPUs in the kernel's log, the newest last."""
+    """GPU errors in the kernel's log, the newest last."""
     acs: tuple[str, ...] | None = None
-    """PCI bridges that send traffic between devices through the processor; None where that cannot be read."""
+    """PCI bridges that send traffic between devices through the processor; None if that cannot be read."""
     other_nccl: tuple[str, ...] = ()
-    """Files of LD_LIBRARY_PATH that would be loaded in place of torch's NCCL."""
+    """Files of LD_LIBRARY_PATH that would be loaded instead of torch's NCCL."""
     peer_memory: bool | None = None
-    """Whether a module that lets network cards read GPU memory is loaded; None without a GPU or such a card."""
+    """Whether a module that lets network cards read GPU memory is loaded; None without a GPU or such a network card."""
     iommu: str = ""
-    """What the kernel's command line says of it."""
+    """State of the IOMMU: on or off, with its arguments on the kernel's command line."""
     rendezvous: str = ""
-    """Where rdzv_endpoint is: on this machine, or on another one; and who has its port already."""
+    """Machine of rdzv_endpoint, this one or another, and the process that already listens on its port."""
     unknown: dict[str, str] = field(default_factory=dict)
-    """Field -> why it could not be read."""
+    """Field -> the reason why it could not be read."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def read_snapshot(path: Path, host: str = "") -> Snapshot:
-    """A snapshot in environment.json of a run, or one that `surefoot doctor --json` printed.
+    """Read a snapshot from environment.json of a run, or from the output of `surefoot doctor --json`.
 
-    Of a run on several machines the one of `host`; where that took no part, the one of rank 0.
-    Raises: ValueError for a file that is none.
+    Returns the snapshot of `host` for a run on several machines, or that of rank 0 if `host` took no part in the run.
+    Raises: ValueError for a file that is no snapshot.
     """
     try:
-        told = read_object(path)
-        machines = [told["machine"], *told.get("other_machines", [])]
-        return snapshot_of(next((one for one in machines if one.get("host") == host), machines[0]))
+        content = read_object(path)
+        machines = [content["machine"], *content.get("other_machines", [])]
+        return snapshot_of(next((machine for machine in machines if machine.get("host") == host), machines[0]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no snapshot of a machine: {error!r}") from error
 
 
-def snapshot_of(told: Mapping[str, Any]) -> Snapshot:
-    """A snapshot from its JSON, which another version may have written."""
-    known = {one.name for one in fields(Snapshot)}
-    values = {name: value for name, value in told.items() if name in known}
+def snapshot_of(payload: Mapping[str, Any]) -> Snapshot:
+    """Return a snapshot from its JSON, which another version may have written."""
+    names = {declared.name for declared in fields(Snapshot)}
+    values = {name: value for name, value in payload.items() if name in names}
     for name in ("shared_memory", "output"):
         values[name] = Disk(**values[name]) if values.get(name) else None
     values["interfaces"] = {
-        name: Interface(tuple(one["addresses"]), one["is_up"], one["mtu"], one.get("speed_mbit", 0))
-        for name, one in values.get("interfaces", {}).items()
+        name: Interface(
+            tuple(interface["addresses"]), interface["is_up"], interface["mtu"], interface.get("speed_mbit", 0)
+        )
+        for name, interface in values.get("interfaces", {}).items()
     }
-    values["ports"] = tuple(Port(**{**one, "gids": tuple(one["gids"])}) for one in values.get("ports", ()))
+    values["ports"] = tuple(Port(**{**port, "gids": tuple(port["gids"])}) for port in values.get("ports", ()))
     values["cards"] = tuple(
-        Gpu(**{**one, **{name: tuple(one[name]) for name in ("slowed_by", "links", "processes")}})
-        for one in values.get("cards", ())
+        Gpu(**{**gpu, **{name: tuple(gpu[name]) for name in ("slowed_by", "links", "processes")}})
+        for gpu in values.get("cards", ())
     )
     for name in ("host_addresses", "xids", "other_nccl"):
         values[name] = tuple(values.get(name, ()))

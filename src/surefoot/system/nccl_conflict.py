@@ -1,4 +1,4 @@
-"""An NCCL in LD_LIBRARY_PATH that would be loaded in place of torch's own."""
+"""Detection of an NCCL in LD_LIBRARY_PATH that would be loaded instead of torch's own."""
 
 import importlib.util
 import os
@@ -6,25 +6,26 @@ import struct
 from pathlib import Path
 
 USER = Path("lib", "libtorch_cuda.so")
-"""In torch's folder: what loads NCCL."""
+"""Library in torch's folder that loads NCCL."""
 ELF64, LITTLE = 2, 1
 PT_DYNAMIC, DT_NULL, DT_RPATH, DT_RUNPATH = 2, 0, 15, 29
 
 
 def other_nccl() -> tuple[str, ...]:
-    """Files of other NCCLs that are looked at before torch's own, in their order."""
+    """Return the NCCL libraries that the loader tries before torch's own, in its order."""
     spec = importlib.util.find_spec("torch")
     folder = Path(next(iter(spec.submodule_search_locations or ()), "")) if spec is not None else Path()
     if has_rpath(folder / USER):
         return ()
-    folders = [Path(one) for one in os.environ.get("LD_LIBRARY_PATH", "").split(":") if one]
-    others = [one for one in folders if not one.resolve().is_relative_to(folder.resolve().parent)]
-    return tuple(str(one / "libnccl.so.2") for one in others if (one / "libnccl.so.2").is_file())
+    search_path = [Path(entry) for entry in os.environ.get("LD_LIBRARY_PATH", "").split(":") if entry]
+    others = [path for path in search_path if not path.resolve().is_relative_to(folder.resolve().parent)]
+    return tuple(str(path / "libnccl.so.2") for path in others if (path / "libnccl.so.2").is_file())
 
 
 def has_rpath(library: Path) -> bool:
-    """Whether a library says by DT_RPATH where the ones that it needs are: the loader looks there before it looks at
-    LD_LIBRARY_PATH, and after it where it is DT_RUNPATH (ld.so(8)). False where it cannot be read.
+    """Return whether a library names the folders of its dependencies by DT_RPATH; False if it cannot be read.
+
+    The loader searches DT_RPATH before LD_LIBRARY_PATH, and DT_RUNPATH after it (ld.so(8)).
     """
     try:
         with library.open("rb") as file:
@@ -40,7 +41,7 @@ def has_rpath(library: Path) -> bool:
                     file.seek(offset)
                     tags = [tag for tag, _ in struct.iter_unpack("<qQ", file.read(length - length % 16))]
                     tags = tags[: tags.index(DT_NULL)] if DT_NULL in tags else tags
-                    return DT_RPATH in tags and DT_RUNPATH not in tags  # beside the second the first is not read
+                    return DT_RPATH in tags and DT_RUNPATH not in tags  # DT_RUNPATH disables DT_RPATH
     except (OSError, struct.error):
         pass
     return False

@@ -1,6 +1,6 @@
-"""What NVML says of the GPUs of this machine, once. Imports no torch; without a driver it raises, and nothing is known.
+"""One query of NVML about the GPUs of this machine. Imports no torch; raises without a driver.
 
-A driver in trouble may hang whoever asks: `collect` does so in a thread.
+A broken driver may hang its caller, so `collect` calls these functions in a thread.
 """
 
 import os
@@ -19,7 +19,7 @@ SLOWING = {
     0x40: "too hot (hardware)",
     0x80: "power brake",
 }
-"""Bits of NVML's reasons for low clocks that mean trouble; a power cap under full load is none."""
+"""Bits of NVML's reasons for low clocks that mean trouble; a power cap under full load does not."""
 FABRIC = {1: "not started", 2: "in progress", 3: "completed"}
 PEERS = {
     0: "ok",
@@ -38,11 +38,11 @@ BETWEEN = {
     40: "one processor",
     50: "several processors",
 }
-"""What the way from one GPU to another goes over, where it is not NVLink; the nearest first."""
+"""Connection between two GPUs besides NVLink, by NVML's topology level; the nearest first."""
 
 
 @contextmanager
-def _nvml() -> Iterator[Any]:
+def _open_nvml() -> Iterator[Any]:
     import pynvml
 
     pynvml.nvmlInit()
@@ -53,129 +53,133 @@ def _nvml() -> Iterator[Any]:
 
 
 def read_cards() -> tuple[Gpu, ...]:
-    """All GPUs of the machine. Raises: NVMLError without a driver."""
-    with _nvml() as nvml:
-        return tuple(_card(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+    """Return all GPUs of the machine. Raises: NVMLError without a driver."""
+    with _open_nvml() as nvml:
+        return tuple(_read_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
 
 
 def read_visible(number: int) -> Gpu | None:
-    """The GPU that CUDA calls so in this process; None where NVML knows none such.
+    """Return the GPU with this CUDA device number in this process; None if NVML does not list it.
 
     Raises: NVMLError without a driver.
     """
-    with _nvml() as nvml:
+    with _open_nvml() as nvml:
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        identities = [_text(_ask(nvml, nvml.nvmlDeviceGetUUID, handle)) for handle in handles]
-        chosen = visible(os.environ.get("CUDA_VISIBLE_DEVICES"), identities)
-        return _card(nvml, chosen[number]) if number < len(chosen) else None
+        identities = [_decode(_query_or_none(nvml, nvml.nvmlDeviceGetUUID, handle)) for handle in handles]
+        visible_indices = visible(os.environ.get("CUDA_VISIBLE_DEVICES"), identities)
+        return _read_gpu(nvml, visible_indices[number]) if number < len(visible_indices) else None
 
 
 def read_peers() -> dict[str, str]:
-    """Of each pair of GPUs whether one can read the other's memory. Raises: NVMLError without a driver."""
-    with _nvml() as nvml:
-        return _pairs(nvml, lambda one, other: _ask(nvml, nvml.nvmlDeviceGetP2PStatus, one, other, 0), PEERS)  # reading
+    """Return for each pair of GPUs whether one can read the other's memory. Raises: NVMLError without a driver."""
+    with _open_nvml() as nvml:
+        return _query_pairs(
+            nvml,
+            lambda reader, peer: _query_or_none(nvml, nvml.nvmlDeviceGetP2PStatus, reader, peer, 0),  # 0: reading
+            PEERS,
+        )
 
 
 def read_topology() -> dict[str, str]:
-    """Of each pair of GPUs what lies between them. Raises: NVMLError without a driver."""
-    with _nvml() as nvml:
-        return _pairs(nvml, partial(_ask, nvml, nvml.nvmlDeviceGetTopologyCommonAncestor), BETWEEN)
+    """Return the connection of each pair of GPUs besides NVLink. Raises: NVMLError without a driver."""
+    with _open_nvml() as nvml:
+        return _query_pairs(nvml, partial(_query_or_none, nvml, nvml.nvmlDeviceGetTopologyCommonAncestor), BETWEEN)
 
 
-def _pairs(nvml: Any, ask: Callable[[Any, Any], Any], words: Mapping[int, str]) -> dict[str, str]:
-    """An answer in words for each pair, "0-1", for which there is one."""
+def _query_pairs(nvml: Any, query: Callable[[Any, Any], Any], words: Mapping[int, str]) -> dict[str, str]:
+    """Return pair, such as "0-1", -> answer in words, for each pair with an answer."""
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    answers = {f"{i}-{j}": ask(one, other) for (i, one), (j, other) in combinations(enumerate(handles), 2)}
-    return {pair: words.get(int(said), "not known") for pair, said in answers.items() if said is not None}
+    answers = {f"{i}-{j}": query(first, second) for (i, first), (j, second) in combinations(enumerate(handles), 2)}
+    return {pair: words.get(int(answer), "not known") for pair, answer in answers.items() if answer is not None}
 
 
 def address_of(nvml: Any, handle: Any) -> str:
-    """Of a card on the PCI bus, `00000000:1B:00.0`; empty where it tells none."""
-    return _text(getattr(_ask(nvml, nvml.nvmlDeviceGetPciInfo, handle), "busId", ""))
+    """Return the PCI address of a GPU, such as `00000000:1B:00.0`; empty if it reports none."""
+    return _decode(getattr(_query_or_none(nvml, nvml.nvmlDeviceGetPciInfo, handle), "busId", ""))
 
 
 def is_at(address: str, device: str) -> bool:
-    """Whether a card is the device of which the kernel says something: `0000:1b:00`. Yes where it tells no address."""
+    """Return whether a GPU's PCI address is that of a kernel message's device, `0000:1b:00`; True if it has none."""
     bus = ":".join(device.split(":")[1:3])
     return not address or address.lower().partition(":")[2].startswith(bus.lower())
 
 
-def _ask(nvml: Any, question: Callable[..., Any], *about: Any) -> Any:
+def _query_or_none(nvml: Any, getter: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        return question(*about)
-    except nvml.NVMLError:  # not supported by this card or driver
+        return getter(*arguments)
+    except nvml.NVMLError:  # not supported by this GPU or driver
         return None
 
 
-def _card(nvml: Any, index: int) -> Gpu:
+def _read_gpu(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
 
-    def ask(question: Callable[..., Any], *more: Any) -> Any:
-        return _ask(nvml, question, handle, *more)
+    def query(getter: Callable[..., Any], *arguments: Any) -> Any:
+        return _query_or_none(nvml, getter, handle, *arguments)
 
-    reasons = ask(nvml.nvmlDeviceGetCurrentClocksEventReasons) or 0
-    limit = ask(nvml.nvmlDeviceGetEnforcedPowerLimit)
-    default = ask(nvml.nvmlDeviceGetPowerManagementDefaultLimit)
-    rows = ask(nvml.nvmlDeviceGetRemappedRows)
-    memory = ask(nvml.nvmlDeviceGetMemoryInfo)
-    links = (ask(nvml.nvmlDeviceGetNvLinkState, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS))
+    reasons = query(nvml.nvmlDeviceGetCurrentClocksEventReasons) or 0
+    limit = query(nvml.nvmlDeviceGetEnforcedPowerLimit)
+    default = query(nvml.nvmlDeviceGetPowerManagementDefaultLimit)
+    rows = query(nvml.nvmlDeviceGetRemappedRows)
+    memory = query(nvml.nvmlDeviceGetMemoryInfo)
+    links = (query(nvml.nvmlDeviceGetNvLinkState, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS))
     remap = [word for word, is_so in zip(("pending", "failed"), rows[2:] if rows else (), strict=False) if is_so]
     return Gpu(
         index=index,
-        name=_text(ask(nvml.nvmlDeviceGetName)),
-        uuid=_text(ask(nvml.nvmlDeviceGetUUID)),
+        name=_decode(query(nvml.nvmlDeviceGetName)),
+        uuid=_decode(query(nvml.nvmlDeviceGetUUID)),
         pci=address_of(nvml, handle),
-        capability=".".join(map(str, ask(nvml.nvmlDeviceGetCudaComputeCapability) or ())),
+        capability=".".join(map(str, query(nvml.nvmlDeviceGetCudaComputeCapability) or ())),
         slowed_by=tuple(words for bit, words in SLOWING.items() if reasons & bit),
         power_limit_w=limit / 1000 if limit is not None else None,
         power_default_w=default / 1000 if default is not None else None,
-        temperature_c=ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
-        slowdown_c=ask(nvml.nvmlDeviceGetTemperatureThreshold, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
-        uncorrected_errors=ask(
+        temperature_c=query(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+        slowdown_c=query(nvml.nvmlDeviceGetTemperatureThreshold, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
+        uncorrected_errors=query(
             nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         ),
         remap=", ".join(remap),
         links=tuple(bool(state) for state in links if state is not None),
-        fabric=_fabric(nvml, handle),
-        pcie_width=ask(nvml.nvmlDeviceGetCurrPcieLinkWidth),
-        pcie_most_width=ask(nvml.nvmlDeviceGetMaxPcieLinkWidth),
-        pcie_generation=ask(nvml.nvmlDeviceGetCurrPcieLinkGeneration),
-        pcie_most_generation=ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration),
-        pcie_own_generation=ask(nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration),
+        fabric=_describe_fabric(nvml, handle),
+        pcie_width=query(nvml.nvmlDeviceGetCurrPcieLinkWidth),
+        pcie_most_width=query(nvml.nvmlDeviceGetMaxPcieLinkWidth),
+        pcie_generation=query(nvml.nvmlDeviceGetCurrPcieLinkGeneration),
+        pcie_most_generation=query(nvml.nvmlDeviceGetMaxPcieLinkGeneration),
+        pcie_own_generation=query(nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration),
         memory_used_bytes=int(memory.used) if memory is not None else None,
         memory_bytes=int(memory.total) if memory is not None else None,
-        processes=tuple(int(one.pid) for one in ask(nvml.nvmlDeviceGetComputeRunningProcesses) or ()),
+        processes=tuple(int(process.pid) for process in query(nvml.nvmlDeviceGetComputeRunningProcesses) or ()),
     )
 
 
-def _text(said: Any) -> str:
-    return said.decode() if isinstance(said, bytes) else said or ""
+def _decode(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else value or ""
 
 
-def _fabric(nvml: Any, handle: Any) -> str:
-    """Registration with the NVSwitches; one that is completed may have ended with an error."""
+def _describe_fabric(nvml: Any, handle: Any) -> str:
+    """Describe the registration with the NVSwitches; a completed registration may have failed with an error."""
     info = nvml.c_nvmlGpuFabricInfoV_t()
-    if _ask(nvml, nvml.nvmlDeviceGetGpuFabricInfoV, handle, byref(info)) is None:
+    if _query_or_none(nvml, nvml.nvmlDeviceGetGpuFabricInfoV, handle, byref(info)) is None:
         return ""
-    said = FABRIC.get(int(info.state), "")
-    return f"{said} with error {info.status}" if said == "completed" and info.status else said
+    state = FABRIC.get(int(info.state), "")
+    return f"{state} with error {info.status}" if state == "completed" and info.status else state
 
 
 def visible(named: str | None, identities: Sequence[str]) -> list[int]:
-    """Numbers of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order, as CUDA reads it; all where it is not set.
+    """Return the indices of the GPUs in CUDA_VISIBLE_DEVICES, in its order and read as CUDA does; all if it is not set.
 
-    `identities`: the UUID of each. It names them by number or by the beginning of an identity; the first that is none
-    ends the list.
+    `named`: value of the variable. It names GPUs by index or by the beginning of a UUID; the first entry that matches
+    no GPU ends the list. `identities`: UUID of each GPU.
     """
     if named is None:
         return list(range(len(identities)))
-    chosen: list[int] = []
-    for one in (part.strip() for part in named.split(",")):
-        meant = [number for number, name in enumerate(identities) if one == str(number)]
-        meant = meant or [
-            number for number, name in enumerate(identities) if one[:1].isalpha() and name.startswith(one)
+    indices: list[int] = []
+    for entry in (part.strip() for part in named.split(",")):
+        matches = [index for index, uuid in enumerate(identities) if entry == str(index)]
+        matches = matches or [
+            index for index, uuid in enumerate(identities) if entry[:1].isalpha() and uuid.startswith(entry)
         ]
-        if not meant:
+        if not matches:
             break
-        chosen.append(meant[0])
-    return chosen
+        indices.append(matches[0])
+    return indices

@@ -1,4 +1,4 @@
-"""How processes start and end: with their parent, and what whoever started one can say of its end."""
+"""Start and end of processes: stop signals, ranks of a launcher, and the description of an exit status."""
 
 import ctypes
 import os
@@ -13,18 +13,18 @@ from surefoot.errors import ConfigError
 from surefoot.system.cgroup import oom_kills
 
 PYTHON = (sys.executable, "-P")
-"""Command of Python for a process of ours. Without -P it would take `yaml.py` in the current folder for PyYAML."""
+"""Python command for a child process. Without -P it would import `yaml.py` of the current folder as PyYAML."""
 PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 
 
 def is_rank() -> bool:
-    """Whether our launcher, torchrun or SLURM says that this process is a rank; some set only how many there are."""
+    """Return whether a launcher started this process as a rank; some launchers set WORLD_SIZE without RANK."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def launcher_number(name: str, default: int = 0) -> int:
-    """Return a number that a launcher gives in an environment variable. Raises: ConfigError for anything else."""
+    """Return the number that a launcher set in an environment variable. Raises: ConfigError for any other text."""
     text = os.environ.get(name, str(default))
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise ConfigError(
@@ -35,39 +35,39 @@ def launcher_number(name: str, default: int = 0) -> int:
 
 
 def is_local_rank() -> bool:
-    """Whether it says which of its machine's, too: pods that are told their own number alone start ranks yet."""
+    """Return whether a launcher set LOCAL_RANK too: a pod with its node's RANK alone still has to start its ranks."""
     return is_rank() and "LOCAL_RANK" in os.environ
 
 
 def stop_signals() -> list[signal.Signals]:
-    """That ask a run to save and end: Ctrl-C, a scheduler, a terminal that closes. The last unless nohup ignores it."""
+    """Return the signals that stop a run: Ctrl-C, a scheduler's, a closed terminal's (unless nohup ignores it)."""
     is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
 
 
 class StopHandler:
-    """A program's handler of stop signals, while no run handles them: they interrupt, and no longer after the run."""
+    """Handler of stop signals of a program while no run handles them; it interrupts until the run is over."""
 
     def __init__(self) -> None:
         self.is_over = False
         self._has_interrupted = False
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt; of SIGTERM and SIGHUP only for the first."""
+        """Raise KeyboardInterrupt for each SIGINT, and for SIGTERM or SIGHUP only if nothing was interrupted before."""
         if not self.is_over and (number == signal.SIGINT or not self._has_interrupted):
             self._has_interrupted = True
             raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def handle_stop_signals() -> None:
-    """Let this program end by itself, with a status of its own, whatever asks it to stop. In its main thread."""
+    """Turn stop signals into KeyboardInterrupt, so that this program sets its exit status. Main thread only."""
     handler = StopHandler()
     for number in stop_signals():
         signal.signal(number, handler)
 
 
 def restore_handlers(before: Mapping[signal.Signals, Any]) -> None:
-    """Give stop signals back to who handled them before a run. A program that only ran it has nothing left to stop."""
+    """Restore the handlers of stop signals from before a run. A `StopHandler` then no longer interrupts."""
     for number, handler in before.items():
         if isinstance(handler, StopHandler):
             handler.is_over = True
@@ -78,7 +78,7 @@ def restore_handlers(before: Mapping[signal.Signals, Any]) -> None:
 def own_stop_signals() -> Iterator[None]:
     """Handle stop signals as the program of this process, and ignore them from the end of the block to its exit.
 
-    Python's own exit takes the handlers away, and a signal then would change the exit status. In the main thread.
+    Python removes the handlers at exit, and a signal after that would change the exit status. Main thread only.
     """
     handle_stop_signals()
     try:
@@ -89,29 +89,32 @@ def own_stop_signals() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Let this process get SIGTERM when the one that started it is gone, where the system can do that."""
+    """Send this process SIGTERM when its parent ends, if the system is Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def describe_end(exit_code: int) -> str:
-    """How a process ended, as `subprocess` counts: negative for a signal."""
+    """Describe how a process ended. `exit_code`: as in `subprocess`, negative for a signal."""
     if exit_code < 0:
-        known = {one.value: one.name for one in signal.Signals}
-        return f"was killed by signal {-exit_code} ({known.get(-exit_code, 'real-time')})"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"was killed by signal {-exit_code} ({names.get(-exit_code, 'real-time')})"
     return f"ended with status {exit_code}" + (" before the run was over" if exit_code == 0 else "")
 
 
 def was_for_memory(exit_code: int, kills_before: int | None) -> bool | None:
-    """Whether the kernel ended it for its cgroup's limit; None where that cannot be told. `kills_before`: its count."""
+    """Return whether the kernel killed a process at its cgroup's memory limit; None if that is unknown.
+
+    `kills_before`: `oom_kills()` from before the process ended.
+    """
     if exit_code != -signal.SIGKILL:
         return False
-    now = oom_kills()
-    return None if now is None or kills_before is None else now > kills_before
+    kills = oom_kills()
+    return None if kills is None or kills_before is None else kills > kills_before
 
 
 def leave(status: int) -> NoReturn:
-    """End this process without the teardown of native threads, in which a rank of a finished run may still abort."""
+    """Exit without the teardown of native threads, in which a rank of a finished run may still abort."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

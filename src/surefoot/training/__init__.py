@@ -1,1 +1,1 @@
-"""The loop, one step, the optimizer, checkpoints, metrics and the run folder."""
+"""Training: the loop, one step, the optimizer, checkpoints, metrics and the run folder."""

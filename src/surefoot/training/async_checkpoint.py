@@ -1,11 +1,11 @@
-"""Writes checkpoints beside training: each rank copies its part, then a thread of its own writes it.
+"""Asynchronous writer of checkpoints: each rank copies its part, then a thread of its own writes it.
 
     .step-00000100.tmp/model/rank-00000.safetensors ...    written by every rank
                        notes/rank-00000.json               that rank is done: the checksums of its files, or its failure
-    step-00000100/                                         renamed by rank 0 once all notes are there
+    step-00000100/                                         renamed by rank 0 once all notes are present
 
-The threads talk through the file system alone, so no collective ever runs beside training, and a rank that is killed
-at any moment leaves a folder that is no checkpoint. Training waits for the copy only, and for a save before it.
+The threads communicate through the file system alone, so no collective ever runs beside training, and a rank that is
+killed at any moment leaves a folder that is no checkpoint. Training waits only for the copy and for the previous save.
 """
 
 import errno
@@ -44,16 +44,16 @@ from surefoot.training.sharded_tensors import of_this_rank, write_pieces
 
 LOGGER = logging.getLogger(__name__)
 DEADLINE_S = 3600.0
-"""The longest that rank 0 waits for the other ranks' parts of one checkpoint."""
+"""Longest time that rank 0 waits for the other ranks' parts of one checkpoint."""
 POLL_S = 0.02
 OTHERS_S = 5.0
-"""For the other ranks' parts of a last checkpoint, where this one fails: mostly they are about as far with theirs."""
+"""Time that a failing last checkpoint waits for the other ranks' parts: mostly they are about as far with theirs."""
 AGREE_EVERY_S = 0.5
-"""Between two words of the ranks on how far they are, while they wait for a save."""
+"""Interval at which the ranks exchange their progress while they wait for a save."""
 NOTES = "notes"
 
 Blocks = dict[str, dict[str, LocalShard]]
-"""Part of the checkpoint (`model`, `optimizer`) -> name -> what this rank holds of it."""
+"""Part of the checkpoint (`model`, `optimizer`) -> name -> block of this rank."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Saved:
 
 
 class Saver:
-    """The checkpoints of one run, one at a time."""
+    """Writer of the checkpoints of one run, one at a time."""
 
     def __init__(
         self, run_folder: Path, config: Mapping[str, Any], keep: int | None, ranks: World = SINGLE_PROCESS
@@ -76,23 +76,23 @@ class Saver:
         self._keep = keep
         self._ranks = ranks
         self._copies: dict[tuple[str, str], Tensor] = {}
-        """Host memory for this rank's part, kept from save to save."""
+        """Host memory for this rank's part, reused from save to save."""
         self._thread: threading.Thread | None = None
         self._error: SurefootError | None = None
         self._saved: Saved | None = None
         self._is_abandoned = threading.Event()
 
     def save(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, state: TrainState) -> None:
-        """Copy this rank's part and write it in the background, once the save before is complete.
+        """Copy this rank's part and write it in the background, once the previous save is complete.
 
-        Collective. Raises: StorageError on all ranks where the disk refuses any; older checkpoints stay.
+        Collective. Raises: StorageError on all ranks if the disk refuses any; older checkpoints stay.
         """
         self.wait()
         target = checkpoint_folder(self._run_folder, state.step)
         temporary = target.with_name(f".{target.name}.tmp")
         self._ranks.broadcast_from_rank0(lambda: _empty_folders(temporary, target))
         began = time.perf_counter()
-        blocks = self._copied(parameters, optimizer)
+        blocks = self._copy_blocks(parameters, optimizer)
         self._is_abandoned.clear()
         self._thread = threading.Thread(
             target=self._write, args=(temporary, target, blocks, state, began), name="saver", daemon=True
@@ -100,12 +100,12 @@ class Saver:
         self._thread.start()
 
     def raise_error(self) -> None:
-        """Raises: StorageError where this rank's part of the last save failed."""
+        """Raise StorageError if this rank's part of the last save failed."""
         if self._error is not None:
             raise self._error
 
     def completed(self) -> Saved | None:
-        """The save that was completed since this was last asked."""
+        """Return the save that was completed since the previous call."""
         saved, self._saved = self._saved, None
         return saved
 
@@ -117,9 +117,9 @@ class Saver:
         self._ranks.run_or_raise_on_all(self.raise_error)
 
     def _wait_for(self, thread: threading.Thread) -> None:
-        """Until it has ended on all ranks, or is late. Collective.
+        """Wait until the thread has ended on all ranks, or is late. Collective.
 
-        Where a rank has failed the first one waits no longer for its note, which a full disk may have refused as well.
+        If a rank has failed, rank 0 no longer waits for its note, which a full disk may have refused as well.
         """
         deadline = time.monotonic() + DEADLINE_S
         failed: list[bool] = []
@@ -135,18 +135,18 @@ class Saver:
         if thread.is_alive():
             self._error = StorageError(f"{self._run_folder}: a checkpoint was not written in {DEADLINE_S:.0f} s.")
         elif failed and not failed[self._ranks.rank]:
-            self._error = None  # only a consequence of the other's
+            self._error = None  # only a consequence of the other rank's failure
 
     def end(self) -> None:
-        """The run is over, well or not: let the disk finish; other ranks, which may be gone, are given a moment."""
+        """Let the disk finish at the end of the run, completed or not; wait only briefly for other ranks."""
         if self._thread is not None:
             self._thread.join(OTHERS_S)
         self._is_abandoned.set()
         if self._thread is not None:
             self._thread.join(DEADLINE_S)
 
-    def _copied(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> Blocks:
-        """What this rank writes, in host memory, as it is now."""
+    def _copy_blocks(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> Blocks:
+        """Return the blocks that this rank writes, copied to host memory."""
         blocks: Blocks = {
             "model": {name: block_of(parameter) for name, parameter in parameters.items()},
             "optimizer": {
@@ -171,37 +171,37 @@ class Saver:
         return copied
 
     def _write(self, temporary: Path, target: Path, blocks: Blocks, state: TrainState, began: float) -> None:
-        """What the thread does."""
+        """Write this rank's part in the background thread; rank 0 completes the checkpoint."""
         failure: SurefootError | None = StorageError(f"{target}: its writing was cut short. Older checkpoints stay.")
         try:
             note: dict[str, Any] = {}
             try:
                 note["files"] = _write_part(temporary, target, blocks, self._ranks)
             except Exception as error:
-                note["error"] = str(error) if isinstance(error, SurefootError) else _said(error)
+                note["error"] = str(error) if isinstance(error, SurefootError) else _describe_error(error)
                 raise
             finally:
                 _leave_note(temporary / NOTES / f"rank-{self._ranks.rank:05d}.json", note)
             if self._ranks.is_first:
-                files = self._files_of_all(temporary)
+                files = self._gather_checksums(temporary)
                 _complete(temporary, target, state, self._config, files)
                 for old in list_checkpoints(self._run_folder)[: -self._keep if self._keep else 0]:
-                    _delete(old)
+                    _delete_checkpoint(old)
             self._saved = Saved(state.step, target, time.perf_counter() - began)
             failure = None
         except OSError as error:
             failure = storage_error(target, error)
         except SurefootError as error:
             failure = error
-        except Exception as error:  # noqa: BLE001 - whatever it is, this save is not complete
-            failure = StorageError(f"{target}: could not be written: {_said(error)}. Older checkpoints stay.")
+        except Exception as error:  # noqa: BLE001 - whatever the error is, this save is not complete
+            failure = StorageError(f"{target}: could not be written: {_describe_error(error)}. Older checkpoints stay.")
         finally:
             self._error = failure
         if failure is not None and self._ranks.is_first:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _files_of_all(self, temporary: Path) -> dict[str, str]:
-        """Wait for every rank's note; returns the checksums of all files. Raises: StorageError where a rank failed."""
+    def _gather_checksums(self, temporary: Path) -> dict[str, str]:
+        """Wait for every rank's note, and return the checksums of all files. Raises: StorageError if a rank failed."""
         files: dict[str, str] = {}
         deadline = time.monotonic() + DEADLINE_S
         for rank in range(self._ranks.size):
@@ -219,12 +219,12 @@ class Saver:
         return files
 
 
-def _said(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _delete(checkpoint: Path) -> None:
-    """Under a name that no start takes for a checkpoint; what is left of it, the next start removes."""
+def _delete_checkpoint(checkpoint: Path) -> None:
+    """Rename a checkpoint, so that no start takes it for one, then delete it; the next start removes any remains."""
     leaving = checkpoint.with_name(f".{checkpoint.name}.tmp")
     try:
         checkpoint.rename(leaving)
@@ -246,14 +246,14 @@ def _empty_folders(temporary: Path, target: Path) -> None:
 
 
 def _leave_note(path: Path, note: Mapping[str, Any]) -> None:
-    """Tell rank 0, which may take the folder away the moment it sees this."""
+    """Leave a note for rank 0, which may rename the folder as soon as it sees the note."""
     unseen = path.with_suffix(".tmp")
     unseen.write_text(json.dumps(note), encoding="utf-8")
     os.replace(unseen, path)
 
 
 def _write_part(temporary: Path, target: Path, blocks: Blocks, ranks: World) -> dict[str, str]:
-    """Write what this rank holds; returns the SHA-256 of each of its files."""
+    """Write this rank's blocks, and return the SHA-256 of each of its files."""
     digests = {}
     for part in PARTS:
         path = temporary / part / f"rank-{ranks.rank:05d}.safetensors"
@@ -263,7 +263,7 @@ def _write_part(temporary: Path, target: Path, blocks: Blocks, ranks: World) -> 
             digests[str(path.relative_to(temporary))] = sha256_of(path)
         except OSError as error:
             raise storage_error(target, error) from error
-        except SafetensorError as error:  # it wraps what the system says
+        except SafetensorError as error:  # it wraps the system's error
             raise storage_error(target, OSError(errno.EIO, str(error))) from error
     return digests
 
@@ -271,7 +271,7 @@ def _write_part(temporary: Path, target: Path, blocks: Blocks, ranks: World) -> 
 def _complete(
     temporary: Path, target: Path, state: TrainState, config: Mapping[str, Any], files: Mapping[str, str]
 ) -> None:
-    """All parts are there: say so, and let the checkpoint be found."""
+    """Complete a checkpoint after all parts are written: write its manifest and rename its folder."""
     shutil.rmtree(temporary / NOTES)
     write_json(temporary / STATE, asdict(state))
     manifest = {

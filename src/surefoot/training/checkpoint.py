@@ -1,8 +1,8 @@
-"""Checkpoints: found, checked before they are trusted, and read. `async_checkpoint` writes them.
+"""Checkpoints: listing, verification and loading. `async_checkpoint` writes them.
 
     step-00000100/manifest.json   format version, step, config, SHA-256 of every file and of itself (see `manifest`)
-                  model/          what is trained, a file per rank that wrote (see `sharded_tensors`)
-                  optimizer/      its moments, under `<moment>.<parameter>`
+                  model/          trained weights, a file per rank that wrote (see `sharded_tensors`)
+                  optimizer/      optimizer moments, under `<moment>.<parameter>`
                   state.json      counters
 
 Nothing here depends on how many ranks wrote it. No pickle is written or read.
@@ -39,12 +39,12 @@ from surefoot.training.state_fields import ADDED_IN_FORMAT_3, check_state
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 MAX_STATE_BYTES = 8 << 30
-"""With GRPO a state holds completions."""
+"""Largest size of state.json: with GRPO it holds completions."""
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """The counters of a run after `step` optimizer steps."""
+    """Counters of a run after `step` optimizer steps."""
 
     step: int = 0
     tokens: int = 0
@@ -52,22 +52,22 @@ class TrainState:
     loss_sum: float = 0.0
     """Sum of the steps' losses; their mean is the run's train_loss."""
     base_fingerprint: str = ""
-    """Of the weights that an adapter is trained beside."""
+    """Fingerprint of the base weights that an adapter is trained on."""
     data_fingerprint: str = ""
     data_seen: Mapping[str, str] = field(default_factory=dict)
-    """Of data with images: see `Dataset.seen`."""
+    """Digests of data with images: see `Dataset.seen`."""
     position: Position = field(default_factory=Position)
-    """Where in the order of the data the next step begins."""
+    """Position in the order of the data at which the next step begins."""
     epoch: float = 0.0
     """Passes over the data so far."""
     warmup_end: float = 0.0
     """Share of the run after which `warmup_steps` were done; 0 until then."""
     evaluation_is_due: bool = False
-    """The one after this step was interrupted: a run that goes on makes up for it."""
+    """Whether the evaluation after this step was interrupted; a resumed run repeats it."""
     reward_files: Mapping[str, str] = field(default_factory=dict)
-    """The SHA-256 of each file with reward functions."""
+    """SHA-256 of each file with reward functions."""
     pending: list[dict[str, Any]] = field(default_factory=list)
-    """In a checkpoint of GRPO: the completions that further steps train on."""
+    """Completions that further steps train on, in a checkpoint of GRPO."""
 
 
 def checkpoint_folder(run_folder: Path, step: int) -> Path:
@@ -75,24 +75,24 @@ def checkpoint_folder(run_folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first. One that was being written when the process died is not among them."""
+    """Return the complete checkpoints, oldest first. One that was unfinished when the process died is not included."""
     folder = run_folder / "checkpoints"
     return sorted(path for path in folder.iterdir() if NAME.match(path.name)) if folder.is_dir() else []
 
 
 def step_of(path: Path) -> int:
-    """The step after which one of them was written."""
+    """Return the step after which a checkpoint was written."""
     return int(path.name.removeprefix("step-"))
 
 
 def remove_leftovers(run_folder: Path) -> None:
-    """Delete what an interrupted save left behind. Only for the process that holds the run folder. Raises: OSError."""
+    """Delete files that an interrupted save left. Only for the process that holds the run folder. Raises: OSError."""
     for path in (run_folder / "checkpoints").glob(".step-*.tmp"):
         delete(path)
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint that a run can go on from: all of it was read and checked.
+    """Return the manifest of a checkpoint that a run can resume from, after reading and checking all of it.
 
     Raises: DamagedCheckpoint naming the file; CheckpointError for a newer format.
     """
@@ -100,7 +100,7 @@ def verify(path: Path) -> dict[str, Any]:
     refuse_unreadable(path / MANIFEST)
     manifest = read_manifest(path)
     check_files(path, manifest["files"])
-    method = _method_of(manifest)
+    method = _find_method(manifest)
     state = _read_state(path, method, may_lack=ADDED_IN_FORMAT_3 if manifest["format_version"] == 3 else frozenset())
     if state.step != manifest["step"]:
         raise DamagedCheckpoint(f"{path / STATE} is of step {state.step}, and the manifest of step {manifest['step']}")
@@ -110,15 +110,19 @@ def verify(path: Path) -> dict[str, Any]:
         moments.check_whole()
     except CheckpointError as error:
         raise DamagedCheckpoint(str(error)) from error
-    wanted = {f"{m}.{name}": torch.Size() if m == "step" else s for name, s in weights.shapes.items() for m in MOMENTS}
-    name = next((name for name in {**wanted, **moments.shapes} if wanted.get(name) != moments.shapes.get(name)), None)
+    expected = {
+        f"{m}.{name}": torch.Size() if m == "step" else s for name, s in weights.shapes.items() for m in MOMENTS
+    }
+    name = next(
+        (name for name in {**expected, **moments.shapes} if expected.get(name) != moments.shapes.get(name)), None
+    )
     if name is not None:
         raise DamagedCheckpoint(f"{path / 'optimizer'} does not fit {path / 'model'}: {name} is missing or another")
     return manifest
 
 
 def find_newest(run_folder: Path) -> tuple[Path | None, list[Finding]]:
-    """The newest sound checkpoint, and a finding for each damaged one that was passed over."""
+    """Return the newest sound checkpoint, and a finding for each damaged one that was skipped."""
     findings = []
     for path in reversed(list_checkpoints(run_folder)):
         try:
@@ -138,14 +142,14 @@ def find_newest(run_folder: Path) -> tuple[Path | None, list[Finding]]:
 
 
 def read_state(path: Path) -> TrainState:
-    """Return the counters of a verified checkpoint. Raises: CheckpointError where they have changed since."""
+    """Return the counters of a verified checkpoint. Raises: CheckpointError if they have changed since."""
     try:
-        return _read_state(path, _method_of(read_manifest(path)), may_lack=ADDED_IN_FORMAT_3)
+        return _read_state(path, _find_method(read_manifest(path)), may_lack=ADDED_IN_FORMAT_3)
     except DamagedCheckpoint as error:
         raise CheckpointError(str(error)) from error
 
 
-def _method_of(manifest: Mapping[str, Any]) -> type[Method]:
+def _find_method(manifest: Mapping[str, Any]) -> type[Method]:
     """Return the method of the run that wrote a checkpoint. Raises: ConfigError if it is not available."""
     return method_of(settings_class(str(manifest["config"].get("method", "sft"))))
 
@@ -163,9 +167,9 @@ def _read_state(checkpoint: Path, method: type[Method], may_lack: frozenset[str]
 
 
 def load_checkpoint(path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Put this rank's part of a verified checkpoint's weights and moments in place.
+    """Load this rank's part of a verified checkpoint's weights and moments.
 
-    Raises: CheckpointError where names, shapes or types differ from this run's, or parts are missing.
+    Raises: CheckpointError if names, shapes or types differ from this run's, or parts are missing.
     """
     weights, moments = ShardedTensors(path / "model"), ShardedTensors(path / "optimizer")
     weights.check({name: (parameter.shape, parameter.dtype) for name, parameter in parameters.items()})

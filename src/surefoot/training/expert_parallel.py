@@ -1,7 +1,7 @@
-"""`expert_parallel_size: auto`: a few steps with each size that is possible, and the fastest is kept.
+"""Choice of the expert-parallel size for `auto`: a few steps are timed with each possible size.
 
-Which is faster depends on the network between the ranks, on the number of tokens and on how many experts there are, so
-it is measured and not guessed. Losses are the same with any of them.
+The fastest size depends on the network between the ranks, the number of tokens and the number of experts, so it is
+measured and not guessed. Losses are the same with any of them.
 """
 
 import gc
@@ -30,27 +30,27 @@ WARMUP_STEPS = 1
 TIMED_STEPS = 3
 
 Seconds = dict[int, float | None]
-"""Of a step, by size; None where it did not fit into memory."""
+"""Seconds of a step, by size; None if it did not fit into memory."""
 Batches = Callable[[Position], tuple[StepBatch, list[MicroBatch]]]
 
 
 def choose_expert_parallel(
     config: RunConfig, base: Path, batches: Batches, position: Position, ranks: World, device: torch.device
 ) -> tuple[RunConfig, Seconds]:
-    """The config with a number for `expert_parallel_size: auto`, and the seconds a step took with each size.
+    """Return the config with a number for `expert_parallel_size: auto`, and the seconds a step took with each size.
 
-    Each size trains a learner of its own on the steps from `position`, and is given up afterwards. Nothing is measured
-    where only one size is possible. Collective. Raises: ModelError where the memory is too small for each of them.
+    Each size trains a learner of its own on the steps from `position`, and is discarded afterwards. Nothing is measured
+    if only one size is possible. Collective. Raises: ModelError if the memory is too small for each of them.
     """
     if config.expert_parallel_size != "auto":
         return config, {}
     sizes = possible_sizes(config, base, ranks.size)
     if len(sizes) == 1:
-        return _with(config, 1), {}
+        return _set_size(config, 1), {}
     seconds: Seconds = {}
     for size in sizes:
-        seconds[size] = _step_time_s(_with(config, size), base, batches, position, ranks, device)
-        gc.collect()  # sharded modules refer to themselves
+        seconds[size] = _step_time_s(_set_size(config, size), base, batches, position, ranks, device)
+        gc.collect()  # sharded modules contain reference cycles
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -60,15 +60,15 @@ def choose_expert_parallel(
             f"expert_parallel_size: auto: the accelerator's memory is too small with each of {sizes}. "
             "Set zero_stage: 3, gradient_checkpointing: true or a smaller per_device_train_batch_size."
         )
-    return _with(config, min(fitting, key=lambda size: fitting[size])), seconds
+    return _set_size(config, min(fitting, key=lambda size: fitting[size])), seconds
 
 
 def check_experts(loaded: LoadedConfig, base: Path) -> None:
-    """Raises: ConfigError where `expert_parallel_size` does not fit the model's experts. Reads no weights."""
+    """Raise ConfigError if `expert_parallel_size` does not fit the model's experts. Reads no weights."""
     size = loaded.run.expert_parallel_size
     if size == "auto" or size == 1:
         return
-    counts = _expert_counts(base)
+    counts = _read_expert_counts(base)
     where = loaded.where("expert_parallel_size")
     if not counts:
         raise ConfigError(
@@ -83,22 +83,22 @@ def check_experts(loaded: LoadedConfig, base: Path) -> None:
         )
 
 
-def _expert_counts(base: Path) -> set[int]:
-    """How many experts the layers of a model have."""
+def _read_expert_counts(base: Path) -> set[int]:
+    """Return the numbers of experts in the layers of a model."""
     return {experts_of(module) for module in meta_model(base).modules() if is_fused_experts(module)}
 
 
 def possible_sizes(config: RunConfig, base: Path, num_ranks: int) -> list[int]:
-    """The values of `expert_parallel_size` that divide both the ranks and all the experts of a model."""
-    counts = _expert_counts(base)
+    """Return the values of `expert_parallel_size` that divide both the ranks and all the experts of a model."""
+    counts = _read_expert_counts(base)
     ranks = num_ranks // config.dp_replicate_size
     most = min(counts, default=1)
     sizes = [size for size in range(1, most + 1) if all(number % size == 0 for number in (ranks, *counts))]
-    return [size for size in sizes if _is_laid_out(_with(config, size), num_ranks)]
+    return [size for size in sizes if _can_be_sharded(_set_size(config, size), num_ranks)]
 
 
-def _is_laid_out(config: RunConfig, num_ranks: int) -> bool:
-    """Whether its other settings allow it: what each rank has whole is not offloaded."""
+def _can_be_sharded(config: RunConfig, num_ranks: int) -> bool:
+    """Return whether its other settings allow sharding: state that each rank has in full is not offloaded."""
     try:
         Layout.of(config, num_ranks)
     except ConfigError:
@@ -107,7 +107,7 @@ def _is_laid_out(config: RunConfig, num_ranks: int) -> bool:
 
 
 def describe_choice(config: RunConfig, seconds: Seconds) -> str:
-    """What was measured, for people."""
+    """Return the measured step times as a text for the user."""
     figures = ", ".join(
         f"{size}: {'out of memory' if step_time_s is None else f'{step_time_s:.3f} s a step'}"
         for size, step_time_s in seconds.items()
@@ -115,33 +115,37 @@ def describe_choice(config: RunConfig, seconds: Seconds) -> str:
     return f"expert_parallel_size: auto is {config.expert_parallel_size} ({figures})"
 
 
-def _with(config: RunConfig, size: int) -> RunConfig:
+def _set_size(config: RunConfig, size: int) -> RunConfig:
     return config.model_copy(update={"expert_parallel_size": size})
 
 
 def _step_time_s(
     config: RunConfig, base: Path, batches: Batches, position: Position, ranks: World, device: torch.device
 ) -> float | None:
-    """The median time of a step, by the slowest rank; None where a rank's memory was too small.
+    """Return the median time of a step, by the slowest rank; None if a rank's memory was too small.
 
-    Collective: after each part all ranks say whether it fitted. One that ran out of memory between the others'
+    Collective: after each part all ranks report whether it fitted. A rank that ran out of memory between the others'
     collectives leaves them waiting there until their deadline, which ends the run on NCCL.
     """
     sharding = sharding_of(config, ranks, device)
-    step_time_s = _measured_s(partial(build_learner, config, base, ranks, device, sharding), batches, position, ranks)
-    if sharding is not None:  # not where a rank fails: leaving waits for the others
+    step_time_s = _measure_step_s(
+        partial(build_learner, config, base, ranks, device, sharding), batches, position, ranks
+    )
+    if sharding is not None:  # not if a rank fails: leaving waits for the other ranks
         sharding.meshes.leave()
     return step_time_s
 
 
-def _measured_s(build: Callable[[], TrainContext], batches: Batches, position: Position, ranks: World) -> float | None:
+def _measure_step_s(
+    build: Callable[[], TrainContext], batches: Batches, position: Position, ranks: World
+) -> float | None:
     learners: list[TrainContext] = []
-    if _slowest_s(lambda: learners.append(build()), ranks) is None:
+    if _time_slowest_rank(lambda: learners.append(build()), ranks) is None:
         return None
     seconds: list[float] = []
     for _ in range(WARMUP_STEPS + TIMED_STEPS):
-        rows, step = _prepared_step(learners[0], batches, position)
-        taken_s = _slowest_s(step, ranks)
+        rows, step = _prepare_step(learners[0], batches, position)
+        taken_s = _time_slowest_rank(step, ranks)
         if taken_s is None:
             return None
         seconds.append(taken_s)
@@ -149,8 +153,8 @@ def _measured_s(build: Callable[[], TrainContext], batches: Batches, position: P
     return statistics.median(seconds[WARMUP_STEPS:])
 
 
-def _slowest_s(work: Callable[[], object], ranks: World) -> float | None:
-    """The seconds that the slowest rank took; None where the memory of any was too small. Collective: one gather."""
+def _time_slowest_rank(work: Callable[[], object], ranks: World) -> float | None:
+    """Return the seconds of the slowest rank; None if the memory of any was too small. Collective: one gather."""
     began = time.perf_counter()
     taken_s: float | None
     try:
@@ -159,19 +163,19 @@ def _slowest_s(work: Callable[[], object], ranks: World) -> float | None:
     except torch.OutOfMemoryError:
         taken_s = None
     by_rank: list[float | None] = ranks.gather(taken_s)
-    fitting = [one for one in by_rank if one is not None]
+    fitting = [rank_s for rank_s in by_rank if rank_s is not None]
     return max(fitting) if len(fitting) == len(by_rank) else None
 
 
-def _prepared_step(learner: TrainContext, batches: Batches, position: Position) -> tuple[StepBatch, Callable[[], None]]:
-    """(the rows of a step, the step itself). Collective: two agreements."""
-    rows, mine = learner.ranks.run_or_raise_on_all(lambda: batches(position))
-    tokens, trained, weight = learner.ranks.sum(counts_of(mine))
+def _prepare_step(learner: TrainContext, batches: Batches, position: Position) -> tuple[StepBatch, Callable[[], None]]:
+    """Return (the rows of a step, a function that takes the step). Collective: two agreements."""
+    rows, local_batches = learner.ranks.run_or_raise_on_all(lambda: batches(position))
+    tokens, trained, weight = learner.ranks.sum(counts_of(local_batches))
     totals = BatchTotals(round(tokens), round(trained), weight)
-    on_device = [batch.to(learner.device) for batch in mine]
+    on_device = [batch.to(learner.device) for batch in local_batches]
 
     def step() -> None:
-        with suppress(NotFinite):  # for the run to find, with its rows
+        with suppress(NotFinite):  # the run itself reports it, with its rows
             train_step(on_device, totals, learner, learning_rate=0.0, max_grad_norm=0.0)
 
     return rows, step

@@ -1,4 +1,4 @@
-"""What a run leaves for others: its adapter or model, found, exported, merged, and loaded again for completion."""
+"""Export of a run's adapter or model: find, export and merge it, or load it again for completion."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,7 @@ from surefoot.training.sharded_tensors import ShardedTensors
 def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
     """Write the adapter or model of a run folder (or of its checkpoint `step`), or merge an adapter into its base.
 
-    Raises: ModelError where there is nothing to export, or `target` exists.
+    Raises: ModelError if there is nothing to export, or `target` exists.
     """
     if target.exists():
         raise ModelError(f"{target} exists already; it was not touched. Give a new folder.")
@@ -37,14 +37,14 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
                 f"{run} is an adapter folder, which has no steps. Give the run folder to export step {step}."
             )
         return _merge_or_copy(run, target, merge)
-    config = _config_of(run)
+    config = _read_config(run)
     settings = lora_settings(config)
     if settings is None and merge:
         raise ModelError(f"{run} was trained in full: there is no adapter to merge. Leave --merge out.")
     finished = run / ("adapter" if settings else "model")
     if step is None and finished.is_dir():
         return _merge_or_copy(finished, target, merge)
-    checkpoint = _checkpoint_of(run, step)
+    checkpoint = _find_checkpoint(run, step)
     base = resolve_model(config.model, f"{run}/run.yaml")
     tokenizer = load_tokenizer(base, config.chat_template)
     saved = ShardedTensors(checkpoint / "model")
@@ -68,7 +68,7 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
     if not merge:
         return adapter
     try:
-        return _merge(base, adapter, target)
+        return _merge_into_base(base, adapter, target)
     finally:
         shutil.rmtree(adapter)
 
@@ -76,24 +76,24 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
 def _merge_or_copy(finished: Path, target: Path, merge: bool) -> Path:
     if not merge:
         with new_folder(target) as folder:
-            shutil.copytree(finished, folder, dirs_exist_ok=True, ignore=_devices)
+            shutil.copytree(finished, folder, dirs_exist_ok=True, ignore=_list_special_files)
         return target
     base = load_adapter_files(finished)[0].get("base_model_name_or_path")
     if not base or not isinstance(base, str):
         raise ModelError(f"{finished}/{CONFIG} names no base model.")
-    return _merge(resolve_model(base, f"{finished}/{CONFIG}"), finished, target)
+    return _merge_into_base(resolve_model(base, f"{finished}/{CONFIG}"), finished, target)
 
 
-def _devices(folder: str, names: list[str]) -> list[str]:
-    """Return what is neither a file nor a folder: a device or a pipe may have no end."""
+def _list_special_files(folder: str, names: list[str]) -> list[str]:
+    """Return the names that are neither a file nor a folder: reading a device or a pipe may never end."""
     return [name for name in names if not Path(folder, name).is_file() and not Path(folder, name).is_dir()]
 
 
-def _merge(base: Path, adapter: Path, target: Path) -> Path:
-    """The base with the adapter merged in, and with the chat template that the adapter was trained with."""
+def _merge_into_base(base: Path, adapter: Path, target: Path) -> Path:
+    """Write the base with the adapter merged in, and with the chat template that the adapter was trained with."""
 
     def finish(folder: Path) -> None:
-        own, trained = load_tokenizer(base), _tokenizer_of(adapter, base)
+        own, trained = load_tokenizer(base), _load_tokenizer(adapter, base)
         if trained.chat_template != own.chat_template:
             trained.save_pretrained(folder)
         name_ends(folder, answer_ends(trained))
@@ -101,14 +101,14 @@ def _merge(base: Path, adapter: Path, target: Path) -> Path:
     return merge_adapter(base, adapter, target, finish)
 
 
-def _tokenizer_of(adapter: Path | None, base: Path) -> PreTrainedTokenizerBase:
-    """The one that an adapter brings along, or else its base's."""
+def _load_tokenizer(adapter: Path | None, base: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of an adapter, or else of its base."""
     is_there = adapter is not None and (adapter / "tokenizer_config.json").is_file()
     return load_tokenizer(adapter if adapter is not None and is_there else base)
 
 
-def _config_of(run: Path) -> RunConfig:
-    """Return the config of the run in a folder; where run.yaml is damaged, that of its newest checkpoint."""
+def _read_config(run: Path) -> RunConfig:
+    """Return the config of the run in a folder; if run.yaml is damaged, that of its newest checkpoint."""
     try:
         saved, _ = saved_config(run)
     except ValueError as error:
@@ -121,7 +121,7 @@ def _config_of(run: Path) -> RunConfig:
         raise ModelError(f"{run} holds settings that this Surefoot does not know: {error}") from error
 
 
-def _checkpoint_of(run: Path, step: int | None) -> Path:
+def _find_checkpoint(run: Path, step: int | None) -> Path:
     saved = list_checkpoints(run)
     path = saved[-1] if step is None and saved else checkpoint_folder(run, step or 0)
     if step is None and not saved:
@@ -138,14 +138,14 @@ def _checkpoint_of(run: Path, step: int | None) -> Path:
 
 
 def load(source: str, adapter: Path | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and tokenizer for completion: a run folder (its base with its adapter), or a model with an adapter."""
+    """Load a model and tokenizer for completion: a run folder (base with adapter), or a model with an adapter."""
     folder = local_path(source)
     if (folder / "run.yaml").is_file():
         if adapter is not None:
             raise ModelError(
                 f"{folder} is a run folder with an adapter of its own; give its base model with --adapter."
             )
-        config = _config_of(folder)
+        config = _read_config(folder)
         if config.tuning == "full":
             source = str(folder / "model")
         else:
@@ -164,17 +164,17 @@ def load(source: str, adapter: Path | None) -> tuple[PreTrainedModel, PreTrained
     model = build_model(base, lora=settings, device=device, dtype=dtype).model
     if adapter is not None and settings is not None:
         load_adapter(adapter, model, settings)
-    # Ours needs the lengths of packed samples, which callers do not have.
+    # The packed attention needs the lengths of packed samples, which callers do not have.
     model.set_attn_implementation(attention_of(model.config, "sdpa"))
     model.eval()
-    tokenizer = _tokenizer_of(adapter, base)
+    tokenizer = _load_tokenizer(adapter, base)
     # As trained: a base model's generation_config.json need not name the token with which the template ends answers.
     model.generation_config.eos_token_id = sorted(end_tokens(model, tokenizer) | answer_ends(tokenizer))
     return model, tokenizer
 
 
 def load_adapter(folder: Path, model: PreTrainedModel, settings: LoraSettings) -> None:
-    """Put the values of a PEFT adapter into a model that was built with the same LoRA settings."""
+    """Load the values of a PEFT adapter into a model that was built with the same LoRA settings."""
     parameters = trainable_parameters(model)
     values = read_adapter(folder, {name: parameter.shape for name, parameter in parameters.items()}, settings)
     for name, value in values.items():

@@ -1,6 +1,6 @@
-"""The loop over steps: batch, step, events, evaluation, checkpoints, stop signals. Nothing else.
+"""Loop over steps: batch, step, events, evaluation, checkpoints, stop signals. Nothing else.
 
-SFT and GRPO share it; what differs comes in through `LoopContext`.
+SFT and GRPO share it; `LoopContext` holds their differences.
 """
 
 import os
@@ -36,11 +36,11 @@ from surefoot.training.phases import Phases
 from surefoot.training.step import NotFinite, StepResult, counts_of, train_step
 
 LEDGER_STEPS = 500
-"""Between two counts of what lies in memory: events of long ago are overwritten."""
+"""Number of steps between two memory samples: old events are overwritten."""
 
 
 class StopSignal:
-    """What asks a run to end: remembered during the loop, and the run saves; before and after it interrupts."""
+    """Stop signals of a run: during the loop they are remembered and the run saves; before and after they interrupt."""
 
     def __init__(self) -> None:
         self.received: str | None = None
@@ -49,7 +49,7 @@ class StopSignal:
 
     @contextmanager
     def watching(self) -> Iterator["StopSignal"]:
-        """Install the handlers; outside the main thread signals stay with whoever handles them."""
+        """Install the handlers; outside the main thread signals stay with their current handlers."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -61,7 +61,7 @@ class StopSignal:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Remember a signal instead of interrupting; a second Ctrl-C interrupts all the same."""
+        """Remember a signal instead of interrupting; a second Ctrl-C still interrupts."""
         self._deferred = True
         try:
             yield
@@ -92,26 +92,26 @@ class LoopContext:
     config: RunConfig
     run_folder: Path
     total_steps: int | None
-    """None where the data say how many and are not counted; then a share of the rows says how far the run is."""
+    """Number of steps; None if it depends on data that are not counted yet. Progress is then a share of the rows."""
     batches: Callable[[TrainState], tuple[StepBatch, list[MicroBatch]]]
     """The step after a state, and its micro-batches; emits its own phases."""
     agrees_to_stop_before_batches: bool
-    """See `Method`."""
+    """Flag of the method, see `Method`."""
     evaluate: Callable[[int], Mapping[str, float]] | None
-    """What the weights after so many steps reach on held-out samples, by name; None without any. Collective."""
+    """Metrics of the weights after a step on held-out samples, by name; None without such samples. Collective."""
     before_evaluation: Callable[[], None]
-    """Waits for held-out samples that are still being prepared."""
+    """Function that waits for held-out samples that are still being prepared."""
     as_saved: Callable[[TrainState, float], TrainState]
-    """A state with what a checkpoint keeps of the batch source besides its position; waits so many seconds for it.
+    """State with the batch source's part of a checkpoint besides its position; waits that many seconds for it.
     Collective."""
     learner: TrainContext
     phases: Phases
     emit: Callable[[Event], None]
     saver: Saver
     check_step: Callable[[int, Mapping[str, float]], None]
-    """Checks the metrics of each step, which are equal on all ranks. Raises: StoppedOnFinding, on all of them."""
+    """Check of the metrics of each step, which are equal on all ranks. Raises: StoppedOnFinding, on all of them."""
     expert_use: ExpertUse
-    """Where routers are trained; frozen ones are as the model came."""
+    """Expert load, reported for trained routers only."""
 
     @property
     def ranks(self) -> World:
@@ -124,16 +124,16 @@ class LoopContext:
         return self.config.is_over(state.step, state.epoch)
 
     def expected_steps(self, step: int, epoch: float) -> int:
-        """Steps of the whole run, by what is known after `step` of them."""
+        """Return the expected number of steps of the whole run, after `step` of them."""
         return self.total_steps or max(step, round(step / self.share(step, epoch)))
 
 
 def fit(
     job: LoopContext, state: TrainState, stop: StopSignal
 ) -> tuple[TrainState, Literal["completed", "interrupted"]]:
-    """Train from `state` to the end or to a stop signal; either way the last step is saved.
+    """Train from `state` to the end or to a stop signal; in both cases the last step is saved.
 
-    Raises: StoppedOnFinding when the loss or a gradient is not finite; StorageError when the disk refuses a checkpoint.
+    Raises: StoppedOnFinding if the loss or a gradient is not finite; StorageError if the disk refuses a checkpoint.
     """
     config, first = job.config, state.step + 1
     with stop.deferred():
@@ -142,10 +142,10 @@ def fit(
         while not job.is_over(state):
             job.phases.step = state.step + 1
             try:
-                ready = None if _is_told_to_stop(job, stop) else _get_ready_or_save(job, state, stop)
+                ready = None if _has_stop_request(job, stop) else _get_ready_or_save(job, state, stop)
                 if ready is None:
                     break
-                state = _one_step(job, state, ready)
+                state = _run_step(job, state, ready)
                 on_device = sample_device_memory(job.learner.device, job.ranks.rank, state.step)
                 if on_device is not None:
                     job.emit(on_device)
@@ -154,12 +154,12 @@ def fit(
                 is_last = job.is_over(state)
                 if is_last or (config.eval_steps and state.step % config.eval_steps == 0):
                     state = _evaluate(job, state)
-            except DataError:  # in rows that preparing has come to only now; what was learned is kept
+            except DataError:  # in rows that are prepared only now; the training so far is saved
                 _save_if_new(job, state)
                 raise
             if config.save_steps and not is_last and state.step % config.save_steps == 0:
-                _save(job, state)
-            _tell_of_saves(job)
+                _save_state(job, state)
+            _report_saves(job)
         stop.note_last_save()
         ended_early = not job.is_over(state) or state.evaluation_is_due
         if ended_early or config.save_steps:
@@ -168,23 +168,23 @@ def fit(
 
 
 @dataclass(frozen=True)
-class _Ready:
-    """What all ranks agreed on before a step."""
+class _ReadyStep:
+    """Inputs of a step that all ranks agreed on."""
 
     rows: StepBatch
     batches: list[MicroBatch]
-    """This rank's."""
+    """Batches of this rank."""
     totals: BatchTotals
     began: float
 
 
-def _is_told_to_stop(job: LoopContext, stop: StopSignal) -> bool:
+def _has_stop_request(job: LoopContext, stop: StopSignal) -> bool:
     """Return whether to stop before batches that take long; ranks agree on others with the batch. Collective."""
     return job.agrees_to_stop_before_batches and bool(job.ranks.sum([stop.received is not None])[0])
 
 
-def _get_ready_or_save(job: LoopContext, state: TrainState, stop: StopSignal) -> "_Ready | None":
-    """`_get_ready`; where rollouts end in a finding, what was learned is kept. Collective."""
+def _get_ready_or_save(job: LoopContext, state: TrainState, stop: StopSignal) -> "_ReadyStep | None":
+    """Run `_get_ready`; if rollouts end in a finding, save the training so far. Collective."""
     try:
         return _get_ready(job, state, stop)
     except StoppedOnFinding:
@@ -192,17 +192,17 @@ def _get_ready_or_save(job: LoopContext, state: TrainState, stop: StopSignal) ->
         raise
 
 
-def _get_ready(job: LoopContext, state: TrainState, stop: StopSignal) -> _Ready | None:
-    """Read this rank's part of the next step and agree on its size; None where any rank was told to stop.
+def _get_ready(job: LoopContext, state: TrainState, stop: StopSignal) -> _ReadyStep | None:
+    """Read this rank's part of the next step and agree on its size; return None if any rank received a stop signal.
 
-    Collective: one sum of five numbers. Raises: DataError on all ranks where any could not read its rows.
+    Collective: one sum of five numbers. Raises: DataError on all ranks if any could not read its rows.
     """
     began = time.perf_counter()
     rows: StepBatch | None = None
     batches: list[MicroBatch] = []
     error: SurefootError | None = None
     try:
-        rows, batches = job.batches(state)  # may be collective, so it comes before what one rank alone can fail at
+        rows, batches = job.batches(state)  # may be collective, so it precedes work that can fail on one rank alone
         job.saver.raise_error()
     except Interrupted:
         return None
@@ -210,21 +210,21 @@ def _get_ready(job: LoopContext, state: TrainState, stop: StopSignal) -> _Ready 
         if caught.is_agreed:
             raise
         error = caught
-    said = [*counts_of(batches), stop.received is not None, error is not None]
+    local_counts = [*counts_of(batches), stop.received is not None, error is not None]
     with job.phases("communicate"):
-        tokens, trained, weight, stops, errors = job.ranks.sum(said)
+        tokens, trained, weight, stops, errors = job.ranks.sum(local_counts)
     if errors:
         job.ranks.raise_failures(error)
     if stops:
         return None
     assert rows is not None
-    job.emit(_described(job, state.step + 1, batches))
-    return _Ready(rows, batches, BatchTotals(round(tokens), round(trained), weight), began)
+    job.emit(_describe_batch(job, state.step + 1, batches))
+    return _ReadyStep(rows, batches, BatchTotals(round(tokens), round(trained), weight), began)
 
 
-def _described(job: LoopContext, step: int, batches: Sequence[MicroBatch]) -> BatchDescribed:
+def _describe_batch(job: LoopContext, step: int, batches: Sequence[MicroBatch]) -> BatchDescribed:
     real = [batch for batch in batches if not batch.is_dummy]
-    seen = [batch.vision for batch in real if batch.vision is not None and not batch.vision.is_blank]
+    visions = [batch.vision for batch in real if batch.vision is not None and not batch.vision.is_blank]
     return BatchDescribed(
         rank=job.ranks.rank,
         step=step,
@@ -232,16 +232,16 @@ def _described(job: LoopContext, step: int, batches: Sequence[MicroBatch]) -> Ba
         trained=sum(batch.num_trained for batch in real),
         sequences=sum(batch.num_sequences for batch in real),
         fillers=len(batches) - len(real),
-        images=sum(len(vision.grid) for vision in seen),
-        patches=sum(len(vision.pixels) for vision in seen),
+        images=sum(len(vision.grid) for vision in visions),
+        patches=sum(len(vision.pixels) for vision in visions),
     )
 
 
-def _one_step(job: LoopContext, state: TrainState, ready: _Ready) -> TrainState:
+def _run_step(job: LoopContext, state: TrainState, ready: _ReadyStep) -> TrainState:
     config = job.config
     rows, batches = ready.rows, ready.batches
-    # Dropout depends on (seed, step, rank) alone, so a resumed run needs no saved generator. It is the one thing that
-    # other numbers of ranks draw differently.
+    # Dropout depends on (seed, step, rank) alone, so a resumed run needs no saved generator. Only dropout depends on
+    # the number of ranks.
     torch.manual_seed(((config.seed * 1_000_003 + state.step) * 4099 + job.ranks.rank) % (1 << 63))
     begin, end = job.share(state.step, state.epoch), job.share(state.step + 1, rows.epoch)
     learning_rate = learning_rate_at(state.step, begin, end, state.warmup_end, config)
@@ -278,7 +278,7 @@ def _one_step(job: LoopContext, state: TrainState, ready: _Ready) -> TrainState:
         warmup_end=end if state.step + 1 == config.warmup_steps else state.warmup_end,
     )
     measured = {**rows.about, **job.learner.objective.metrics}
-    job.emit(_step_ended(job, state, result, measured, learning_rate, step_time_s))
+    job.emit(_build_step_event(job, state, result, measured, learning_rate, step_time_s))
     job.check_step(state.step, measured)
     counts = job.learner.objective.expert_counts
     if counts is not None:
@@ -287,7 +287,7 @@ def _one_step(job: LoopContext, state: TrainState, ready: _Ready) -> TrainState:
     return state
 
 
-def _step_ended(
+def _build_step_event(
     job: LoopContext,
     state: TrainState,
     result: StepResult,
@@ -319,7 +319,7 @@ def _step_ended(
 
 
 def _evaluate(job: LoopContext, state: TrainState) -> TrainState:
-    """Where there is something to evaluate on. The state says whether it was interrupted."""
+    """Evaluate if there are held-out samples. The returned state records whether the evaluation was interrupted."""
     done = replace(state, evaluation_is_due=False)
     if job.evaluate is None:
         return done
@@ -328,7 +328,7 @@ def _evaluate(job: LoopContext, state: TrainState) -> TrainState:
     try:
         with job.phases("evaluate"):
             measured = job.evaluate(state.step)
-    except Interrupted:  # all ranks were told to stop, and do so before the next step
+    except Interrupted:  # all ranks received the stop, and stop before the next step
         return replace(state, evaluation_is_due=True)
     except StoppedOnFinding:
         _save_if_new(job, state)
@@ -337,14 +337,14 @@ def _evaluate(job: LoopContext, state: TrainState) -> TrainState:
     return done
 
 
-def _save(job: LoopContext, state: TrainState) -> None:
-    saved = job.as_saved(state, inf)  # the next step would wait for it anyway
+def _save_state(job: LoopContext, state: TrainState) -> None:
+    saved = job.as_saved(state, inf)  # the next step would wait for it in any case
     with job.phases("save"):
         job.saver.save(job.learner.parameters, job.learner.optimizer, saved)
 
 
 def _save_if_new(job: LoopContext, state: TrainState) -> None:
-    """The state is on disk when this returns. Collective."""
+    """Save the state unless it is saved already, and wait until it is on disk. Collective."""
     with job.phases("save"):
         job.saver.wait()
         folder = checkpoint_folder(job.run_folder, state.step)
@@ -352,10 +352,10 @@ def _save_if_new(job: LoopContext, state: TrainState) -> None:
             saved = job.as_saved(state, LAST_WAIT_S)
             job.saver.save(job.learner.parameters, job.learner.optimizer, saved)
             job.saver.wait()
-    _tell_of_saves(job)
+    _report_saves(job)
 
 
-def _tell_of_saves(job: LoopContext) -> None:
+def _report_saves(job: LoopContext) -> None:
     saved = job.saver.completed()
     if saved is not None:
         job.emit(CheckpointSaved(saved.step, saved.path, saved.save_time_s))

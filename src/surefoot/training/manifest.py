@@ -1,11 +1,11 @@
-"""The manifest of a checkpoint: it proves itself, and it names every file that the checkpoint needs.
+"""Manifest of a checkpoint: it verifies itself, and it names every file that the checkpoint needs.
 
     {"format_version": 4, "surefoot_version": "...", "step": 100, "config": {...},
      "files": {"model/rank-00000.safetensors": SHA-256, "optimizer/...": SHA-256, "state.json": SHA-256},
      "sha256": SHA-256 of the other keys as canonical JSON}
 
 Format 3 is the same without `sha256`. Every later format keeps `format_version` and `sha256` as they are here, so a
-newer format can be told from a damaged manifest.
+newer format can be distinguished from a damaged manifest.
 """
 
 import hashlib
@@ -35,16 +35,16 @@ SHOWN_CHARACTERS = 80
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint that cannot be trusted; the text says which file and why."""
+    """Checkpoint that cannot be trusted; the text names the file and the reason."""
 
 
 def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the manifest with its own checksum."""
-    return {**manifest, "sha256": _digest(manifest)}
+    return {**manifest, "sha256": _compute_digest(manifest)}
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest once it has proved itself; the files it names are not looked at.
+    """Return the manifest after verifying its checksum; the files it names are not checked.
 
     Raises: DamagedCheckpoint; CheckpointError for a genuine manifest of a newer format.
     """
@@ -54,16 +54,16 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     except DamagedFile as error:
         raise DamagedCheckpoint(str(error)) from error
     _check_version(checkpoint, manifest)
-    for problem in _problems(checkpoint, manifest):
+    for problem in _list_problems(checkpoint, manifest):
         raise DamagedCheckpoint(f"{path} {problem}")
     return manifest
 
 
 def refuse_unreadable(path: Path) -> None:
-    """Raise CheckpointError if this user may not read a file or folder: that is no damage."""
+    """Raise CheckpointError if this user may not read a file or folder: missing permission is not damage."""
     try:
         may_read = os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)) or not path.exists()
-    except PermissionError:  # of a folder above it
+    except PermissionError:  # of a parent folder
         may_read = False
     if not may_read:
         raise CheckpointError(f"{path}: permission denied. Give this user the right to read it. Nothing was set aside.")
@@ -82,14 +82,14 @@ def check_files(checkpoint: Path, files: Mapping[str, str]) -> None:
             is_outside = not path.resolve().is_relative_to(home)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise DamagedCheckpoint(f"{path} is missing") from error
-        except (OSError, RuntimeError) as error:  # the second: links that point at each other
+        except (OSError, RuntimeError) as error:  # RuntimeError: circular links
             raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
         if not is_file:
             raise DamagedCheckpoint(f"{path} is not a file")
         refuse_unreadable(path)
         if is_outside:
             raise DamagedCheckpoint(f"{path} is a link to a file outside the checkpoint: {path.resolve()}")
-    for name in _names_in(checkpoint):
+    for name in _list_tensor_files(checkpoint):
         if name not in files:
             raise DamagedCheckpoint(f"{checkpoint / name} is not named in {MANIFEST}")
     for name, digest in files.items():
@@ -103,12 +103,12 @@ def check_files(checkpoint: Path, files: Mapping[str, str]) -> None:
 
 
 def wrong_size(config: Mapping[str, Any]) -> str | None:
-    """Return which setting that a resume calculates with is no number, in words; None where all are sound."""
+    """Return a text that names an invalid setting that a resume calculates with; None if all are valid."""
     wrong = next((key for key in SIZES if config.get(key) is not None and not is_size(config[key])), None)
-    return f"{wrong} is {_shown(config[wrong])}" if wrong is not None else None
+    return f"{wrong} is {_format_value(config[wrong])}" if wrong is not None else None
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
+def _compute_digest(manifest: Mapping[str, Any]) -> str:
     rest = {key: value for key, value in manifest.items() if key != "sha256"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
@@ -117,10 +117,10 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 def _check_version(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
     version, path = manifest.get("format_version"), checkpoint / MANIFEST
     if not is_count(version):
-        raise DamagedCheckpoint(f"{path} has format_version {_shown(version)}, which is no version number")
+        raise DamagedCheckpoint(f"{path} has format_version {_format_value(version)}, which is no version number")
     assert isinstance(version, int)
     try:
-        is_sealed = manifest.get("sha256") == _digest(manifest)
+        is_sealed = manifest.get("sha256") == _compute_digest(manifest)
     except ValueError as error:  # a number beyond all floats, such as 1e400
         raise DamagedCheckpoint(f"{path} is unreadable ({error})") from error
     if version >= FORMAT_VERSION and not is_sealed:
@@ -135,25 +135,25 @@ def _check_version(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
         raise DamagedCheckpoint(f"{path} has format_version {version}, which no Surefoot wrote that this one can read")
 
 
-def _problems(checkpoint: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with a manifest whose version can be read."""
+def _list_problems(checkpoint: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the problems of a manifest whose version can be read."""
     keys = KEYS | {"sha256"} if manifest["format_version"] >= FORMAT_VERSION else KEYS
     for key in sorted(keys ^ manifest.keys()):
-        yield f"has no {key}" if key in keys else f"has the unknown key {_shown(key)}"
+        yield f"has no {key}" if key in keys else f"has the unknown key {_format_value(key)}"
     step, config, files = manifest["step"], manifest["config"], manifest["files"]
     name = NAME.match(checkpoint.name)
     if not is_count(step) or not NAME.match(f"step-{step:08d}"):
-        yield f"has step {_shown(step)}, which is no step"
+        yield f"has step {_format_value(step)}, which is no step"
     elif name and int(name[1]) != step:
         yield f"is of step {step}, and the folder is named {checkpoint.name}"
     if not isinstance(config, dict):
         yield "has a config that is no object"
     elif wrong := wrong_size(config):
         yield f"has a config in which {wrong}"
-    yield from _problems_of_files(files)
+    yield from _list_file_problems(files)
 
 
-def _problems_of_files(files: Any) -> Iterator[str]:
+def _list_file_problems(files: Any) -> Iterator[str]:
     if not isinstance(files, dict):
         yield "has files that are no object"
         return
@@ -163,9 +163,9 @@ def _problems_of_files(files: Any) -> Iterator[str]:
         if match:
             ranks[match[1]].add(int(match[2]))
         elif name != STATE:
-            yield f"names {_shown(name)}, which is no file of a checkpoint"
+            yield f"names {_format_value(name)}, which is no file of a checkpoint"
         if not isinstance(digest, str) or not SHA256.fullmatch(digest):
-            yield f"has {_shown(digest)} as the SHA-256 of {_shown(name)}"
+            yield f"has {_format_value(digest)} as the SHA-256 of {_format_value(name)}"
     if STATE not in files:
         yield f"does not name {STATE}"
     num_ranks = 1 + max((rank for numbers in ranks.values() for rank in numbers), default=0)
@@ -175,8 +175,8 @@ def _problems_of_files(files: Any) -> Iterator[str]:
             yield f"does not name {part}/rank-{missing:05d}.safetensors"
 
 
-def _names_in(checkpoint: Path) -> Iterator[str]:
-    """Yield the relative paths of what is in the folders of tensors and is not hidden."""
+def _list_tensor_files(checkpoint: Path) -> Iterator[str]:
+    """Yield the relative paths of the files in the folders of tensors that are not hidden."""
     try:
         for part in PARTS:
             names = sorted(path.name for path in (checkpoint / part).iterdir())
@@ -185,7 +185,7 @@ def _names_in(checkpoint: Path) -> Iterator[str]:
         raise DamagedCheckpoint(f"{checkpoint} cannot be read: {error.strerror}") from error
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return a value for a message, cut."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."

@@ -1,4 +1,4 @@
-"""To whom the memory of a rank belongs."""
+"""Memory use of a rank by owner."""
 
 import resource
 import sys
@@ -13,23 +13,23 @@ from surefoot.methods.base import TrainContext
 
 
 def sample_memory(learner: TrainContext, step: int) -> MemorySampled:
-    """Count this rank's own shards, after a step: the optimizer's state exists from the first one on."""
-    trained = _bytes(learner.parameters.values())
+    """Sum the sizes of this rank's own shards, after a step: the optimizer's state exists from the first step on."""
+    trained = _sum_local_bytes(learner.parameters.values())
     frozen = [parameter for parameter in learner.model.parameters() if not parameter.requires_grad]
     states = learner.optimizer.state.values()
     return MemorySampled(
         rank=learner.ranks.rank,
         step=step,
-        frozen=_bytes(frozen) + _bytes(learner.model.buffers()),
+        frozen=_sum_local_bytes(frozen) + _sum_local_bytes(learner.model.buffers()),
         trained=trained,
         gradients=trained,  # of the same types and sizes
-        optimizer=_bytes(value for state in states for value in state.values() if isinstance(value, Tensor)),
+        optimizer=_sum_local_bytes(value for state in states for value in state.values() if isinstance(value, Tensor)),
         total=torch.cuda.memory_allocated(learner.device) if learner.device.type == "cuda" else None,
     )
 
 
 def sample_device_memory(device: torch.device, rank: int, step: int) -> DeviceMemorySampled | None:
-    """What the allocator counts now; None on a CPU."""
+    """Return the allocator's counters; None on a CPU."""
     if device.type != "cuda":
         return None
     counts = torch.cuda.memory_stats(device)
@@ -45,14 +45,14 @@ def sample_device_memory(device: torch.device, rank: int, step: int) -> DeviceMe
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory used so far: the allocator's on CUDA, the process's resident set elsewhere."""
+    """Return the peak memory so far: the allocator's on CUDA, the process's resident set elsewhere."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of the parts that lie on this rank."""
+def _sum_local_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the local parts of tensors."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     return sum(tensor.numel() * tensor.element_size() for tensor in local)

@@ -1,4 +1,4 @@
-"""Observers that write a run's events down: metrics.jsonl, the screen, TensorBoard, W&B and trackio."""
+"""Observers that record a run's events: metrics.jsonl, the screen, TensorBoard, W&B and trackio."""
 
 import importlib
 import json
@@ -36,14 +36,14 @@ LINE_EVERY_S = 5.0
 
 
 def as_metrics(event: StepEnded | Evaluated) -> dict[str, Any]:
-    """The numbers of an event, without those the model does not have."""
+    """Return the numbers of an event, without those that the model does not have."""
     left_out = ("total_steps", "is_last", "measured")
     own = {name: value for name, value in asdict(event).items() if value is not None and name not in left_out}
     return own | dict(event.measured)
 
 
 class MetricsFile:
-    """Appends a line per logged step to metrics.jsonl; a resumed run first drops lines beyond its checkpoint."""
+    """Writer of one line per logged step to metrics.jsonl; a resumed run first drops lines beyond its checkpoint."""
 
     def __init__(self, path: Path, logging_steps: int) -> None:
         self._path = path
@@ -53,23 +53,23 @@ class MetricsFile:
     def observe(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             drop_lines_from(self._path, event.first_step, is_evaluation if event.evaluates_again else None)
-            with _named(self._path):
+            with _raise_storage_errors(self._path):
                 self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed at the end of the run
         elif isinstance(event, Evaluated) or (isinstance(event, StepEnded) and is_logged(event, self._every)):
             assert self._file is not None
-            with _named(self._path):
+            with _raise_storage_errors(self._path):
                 self._file.write(json.dumps(as_metrics(event)) + "\n")
                 self._file.flush()
         elif isinstance(event, RunEnded) and self._file is not None:
-            with suppress(OSError):  # what could not be written was told
+            with suppress(OSError):  # write errors were reported before
                 self._file.close()
             self._file = None
 
 
 class CompletionsFile:
-    """Appends a line per completion to completions.jsonl, or to that of evaluations.
+    """Writer of one line per completion to completions.jsonl, or to that of evaluations.
 
-    A resumed run first drops those beyond its checkpoint.
+    A resumed run first drops lines beyond its checkpoint.
     """
 
     def __init__(self, path: Path, of_evaluations: Path) -> None:
@@ -83,14 +83,14 @@ class CompletionsFile:
         elif isinstance(event, CompletionsMade):
             path = self._of_evaluations if event.is_evaluation else self._path
             about = {"step": event.step, "policy_version": event.policy_version}
-            # Half a character, as data in JSON may hold, is written as JSON would escape it.
-            with _named(path), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
-                file.writelines(json.dumps({**about, **one}, ensure_ascii=False) + "\n" for one in event.samples)
+            # A lone surrogate, which JSON data may hold, is written as JSON would escape it.
+            with _raise_storage_errors(path), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+                file.writelines(json.dumps({**about, **sample}, ensure_ascii=False) + "\n" for sample in event.samples)
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Raises: StorageError for what the system says."""
+def _raise_storage_errors(path: Path) -> Iterator[None]:
+    """Raise StorageError for errors of the file system."""
     try:
         yield
     except OSError as error:
@@ -104,31 +104,31 @@ def is_evaluation(line: Mapping[str, Any]) -> bool:
 def drop_lines_from(
     path: Path, first_step: int, goes_before: Callable[[Mapping[str, Any]], bool] | None = None
 ) -> None:
-    """Keep of a file of lines with a `step` those before a step, but of the last of these not what `goes_before`.
+    """Keep the lines of a file before a step, but drop lines of the step before it that `goes_before` selects.
 
-    Lines that hold no such object are left out, and are warned of but for the last, which a kill may have cut short.
+    Lines that hold no object with a `step` are dropped with a warning, except the last, which a kill may have cut.
     Raises: StorageError.
     """
     if not path.is_file():
         return
-    kept: list[bytes] = []
+    remaining: list[bytes] = []
     num_lines, damaged = 0, []
-    with _named(path):
+    with _raise_storage_errors(path):
         for text, line in read_objects(path):
             num_lines += 1
             step = line.get("step") if line is not None else None
             if step is None or line is None or not is_count(step):
                 damaged.append(num_lines)
             elif step < first_step and not (goes_before and step == first_step - 1 and goes_before(line)):
-                kept.append(text.rstrip(b"\n") + b"\n")
+                remaining.append(text.rstrip(b"\n") + b"\n")
     num_damaged = sum(number < num_lines for number in damaged)
     if num_damaged:
         LOGGER.warning("%s: %d lines could not be read and are left out", path, num_damaged)
-    write_bytes(path, b"".join(kept))
+    write_bytes(path, b"".join(remaining))
 
 
 def is_logged(event: StepEnded, every: int) -> bool:
-    """Whether a step is one of those written down; the last one always is."""
+    """Return whether a step is to be logged; the last step always is."""
     return event.step % every == 0 or event.is_last
 
 
@@ -146,48 +146,50 @@ class Screen:
     def observe(self, event: Event) -> None:
         if isinstance(event, Heartbeat):
             if event.text:
-                self._preparing(event)
+                self._show_preparation(event)
         elif isinstance(event, DataCounted):
             rows = ", ".join(f"{count} {name}" for name, count in event.rows.items())
-            self._line(f"data: rows {rows}" + ("" if event.is_complete else " (so far; the rest is being prepared)"))
+            self._write_line(
+                f"data: rows {rows}" + ("" if event.is_complete else " (so far; the rest is being prepared)")
+            )
         elif isinstance(event, RunStarted):
             self._began, self._first_step = time.perf_counter(), event.first_step
             share = event.trainable_parameters / event.all_parameters
             steps = (
                 f"{event.total_steps} step{'s' * (event.total_steps != 1)}, " if event.total_steps is not None else ""
             )
-            self._line(
+            self._write_line(
                 f"training {event.trainable_parameters / 1e6:.2f} M of {event.all_parameters / 1e6:.1f} M parameters "
                 f"({share:.2%}), {steps}into {event.run_folder}"
             )
         elif isinstance(event, StepEnded) and is_logged(event, self._every):
-            self._write(self._progress(event), end="\n" if event.is_last or not self._live else "")
+            self._write(self._format_progress(event), end="\n" if event.is_last or not self._live else "")
         elif isinstance(event, Evaluated):
-            name = next((one for one in ("eval_loss", "eval_reward") if one in event.measured), None)
-            said = f"{name} {event.measured[name]:.4f}" if name is not None else "no completion was given a reward"
-            self._line(f"step {event.step}: {said}")
+            name = next((metric for metric in ("eval_loss", "eval_reward") if metric in event.measured), None)
+            text = f"{name} {event.measured[name]:.4f}" if name is not None else "no completion was given a reward"
+            self._write_line(f"step {event.step}: {text}")
         elif isinstance(event, CheckpointSaved):
-            self._line(f"step {event.step}: checkpoint {event.path.name} ({event.save_time_s:.1f} s)")
+            self._write_line(f"step {event.step}: checkpoint {event.path.name} ({event.save_time_s:.1f} s)")
         elif isinstance(event, Notice):
-            self._line(event.text)
+            self._write_line(event.text)
         elif isinstance(event, FindingMade):
-            self._line(event.finding.as_text())
+            self._write_line(event.finding.as_text())
 
     def end_line(self) -> None:
-        """Leave a line that was being rewritten in place."""
+        """End a line that was being rewritten in place."""
         if self._live:
             self._write("", end="")
 
-    def _preparing(self, event: Heartbeat) -> None:
-        """In place on a terminal; elsewhere a line every few seconds, and none for what is done at once."""
+    def _show_preparation(self, event: Heartbeat) -> None:
+        """Show progress in place on a terminal; elsewhere write a line every few seconds, none if it is quick."""
         now = time.perf_counter()
         if self._live:
             self._write(event.text, end="")
         elif now - self._last_line > LINE_EVERY_S:
-            self._line(event.text)
+            self._write_line(event.text)
             self._last_line = now
 
-    def _progress(self, event: StepEnded) -> str:
+    def _format_progress(self, event: StepEnded) -> str:
         done = event.step - self._first_step + 1
         left_s = (time.perf_counter() - self._began) / done * (event.total_steps - event.step)
         parts = [
@@ -203,7 +205,7 @@ class Screen:
             parts.insert(4, f"expert load {max(event.expert_load):.1f}x")
         return "  ".join(parts)
 
-    def _line(self, text: str) -> None:
+    def _write_line(self, text: str) -> None:
         self._write(text, end="\n")
 
     def _write(self, text: str, end: str) -> None:
@@ -212,13 +214,13 @@ class Screen:
 
 
 class TensorBoard:
-    """Scalars under `<run folder>/tensorboard`."""
+    """Writer of scalars under `<run folder>/tensorboard`."""
 
     def __init__(self, run_folder: Path, logging_steps: int) -> None:
-        _require("tensorboard", "tensorboard")
+        _import_package("tensorboard", "tensorboard")
         self._folder = run_folder / "tensorboard"
         self._writer: Any = None
-        """Opened once the run begins: until then the folder may hold another run, which is deleted."""
+        """Writer that is opened once the run begins: until then the folder may hold another run, which is deleted."""
         self._every = logging_steps
 
     def observe(self, event: Event) -> None:
@@ -227,17 +229,17 @@ class TensorBoard:
 
             self._writer = SummaryWriter(str(self._folder))
         elif isinstance(event, Evaluated) or (isinstance(event, StepEnded) and is_logged(event, self._every)):
-            for name, value in _scalars(event).items():
+            for name, value in _extract_scalars(event).items():
                 self._writer.add_scalar(f"train/{name}", value, event.step)
         elif isinstance(event, RunEnded) and self._writer is not None:
             self._writer.close()
 
 
 class Tracker:
-    """W&B or trackio, which share these three calls."""
+    """Writer for W&B or trackio, which share these three calls."""
 
     def __init__(self, package: str, run_folder: Path, logging_steps: int) -> None:
-        self._module = _require(package, package)
+        self._module = _import_package(package, package)
         self._name = run_folder.name
         self._every = logging_steps
         self._has_begun = False
@@ -247,12 +249,14 @@ class Tracker:
             self._has_begun = True
             self._module.init(project="surefoot", name=self._name, config=dict(event.config))
         elif isinstance(event, Evaluated) or (isinstance(event, StepEnded) and is_logged(event, self._every)):
-            self._module.log({f"train/{name}": value for name, value in _scalars(event).items()}, step=event.step)
+            self._module.log(
+                {f"train/{name}": value for name, value in _extract_scalars(event).items()}, step=event.step
+            )
         elif isinstance(event, RunEnded) and self._has_begun:
             self._module.finish()
 
 
-def _scalars(event: StepEnded | Evaluated) -> dict[str, float]:
+def _extract_scalars(event: StepEnded | Evaluated) -> dict[str, float]:
     scalars = {}
     for name, value in as_metrics(event).items():
         if name == "expert_load":
@@ -262,7 +266,7 @@ def _scalars(event: StepEnded | Evaluated) -> dict[str, float]:
     return scalars
 
 
-def _require(package: str, setting: str) -> Any:
+def _import_package(package: str, setting: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -270,7 +274,7 @@ def _require(package: str, setting: str) -> Any:
 
 
 def build_observers(run_folder: Path, logging_steps: int, report_to: list[str], *, screen: bool) -> list[Observer]:
-    """The observers a config asks for. Raises: ConfigError where a package is missing."""
+    """Build the observers that a config requests. Raises: ConfigError if a package is missing."""
     observers: list[Observer] = [
         MetricsFile(run_folder / METRICS, logging_steps),
         CompletionsFile(run_folder / COMPLETIONS, run_folder / EVAL_COMPLETIONS),

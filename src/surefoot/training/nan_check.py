@@ -1,4 +1,4 @@
-"""Where a loss or a gradient that is not finite comes from: weights, or the first module and the row it shows in."""
+"""Origin of a loss or a gradient that is not finite: weights, or the first module and row in which it appears."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from surefoot.training.step import NotFinite
 MOST_NAMES = 8
 MOST_ROWS = 32
 LARGE_WEIGHT = 1e4
-"""No weight of a model that works is so large."""
+"""Size of weights above which a model does not work."""
 PIECE = 1 << 24
 
 
@@ -30,50 +30,50 @@ def not_finite_finding(
     learning_rate: float,
     last_good: Path | None,
 ) -> Finding:
-    """What is known of it, the same on all ranks. Collective: one more forward of the step's batches without dropout.
+    """Build the finding, the same on all ranks. Collective: one more forward of the step's batches without dropout.
 
     `batches` are this rank's of the step.
     """
     ranks = learner.ranks
-    learner.optimizer.zero_grad(set_to_none=True)  # the forward below needs memory, and they are of no more use
+    learner.optimizer.zero_grad(set_to_none=True)  # the forward below needs the memory, and they are no longer used
     with learner.phase("forward"):
-        origin = _origin(learner, batches)
-    said = ranks.gather(
+        origin = _find_origin(learner, batches)
+    reports = ranks.gather(
         {
             "rows": [place for batch in batches for place in batch.places],
             "gradients": error.parameters,
-            "weights": _not_finite_weights(learner.model),
+            "weights": _list_not_finite_weights(learner.model),
             "module": origin.module if origin else None,
             "row": origin.row if origin else None,
             "is_here": error.is_here,
-            "largest": _largest(learner.parameters),
+            "largest": _find_largest_weight(learner.parameters),
         }
     )
     evidence: dict[str, Any] = {
         "step": step,
         error.what: str(error.value),
         "learning_rate": learning_rate,
-        "rows": _shortened([place for one in said for place in one["rows"]], MOST_ROWS),
+        "rows": _join_names([place for report in reports for place in report["rows"]], MOST_ROWS),
         "last_good_checkpoint": str(last_good) if last_good is not None else "none",
     }
-    first = next((one for one in said if one["module"] is not None), None)
-    weights = [name for one in said for name in one["weights"]]
-    gradients = [name for one in said for name in one["gradients"]]
+    first = next((report for report in reports if report["module"] is not None), None)
+    weights = [name for report in reports for name in report["weights"]]
+    gradients = [name for report in reports for name in report["gradients"]]
     where = ""
-    largest = max(one["largest"] for one in said)
+    largest = max(report["largest"] for report in reports)
     evidence["largest_trained_weight"] = float(f"{largest:.3g}")
     if largest > LARGE_WEIGHT:
         where = f"; trained weights are as large as {largest:.1e}, so the steps before were too large"
     if weights:
-        evidence["weights"] = _shortened(weights, MOST_NAMES)
+        evidence["weights"] = _join_names(weights, MOST_NAMES)
         where += f"; {evidence['weights']} holds values that are not finite"
     if first is not None:
         evidence |= {"first_module": first["module"], "row": first["row"]}
         where += f"; in the forward it shows first in {first['module']}, in {first['row']}"
     if gradients:
-        evidence["parameters"] = _shortened(gradients, MOST_NAMES)
+        evidence["parameters"] = _join_names(gradients, MOST_NAMES)
     if ranks.size > 1:
-        evidence["ranks"] = ", ".join(str(rank) for rank, one in enumerate(said) if one["is_here"])
+        evidence["ranks"] = ", ".join(str(rank) for rank, report in enumerate(reports) if report["is_here"])
     code = "SF401" if error.what == "loss" else "SF402"
     cause = f"the {error.what} of step {step} is {error.value}; the weights were not updated with it{where}"
     return Finding(code=code, cause=cause, evidence=evidence, fix=CATALOGUE[code].fix)
@@ -81,46 +81,46 @@ def not_finite_finding(
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a forward first shows a value that is not finite."""
+    """Module and row in which a forward first has a value that is not finite."""
 
     module: str
     row: str
-    """Its place in the data."""
+    """Place of the row in the data."""
 
 
-def _origin(learner: TrainContext, batches: Sequence[MicroBatch]) -> _Origin | None:
-    """Found by looking at what each module of the model gives; None where a forward is finite. Collective."""
-    found: list[_Origin] = []
+def _find_origin(learner: TrainContext, batches: Sequence[MicroBatch]) -> _Origin | None:
+    """Find the origin by checking each module's output; None if a forward is finite. Collective."""
+    origins: list[_Origin] = []
     current: list[MicroBatch] = []
 
-    def given() -> Iterator[MicroBatch]:
+    def yield_batches() -> Iterator[MicroBatch]:
         for batch in batches:
             current[:] = [batch]
             yield batch
 
-    def look_at(name: str) -> Callable[..., None]:
+    def make_hook(name: str) -> Callable[..., None]:
         def look(_module: nn.Module, _inputs: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
-            if found or not isinstance(tensor, Tensor) or not tensor.is_floating_point() or current[0].is_dummy:
+            if origins or not isinstance(tensor, Tensor) or not tensor.is_floating_point() or current[0].is_dummy:
                 return
             bad = ~torch.isfinite(tensor.detach())
             if bool(bad.any()):
-                found.append(_Origin(name or type(_module).__name__, _row_of(bad, current[0])))
+                origins.append(_Origin(name or type(_module).__name__, _find_row(bad, current[0])))
 
         return look
 
-    hooks = [module.register_forward_hook(look_at(name)) for name, module in learner.model.named_modules()]
+    hooks = [module.register_forward_hook(make_hook(name)) for name, module in learner.model.named_modules()]
     try:
         with learner.forward_context():
-            learner.objective.probe_forward(given())
+            learner.objective.probe_forward(yield_batches())
     finally:
         for hook in hooks:
             hook.remove()
-    return found[0] if found else None
+    return origins[0] if origins else None
 
 
-def _row_of(bad: Tensor, batch: MicroBatch) -> str:
-    """The place of the first row that a mask over a module's output marks."""
+def _find_row(bad: Tensor, batch: MicroBatch) -> str:
+    """Return the place of the first row that a mask over a module's output marks."""
     num_tokens = sum(batch.lengths)
     dim = next((dim for dim, size in enumerate(bad.shape) if size == num_tokens), None)
     if dim is None:  # an output that is not per token
@@ -130,8 +130,8 @@ def _row_of(bad: Tensor, batch: MicroBatch) -> str:
     return batch.places[int((ends <= token).sum())]
 
 
-def _not_finite_weights(model: nn.Module) -> list[str]:
-    """Names of parameters of which this rank holds a value that is not finite."""
+def _list_not_finite_weights(model: nn.Module) -> list[str]:
+    """Return names of parameters of which this rank holds a value that is not finite."""
     return [
         name
         for name, parameter in model.named_parameters()
@@ -139,8 +139,8 @@ def _not_finite_weights(model: nn.Module) -> list[str]:
     ]
 
 
-def _largest(parameters: Mapping[str, nn.Parameter]) -> float:
-    """The largest finite value of what is trained, of this rank's parts, without its sign."""
+def _find_largest_weight(parameters: Mapping[str, nn.Parameter]) -> float:
+    """Return the largest finite absolute value of the trained weights, of this rank's parts."""
     largest = 0.0
     for parameter in parameters.values():
         for piece in block_of(parameter.detach()).local.reshape(-1).split(PIECE):
@@ -150,11 +150,11 @@ def _largest(parameters: Mapping[str, nn.Parameter]) -> float:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Looked at in pieces: whether each value is finite takes memory of its own."""
+    """Return whether all values are finite; checked in pieces, because the check needs memory of its own."""
     return all(bool(torch.isfinite(piece).all()) for piece in tensor.reshape(-1).split(PIECE))
 
 
-def _shortened(names: Sequence[str], most: int) -> str:
-    """Each once, in order."""
+def _join_names(names: Sequence[str], most: int) -> str:
+    """Join the distinct names in order, and cut the list after `most` names."""
     distinct = list(dict.fromkeys(names))
     return ", ".join(distinct[:most]) + (f" and {len(distinct) - most} more" if len(distinct) > most else "")

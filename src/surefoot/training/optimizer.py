@@ -1,4 +1,4 @@
-"""The optimizer and the learning-rate schedule."""
+"""Optimizer and learning-rate schedule."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from surefoot.config.schema import EPSILON
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], config: RunConfig) -> torch.optim.AdamW:
-    """Fused AdamW. Matrices and stacks of matrices are decayed; vectors (norms, biases) are not."""
+    """Build fused AdamW. Matrices and stacks of matrices are decayed; vectors (norms, biases) are not."""
     decayed = [p for p in parameters.values() if p.dim() >= 2]
     others = [p for p in parameters.values() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -25,10 +25,10 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: RunConfig) -
 
 
 def learning_rate_at(step: int, begin: float, end: float, warmup_end: float, config: RunConfig) -> float:
-    """The learning rate of optimizer step `step` (from 0), which goes from share `begin` to share `end` of the run.
+    """Return the learning rate of optimizer step `step` (from 0), from share `begin` to share `end` of the run.
 
-    Shares are of the steps where `max_steps` gives the length, else of the rows: so training can start before anyone
-    has counted the steps. `warmup_end`: the share at which `warmup_steps` were done.
+    Shares are of the steps if `max_steps` gives the length, else of the rows: so training can start before the steps
+    are counted. `warmup_end`: the share at which `warmup_steps` were done.
     A pure function, so resuming needs no scheduler state.
     """
     peak, low = config.learning_rate, config.learning_rate * config.min_lr_ratio

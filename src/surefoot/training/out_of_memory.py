@@ -1,4 +1,4 @@
-"""What a rank knows when memory is refused to it: where, for which batch, what lies there, and who else uses it."""
+"""Finding for a rank that runs out of memory: phase, batch, memory by owner, and other users of the GPU."""
 
 import re
 from collections import deque
@@ -13,50 +13,50 @@ from surefoot.findings import CATALOGUE, Finding
 OF_THE_HOST = "DefaultCPUAllocator: can't allocate memory"
 ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
 LARGE_TIMES = 1.5
-"""So many times the usual tokens make a batch a large one."""
+"""Multiple of the usual tokens from which on a batch is large."""
 OTHERS_BYTES = 4 << 30
-"""From which on what lies outside PyTorch's allocator is worth a word: a CUDA context and NCCL take one or two GiB."""
+"""Memory outside PyTorch's allocator from which on it is reported: a CUDA context and NCCL take one or two GiB."""
 UNUSED_BYTES = 1 << 30
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether CUDA's allocator, or that of the host, had nothing left. Other kinds of errors have the same class."""
+    """Return whether CUDA's allocator, or that of the host, is exhausted. Other kinds of errors have the same class."""
     return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and OF_THE_HOST in str(error))
 
 
 @dataclass(frozen=True)
 class DeviceNow:
-    """The memory of a GPU when it was refused, in bytes."""
+    """Memory of a GPU at a failed allocation, in bytes."""
 
     total: int
     free: int
-    """For whoever asks."""
+    """Free memory, for any process."""
     reserved: int
-    """By this process."""
+    """Memory reserved by this process."""
     allocated: int
-    """Of these, in tensors."""
+    """Part of the reserved memory that is in tensors."""
 
     @staticmethod
     def read() -> "DeviceNow | None":
-        """Of this process's GPU; None where it uses none."""
+        """Read the memory of this process's GPU; None if it uses none."""
         if not torch.cuda.is_available() or not torch.cuda.is_initialized():
             return None
         try:
             free, total = torch.cuda.mem_get_info()
-        except RuntimeError:  # what failed before may have left the device unusable
+        except RuntimeError:  # the failure before may have left the device unusable
             return None
         return DeviceNow(total, free, torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
 
 
 class MemoryWatch:
-    """The observer that remembers what matters then."""
+    """Observer that remembers the events needed for the finding."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._began = PhaseBegan(rank, 0, "load")
         self._batch: BatchDescribed | None = None
         self._tokens: deque[int] = deque(maxlen=200)
-        """Of the batches before it."""
+        """Tokens of the batches before it."""
         self._ledger: MemorySampled | None = None
 
     def observe(self, event: Event) -> None:
@@ -69,13 +69,13 @@ class MemoryWatch:
             self._ledger = event
 
     def finding(self, error: BaseException, device: DeviceNow | None) -> Finding:
-        """`error`: one that `is_out_of_memory`; `device`: as it was then."""
-        phase, step, said = self._began.phase, self._began.step, str(error)
-        asked = ASKED.search(said)
+        """Build the finding. `error`: an error with `is_out_of_memory`; `device`: its memory at that time."""
+        phase, step, message = self._began.phase, self._began.step, str(error)
+        requested = ASKED.search(message)
         where = f"in {phase} of step {step}" if step else f"in {phase}, before the first step"
-        owner = "the host" if OF_THE_HOST in said else "its GPU"
+        owner = "the host" if OF_THE_HOST in message else "its GPU"
         cause = f"rank {self._rank} got no more memory of {owner}, {where}"
-        cause += f": it asked for {asked[1]}" if asked else ""
+        cause += f": it asked for {requested[1]}" if requested else ""
         evidence: dict[str, object] = {"rank": self._rank, "step": step, "phase": phase}
         fix = CATALOGUE["SF209"].fix
         if step and self._batch is not None and self._batch.step == step:
@@ -101,4 +101,4 @@ class MemoryWatch:
                 fix = f"Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. {fix}"
         if phase == "rollout":
             fix = f"Lower rollout_batch_size, with which fewer completions are made at once. {fix}"
-        return Finding("SF209", cause, {**evidence, "error": said.splitlines()[0][:300] if said else ""}, fix)
+        return Finding("SF209", cause, {**evidence, "error": message.splitlines()[0][:300] if message else ""}, fix)

@@ -1,4 +1,4 @@
-"""What this rank is doing, said as it begins and ends."""
+"""Phases of this rank, emitted as they begin and end."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,12 +11,12 @@ from surefoot.events import Event, LayerEntered, Phase, PhaseBegan, PhaseEnded
 
 
 class Phases:
-    """`with phases("forward"):` emits the phase's beginning and end."""
+    """Emitter of a phase's beginning and end: `with phases("forward"):`."""
 
     def __init__(self, emit: Callable[[Event], None], rank: int) -> None:
         self._emit, self._rank = emit, rank
         self.step = 0
-        """The step that is being taken; kept by the loop."""
+        """Current step; set by the loop."""
 
     @contextmanager
     def __call__(self, phase: Phase) -> Iterator[None]:
@@ -27,23 +27,23 @@ class Phases:
             self._emit(PhaseEnded(self._rank, self.step, phase))
 
     def follow(self, layers: Iterable[nn.Module]) -> None:
-        """Emit in which layer of the decoder this rank is, where gradients are computed: rollouts call them too often.
+        """Emit the decoder layer that this rank enters, only with gradients enabled: rollouts call layers too often.
 
-        The hooks change nothing. Their first comes before those that gather a layer's weights.
+        The hooks change nothing. They run before the hooks that gather a layer's weights.
         """
         for number, layer in enumerate(layers):
             enter = partial(self._emit, LayerEntered(self._rank, number))
-            layer.register_forward_pre_hook(partial(_begin, enter), prepend=True)
-            layer.register_forward_hook(partial(_come_back, enter))
+            layer.register_forward_pre_hook(partial(_enter_forward, enter), prepend=True)
+            layer.register_forward_hook(partial(_enter_backward, enter))
 
 
-def _begin(enter: Callable[[], None], *_: object) -> None:
+def _enter_forward(enter: Callable[[], None], *_: object) -> None:
     if torch.is_grad_enabled():
         enter()
 
 
-def _come_back(enter: Callable[[], None], _layer: nn.Module, _inputs: object, output: object) -> None:
-    """The backward of a layer begins when the gradient of what it returned, or returned first, is there."""
+def _enter_backward(enter: Callable[[], None], _layer: nn.Module, _inputs: object, output: object) -> None:
+    """Begin the backward of a layer when the gradient of its output, or of its first output, is available."""
     first = output[0] if isinstance(output, tuple) and output else output
     if isinstance(first, Tensor) and first.requires_grad:
         first.register_hook(lambda _: enter())

@@ -1,4 +1,4 @@
-"""The run folder: taken by one process at a time, never shared by two runs, and where a run goes on from."""
+"""Run folder: held by one process at a time, never shared by two runs, and the start of a resumed run."""
 
 import fcntl
 import os
@@ -24,39 +24,39 @@ OWN_ENTRIES = (
     "run.yaml environment.json metrics.jsonl completions.jsonl eval_completions.jsonl summary.json findings.jsonl "
     "events evidence checkpoints adapter model engine tensorboard report.html"
 ).split()
-"""What a run writes into its folder."""
+"""Files that a run writes into its folder."""
 
 ENVIRONMENT = "environment.json"
 LOCK = ".lock"
 SHARED_WITHIN_S = 60.0
-"""How long a network file system may take to show a new file on another machine."""
+"""Seconds that a network file system may take to show a new file on another machine."""
 
 LEFT_BY_FAILURE = ("summary.json", "findings.jsonl", "events", "evidence", "tensorboard")
-"""What a run that fails before its first step leaves."""
+"""Files that a run that fails before its first step leaves."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Where to go on from, and what was found on the way there."""
+    """Checkpoint to resume from, and the findings made while looking for it."""
 
     checkpoint: Path | None
     findings: list[Finding]
     token: str = ""
-    """What this claim wrote into the folder; see `check_shared`."""
+    """Token that this claim wrote into the folder; see `check_shared`."""
     claimed_s: float = 0.0
-    """When, since 1970."""
+    """Time of the claim, in seconds since 1970."""
     notes: tuple[str, ...] = ()
-    """What the user should know of how that was decided."""
+    """Notes for the user about how that was decided."""
 
 
 def check_folder(loaded: LoadedConfig) -> None:
-    """Change nothing. Raises: ConfigError for a file, and for a folder that holds what no run wrote."""
+    """Check the folder without changing it. Raises: ConfigError for a file, and for a folder with files of no run."""
     folder = loaded.run.run_folder.absolute()
-    there = next(one for one in (folder, *folder.parents) if one.exists())
-    if not there.is_dir():
-        what = "is a file" if there == folder else f"{there} is a file"
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        what = "is a file" if existing == folder else f"{existing} is a file"
         raise ConfigError(f"output_dir={loaded.run.run_folder} {what} ({loaded.where('output_dir')}).")
-    if there == folder and not _is_run_folder(folder):
+    if existing == folder and not _is_run_folder(folder):
         strangers = sorted(p.name for p in folder.iterdir() if p.name not in LEFT_BY_FAILURE and p.name[0] != ".")
         if strangers:
             raise ConfigError(
@@ -67,7 +67,7 @@ def check_folder(loaded: LoadedConfig) -> None:
 
 @contextmanager
 def claim(loaded: LoadedConfig) -> Iterator[Resume]:
-    """Take the run folder for this process, decide what to resume, and refuse to mix two runs."""
+    """Claim the run folder for this process, decide what to resume, and refuse to mix two runs."""
     config, folder = loaded.run, loaded.run.run_folder
     _refuse_links(loaded)
     check_folder(loaded)
@@ -108,7 +108,7 @@ def claim(loaded: LoadedConfig) -> Iterator[Resume]:
 
 
 def _refuse_links(loaded: LoadedConfig) -> None:
-    """Raise ConfigError for a link where a run writes a file: it would be written to wherever that leads.
+    """Raise ConfigError for a link where a run writes a file: the file would be written to the link's target.
 
     A folder may be a link to another one, such as checkpoints on a larger disk.
     """
@@ -122,14 +122,14 @@ def _refuse_links(loaded: LoadedConfig) -> None:
 
 
 def check_shared(loaded: LoadedConfig, token: str) -> None:
-    """On any rank: the folder is the one that rank 0 has claimed. Raises: ConfigError after `SHARED_WITHIN_S`."""
+    """Check on any rank that rank 0 has claimed this folder. Raises: ConfigError after `SHARED_WITHIN_S`."""
     folder = loaded.run.run_folder
     deadline = time.monotonic() + SHARED_WITHIN_S
     while True:
         try:
             if (folder / LOCK).read_text() == token:
                 return
-        except OSError:  # not seen here, or not yet
+        except OSError:  # not visible here, or not yet
             pass
         if time.monotonic() > deadline:
             raise ConfigError(
@@ -143,7 +143,7 @@ def check_shared(loaded: LoadedConfig, token: str) -> None:
 def _is_run_folder(folder: Path) -> bool:
     """Return whether a run was assembled here. Any folder can hold a run.yaml.
 
-    A run writes environment.json with our name. Where that is damaged, a checkpoint whose manifest proves itself tells.
+    A run writes environment.json with our name. If that is damaged, a checkpoint with a valid manifest is proof.
     """
     with suppress(DamagedFile):
         if "surefoot" in read_object(folder / ENVIRONMENT):
@@ -152,7 +152,7 @@ def _is_run_folder(folder: Path) -> bool:
 
 
 def newest_manifest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest checkpoint whose manifest proves itself, with that; its other files are not looked at."""
+    """Return the newest checkpoint with a valid manifest, and that manifest; its other files are not checked."""
     for checkpoint in reversed(list_checkpoints(folder)):
         with suppress(DamagedCheckpoint, CheckpointError):
             return checkpoint, read_manifest(checkpoint)
@@ -160,7 +160,7 @@ def newest_manifest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def delete_run(folder: Path, claimed_s: float) -> None:
-    """Delete what a run wrote into its folder, but for what this start wrote since it claimed the folder."""
+    """Delete the files that a run wrote into its folder, except those that this start wrote since its claim."""
     drop_findings_before(folder, claimed_s)
     for name in OWN_ENTRIES:
         if name in ("events", "engine", FINDINGS, ENVIRONMENT):
@@ -169,11 +169,13 @@ def delete_run(folder: Path, claimed_s: float) -> None:
         if path.exists() or path.is_symlink():
             delete(path)
     sync_folder(folder)
-    (folder / ENVIRONMENT).unlink(missing_ok=True)  # last: what is left without it would pass for files of the user
+    (folder / ENVIRONMENT).unlink(
+        missing_ok=True
+    )  # last: without it the remaining files would pass for files of the user
 
 
-def _holds_run(folder: Path) -> bool:
-    """Whether a run took a step here."""
+def _has_trained_run(folder: Path) -> bool:
+    """Return whether a run took a step here."""
     metrics = folder / METRICS
     return bool(list_checkpoints(folder)) or (metrics.is_file() and metrics.stat().st_size > 0)
 
@@ -181,13 +183,13 @@ def _holds_run(folder: Path) -> bool:
 def _decide_resume(loaded: LoadedConfig, config: RunConfig, folder: Path) -> Resume:
     if config.overwrite_output_dir:
         _refuse_own_inputs(loaded, config, folder)
-        return Resume(None, [])  # what is there is deleted once the new run is ready for its first step
+        return Resume(None, [])  # the old run is deleted once the new run is ready for its first step
     explicit = config.resume_from_checkpoint not in ("auto", False)
-    notes = _refuse_other_run(loaded, config, folder) if _holds_run(folder) else ()
+    notes = _refuse_other_run(loaded, config, folder) if _has_trained_run(folder) else ()
     if config.resume_from_checkpoint is False:
         return Resume(None, [])
     if not explicit:
-        return replace(_newest(folder), notes=notes)
+        return replace(_find_newest_and_set_aside(folder), notes=notes)
     check_named_checkpoint(loaded)
     path = Path(str(config.resume_from_checkpoint))
     where = loaded.where("resume_from_checkpoint")
@@ -204,19 +206,19 @@ def _decide_resume(loaded: LoadedConfig, config: RunConfig, folder: Path) -> Res
 
 
 def check_resume(loaded: LoadedConfig) -> None:
-    """Raises: ConfigError or CheckpointError where `output_dir` holds what this run would not go on from.
+    """Raise ConfigError or CheckpointError if `output_dir` holds a run that this run would not resume.
 
-    Checksums are not compared, and nothing is touched.
+    Checksums are not compared, and nothing is changed.
     """
     config, folder = loaded.run, loaded.run.run_folder
     if config.overwrite_output_dir:
         _refuse_own_inputs(loaded, config, folder)
-    elif _holds_run(folder):
+    elif _has_trained_run(folder):
         _refuse_other_run(loaded, config, folder)
 
 
 def check_named_checkpoint(loaded: LoadedConfig) -> None:
-    """Raises: CheckpointError where `resume_from_checkpoint` names what is no checkpoint."""
+    """Raise CheckpointError if `resume_from_checkpoint` names no checkpoint."""
     if loaded.run.resume_from_checkpoint in ("auto", False):
         return
     path, where = Path(str(loaded.run.resume_from_checkpoint)), loaded.where("resume_from_checkpoint")
@@ -230,8 +232,8 @@ def check_named_checkpoint(loaded: LoadedConfig) -> None:
         )
 
 
-def _newest(folder: Path) -> Resume:
-    """The newest sound checkpoint; damaged ones are set aside, so that nothing counts or finds them again."""
+def _find_newest_and_set_aside(folder: Path) -> Resume:
+    """Return the newest sound checkpoint; damaged ones are renamed, so that nothing counts or finds them again."""
     newest, findings = find_newest(folder)
     if findings and newest is None:
         raise CheckpointError(
@@ -247,9 +249,9 @@ def _newest(folder: Path) -> Resume:
 
 
 def set_aside_after(run_folder: Path, step: int) -> list[str]:
-    """Rename the checkpoints of later steps, which a run that goes on from before has left; returns their names.
+    """Rename the checkpoints of later steps, which a run that resumes from before has left, and return their names.
 
-    Nothing counts or finds them again: they would be taken for newer than what the run saves from now on.
+    They are neither counted nor found again: they would be taken for newer than the checkpoints from now on.
     """
     later = [path for path in list_checkpoints(run_folder) if step_of(path) > step]
     for path in later:
@@ -277,7 +279,7 @@ def _refuse_own_inputs(loaded: LoadedConfig, config: RunConfig, folder: Path) ->
 
 
 def _refuse_other_run(loaded: LoadedConfig, config: RunConfig, folder: Path) -> tuple[str, ...]:
-    """Raise CheckpointError where the run in a folder is not this one; return notes on how that was decided."""
+    """Raise CheckpointError if the run in a folder is another run; return notes on how that was decided."""
     where = loaded.where("output_dir")
     ways = "Choose another output_dir, or set overwrite_output_dir: true to delete that run"
     if config.resume_from_checkpoint is False:
@@ -311,7 +313,7 @@ def _refuse_other_run(loaded: LoadedConfig, config: RunConfig, folder: Path) -> 
 def saved_config(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the settings of the run in a folder, and notes on where they are from.
 
-    They are those of its newest checkpoint where run.yaml is damaged. Raises: ValueError if neither can be read.
+    They are those of its newest checkpoint if run.yaml is damaged. Raises: ValueError if neither can be read.
     """
     try:
         return read_saved_config(folder / "run.yaml"), ()
@@ -324,7 +326,7 @@ def saved_config(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def read_saved_config(path: Path) -> dict[str, Any]:
-    """Return the settings that a run wrote into its folder, unchecked but for those that are calculated with.
+    """Return the settings that a run wrote into its folder, unchecked except those that are calculated with.
 
     Raises: ValueError for a file that cannot be read or that no run wrote.
     """

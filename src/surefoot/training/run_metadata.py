@@ -1,4 +1,4 @@
-"""What a run runs on and with: environment.json."""
+"""Metadata of a run's hardware and software: environment.json."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ import transformers
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What the run runs on and with."""
+    """Return the hardware and software that the run uses."""
     return {
         "surefoot": version("surefoot"),
         "python": platform.python_version(),

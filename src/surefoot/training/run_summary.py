@@ -1,4 +1,4 @@
-"""What a run did: summary.json and findings.jsonl. Imports no torch."""
+"""Summary and findings of a run: summary.json and findings.jsonl. Imports no torch."""
 
 import json
 import logging
@@ -28,23 +28,23 @@ Status = Literal["completed", "interrupted", "failed"]
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run did; the same as summary.json."""
+    """Result of a run; the same as summary.json."""
 
     status: Status
     run_folder: Path
     steps: int
-    """Optimizer steps done, those of earlier processes included."""
+    """Number of optimizer steps done, those of earlier processes included."""
     train_loss: float | None
     """Mean of the steps' losses."""
     tokens_per_second: float | None
-    """Over the steps of this process."""
+    """Tokens per second over the steps of this process."""
     peak_memory_bytes: int
     examples: Mapping[str, int]
     """Rows read, trained, truncated and skipped."""
     examples_are_complete: bool
-    """False for a run that ended before all its data were prepared: the others were neither read nor counted."""
+    """False for a run that ended before all its data were prepared: the other rows were neither read nor counted."""
     artifact: Path | None
-    """The adapter or model folder."""
+    """Adapter or model folder."""
     findings: list[Finding] = field(default_factory=list)
     error: str | None = None
 
@@ -70,7 +70,7 @@ class RunResult:
 
 
 def read_result(run_folder: Path) -> RunResult | None:
-    """Return what summary.json of a run folder holds; None where it is missing or is no summary."""
+    """Return the content of summary.json of a run folder; None if it is missing or invalid."""
     try:
         summary = read_object(run_folder / SUMMARY)
         artifact = summary["artifact"]
@@ -103,12 +103,12 @@ _SUMMARY: Mapping[str, Callable[[Any], bool]] = {
     "findings": lambda value: isinstance(value, list) and all(isinstance(finding, dict) for finding in value),
     "error": _is_text_or_none,
 }
-"""Key of summary.json -> whether a value of JSON can be it."""
+"""Key of summary.json -> check whether a JSON value is valid for it."""
 
 
 @dataclass(frozen=True)
 class FindingLog:
-    """Where the findings of a run go, from its ranks and from whoever watches it."""
+    """Log of the findings of a run, from its ranks and from the processes that watch it."""
 
     run_folder: Path
     webhook: str | None = None
@@ -120,14 +120,14 @@ class FindingLog:
         return FindingLog(config.run_folder, config.webhook, "tensorboard" in config.report_to)
 
     def note(self, finding: Finding) -> None:
-        """Append a finding to findings.jsonl, in one write, and send it on. What cannot be done is logged.
+        """Append a finding to findings.jsonl, in one write, and send it on. Failures are logged.
 
         A full disk, or a webhook that does not answer, ends no run.
         """
         try:
             with open(self.run_folder / FINDINGS, "ab+") as file:
                 line = json.dumps({"time_s": time.time(), **finding.as_dict()}) + "\n"
-                file.write((b"" if _ends_a_line(file) else b"\n") + line.encode("ascii"))
+                file.write((b"" if _is_at_line_start(file) else b"\n") + line.encode("ascii"))
         except OSError as error:
             LOGGER.warning("finding %s could not be written down: %s", finding.code, error)
         if self.webhook is not None:
@@ -142,15 +142,15 @@ class FindingLog:
                 LOGGER.warning("finding %s could not be written for TensorBoard: %s", finding.code, error)
 
     def _post(self, webhook: str, finding: Finding) -> str | None:
-        """What went wrong, if anything."""
+        """Post a finding to the webhook, and return the problem, if any."""
         address = os.environ.get(webhook.removeprefix("$"))
         if address is None:
             return f"webhook: {webhook} is not set in the environment, so finding {finding.code} is not sent"
         return post(address, self.run_folder, finding)
 
 
-def _ends_a_line(file: BinaryIO) -> bool:
-    """Return whether what is appended to a file begins a line, and is not lost with one that a kill cut short."""
+def _is_at_line_start(file: BinaryIO) -> bool:
+    """Return whether text appended to a file begins a line; a kill may have cut the last line short."""
     if file.seek(0, os.SEEK_END) == 0:
         return True
     file.seek(-1, os.SEEK_END)
@@ -158,24 +158,23 @@ def _ends_a_line(file: BinaryIO) -> bool:
 
 
 def drop_findings_before(run_folder: Path, began_s: float) -> None:
-    """Keep of findings.jsonl what was found since a time, in seconds since 1970. Raises: StorageError."""
+    """Drop the findings of findings.jsonl before a time, in seconds since 1970. Raises: StorageError."""
     path = run_folder / FINDINGS
     if not path.is_file():
         return
     times = ((text, line.get("time_s")) for text, line in read_objects(path) if line is not None)
-    kept = [
+    remaining = [
         text.rstrip(b"\n") + b"\n" for text, time_s in times if isinstance(time_s, int | float) and time_s >= began_s
     ]
-    if kept:
-        write_bytes(path, b"".join(kept))
+    if remaining:
+        write_bytes(path, b"".join(remaining))
     else:
         path.unlink()
 
 
 def write_end(run_folder: Path, *, findings: Sequence[Finding], error: str | None = None, since_s: float = 0.0) -> None:
-    """Complete summary.json with what was found from outside; with `error` the run has failed, and it is written anew
-    where there is none of this run, which began at `since_s` (seconds since 1970).
-    """
+    """Complete summary.json with findings from outside; with `error` the run has failed, and the file is written anew
+    if this run, which began at `since_s` (seconds since 1970), has none."""
     result = read_result(run_folder)
     if result is not None and (run_folder / SUMMARY).stat().st_mtime < since_s:  # of an earlier run
         result = None
@@ -190,7 +189,7 @@ def write_end(run_folder: Path, *, findings: Sequence[Finding], error: str | Non
 
 
 def steps_done(run_folder: Path) -> int:
-    """Return the step of the last line of the metrics that can be read; 0 where there is none."""
+    """Return the step of the last readable line of the metrics; 0 if there is none."""
     steps = 0
     for _, line in read_objects(run_folder / METRICS):
         if line is not None and is_count(line.get("step")):
@@ -199,7 +198,7 @@ def steps_done(run_folder: Path) -> int:
 
 
 def completed_earlier(run_folder: Path, step: int) -> RunResult | None:
-    """The result of a run that was completed after `step` steps, before this process began."""
+    """Return the result of a run that was completed after `step` steps, before this process began."""
     earlier = read_result(run_folder)
     if earlier is None or earlier.status != "completed" or earlier.steps != step:
         return None
@@ -207,7 +206,7 @@ def completed_earlier(run_folder: Path, step: int) -> RunResult | None:
 
 
 class RunRecord:
-    """The observer that knows, at any moment, what the summary would say; findings go to findings.jsonl at once."""
+    """Observer that can build the summary at any moment; it writes findings to findings.jsonl at once."""
 
     def __init__(self, run_folder: Path, log: FindingLog | None = None) -> None:
         self._folder = run_folder
@@ -239,7 +238,7 @@ class RunRecord:
     def result(
         self, status: Status, *, train_loss: float | None = None, artifact: Path | None = None, error: str | None = None
     ) -> RunResult:
-        """The summary of the run as it stands."""
+        """Return the summary of the run at this moment."""
         return RunResult(
             status=status,
             run_folder=self._folder,

@@ -1,8 +1,8 @@
-"""Tensors on disk as the blocks that ranks hold, read back as any other blocks.
+"""Tensors on disk as the blocks that ranks hold, which can be read back as any other blocks.
 
-    rank-00000.safetensors   the blocks of one rank; its header says of each which part of which tensor it is
+    rank-00000.safetensors   the blocks of one rank; its header gives for each the tensor and the part of it
 
-Names and shapes are those of the whole tensors, so nothing here depends on how many ranks wrote or read. A block that
+Names and shapes are those of the full tensors, so nothing here depends on how many ranks wrote or read. A block that
 several ranks hold is written by one of them.
 """
 
@@ -23,12 +23,12 @@ from surefoot.models.dtensor_blocks import LocalShard
 from surefoot.system.json_files import is_count
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types of tensors that can be trained, by the names that safetensors has for them."""
+"""Types of tensors that can be trained, by safetensors' names."""
 MAX_SIZE = 2**62
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredBlock:
     """One block of a file."""
 
     file: Path
@@ -37,7 +37,7 @@ class _Stored:
 
 
 def of_this_rank(blocks: Mapping[str, LocalShard], *, is_first: bool) -> dict[str, LocalShard]:
-    """Those that it writes. `is_first`: this rank also writes what every rank has all of."""
+    """Return the blocks that this rank writes. `is_first`: it also writes the blocks that every rank has in full."""
     return {
         name: block
         for name, block in blocks.items()
@@ -53,8 +53,8 @@ def write_pieces(path: Path, blocks: Mapping[str, LocalShard]) -> None:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Raise CheckpointError, with the file, for what reading a damaged one raises."""
+def _raise_checkpoint_errors(path: Path) -> Iterator[None]:
+    """Raise CheckpointError, with the file, for errors of reading a damaged one."""
     try:
         yield
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError) as error:
@@ -62,22 +62,22 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 class ShardedTensors:
-    """The tensors of a folder that `write_pieces` filled.
+    """Tensors of a folder that `write_pieces` filled.
 
-    Raises: CheckpointError where a file cannot be read or describes its blocks wrongly.
+    Raises: CheckpointError if a file cannot be read or describes its blocks wrongly.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._blocks: dict[str, list[_Stored]] = {}
+        self._blocks: dict[str, list[_StoredBlock]] = {}
         self.shapes: dict[str, torch.Size] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         for path in sorted(folder.glob("rank-*.safetensors")):
-            with _reading(path), safe_open(path, framework="pt") as file:
+            with _raise_checkpoint_errors(path), safe_open(path, framework="pt") as file:
                 self._add(path, file)
 
     def _add(self, path: Path, file: Any) -> None:
-        """Take in the blocks of one file. Raises: ValueError and others, see `_reading`."""
+        """Add the blocks of one file. Raises: ValueError and others, see `_raise_checkpoint_errors`."""
         about = json.loads((file.metadata() or {})["blocks"])
         names = set(file.keys())
         if not isinstance(about, dict) or about.keys() != names:
@@ -89,13 +89,13 @@ class ShardedTensors:
                 raise ValueError(f"{name} is of shape {size}, and cannot be at {offset} of a tensor of shape {shape}")
             if dtype not in DTYPES:
                 raise ValueError(f"{name} is of type {dtype}, which cannot be trained")
-            whole = torch.Size(shape), DTYPES[dtype]
-            if (self.shapes.setdefault(name, whole[0]), self.dtypes.setdefault(name, whole[1])) != whole:
+            full_spec = torch.Size(shape), DTYPES[dtype]
+            if (self.shapes.setdefault(name, full_spec[0]), self.dtypes.setdefault(name, full_spec[1])) != full_spec:
                 raise ValueError(f"{name} has another shape or type here than in another file")
-            self._blocks.setdefault(name, []).append(_Stored(path, tuple(offset), size))
+            self._blocks.setdefault(name, []).append(_StoredBlock(path, tuple(offset), size))
 
     def check_whole(self) -> None:
-        """Raise CheckpointError unless the blocks of each tensor, cut along its first dimension, are all of it."""
+        """Raise CheckpointError unless the blocks of each tensor, split along its first dimension, cover all of it."""
         for name, shape in self.shapes.items():
             end = 0
             for stored in sorted(self._blocks[name], key=lambda stored: stored.offset):
@@ -108,20 +108,22 @@ class ShardedTensors:
                     f"{self._folder}: the blocks of {name} do not make up a tensor of {tuple(shape)}."
                 )
 
-    def check(self, wanted: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """Raise CheckpointError where names, shapes or types are not exactly the wanted ones."""
+    def check(self, expected_specs: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """Raise CheckpointError unless names, shapes and types are exactly the expected ones."""
         own = {name: (shape, self.dtypes[name]) for name, shape in self.shapes.items()}
-        different = sorted(name for name in {**own, **wanted} if own.get(name) != wanted.get(name))
+        different = sorted(name for name in {**own, **expected_specs} if own.get(name) != expected_specs.get(name))
         if different:
             name = different[0]
-            stored, expected = (f"{tuple(t[name][0])} {t[name][1]}" if name in t else "absent" for t in (own, wanted))
+            stored, expected = (
+                f"{tuple(t[name][0])} {t[name][1]}" if name in t else "absent" for t in (own, expected_specs)
+            )
             raise CheckpointError(
                 f"{self._folder}: {len(different)} tensors do not fit this run; {name} is {stored} there and "
                 f"{expected} here. The checkpoint belongs to another model or LoRA setting."
             )
 
     def fill(self, name: str, block: LocalShard) -> None:
-        """Read what a block needs, and no more. Raises: CheckpointError where parts of it are on no file."""
+        """Read the data that a block needs, and no more. Raises: CheckpointError if parts of it are in no file."""
         num_read = 0
         for stored in self._blocks.get(name, ()):
             both = [
@@ -130,10 +132,10 @@ class ShardedTensors:
             ]
             if any(begin >= end for begin, end in both):
                 continue
-            there = tuple(slice(b - o, e - o) for (b, e), o in zip(both, stored.offset, strict=True))
+            source_slices = tuple(slice(b - o, e - o) for (b, e), o in zip(both, stored.offset, strict=True))
             here = tuple(slice(b - o, e - o) for (b, e), o in zip(both, block.offset, strict=True))
-            with _reading(stored.file), safe_open(stored.file, framework="pt") as file:
-                piece = file.get_slice(name)[there] if there else file.get_tensor(name)
+            with _raise_checkpoint_errors(stored.file), safe_open(stored.file, framework="pt") as file:
+                piece = file.get_slice(name)[source_slices] if source_slices else file.get_tensor(name)
             block.local[here] = piece.to(block.local.dtype)
             num_read += piece.numel()
         if num_read != block.local.numel():
@@ -142,11 +144,11 @@ class ShardedTensors:
             )
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor."""
+        """Read a full tensor."""
         shape = self.shapes[name]
-        whole = torch.empty(shape, dtype=self.dtypes[name])
-        self.fill(name, LocalShard(whole, (0,) * len(shape), shape))
-        return whole
+        full = torch.empty(shape, dtype=self.dtypes[name])
+        self.fill(name, LocalShard(full, (0,) * len(shape), shape))
+        return full
 
 
 def _is_within(offset: Any, size: tuple[int, ...], shape: Any) -> bool:
@@ -156,4 +158,4 @@ def _is_within(offset: Any, size: tuple[int, ...], shape: Any) -> bool:
             return False
     if not len(offset) == len(size) == len(shape):
         return False
-    return all(begin + length <= whole for begin, length, whole in zip(offset, size, shape, strict=True))
+    return all(begin + length <= full_length for begin, length, full_length in zip(offset, size, shape, strict=True))

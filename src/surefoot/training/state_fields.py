@@ -1,4 +1,4 @@
-"""Checks of the fields of a checkpoint's state.json. A file may match its checksum and still be no state."""
+"""Checks of the fields of a checkpoint's state.json. A file may match its checksum and still be invalid."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -53,4 +53,4 @@ CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "reward_files": _are_texts,
     "pending": lambda value: isinstance(value, list) and all(isinstance(entry, dict) for entry in value),
 }
-"""Field of `TrainState` -> whether a value of JSON can be it."""
+"""Field of `TrainState` -> check whether a JSON value is valid for it."""

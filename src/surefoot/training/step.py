@@ -1,4 +1,4 @@
-"""One optimizer step. Knows nothing of where batches come from, of files, or of what is logged."""
+"""One optimizer step. Independent of where batches come from, of files, and of logging."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from surefoot.methods.base import BatchTotals, TrainContext
 from surefoot.models.dtensor_blocks import LocalShard, block_of
 
 CLIP_EPSILON = 1e-6
-"""As in torch.nn.utils.clip_grad_norm_."""
+"""Epsilon of torch.nn.utils.clip_grad_norm_."""
 PIECE = 1 << 18
-"""Elements of a gradient that are converted to float64 at a time."""
+"""Number of elements of a gradient that are converted to float64 at a time."""
 LARGEST_SQUARE = torch.finfo(torch.float32).max
-"""AdamW keeps squares of gradients in float32, so a larger squared norm counts as infinite."""
+"""Largest squared norm: AdamW keeps squares of gradients in float32, so a larger one counts as infinite."""
 
 
 def counts_of(batches: Sequence[MicroBatch]) -> list[float]:
-    """(tokens, trained tokens, their weight) of one rank's batches; summed over the ranks, the step's totals."""
+    """Return (tokens, trained tokens, their weight) of one rank's batches; summed over the ranks, the step's totals."""
     return [sum(getattr(batch, name) for batch in batches) for name in ("num_tokens", "num_trained", "trained_weight")]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did. Losses are before the update, the norm is before clipping."""
+    """Result of one step. Losses are before the update, the norm is before clipping."""
 
     loss: float
     aux_loss: float | None
@@ -34,7 +34,7 @@ class StepResult:
 
 
 class NotFinite(Exception):
-    """The loss or a gradient is NaN or infinite, on every rank; the weights were not touched.
+    """Error for a NaN or infinite loss or gradient, raised on every rank; the weights were not changed.
 
     `what` is `loss` or `gradient`.
     """
@@ -54,13 +54,13 @@ def train_step(
     learning_rate: float,
     max_grad_norm: float,
 ) -> StepResult:
-    """Forward and backward over this rank's part of the global batch, clip, update.
+    """Run forward and backward over this rank's part of the global batch, clip, update.
 
-    The loss is normalised by the weight of the trained tokens of the whole global batch, so cutting it into other
-    micro-batches or dealing it to other ranks changes nothing but rounding. The device is waited for once, after the
+    The loss is normalised by the weight of the trained tokens of the whole global batch, so splitting it into other
+    micro-batches or over other ranks changes nothing but rounding. The host waits for the device once, after the
     last backward.
     Collective: those of the forward and backward, one sum of three numbers. Raises: NotFinite before the weights are
-    touched, on all ranks.
+    changed, on all ranks.
     """
     objective, parameters, optimizer = learner.objective, learner.parameters, learner.optimizer
     main, aux = [], []
@@ -75,11 +75,11 @@ def train_step(
         main.append(parts.main.detach())
         aux += [] if parts.aux is None else [parts.aux.detach()]
     for parameter in parameters.values():
-        if parameter.grad is None:  # no part in this step: a zero gradient, so that its state exists like all others
+        if parameter.grad is None:  # unused in this step: with a zero gradient its state exists like all others
             parameter.grad = torch.zeros_like(parameter)
     blocks = [block_of(p.grad) for p in parameters.values() if p.grad is not None]
     gradients = [block.local for block in blocks]
-    with learner.phase("backward"):  # here a device is waited for, and what it still works on is most of it
+    with learner.phase("backward"):  # here the host waits for the device, and its remaining work is mostly this phase
         squares_here = _sum_of_squares(blocks, main[0].device)
         losses_here = [torch.stack(terms).sum() if terms else main[0].new_zeros(()) for terms in (main, aux)]
         local = torch.stack([*(loss.to(squares_here.dtype) for loss in losses_here), squares_here]).tolist()
@@ -90,7 +90,7 @@ def train_step(
     if not _is_finite(loss + aux_loss):
         raise NotFinite("loss", loss + aux_loss, [], is_here=not _is_finite(local[0] + local[1]))
     if not _is_finite(grad_norm):
-        raise NotFinite("gradient", grad_norm, _not_finite_gradients(parameters), is_here=not _is_finite(local[2]))
+        raise NotFinite("gradient", grad_norm, _list_not_finite_gradients(parameters), is_here=not _is_finite(local[2]))
     with learner.phase("optimizer"):
         if max_grad_norm and grad_norm > max_grad_norm:
             torch._foreach_mul_(gradients, max_grad_norm / (grad_norm + CLIP_EPSILON))
@@ -107,15 +107,15 @@ def _sum_of_squares(blocks: Sequence[LocalShard], device: torch.device) -> Tenso
     for block in blocks:
         if block.local.numel():
             by_copies.setdefault((block.copies, block.local.device), []).append(block.local)
-    total = torch.zeros((), dtype=_dtype_of_sums(device), device=device)
+    total = torch.zeros((), dtype=_get_sum_dtype(device), device=device)
     for (copies, origin), gradients in by_copies.items():
-        norms = torch.stack(_norms(gradients, origin)).to(_dtype_of_sums(origin))
-        # Gradients may lie in host memory (offload) while the loss does not.
+        norms = torch.stack(_compute_norms(gradients, origin)).to(_get_sum_dtype(origin))
+        # Gradients may be in host memory (offload) while the loss is not.
         total += (norms.square().sum() / copies).to(device, total.dtype)
     return total.masked_fill(total > LARGEST_SQUARE, float("inf"))
 
 
-def _norms(gradients: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def _compute_norms(gradients: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Return norms whose squares add up to the squared norm of the gradients.
 
     A CPU adds the squares of a tensor one after the other. In float32, 28 million of them add up to 0.3 % too little.
@@ -127,7 +127,7 @@ def _norms(gradients: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return [norm for parts in pieces for norm in torch._foreach_norm(parts, 2, dtype=torch.float64)]
 
 
-def _dtype_of_sums(device: torch.device) -> torch.dtype:
+def _get_sum_dtype(device: torch.device) -> torch.dtype:
     """Return the type in which squares are summed: float64, except on MPS, which does not have it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
@@ -136,7 +136,7 @@ def _is_finite(value: float) -> bool:
     return value - value == 0
 
 
-def _not_finite_gradients(parameters: dict[str, nn.Parameter]) -> list[str]:
+def _list_not_finite_gradients(parameters: dict[str, nn.Parameter]) -> list[str]:
     return [
         name
         for name, p in parameters.items()

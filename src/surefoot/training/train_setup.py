@@ -1,4 +1,4 @@
-"""From a config to a learner: the model as this rank holds it, its optimizer and its objective."""
+"""Setup of a learner from a config: the model as this rank holds it, its optimizer and its objective."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,13 +24,13 @@ Context = Callable[[], AbstractContextManager[object]]
 
 
 def sharding_of(config: RunConfig, ranks: World, device: torch.device) -> Sharding | None:
-    """How a learner is laid out over the ranks, with process groups of its own; None on one. Collective."""
+    """Return the sharding of a learner over the ranks, with process groups of its own; None on one rank. Collective."""
     layout = Layout.of(config, ranks.size)
     return Sharding(layout, device) if layout.is_sharded else None
 
 
 def check_trained_routers(loaded: LoadedConfig, num_ranks: int) -> None:
-    """Raises: ConfigError for routers that are adapted in a sharded model of another type. Nothing is read."""
+    """Raise ConfigError for routers that are adapted in a sharded model of another type. Nothing is read."""
     config, lora = loaded.run, lora_settings(loaded.run)
     is_sharded = Layout.of(config, num_ranks).is_sharded
     if lora is not None and "router" in lora.targets and is_sharded and config.dtype != "float32":
@@ -69,7 +69,7 @@ def build_learner(
     if built.autocast:
         autocast = partial(torch.autocast, device.type, torch.bfloat16)
         # With its cache it would hold a bfloat16 copy of every weight to the end of a forward, which checkpointing and
-        # ZeRO 3 are there to let go of. A rollout uses the copies again for each token.
+        # ZeRO 3 should free. A rollout uses the copies again for each token.
         forward_context = partial(autocast, cache_enabled=False)
         rollout_context = autocast if config.zero_stage < 3 else forward_context
     with forward_context():

@@ -1,4 +1,4 @@
-"""The composition root: from a config to a finished run. Reads as a list of what a run is made of."""
+"""Composition root: from a config to a finished run. It reads as a list of the parts of a run."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -58,11 +58,11 @@ EXPERTS_LEFT_OUT = "target_modules: {} mean linear layers, and the experts of th
 
 
 def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: bool = True) -> RunResult:
-    """Run the fine-tuning that a config describes; returns what it did.
+    """Run the fine-tuning that a config describes, and return its result.
 
-    One process of the run, or all of it: the environment of the launcher says. `observers` hear what happens on
-    this rank; losses, checkpoints and findings are the same on all.
-    Raises: InputError (nothing was changed), StoppedOnFinding, StorageError; summary.json then says `failed`.
+    The launcher's environment determines whether this process is all of the run or one rank. `observers` receive the
+    events of this rank; losses, checkpoints and findings are the same on all.
+    Raises: InputError (nothing was changed), StoppedOnFinding, StorageError; summary.json then has status `failed`.
     """
 
     def emit(event: Event) -> None:
@@ -78,7 +78,7 @@ def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: b
 def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: World, *, screen: bool) -> RunResult:
     config, folder = loaded.run, loaded.run.run_folder
     _agree_on_config(loaded, ranks)
-    with StopSignal().watching() as stop, _claimed(loaded, ranks) as resume:
+    with StopSignal().watching() as stop, _claim_on_rank0(loaded, ranks) as resume:
         record = RunRecord(folder, FindingLog.of(config))
         everyone = list(observers)
         if ranks.is_first:
@@ -94,7 +94,7 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: World, *,
         def finish(status: Status, **details: object) -> RunResult:
             result = record.result(status, **details)  # type: ignore[arg-type]
             before = None if record.has_started else read_result(folder)
-            if before is not None and before.status == "failed":  # what an earlier start achieved stays
+            if before is not None and before.status == "failed":  # the result of an earlier start stays
                 result = replace(before, error=result.error, findings=[*before.findings, *result.findings])
             if ranks.is_first and (before is None or before.status == "failed"):
                 result.write()
@@ -102,14 +102,14 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: World, *,
             return result
 
         def fail(status: Status, error: str) -> None:
-            """Write down how the run ended; where a full disk refuses that, what ended it is still what is raised."""
+            """Record how the run ended; if a full disk refuses that, the original error is still raised."""
             try:
                 finish(status, error=error)
             except StorageError as refused:
                 emit(Notice(str(refused)))
 
-        def agreed(result: RunResult) -> RunResult:
-            """Rank 0 has heard what happened; the others read what it wrote."""
+        def share_result(result: RunResult) -> RunResult:
+            """Return rank 0's result on all ranks: the other ranks read the file that it wrote."""
             ranks.barrier()
             return result if ranks.is_first else read_result(folder) or result
 
@@ -122,14 +122,14 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: World, *,
                 emit(Notice(f"complete since an earlier start: {opened.state.step} steps"))
                 complete = earlier or record.result("completed")
                 emit(RunEnded(complete.as_dict()))
-                return agreed(complete)
+                return share_result(complete)
             assembled = _assemble(loaded, opened, resume, emit, undo, ranks, lambda: stop.received is not None)
             state, status = fit(assembled.job, assembled.state, stop)
             assembled.data.end()
             train_loss = state.loss_sum / state.step if state.step else None
             with assembled.job.phases("export"):
                 artifact = assembled.write_artifact() if status == "completed" else None
-            return agreed(finish(status, train_loss=train_loss, artifact=artifact))
+            return share_result(finish(status, train_loss=train_loss, artifact=artifact))
         except KeyboardInterrupt:
             fail("interrupted", "stopped before the first step, or by a second signal")
             raise
@@ -150,12 +150,12 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: World, *,
 
 
 def _agree_on_config(loaded: LoadedConfig, ranks: World) -> None:
-    """Refuse, before anything is touched, machines that were given different configs, and sizes that do not divide.
+    """Refuse, before anything is changed, machines with different configs, and sizes that do not divide.
 
     Collective. Raises: ConfigError on all ranks.
     """
     config = loaded.run
-    asked = config.nproc_per_node * config.nnodes
+    requested = config.nproc_per_node * config.nnodes
     first = ranks.broadcast_from_rank0(lambda: config.model_dump(mode="json"))
 
     def check() -> None:
@@ -165,9 +165,9 @@ def _agree_on_config(loaded: LoadedConfig, ranks: World) -> None:
                 f"the config of this rank is not that of rank 0: {'; '.join(differing)}. One run has one config: give "
                 "all machines the same file and the same overrides."
             )
-        if asked not in (1, ranks.size):
+        if requested not in (1, ranks.size):
             raise ConfigError(
-                f"nproc_per_node={config.nproc_per_node} x nnodes={config.nnodes} asks for {asked} ranks, but the "
+                f"nproc_per_node={config.nproc_per_node} x nnodes={config.nnodes} asks for {requested} ranks, but the "
                 f"launcher (WORLD_SIZE) started {ranks.size}. Make them agree, or leave them out "
                 f"({loaded.where('nproc_per_node')})."
             )
@@ -177,7 +177,7 @@ def _agree_on_config(loaded: LoadedConfig, ranks: World) -> None:
 
 
 @dataclass(frozen=True)
-class _Assembled:
+class _AssembledRun:
     """A run ready for its first step."""
 
     job: LoopContext
@@ -187,38 +187,41 @@ class _Assembled:
 
 
 @contextmanager
-def _claimed(loaded: LoadedConfig, ranks: World) -> Iterator[Resume]:
-    """The run folder, claimed by rank 0 for all."""
-    with ExitStack() as held:
-        mine = Resume(None, [])
+def _claim_on_rank0(loaded: LoadedConfig, ranks: World) -> Iterator[Resume]:
+    """Claim the run folder on rank 0 for all ranks, and yield where to resume."""
+    with ExitStack() as stack:
+        local_resume = Resume(None, [])
 
-        def claim_it() -> dict[str, str | None]:
-            nonlocal mine
-            mine = held.enter_context(claim(loaded))
-            return {"checkpoint": str(mine.checkpoint) if mine.checkpoint is not None else None, "token": mine.token}
+        def claim_folder() -> dict[str, str | None]:
+            nonlocal local_resume
+            local_resume = stack.enter_context(claim(loaded))
+            return {
+                "checkpoint": str(local_resume.checkpoint) if local_resume.checkpoint is not None else None,
+                "token": local_resume.token,
+            }
 
-        claimed = ranks.broadcast_from_rank0(claim_it)
+        claimed = ranks.broadcast_from_rank0(claim_folder)
         ranks.run_or_raise_on_all(lambda: check_shared(loaded, claimed["token"]))
         checkpoint = claimed["checkpoint"]
-        yield replace(mine, checkpoint=Path(checkpoint) if checkpoint is not None else None)
+        yield replace(local_resume, checkpoint=Path(checkpoint) if checkpoint is not None else None)
 
 
 @dataclass(frozen=True)
-class _Opened:
-    """What is known before data are prepared and weights are read."""
+class _OpenedRun:
+    """State of a run before data are prepared and weights are read."""
 
     base: Path
-    """The folder of the model."""
+    """Folder of the model."""
     tokenizer: PreTrainedTokenizerBase
     data: RunData
     state: TrainState
 
 
-def _open(loaded: LoadedConfig, resume: Resume, emit: Emit, ranks: World) -> _Opened:
-    """Find model and data, and where the run stands: what is cheap and most often wrong comes first."""
+def _open(loaded: LoadedConfig, resume: Resume, emit: Emit, ranks: World) -> _OpenedRun:
+    """Find model and data, and the step to resume from: cheap checks that fail most often come first."""
     config = loaded.run
-    for theirs, ours in loaded.renamed.items():
-        emit(Notice(f"config: {theirs} is read as {ours}"))
+    for alias, setting in loaded.renamed.items():
+        emit(Notice(f"config: {alias} is read as {setting}"))
     for note in loaded.notes:
         emit(Notice(f"config: {note}"))
     for note in resume.notes:
@@ -234,37 +237,41 @@ def _open(loaded: LoadedConfig, resume: Resume, emit: Emit, ranks: World) -> _Op
         ranks.local_rank0_first(lambda: method_of(config).check_model(loaded, base))
         ranks.local_rank0_first(lambda: check_trained_routers(loaded, ranks.size))
         tokenizer = ranks.run_or_raise_on_all(lambda: load_tokenizer(base, config.chat_template))
-    known = ranks.run_or_raise_on_all(
+    saved_digests = ranks.run_or_raise_on_all(
         lambda: read_state(resume.checkpoint).data_seen if resume.checkpoint is not None else None
     )
     with phases("tokenise"):
-        data = ranks.local_rank0_first(lambda: open_data(loaded, base, tokenizer, emit, ranks, known=known))
+        data = ranks.local_rank0_first(
+            lambda: open_data(loaded, base, tokenizer, emit, ranks, shard_digests=saved_digests)
+        )
 
-    state = TrainState(data_fingerprint=data.train.fingerprint(), base_fingerprint=_agreed_weights(loaded, base, ranks))
+    state = TrainState(
+        data_fingerprint=data.train.fingerprint(), base_fingerprint=_agree_on_weights(loaded, base, ranks)
+    )
     if resume.checkpoint is not None:
         path, begun = resume.checkpoint, state
-        state = ranks.run_or_raise_on_all(lambda: _resumed(loaded, path, begun))
+        state = ranks.run_or_raise_on_all(lambda: _load_resumed_state(loaded, path, begun))
         if config.max_steps is not None and state.step > config.max_steps:
             raise ConfigError(
                 f"max_steps={config.max_steps}, and the run in {config.run_folder} is at step {state.step} already. "
                 "Raise it, choose another output_dir, or take a checkpoint with `surefoot export RUN FOLDER --step N` "
                 f"({loaded.where('max_steps')})."
             )
-    return _Opened(base, tokenizer, data, state)
+    return _OpenedRun(base, tokenizer, data, state)
 
 
 def _assemble(
     loaded: LoadedConfig,
-    opened: _Opened,
+    opened: _OpenedRun,
     resume: Resume,
     emit: Emit,
     undo: ExitStack,
     ranks: World,
     is_told_to_stop: Callable[[], bool],
-) -> _Assembled:
-    """Prepared data, model, optimizer and state.
+) -> _AssembledRun:
+    """Assemble prepared data, model, optimizer and state.
 
-    What must be ended with the run, however it ends, is put on `undo`.
+    Resources that must be closed with the run, however it ends, are pushed on `undo`.
     """
     config, folder = loaded.run, loaded.run.run_folder
     base, data, state = opened.base, opened.data, opened.state
@@ -278,11 +285,11 @@ def _assemble(
     with phases("tokenise"):
         ranks.local_rank0_first(lambda: data.prepare(state.position))
         ranks.local_rank0_first(lambda: method.check_data(state.position))
-    code_files = _code_files(method, state, emit, ranks)
+    code_files = _check_code_files(method, state, emit, ranks)
     method.connect()
 
     with phases("load"):
-        config, measured, learner = _load(config, opened, resume, phases, emit, ranks, device)
+        config, measured, learner = _load_learner(config, opened, resume, phases, emit, ranks, device)
         method.load(config, learner)
     method.restore(state.pending)
     state = replace(state, pending=[])
@@ -316,10 +323,10 @@ def _assemble(
     )
     undo.callback(job.saver.end)
     _describe_machines(config, resume, state.step, device, measured, emit, ranks)
-    emit(_started(job, state))
+    emit(_build_start_event(job, state))
     lora = lora_settings(config)
     target = folder / ("adapter" if lora else "model")
-    return _Assembled(
+    return _AssembledRun(
         job,
         state,
         data,
@@ -327,7 +334,7 @@ def _assemble(
     )
 
 
-def _code_files(method: Method, state: TrainState, emit: Emit, ranks: World) -> dict[str, str]:
+def _check_code_files(method: Method, state: TrainState, emit: Emit, ranks: World) -> dict[str, str]:
     """Return the files of the user's code; report which have changed since a checkpoint. Collective."""
     now: dict[str, str] = ranks.broadcast_from_rank0(method.code_files)
     changed = [name for name, sha256 in state.reward_files.items() if now.get(name, sha256) != sha256]
@@ -336,16 +343,16 @@ def _code_files(method: Method, state: TrainState, emit: Emit, ranks: World) -> 
     return now
 
 
-def _load(
+def _load_learner(
     config: RunConfig,
-    opened: _Opened,
+    opened: _OpenedRun,
     resume: Resume,
     phases: Phases,
     emit: Emit,
     ranks: World,
     device: torch.device,
 ) -> tuple[RunConfig, dict[int, float | None], TrainContext]:
-    """The learner where the run stands; with the config in which `auto` is decided, and the step times of each choice.
+    """Return the learner in its resumed state, with the config without `auto`, and the step times of each choice.
 
     Collective.
     """
@@ -381,34 +388,34 @@ def _describe_machines(
     emit: Emit,
     ranks: World,
 ) -> None:
-    """Begin the run folder with its config and environment.json, and say where ranks differ. Collective."""
+    """Begin the run folder with its config and environment.json, and report where ranks differ. Collective."""
     about = {**environment(device), "ranks": ranks.size, "expert_parallel_size_s": measured}
     is_first_here = ranks.local_rank == 0
     machine = collect(config.run_folder if is_first_here else None, gpus=is_first_here).as_dict()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     facts = facts_of({**machine, "device": name})
-    everywhere = ranks.gather({"host": machine["host"], "facts": facts, "machine": machine if is_first_here else None})
-    machines = [one["machine"] for one in everywhere if one["machine"] is not None]
+    reports = ranks.gather({"host": machine["host"], "facts": facts, "machine": machine if is_first_here else None})
+    machines = [report["machine"] for report in reports if report["machine"] is not None]
     about |= {"machine": machines[0], "other_machines": machines[1:]}
     left = ranks.broadcast_from_rank0(lambda: _begin_folder(config, about, resume.claimed_s, step))
     if left:
         emit(Notice(f"set aside in checkpoints/, since this run goes on from before: {', '.join(left)}"))
-    differing = ranks_differ([one["facts"] for one in everywhere], [one["host"] for one in everywhere])
+    differing = ranks_differ([report["facts"] for report in reports], [report["host"] for report in reports])
     if differing is not None:
         emit(FindingMade(differing))
 
 
 def _begin_folder(config: RunConfig, about: dict[str, Any], claimed_s: float, step: int) -> list[str]:
-    """Returns the checkpoints of later steps, which are set aside."""
+    """Begin the run folder, and return the checkpoints of later steps, which are set aside."""
     if config.overwrite_output_dir:
         delete_run(config.run_folder, claimed_s)
-    write_json(config.run_folder / "environment.json", about)  # first, since it tells that the folder is a run's
+    write_json(config.run_folder / "environment.json", about)  # first, since it marks the folder as a run's
     write_text(config.run_folder / "run.yaml", as_yaml(config))
     return set_aside_after(config.run_folder, step)
 
 
-def _agreed_weights(loaded: LoadedConfig, base: Path, ranks: World) -> str:
-    """The fingerprint of the model's weights, the same on all machines. Collective. Raises: ModelError."""
+def _agree_on_weights(loaded: LoadedConfig, base: Path, ranks: World) -> str:
+    """Return the fingerprint of the model's weights, the same on all machines. Collective. Raises: ModelError."""
     own = ranks.run_or_raise_on_all(lambda: fingerprint(base))
     first = ranks.broadcast_from_rank0(lambda: own)
 
@@ -423,8 +430,8 @@ def _agreed_weights(loaded: LoadedConfig, base: Path, ranks: World) -> str:
     return own
 
 
-def _resumed(loaded: LoadedConfig, path: Path, begun: TrainState) -> TrainState:
-    """The state of a checkpoint; `begun`: that of a run which would begin now."""
+def _load_resumed_state(loaded: LoadedConfig, path: Path, begun: TrainState) -> TrainState:
+    """Return the state of a checkpoint; `begun`: the state of a run that would begin now."""
     state = read_state(path)
     is_beside = loaded.run.tuning == "lora" and state.base_fingerprint
     if is_beside and state.base_fingerprint != begun.base_fingerprint:
@@ -441,7 +448,7 @@ def _resumed(loaded: LoadedConfig, path: Path, begun: TrainState) -> TrainState:
     return replace(state, base_fingerprint=begun.base_fingerprint)
 
 
-def _started(job: LoopContext, state: TrainState) -> RunStarted:
+def _build_start_event(job: LoopContext, state: TrainState) -> RunStarted:
     return RunStarted(
         run_folder=job.run_folder,
         config=job.config.model_dump(mode="json"),

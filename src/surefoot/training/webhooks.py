@@ -1,4 +1,4 @@
-"""Findings on their way to where people look: a webhook, and TensorBoard's text page. Imports no torch."""
+"""Delivery of findings to users: a webhook, and TensorBoard's text page. Imports no torch."""
 
 import json
 import threading
@@ -13,13 +13,14 @@ from surefoot.findings import Finding
 
 POST_WITHIN_S = 4.0
 MOST_TEXT_BYTES = 1900
-"""WeCom takes 2048."""
+"""Largest size of a text: WeCom takes 2048."""
 REFUSALS = ("errcode", "code", "StatusCode")
-"""What DingTalk, WeCom and Feishu answer with status 200 and a number that is not 0."""
+"""Keys whose non-zero number in a reply with status 200 is a refusal by DingTalk, WeCom or Feishu."""
 
 
 def body_for(url: str, run_folder: Path, finding: Finding) -> dict[str, Any]:
-    """What is posted: as Feishu/Lark, DingTalk and WeCom take it, elsewhere `text` (Slack, Mattermost) and all else."""
+    """Return the body to post: in the form of Feishu/Lark, DingTalk and WeCom, elsewhere `text` (Slack, Mattermost)
+    and all other fields."""
     text = f"surefoot {run_folder}: {finding.as_text()}".encode()[:MOST_TEXT_BYTES].decode(errors="ignore")
     host = urlsplit(url).hostname or ""
     if host.endswith(("feishu.cn", "larksuite.com")):
@@ -30,42 +31,42 @@ def body_for(url: str, run_folder: Path, finding: Finding) -> dict[str, Any]:
 
 
 def post(url: str, run_folder: Path, finding: Finding) -> str | None:
-    """Send a finding to a webhook; returns what went wrong, if anything. Waits a few seconds at most.
+    """Send a finding to a webhook, and return the problem, if any. Waits a few seconds at most.
 
-    What is returned never holds the address: whoever has it can write there.
+    The returned text never holds the address: anyone who has it can write there.
     """
-    said = [f"no answer within {POST_WITHIN_S:.0f} s"]
+    problems = [f"no answer within {POST_WITHIN_S:.0f} s"]
 
     def send() -> None:
         try:
-            said[:] = [_send(url, run_folder, finding)]
+            problems[:] = [_send_request(url, run_folder, finding)]
         except urllib.error.HTTPError as error:
-            said[:] = [f"status {error.code}"]
+            problems[:] = [f"status {error.code}"]
         except Exception as error:  # noqa: BLE001 - its text may hold the address; no alert may end a run
-            said[:] = [type(error).__name__]
+            problems[:] = [type(error).__name__]
 
-    thread = threading.Thread(target=send, name="webhook", daemon=True)  # a name server may be silent for ever
+    thread = threading.Thread(target=send, name="webhook", daemon=True)  # a name server may never answer
     thread.start()
     thread.join(POST_WITHIN_S)
-    return f"the webhook did not take finding {finding.code}: {said[0]}" if said[0] else None
+    return f"the webhook did not take finding {finding.code}: {problems[0]}" if problems[0] else None
 
 
-def _send(url: str, run_folder: Path, finding: Finding) -> str:
-    """Empty, or what the service does not like."""
+def _send_request(url: str, run_folder: Path, finding: Finding) -> str:
+    """Return an empty text, or the problem that the service reports."""
     body = json.dumps(body_for(url, run_folder, finding)).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=POST_WITHIN_S) as response:
         answer = response.read(4096)
     try:
-        told = json.loads(answer)
+        reply = json.loads(answer)
     except ValueError:  # Slack says "ok"
         return ""
-    refused = [f"{name} {told[name]}" for name in REFUSALS if isinstance(told, dict) and told.get(name)]
+    refused = [f"{name} {reply[name]}" for name in REFUSALS if isinstance(reply, dict) and reply.get(name)]
     return ", ".join(refused)
 
 
 def write_text_page(run_folder: Path, finding: Finding, step: int) -> None:
-    """Add a finding to the run's TensorBoard folder. Raises: ImportError where tensorboard is missing; OSError."""
+    """Add a finding to the run's TensorBoard folder. Raises: ImportError if tensorboard is missing; OSError."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto

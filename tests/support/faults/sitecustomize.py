@@ -81,7 +81,7 @@ if rank and (os.environ.get("RANK") == rank or (is_cut and "RANK" in os.environ)
     places = {
         "step": (step, "_sum_of_squares"),
         "save": (async_checkpoint, "sha256_of"),
-        "meet": (process_group, "meet"),
-        "experts": (experts, "_gate_of"),
+        "meet": (process_group, "rendezvous"),
+        "experts": (experts, "_select_gate"),
     }
     before(*places[when.split("@")[1]])

@@ -1,8 +1,8 @@
-"""The observer that writes a rank's events into its ring, and the reader that gives them back as words.
+"""The observer that writes a rank's events into its ring, and the reader that decodes them.
 
-While it writes, a witness stands by for the supervisor's questions.
+While the observer writes, an evidence server waits for the supervisor's requests.
 
-The lists below are the file format: a new kind or phase goes to the end.
+The lists below are the file format: append a new kind or phase at the end.
 """
 
 import logging
@@ -60,20 +60,20 @@ VALUE_NAMES: dict[str, tuple[str, ...]] = {
     "run started": ("offloads",),
     "run ended": ("failed",),
 }
-"""What a record's values are, by kind."""
+"""Kind of a record -> the names of its values."""
 
 
 KEPT_STARTS = 5
-"""Of one run on one rank: the rings of older ones are deleted."""
+"""Number of starts of one rank whose rings are kept; older rings are deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A record in words."""
+    """One decoded record."""
 
     rank: int
     start: int
-    """Which start of the rank; later ones have greater numbers."""
+    """Number of this start of the rank; later starts have greater numbers."""
     process: int
     time_s: float
     kind: str
@@ -84,19 +84,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class History:
-    """What the rings of a run say."""
+    """The decoded rings of a run."""
 
     entries: list[Entry]
-    """Of all ranks and starts, oldest first."""
+    """Records of all ranks and starts, oldest first."""
     unreadable: list[str]
-    """Rings that could not be read, and why."""
+    """Rings that could not be read, each with the reason."""
     away: frozenset[tuple[int, int]] = frozenset()
-    """(rank, start) of processes of other machines."""
+    """(rank, start) of each process of another machine."""
 
 
 def read_history(run_folder: Path, newest: int | None = None) -> History:
-    """Read the rings of a run, while it is going on or after; of each only the `newest` records, if that is set."""
-    found, unreadable, away = [], [], set()
+    """Read the rings of a run, during or after it; only the `newest` records of each ring, if that is set."""
+    entries, unreadable, away = [], [], set()
     for path in sorted((run_folder / "events").glob("rank-*.ring")):
         try:
             reader = RingReader(path)
@@ -104,16 +104,16 @@ def read_history(run_folder: Path, newest: int | None = None) -> History:
             unreadable.append(str(error))
             continue
         since = max(0, reader.count - newest) if newest else 0
-        start = int(path.stem.rpartition("-")[2])  # not its process: in containers these repeat
-        found += [_in_words(reader, start, record) for record in reader.records(since)]
+        start = int(path.stem.rpartition("-")[2])  # not its process number: in containers these repeat
+        entries += [_decode_record(reader, start, record) for record in reader.records(since)]
         if not reader.is_of_this_machine:
             away.add((reader.rank, start))
         reader.close()
-    return History(sorted(found, key=lambda entry: entry.time_s), unreadable, frozenset(away))
+    return History(sorted(entries, key=lambda entry: entry.time_s), unreadable, frozenset(away))
 
 
 def newest_starts(entries: Sequence[Entry]) -> list[Entry]:
-    """What each rank said since it was last started."""
+    """Return the entries of each rank since it was last started."""
     newest: dict[int, int] = {}
     for entry in entries:
         newest[entry.rank] = max(newest.get(entry.rank, 0), entry.start)
@@ -121,21 +121,21 @@ def newest_starts(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def last_start(entries: Sequence[Entry], rank: int) -> list[Entry]:
-    """What one rank said since it was last started, oldest first."""
+    """Return the entries of one rank since it was last started, oldest first."""
     return newest_starts([entry for entry in entries if entry.rank == rank])
 
 
 def this_run(entries: Sequence[Entry]) -> list[Entry]:
-    """Without the starts of runs that were in the folder before: those of a rank before it last began at step 1."""
-    begun: dict[int, int] = {}
+    """Return the entries without earlier runs in the folder: drop a rank's starts before its last one at step 1."""
+    last_begun: dict[int, int] = {}
     for entry in entries:
         if entry.kind == "run started" and entry.step == 1:
-            begun[entry.rank] = max(begun.get(entry.rank, 0), entry.start)
-    return [entry for entry in entries if entry.start >= begun.get(entry.rank, 0)]
+            last_begun[entry.rank] = max(last_begun.get(entry.rank, 0), entry.start)
+    return [entry for entry in entries if entry.start >= last_begun.get(entry.rank, 0)]
 
 
 def open_phases(entries: Sequence[Entry]) -> list[str]:
-    """The phases that began and have not ended, the outer first; `entries` of one start of one rank."""
+    """Return the phases that began and have not ended, outermost first. `entries` belong to one start of one rank."""
     phases: list[str] = []
     for entry in entries:
         if entry.kind == "phase began":
@@ -145,37 +145,38 @@ def open_phases(entries: Sequence[Entry]) -> list[str]:
     return phases
 
 
-def _in_words(ring: RingReader, start: int, record: Record) -> Entry:
+def _decode_record(ring: RingReader, start: int, record: Record) -> Entry:
     kind = KINDS[record.kind]
     values = dict(zip(VALUE_NAMES.get(kind, ()), record.values, strict=False))
     return Entry(ring.rank, start, ring.process, record.time_s, kind, PHASES[record.phase], record.step, values)
 
 
 BETWEEN_STEPS = ("evaluate", "save")
-"""Phases whose waits for a core are no part of the step that ends after them."""
+"""Phases whose waits for a core do not count for the step that ends after them."""
 
 
 class Recorder:
-    """Writes what happens on one rank, to a ring of its own for each start. It costs microseconds and changes nothing.
+    """An observer that writes the events of one rank to a ring, a new one for each start.
 
-    Where the ring cannot be written the run goes on without one, and a warning says so.
+    An event costs microseconds and the run is not changed. If the ring cannot be written, the run continues without it
+    after a warning.
     """
 
     def __init__(self, run_folder: Path, rank: int) -> None:
         self._folder, self._rank = run_folder / "events", rank
         self._ring: RingWriter | None = None
-        """Opened by the first event after the launch: then this process holds the run folder."""
-        self._before: list[tuple[float, str]] = []
-        """(when, kind) of the launch's beginning and end."""
-        self._witness: EvidenceServer | None = None
+        """The ring; the first event after the launch opens it, because this process then holds the run folder."""
+        self._launch_events: list[tuple[float, str]] = []
+        """(time, kind) of the launch's beginning and end."""
+        self._evidence_server: EvidenceServer | None = None
         self._memory = OwnMemory()
         self._garbage = GarbageTime()
         self._in_line: TimeInLine | None = None
-        """Of the thread that trains."""
-        self._is_over = False
+        """Waits of the training thread for a core."""
+        self._has_ended = False
 
     def observe(self, event: Event) -> None:
-        if self._is_over:
+        if self._has_ended:
             return
         if isinstance(event, LayerEntered):
             if self._ring is not None:
@@ -183,24 +184,24 @@ class Recorder:
         elif isinstance(event, PhaseBegan | PhaseEnded):
             kind = "phase began" if isinstance(event, PhaseBegan) else "phase ended"
             if event.phase == "launch":
-                self._before.append((time.time(), kind))
+                self._launch_events.append((time.time(), kind))
                 return
             self._write(kind, event.step, self._memory.anonymous_bytes(), phase=event.phase)
             if kind == "phase ended" and event.phase in BETWEEN_STEPS and self._in_line is not None:
-                self._in_line.since_last_s()  # no step's
+                self._in_line.since_last_s()  # these waits belong to no step
             if self._ring is not None:
                 self._ring.enter_layer(None)
         elif isinstance(event, BatchDescribed):
-            counted = (event.tokens, event.trained, event.sequences, event.fillers, event.padding)
-            self._write("batch", event.step, *counted)
+            batch_counts = (event.tokens, event.trained, event.sequences, event.fillers, event.padding)
+            self._write("batch", event.step, *batch_counts)
             if event.images:
                 self._write("images", event.step, event.images, event.patches)
         elif isinstance(event, MemorySampled):
             total = event.total if event.total is not None else self._memory.anonymous_bytes()
             self._write("memory", event.step, event.frozen, event.trained, event.gradients, event.optimizer, total)
         elif isinstance(event, DeviceMemorySampled):
-            counted = (event.allocated, event.reserved, event.inactive, event.retries, event.free)
-            self._write("device memory", event.step, *counted)
+            batch_counts = (event.allocated, event.reserved, event.inactive, event.retries, event.free)
+            self._write("device memory", event.step, *batch_counts)
         elif isinstance(event, ExpertsUsed):
             spread = (event.layer, event.share, event.even_share, event.silent, event.rows)
             self._write("experts", event.step, *spread)
@@ -230,8 +231,8 @@ class Recorder:
         if self._ring is None:
             self._open()
         if self._ring is not None:
-            five: Values = (*values, *(0.0,) * (5 - len(values)))  # type: ignore[assignment]
-            self._ring.write(time.time(), KINDS.index(kind), PHASES.index(phase), step, five)
+            padded: Values = (*values, *(0.0,) * (5 - len(values)))  # type: ignore[assignment]
+            self._ring.write(time.time(), KINDS.index(kind), PHASES.index(phase), step, padded)
 
     def _open(self) -> None:
         name = f"rank-{self._rank:05d}"
@@ -239,26 +240,26 @@ class Recorder:
             older = sorted(self._folder.glob(f"{name}-*.ring"))
             for path in older[: max(0, len(older) - KEPT_STARTS + 1)]:
                 path.unlink()
-            # First who answers signals: the supervisor sends them to every process that has a ring.
+            # The evidence server handles signals and comes first: the supervisor signals every process that has a ring.
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._witness = EvidenceServer(self._folder.parent, self._rank)
+            self._evidence_server = EvidenceServer(self._folder.parent, self._rank)
             self._ring = RingWriter(self._folder / f"{name}-{time.time_ns()}.ring", self._rank)
             memory = self._memory.anonymous_bytes()
-            for time_s, kind in self._before:
+            for time_s, kind in self._launch_events:
                 self._ring.write(time_s, KINDS.index(kind), PHASES.index("launch"), 0, (memory, 0.0, 0.0, 0.0, 0.0))
         except (StorageError, OSError) as error:
             logging.getLogger(__name__).warning("the run goes on without a record of its events: %s", error)
             self._end()
 
     def _end(self) -> None:
-        self._is_over = True
+        self._has_ended = True
         self._garbage.end()
         if self._in_line is not None:
             self._in_line.end()
             self._in_line = None
-        if self._witness is not None:
-            self._witness.end()
-            self._witness = None
+        if self._evidence_server is not None:
+            self._evidence_server.end()
+            self._evidence_server = None
         if self._ring is not None:
             self._ring.close()
             self._ring = None

@@ -1,4 +1,4 @@
-"""What is known of a run that stands still, as plain values: collected once, kept on disk, diagnosed then or later."""
+"""The evidence of a stalled run, as plain values: collected once, kept on disk, diagnosed at once or later."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -10,62 +10,62 @@ from surefoot.system.atomic_io import write_text
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """One rank as it was seen from outside, and what it said itself."""
+    """The state of one rank: as observed from outside, and as the rank reported it."""
 
     rank: int
     process: int
     state: str
-    """Of the process, as psutil names it: running, sleeping, disk-sleep, stopped, zombie; gone where there is none."""
+    """State of the process, as psutil names it: running, sleeping, disk-sleep, stopped, zombie; else `gone`."""
     has_ended: bool
-    """It said that it is through."""
+    """Whether the rank reported its end."""
     phase: str
-    """The innermost that it is in; empty between phases."""
+    """Innermost phase of the rank; empty between phases."""
     step: int
     quiet_s: float
-    """Since it last said anything."""
+    """Seconds since its last event."""
     cpu_share: float
-    """Of one core, in the last seconds of its silence."""
+    """Share of one core that it used in the last seconds of its silence."""
     children: tuple[str, ...] = ()
-    """States of the processes it started."""
+    """States of the processes that it started."""
     waits_for_disk: bool = False
     """Whether one of its threads was in uninterruptible sleep."""
     answered: bool = False
-    """Whether its witness thread could run."""
+    """Whether its evidence server answered."""
     flight: Any = None
-    """The dump of the Flight Recorder."""
+    """Dump of the Flight Recorder."""
     syscall: str = ""
-    """The system call its main thread waits in, of those that tell something: futex."""
+    """System call in which its main thread waits, if it is a telling one: futex."""
     stacks: str = ""
-    """Of its Python threads."""
+    """Stacks of its Python threads."""
     layer: int | None = None
-    """Of the decoder, from 0, that it came to last in its forward or backward; None elsewhere."""
+    """Decoder layer, from 0, that its forward or backward entered last; None elsewhere."""
 
 
 @dataclass(frozen=True)
 class StallEvidence:
-    """A run in which no rank has said anything for longer than it usually takes."""
+    """The evidence of a run in which no rank has recorded an event for longer than usual."""
 
     time_s: float
     quiet_s: float
     limit_s: float
-    """After which silence is late here."""
+    """Seconds of silence after which this run counts as stalled."""
     ranks: tuple[RankEvidence, ...]
     num_ranks: int
-    """Of the run; some may be on other machines."""
+    """Number of ranks of the run; some may be on other machines."""
     oom_kills: int | None = None
-    """Processes of the cgroup that the kernel killed for memory since the start; None where it cannot be read."""
+    """Number of processes of the cgroup that the kernel killed for memory since the start; None if unreadable."""
 
 
 def keep(folder: Path, evidence: StallEvidence) -> Path:
-    """Write evidence down; returns the file."""
-    first = f"-rank-{evidence.ranks[0].rank:05d}" if evidence.ranks else ""  # each machine writes a file of its own
+    """Write evidence to a file of the folder; return the file."""
+    first = f"-rank-{evidence.ranks[0].rank:05d}" if evidence.ranks else ""  # each machine writes its own file
     path = folder / f"stall-{round(evidence.time_s)}{first}.json"
     write_text(path, json.dumps(asdict(evidence), indent=1))
     return path
 
 
 def read(path: Path) -> StallEvidence:
-    """Raises: ValueError for a file that is no evidence."""
+    """Read evidence from a file. Raises: ValueError for a file that is no evidence."""
     try:
         values = json.loads(path.read_text("utf-8"))
         ranks = tuple(RankEvidence(**{**rank, "children": tuple(rank["children"])}) for rank in values.pop("ranks"))
@@ -75,9 +75,9 @@ def read(path: Path) -> StallEvidence:
 
 
 def answer_to(request: str, path: Path) -> dict[str, Any] | None:
-    """What a rank's witness wrote for a request; None where that is an older one's, or none."""
+    """Return what a rank's evidence server wrote for a request; None if it wrote nothing, or for an older request."""
     try:
-        answer: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        response: dict[str, Any] = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return None
-    return answer if answer.get("request") == request else None
+    return response if response.get("request") == request else None

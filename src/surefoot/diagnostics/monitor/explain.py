@@ -1,4 +1,4 @@
-"""`surefoot explain RUN`: what is known of a run, from its folder alone, while it goes on or after it died."""
+"""`surefoot explain RUN`: diagnosis of a run from its folder alone, while it runs or after it died."""
 
 import time
 from collections.abc import Sequence
@@ -25,15 +25,15 @@ from surefoot.system.json_files import DamagedFile, read_object, read_objects
 from surefoot.system.kernel_log import killed_for_memory
 
 GONE_AFTER_S = 30.0
-"""Of silence: a run that is started again has new processes by then."""
+"""Seconds of silence after which a process that does not run counts as gone: a restart has new processes by then."""
 ENDED = "has ended"
 MAX_NAMED = 20
-"""Damaged lines of findings.jsonl that are named one by one."""
+"""Number of damaged lines of findings.jsonl that are listed individually."""
 
 
 @dataclass(frozen=True)
 class RankNow:
-    """Where one rank is, or was when it was last heard of."""
+    """The state of one rank at its newest event."""
 
     rank: int
     start: int
@@ -45,21 +45,21 @@ class RankNow:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a run's folder says."""
+    """The diagnosis of a run's folder."""
 
     run_folder: Path
     status: str
-    """Of summary.json. Where there is none that is newer than what the ranks did: `killed` if ranks of this machine are
-    gone together with whoever watched them, `running` if all are there, else `unknown`."""
+    """Status in summary.json. If it is missing or older than the newest events: `killed` if ranks of this machine are
+    gone together with their supervisor, `running` if all of them run, else `unknown`."""
     ranks: list[RankNow]
     findings: list[Finding]
-    """Written down during the run, and made again from its evidence."""
+    """Findings that were written during the run, and findings that its evidence gives now."""
     missing: list[str]
-    """Evidence that could not be read."""
+    """Evidence that cannot be read."""
     error: str | None = None
-    """Why it failed, by summary.json."""
+    """Error of the run in summary.json."""
     earlier: frozenset[tuple[str, str]] = frozenset()
-    """(code, cause) of findings that were written down in an earlier start of this run."""
+    """(code, cause) of findings that were written in an earlier start of this run."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -67,7 +67,9 @@ class Explanation:
             "status": self.status,
             "error": self.error,
             "ranks": [vars(rank) for rank in self.ranks],
-            "findings": [{**one.as_dict(), "is_of_earlier_start": self._is_earlier(one)} for one in self.findings],
+            "findings": [
+                {**finding.as_dict(), "is_of_earlier_start": self._is_earlier(finding)} for finding in self.findings
+            ],
             "missing": self.missing,
         }
 
@@ -75,7 +77,7 @@ class Explanation:
         return (finding.code, finding.cause) in self.earlier
 
     def as_text(self) -> str:
-        """For a person."""
+        """Return the explanation as text for a person."""
         lines = [f"{self.run_folder}: {self.status}", *([f"  error: {self.error}"] if self.error else [])]
         lines += [
             f"  rank {rank.rank} (process {rank.process}): {rank.doing}, step {rank.step}, "
@@ -83,15 +85,15 @@ class Explanation:
             for rank in self.ranks
         ]
         lines += [
-            one.as_text() + ("\n  when: in an earlier start of this run" if self._is_earlier(one) else "")
-            for one in self.findings
+            finding.as_text() + ("\n  when: in an earlier start of this run" if self._is_earlier(finding) else "")
+            for finding in self.findings
         ] or ["no findings"]
-        lines += [f"missing: {what}" for what in self.missing]
+        lines += [f"missing: {evidence}" for evidence in self.missing]
         return "\n".join(lines)
 
 
 def explain(run_folder: Path, history: History | None = None) -> Explanation:
-    """Read a run folder and diagnose it again; `history` where it was read already.
+    """Read a run folder and diagnose it again. `history`: its events, if they were read already.
 
     Raises: ConfigError for a folder that holds no run.
     """
@@ -101,50 +103,61 @@ def explain(run_folder: Path, history: History | None = None) -> Explanation:
         )
     history = history or read_history(run_folder)
     missing = list(history.unreadable)
-    written, unreadable, times = _written(run_folder / "findings.jsonl")
+    written, unreadable, times = _read_findings(run_folder / "findings.jsonl")
     entries = history.entries
     newest = [last_start(entries, rank)[0].time_s for rank in {entry.rank for entry in entries}]
     earlier = {
-        (one.code, one.cause): bool(newest) and when < min(newest) for one, when in zip(written, times, strict=True)
+        (finding.code, finding.cause): bool(newest) and time_s < min(newest)
+        for finding, time_s in zip(written, times, strict=True)
     }
-    again = [
+    rediagnosed = [
         *find_leaks(entries), *find_in_device_memory(entries), *find_slow_in(entries), *find_numerics_in(entries),
     ]  # fmt: skip
-    # What an earlier start had may be there again.
-    of_this = [finding for finding in written if not earlier[finding.code, finding.cause]]
-    known = {(finding.code, finding.evidence.get("rank")) for finding in of_this}
-    again = [one for one in again if (one.code, one.evidence.get("rank")) not in known]
-    found = [*written, *again]
+    # A finding of an earlier start may apply again.
+    this_start = [finding for finding in written if not earlier[finding.code, finding.cause]]
+    written_keys = {(finding.code, finding.evidence.get("rank")) for finding in this_start}
+    rediagnosed = [
+        finding for finding in rediagnosed if (finding.code, finding.evidence.get("rank")) not in written_keys
+    ]
+    findings = [*written, *rediagnosed]
     missing += unreadable
     for path in sorted((run_folder / "evidence").glob("stall-*.json")):
         name = str(path.relative_to(run_folder))
         if any(finding.evidence.get("evidence") == name for finding in written):
             continue
         try:
-            found.append(find_stall(evidence.read(path)))
+            findings.append(find_stall(evidence.read(path)))
         except ValueError as error:
             missing.append(str(error))
-    status = _status(run_folder, history.entries)
-    why = _summary(run_folder).get("error") if status == "failed" else None
-    ranks = _ranks(history.entries)
+    status = _read_status(run_folder, history.entries)
+    run_error = _read_summary(run_folder).get("error") if status == "failed" else None
+    ranks = _list_current_ranks(history.entries)
     if status == "unknown":
-        there = [rank for rank in ranks if (rank.rank, rank.start) not in history.away and rank.doing != ENDED]
-        gone = [rank for rank in there if rank.silent_s > GONE_AFTER_S and not _is_there(rank)]
-        if there and all(map(_is_there, there)):
+        present = [rank for rank in ranks if (rank.rank, rank.start) not in history.away and rank.doing != ENDED]
+        gone = [rank for rank in present if rank.silent_s > GONE_AFTER_S and not _is_running(rank)]
+        if present and all(map(_is_running, present)):
             status = "running"
         if gone:
             status = "killed"
-            found.append(_killed(run_folder, gone, history))
+            findings.append(_diagnose_killed(run_folder, gone, history))
         away = [str(rank.rank) for rank in ranks if (rank.rank, rank.start) in history.away and rank.doing != ENDED]
         if away:
             missing.append(f"whether ranks {', '.join(away)} still run: they are of another machine, ask there")
-    of_earlier = frozenset(key for key, is_earlier in earlier.items() if is_earlier)
-    of_earlier -= {(finding.code, finding.cause) for finding in again}
-    return Explanation(run_folder, status, ranks, _once(found), missing, None if why is None else str(why), of_earlier)
+    only_earlier = frozenset(key for key, is_earlier in earlier.items() if is_earlier)
+    only_earlier -= {(finding.code, finding.cause) for finding in rediagnosed}
+    return Explanation(
+        run_folder,
+        status,
+        ranks,
+        _deduplicate(findings),
+        missing,
+        None if run_error is None else str(run_error),
+        only_earlier,
+    )
 
 
-def _is_there(rank: RankNow) -> bool:
-    """Whether its process runs on this machine; a younger one of its number is another."""
+def _is_running(rank: RankNow) -> bool:
+    """Return whether the process of a rank runs on this machine; a younger process of the same number is another."""
     try:
         process = psutil.Process(rank.process)
         heard_s = time.time() - rank.silent_s
@@ -176,21 +189,21 @@ def explain_death(
     )
 
 
-def _killed(run_folder: Path, gone: Sequence[RankNow], history: History) -> Finding:
-    """Ranks that are gone, and nobody was left to say how: the last of them that was heard of."""
+def _diagnose_killed(run_folder: Path, gone: Sequence[RankNow], history: History) -> Finding:
+    """Return the finding for ranks whose end nobody recorded, about the one of them with the newest event."""
     last = min(gone, key=lambda rank: rank.silent_s)
     how = "is gone together with whoever watched it (a machine or container that was stopped, or SIGKILL to all)"
     finding = explain_death(run_folder, last.rank, how, for_memory=None, history=history.entries)
-    more = {"ranks_gone": ", ".join(str(rank.rank) for rank in gone), "silent_s": round(last.silent_s)}
-    return replace(finding, evidence={**finding.evidence, **more})
+    extra = {"ranks_gone": ", ".join(str(rank.rank) for rank in gone), "silent_s": round(last.silent_s)}
+    return replace(finding, evidence={**finding.evidence, **extra})
 
 
-def _once(findings: list[Finding]) -> list[Finding]:
-    """Each cause once, in order."""
+def _deduplicate(findings: list[Finding]) -> list[Finding]:
+    """Return the findings with each cause once, in order."""
     return list({(finding.code, finding.cause): finding for finding in findings}.values())
 
 
-def _status(run_folder: Path, entries: list[Entry]) -> str:
+def _read_status(run_folder: Path, entries: list[Entry]) -> str:
     path = run_folder / "summary.json"
     if not path.exists():  # of another trainer, or of a run that was killed
         ends = [last_start(entries, rank)[-1] for rank in sorted({entry.rank for entry in entries})]
@@ -199,24 +212,24 @@ def _status(run_folder: Path, entries: list[Entry]) -> str:
         return "failed" if any(entry.values["failed"] for entry in ends) else "completed"
     last_s = max((entry.time_s for entry in entries if entry.kind != "run ended"), default=0.0)
     try:
-        has_ended = all(rank.doing == ENDED for rank in _ranks(entries))
+        has_ended = all(rank.doing == ENDED for rank in _list_current_ranks(entries))
         if path.stat().st_mtime < last_s and not has_ended:  # of an earlier start
             return "unknown"
     except OSError:
         return "unknown"
-    return str(_summary(run_folder).get("status", "unknown"))
+    return str(_read_summary(run_folder).get("status", "unknown"))
 
 
-def _summary(run_folder: Path) -> dict[str, Any]:
-    """Return what summary.json holds; nothing where it is missing or damaged."""
+def _read_summary(run_folder: Path) -> dict[str, Any]:
+    """Return the content of summary.json; empty if it is missing or damaged."""
     try:
         return read_object(run_folder / "summary.json")
     except DamagedFile:
         return {}
 
 
-def _written(path: Path) -> tuple[list[Finding], list[str], list[float]]:
-    """(findings of findings.jsonl, what of it cannot be read, when each was written down)."""
+def _read_findings(path: Path) -> tuple[list[Finding], list[str], list[float]]:
+    """Return (findings of findings.jsonl, its unreadable lines, the time at which each finding was written)."""
     findings, unreadable, times = [], [], []
     for number, (_, line) in enumerate(read_objects(path), 1):
         try:
@@ -234,14 +247,23 @@ def _written(path: Path) -> tuple[list[Finding], list[str], list[float]]:
     return findings, named + [f"{path.name}: {more} more lines like these"] * (more > 0), times
 
 
-def _ranks(entries: list[Entry]) -> list[RankNow]:
-    """The newest process of each rank."""
+def _list_current_ranks(entries: list[Entry]) -> list[RankNow]:
+    """Return the state of each rank's newest process."""
     ranks = []
     for number in sorted({entry.rank for entry in entries}):
-        mine = last_start(entries, number)
-        doing = open_phases(mine)
-        ended = mine[-1].kind == "run ended"
-        what = ENDED if ended else f"in {doing[-1]}" if doing else "between phases"
-        step = max(entry.step for entry in mine)
-        ranks.append(RankNow(number, mine[-1].start, mine[-1].process, step, what, time.time() - mine[-1].time_s))
+        entries_of_rank = last_start(entries, number)
+        doing = open_phases(entries_of_rank)
+        ended = entries_of_rank[-1].kind == "run ended"
+        doing_now = ENDED if ended else f"in {doing[-1]}" if doing else "between phases"
+        step = max(entry.step for entry in entries_of_rank)
+        ranks.append(
+            RankNow(
+                number,
+                entries_of_rank[-1].start,
+                entries_of_rank[-1].process,
+                step,
+                doing_now,
+                time.time() - entries_of_rank[-1].time_s,
+            )
+        )
     return ranks

@@ -1,7 +1,7 @@
-"""What PyTorch's Flight Recorder says of one rank: which collectives it asked for, and in which it still is.
+"""The collectives of one rank in PyTorch's Flight Recorder: which it called, and in which it still waits.
 
-Read from torch's dumps. With gloo every entry is `scheduled` and no group has a description of its own, so only
-what holds for gloo and NCCL alike is used: numbers within a group, names, sizes, types, and whether it was retired.
+Read from torch's dumps. With gloo every entry is `scheduled` and no group has a description of its own, so this
+module uses only what gloo and NCCL share: numbers within a group, names, sizes, types, and whether it was retired.
 Standard library only.
 """
 
@@ -18,66 +18,66 @@ MEANINGS = {
     "mesh_dp_replicate": "the copies of sharded weights: their sums",
     "mesh_ep": "the ranks that share experts",
 }
-"""Description of a process group -> what goes over it. Where all ranks share experts they do so in `default_pg`."""
+"""Description of a process group -> its traffic. If all ranks share experts, they use `default_pg` for it."""
 TRAVELLING = "all_to_all"
-"""In the name of the collectives in which tokens travel to experts and back."""
+"""Part of the name of the collectives that carry tokens to experts and back."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective as one rank asked for it."""
+    """One collective as one rank called it."""
 
     group: str
-    """The name of its process group."""
+    """Name of its process group."""
     number: int
-    """In its group, from 1."""
+    """Number in its group, from 1."""
     kind: str
-    """all_reduce, all_to_all, ..."""
+    """Kind of collective: all_reduce, all_to_all, ..."""
     sizes: str
-    """Of its inputs."""
+    """Sizes of its inputs."""
     types: str
-    asked_s: float = field(default=0.0, compare=False)
-    """When the rank asked for it, by the clock of its machine; 0 where the record does not say."""
+    called_s: float = field(default=0.0, compare=False)
+    """Time at which the rank called it, by the clock of its machine; 0 if the record lacks it."""
     sent: int = field(default=0, compare=False)
     awaited: int = field(default=0, compare=False)
-    """Elements of its inputs and of its outputs; 0 where the record does not say."""
+    """Number of elements of its inputs (`sent`) and outputs (`awaited`); 0 if the record lacks them."""
 
     @property
     def call(self) -> str:
-        """What ranks must agree on."""
+        """Description on which all ranks of the group must agree."""
         return f"{self.kind} of {self.types} {self.sizes}"
 
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """What one rank asked for, the last of each group."""
+    """The collectives of one rank."""
 
     last: Mapping[str, Collective]
-    """Group -> the newest."""
+    """Group -> its newest collective."""
     waiting: tuple[Collective, ...]
-    """Not over yet."""
+    """Collectives that are unfinished."""
     meanings: Mapping[str, str]
-    """Group -> what goes over it."""
-    asked: Mapping[tuple[str, int], float]
-    """(group, number) of all that are still recorded -> when the rank asked for it, in seconds."""
+    """Group -> its traffic."""
+    called_s: Mapping[tuple[str, int], float]
+    """(group, number) of each collective that is still recorded -> time at which the rank called it, in seconds."""
     done: Mapping[str, int]
-    """`Collective.call` -> how often it is over."""
+    """`Collective.call` -> number of finished collectives."""
     over: Mapping[tuple[str, int], str]
-    """(group, number) of those that are over -> its `Collective.call`."""
+    """(group, number) of each finished collective -> its `Collective.call`."""
 
 
 def read_flight(dump: Any) -> FlightRecord | None:
-    """The record in a dump (JSON, read); None where there is none. Raises: ValueError for what is no dump."""
-    if dump is None or (isinstance(dump, dict) and "entries" not in dump):  # a run of one process asks for nothing
+    """Return the record in a parsed JSON dump; None if it holds none. Raises: ValueError for what is no dump."""
+    if dump is None or (isinstance(dump, dict) and "entries" not in dump):  # a run of one process calls no collectives
         return None
     last: dict[str, Collective] = {}
-    waiting, meanings, asked, over, done = [], {}, {}, {}, Counter[str]()
+    waiting, meanings, called_s, finished, done = [], {}, {}, {}, Counter[str]()
     try:
         for entry in dump["entries"]:
             if entry["is_p2p"]:
                 continue
             group, description = entry["process_group"]
-            found = Collective(
+            collective = Collective(
                 group,
                 int(entry["collective_seq_id"]),
                 str(entry["profiling_name"]).rpartition(":")[2],
@@ -87,16 +87,16 @@ def read_flight(dump: Any) -> FlightRecord | None:
                 sum(map(prod, entry["input_sizes"])),
                 sum(map(prod, entry.get("output_sizes", ()))),
             )
-            if found.asked_s:
-                asked[group, found.number] = found.asked_s
+            if collective.called_s:
+                called_s[group, collective.number] = collective.called_s
             meanings[group] = MEANINGS.get(description, description)
-            if group not in last or last[group].number <= found.number:
-                last[group] = found
+            if group not in last or last[group].number <= collective.number:
+                last[group] = collective
             if entry["retired"]:
-                done[found.call] += 1
-                over[group, found.number] = found.call
+                done[collective.call] += 1
+                finished[group, collective.number] = collective.call
             else:
-                waiting.append(found)
+                waiting.append(collective)
     except (KeyError, TypeError) as error:
         raise ValueError(f"no dump of the Flight Recorder: {error!r}") from error
-    return FlightRecord(last, tuple(waiting), meanings, asked, done, over) if last else None
+    return FlightRecord(last, tuple(waiting), meanings, called_s, done, finished) if last else None

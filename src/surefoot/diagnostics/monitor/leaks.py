@@ -1,4 +1,4 @@
-"""Ranks whose memory grows with every step, and the objects it grows by: the ranks count theirs twice."""
+"""Detection of ranks whose memory grows with every step; the ranks count their objects twice to name what grows."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -12,61 +12,64 @@ from surefoot.diagnostics.rules.memory import UNCOUNTED, name_owner
 from surefoot.findings import Finding
 
 MOST_ASKS = 4
-"""A rank that does not answer, as on a busy machine, is asked again at the next look, so often."""
+"""Number of requests to a rank that does not respond, as on a busy machine: one at each poll."""
 
 Key = tuple[int, int]
 """(rank, process)"""
 
 
 class LeakDetector:
-    """Of one start of one run."""
+    """The detector of memory leaks in one start of one run."""
 
     def __init__(self, witnesses: Witnesses, ranks: Mapping[int, RankState], num_here: int) -> None:
-        """`ranks`: those of this machine, as they become known, of `num_here` that will."""
+        """Start without suspects. `ranks`: the ranks of this machine, `num_here` in all; the caller adds them later."""
         self._witnesses, self._ranks, self._num_here = witnesses, ranks, num_here
         self._first: dict[Key, Census | None] = {}
-        """Of ranks' objects, when their memory first grew as a leak does; None: too many to count."""
-        self._asked_first: Counter[Key] = Counter()
-        self._asked: Counter[Key] = Counter()
-        self._named: set[Key] = set()
+        """(rank, process) -> its objects when its memory first grew like a leak; None: too many to count."""
+        self._first_requests: Counter[Key] = Counter()
+        self._requests: Counter[Key] = Counter()
+        self._reported: set[Key] = set()
 
     def look(self) -> list[Finding]:
-        """Those that are sure and not named yet; objects are counted when it begins to look so, and when it is sure."""
+        """Return the leaks that are certain and not reported yet.
+
+        Objects are counted when a leak is first suspected, and when it is certain.
+        """
         watched = {
             key: rank for number, rank in self._ranks.items()
-            if (key := (number, rank.ring.process)) not in self._named and not rank.has_ended
+            if (key := (number, rank.ring.process)) not in self._reported and not rank.has_ended
         }  # fmt: skip
-        known = set(self._first)
+        with_first_census = set(self._first)
         suspects = {
             key for key, rank in watched.items()
-            if rank.memory.is_suspect and key not in self._first and self._asked_first[key] < MOST_ASKS
+            if rank.memory.is_suspect and key not in self._first and self._first_requests[key] < MOST_ASKS
         }  # fmt: skip
-        self._asked_first.update(suspects)
-        self._first |= self._count(suspects)
+        self._first_requests.update(suspects)
+        self._first |= self._count_objects(suspects)
 
         sure = {key for key, rank in watched.items() if rank.memory.finding() is not None}
-        self._asked.update(sure)
-        now, found = self._count(sure & known), []
+        self._requests.update(sure)
+        second, findings = self._count_objects(sure & with_first_census), []
         for key in sorted(sure):
-            if key not in now and self._asked[key] < MOST_ASKS:
+            if key not in second and self._requests[key] < MOST_ASKS:
                 continue
-            is_uncounted = key in now and now[key] is None
-            owner = UNCOUNTED if is_uncounted else name_owner(self._first.get(key), now.get(key))
+            is_uncounted = key in second and second[key] is None
+            owner = UNCOUNTED if is_uncounted else name_owner(self._first.get(key), second.get(key))
             finding = watched[key].memory.finding(room_bytes() / self._num_here, owner)
-            found += [finding] if finding is not None else []
-            self._named.add(key)
-        return found
+            findings += [finding] if finding is not None else []
+            self._reported.add(key)
+        return findings
 
-    def _count(self, keys: Collection[Key]) -> dict[Key, Census | None]:
-        """The objects of those that answer in time; None: too many."""
+    def _count_objects(self, keys: Collection[Key]) -> dict[Key, Census | None]:
+        """Return the objects of the processes that respond in time; None: too many to count."""
         if not keys:
             return {}
         processes = dict(keys)
         try:
-            answers = self._witnesses.answers(self._witnesses.ask(OBJECTS, processes), processes)
+            responses = self._witnesses.answers(self._witnesses.ask(OBJECTS, processes), processes)
         except OSError:  # a full disk: the leak is named without its owner
             return {}
         return {
-            (number, processes[number]): read_census(said) if said is not None else None
-            for number, said in answers.items()
+            (number, processes[number]): read_census(census) if census is not None else None
+            for number, census in responses.items()
         }

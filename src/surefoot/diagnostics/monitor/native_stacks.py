@@ -1,7 +1,7 @@
-"""Stacks with the calls of native libraries in them, taken from outside by py-spy: where faulthandler sees one line of
-Python, these show the kernel launch, the lock or the system call below it.
+"""Stacks that include the calls of native libraries, taken from outside by py-spy.
 
-Reading the symbols of torch takes seconds, so they are written beside the finding and not waited for.
+Where faulthandler sees one line of Python, these show the kernel launch, the lock or the system call below it. Reading
+the symbols of torch takes seconds, so a thread writes them to a file and the finding does not wait for it.
 """
 
 import shutil
@@ -15,34 +15,34 @@ EACH_WITHIN_S = 60.0
 
 
 def begin_native_stacks(path: Path, processes: Mapping[int, int]) -> tuple[str, threading.Thread]:
-    """Begin to write the stacks of ranks -> processes into a file, one after the other.
+    """Start to write the stacks of ranks -> processes to a file, one after the other.
 
-    Returns what is to be said, and the thread that writes.
+    Returns the text for the evidence, and the thread that writes.
 
-    py-spy stops a process for the moment in which it looks. Where the kernel does not allow that, the file says so.
+    py-spy stops a process while it reads it. If the kernel forbids that, the file contains the error.
     """
     command = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
-    thread = threading.Thread(target=_write, args=(path, processes, command), name="native stacks", daemon=True)
+    thread = threading.Thread(target=_write_stacks, args=(path, processes, command), name="native stacks", daemon=True)
     if command is None:
         return "py-spy is not installed", thread
     thread.start()
     return path.name, thread
 
 
-def _write(path: Path, processes: Mapping[int, int], command: str) -> None:
+def _write_stacks(path: Path, processes: Mapping[int, int], command: str) -> None:
     try:
         with open(path, "w", encoding="utf-8") as file:
             for rank, process in processes.items():
-                file.write(f"rank {rank}, process {process}\n{_dump(command, process)}\n")
+                file.write(f"rank {rank}, process {process}\n{_dump_stacks(command, process)}\n")
                 file.flush()
-    except OSError:  # a full disk may be the cause of the stall; what was found says so
+    except OSError:  # a full disk may be the cause of the stall, and the finding reports it
         return
 
 
-def _dump(command: str, process: int) -> str:
-    """What py-spy says, or why it says nothing."""
+def _dump_stacks(command: str, process: int) -> str:
+    """Return the output of py-spy, or the reason why it has none."""
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [command, "dump", "--native", "--pid", str(process)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -51,4 +51,4 @@ def _dump(command: str, process: int) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"no answer within {EACH_WITHIN_S:.0f} s"
-    return done.stdout if done.returncode == 0 else f"py-spy: {done.stderr.strip()}"
+    return result.stdout if result.returncode == 0 else f"py-spy: {result.stderr.strip()}"

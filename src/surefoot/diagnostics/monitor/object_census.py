@@ -1,7 +1,7 @@
-"""Counts Python's objects by kind, in the process that has them: what a leak is made of, and where it is kept.
+"""A census of a process's own Python objects by kind: what a leak consists of, and which container holds it.
 
-It takes up to a second or two of a thread and happens only when memory grows as a leak does. Objects that Python's
-garbage collector does not track (bytes, strings, arrays) are found through the containers that hold them.
+It takes a thread up to two seconds and happens only when memory grows like a leak. Objects that Python's garbage
+collector does not track (bytes, strings, arrays) are found through the containers that hold them.
 """
 
 import gc
@@ -15,26 +15,28 @@ from typing import Any
 from surefoot.diagnostics.monitor.process_stats import OwnMemory
 
 MOST_OBJECTS = 700_000
-"""Counting more would hold up the program for seconds; one with torch and transformers loaded has about 400,000."""
+"""Most objects to count: more would delay the program for seconds. With torch and transformers loaded, a program has
+about 400,000.
+"""
 KEPT_KINDS = 40
 KEPT_HOLDERS = 10
 CONTAINERS = frozenset({list, dict, set, tuple, deque})
 PLAIN = frozenset({bytes, bytearray, str, *CONTAINERS})
-"""Kinds whose size Python knows without asking code of theirs."""
+"""Kinds whose size Python knows without running their code."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A container, and what it holds itself."""
+    """A container, and what it holds directly."""
 
     identity: int
     kind: str
     count: int
-    """Of its entries."""
+    """Number of its entries."""
     held_bytes: int
-    """Of the entries that are no containers."""
+    """Bytes of its entries that are no containers."""
     name: str
-    """`module.name` or `Class.name` of a variable that it is; empty where there is none."""
+    """`module.name` or `Class.name` of the variable that refers to it; empty if there is none."""
 
 
 @dataclass(frozen=True)
@@ -42,55 +44,60 @@ class Census:
     """The objects of a process at one moment."""
 
     anonymous_bytes: int
-    """Of the process."""
+    """Anonymous memory of the process."""
     kinds: Mapping[str, tuple[int, int]]
-    """Kind -> (how many there are, their bytes), the largest ones."""
+    """Kind -> (number of objects, their bytes), for the largest kinds."""
     holders: tuple[Holder, ...]
-    """The largest ones."""
+    """The largest containers."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def read_census(said: Mapping[str, Any]) -> Census:
-    """Raises: KeyError, TypeError for what `as_dict` did not write."""
-    kinds = {kind: (int(many), int(size)) for kind, (many, size) in said["kinds"].items()}
-    return Census(said["anonymous_bytes"], kinds, tuple(Holder(**one) for one in said["holders"]))
+def read_census(values: Mapping[str, Any]) -> Census:
+    """Return the census that `as_dict` wrote. Raises: KeyError, TypeError for anything else."""
+    kinds = {kind: (int(count), int(size)) for kind, (count, size) in values["kinds"].items()}
+    return Census(values["anonymous_bytes"], kinds, tuple(Holder(**holder) for holder in values["holders"]))
 
 
 def take_census() -> Census | None:
-    """Count the objects that can be reached from those that the garbage collector tracks; None where they are many.
+    """Count the objects that are reachable from those that the garbage collector tracks; None if there are too many.
 
-    Tensors are let go of at once: what a step would free must not live longer because it is counted.
+    References to tensors are dropped at once: what a step would free must not live longer because it is counted.
     """
     anonymous_bytes = OwnMemory().anonymous_bytes()
-    size_of = _size_of()
+    size_of = _make_size_function()
     tracked = gc.get_objects()
     if len(tracked) > MOST_OBJECTS:
         return None
-    tensors = _tensor_kinds()
-    sizes = [(type(one), size_of(one)) for one in tracked if type(one) in tensors]
-    tracked = [one for one in tracked if type(one) not in tensors]
+    tensors = _find_tensor_types()
+    sizes = [
+        (type(tracked_object), size_of(tracked_object)) for tracked_object in tracked if type(tracked_object) in tensors
+    ]
+    tracked = [tracked_object for tracked_object in tracked if type(tracked_object) not in tensors]
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     held: list[tuple[int, Any]] = []
     untracked: set[int] = set()
     for kind, size in sizes:
         _count(kind, size, counts)
-    for one in tracked:
-        _count(type(one), size_of(one), counts)
+    for tracked_object in tracked:
+        _count(type(tracked_object), size_of(tracked_object), counts)
         inside = 0
-        for entry in gc.get_referents(one):
+        for entry in gc.get_referents(tracked_object):
             size = size_of(entry)
             inside += size if type(entry) not in CONTAINERS else 0
             if size and not gc.is_tracked(entry) and id(entry) not in untracked:
                 untracked.add(id(entry))
                 _count(type(entry), size, counts)
-        if inside and type(one) in CONTAINERS:
-            held.append((inside, one))
-    largest = nlargest(KEPT_HOLDERS, held, key=lambda both: both[0])
-    holders = tuple(Holder(id(one), type(one).__name__, len(one), size, _name(one)) for size, one in largest)
-    kinds = nlargest(KEPT_KINDS, counts.items(), key=lambda both: both[1][1])
-    return Census(anonymous_bytes, {kind: (many, size) for kind, (many, size) in kinds}, holders)
+        if inside and type(tracked_object) in CONTAINERS:
+            held.append((inside, tracked_object))
+    largest = nlargest(KEPT_HOLDERS, held, key=lambda pair: pair[0])
+    holders = tuple(
+        Holder(id(tracked_object), type(tracked_object).__name__, len(tracked_object), size, _find_name(tracked_object))
+        for size, tracked_object in largest
+    )
+    kinds = nlargest(KEPT_KINDS, counts.items(), key=lambda pair: pair[1][1])
+    return Census(anonymous_bytes, {kind: (count, size) for kind, (count, size) in kinds}, holders)
 
 
 def _count(kind: type, size: int, counts: dict[str, list[int]]) -> None:
@@ -100,54 +107,56 @@ def _count(kind: type, size: int, counts: dict[str, list[int]]) -> None:
         counts[name][1] += size
 
 
-def _tensor_kinds() -> frozenset[type]:
+def _find_tensor_types() -> frozenset[type]:
     torch = sys.modules.get("torch")
     return frozenset({torch.Tensor, torch.nn.Parameter}) if torch is not None else frozenset()
 
 
-def _size_of() -> Callable[[object], int]:
-    """A function for the bytes of an object, without those it refers to; 0 for kinds that are not looked at."""
-    tensors, numpy = _tensor_kinds(), sys.modules.get("numpy")
+def _make_size_function() -> Callable[[object], int]:
+    """Return a function for the bytes of an object, without those it refers to; 0 for kinds that are not counted."""
+    tensors, numpy = _find_tensor_types(), sys.modules.get("numpy")
     array = numpy.ndarray if numpy is not None else None
 
-    def size(one: Any) -> int:
-        kind = type(one)
+    def size(value: Any) -> int:
+        kind = type(value)
         if kind in PLAIN:
-            return sys.getsizeof(one)
+            return sys.getsizeof(value)
         if kind in tensors:
-            is_on_host = one.device.type == "cpu" and not one.is_sparse
-            return int(one.numel() * one.element_size()) if is_on_host else 0
-        return int(one.nbytes) if kind is array and one.base is None else 0
+            is_on_host = value.device.type == "cpu" and not value.is_sparse
+            return int(value.numel() * value.element_size()) if is_on_host else 0
+        return int(value.nbytes) if kind is array and value.base is None else 0
 
     return size
 
 
-def _name(one: object) -> str:
-    for referrer in gc.get_referrers(one):
+def _find_name(container: object) -> str:
+    for referrer in gc.get_referrers(container):
         if type(referrer) is dict:
-            variable = next((str(name) for name, value in list(referrer.items()) if value is one), "")
-            owner = _owner(referrer)
+            variable = next((str(name) for name, value in list(referrer.items()) if value is container), "")
+            owner = _find_owner(referrer)
         else:
-            own = _attributes(referrer)
-            variable = next((str(name) for name, value in list(own.items()) if value is one), "")
+            attributes = _read_attributes(referrer)
+            variable = next((str(name) for name, value in list(attributes.items()) if value is container), "")
             owner = type(referrer).__qualname__
         if variable and owner:
             return f"{owner}.{variable}"
     return ""
 
 
-def _owner(names: dict[Any, Any]) -> str:
-    """The module or the kind of object whose variables these are."""
+def _find_owner(names: dict[Any, Any]) -> str:
+    """Return the name of the module or class whose variables these are."""
     for module in list(sys.modules.values()):
-        if _attributes(module) is names:
+        if _read_attributes(module) is names:
             return str(names.get("__name__", ""))
-    return next((type(one).__qualname__ for one in gc.get_referrers(names) if _attributes(one) is names), "")
+    return next(
+        (type(referrer).__qualname__ for referrer in gc.get_referrers(names) if _read_attributes(referrer) is names), ""
+    )
 
 
-def _attributes(one: object) -> dict[Any, Any]:
-    """Its own variables, without running code of its kind; empty where it has none."""
+def _read_attributes(value: object) -> dict[Any, Any]:
+    """Return the object's own variables without running code of its class; empty if it has none."""
     try:
-        found = object.__getattribute__(one, "__dict__")
+        attributes = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
         return {}
-    return found if type(found) is dict else {}
+    return attributes if type(attributes) is dict else {}

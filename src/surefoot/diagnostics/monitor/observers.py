@@ -1,4 +1,4 @@
-"""What of health hears the events of a rank."""
+"""The diagnostic observers of a rank's events."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from surefoot.events import Observer
 
 
 def rank_observers(run_folder: Path, rank: int) -> list[Observer]:
-    """The recorder, with a witness; in a drill also the fault. To be called before ranks join each other."""
+    """Return the recorder with its evidence server; in a drill also the fault injector. Call before the rendezvous."""
     record_collectives()
     observers: list[Observer] = [Recorder(run_folder, rank)]
     if VARIABLE in os.environ:

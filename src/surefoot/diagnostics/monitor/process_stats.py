@@ -1,4 +1,4 @@
-"""What this process says of itself: its own memory, and the time that it loses to the collector and to others."""
+"""Statistics of this process: its memory, and the time it loses to garbage collection and to other processes."""
 
 import gc
 import os
@@ -13,7 +13,7 @@ AGAIN_AFTER_S = 0.05
 
 
 class OwnMemory:
-    """Reads /proc/self/statm, in microseconds; without it nothing is known, and every answer is 0."""
+    """A reader of /proc/self/statm; a read takes microseconds. Without that file every result is 0."""
 
     def __init__(self) -> None:
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
@@ -22,7 +22,7 @@ class OwnMemory:
             self._file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
     def anonymous_bytes(self) -> int:
-        """Resident and of no file: what allocations make grow, and the page cache does not."""
+        """Return the resident bytes that belong to no file: allocations increase them, the page cache does not."""
         if self._file is None:
             return 0
         _, resident, of_files, *_ = os.pread(self._file, 128, 0).split()
@@ -34,21 +34,21 @@ class OwnMemory:
 
 
 class TimeInLine:
-    """Seconds for which the thread that asks was ready and waited for a core that others had."""
+    """A counter of the seconds in which the creating thread was ready and waited for a core that others used."""
 
     def __init__(self) -> None:
         self._file: int | None = None
-        self._told_s = 0.0
-        with suppress(OSError):  # of a kernel that does not count it: then every answer is 0
+        self._last_total_s = 0.0
+        with suppress(OSError):  # the kernel may not count it: then every result is 0
             self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self.since_last_s()
 
     def since_last_s(self) -> float:
-        """Since it was last asked, or made; always by the thread that made it."""
+        """Return the seconds since the last call, or since creation. Call it only in the thread that created it."""
         if self._file is None:
             return 0.0
-        before_s, self._told_s = self._told_s, int(os.pread(self._file, 128, 0).split()[1]) / 1e9
-        return self._told_s - before_s
+        before_s, self._last_total_s = self._last_total_s, int(os.pread(self._file, 128, 0).split()[1]) / 1e9
+        return self._last_total_s - before_s
 
     def end(self) -> None:
         if self._file is not None:
@@ -57,63 +57,63 @@ class TimeInLine:
 
 
 class LoadPeak:
-    """The most memory of its own that this process had, looked at now and then from when this is made until `end`."""
+    """A sampler of this process's peak anonymous memory, from its creation until `end`."""
 
     def __init__(self) -> None:
         self._memory = OwnMemory()
-        self._most = self._memory.anonymous_bytes()
-        self._is_over = threading.Event()
-        threading.Thread(target=self._look, name="load-peak", daemon=True).start()
+        self._peak_bytes = self._memory.anonymous_bytes()
+        self._stop = threading.Event()
+        threading.Thread(target=self._sample, name="load-peak", daemon=True).start()
 
     def end(self) -> int | None:
-        """In bytes; None where it ended before."""
-        if self._is_over.is_set():
+        """Stop sampling; return the peak in bytes, or None if it was stopped before."""
+        if self._stop.is_set():
             return None
-        self._is_over.set()
-        return max(self._most, self._memory.anonymous_bytes())
+        self._stop.set()
+        return max(self._peak_bytes, self._memory.anonymous_bytes())
 
-    def _look(self) -> None:
-        while not self._is_over.wait(PEAK_EVERY_S):
-            self._most = max(self._most, self._memory.anonymous_bytes())
+    def _sample(self) -> None:
+        while not self._stop.wait(PEAK_EVERY_S):
+            self._peak_bytes = max(self._peak_bytes, self._memory.anonymous_bytes())
 
 
 class GarbageTime:
-    """Seconds that Python's garbage collector stood in the way of this process, from when this is made until `end`."""
+    """A counter of the seconds that Python's garbage collector takes, from its creation until `end`."""
 
     def __init__(self) -> None:
         self._began_s = self._total_s = 0.0
-        self._ignore = sys.unraisablehook
-        sys.unraisablehook = self._unraisable
-        gc.callbacks.append(self._hear)
+        self._previous_hook = sys.unraisablehook
+        sys.unraisablehook = self._resend_interrupt
+        gc.callbacks.append(self._on_collection)
 
     def since_last_s(self) -> float:
-        """Since it was last asked."""
+        """Return the seconds since the last call."""
         total_s, self._total_s = self._total_s, 0.0
         return total_s
 
     def end(self) -> None:
         with suppress(ValueError):  # ended already
-            gc.callbacks.remove(self._hear)
-        if sys.unraisablehook == self._unraisable:  # else another's, which may still ask this one
-            sys.unraisablehook = self._ignore
+            gc.callbacks.remove(self._on_collection)
+        if sys.unraisablehook == self._resend_interrupt:  # else another hook is set, which may still call this one
+            sys.unraisablehook = self._previous_hook
 
-    def _hear(self, phase: str, _info: object) -> None:
+    def _on_collection(self, phase: str, _info: object) -> None:
         if phase == "start":
             self._began_s = time.perf_counter()
         else:
             self._total_s += time.perf_counter() - self._began_s
 
-    def _unraisable(self, ignored: "sys.UnraisableHookArgs") -> None:
-        """Signal again where an interrupt was raised in what Python lets no exception out of, as in `_hear`.
+    def _resend_interrupt(self, ignored: "sys.UnraisableHookArgs") -> None:
+        """Send the signal again if its interrupt was raised where Python ignores exceptions, as in `_on_collection`.
 
-        A signal that comes during a collection is handled there, since it is the next line of Python to run.
+        A signal during a collection is handled there, because that is the next line of Python to run.
         """
         if not isinstance(ignored.exc_value, KeyboardInterrupt):
-            self._ignore(ignored)
+            self._previous_hook(ignored)
             return
         number = signal.Signals.__members__.get(str(ignored.exc_value), signal.SIGINT)
         main = threading.main_thread().ident
         assert main is not None
-        again = threading.Timer(AGAIN_AFTER_S, signal.pthread_kill, (main, number))
-        again.daemon = True
-        again.start()
+        timer = threading.Timer(AGAIN_AFTER_S, signal.pthread_kill, (main, number))
+        timer.daemon = True
+        timer.start()

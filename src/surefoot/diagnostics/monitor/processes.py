@@ -1,4 +1,4 @@
-"""What the system says of the ranks' processes, from outside."""
+"""Functions that observe the ranks' processes from outside, through the operating system."""
 
 import os
 import platform
@@ -14,34 +14,34 @@ from surefoot.system import cgroup
 
 @dataclass(frozen=True)
 class ProcessSample:
-    """One process at one moment, and those it started where they were asked for."""
+    """The state of one process at one moment, and of the processes it started if they were requested."""
 
     state: str
-    """As psutil names it; gone where there is none."""
+    """State, as psutil names it; `gone` if there is no such process."""
     cpu_s: Mapping[int, float] = field(default_factory=dict)
-    """Process -> seconds it used so far."""
+    """Process -> CPU seconds it has used so far."""
     io_bytes: Mapping[int, float] = field(default_factory=dict)
-    """Process -> bytes it read and wrote so far, where that may be read."""
+    """Process -> bytes it has read and written so far, where this may be read."""
     children: tuple[str, ...] = ()
-    """States of the processes it started."""
+    """States of the processes that it started."""
     waits_for_disk: bool = False
-    """Whether a thread of it is in uninterruptible sleep; looked at where children are."""
+    """Whether a thread of it is in uninterruptible sleep; sampled only together with children."""
 
 
 GONE = ProcessSample("gone")
 
 
 def growth(before: Mapping[int, float], after: Mapping[int, float]) -> float:
-    """Of all processes together: one that has ended since counts nothing, one that has begun all it used."""
+    """Return the sum of what all processes used in between: nothing for an ended one, its whole use for a new one."""
     return sum(used - before.get(process, 0.0) for process, used in after.items())
 
 
 FUTEX = {"x86_64": "202", "aarch64": "98"}
-"""Machine -> the number of the system call in which locks wait."""
+"""Machine -> number of the system call in which locks wait."""
 
 
 def syscall_of(process: int) -> str:
-    """`futex` where the main thread of a process waits for a lock; empty for others, or where it may not be read."""
+    """Return `futex` if the main thread of a process waits for a lock; empty otherwise, or if it may not be read."""
     try:
         number = Path(f"/proc/{process}/syscall").read_text().split()[0]
     except (OSError, IndexError):
@@ -50,14 +50,14 @@ def syscall_of(process: int) -> str:
 
 
 def uses_gpus(process: int) -> bool:
-    """Whether a process has a device of NVIDIA's driver open."""
+    """Return whether a process has a device of NVIDIA's driver open."""
     try:
         return any(str(file.readlink()).startswith("/dev/nvidia") for file in Path(f"/proc/{process}/fd").glob("*"))
     except OSError:
         return False
 
 
-def _waits_for_disk(process: int) -> bool:
+def _is_waiting_for_disk(process: int) -> bool:
     for path in Path(f"/proc/{process}/task").glob("*/stat"):
         with suppress(OSError, IndexError):
             if path.read_text().rpartition(")")[2].split()[0] == "D":
@@ -66,43 +66,46 @@ def _waits_for_disk(process: int) -> bool:
 
 
 class Processes:
-    """Samples processes; knows each from its first sample on, so that no other is taken for it."""
+    """A sampler of processes. It keeps their identities, so it detects a process that reuses a number."""
 
     def __init__(self) -> None:
-        self._known: dict[int, psutil.Process] = {}
+        self._handles: dict[int, psutil.Process] = {}
 
     def sample(self, process: int, *, with_children: bool) -> ProcessSample:
-        """`process` is the number of one that was alive when it was first sampled. Finding children costs more."""
+        """Return the state of a process that was alive when it was first sampled. Finding children costs more."""
         try:
-            known = self._known.setdefault(process, psutil.Process(process))
-            if not known.is_running():  # another one may have its number now
+            handle = self._handles.setdefault(process, psutil.Process(process))
+            if not handle.is_running():  # another process may have its number now
                 return GONE
-            state = str(known.status())
+            state = str(handle.status())
             if state == psutil.STATUS_ZOMBIE:
                 return ProcessSample(state)
-            started = known.children(recursive=True) if with_children else []
-            family = [known, *(child for child in started if child.pid != os.getpid())]  # who watches is no part of it
+            started = handle.children(recursive=True) if with_children else []
+            family = [
+                handle,
+                *(child for child in started if child.pid != os.getpid()),
+            ]  # without the supervisor itself
         except psutil.NoSuchProcess:
             return GONE
         cpu_s, io_bytes, children = {}, {}, []
-        for one in family:
+        for member in family:
             try:
-                times = one.cpu_times()
-                cpu_s[one.pid] = times.user + times.system
-                if one is not known:
-                    children.append(str(one.status()))
-                counters = one.io_counters()
-                # By calls, and by the disk: what is read through a map is in the second alone.
-                moved = (counters.read_chars, counters.write_chars, counters.read_bytes, counters.write_bytes)
-                io_bytes[one.pid] = float(sum(moved))
+                times = member.cpu_times()
+                cpu_s[member.pid] = times.user + times.system
+                if member is not handle:
+                    children.append(str(member.status()))
+                counters = member.io_counters()
+                # Bytes of system calls and of the disk: only the second count what is read through a memory map.
+                transferred = (counters.read_chars, counters.write_chars, counters.read_bytes, counters.write_bytes)
+                io_bytes[member.pid] = float(sum(transferred))
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        waits = with_children and _waits_for_disk(process)
+        waits = with_children and _is_waiting_for_disk(process)
         return ProcessSample(state, cpu_s, io_bytes, tuple(children), waits)
 
 
 def swapped_bytes(process: int) -> int:
-    """What of a process's memory lies in swap; 0 where it may not be read."""
+    """Return the bytes of a process's memory that are in swap; 0 if unreadable."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
@@ -111,7 +114,7 @@ def swapped_bytes(process: int) -> int:
 
 
 def in_line_s(process: int) -> float | None:
-    """How long the threads of a process have waited for a core so far; None where the kernel does not tell."""
+    """Return the seconds that a process's threads have waited for a core so far; None if the kernel does not count."""
     waited_ns = 0
     try:
         for path in Path(f"/proc/{process}/task").glob("*/schedstat"):
@@ -123,30 +126,31 @@ def in_line_s(process: int) -> float | None:
 
 
 def started_by(process: int) -> list[int]:
-    """The processes that one started and that are there, and those they started; none where that may not be seen."""
-    found: list[int] = []
+    """Return the live descendants of a process; none if they may not be read."""
+    children: list[int] = []
     with suppress(OSError):  # it ends meanwhile
         for path in Path(f"/proc/{process}/task").glob("*/children"):
-            found += [int(child) for child in path.read_text().split() if int(child) != os.getpid()]  # not who watches
-    return [*found, *(one for child in found for one in started_by(child))]
+            # without the supervisor itself
+            children += [int(child) for child in path.read_text().split() if int(child) != os.getpid()]
+    return [*children, *(descendant for child in children for descendant in started_by(child))]
 
 
 def name_of(process: int) -> str:
-    """What the system calls it; empty where there is none."""
+    """Return the system's name of a process; empty if there is no such process."""
     with suppress(psutil.Error):
         return str(psutil.Process(process).name())
     return ""
 
 
 def open_files(process: int) -> int | None:
-    """How many files, sockets and pipes a process has open; None where that may not be seen."""
+    """Return the number of open files, sockets and pipes of a process; None if it may not be read."""
     with suppress(psutil.Error):
         return int(psutil.Process(process).num_fds())
     return None
 
 
 def most_open_files(process: int) -> int | None:
-    """How many it may have open (its soft limit); None without a limit, or where that may not be seen."""
+    """Return a process's soft limit of open files; None without a limit, or if it may not be read."""
     with suppress(psutil.Error, OSError):
         soft = int(psutil.Process(process).rlimit(psutil.RLIMIT_NOFILE)[0])
         return soft if soft != psutil.RLIM_INFINITY else None
@@ -154,17 +158,17 @@ def most_open_files(process: int) -> int | None:
 
 
 def num_threads(process: int) -> int | None:
-    """Of a process; None where there is none."""
+    """Return the number of threads of a process; None if there is no such process."""
     with suppress(psutil.Error):
         return int(psutil.Process(process).num_threads())
     return None
 
 
 def proportional_bytes(process: int) -> int:
-    """The memory of no file that a process has, where pages that several share count in parts (PSS).
+    """Return a process's proportional anonymous memory (PSS), in which each sharer of a page counts only its part.
 
-    What it copied of its parent's memory since it was forked is in it, and what they still share is not. 0 where it
-    may not be read.
+    It includes what the process copied of its parent's memory since the fork, and excludes what they still share. 0 if
+    unreadable.
     """
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
@@ -174,7 +178,7 @@ def proportional_bytes(process: int) -> int:
 
 
 def major_faults(process: int) -> int:
-    """Pages that a process had to wait for, since it began: from swap, or from files; 0 where it may not be read."""
+    """Return the number of pages that a process has waited for, from swap or files, since it began; 0 if unreadable."""
     try:
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[9])
     except (OSError, IndexError, ValueError):
@@ -182,7 +186,7 @@ def major_faults(process: int) -> int:
 
 
 def swapped_in_bytes() -> int | None:
-    """What this machine has read back from swap since it was started; None where that is not told."""
+    """Return the bytes that this machine has read back from swap since it started; None if not reported."""
     try:
         return int(psutil.swap_memory().sin)
     except (OSError, RuntimeError):
@@ -190,13 +194,13 @@ def swapped_in_bytes() -> int | None:
 
 
 def memory_bytes() -> int:
-    """The memory that processes here may use together: the cgroup's limit, or what the machine has."""
+    """Return the bytes that processes here may use together: the cgroup's limit, or the machine's memory."""
     limit, total = cgroup.memory_limit_bytes(), psutil.virtual_memory().total
     return min(limit, total) if limit is not None else int(total)
 
 
 def room_bytes() -> int:
-    """What this machine, or the limit of this cgroup, still has for programs, without swap."""
+    """Return the bytes that are still free for programs, without swap, under the machine's and the cgroup's limits."""
     free = int(psutil.virtual_memory().available)
     limit, used = cgroup.memory_limit_bytes(), cgroup.memory_used_bytes()
     return free if limit is None or used is None else min(free, max(0, limit - used))

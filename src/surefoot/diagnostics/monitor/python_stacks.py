@@ -1,4 +1,4 @@
-"""Python stacks as faulthandler writes them, read. Pure."""
+"""A parser of the Python stacks that faulthandler writes. Pure."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen")
 
 @dataclass(frozen=True)
 class Frame:
-    """One call."""
+    """One call in a stack."""
 
     file: str
     line: int
@@ -25,13 +25,13 @@ class Frame:
 
 
 def main_thread(stacks: str) -> list[Frame]:
-    """The frames of the main thread, innermost first. faulthandler writes the oldest thread last."""
+    """Return the frames of the main thread, innermost first. faulthandler writes the oldest thread last."""
     last = THREAD.split(stacks)[-1] if stacks else ""
-    return [Frame(found["file"], int(found["line"]), found["function"]) for found in FRAME.finditer(last)]
+    return [Frame(match["file"], int(match["line"]), match["function"]) for match in FRAME.finditer(last)]
 
 
 def where(stacks: str) -> str:
-    """Where in the program the main thread stands: its innermost frame that is not of a library."""
+    """Return the place of the main thread in the program: its innermost frame outside libraries."""
     frames = main_thread(stacks)
     if not frames:
         return "at a line that is not known (no stack)"

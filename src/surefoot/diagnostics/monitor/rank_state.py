@@ -1,4 +1,4 @@
-"""What the supervisor knows of one rank: what its ring said, and how its process was seen from outside."""
+"""The supervisor's state of one rank: the events of its ring, and samples of its process from outside."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -16,16 +16,16 @@ from surefoot.diagnostics.rules.numerics import Numbers
 from surefoot.diagnostics.rules.speed import RankTimes
 
 IDLE_SHARE = 0.1
-"""Of a core: below it a process does nothing; waiting in gloo takes a few hundredths."""
+"""Share of a core below which a process is idle; waiting in gloo takes a few hundredths."""
 IDLE_BYTES_PER_S = 1 << 16
-"""Read and written: the same."""
+"""Bytes read and written per second below which a process is idle."""
 WINDOW_S = 6.0
-"""Over which both are judged."""
+"""Seconds over which both are measured."""
 BUSY_OVER_S = 20.0
 
 
 class RankState:
-    """Of the present start of one rank."""
+    """The state of the present start of one rank."""
 
     def __init__(self, ring: RingReader) -> None:
         self.ring = ring
@@ -35,46 +35,46 @@ class RankState:
         self.times = RankTimes()
         self.numbers = Numbers()
         self.last_s = 0.0
-        """When it last said something."""
+        """Time of its newest event."""
         self.step = 0
         self.open: list[str] = []
-        """The phases it is in, the outer first."""
+        """Its current phases, outermost first."""
         self.took_a_step = False
         self.longest_step_s = 0.0
-        """The first included."""
+        """Duration of its longest step, including the first."""
         self.longest_s: dict[str, float] = {}
-        """Phase -> the longest time it took here so far."""
+        """Phase -> its longest duration so far."""
         self._began_s: list[float] = []
         self.has_ended = False
         self.offloads = False
-        """Whether it keeps weights or the optimizer in host memory."""
+        """Whether it keeps weights or the optimizer state in host memory."""
         self.load: dict[str, float] | None = None
-        """What its model took of host memory, where it said so."""
+        """Host memory that its model took, if it reported it."""
         self.expert_load = 1.0
-        """Rows of the rank with the busiest experts over the mean one's."""
+        """Rows of the rank with the busiest experts, relative to the mean rank."""
         self.open_files = LimitTrend(ring.rank, "open files")
         self.threads = LimitTrend(ring.rank, "threads")
         self.helpers: deque[tuple[int, float]] = deque(maxlen=MOST_STEPS)
-        """(step, memory of the processes that it started)."""
+        """(step, bytes of the processes that it started)."""
         self.sample: ProcessSample = GONE
         self.samples: deque[tuple[float, ProcessSample]] = deque()
-        """Of the last `WINDOW_S`, while it is silent."""
-        self._said = 0
+        """(time, sample) of the last `WINDOW_S`, while it is silent."""
+        self._next_record = 0
         self._cpu_s: deque[tuple[float, float]] = deque()
-        """When, and what its process had used then, of the last `BUSY_OVER_S`."""
+        """(time, CPU seconds that its process had used then) over the last `BUSY_OVER_S`."""
 
     @property
     def phase(self) -> str:
         return self.open[-1] if self.open else ""
 
     def read(self) -> list[float]:
-        """What its ring says since the last time; returns the seconds of the steps it took, without the first."""
+        """Read the ring's new records; return the durations of the steps that ended, without the first."""
         steps = []
-        for record in self.ring.records(self._said):
-            self._said, self.last_s, self.step = record.number + 1, record.time_s, record.step or self.step
+        for record in self.ring.records(self._next_record):
+            self._next_record, self.last_s, self.step = record.number + 1, record.time_s, record.step or self.step
             kind = KINDS[record.kind]
             values = dict(zip(VALUE_NAMES.get(kind, ()), record.values, strict=False))
-            self._tell(record, kind, values)
+            self._update_trends(record, kind, values)
             if kind == "phase began":
                 self.open.append(PHASES[record.phase])
                 self._began_s.append(record.time_s)
@@ -96,8 +96,8 @@ class RankState:
                 self.has_ended = True
         return steps
 
-    def _tell(self, record: Record, kind: str, values: Mapping[str, float]) -> None:
-        """Those who look for trends."""
+    def _update_trends(self, record: Record, kind: str, values: Mapping[str, float]) -> None:
+        """Pass a record to the trends."""
         self.times.add(kind, PHASES[record.phase], record.step, record.time_s, values)
         self.numbers.add(kind, record.step, values)
         self.device_memory.add(kind, record.step, values)
@@ -108,7 +108,7 @@ class RankState:
             self.memory.add(kind, PHASES[record.phase], record.step, values["anonymous_bytes"])
 
     def took(self, now_s: float, sample: ProcessSample, *, is_silent: bool) -> None:
-        """Another sample; the window keeps only those of one silence, for only they are comparable."""
+        """Add a sample. The window keeps only samples of one silence, because only they are comparable."""
         self.sample = sample
         self._cpu_s.append((now_s, sample.cpu_s.get(self.ring.process, 0.0)))
         while len(self._cpu_s) > 2 and now_s - self._cpu_s[1][0] >= BUSY_OVER_S:
@@ -122,7 +122,7 @@ class RankState:
 
     @property
     def busy_cores(self) -> float | None:
-        """How many cores its own process used in the last `BUSY_OVER_S`; None before that."""
+        """Mean number of cores that its own process used in the last `BUSY_OVER_S`; None before that."""
         if not self._cpu_s or self._cpu_s[-1][0] - self._cpu_s[0][0] < BUSY_OVER_S:
             return None
         (began_s, before), (ended_s, after) = self._cpu_s[0], self._cpu_s[-1]
@@ -130,26 +130,26 @@ class RankState:
 
     @property
     def cpu_share(self) -> float:
-        """Of a core, over the window, with the processes it started; 0 where there is no window."""
-        return self._per_s(lambda sample: sample.cpu_s)
+        """Share of a core over the window, including the processes it started; 0 without a window."""
+        return self._measure_rate(lambda sample: sample.cpu_s)
 
     @property
     def is_served(self) -> bool:
-        """Whether processes that it started work: those that prepare its data."""
-        mine = self.ring.process
-        share = self._per_s(lambda sample: {process: s for process, s in sample.cpu_s.items() if process != mine})
+        """Whether processes that it started, such as those that prepare its data, are busy."""
+        own = self.ring.process
+        share = self._measure_rate(lambda sample: {process: s for process, s in sample.cpu_s.items() if process != own})
         return share >= IDLE_SHARE
 
     @property
     def is_idle(self) -> bool:
-        """Whether it did nothing for all of a window."""
-        is_whole = bool(self.samples) and self.samples[-1][0] - self.samples[0][0] >= WINDOW_S
-        return is_whole and not self.waits_for_disk and self.cpu_share < IDLE_SHARE and not self.moves_data
+        """Whether it was idle for a whole window."""
+        is_full = bool(self.samples) and self.samples[-1][0] - self.samples[0][0] >= WINDOW_S
+        return is_full and not self.waits_for_disk and self.cpu_share < IDLE_SHARE and not self.moves_data
 
     @property
     def moves_data(self) -> bool:
-        """Whether it reads or writes, over the window."""
-        return self._per_s(lambda sample: sample.io_bytes) >= IDLE_BYTES_PER_S
+        """Whether it read or wrote data over the window."""
+        return self._measure_rate(lambda sample: sample.io_bytes) >= IDLE_BYTES_PER_S
 
     @property
     def waits_for_disk(self) -> bool:
@@ -158,10 +158,10 @@ class RankState:
 
     @property
     def waited_for_disk(self) -> bool:
-        """Whether one was in it through all of the window."""
+        """Whether a thread was in uninterruptible sleep in every sample of the window."""
         return len(self.samples) > 1 and all(sample.waits_for_disk for _, sample in self.samples)
 
-    def _per_s(self, used: Callable[[ProcessSample], Mapping[int, float]]) -> float:
+    def _measure_rate(self, used: Callable[[ProcessSample], Mapping[int, float]]) -> float:
         if len(self.samples) < 2:
             return 0.0
         grown = sum(growth(used(before), used(after)) for (_, before), (_, after) in pairwise(self.samples))

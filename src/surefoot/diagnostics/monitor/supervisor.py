@@ -1,8 +1,8 @@
-"""Watches a run from outside: reads the ranks' rings, samples their processes, and finds out why nothing goes on.
+"""The supervisor of a run: reads the ranks' rings, samples their processes, and diagnoses stalls from outside.
 
-Silence is late when no rank has said anything for much longer than it usually takes here. What is usual comes from the
-run's own history; before there is one, and in phases that are long and say little, a rank that computes, or reads and
-writes, is not late. Imports no torch.
+A run is stalled when no rank has recorded an event for much longer than usual. The usual time comes from the run's own
+history. Before the run has a history, and in long phases with few events, a rank that computes, reads or writes is not
+stalled. Imports no torch.
 """
 
 import math
@@ -37,39 +37,40 @@ from surefoot.findings import Finding
 from surefoot.system import cgroup
 
 GONE_S = 60.0
-"""How long a rank may be gone while the run goes on: ranks that are started again take their time."""
+"""Seconds that a rank may be gone while the run continues: a restarted rank takes time."""
 BLIND_S = 10.0
-"""Between two looks: more, and this process itself was stopped, and knows nothing of that time."""
+"""Longest gap between two polls: after a longer one this process itself was stopped, and did not observe that time."""
 LEAST_S = 10.0
-"""Silence that is never late."""
+"""Seconds of silence that never count as a stall."""
 TIMES_USUAL, TIMES_LONGEST = 8.0, 2.0
-"""Silence is late after so many times the median of the last steps, and the longest of them."""
+"""Silence is a stall after this multiple of the median of the last steps, and of the longest of them."""
 IDLE_S = 12.0
-"""How long a rank may do nothing at all in a phase that says little."""
+"""Seconds for which a rank may be idle in a phase with few events."""
 STARTING_IDLE_S = 30.0
-"""The same before the first step, where it may wait for a download."""
+"""The same before the first step, when it may wait for a download."""
 BOUNDED_PHASES = frozenset({"reward", "sync", "wait for completions"})
-"""Waits for programs of others, at which the run itself looks at the clock: it ends them, and says why."""
+"""Waits for other programs, which the run itself bounds: it ends them and reports why."""
 QUIET_PHASES = LONG_PHASES | {""}
-"""Phases in which a rank may be silent for long; a process between phases is loading Python or torch."""
+"""Phases in which a rank may be silent for a long time; a process between phases is loading Python or torch."""
 TALKING = frozenset({"save", "evaluate", "rollout"})
-"""Long phases that say something between their parts, or, as saves, take about as long each time."""
+"""Long phases that record events between their parts, or, like saves, take about as long each time."""
 WHOLE_STEP = "forward and backward"
-"""All that other trainers do in a training step."""
+"""The single phase that other trainers report for a training step."""
 BUSY_S = 120.0
-"""How much longer than a step of another trainer usually takes one that computes may take."""
+"""Seconds by which a step of another trainer may exceed its usual duration while a rank computes."""
 COLLECTIVE_S = 540.0
-"""Silence of several ranks that is late in the first steps, in evaluations, rollouts and first saves, even where they
-compute: whoever waits for a GPU seems to. After ten minutes NCCL ends the processes, and says less."""
+"""Seconds of silence of several ranks that are a stall in the first steps, in evaluations, rollouts and first saves,
+even if they compute: a rank that waits for a GPU seems to compute. After ten minutes NCCL ends the processes, with less
+information."""
 LONGEST_BUSY_S = 1800.0
-"""The same in other long phases (data that are prepared say something between their parts)."""
+"""The same in other long phases (data preparation records events between its parts)."""
 LONGEST_S = 600.0
-"""Silence that is late of ranks that wait for a disk, or for processes that work for them; in the first steps of one
-rank alone; before the first rank has begun, and after the last has ended."""
+"""Seconds of silence that are a stall of ranks that wait for a disk or for their worker processes; in the first steps
+of a single rank; before the first rank has begun, and after the last has ended."""
 
 
 class Supervisor:
-    """Watches one start of one run. `poll` it about once a second; it returns the findings since the last poll."""
+    """The supervisor of one start of one run. Call `poll` about once a second: it returns the new findings."""
 
     def __init__(
         self,
@@ -82,10 +83,12 @@ class Supervisor:
         early_s: float = 0.0,
         deadlines_s: Mapping[Phase, float] | None = None,
     ) -> None:
-        """`num_ranks` of the run, of which `num_elsewhere` are on other machines; a rank may be gone for `gone_s`.
+        """Watch the run that began at `began_s`.
 
-        A rank that began so much as `early_s` before `began_s` belongs to the run if its process is there.
-        `deadlines_s`: by phase, silence in it that is late whatever the rank does, in place of what is usual.
+        `num_ranks`: number of ranks of the run, of which `num_elsewhere` are on other machines. `gone_s`: seconds for
+        which a rank may be gone. `early_s`: a rank that began up to this long before `began_s` belongs to the run if
+        its process runs. `deadlines_s`: phase -> silence in it that is a stall whatever the rank does, in place of the
+        usual limit.
         """
         self._deadlines_s = deadlines_s or {}
         self._gone_s, self._early_s = gone_s, early_s
@@ -98,41 +101,41 @@ class Supervisor:
         self._witnesses = Witnesses(run_folder)
         self._trends = Detectors(run_folder, self._ranks, num_ranks, num_elsewhere, began_s)
         self._native_stacks = threading.Thread()
-        """Writes them, once it is begun."""
-        self._last_s = began_s
+        """The thread that writes native stacks, once it is started."""
+        self._last_event_s = began_s
         self._waited_since_s, self._are_waiting = math.nan, False
-        self._moved_s = began_s
-        """When a rank in a long phase last read or wrote."""
-        self._looked_s = time.time()
+        self._last_io_s = began_s
+        """Time at which a rank in a long phase last read or wrote."""
+        self._last_poll_s = time.time()
         self._oom_kills = cgroup.oom_kills()
         self.stalled_since_s: float | None = None
-        """When the stall began, while there is one."""
+        """Time at which the current stall began; None if there is none."""
         self.recovered_after_s: float | None = None
-        """Length of the stall, at the poll that finds the run going again."""
+        """Length of the stall, at the poll that notices the recovery; None otherwise."""
 
     @property
     def limit_s(self) -> float:
-        """Silence that is late in a step."""
+        """Seconds of silence in a step that are a stall."""
         steps = self._trends.steps_s
         return max(LEAST_S, TIMES_USUAL * median(steps), TIMES_LONGEST * max(steps)) if len(steps) > 1 else math.inf
 
     @property
-    def _given_s(self) -> float | None:
-        """The deadline that a user gave for a phase in which a rank is now."""
+    def _user_deadline_s(self) -> float | None:
+        """Shortest deadline that the user set for a phase in which a rank is now; None if there is none."""
         inside = {phase for rank in self._ranks.values() if not rank.has_ended for phase in rank.open}
         return min((s for phase, s in self._deadlines_s.items() if phase in inside), default=None)
 
     @property
     def was_memory_killed(self) -> bool | None:
-        """Whether the kernel killed a process of the cgroup for memory since the start; None if that is not known."""
+        """Whether the kernel killed a process of the cgroup for memory since the start; None if unknown."""
         before, now = self._oom_kills, cgroup.oom_kills()
         return now > before if before is not None and now is not None else None
 
     def gone(self) -> list[int]:
-        """Ranks of this machine whose process is gone, and that had not said that they are through."""
+        """Return the ranks of this machine whose process is gone and that did not report their end."""
         self._open_rings()
         for rank in self._ranks.values():
-            self._read(rank)
+            self._read_ring(rank)
         return [
             number
             for number, rank in sorted(self._ranks.items())
@@ -141,30 +144,30 @@ class Supervisor:
         ]
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._trends.end()
 
     def poll(self, now_s: float) -> list[Finding]:
-        """Read what is new; return a stall or a leak once, when it is found."""
-        if now_s - self._looked_s > BLIND_S:
-            self._last_s = max(self._last_s, now_s)
+        """Read new events and samples; return each finding once."""
+        if now_s - self._last_poll_s > BLIND_S:
+            self._last_event_s = max(self._last_event_s, now_s)
         began_s = time.monotonic()
         try:
             return self._poll(now_s)
         finally:
-            self._looked_s = now_s + time.monotonic() - began_s
+            self._last_poll_s = now_s + time.monotonic() - began_s
 
     def mark_reported(self) -> None:
-        """Do not take the time since the poll, in which findings were reported, for one in which this process slept."""
-        self._looked_s = max(self._looked_s, time.time())
+        """Do not mistake the time since the poll, in which findings were reported, for sleep of this process."""
+        self._last_poll_s = max(self._last_poll_s, time.time())
 
     def _poll(self, now_s: float) -> list[Finding]:
         self._open_rings()
         for rank in self._ranks.values():
-            self._read(rank)
+            self._read_ring(rank)
             rank.last_s = min(rank.last_s, now_s)  # the clock was set back
-        self._last_s, self._moved_s = min(self._last_s, now_s), min(self._moved_s, now_s)
-        is_silent = now_s - self._last_s > LEAST_S / 2
+        self._last_event_s, self._last_io_s = min(self._last_event_s, now_s), min(self._last_io_s, now_s)
+        is_silent = now_s - self._last_event_s > LEAST_S / 2
         for rank in self._ranks.values():
             sample = self._processes.sample(rank.ring.process, with_children=is_silent)
             rank.took(now_s, sample, is_silent=is_silent)
@@ -172,10 +175,10 @@ class Supervisor:
         self.recovered_after_s = None
         going = [rank for rank in self._ranks.values() if not rank.has_ended]
         if any(rank.moves_data for rank in going) and any(rank.phase in QUIET_PHASES for rank in going):
-            self._moved_s = now_s
-        late_after_s = self._late_after_s(going)
-        # A deadline that a user gave holds whatever a rank does.
-        since_s = self._last_s if self._given_s is not None else max(self._last_s, self._moved_s)
+            self._last_io_s = now_s
+        late_after_s = self._choose_limit_s(going)
+        # A deadline that the user set holds whatever a rank does.
+        since_s = self._last_event_s if self._user_deadline_s is not None else max(self._last_event_s, self._last_io_s)
         if now_s - since_s <= late_after_s:
             if self.stalled_since_s is not None:
                 self.recovered_after_s, self.stalled_since_s = now_s - self.stalled_since_s, None
@@ -186,89 +189,92 @@ class Supervisor:
         return [*trends, self._diagnose(now_s, late_after_s)]
 
     def _open_rings(self) -> None:
-        """The newest ring of each rank that was begun since this start."""
+        """Open the newest ring of each rank that began since this start."""
         for path in sorted((self._folder / "events").glob("rank-*.ring")):
-            _, number, begun_ns = path.stem.split("-")
-            before_s = self._began_s - int(begun_ns) / 1e9
+            _, number, began_ns = path.stem.split("-")
+            before_s = self._began_s - int(began_ns) / 1e9
             if before_s > self._early_s or self._rings.get(int(number), Path()) >= path:
                 continue
             with suppress(RingError):  # its header is being written
                 ring = RingReader(path)
                 if before_s > 0 and self._processes.sample(ring.process, with_children=False) == GONE:
-                    continue  # of an earlier run
+                    continue  # the ring belongs to an earlier run
                 self._rings[int(number)] = path
                 self._ranks.pop(int(number), None)
                 if ring.is_of_this_machine:
                     self._ranks[int(number)] = RankState(ring)
 
-    def _read(self, rank: RankState) -> None:
+    def _read_ring(self, rank: RankState) -> None:
         self._trends.steps_s.extend(rank.read())
-        self._last_s = max(self._last_s, rank.last_s)
+        self._last_event_s = max(self._last_event_s, rank.last_s)
 
-    def _late_after_s(self, going: Sequence[RankState]) -> float:
-        """Silence that is late, for what the ranks do now."""
-        if not going:  # no rank has begun, or none leaves
+    def _choose_limit_s(self, going: Sequence[RankState]) -> float:
+        """Return the seconds of silence that are a stall in the ranks' current phases."""
+        if not going:  # no rank has begun, or all have ended and none exits
             return LONGEST_S
         if any(rank.sample.state in ("gone", "zombie") for rank in going):
-            return self._gone_s  # whoever started it sees it first and says more, or starts it again
+            return self._gone_s  # its launcher notices it first and reports more, or restarts it
         if self._num_elsewhere and any(not rank.step for rank in going):
             return LONGEST_BUSY_S  # they may wait for other machines, which load or prepare
-        given_s = self._given_s
-        if given_s is not None:
-            return given_s
+        user_deadline_s = self._user_deadline_s
+        if user_deadline_s is not None:
+            return user_deadline_s
         if any(rank.is_served for rank in going if rank.phase == "wait for data"):
             return LONGEST_S
         if any(rank.phase in BOUNDED_PHASES for rank in going):
             return LONGEST_S
         quiet = [rank for rank in going if rank.phase in QUIET_PHASES]
-        if quiet:  # the others wait for these, if at all
-            return self._late_in_long_phases_s(going, quiet)
+        if quiet:  # the other ranks can only wait for these
+            return self._choose_long_phase_limit_s(going, quiet)
         if len(self._trends.steps_s) < 2:
             if any(rank.phase == "wait for data" and not rank.is_idle for rank in going):
-                return LONGEST_BUSY_S  # trainers that resume go through all that they have seen
-            is_known = all(rank.phase != WHOLE_STEP for rank in going)  # it may wait for a server that generates
-            if is_known and all(rank.is_idle for rank in going):
+                return LONGEST_BUSY_S  # trainers that resume skip through the data of earlier steps
+            has_phases = all(rank.phase != WHOLE_STEP for rank in going)  # it may wait for a server that generates
+            if has_phases and all(rank.is_idle for rank in going):
                 return IDLE_S
             return COLLECTIVE_S if self._num_ranks > 1 else LONGEST_S
-        limit_s = max(self.limit_s, self._whole_step_s(going))
-        # Ranks of our own say something in each micro-batch, and their collectives have a deadline.
+        limit_s = max(self.limit_s, self._estimate_whole_step_s(going))
+        # Surefoot's own ranks record events in each micro-batch, and their collectives have a deadline.
         has_deadline = self._num_ranks > 1 and all(rank.phase != WHOLE_STEP for rank in going)
         return min(limit_s, COLLECTIVE_S) if has_deadline else limit_s
 
-    def _late_in_long_phases_s(self, going: Sequence[RankState], quiet: Sequence[RankState]) -> float:
+    def _choose_long_phase_limit_s(self, going: Sequence[RankState], quiet: Sequence[RankState]) -> float:
         if all(rank.is_idle for rank in quiet):
-            if self._num_elsewhere and self._wait_together(going):
-                return LONGEST_BUSY_S  # for a rank on another machine, which has a supervisor of its own
+            if self._num_elsewhere and self._is_waiting_in_collectives(going):
+                return LONGEST_BUSY_S  # they wait for a rank on another machine, which has its own supervisor
             return IDLE_S if all(rank.step for rank in quiet) else STARTING_IDLE_S
         if any(rank.moves_data for rank in going):
             return math.inf
-        return LONGEST_S if any(rank.waited_for_disk for rank in quiet) else self._longest_busy_s(quiet)
+        return LONGEST_S if any(rank.waited_for_disk for rank in quiet) else self._choose_busy_limit_s(quiet)
 
-    def _wait_together(self, going: Sequence[RankState]) -> bool:
-        """Whether each rank of this machine is in a collective. Asked once in each silence."""
-        if self._waited_since_s != self._last_s:
-            self._waited_since_s, self._are_waiting = self._last_s, False
-            with suppress(OSError, ValueError):  # a full disk, or another version of torch: this cannot be told
-                there = {rank.ring.rank: rank for rank in going}
-                answers = self._witnesses.answers(self._witnesses.ask(FLIGHT), there)
-                records = [read_flight(answers.get(number)) for number in there]
+    def _is_waiting_in_collectives(self, going: Sequence[RankState]) -> bool:
+        """Return whether each rank of this machine is in a collective. Asks the ranks once in each silence."""
+        if self._waited_since_s != self._last_event_s:
+            self._waited_since_s, self._are_waiting = self._last_event_s, False
+            with suppress(OSError, ValueError):  # a full disk, or another version of torch: this cannot be decided
+                states = {rank.ring.rank: rank for rank in going}
+                responses = self._witnesses.answers(self._witnesses.ask(FLIGHT), states)
+                records = [read_flight(responses.get(number)) for number in states]
                 self._are_waiting = all(record is not None and record.waiting for record in records)
         return self._are_waiting
 
-    def _longest_busy_s(self, quiet: Sequence[RankState]) -> float:
+    def _choose_busy_limit_s(self, quiet: Sequence[RankState]) -> float:
         if self._num_ranks == 1 or any(rank.phase not in TALKING for rank in quiet):
             return LONGEST_BUSY_S
         saves_s = max((rank.longest_s.get("save", 0.0) for rank in quiet if rank.phase == "save"), default=0.0)
         return max(COLLECTIVE_S, TIMES_USUAL * saves_s)
 
-    def _whole_step_s(self, going: Sequence[RankState]) -> float:
-        """In other trainers steps differ in kind: some make completions first, as the first one did, or compile."""
+    def _estimate_whole_step_s(self, going: Sequence[RankState]) -> float:
+        """Return the longest plausible duration of a step of another trainer.
+
+        Such steps differ in kind: some generate completions first, as the first one did, or compile.
+        """
         inside = [rank for rank in going if rank.phase == WHOLE_STEP]
         is_busy = any(not rank.is_idle for rank in inside)
         return max((TIMES_LONGEST * rank.longest_step_s for rank in inside), default=0.0) + (BUSY_S if is_busy else 0.0)
 
     def _diagnose(self, now_s: float, late_after_s: float) -> Finding:
-        evidence = self._collect(now_s, late_after_s)
+        evidence = self._collect_evidence(now_s, late_after_s)
         finding = find_stall(evidence)
         looks = self._trends.looks_at_gpus()
         if looks and any(uses_gpus(rank.ring.process) for rank in self._ranks.values()):
@@ -276,23 +282,23 @@ class Supervisor:
         try:
             path = evidence_folder.keep(self._folder / "evidence", evidence)
             finding.evidence["evidence"] = str(path.relative_to(self._folder))
-            there = {
+            live = {
                 number: rank.ring.process
                 for number, rank in sorted(self._ranks.items())
                 if rank.sample.state not in ("gone", "zombie") and not rank.has_ended
             }
             native = path.with_name(path.stem.replace("stall", "native") + ".txt")
             if not self._native_stacks.is_alive():
-                said, self._native_stacks = begin_native_stacks(native, there)
-                finding.evidence["native_stacks"] = said
+                native_stacks, self._native_stacks = begin_native_stacks(native, live)
+                finding.evidence["native_stacks"] = native_stacks
         except (StorageError, OSError) as error:  # the disk may be the cause
             finding.evidence["evidence"] = f"not kept: {error}"
         return finding
 
-    def _collect(self, now_s: float, late_after_s: float) -> StallEvidence:
-        """Ask every rank that is there for its flight record and its stacks."""
+    def _collect_evidence(self, now_s: float, late_after_s: float) -> StallEvidence:
+        """Collect the flight record and the stacks of every live rank."""
         syscalls = {number: syscall_of(rank.ring.process) for number, rank in self._ranks.items()}
-        begins = {number: _size(stacks_path(self._folder, number)) for number in self._ranks}
+        offsets = {number: _read_size(stacks_path(self._folder, number)) for number in self._ranks}
         request = ""
         with suppress(OSError):  # a full disk: no flight records then
             request = self._witnesses.ask(FLIGHT)
@@ -300,9 +306,9 @@ class Supervisor:
             if rank.sample.state not in ("gone", "zombie") and not rank.has_ended:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(rank.ring.process, STACKS)
-        answers = self._witnesses.answers(request, self._ranks)
-        is_held = self._native_stacks.is_alive()  # by our own look at an earlier stall
-        seen = [
+        responses = self._witnesses.answers(request, self._ranks)
+        is_held = self._native_stacks.is_alive()  # py-spy still stops processes for an earlier stall
+        ranks = [
             RankEvidence(
                 rank=number,
                 process=rank.ring.process,
@@ -314,10 +320,10 @@ class Supervisor:
                 cpu_share=rank.cpu_share,
                 children=rank.sample.children,
                 waits_for_disk=rank.waited_for_disk,
-                answered=number in answers,
-                flight=answers.get(number),
+                answered=number in responses,
+                flight=responses.get(number),
                 syscall=syscalls[number],
-                stacks=read_stacks(self._folder, number, begins[number]),
+                stacks=read_stacks(self._folder, number, offsets[number]),
                 layer=rank.ring.layer,
             )
             for number, rank in sorted(self._ranks.items())
@@ -325,15 +331,15 @@ class Supervisor:
         before, after = self._oom_kills, cgroup.oom_kills()
         return StallEvidence(
             time_s=now_s,
-            quiet_s=now_s - self._last_s,
+            quiet_s=now_s - self._last_event_s,
             limit_s=late_after_s,
-            ranks=tuple(seen),
+            ranks=tuple(ranks),
             num_ranks=self._num_ranks,
             oom_kills=after - before if before is not None and after is not None else None,
         )
 
 
-def _size(path: Path) -> int:
+def _read_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError:

@@ -1,4 +1,4 @@
-"""`surefoot watch RUN`: ranks, phases, speed, memory and findings of a run, live in the terminal."""
+"""`surefoot watch RUN`: a live view of a run's ranks, phases, speed, memory and findings in the terminal."""
 
 import time
 from collections.abc import Sequence
@@ -18,51 +18,51 @@ from surefoot.diagnostics.rules.accelerators import in_words
 from surefoot.system.json_files import is_number, parse_object
 
 GOING_ON = ("running", "unknown")
-"""Of a run whose processes are of this machine, or of others."""
+"""Statuses of a run that may still be running, on this machine or on others."""
 EVERY_S = 1.0
 NEWEST = 8000
-"""Records of each rank that are read each time, a few hundred steps."""
+"""Number of records of each rank that are read each time, a few hundred steps."""
 SHOWN = ("step", "loss", "grad_norm", "tokens_per_second")
 STEPS = 20
-"""Over which the time of a step is told."""
+"""Number of newest steps over which times are measured."""
 
 
 def watch(run_folder: Path, *, once: bool = False) -> None:
-    """Show a run until it has ended or Ctrl-C; with `once` print what is known now. Raises: ConfigError for no run."""
+    """Show a run until it ends or Ctrl-C; with `once` print its present state. Raises: ConfigError for no run."""
     console = Console()
-    told, view = _look(run_folder)
+    explanation, view = _read_view(run_folder)
     if once:
         console.print(view)
         return
     with Live(view, console=console, auto_refresh=False) as live:
-        while told.status in GOING_ON:
+        while explanation.status in GOING_ON:
             time.sleep(EVERY_S)
-            told, view = _look(run_folder)
+            explanation, view = _read_view(run_folder)
             live.update(view, refresh=True)
 
 
-def _look(run_folder: Path) -> tuple[Explanation, Group]:
+def _read_view(run_folder: Path) -> tuple[Explanation, Group]:
     history = read_history(run_folder, newest=NEWEST)
-    told = explain(run_folder, history)
-    return told, _view(run_folder, told, history.entries)
+    explanation = explain(run_folder, history)
+    return explanation, _build_view(run_folder, explanation, history.entries)
 
 
-def _view(run_folder: Path, told: Explanation, entries: Sequence[Entry]) -> Group:
-    metrics = _last_metrics(run_folder / "metrics.jsonl")
-    head = Text(f"{run_folder}: {'going on' if told.status in GOING_ON else told.status}", style="bold")
+def _build_view(run_folder: Path, explanation: Explanation, entries: Sequence[Entry]) -> Group:
+    metrics = _read_last_metrics(run_folder / "metrics.jsonl")
+    head = Text(f"{run_folder}: {'going on' if explanation.status in GOING_ON else explanation.status}", style="bold")
     table = Table(box=None, pad_edge=False)
     for title in ("rank", "step", "doing", "silent s", "step s", "memory GiB", "time in its last steps"):
         table.add_column(title, justify="left" if title in ("doing", "time in its last steps") else "right")
-    for rank in told.ranks:
-        mine = [entry for entry in entries if entry.rank == rank.rank and entry.start == rank.start]
+    for rank in explanation.ranks:
+        rank_entries = [entry for entry in entries if entry.rank == rank.rank and entry.start == rank.start]
         table.add_row(
             str(rank.rank),
             str(rank.step),
             rank.doing,
             f"{rank.silent_s:.0f}",
-            _step_time(mine),
-            _memory(mine),
-            _shares(mine),
+            _format_step_time(rank_entries),
+            _format_memory(rank_entries),
+            _format_shares(rank_entries),
         )
     lines: list[Any] = [head]
     if metrics:
@@ -79,39 +79,41 @@ def _view(run_folder: Path, told: Explanation, entries: Sequence[Entry]) -> Grou
     looks = read_looks(run_folder)
     if looks:
         lines.append(Text(f"GPUs: {in_words(looks[-1])}"))
-    lines += [Text(finding.as_text(), style="red" if finding.severity == "error" else "") for finding in told.findings]
+    lines += [
+        Text(finding.as_text(), style="red" if finding.severity == "error" else "") for finding in explanation.findings
+    ]
     return Group(*lines)
 
 
-def _last_metrics(path: Path) -> dict[str, Any]:
-    """Return the newest whole line of a step; nothing where there is none."""
+def _read_last_metrics(path: Path) -> dict[str, Any]:
+    """Return the newest complete line of a step; empty if there is none."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError:
         return {}
     for text in reversed(lines):
-        line = parse_object(text)  # one that is being written holds none yet
+        line = parse_object(text)  # a line that is being written holds no object yet
         if line is not None and all(is_number(line.get(name)) for name in SHOWN):
             return line
     return {}
 
 
-def _step_time(mine: Sequence[Entry]) -> str:
-    taken_s = [entry.values["step_time_s"] for entry in mine if entry.kind == "step"][-STEPS:]
+def _format_step_time(entries: Sequence[Entry]) -> str:
+    taken_s = [entry.values["step_time_s"] for entry in entries if entry.kind == "step"][-STEPS:]
     return f"{median(taken_s):.2f}" if taken_s else ""
 
 
-def _memory(mine: Sequence[Entry]) -> str:
-    known = [entry.values["anonymous_bytes"] for entry in mine if "anonymous_bytes" in entry.values]
-    return f"{known[-1] / 2**30:.2f}" if known else ""
+def _format_memory(entries: Sequence[Entry]) -> str:
+    memory_bytes = [entry.values["anonymous_bytes"] for entry in entries if "anonymous_bytes" in entry.values]
+    return f"{memory_bytes[-1] / 2**30:.2f}" if memory_bytes else ""
 
 
-def _shares(mine: Sequence[Entry]) -> str:
-    """How the last steps' time is split over phases: `forward 40 % backward 35 %`, the largest first."""
-    last = mine[-1].step if mine else 0
+def _format_shares(entries: Sequence[Entry]) -> str:
+    """Return the split of the last steps' time over phases: `forward 40 % backward 35 %`, the largest first."""
+    last = entries[-1].step if entries else 0
     spent: dict[str, float] = {}
     began: list[float] = []
-    for entry in mine:
+    for entry in entries:
         if entry.kind == "phase began":
             began.append(entry.time_s)
         elif entry.kind == "phase ended" and began:

@@ -1,1 +1,1 @@
-"""Refuse the run that cannot work, before it starts: a snapshot of this machine, and pure checks of it."""
+"""Preflight checks: pure checks of a snapshot of this machine that refuse a run that cannot work, before it starts."""

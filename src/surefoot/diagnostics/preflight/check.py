@@ -1,4 +1,4 @@
-"""One thing that was checked, and what came out."""
+"""Preflight check results, and the context that every check reads."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -14,11 +14,11 @@ Status = Literal["ok", "warning", "failed", "not applicable"]
 
 @dataclass(frozen=True)
 class CheckContext:
-    """What a check may look at."""
+    """Machine and run that a check reads."""
 
     machine: Snapshot
     loaded: LoadedConfig | None = None
-    """The run that is to come, if one is asked about."""
+    """Configuration of the run to check, or None to check the machine alone."""
 
     @property
     def run(self) -> RunConfig | None:
@@ -26,23 +26,28 @@ class CheckContext:
 
     @property
     def nodes(self) -> int:
-        """Machines of the run."""
+        """Number of machines of the run."""
         return self.run.nnodes if self.run is not None else 1
 
     @property
     def local_ranks(self) -> int:
-        """Ranks on each machine; without a run, one for each GPU."""
+        """Number of ranks on each machine; without a run, one for each GPU."""
         return self.run.nproc_per_node if self.run is not None else max(1, self.gpus)
 
     @property
     def gpus(self) -> int:
-        """GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide."""
+        """Number of GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide."""
         cards = self.machine.cards
         identities = [card.uuid for card in cards] if cards else [""] * self.machine.gpus
-        named = self.machine.environment.get("CUDA_VISIBLE_DEVICES")
-        if named is not None and not cards and any(one.strip()[:1].isalpha() for one in named.split(",")):
-            return min(self.machine.gpus, len(named.split(",")))  # by identities, which nobody told
-        return len(set(visible(named, identities)))
+        visible_devices = self.machine.environment.get("CUDA_VISIBLE_DEVICES")
+        if (
+            visible_devices is not None
+            and not cards
+            and any(entry.strip()[:1].isalpha() for entry in visible_devices.split(","))
+        ):
+            # GPUs are given by UUID, and the UUIDs of this machine are unknown.
+            return min(self.machine.gpus, len(visible_devices.split(",")))
+        return len(set(visible(visible_devices, identities)))
 
     @property
     def is_on_gpus(self) -> bool:
@@ -61,18 +66,18 @@ class CheckContext:
 
 @dataclass(frozen=True)
 class Check:
-    """What a check says. `finding` is there where something is wrong."""
+    """Result of a check. `finding` is set if something is wrong."""
 
     name: str
     status: Status
     text: str
     finding: Finding | None = None
     is_answered: bool = True
-    """Whether what it looked at gave an answer in time."""
+    """Whether the check finished before its deadline."""
 
     def as_dict(self) -> dict[str, Any]:
-        said = asdict(self)
-        return {**said, "finding": self.finding.as_dict() if self.finding is not None else None}
+        payload = asdict(self)
+        return {**payload, "finding": self.finding.as_dict() if self.finding is not None else None}
 
 
 Examine = Callable[[CheckContext], Check]
@@ -87,6 +92,9 @@ def not_applicable(name: str, why: str) -> Check:
 
 
 def fail(name: str, code: str, cause: str, *, fix: str = "", is_fatal: bool = False, **evidence: Any) -> Check:
-    """A finding. A failure (`is_fatal`) keeps a run from starting: only for what cannot work. All else is a warning."""
+    """Return a check with a finding.
+
+    A failure (`is_fatal`) keeps a run from starting and is only for what cannot work. Everything else is a warning.
+    """
     finding = Finding(code, cause, evidence, fix or CATALOGUE[code].fix, 1.0 if is_fatal else 0.7)
     return Check(name, "failed" if is_fatal else "warning", cause, finding)

@@ -1,4 +1,4 @@
-"""The first rows of a run's data, as a check of the doctor: their format, and images that its model has to read."""
+"""Doctor check of the first rows of a run's data: their format, and whether the model can read their images."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -16,12 +16,12 @@ from surefoot.models.build import load_config
 from surefoot.models.resolve_model import folder_here
 
 NAME = "first rows"
-LOOKED_AT, FILES_LOOKED_AT = 200, 8
-"""Rows of each file, and files of each source: read in a moment, and what is wrong with all of it shows in them."""
+ROWS_PER_FILE, FILES_PER_SOURCE = 200, 8
+"""Rows read of each file, and files read of each source: quick to read, and enough to show systematic errors."""
 
 
 def first_rows(loaded: LoadedConfig) -> Check:
-    """Whether the first rows can be read, and how many have images. `surefoot data` reads all of them."""
+    """Check that the first rows can be read, and count those with images. `surefoot data` reads all rows."""
     run = loaded.run
     folder = folder_here(run.model)
     if folder is None:
@@ -29,45 +29,50 @@ def first_rows(loaded: LoadedConfig) -> Check:
     if any(is_of_hub(item) for item in run.dataset):
         return not_applicable(NAME, "data of the hub are fetched when the run starts")
     try:
-        sees, sources = load_config(folder).model_type in VISION_MODEL_TYPES, sources_of(loaded, "dataset")
+        is_vision_model, sources = load_config(folder).model_type in VISION_MODEL_TYPES, sources_of(loaded, "dataset")
     except SurefootError as error:
         return not_applicable(NAME, f"they cannot be looked at: {error}")
-    skips, where = run.on_bad_row == "skip", loaded.where("dataset")
+    skips_bad_rows, where = run.on_bad_row == "skip", loaded.where("dataset")
     try:
-        images = [_num_images(conversation) for source in sources for conversation in _first(source)]
+        images = [_count_images(conversation) for source in sources for conversation in _read_first_rows(source)]
     except BadRow as error:
-        return fail(NAME, "SF743", str(error), is_fatal=not skips, where=where,
+        return fail(NAME, "SF743", str(error), is_fatal=not skips_bad_rows, where=where,
                      fix="Correct the row, or name its columns with `columns`. `surefoot data` lists all such rows; "
                      "on_bad_row: skip leaves them out.")  # fmt: skip
     except DataError as error:
         return fail(NAME, "SF743", str(error), is_fatal=True, where=where)
     if not images:
         return not_applicable(NAME, "of what the run reads, no row is at the beginning of a file")
-    seeing, blind = sum(count > 0 for count in images), sum(count == 0 for count in images)
-    if not seeing:
-        return ok(NAME, f"{blind} read, all of them text")
-    said = f"{seeing} of {len(images)} have images"
-    if not sees:
-        return fail(NAME, "SF743", f"{said}; {TEXT_ONLY}", is_fatal=not skips, where=where,
+    num_with_images, num_text_only = sum(count > 0 for count in images), sum(count == 0 for count in images)
+    if not num_with_images:
+        return ok(NAME, f"{num_text_only} read, all of them text")
+    summary = f"{num_with_images} of {len(images)} have images"
+    if not is_vision_model:
+        return fail(NAME, "SF743", f"{summary}; {TEXT_ONLY}", is_fatal=not skips_bad_rows, where=where,
                      fix="Take a model that reads images, or rows without.")  # fmt: skip
-    if not blind:
-        return ok(NAME, f"{said}: all")
+    if not num_text_only:
+        return ok(NAME, f"{summary}: all")
     return ok(
-        NAME, f"{said} and {blind} are text: ranks that get text alone show the tower a blank image, so none waits"
+        NAME,
+        f"{summary} and {num_text_only} are text: ranks that get text alone show the tower a blank image, so none "
+        "waits",
     )
 
 
-def _first(source: Source) -> Iterator[Conversation]:
-    """Of its first files. Raises: BadRow with its place; DataError for a file that is broken as a whole."""
+def _read_first_rows(source: Source) -> Iterator[Conversation]:
+    """Yield the first rows of the first files.
+
+    Raises: BadRow with its file and line; DataError for a file that cannot be read at all.
+    """
     end = source.rows.end
     if source.rows.begin is not None or (end is not None and not end.isdecimal()):
-        return  # which rows are the run's, only their number would say
-    files, most = FILES_LOOKED_AT, LOOKED_AT
-    if end is not None:  # counted over all files
-        files, most = 1, min(LOOKED_AT, int(end))
+        return  # a share of the rows: which rows the run reads depends on their total number
+    files, max_rows = FILES_PER_SOURCE, ROWS_PER_FILE
+    if end is not None:  # the limit is counted over all files
+        files, max_rows = 1, min(ROWS_PER_FILE, int(end))
     for path, name in islice(zip(source.files, source.names, strict=True), files):
         reader: Reader | None = None
-        for row in islice((row for _, rows in stream_chunks(path) for row in rows), most):
+        for row in islice((row for _, rows in stream_chunks(path) for row in rows), max_rows):
             try:
                 if row.problem is not None:
                     raise BadRow(row.problem)
@@ -77,5 +82,5 @@ def _first(source: Source) -> Iterator[Conversation]:
                 raise BadRow(f"{name}:{row.line}: {error}") from error
 
 
-def _num_images(conversation: Conversation) -> int:
+def _count_images(conversation: Conversation) -> int:
     return sum(len(message.images) for message in conversation.messages)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from surefoot.diagnostics.preflight.check import Check, CheckContext, fail, ok
 from surefoot.diagnostics.preflight.gpus import peers
-from surefoot.diagnostics.preflight.known_issues import keeps_from_harm
+from surefoot.diagnostics.preflight.known_issues import is_workaround
 from surefoot.diagnostics.preflight.system import io_memory_mapping
 
 NCCL = frozenset(
@@ -36,7 +36,7 @@ NCCL = frozenset(
     ENABLE_TIMING HOME INCLUDE_DIR ROOT
     """.split()
 )
-"""Names after NCCL_, by its documentation as of version 2.28; the last ones are of torch and of builds."""
+"""Names after NCCL_, from its documentation as of version 2.28; the last ones are read by torch and builds."""
 GLOO = frozenset("SOCKET_IFNAME DEVICE_TRANSPORT SOCKET_FAMILY".split())
 CUDA = frozenset(
     """
@@ -79,7 +79,7 @@ TORCH = frozenset(
     SHOW_CPP_STACKTRACES SHOW_DISPATCH_TRACE TRACE
     """.split()
 )
-KNOWN: Mapping[str, tuple[frozenset[str], str]] = {
+NAMES_BY_PREFIX: Mapping[str, tuple[frozenset[str], str]] = {
     "NCCL_": (NCCL, "NCCL"),
     "GLOO_": (GLOO, "gloo"),
     "CUDA_": (CUDA, "CUDA"),
@@ -88,8 +88,9 @@ KNOWN: Mapping[str, tuple[frozenset[str], str]] = {
     "PYTORCH_": (PYTORCH, "torch"),
     "TORCH_": (TORCH, "torch"),
 }
-"""What begins so, and who reads it. By their documentation of CUDA 13, OpenMP 6.0 and torch 2.13, read 2026-11."""
-MISTAKEN = {
+"""Prefix -> (names after it, library that reads them).
+Source: documentation of CUDA 13, OpenMP 6.0 and torch 2.13, read 2026-11."""
+COMMON_MISTAKES = {
     **{f"{prefix}{name}": f"Did you mean {prefix}SOCKET_IFNAME?" for prefix in ("NCCL_", "GLOO_")
        for name in ("IFNAME", "SOCKET_INTERFACE", "INTERFACE")},
     **dict.fromkeys(
@@ -98,15 +99,15 @@ MISTAKEN = {
         "named within seconds (`on_stall`).",
     ),
 }  # fmt: skip
-"""Names that people set and nobody reads -> what to do."""
-NEAR = 0.85
-"""A name that is not known is called wrong only where it is so like one that is: vendors have names of their own."""
-CUT_SHORT = frozenset(("NCCL_", "GLOO_", "OMP_", "TORCH_NCCL_"))
-"""Prefixes under which one is also wrong where it is a part of one that is known: under CUDA_ and TORCH_ scripts keep
-variables of their own."""
-OF_BUILDS = re.compile("(DIR|HOME|INCLUDE|LIB|PATH|ROOT|VERSION)$")
-"""How names end that scripts keep for themselves under any prefix."""
-MOST_MEANT = 3
+"""Names that people set and no library reads -> what to do."""
+MIN_SIMILARITY = 0.85
+"""Least similarity to a documented name at which another name is reported: vendors have names of their own."""
+STRICT_PREFIXES = frozenset(("NCCL_", "GLOO_", "OMP_", "TORCH_NCCL_"))
+"""Prefixes under which a part of a documented name is reported too. Under CUDA_ and TORCH_ scripts keep variables of
+their own."""
+BUILD_NAME = re.compile("(DIR|HOME|INCLUDE|LIB|PATH|ROOT|VERSION)$")
+"""Endings of names that build scripts use under any prefix."""
+MAX_SUGGESTIONS = 3
 SLOW = {
     "NCCL_P2P_DISABLE": "GPUs of one machine copy through host memory",
     "NCCL_SHM_DISABLE": "ranks of one machine talk through the network",
@@ -120,29 +121,29 @@ SLOW = {
     "TORCH_DISTRIBUTED_DEBUG": "each collective is checked by another one, where it is DETAIL",
     "NCCL_DEBUG": "every call is written to the log, where it is TRACE",
 }
-"""Variables for looking for a fault, that make every run slow: what they do."""
+"""Debugging variables that make every run slow -> what they do."""
 SLOW_VALUES = {"NCCL_NVLS_ENABLE": "0", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "NCCL_DEBUG": "TRACE"}
 SWITCHES = frozenset(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"))
-"""Of these, what 0 switches off."""
+"""Slow variables that 0 switches off."""
 
-_SWITCHES = """
+_BOOLEAN_OPTIONS = """
 expandable_segments graph_capture_record_stream_reuse pinned_use_background_threads pinned_use_cuda_host_register
 release_lock_on_cudamalloc throw_on_cudamalloc_oom
 """.split()
-_SIZES = """
+_SIZE_OPTIONS = """
 max_non_split_rounding_mb max_split_size_mb pinned_max_cached_size_mb pinned_max_round_threshold_mb
 pinned_num_register_threads pinned_reserve_segment_size_mb
 roundup_bypass_threshold_mb
 """.split()
-_SHARE = r"(0?\.\d*[1-9]\d*|[1-9]\d*e-\d+)"
-"""More than 0 and less than 1."""
-_OTHERS = "backend roundup_power2_divisions".split()
-_VALUES = (
-    rf"({'|'.join(_SWITCHES)}):(True|False)|({'|'.join(_SIZES)}):\d+"
-    rf"|garbage_collection_threshold:{_SHARE}|per_process_memory_fraction:({_SHARE}|1(\.0*)?)"
-    rf"|({'|'.join(_OTHERS)}):(\[[^\]]*\]|[^,]+)"
+_FRACTION = r"(0?\.\d*[1-9]\d*|[1-9]\d*e-\d+)"
+"""Pattern of a number between 0 and 1, both excluded."""
+_OTHER_OPTIONS = "backend roundup_power2_divisions".split()
+_OPTION = (
+    rf"({'|'.join(_BOOLEAN_OPTIONS)}):(True|False)|({'|'.join(_SIZE_OPTIONS)}):\d+"
+    rf"|garbage_collection_threshold:{_FRACTION}|per_process_memory_fraction:({_FRACTION}|1(\.0*)?)"
+    rf"|({'|'.join(_OTHER_OPTIONS)}):(\[[^\]]*\]|[^,]+)"
 )
-ALLOCATOR = rf"((^|,)({_VALUES}))*,?"
+ALLOCATOR = rf"((^|,)({_OPTION}))*,?"
 """Options of torch's CUDA allocator. Source: torch/csrc/cuda/CUDAAllocatorConfig, 2.13, read 2026-11."""
 VALUES: Mapping[str, tuple[str, str]] = {
     "OMP_NUM_THREADS": (r"\d*[1-9]\d*(,\d*[1-9]\d*)*", "a number from 1 on"),
@@ -157,77 +158,89 @@ VALUES: Mapping[str, tuple[str, str]] = {
     "PYTORCH_ALLOC_CONF": (ALLOCATOR, "a list of the allocator's options, such as expandable_segments:True"),
     "CUDA_DEVICE_ORDER": (r"PCI_BUS_ID|FASTEST_FIRST", "PCI_BUS_ID or FASTEST_FIRST"),
 }
-"""What a variable may be; another value is ignored, or read as something else."""
+"""Variable -> (pattern of its valid values, the same in words). Other values are ignored or misread."""
 
 
-def variables(seen: CheckContext) -> Check:
-    """Names that nobody reads, values that mean nothing, and what makes every run slow."""
-    name, environment = "environment variables", seen.machine.environment
-    found = [*_unknown(environment), *_odd(environment)]
-    slow = [one for one in SLOW if one in environment and _is_slow(one, environment[one]) and not _is_needed(one, seen)]
-    if slow and seen.is_on_gpus:
-        said = "; ".join(f"{one}={environment[one]}: {SLOW[one]}" for one in slow)
-        found.append((said, f"unset {' '.join(slow)}, unless a fault is looked for."))
-    if found:
-        return fail(name, "SF710", "; ".join(cause for cause, _ in found), fix=" ".join(fix for _, fix in found))
-    set_ = [one for one in environment if one.startswith(("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_"))]
-    unknown = [one for one in set_ if (prefix := _prefix_of(one)) and one.removeprefix(prefix) not in KNOWN[prefix][0]]
-    said = f"; not known here: {', '.join(unknown)}" if unknown else ""
-    return ok(name, f"set: {', '.join(set_) if set_ else 'none'}{said}")
+def variables(context: CheckContext) -> Check:
+    """Check for names that no library reads, invalid values, and variables that make every run slow."""
+    name, environment = "environment variables", context.machine.environment
+    problems = [*_find_misspelled_names(environment), *_find_invalid_values(environment)]
+    slow = [
+        variable
+        for variable in SLOW
+        if variable in environment and _is_slow(variable, environment[variable]) and not _is_needed(variable, context)
+    ]
+    if slow and context.is_on_gpus:
+        summary = "; ".join(f"{variable}={environment[variable]}: {SLOW[variable]}" for variable in slow)
+        problems.append((summary, f"unset {' '.join(slow)}, unless a fault is looked for."))
+    if problems:
+        return fail(name, "SF710", "; ".join(cause for cause, _ in problems), fix=" ".join(fix for _, fix in problems))
+    set_variables = [
+        variable for variable in environment if variable.startswith(("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_"))
+    ]
+    unknown = [
+        variable
+        for variable in set_variables
+        if (prefix := _find_prefix(variable)) and variable.removeprefix(prefix) not in NAMES_BY_PREFIX[prefix][0]
+    ]
+    summary = f"; not known here: {', '.join(unknown)}" if unknown else ""
+    return ok(name, f"set: {', '.join(set_variables) if set_variables else 'none'}{summary}")
 
 
-def _is_needed(variable: str, seen: CheckContext) -> bool:
-    """Whether this machine is better off with a variable that makes others slow."""
-    if keeps_from_harm(seen, variable):
+def _is_needed(variable: str, context: CheckContext) -> bool:
+    """Return whether this machine needs a variable that makes other machines slow."""
+    if is_workaround(context, variable):
         return True
-    blocks = (io_memory_mapping(seen), peers(seen))
-    return variable == "NCCL_P2P_DISABLE" and any(check.finding is not None for check in blocks)
+    checks = (io_memory_mapping(context), peers(context))
+    return variable == "NCCL_P2P_DISABLE" and any(check.finding is not None for check in checks)
 
 
-def _prefix_of(variable: str) -> str | None:
-    return max((one for one in KNOWN if variable.startswith(one)), key=len, default=None)
+def _find_prefix(variable: str) -> str | None:
+    return max((prefix for prefix in NAMES_BY_PREFIX if variable.startswith(prefix)), key=len, default=None)
 
 
-def _unknown(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(cause, fix) of names that are nearly those of a variable."""
+def _find_misspelled_names(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield (cause, fix) for names that are close to the name of a variable."""
     for variable in environment:
-        prefix = _prefix_of(variable)
+        prefix = _find_prefix(variable)
         if prefix is None:
             continue
-        names, reader = KNOWN[prefix]
-        if variable in MISTAKEN:
-            yield f"{variable} is no variable of {reader}, which would ignore it", MISTAKEN[variable]
+        names, reader = NAMES_BY_PREFIX[prefix]
+        if variable in COMMON_MISTAKES:
+            yield f"{variable} is no variable of {reader}, which would ignore it", COMMON_MISTAKES[variable]
             continue
         name = variable.removeprefix(prefix)
         if name in names:
             continue
-        near = difflib.get_close_matches(name, names, 1, cutoff=NEAR) or _of_the_same_words(name, names)
-        near = near or (_with_more(name, names) if prefix in CUT_SHORT else [])
-        if near:
-            meant = " or ".join(f"{prefix}{one}" for one in near)
-            yield f"{variable} is no variable of {reader}, which would ignore it", f"Did you mean {meant}?"
+        suggestions = difflib.get_close_matches(name, names, 1, cutoff=MIN_SIMILARITY) or _find_reordered_names(
+            name, names
+        )
+        suggestions = suggestions or (_find_longer_names(name, names) if prefix in STRICT_PREFIXES else [])
+        if suggestions:
+            candidates = " or ".join(f"{prefix}{suggestion}" for suggestion in suggestions)
+            yield f"{variable} is no variable of {reader}, which would ignore it", f"Did you mean {candidates}?"
 
 
-def _with_more(name: str, names: frozenset[str]) -> list[str]:
-    """Those that begin so, or have all its words and more, the shortest first: IB_GID, HCA, THREADS."""
-    if OF_BUILDS.search(name):
+def _find_longer_names(name: str, names: frozenset[str]) -> list[str]:
+    """Return the names that start with `name` or contain all its words, shortest first: IB_GID, HCA, THREADS."""
+    if BUILD_NAME.search(name):
         return []
     words = set(name.split("_"))
-    longer = [one for one in names if one.startswith(name) or words < set(one.split("_"))]
-    return sorted(longer, key=lambda one: (len(one), one))[:MOST_MEANT]
+    candidates = [candidate for candidate in names if candidate.startswith(name) or words < set(candidate.split("_"))]
+    return sorted(candidates, key=lambda candidate: (len(candidate), candidate))[:MAX_SUGGESTIONS]
 
 
-def _of_the_same_words(name: str, names: frozenset[str]) -> list[str]:
-    """Those that have the same words in another order: DISABLE_P2P."""
+def _find_reordered_names(name: str, names: frozenset[str]) -> list[str]:
+    """Return the names that have the same words in another order: DISABLE_P2P."""
     words = sorted(name.split("_"))
-    return sorted(one for one in names if sorted(one.split("_")) == words)
+    return sorted(candidate for candidate in names if sorted(candidate.split("_")) == words)
 
 
-def _odd(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    for variable, (pattern, words) in VALUES.items():
+def _find_invalid_values(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for variable, (pattern, expected) in VALUES.items():
         value = environment.get(variable, "")
         if value and not re.fullmatch(pattern, value.replace(" ", "")):
-            yield f"{variable}={value} is not {words}", f"Correct {variable}, or unset it."
+            yield f"{variable}={value} is not {expected}", f"Correct {variable}, or unset it."
 
 
 def _is_slow(variable: str, value: str) -> bool:

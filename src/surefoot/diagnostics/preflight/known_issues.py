@@ -1,4 +1,4 @@
-"""Versions that are known to hang or not to go together, as of 2026-11, and where that was found. Pure."""
+"""Versions that are known to hang or to be incompatible, as of 2026-11, with sources. Pure."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -14,33 +14,33 @@ NEWER_NCCL = (
 
 @dataclass(frozen=True)
 class KnownIssue:
-    """Versions of one thing that do not work."""
+    """Versions of one package that do not work."""
 
     package: str
-    """As in `Snapshot.versions`: driver or nccl."""
+    """Key in `Snapshot.versions`: driver or nccl."""
     since: str
     before: str
-    """The first that works again."""
+    """First later version that works again."""
     what: str
-    """What happens."""
+    """Symptom, as a clause."""
     source: str
     fix: str
     avoided_by: tuple[str, str] = ("", "")
-    """A variable, and its value that keeps it from happening."""
+    """(environment variable, value that avoids the issue)."""
     where: Callable[[CheckContext], bool] = lambda _: True
-    """On which machines and in which runs; only those that use NCCL are asked about."""
+    """Whether the machine and the run are affected; called only for runs that use NCCL."""
 
 
-def _is_arm(seen: CheckContext) -> bool:
-    return seen.machine.architecture == "aarch64"
+def _is_arm(context: CheckContext) -> bool:
+    return context.machine.architecture == "aarch64"
 
 
-def _is_over_infiniband(seen: CheckContext) -> bool:
-    is_off = seen.machine.environment.get("NCCL_IB_DISABLE", "0") not in ("", "0")
-    return seen.nodes > 1 and bool(seen.machine.ports) and not is_off
+def _is_over_infiniband(context: CheckContext) -> bool:
+    is_off = context.machine.environment.get("NCCL_IB_DISABLE", "0") not in ("", "0")
+    return context.nodes > 1 and bool(context.machine.ports) and not is_off
 
 
-KNOWN_BAD = (
+KNOWN_ISSUES = (
     KnownIssue(
         "driver", "545.23.08", "545.29", "copies between GPUs hang", "Lightning-AI/pytorch-lightning#19425",
         "Use another driver, or export NCCL_P2P_DISABLE=1.", ("NCCL_P2P_DISABLE", "1"),
@@ -64,47 +64,53 @@ KNOWN_BAD = (
 )  # fmt: skip
 
 
-def known_bad(seen: CheckContext) -> KnownIssue | None:
-    """What of this machine is known not to work, if anything; only NCCL's users are asked about."""
-    if not seen.uses_nccl:
+def find_known_issue(context: CheckContext) -> KnownIssue | None:
+    """Return the first known issue of this machine that is not worked around, or None. Runs without NCCL have none."""
+    if not context.uses_nccl:
         return None
-    for one in KNOWN_BAD:
-        variable, value = one.avoided_by
-        is_avoided = bool(variable) and seen.machine.environment.get(variable) == value
-        if _is_here(one, seen) and not is_avoided:
-            return one
+    for issue in KNOWN_ISSUES:
+        variable, value = issue.avoided_by
+        is_avoided = bool(variable) and context.machine.environment.get(variable) == value
+        if _is_affected(issue, context) and not is_avoided:
+            return issue
     return None
 
 
-def keeps_from_harm(seen: CheckContext, variable: str) -> bool:
-    """Whether a variable keeps something of this machine from happening that is known."""
-    return seen.uses_nccl and any(one.avoided_by[0] == variable and _is_here(one, seen) for one in KNOWN_BAD)
+def is_workaround(context: CheckContext, variable: str) -> bool:
+    """Return whether a variable avoids a known issue of this machine."""
+    return context.uses_nccl and any(
+        issue.avoided_by[0] == variable and _is_affected(issue, context) for issue in KNOWN_ISSUES
+    )
 
 
-def _is_here(one: KnownIssue, seen: CheckContext) -> bool:
-    found = seen.machine.versions.get(one.package)
-    return bool(found) and numbers(one.since) <= numbers(found or "") < numbers(one.before) and one.where(seen)
+def _is_affected(issue: KnownIssue, context: CheckContext) -> bool:
+    version = context.machine.versions.get(issue.package)
+    return (
+        bool(version)
+        and parse_version(issue.since) <= parse_version(version or "") < parse_version(issue.before)
+        and issue.where(context)
+    )
 
 
 @dataclass(frozen=True)
-class BadPair:
-    """Two packages of which some versions do not go together."""
+class IncompatiblePair:
+    """Two packages with versions that are incompatible."""
 
     packages: tuple[str, str]
     is_bad: Callable[[tuple[int, ...], tuple[int, ...]], bool]
-    """Told the numbers of both versions."""
+    """Whether two versions, as tuples of numbers, are incompatible."""
     what: str
     source: str
     fix: str
 
 
-PAIRS = (
-    BadPair(
+INCOMPATIBLE_PAIRS = (
+    IncompatiblePair(
         ("peft", "transformers"), lambda peft, transformers: peft < (0, 18) and transformers >= (5,),
         "importing peft fails: it asks for HybridCache, which transformers 5 has no more", "huggingface/peft#3333",
         "pip install -U peft: from 0.18 on.",
     ),
-    BadPair(
+    IncompatiblePair(
         ("torchvision", "torch"),
         lambda vision, torch: vision[:1] == (0,) and torch[:1] == (2,) and vision[1:2] != (torch[1] + 15,),
         "importing it fails where transformers looks for it (operator torchvision::nms does not exist)",
@@ -114,16 +120,16 @@ PAIRS = (
 )  # fmt: skip
 
 
-def bad_pairs(versions: Mapping[str, str]) -> Iterator[BadPair]:
-    """Installed packages that do not go together."""
-    for pair in PAIRS:
+def find_incompatible_pairs(versions: Mapping[str, str]) -> Iterator[IncompatiblePair]:
+    """Yield the pairs of installed packages that are incompatible."""
+    for pair in INCOMPATIBLE_PAIRS:
         if any("a0" in versions.get(name, "") for name in pair.packages):
-            continue  # of vendors' containers, whose packages were built for each other between two releases
-        found = [numbers(versions[name]) for name in pair.packages if name in versions]
-        if len(found) == 2 and pair.is_bad(found[0], found[1]):
+            continue  # a pre-release from a vendor's container, whose packages were built for each other
+        installed = [parse_version(versions[name]) for name in pair.packages if name in versions]
+        if len(installed) == 2 and pair.is_bad(installed[0], installed[1]):
             yield pair
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """The first three numbers of a version, which compare as versions do."""
-    return tuple(int(one) for one in re.findall(r"\d+", version)[:3]) or (0,)
+def parse_version(version: str) -> tuple[int, ...]:
+    """Return the first three numbers of a version, which compare as versions do."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3]) or (0,)

@@ -1,4 +1,4 @@
-"""How large a model is, from the headers of its files. Reads no weights and imports no torch."""
+"""Size of a model, from the headers of its files. Reads no weights and imports no torch."""
 
 import json
 import struct
@@ -14,21 +14,21 @@ MOST_HEADER_BYTES = 100 << 20
 
 @dataclass(frozen=True)
 class Weights:
-    """What the safetensors files of a folder hold."""
+    """Contents of the safetensors files of a folder."""
 
     parameters: int
     bytes: int
     dense_shapes: tuple[tuple[int, int], ...] = ()
-    """(rows, elements of a row) of each tensor that is of no expert: those are fused when they are read."""
+    """(rows, elements of a row) of each tensor outside the experts, which are fused when they are read."""
 
     def rounding_bytes(self, parts: int, each_bytes: int) -> int:
-        """What one part of `parts` takes in pinned memory beyond its size."""
+        """Return how many bytes of pinned memory one part of `parts` takes beyond its size."""
         sizes = [-(-rows // parts) * row * each_bytes for rows, row in self.dense_shapes]
         return sum(pinned_bytes(size) - size for size in sizes)
 
 
 def pinned_bytes(size_bytes: int) -> int:
-    """What a block of pinned memory takes: torch makes each a power of two.
+    """Return the bytes that a block of pinned memory takes: torch rounds each up to a power of two.
 
     Source: ATen/core/CachingHostAllocator.h.
     """
@@ -36,25 +36,31 @@ def pinned_bytes(size_bytes: int) -> int:
 
 
 def weights_of(folder: Path) -> Weights | None:
-    """None where there are no safetensors files. Raises: ValueError naming a file that is no whole one."""
+    """Return the weights of a folder, or None if it has no safetensors files.
+
+    Raises: ValueError naming a file that is incomplete.
+    """
     files = weight_files(folder)
     stamps = []
     for path in files:
         try:
-            about = path.stat()
+            stat = path.stat()
         except OSError as error:
             raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
-        stamps.append((path, about.st_size, about.st_mtime_ns))
-    return _weights_of(tuple(stamps)) if files else None
+        stamps.append((path, stat.st_size, stat.st_mtime_ns))
+    return _read_weights(tuple(stamps)) if files else None
 
 
 @lru_cache(maxsize=4)
-def _weights_of(files: tuple[tuple[Path, int, int], ...]) -> Weights:
-    """Of files as they were then: several checks ask, and the headers of a large model take a second to read."""
+def _read_weights(files: tuple[tuple[Path, int, int], ...]) -> Weights:
+    """Read the weights of files, each given as (path, bytes, modification time).
+
+    Cached, because several checks ask and the headers of a large model take a second to read.
+    """
     parameters = total_bytes = 0
     dense = []
     for path, _, _ in files:
-        for name, shape, begin, end in header(path):
+        for name, shape, begin, end in read_header(path):
             parameters += prod(shape)
             total_bytes += end - begin
             if "expert" not in name:
@@ -62,16 +68,19 @@ def _weights_of(files: tuple[tuple[Path, int, int], ...]) -> Weights:
     return Weights(parameters, total_bytes, tuple(dense))
 
 
-def header(path: Path) -> list[tuple[str, list[int], int, int]]:
-    """(name, shape, where it begins and ends) of each tensor. Raises: ValueError for what is no whole safetensors."""
+def read_header(path: Path) -> list[tuple[str, list[int], int, int]]:
+    """Return (name, shape, begin, end) of each tensor, in bytes of the data.
+
+    Raises: ValueError for a file that is not a complete safetensors file.
+    """
     try:
         with open(path, "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            said = json.loads(file.read(min(length, MOST_HEADER_BYTES)))
-        said.pop("__metadata__", None)
-        tensors = [(name, about["shape"], *about["data_offsets"]) for name, about in said.items()]
+            entries = json.loads(file.read(min(length, MOST_HEADER_BYTES)))
+        entries.pop("__metadata__", None)
+        tensors = [(name, entry["shape"], *entry["data_offsets"]) for name, entry in entries.items()]
         missing = 8 + length + max((end for *_, end in tensors), default=0) - path.stat().st_size
-        prod(number for _, shape, *_ in tensors for number in shape)  # numbers, all of them
+        prod(number for _, shape, *_ in tensors for number in shape)  # raises unless all are numbers
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
     if missing > 0:

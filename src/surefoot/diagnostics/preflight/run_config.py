@@ -1,4 +1,4 @@
-"""What `surefoot train` would refuse before it reads weights or data, as a check of the doctor."""
+"""Doctor check of everything that `surefoot train` refuses before it reads weights or data."""
 
 import shutil
 from pathlib import Path
@@ -23,7 +23,7 @@ NAME = "the run itself"
 
 
 def refusal(loaded: LoadedConfig) -> Check:
-    """Whether the run would be refused on this machine. A model that is not in a folder here is not fetched."""
+    """Check whether the run would be refused on this machine. Fetches no model that is not in a local folder."""
     run = loaded.run
     ranks = run.nproc_per_node * run.nnodes
     try:
@@ -50,7 +50,7 @@ def refusal(loaded: LoadedConfig) -> Check:
 
 
 def _check_named_files(loaded: LoadedConfig) -> None:
-    """Those that the run reads are there; what would be fetched is not looked at. Raises: SurefootError."""
+    """Check that the files that the run reads exist, except those that are fetched. Raises: SurefootError."""
     run = loaded.run
     for setting in ("dataset", "eval_dataset"):
         items = [item for item in getattr(run, setting) or () if not is_of_hub(item)]

@@ -1,4 +1,4 @@
-"""All checks, cheap to expensive, and what they say together."""
+"""Runner of all preflight checks, cheap to expensive, and their report."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from typing import Any
 from surefoot.config import LoadedConfig
 from surefoot.diagnostics.preflight import gpus, network, resources, system, versions
 from surefoot.diagnostics.preflight.check import Check, CheckContext, Examine, not_applicable
-from surefoot.diagnostics.preflight.slow_checks import CHECKS as ASKED
+from surefoot.diagnostics.preflight.slow_checks import CHECKS as SLOW_CHECKS
 from surefoot.errors import ConfigError
 from surefoot.system.deadline import Deadline, DeadlineExceeded
 from surefoot.system.machine import Snapshot
@@ -24,113 +24,115 @@ CHECKS: Sequence[Examine] = (
     *network.CHECKS,
 )
 WITHIN_S = 10.0
-"""For all checks together that may read files of the model; they begin at the same time."""
+"""Deadline of all checks together; they start at the same time and may read files of the model."""
 SIGNS = {"ok": "ok     ", "warning": "WARNING", "failed": "FAILED ", "not applicable": "-      "}
 VOLATILE = (
     "free_bytes free_inodes write_s available limit_left swap_used OMP_NUM_THREADS temperature_c memory_used_bytes "
     "processes slowed_by pcie_generation"
 ).split()
-"""What changes from minute to minute, or is set for its ranks by a run, and is no change of the machine."""
-OF_A_RUN = ("output", "rendezvous", "unknown")
+"""Snapshot fields that vary by the minute or that a run sets for its ranks, so they are no change of the machine."""
+RUN_FIELDS = ("output", "rendezvous", "unknown")
 
 
-def examine(machine: Snapshot, loaded: LoadedConfig | None = None, *, asked: bool = False) -> list[Check]:
-    """Every check of a machine, and of a run on it; with those that are for who asks before a run starts."""
-    seen = CheckContext(machine, loaded)
-    begun = [(check, Deadline(partial(check, seen))) for check in CHECKS]
+def examine(machine: Snapshot, loaded: LoadedConfig | None = None, *, include_slow: bool = False) -> list[Check]:
+    """Run every check of a machine and of a run on it; with `include_slow`, also the slow checks of the doctor."""
+    context = CheckContext(machine, loaded)
+    jobs = [(check, Deadline(partial(check, context))) for check in CHECKS]
     deadline = time.monotonic() + WITHIN_S
-    found = [_looked(check, partial(work.result, max(0.0, deadline - time.monotonic()))) for check, work in begun]
-    if asked and has_answers(found):  # in this thread: a template that has no end is stopped by a signal
-        found += [_looked(check, partial(check, seen)) for check in ASKED]
-    elif asked:
-        found += [not_looked_at(_name(check)) for check in ASKED]
-    return found
+    results = [_run_check(check, partial(job.result, max(0.0, deadline - time.monotonic()))) for check, job in jobs]
+    if include_slow and has_answers(results):  # in this thread: a signal stops a template that does not end
+        results += [_run_check(check, partial(check, context)) for check in SLOW_CHECKS]
+    elif include_slow:
+        results += [not_looked_at(_format_name(check)) for check in SLOW_CHECKS]
+    return results
 
 
 def has_answers(checks: Sequence[Check]) -> bool:
-    """Whether all came to their end: else a file system is dead, and who reads more of it waits for ever."""
+    """Return whether all checks finished. If not, a file system hangs, and reading more of it would hang too."""
     return all(check.is_answered for check in checks)
 
 
 def not_looked_at(name: str) -> Check:
-    """A check that has no answers to build on."""
+    """Return a check that is skipped because earlier file reads did not finish."""
     return not_applicable(name, "not looked at: other files gave no answer")
 
 
-def _looked(check: Examine, answer: Callable[[], Check]) -> Check:
-    """What a check says; where it cannot look, why: a file may be closed to it, and a model's config hold anything."""
-    name = _name(check)
+def _run_check(check: Examine, get_result: Callable[[], Check]) -> Check:
+    """Return the result of a check, or why it could not run: files may be unreadable, and configs may hold anything."""
+    name = _format_name(check)
     try:
-        return answer()
-    except DeadlineExceeded:  # the model's files may lie on a file system that answers no more
-        late = not_applicable(name, f"cannot be looked at: no answer within {WITHIN_S:g} s")
-        return replace(late, is_answered=False)
-    except Exception as error:  # noqa: BLE001 - said as it is: one check that fails hides no other
-        said = " ".join(str(error).split())[:300]
+        return get_result()
+    except DeadlineExceeded:  # the file system of the model's files may hang
+        skipped = not_applicable(name, f"cannot be looked at: no answer within {WITHIN_S:g} s")
+        return replace(skipped, is_answered=False)
+    except Exception as error:  # noqa: BLE001 - reported, so that one failing check hides no other
+        message = " ".join(str(error).split())[:300]
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-        return not_applicable(name, f"cannot be looked at: {kind}{said}")
+        return not_applicable(name, f"cannot be looked at: {kind}{message}")
 
 
-def _name(check: Examine) -> str:
+def _format_name(check: Examine) -> str:
     return getattr(check, "__name__", "a check").replace("_", " ")
 
 
 def snapshot_for(loaded: LoadedConfig | None, *, patient: bool = False) -> Snapshot:
-    """This machine as a run would find it. `patient`: what is slow has longer."""
+    """Return a snapshot of this machine as a run would find it. `patient`: slow queries get longer deadlines."""
     if loaded is None:
         return collect(patient=patient)
     return collect(loaded.run.run_folder, loaded.run.rdzv_endpoint, patient=patient)
 
 
 def as_launched(loaded: LoadedConfig) -> LoadedConfig:
-    """A run with the ranks that torchrun started, where this is one of them: it also says where they meet.
+    """Return a run with the ranks that torchrun started, if this is one of them. torchrun also sets the rendezvous.
 
-    Raises: ConfigError for variables that are no numbers of ranks.
+    Raises: ConfigError for variables that are not numbers of ranks.
     """
     if not {"WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         return loaded
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        said = os.environ[name]
-        if not said.isdecimal() or int(said) < 1:
-            raise ConfigError(f"{name}='{said}' is no number of ranks. Unset it, or start ranks with a launcher.")
-    ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    sizes = {"nproc_per_node": here, "nnodes": max(1, ranks // here), "rdzv_endpoint": None}
+        value = os.environ[name]
+        if not value.isdecimal() or int(value) < 1:
+            raise ConfigError(f"{name}='{value}' is no number of ranks. Unset it, or start ranks with a launcher.")
+    ranks, local_ranks = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    sizes = {"nproc_per_node": local_ranks, "nnodes": max(1, ranks // local_ranks), "rdzv_endpoint": None}
     return replace(loaded, run=loaded.run.model_copy(update=sizes))
 
 
 def as_text(checks: Sequence[Check]) -> str:
-    """A line for each check, then the findings."""
+    """Return a line for each check, then the findings."""
     width = max(len(check.name) for check in checks)
     lines = [f"{SIGNS[check.status]} {check.name:{width}}  {check.text}" for check in checks]
-    found = [check.finding.as_text() for check in checks if check.finding is not None]
+    findings = [check.finding.as_text() for check in checks if check.finding is not None]
     counts = {status: sum(check.status == status for check in checks) for status in SIGNS}
-    lines += ["", *found] if found else []
+    lines += ["", *findings] if findings else []
     return "\n".join([*lines, "", ", ".join(f"{count} {status}" for status, count in counts.items() if count)])
 
 
 def changes(before: Snapshot, now: Snapshot) -> list[str]:
-    """What is different on a machine since a snapshot of it, or on another machine, a line each."""
-    if not (before.topology and now.topology):  # older versions did not look
+    """Return the differences between two snapshots of one machine or of two machines, a line each."""
+    if not (before.topology and now.topology):  # older versions recorded no topology
         before, now = replace(before, topology={}), replace(now, topology={})
-    then, here = _flat("", asdict(before)), _flat("", asdict(now))
-    unknown = {name for name in {**then, **here} if name.endswith(".capability") and not then.get(name)}
+    old, new = _flatten("", asdict(before)), _flatten("", asdict(now))
+    unknown = {name for name in {**old, **new} if name.endswith(".capability") and not old.get(name)}
     names = [
         name
-        for name in {**then, **here}
-        if name not in unknown and name.rpartition(".")[2] not in VOLATILE and name.partition(".")[0] not in OF_A_RUN
+        for name in {**old, **new}
+        if name not in unknown and name.rpartition(".")[2] not in VOLATILE and name.partition(".")[0] not in RUN_FIELDS
     ]
     return [
-        f"{name}: {then.get(name, 'not there')} -> {here.get(name, 'not there')}"
+        f"{name}: {old.get(name, 'not there')} -> {new.get(name, 'not there')}"
         for name in names
-        if then.get(name) != here.get(name)
+        if old.get(name) != new.get(name)
     ]
 
 
-def _flat(name: str, value: Any) -> dict[str, Any]:
+def _flatten(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
-        return {k: v for key, inner in value.items() for k, v in _flat(f"{name}.{key}" if name else key, inner).items()}
-    if isinstance(value, list | tuple) and any(isinstance(one, dict) for one in value):
-        return _flat(name, {str(number): one for number, one in enumerate(value)})
+        return {
+            k: v for key, inner in value.items() for k, v in _flatten(f"{name}.{key}" if name else key, inner).items()
+        }
+    if isinstance(value, list | tuple) and any(isinstance(item, dict) for item in value):
+        return _flatten(name, {str(number): item for number, item in enumerate(value)})
     if isinstance(value, list | tuple):
-        value = ", ".join(str(one) for one in value)
+        value = ", ".join(str(item) for item in value)
     return {name: value}

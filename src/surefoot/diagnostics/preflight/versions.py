@@ -1,90 +1,93 @@
-"""Checks of versions and of what the environment loads. Pure."""
+"""Checks of package versions and of the libraries that the environment loads. Pure."""
 
 from surefoot.diagnostics.preflight.check import Check, CheckContext, fail, not_applicable, ok
 from surefoot.diagnostics.preflight.env_vars import variables
-from surefoot.diagnostics.preflight.gpus import used
-from surefoot.diagnostics.preflight.known_issues import bad_pairs, known_bad, numbers
+from surefoot.diagnostics.preflight.gpus import select_gpus
+from surefoot.diagnostics.preflight.known_issues import find_incompatible_pairs, find_known_issue, parse_version
 
 LEAST_DRIVER = {13: (580,), 12: (525, 60, 13), 11: (450, 80, 2)}
-"""CUDA's major version -> the oldest Linux driver that runs it.
+"""Major version of CUDA -> the oldest Linux driver that runs it.
 Source: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, read 2026-11"""
 CAPABILITIES = {(12, 8): ((7, 5), None), (12,): ((5, 0), (9, 0))}
-"""From which CUDA on -> the oldest and the newest GPUs that PyTorch's builds have code for, as compute capabilities;
-the first that fits holds. Source: release notes of CUDA 12.8 and 13.0, pytorch/pytorch#157517, #172352, read 2026-11"""
+"""First CUDA version -> the oldest and newest compute capabilities that PyTorch's builds have code for. The first
+entry that fits applies. Source: release notes of CUDA 12.8 and 13.0, pytorch/pytorch#157517, #172352, read 2026-11"""
 LEAST_KERNEL = (5, 5)
-"""Source: huggingface/accelerate#1929, which also warns of older ones."""
+"""Oldest kernel without known hangs. Source: huggingface/accelerate#1929, which also warns of older ones."""
 
 
-def versions(seen: CheckContext) -> Check:
-    name, found, gpus = "versions", seen.machine.versions, seen.gpus
-    said = ", ".join(
-        f"{one} {found[one]}"
-        for one in ("torch", "cuda", "nccl", "driver", "transformers", "peft", "vllm")
-        if one in found
+def versions(context: CheckContext) -> Check:
+    name, installed, gpus = "versions", context.machine.versions, context.gpus
+    summary = ", ".join(
+        f"{package} {installed[package]}"
+        for package in ("torch", "cuda", "nccl", "driver", "transformers", "peft", "vllm")
+        if package in installed
     )
-    driver, cuda = found.get("driver"), found.get("cuda")
-    wants_gpus = gpus > 0 and (seen.run is None or seen.run.device != "cpu")
-    if wants_gpus and cuda is None and "torch" in found:
+    driver, cuda = installed.get("driver"), installed.get("cuda")
+    uses_gpus = gpus > 0 and (context.run is None or context.run.device != "cpu")
+    if uses_gpus and cuda is None and "torch" in installed:
         return fail(
             name,
             "SF709",
-            f"this machine has {gpus} GPUs, and torch {found['torch']} was built without CUDA",
+            f"this machine has {gpus} GPUs, and torch {installed['torch']} was built without CUDA",
             fix="pip install torch from PyPI or https://download.pytorch.org/whl for your CUDA; or device=cpu.",
-            torch=found["torch"],
+            torch=installed["torch"],
         )
-    pairs = list(bad_pairs(found))
+    pairs = list(find_incompatible_pairs(installed))
     if pairs:
-        both = [" and ".join(f"{one} {found[one]}" for one in pair.packages) for pair in pairs]
+        conflicts = [" and ".join(f"{package} {installed[package]}" for package in pair.packages) for pair in pairs]
         causes = [
-            f"{which} do not go together: {pair.what} ({pair.source})" for which, pair in zip(both, pairs, strict=True)
+            f"{conflict} do not go together: {pair.what} ({pair.source})"
+            for conflict, pair in zip(conflicts, pairs, strict=True)
         ]
-        return fail(name, "SF709", "; ".join(causes), fix=" ".join(pair.fix for pair in pairs), found=both)
-    if seen.is_on_gpus:
-        least = LEAST_DRIVER.get(numbers(cuda or "0")[0])
-        if driver and least and numbers(driver) < least:
+        return fail(name, "SF709", "; ".join(causes), fix=" ".join(pair.fix for pair in pairs), found=conflicts)
+    if context.is_on_gpus:
+        least = LEAST_DRIVER.get(parse_version(cuda or "0")[0])
+        if driver and least and parse_version(driver) < least:
             needed = ".".join(map(str, least))
             return fail(name, "SF709", f"torch was built for CUDA {cuda}, which needs a driver from {needed} on, and "
                          f"this machine's is {driver}", driver=driver, cuda=cuda, needed=needed)  # fmt: skip
-        strange = next((card for card in used(seen) if cuda and not _is_compiled_for(card.capability, cuda)), None)
-        if strange is not None:
+        unsupported = next(
+            (card for card in select_gpus(context) if cuda and not _is_compiled_for(card.capability, cuda)), None
+        )
+        if unsupported is not None:
             return fail(
                 name,
                 "SF709",
-                f"GPU {strange.index}, {strange.name}, has compute capability {strange.capability}, and PyTorch's "
-                f"own builds with CUDA {cuda} have no code for it",
+                f"GPU {unsupported.index}, {unsupported.name}, has compute capability {unsupported.capability}, and "
+                f"PyTorch's own builds with CUDA {cuda} have no code for it",
                 fix="pip install a torch that was built with another CUDA: from 12.8 on for 10.0 and newer, 12.6 for "
                 "what is older than 7.5. torch.cuda.get_arch_list() tells what it has code for.",
-                capability=strange.capability,
+                capability=unsupported.capability,
                 cuda=cuda,
             )
-        bad = known_bad(seen)
-        if bad is not None:
-            version = f"{bad.package} {found[bad.package]}"
-            return fail(name, "SF709", f"with {version} {bad.what} ({bad.source})", fix=bad.fix, version=version)
-    kernel = seen.machine.kernel
-    if gpus > 1 and seen.uses_nccl and kernel and numbers(kernel) < LEAST_KERNEL:
-        return fail(name, "SF709", f"the kernel is {seen.machine.kernel}; before 5.5 ranks are known to hang in their "
-                     "first meeting", kernel=seen.machine.kernel)  # fmt: skip
-    return ok(name, said) if said else not_applicable(name, seen.machine.unknown.get("versions", "not known"))
+        issue = find_known_issue(context)
+        if issue is not None:
+            version = f"{issue.package} {installed[issue.package]}"
+            return fail(name, "SF709", f"with {version} {issue.what} ({issue.source})", fix=issue.fix, version=version)
+    kernel = context.machine.kernel
+    if gpus > 1 and context.uses_nccl and kernel and parse_version(kernel) < LEAST_KERNEL:
+        return fail(name, "SF709", f"the kernel is {context.machine.kernel}; before 5.5 ranks are known to hang in "
+                     "their first meeting", kernel=context.machine.kernel)  # fmt: skip
+    return ok(name, summary) if summary else not_applicable(name, context.machine.unknown.get("versions", "not known"))
 
 
 def _is_compiled_for(capability: str, cuda: str) -> bool:
-    if not capability:  # not told
+    if not capability:  # unknown
         return True
-    known = [both for since, both in CAPABILITIES.items() if numbers(cuda) >= since]
-    if not known:
+    ranges = [limits for since, limits in CAPABILITIES.items() if parse_version(cuda) >= since]
+    if not ranges:
         return True
-    oldest, newest = known[0]
-    # What is compiled for one runs on later ones of the same major version.
-    return oldest <= numbers(capability) and (newest is None or numbers(capability)[0] <= newest[0])
+    oldest, newest = ranges[0]
+    # Code for one capability runs on later ones of the same major version.
+    return oldest <= parse_version(capability) and (newest is None or parse_version(capability)[0] <= newest[0])
 
 
-def library_path(seen: CheckContext) -> Check:
-    """Another NCCL than torch's own is loaded where one stands in the way of it."""
-    name, environment = "NCCL that is loaded", seen.machine.environment
-    if not seen.uses_nccl:
+def library_path(context: CheckContext) -> Check:
+    """Check that no other NCCL is loaded instead of the one that torch came with."""
+    name, environment = "NCCL that is loaded", context.machine.environment
+    if not context.uses_nccl:
         return not_applicable(name, "only runs of several GPUs use it")
-    preloaded = [one for one in environment.get("LD_PRELOAD", "").split(":") if "nccl" in one]
+    preloaded = [library for library in environment.get("LD_PRELOAD", "").split(":") if "nccl" in library]
     if preloaded:
         return fail(
             name,
@@ -93,12 +96,12 @@ def library_path(seen: CheckContext) -> Check:
             fix="unset LD_PRELOAD, unless it is meant: then all machines must have the same.",
             LD_PRELOAD=environment["LD_PRELOAD"],
         )
-    if seen.machine.other_nccl:
-        found = seen.machine.other_nccl[0]
-        return fail(name, "SF709", f"LD_LIBRARY_PATH puts {found} before the NCCL that torch came with", found=found,
+    if context.machine.other_nccl:
+        path = context.machine.other_nccl[0]
+        return fail(name, "SF709", f"LD_LIBRARY_PATH puts {path} before the NCCL that torch came with", found=path,
                      fix="Take its folder out of LD_LIBRARY_PATH, unless it is meant: then all machines must have the "
                      "same. `surefoot doctor --deep` says which one is loaded.")  # fmt: skip
-    return ok(name, f"torch's own, {seen.machine.versions.get('nccl', 'version not known')}")
+    return ok(name, f"torch's own, {context.machine.versions.get('nccl', 'version not known')}")
 
 
 CHECKS = (versions, library_path, variables)

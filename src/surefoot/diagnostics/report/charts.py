@@ -17,41 +17,44 @@ PHASE_ORDER = (
 OWNER_ORDER = ("frozen parameters", "trained parameters", "gradients", "optimizer", "activations", "other")
 
 
-def charts(story: RunHistory) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Name -> (title, specification), of those that have something to show."""
-    made = {
-        "reward": ("Reward: mean of a step, spread within groups; points: held-out prompts", _reward(story)),
-        "length": ("Tokens of a completion", _line(story.rollouts, "completion_length", "tokens")),
-        "entropy": ("Entropy of the policy", _line(story.rollouts, "entropy", "nats")),
-        "importance": ("Trainer's over the engine's probability", _line(story.rollouts, "importance_ratio", "ratio")),
-        "kl": ("Divergence from the reference", _line(story.rollouts, "kl", "nats")),
-        "loss": ("Loss", _loss(story)),
-        "rate": ("Learning rate", _line(story.steps, "learning_rate", "learning rate")),
-        "speed": ("Tokens per second", _line(story.steps, "tokens_per_second", "tokens/s")),
-        "phases": ("Time of a step by phase, mean of the ranks", _phases(story)),
-        "memory": ("Memory of each rank, without files", _memory(story)),
-        "ledger": ("To whom memory belongs", _ledger(story)),
-        "experts": ("Expert load: the busiest expert over the mean", _experts(story)),
-        "gpus": ("GPUs: busy (line) against power (dashed)", _gpus(story)),
-        "timeline": ("What happened when", _timeline(story)),
+def charts(history: RunHistory) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return name -> (title, specification) of each chart that has data."""
+    drawn = {
+        "reward": ("Reward: mean of a step, spread within groups; points: held-out prompts", _draw_reward(history)),
+        "length": ("Tokens of a completion", _draw_line(history.rollouts, "completion_length", "tokens")),
+        "entropy": ("Entropy of the policy", _draw_line(history.rollouts, "entropy", "nats")),
+        "importance": (
+            "Trainer's over the engine's probability",
+            _draw_line(history.rollouts, "importance_ratio", "ratio"),
+        ),
+        "kl": ("Divergence from the reference", _draw_line(history.rollouts, "kl", "nats")),
+        "loss": ("Loss", _draw_loss(history)),
+        "rate": ("Learning rate", _draw_line(history.steps, "learning_rate", "learning rate")),
+        "speed": ("Tokens per second", _draw_line(history.steps, "tokens_per_second", "tokens/s")),
+        "phases": ("Time of a step by phase, mean of the ranks", _draw_phases(history)),
+        "memory": ("Memory of each rank, without files", _draw_memory(history)),
+        "ledger": ("To whom memory belongs", _draw_ledger(history)),
+        "experts": ("Expert load: the busiest expert over the mean", _draw_experts(history)),
+        "gpus": ("GPUs: busy (line) against power (dashed)", _draw_gpus(history)),
+        "timeline": ("What happened when", _draw_timeline(history)),
     }
-    return {name: (title, chart.to_dict()) for name, (title, chart) in made.items() if chart is not None}
+    return {name: (title, chart.to_dict()) for name, (title, chart) in drawn.items() if chart is not None}
 
 
-def _data(rows: list[Row]) -> alt.Data:
+def _make_data(rows: list[Row]) -> alt.Data:
     return alt.Data(values=rows)  # type: ignore[no-untyped-call]
 
 
-def _sized(chart: Any) -> Any:
+def _set_size(chart: Any) -> Any:
     return chart.properties(width="container", height=HEIGHT)
 
 
-def _line(rows: list[Row], name: str, title: str) -> Any:
+def _draw_line(rows: list[Row], name: str, title: str) -> Any:
     rows = [{"step": row["step"], name: row[name]} for row in rows if row.get(name) is not None]
     if not rows:
         return None
-    return _sized(
-        alt.Chart(_data(rows))
+    return _set_size(
+        alt.Chart(_make_data(rows))
         .mark_line(point=len(rows) < 2)
         .encode(
             x=alt.X("step:Q", title="step"),
@@ -61,38 +64,38 @@ def _line(rows: list[Row], name: str, title: str) -> Any:
     )
 
 
-def _reward(story: RunHistory) -> Any:
-    if not story.rollouts:
+def _draw_reward(history: RunHistory) -> Any:
+    if not history.rollouts:
         return None
     rows = [
         {"step": row["step"], "reward": row["reward"], "low": row["reward"] - spread, "high": row["reward"] + spread}
-        for row in story.rollouts
+        for row in history.rollouts
         for spread in [row.get("reward_std") or 0.0]
     ]
     x = alt.X("step:Q", title="step")
     tooltip = ["step:Q", alt.Tooltip("reward:Q", format=".3f")]
-    line = alt.Chart(_data(rows)).mark_line(point=len(rows) < 2).encode(x=x, y="reward:Q", tooltip=tooltip)
-    band = alt.Chart(_data(rows)).mark_area(opacity=0.2).encode(x=x, y=alt.Y("low:Q", title="reward"), y2="high:Q")
+    line = alt.Chart(_make_data(rows)).mark_line(point=len(rows) < 2).encode(x=x, y="reward:Q", tooltip=tooltip)
+    band = alt.Chart(_make_data(rows)).mark_area(opacity=0.2).encode(x=x, y=alt.Y("low:Q", title="reward"), y2="high:Q")
     held_out = [
-        {"step": row["step"], "reward": row["eval_reward"]} for row in story.evaluations if "eval_reward" in row
+        {"step": row["step"], "reward": row["eval_reward"]} for row in history.evaluations if "eval_reward" in row
     ]
     if not held_out:
-        return _sized(alt.layer(band, line))
+        return _set_size(alt.layer(band, line))
     points = (
-        alt.Chart(_data(held_out))
+        alt.Chart(_make_data(held_out))
         .mark_point(filled=True, size=60, color=HELD_OUT)
         .encode(x=x, y="reward:Q", tooltip=[alt.Tooltip("reward:Q", format=".3f", title="reward, held out"), "step:Q"])
     )
-    return _sized(alt.layer(band, line, points))
+    return _set_size(alt.layer(band, line, points))
 
 
-def _loss(story: RunHistory) -> Any:
+def _draw_loss(history: RunHistory) -> Any:
     rows = [
-        {"step": row["step"], "loss": row["loss"], "of": "training"} for row in story.steps if row["loss"] is not None
+        {"step": row["step"], "loss": row["loss"], "of": "training"} for row in history.steps if row["loss"] is not None
     ]
     held_out = [
         {"step": row["step"], "loss": row["eval_loss"], "of": "held out"}
-        for row in story.evaluations
+        for row in history.evaluations
         if "eval_loss" in row
     ]
     encoding = {
@@ -101,17 +104,19 @@ def _loss(story: RunHistory) -> Any:
         "color": alt.Color("of:N", title=None, sort=["training", "held out"]),
         "tooltip": ["of:N", "step:Q", "loss:Q"],
     }
-    line = alt.Chart(_data(rows)).mark_line(point=len(rows) < 2).encode(**encoding)
+    line = alt.Chart(_make_data(rows)).mark_line(point=len(rows) < 2).encode(**encoding)
     if not held_out:
-        return _sized(line)
-    return _sized(alt.layer(line, alt.Chart(_data(held_out)).mark_point(filled=True, size=60).encode(**encoding)))
+        return _set_size(line)
+    return _set_size(
+        alt.layer(line, alt.Chart(_make_data(held_out)).mark_point(filled=True, size=60).encode(**encoding))
+    )
 
 
-def _phases(story: RunHistory) -> Any:
-    if not story.phases:
+def _draw_phases(history: RunHistory) -> Any:
+    if not history.phases:
         return None
-    return _sized(
-        alt.Chart(_data(story.phases))
+    return _set_size(
+        alt.Chart(_make_data(history.phases))
         .mark_bar()
         .encode(
             x=alt.X("step:O", title="step", axis=alt.Axis(labelOverlap=True)),
@@ -122,12 +127,12 @@ def _phases(story: RunHistory) -> Any:
     )
 
 
-def _memory(story: RunHistory) -> Any:
-    if not story.memory:
+def _draw_memory(history: RunHistory) -> Any:
+    if not history.memory:
         return None
-    return _sized(
-        alt.Chart(_data(story.memory))
-        .mark_line(point=len(story.memory) < 3)
+    return _set_size(
+        alt.Chart(_make_data(history.memory))
+        .mark_line(point=len(history.memory) < 3)
         .encode(
             x=alt.X("step:Q", title="step"),
             y=alt.Y("gib:Q", title="GiB"),
@@ -137,11 +142,11 @@ def _memory(story: RunHistory) -> Any:
     )
 
 
-def _ledger(story: RunHistory) -> Any:
-    if not story.ledger:
+def _draw_ledger(history: RunHistory) -> Any:
+    if not history.ledger:
         return None
-    return _sized(
-        alt.Chart(_data(story.ledger))
+    return _set_size(
+        alt.Chart(_make_data(history.ledger))
         .mark_bar()
         .encode(
             x=alt.X("mib:Q", title="MiB"),
@@ -152,11 +157,11 @@ def _ledger(story: RunHistory) -> Any:
     )
 
 
-def _experts(story: RunHistory) -> Any:
-    if not story.expert_load:
+def _draw_experts(history: RunHistory) -> Any:
+    if not history.expert_load:
         return None
-    return _sized(
-        alt.Chart(_data(story.expert_load))
+    return _set_size(
+        alt.Chart(_make_data(history.expert_load))
         .mark_rect()
         .encode(
             x=alt.X("step:O", title="step", axis=alt.Axis(labelOverlap=True)),
@@ -167,14 +172,14 @@ def _experts(story: RunHistory) -> Any:
     )
 
 
-def _gpus(story: RunHistory) -> Any:
-    if not story.gpus:
+def _draw_gpus(history: RunHistory) -> Any:
+    if not history.gpus:
         return None
 
     def line(name: str, **mark: Any) -> Any:
-        rows = [row for row in story.gpus if row[name] is not None]
+        rows = [row for row in history.gpus if row[name] is not None]
         return (
-            alt.Chart(_data(rows))
+            alt.Chart(_make_data(rows))
             .mark_line(point=len(rows) < 3, **mark)
             .encode(
                 x=alt.X("time_min:Q", title="minutes since the start"),
@@ -184,14 +189,14 @@ def _gpus(story: RunHistory) -> Any:
             )
         )
 
-    return _sized(alt.layer(line("utilisation"), line("power", strokeDash=[5, 4])))
+    return _set_size(alt.layer(line("utilisation"), line("power", strokeDash=[5, 4])))
 
 
-def _timeline(story: RunHistory) -> Any:
-    if not story.events:
+def _draw_timeline(history: RunHistory) -> Any:
+    if not history.events:
         return None
     bars = (
-        alt.Chart(_data(story.events))
+        alt.Chart(_make_data(history.events))
         .mark_bar(minBandSize=4)
         .encode(
             x=alt.X("began_min:Q", title="minutes since the start"),
@@ -201,11 +206,11 @@ def _timeline(story: RunHistory) -> Any:
             tooltip=["rank:N", "what:N", "began_min:Q", "ended_min:Q"],
         )
     )
-    if not story.findings:
-        return _sized(bars)
+    if not history.findings:
+        return _set_size(bars)
     marks = (
-        alt.Chart(_data(story.findings))
+        alt.Chart(_make_data(history.findings))
         .mark_rule(color="crimson", strokeWidth=2)
         .encode(x="time_min:Q", tooltip=["code:N", "title:N", "time_min:Q"])
     )
-    return _sized(alt.layer(bars, marks))
+    return _set_size(alt.layer(bars, marks))

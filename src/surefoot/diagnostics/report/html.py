@@ -1,4 +1,4 @@
-"""Writes `report.html` into a run's folder: one file that works offline, in light and dark, on a phone."""
+"""The `report.html` of a run: one file that works offline, in light and dark mode, and on a phone."""
 
 import json
 from html import escape
@@ -10,7 +10,7 @@ from surefoot.system.atomic_io import write_text
 
 REPORT = "report.html"
 PROMPT_SHOWN, COMPLETION_SHOWN = 300, 2000
-"""Characters in the table of completions."""
+"""Number of characters shown of a prompt and of a completion."""
 
 STYLE = """
 :root { color-scheme: light dark; --line: #d5d5d5; --card: #fff; --page: #f5f5f4; --text: #1c1917; --soft: #57534e; }
@@ -52,7 +52,7 @@ draw();
 
 
 def write_report(run_folder: Path) -> Path:
-    """Make the page of a run from its folder; returns the file.
+    """Write the page of a run into its folder; return the file.
 
     Raises: ConfigError for a folder without a run or without a step; StorageError.
     """
@@ -61,18 +61,18 @@ def write_report(run_folder: Path) -> Path:
     return path
 
 
-def page(story: RunHistory) -> str:
-    """The whole page."""
+def page(history: RunHistory) -> str:
+    """Return the page as HTML."""
     import vl_convert
 
     from surefoot.diagnostics.report.charts import charts
 
-    made = charts(story)
+    drawn = charts(history)
     bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg] # its hints want what it does not need
-    specs = json.dumps({name: spec for name, (_, spec) in made.items()}, allow_nan=False).replace("</", "<\\/")
+    specs = json.dumps({name: spec for name, (_, spec) in drawn.items()}, allow_nan=False).replace("</", "<\\/")
     sections = "".join(
         f'<section><h2>{escape(title)}</h2><div class="chart" id="{name}"></div></section>'
-        for name, (title, _) in made.items()
+        for name, (title, _) in drawn.items()
     )
     return f"""<!doctype html>
 <html lang="en">
@@ -80,17 +80,17 @@ def page(story: RunHistory) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
-<title>{escape(story.told.run_folder.name)}: Surefoot run</title>
+<title>{escape(history.explanation.run_folder.name)}: Surefoot run</title>
 <style>{STYLE}</style>
 </head>
 <body>
 <main>
-<h1>{escape(str(story.told.run_folder))}</h1>
-{_summary(story)}
-{_findings(story)}
+<h1>{escape(str(history.explanation.run_folder))}</h1>
+{_render_summary(history)}
+{_render_findings(history)}
 <div class="grid">{sections}</div>
-{_completions(story)}
-<section><details><summary>run.yaml</summary><pre>{escape(story.config)}</pre></details></section>
+{_render_completions(history)}
+<section><details><summary>run.yaml</summary><pre>{escape(history.config)}</pre></details></section>
 </main>
 <script type="application/json" id="charts">{specs}</script>
 <script>{bundle}</script>
@@ -100,28 +100,28 @@ def page(story: RunHistory) -> str:
 """
 
 
-def _summary(story: RunHistory) -> str:
-    summary = story.summary
+def _render_summary(history: RunHistory) -> str:
+    summary = history.summary
     shown: Row = {
-        "status": story.told.status,
-        "steps": story.steps[-1]["step"] if story.steps else 0,
+        "status": history.explanation.status,
+        "steps": history.steps[-1]["step"] if history.steps else 0,
         **(
-            {"first and last reward": " and ".join(f"{story.rollouts[end]['reward']:.3f}" for end in (0, -1))}
-            if story.rollouts
-            else {"last loss": _number(story.steps[-1]["loss"], ".4f") if story.steps else ""}
+            {"first and last reward": " and ".join(f"{history.rollouts[end]['reward']:.3f}" for end in (0, -1))}
+            if history.rollouts
+            else {"last loss": _format_number(history.steps[-1]["loss"], ".4f") if history.steps else ""}
         ),
-        "tokens/s": _number(summary.get("tokens_per_second"), ".0f"),
-        "peak memory": _number(_gib(summary.get("peak_memory_bytes")), ".2f", " GiB"),
-        "ranks": len(story.told.ranks),
+        "tokens/s": _format_number(summary.get("tokens_per_second"), ".0f"),
+        "peak memory": _format_number(_convert_to_gib(summary.get("peak_memory_bytes")), ".2f", " GiB"),
+        "ranks": len(history.explanation.ranks),
         "artifact": summary.get("artifact") or "",
     }
     terms = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>" for name, value in shown.items())
     return f"<section><dl>{terms}</dl></section>"
 
 
-def _findings(story: RunHistory) -> str:
+def _render_findings(history: RunHistory) -> str:
     cards = []
-    for finding in story.told.findings:
+    for finding in history.explanation.findings:
         rows = "".join(
             f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in finding.evidence.items()
         )
@@ -133,15 +133,15 @@ def _findings(story: RunHistory) -> str:
     return "".join(cards)
 
 
-def _completions(story: RunHistory) -> str:
-    """A table a step, of prompts, completions, rewards and advantages."""
+def _render_completions(history: RunHistory) -> str:
+    """Return a table for each step, with prompts, completions, rewards and advantages."""
     tables = []
-    for step in sorted({row["step"] for row in story.completions}):
+    for step in sorted({row["step"] for row in history.completions}):
         rows = "".join(
-            f"<tr><td>{escape(_number(row['reward'], '.3g') or 'failed')}</td>"
-            f"<td>{escape(_number(row['advantage'], '+.2f'))}</td><td>{row['tokens']}</td>"
-            f"<td>{escape(_words(row['prompt']))}</td><td>{escape(_cut(row['completion']))}</td></tr>"
-            for row in story.completions
+            f"<tr><td>{escape(_format_number(row['reward'], '.3g') or 'failed')}</td>"
+            f"<td>{escape(_format_number(row['advantage'], '+.2f'))}</td><td>{row['tokens']}</td>"
+            f"<td>{escape(_shorten_prompt(row['prompt']))}</td><td>{escape(_truncate(row['completion']))}</td></tr>"
+            for row in history.completions
             if row["step"] == step
         )
         tables.append(
@@ -151,20 +151,20 @@ def _completions(story: RunHistory) -> str:
     return f"<section><h2>Completions</h2>{''.join(tables)}</section>" if tables else ""
 
 
-def _cut(text: str) -> str:
-    more = len(text) - COMPLETION_SHOWN
-    return text if more <= 0 else f"{text[:COMPLETION_SHOWN]} ... ({more} more characters)"
+def _truncate(text: str) -> str:
+    remaining = len(text) - COMPLETION_SHOWN
+    return text if remaining <= 0 else f"{text[:COMPLETION_SHOWN]} ... ({remaining} more characters)"
 
 
-def _words(prompt: Any) -> str:
-    """The end of a prompt: its last message, or its text."""
+def _shorten_prompt(prompt: Any) -> str:
+    """Return the end of a prompt: of its last message, or of its text."""
     text = prompt[-1].get("content", "") if isinstance(prompt, list) and prompt else prompt or ""
     return str(text)[-PROMPT_SHOWN:]
 
 
-def _gib(value: Any) -> float | None:
+def _convert_to_gib(value: Any) -> float | None:
     return value / 2**30 if isinstance(value, int | float) else None
 
 
-def _number(value: Any, form: str, unit: str = "") -> str:
+def _format_number(value: Any, form: str, unit: str = "") -> str:
     return f"{value:{form}}{unit}" if isinstance(value, int | float) else ""

@@ -1,4 +1,4 @@
-"""What a run's folder tells of its course, as rows for charts. Reads, writes nothing."""
+"""The history of a run as rows for charts, read from its folder. Writes nothing."""
 
 import math
 from collections.abc import Sequence
@@ -16,18 +16,20 @@ from surefoot.training.run_summary import COMPLETIONS, METRICS
 
 Row = dict[str, Any]
 MOST_POINTS = 600
-"""Of a line: longer runs are thinned out, so that the page stays small."""
+"""Most points of a line: longer runs are thinned out to keep the page small."""
 MOST_COLUMNS = 120
-"""Of the heat map."""
+"""Most columns of the heat map."""
 MOST_CELLS = 4000
 ROLLOUT_NAMES = (
     "step", "reward", "reward_std", "completion_length", "entropy", "clip_ratio", "importance_ratio", "kl",
 )  # fmt: skip
 STEPS_SHOWN, COMPLETIONS_SHOWN = 12, 8
-"""Of completions.jsonl: steps at even distances, the first and the last among them, and completions of each."""
+"""Number of steps of completions.jsonl that are shown, evenly spaced including the first and the last, and number of
+completions of each.
+"""
 EVALUATED = ("eval_loss", "eval_reward")
 LONG_PHASES = ("launch", "load", "tokenise", "save", "evaluate", "export")
-"""Shown one by one on the time line; the others make up the steps."""
+"""Phases that the time line shows individually; the other phases are parts of steps."""
 
 
 BESIDE_STEPS = ("launch", "load", "tokenise", "export")
@@ -35,29 +37,29 @@ BESIDE_STEPS = ("launch", "load", "tokenise", "export")
 
 @dataclass(frozen=True)
 class RunHistory:
-    """What a page shows."""
+    """The content of a page."""
 
-    told: Explanation
+    explanation: Explanation
     steps: list[Row]
-    """step, loss, learning_rate, grad_norm, tokens_per_second, step_time_s; of logged steps."""
+    """step, loss, learning_rate, grad_norm, tokens_per_second, step_time_s of each logged step."""
     evaluations: list[Row]
     """step, and eval_loss or eval_reward."""
     rollouts: list[Row]
-    """step, and of GRPO reward, reward_std, completion_length, entropy, clip_ratio, importance_ratio, kl."""
+    """step, and GRPO's reward, reward_std, completion_length, entropy, clip_ratio, importance_ratio, kl."""
     completions: list[Row]
     """The lines of completions.jsonl of a few steps."""
     expert_load: list[Row]
-    """step, layer, load: the busiest expert's rows over the mean."""
+    """step, layer, load: rows of the busiest expert relative to the mean."""
     phases: list[Row]
     """step, phase, seconds: the mean over the ranks."""
     memory: list[Row]
     """step, rank, gib: anonymous memory at the end of the step."""
     ledger: list[Row]
-    """rank, owner, mib: to whom the memory of each rank belongs, after its first step."""
+    """rank, owner, mib: memory of each rank by owner, after its first step."""
     gpus: list[Row]
-    """time_min, gpu, utilisation, power: both shares, power of its limit."""
+    """time_min, gpu, utilisation, power: both are shares, power relative to its limit."""
     events: list[Row]
-    """rank, what, began_min, ended_min: since the beginning."""
+    """rank, what, began_min, ended_min: minutes since the beginning."""
     findings: list[Row]
     """time_min, code, title."""
     summary: Row
@@ -65,83 +67,84 @@ class RunHistory:
 
 
 def read_story(run_folder: Path) -> RunHistory:
-    """Raises: ConfigError for a folder that holds no run, or one that came to no step."""
-    told = explain(run_folder)
+    """Read the history of a run. Raises: ConfigError for a folder without a run, or for a run without a step."""
+    explanation = explain(run_folder)
     entries = this_run(read_history(run_folder).entries)
-    lines = _lines(run_folder / METRICS) or _recorded_steps(entries)
+    lines = _read_lines(run_folder / METRICS) or _read_ring_steps(entries)
     if not lines:
         raise ConfigError(f"{run_folder}: this run came to no step, so there is nothing to show.")
     began_s = entries[0].time_s if entries else 0.0
     steps = [line for line in lines if "loss" in line and (line["loss"] is None or is_number(line["loss"]))]
     names = ("step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "step_time_s")
     return RunHistory(
-        told=told,
-        steps=_thinned([{"loss": None, **_numbers(line, names)} for line in steps], MOST_POINTS),
-        evaluations=_thinned(
+        explanation=explanation,
+        steps=_thin([{"loss": None, **_select_numbers(line, names)} for line in steps], MOST_POINTS),
+        evaluations=_thin(
             [
                 {"step": line["step"], name: line[name]}
                 for line in lines
                 for name in EVALUATED
-                if _numbers(line, [name])
+                if _select_numbers(line, [name])
             ],
             MOST_POINTS,
         ),
-        rollouts=_thinned(
-            [_numbers(line, ROLLOUT_NAMES) for line in steps if is_number(line.get("reward"))], MOST_POINTS
+        rollouts=_thin(
+            [_select_numbers(line, ROLLOUT_NAMES) for line in steps if is_number(line.get("reward"))], MOST_POINTS
         ),
-        completions=_completions(run_folder / COMPLETIONS),
-        expert_load=_expert_load(steps),
-        phases=_phases(entries),
-        memory=_memory(entries),
-        ledger=_ledger(entries),
-        gpus=_gpus(read_looks(run_folder), began_s),
-        events=_thinned(_events(entries, began_s), MOST_POINTS),
+        completions=_select_completions(run_folder / COMPLETIONS),
+        expert_load=_collect_expert_load(steps),
+        phases=_collect_phases(entries),
+        memory=_collect_memory(entries),
+        ledger=_collect_ledger(entries),
+        gpus=_collect_gpus(read_looks(run_folder), began_s),
+        events=_thin(_collect_events(entries, began_s), MOST_POINTS),
         findings=[
             {"time_min": (line["time_s"] - began_s) / 60, "code": str(line["code"]), "title": str(line["title"])}
             for _, line in read_objects(run_folder / "findings.jsonl")
             if line is not None and is_number(line.get("time_s")) and "code" in line and "title" in line
         ],
-        summary=_summary(run_folder / "summary.json"),
-        config=_text(run_folder / "run.yaml"),
+        summary=_read_summary(run_folder / "summary.json"),
+        config=_read_text(run_folder / "run.yaml"),
     )
 
 
-def _completions(path: Path) -> list[Row]:
-    """Of steps from the first to the last, so that a reader sees how answers change."""
+def _select_completions(path: Path) -> list[Row]:
+    """Return completions of steps from the first to the last, so that a reader sees how they change."""
     of_step: dict[int, list[Row]] = {}
-    for line in filter(_is_completion, _lines(path)):
+    for line in filter(_is_completion, _read_lines(path)):
         of_step.setdefault(line["step"], []).append(line)
-    shown = _thinned([{"step": step} for step in of_step], STEPS_SHOWN)
+    shown = _thin([{"step": step} for step in of_step], STEPS_SHOWN)
     return [line for row in shown for line in of_step[row["step"]][:COMPLETIONS_SHOWN]]
 
 
 def _is_completion(line: Row) -> bool:
-    """Return whether a line has what the table of completions shows."""
+    """Return whether a line has all fields that the table of completions shows."""
     prompt = line.get("prompt")
     are_messages = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
     has_text = isinstance(line.get("completion"), str) and (prompt is None or isinstance(prompt, str) or are_messages)
     return has_text and {"reward", "advantage", "tokens"} <= line.keys()
 
 
-def _lines(path: Path) -> list[Row]:
-    """Return the lines of a file that are objects with a step; numbers that are not finite become None, as a browser
-    needs it.
+def _read_lines(path: Path) -> list[Row]:
+    """Return the lines of a file that are objects with a step.
+
+    Numbers that are not finite become None, because JSON in a browser needs it.
     """
     lines = (line for _, line in read_objects(path) if line is not None and is_count(line.get("step")))
-    return [{name: _finite(value) for name, value in line.items()} for line in lines]
+    return [{name: _replace_non_finite(value) for name, value in line.items()} for line in lines]
 
 
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     return None if isinstance(value, int | float) and not isinstance(value, bool) and not is_number(value) else value
 
 
-def _numbers(line: Row, names: Sequence[str]) -> Row:
-    """Return those of the named values that are numbers."""
+def _select_numbers(line: Row, names: Sequence[str]) -> Row:
+    """Return the named values that are numbers."""
     return {name: line[name] for name in names if is_number(line.get(name))}
 
 
-def _recorded_steps(entries: Sequence[Entry]) -> list[Row]:
-    """Of another trainer, which writes no metrics file: what the first rank's ring knows."""
+def _read_ring_steps(entries: Sequence[Entry]) -> list[Row]:
+    """Return the steps in the first rank's ring, for another trainer, which writes no metrics file."""
     first = min((entry.rank for entry in entries), default=0)
     return [
         {"step": entry.step, **{name: value if math.isfinite(value) else None for name, value in entry.values.items()}}
@@ -150,28 +153,28 @@ def _recorded_steps(entries: Sequence[Entry]) -> list[Row]:
     ]
 
 
-def _summary(path: Path) -> Row:
+def _read_summary(path: Path) -> Row:
     try:
-        return {name: _finite(value) for name, value in read_object(path).items()}
+        return {name: _replace_non_finite(value) for name, value in read_object(path).items()}
     except DamagedFile:
         return {}
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text("utf-8", errors="replace") if path.is_file() else ""
 
 
-def _thinned(rows: Sequence[Row], most: int) -> list[Row]:
-    """At most `most` of the rows, evenly chosen, with the last."""
-    every = -(-len(rows) // most)
-    return list(rows) if every <= 1 else [*rows[:-1:every], rows[-1]]
+def _thin(rows: Sequence[Row], most: int) -> list[Row]:
+    """Return at most `most` of the rows, evenly spaced and with the last."""
+    stride = -(-len(rows) // most)
+    return list(rows) if stride <= 1 else [*rows[:-1:stride], rows[-1]]
 
 
-def _expert_load(steps: Sequence[Row]) -> list[Row]:
+def _collect_expert_load(steps: Sequence[Row]) -> list[Row]:
     steps = [line for line in steps if isinstance(line.get("expert_load"), list)]
     steps = [line for line in steps if all(map(is_number, line["expert_load"]))]
     layers = max((len(line["expert_load"]) for line in steps), default=0)
-    chosen = _thinned(steps, max(1, min(MOST_COLUMNS, MOST_CELLS // max(1, layers))))
+    chosen = _thin(steps, max(1, min(MOST_COLUMNS, MOST_CELLS // max(1, layers))))
     return [
         {"step": line["step"], "layer": layer, "load": round(load, 2)}
         for line in chosen
@@ -179,19 +182,19 @@ def _expert_load(steps: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _phases(entries: Sequence[Entry]) -> list[Row]:
+def _collect_phases(entries: Sequence[Entry]) -> list[Row]:
     ranks: dict[tuple[int, int], RankTimes] = {}
     for entry in entries:
         times = ranks.setdefault((entry.rank, entry.start), RankTimes(warmup_steps=0))
         times.add(entry.kind, entry.phase, entry.step, entry.time_s, entry.values)
     seconds: dict[int, dict[str, list[float]]] = {}
     for times in ranks.values():
-        for one in times.steps:
-            for phase, took_s in one.by_phase.items():
+        for step_times in times.steps:
+            for phase, took_s in step_times.by_phase.items():
                 if phase in BESIDE_STEPS:
                     continue
-                seconds.setdefault(one.step, {}).setdefault(phase, []).append(took_s)
-    chosen = _thinned([{"step": step} for step in sorted(seconds)], MOST_COLUMNS)
+                seconds.setdefault(step_times.step, {}).setdefault(phase, []).append(took_s)
+    chosen = _thin([{"step": step} for step in sorted(seconds)], MOST_COLUMNS)
     return [
         {"step": row["step"], "phase": phase, "seconds": round(sum(took) / len(took), 5)}
         for row in chosen
@@ -199,7 +202,7 @@ def _phases(entries: Sequence[Entry]) -> list[Row]:
     ]
 
 
-def _memory(entries: Sequence[Entry]) -> list[Row]:
+def _collect_memory(entries: Sequence[Entry]) -> list[Row]:
     last: dict[tuple[int, int], float] = {}
     for entry in entries:
         if entry.kind == "phase ended" and entry.step and entry.values.get("anonymous_bytes"):
@@ -208,26 +211,32 @@ def _memory(entries: Sequence[Entry]) -> list[Row]:
     return [
         {"step": row["step"], "rank": str(rank), "gib": round(row["bytes"] / 2**30, 4)}
         for rank in ranks
-        for row in _thinned(
-            [{"step": step, "bytes": size} for (one, step), size in sorted(last.items()) if one == rank],
+        for row in _thin(
+            [{"step": step, "bytes": size} for (entry_rank, step), size in sorted(last.items()) if entry_rank == rank],
             MOST_POINTS // len(ranks) + 1,
         )
     ]
 
 
-def _ledger(entries: Sequence[Entry]) -> list[Row]:
-    """With what activations took at most, and what belongs to nobody who is known: Python, libraries, caches."""
+def _collect_ledger(entries: Sequence[Entry]) -> list[Row]:
+    """Return the memory of each rank by owner.
+
+    Activations count with their peak; `other` is what has no known owner: Python, libraries, caches.
+    """
     newest = {entry.rank: entry for entry in entries if entry.kind == "memory"}
     rows = []
     for rank, entry in sorted(newest.items()):
         values = entry.values
-        mine = [one for one in entries if one.rank == rank and one.start == entry.start]
-        in_steps = [one for one in mine if one.step > entry.step]  # the optimizer's state is there from then on
-        used = [one.values["anonymous_bytes"] for one in in_steps if one.values.get("anonymous_bytes")]
-        known = values["frozen"] + values["trained"] + values["optimizer"]
+        rank_entries = [later for later in entries if later.rank == rank and later.start == entry.start]
+        in_steps = [
+            later for later in rank_entries if later.step > entry.step
+        ]  # the optimizer state exists from then on
+        used = [later.values["anonymous_bytes"] for later in in_steps if later.values.get("anonymous_bytes")]
+        attributed = values["frozen"] + values["trained"] + values["optimizer"]
         activations = max(used, default=0.0) - min(used, default=0.0) - values["gradients"]
-        if any(one.kind == "device memory" for one in in_steps):  # they lie where `total` was counted
-            peak = max((one.values["peak_memory_bytes"] for one in in_steps if one.kind == "step"), default=0.0)
+        # Activations are then on the device, where `total` was counted.
+        if any(later.kind == "device memory" for later in in_steps):
+            peak = max((later.values["peak_memory_bytes"] for later in in_steps if later.kind == "step"), default=0.0)
             activations = peak - values["total"] - values["gradients"]
         owners = {
             "frozen parameters": values["frozen"],
@@ -235,13 +244,13 @@ def _ledger(entries: Sequence[Entry]) -> list[Row]:
             "gradients": values["gradients"],
             "optimizer": values["optimizer"],
             "activations": max(0.0, activations),
-            "other": max(0.0, values["total"] - known),
+            "other": max(0.0, values["total"] - attributed),
         }
         rows += [{"rank": str(rank), "owner": owner, "mib": size / 2**20} for owner, size in owners.items()]
     return rows
 
 
-def _gpus(looks: Sequence[Look], began_s: float) -> list[Row]:
+def _collect_gpus(looks: Sequence[Look], began_s: float) -> list[Row]:
     rows: list[Row] = [
         {
             "time_min": round((time_s - began_s) / 60, 3),
@@ -254,14 +263,12 @@ def _gpus(looks: Sequence[Look], began_s: float) -> list[Row]:
     ]
     names = sorted({row["gpu"] for row in rows})
     return [
-        row
-        for name in names
-        for row in _thinned([row for row in rows if row["gpu"] == name], MOST_POINTS // len(names))
+        row for name in names for row in _thin([row for row in rows if row["gpu"] == name], MOST_POINTS // len(names))
     ]
 
 
-def _events(entries: Sequence[Entry], began_s: float) -> list[Row]:
-    """The long phases of each rank, and the time between its first and its last step."""
+def _collect_events(entries: Sequence[Entry], began_s: float) -> list[Row]:
+    """Return the long phases of each rank, and the time between its first and its last step."""
     rows: list[Row] = []
     open_s: dict[tuple[int, int, str], float] = {}
     training: dict[tuple[int, int], list[float]] = {}
@@ -270,15 +277,15 @@ def _events(entries: Sequence[Entry], began_s: float) -> list[Row]:
         if entry.kind == "phase began":
             open_s[key] = entry.time_s
         elif entry.kind == "phase ended" and key in open_s and entry.phase in LONG_PHASES:
-            rows.append(_span(entry.rank, entry.phase, open_s.pop(key), entry.time_s, began_s))
+            rows.append(_make_span(entry.rank, entry.phase, open_s.pop(key), entry.time_s, began_s))
         elif entry.kind == "step":
             training.setdefault((entry.rank, entry.start), []).append(entry.time_s)
-    rows += [_span(rank, "steps", times[0], times[-1], began_s) for (rank, _), times in training.items()]
+    rows += [_make_span(rank, "steps", times[0], times[-1], began_s) for (rank, _), times in training.items()]
     return rows
 
 
-def _span(rank: int, what: str, from_s: float, to_s: float, began_s: float) -> Row:
+def _make_span(rank: int, name: str, from_s: float, to_s: float, began_s: float) -> Row:
     return {
-        "rank": str(rank), "what": what,
+        "rank": str(rank), "what": name,
         "began_min": round((from_s - began_s) / 60, 4), "ended_min": round((to_s - began_s) / 60, 4),
     }  # fmt: skip

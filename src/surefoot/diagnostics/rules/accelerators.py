@@ -1,7 +1,7 @@
-"""GPUs that are busy and do no work, that are slowed down, or that are no longer what they were. Pure.
+"""Rules for GPUs that are busy without working, that are slowed down, or that lost capability. Pure.
 
-NVML's utilisation is the share of time in which any kernel ran: one that only spins while it waits for another rank
-reads 100 %. Power tells the two apart.
+NVML's utilisation is the share of time in which any kernel ran: a kernel that only spins while it waits for another
+rank reads 100 %. Power distinguishes the two.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -15,15 +15,15 @@ WINDOW_S = 30.0
 LEAST_LOOKS = 10
 BUSY = 0.9
 IDLE_POWER = 0.25
-"""Of its limit: a card that computes draws more, one whose kernels only wait does not. An H100 of 700 W draws about
-70 W then."""
+"""Share of its power limit: a card that computes draws more, a card whose kernels only wait does not. An H100 of 700 W
+then draws about 70 W."""
 ALONE_POWER = 0.15
-"""The same for a card that has no other to wait for: small kernels that only read memory draw little, too."""
+"""The same for a single card, which waits for no other: small kernels that only read memory also draw little."""
 HALF_BUSY, ONE_CORE, MOST_COMPUTING = 0.6, 0.9, 0.7
-"""What tells a program that cannot start kernels fast enough: a GPU less busy than that, a process that uses about one
+"""Signs of a program that cannot launch kernels fast enough: a GPU less busy than this, a process that uses about one
 core or more, and steps that are mostly computing."""
 MOST_CORES = 2.0
-"""That such a program uses; one that uses more computes by itself."""
+"""Most cores that such a program uses; a program that uses more computes on the CPU itself."""
 XIDS = {
     13: "an exception of a kernel",
     31: "a memory page fault of a kernel",
@@ -42,25 +42,25 @@ XIDS = {
     119: "its system processor does not answer",
     120: "its system processor failed",
 }
-"""Of NVIDIA's list of Xid errors (docs.nvidia.com/deploy/xid-errors), read 2026-11."""
+"""Xid errors from NVIDIA's list (docs.nvidia.com/deploy/xid-errors), read 2026-11."""
 SLOWED_SHARE = 0.5
-"""Of the looks."""
+"""Share of the samples in which a GPU must be slowed down."""
 
 
 def find_in_gpus(looks: Sequence[Look]) -> list[Finding]:
-    """What the newest `WINDOW_S` show; nothing where there are too few looks."""
-    gpus = _by_gpu(_newest(looks))
-    return [*_spinning(gpus), *_slowed(gpus)]
+    """Return the findings in the newest `WINDOW_S` of samples; none if the samples are too few."""
+    gpus = _group_by_gpu(_select_newest(looks))
+    return [*_find_spinning(gpus), *_find_slowed(gpus)]
 
 
 def find_worse_gpus(first: Look | None, looks: Sequence[Look]) -> list[Finding]:
-    """Cards that lost data, NVLinks or lanes of PCIe since the run's first look at them.
+    """Return findings on cards that lost data, NVLinks or PCIe lanes since the run's first sample.
 
-    Fewer links and lanes count where no look of the newest `WINDOW_S` has as many as the first.
+    Fewer links or lanes count only if no sample of the newest `WINDOW_S` has as many as the first.
     """
     began = {gpu.index: gpu for gpu in first[1]} if first is not None else {}
-    found = []
-    for index, samples in _by_gpu(_newest(looks)).items():
+    changes = []
+    for index, samples in _group_by_gpu(_select_newest(looks)).items():
         before = began.get(index)
         if before is None:
             continue
@@ -70,24 +70,25 @@ def find_worse_gpus(first: Look | None, looks: Sequence[Look]) -> list[Finding]:
         )
         if before.lost_data is not None and lost and lost[-1] > before.lost_data:
             times = lost[-1] - before.lost_data
-            found.append(("SF722", index, f"'s memory lost data {times} times since the run began"))
+            changes.append(("SF722", index, f"'s memory lost data {times} times since the run began"))
         if before.links_up and links and max(links) < before.links_up:
-            had = f" has {max(links)} NVLinks up, and had {before.links_up} when the run began"
-            found.append(("SF724", index, had))
+            change_text = f" has {max(links)} NVLinks up, and had {before.links_up} when the run began"
+            changes.append(("SF724", index, change_text))
         if before.pcie_lanes and lanes and max(lanes) < before.pcie_lanes:
-            had = f" uses {max(lanes)} lanes of PCIe, and used {before.pcie_lanes} when the run began"
-            found.append(("SF725", index, had))
-    return [Finding(code, f"GPU {n}{said}", {"device": n}, CATALOGUE[code].fix) for code, n, said in found]
+            change_text = f" uses {max(lanes)} lanes of PCIe, and used {before.pcie_lanes} when the run began"
+            changes.append(("SF725", index, change_text))
+    return [Finding(code, f"GPU {n}{change}", {"device": n}, CATALOGUE[code].fix) for code, n, change in changes]
 
 
 def find_launch_bound(looks: Sequence[Look], cores: float | None, computing: float | None) -> Finding | None:
-    """GPUs that wait for the program, which is busy telling them what to do.
+    """Return a finding if GPUs wait for the program, which is busy with launching kernels.
 
-    `cores` that a rank's own process uses; `computing`: share of its steps in forward, backward and optimizer.
+    `cores`: number of cores that a rank's own process uses. `computing`: share of its steps in forward, backward and
+    optimizer.
     """
     if cores is None or computing is None or not ONE_CORE <= cores <= MOST_CORES or computing < MOST_COMPUTING:
         return None
-    use = [gpu.utilisation for _, gpus in _newest(looks) for gpu in gpus if gpu.utilisation is not None]
+    use = [gpu.utilisation for _, gpus in _select_newest(looks) for gpu in gpus if gpu.utilisation is not None]
     if not use or median(use) > HALF_BUSY:
         return None
     return Finding(
@@ -101,9 +102,9 @@ def find_launch_bound(looks: Sequence[Look], cores: float | None, computing: flo
 
 
 def find_gpu_errors(errors: Sequence[GpuError], processes: Collection[int]) -> list[Finding]:
-    """What the driver said in the kernel's log; each number once for each device.
+    """Return findings on the driver's errors in the kernel log, each number once for each device.
 
-    `processes`: of the ranks. What a program caused itself counts where one of them did.
+    `processes`: the ranks' processes. An error that a program caused counts only if one of them caused it.
     """
     firsts: dict[tuple[str, int], GpuError] = {}
     for error in errors:
@@ -114,7 +115,7 @@ def find_gpu_errors(errors: Sequence[GpuError], processes: Collection[int]) -> l
             "SF112",
             f"the GPU at {device} reports an error: Xid {error.number}"
             f"{f', {XIDS[error.number]}' if error.number in XIDS else ''}",
-            {"device": device, "xid": error.number, "kernel_says": error.said},
+            {"device": device, "xid": error.number, "kernel_says": error.message},
             "Restart the program: it did this itself." if error.number in OF_PROGRAMS else CATALOGUE["SF112"].fix,
             confidence=0.9,
         )
@@ -122,14 +123,14 @@ def find_gpu_errors(errors: Sequence[GpuError], processes: Collection[int]) -> l
     ]
 
 
-def _newest(looks: Sequence[Look]) -> list[Look]:
-    """The looks of the newest `WINDOW_S`; none where they are too few to say anything."""
+def _select_newest(looks: Sequence[Look]) -> list[Look]:
+    """Return the samples of the newest `WINDOW_S`; none if they are too few for a conclusion."""
     newest = [look for look in looks if looks[-1][0] - look[0] <= WINDOW_S]
     is_enough = len(newest) >= LEAST_LOOKS and newest[-1][0] - newest[0][0] >= WINDOW_S / 2
     return newest if is_enough else []
 
 
-def _by_gpu(looks: Sequence[Look]) -> dict[int, list[GpuSample]]:
+def _group_by_gpu(looks: Sequence[Look]) -> dict[int, list[GpuSample]]:
     gpus: dict[int, list[GpuSample]] = {}
     for _, samples in looks:
         for sample in samples:
@@ -138,46 +139,47 @@ def _by_gpu(looks: Sequence[Look]) -> dict[int, list[GpuSample]]:
 
 
 def in_words(look: Look) -> str:
-    """One look at all GPUs, for evidence."""
+    """Return one sample of all GPUs as text, for evidence."""
     return "; ".join(
-        f"{gpu.index}: {_share(gpu.utilisation)} busy, {_watts(gpu.power_w)} of {_watts(gpu.power_limit_w)}"
+        f"{gpu.index}: {_format_share(gpu.utilisation)} busy, "
+        f"{_format_watts(gpu.power_w)} of {_format_watts(gpu.power_limit_w)}"
         + (f", {gpu.memory_bytes / 2**30:.1f} GiB" if gpu.memory_bytes is not None else "")
         for gpu in look[1]
     )
 
 
-def _share(value: float | None) -> str:
+def _format_share(value: float | None) -> str:
     return f"{value:.0%}" if value is not None else "?"
 
 
-def _watts(value: float | None) -> str:
+def _format_watts(value: float | None) -> str:
     return f"{value:.0f} W" if value is not None else "? W"
 
 
-def _spinning(gpus: dict[int, list[GpuSample]]) -> Iterator[Finding]:
+def _find_spinning(gpus: dict[int, list[GpuSample]]) -> Iterator[Finding]:
     spinning = {}
     for index, samples in gpus.items():
-        known = [(s.utilisation, s.power_w / s.power_limit_w) for s in samples
+        readings = [(s.utilisation, s.power_w / s.power_limit_w) for s in samples
                  if s.utilisation is not None and s.power_w is not None and s.power_limit_w]  # fmt: skip
-        if not known:
+        if not readings:
             continue
-        busy, power = median(one for one, _ in known), median(one for _, one in known)
+        busy, power = median(value for value, _ in readings), median(value for _, value in readings)
         if busy >= BUSY and power <= (IDLE_POWER if len(gpus) > 1 else ALONE_POWER):
             spinning[index] = (busy, power)
     if not spinning:
         return
-    said = ", ".join(f"GPU {index} {busy:.0%} busy at {power:.0%} of its power" for index, (busy, power) in
+    description = ", ".join(f"GPU {index} {busy:.0%} busy at {power:.0%} of its power" for index, (busy, power) in
                      spinning.items())  # fmt: skip
     yield Finding(
         "SF307",
-        f"{said}: kernels run that only wait",
-        {"gpus": said, "of": len(gpus)},
+        f"{description}: kernels run that only wait",
+        {"gpus": description, "of": len(gpus)},
         CATALOGUE["SF307"].fix,
         confidence=0.8,
     )
 
 
-def _slowed(gpus: dict[int, list[GpuSample]]) -> Iterator[Finding]:
+def _find_slowed(gpus: dict[int, list[GpuSample]]) -> Iterator[Finding]:
     for index, samples in gpus.items():
         slowed = [sample for sample in samples if sample.reasons]
         if len(slowed) < SLOWED_SHARE * len(samples):

@@ -1,6 +1,6 @@
-"""Memory of a rank's accelerator: tensors that pile up, and an allocator that holds pieces no tensor fits into. Pure.
+"""Rules for the memory of a rank's accelerator: tensors that accumulate, and a fragmented allocator. Pure.
 
-From what CUDA's caching allocator counts at the end of each step.
+Input: the counters of CUDA's caching allocator at the end of each step.
 """
 
 from collections import deque
@@ -13,42 +13,42 @@ from surefoot.findings import CATALOGUE, Finding
 
 WINDOW_STEPS = 20
 LEAST_RETRYING_STEPS = 5
-"""Of a window, in which the allocator gave back what it held and asked the driver again."""
+"""Number of steps of a window in which the allocator returned its cache and requested memory from the driver again."""
 UNUSED_SHARE = 0.1
-"""Of what it holds, that lies in pieces of blocks in use: with less, memory is used up and not cut up."""
+"""Share of its reserved memory that is unused inside blocks in use: below it, memory is exhausted, not fragmented."""
 
 
 class DeviceMemory:
-    """Of one start of one rank, step by step; empty on a CPU."""
+    """The accelerator memory of one start of one rank, step by step; empty on a CPU."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._steps: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=MOST_STEPS)
-        self._seen = 0
+        self._num_steps = 0
         self._peak = 0.0
 
     def add(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """What happened, in its order."""
+        """Add one event. Call it in the order of events."""
         if kind == "step":
             self._peak = values["peak_memory_bytes"]
         elif kind == "device memory":
-            self._seen += 1
-            if self._seen > WARMUP_STEPS:
+            self._num_steps += 1
+            if self._num_steps > WARMUP_STEPS:
                 self._steps.append((step, values))
 
     @property
     def room_bytes(self) -> float | None:
-        """What was left when tensors were the most; None where there is no device."""
+        """Free bytes at the peak of tensor memory; None without a device."""
         if not self._steps:
             return None
         newest = self._steps[-1][1]
         return newest["free"] + newest["reserved"] - max(self._peak, newest["allocated"])
 
     def findings(self) -> list[Finding]:
-        """What the steps so far show."""
-        return [one for one in (self._leak(), self._fragmented()) if one is not None]
+        """Return the findings of the steps so far."""
+        return [finding for finding in (self._find_leak(), self._find_fragmentation()) if finding is not None]
 
-    def _leak(self) -> Finding | None:
+    def _find_leak(self) -> Finding | None:
         growth = steady_growth([(step, values["allocated"]) for step, values in self._steps])
         if growth is None:
             return None
@@ -68,7 +68,7 @@ class DeviceMemory:
             confidence=0.9,
         )
 
-    def _fragmented(self) -> Finding | None:
+    def _find_fragmentation(self) -> Finding | None:
         window = list(self._steps)[-WINDOW_STEPS - 1 :]
         if len(window) <= WINDOW_STEPS:
             return None
@@ -76,7 +76,7 @@ class DeviceMemory:
         step, newest = window[-1]
         if retrying < LEAST_RETRYING_STEPS or newest["inactive"] < UNUSED_SHARE * newest["reserved"]:
             return None
-        tries = newest["retries"] - window[0][1]["retries"]
+        retries = newest["retries"] - window[0][1]["retries"]
         return Finding(
             "SF204",
             f"memory of the GPU of rank {self._rank} is cut up: in {retrying} of {WINDOW_STEPS} steps the allocator "
@@ -85,7 +85,7 @@ class DeviceMemory:
             {
                 "rank": self._rank,
                 "step": step,
-                "asked_again": round(tries),
+                "asked_again": round(retries),
                 "allocated_gib": round(newest["allocated"] / 2**30, 2),
                 "reserved_gib": round(newest["reserved"] / 2**30, 2),
                 "unused_in_pieces_gib": round(newest["inactive"] / 2**30, 2),
@@ -96,7 +96,7 @@ class DeviceMemory:
 
 
 def find_in_device_memory(entries: Sequence[Entry]) -> list[Finding]:
-    """From a whole history; of the newest start of each rank."""
+    """Return the findings in a complete history, for the newest start of each rank."""
     ranks: dict[int, DeviceMemory] = {}
     for entry in newest_starts(entries):
         ranks.setdefault(entry.rank, DeviceMemory(entry.rank)).add(entry.kind, entry.step, entry.values)

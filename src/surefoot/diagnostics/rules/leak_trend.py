@@ -1,25 +1,25 @@
-"""Memory that grows steadily with the steps, told from memory that grew once, settles, or comes and goes. Pure."""
+"""Detection of memory that grows steadily with the steps, as opposed to once, up to a level, or temporarily. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 WARMUP_STEPS = 20
-"""First steps that say nothing: allocators, caches and compilers fill up."""
+"""Number of first steps without information: allocators, caches and compilers fill up."""
 LEAST_STEPS = 100
-"""Over which growth is looked at, at least."""
+"""Fewest steps over which growth is measured."""
 MOST_STEPS = 2000
 LEAST_BYTES_PER_STEP = 1 << 18
 LEAST_GROWTH_BYTES = 48 << 20
-"""Over these steps."""
+"""Least growth over these steps."""
 PARTS = 10
 LEAST_GROWING_PARTS = 8
-"""In how many of them memory must grow: a leak is steady, a buffer that doubled once is none."""
+"""Number of parts in which memory must grow: a leak is steady, and a buffer that doubled once is no leak."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Of the newer half of the steps."""
+    """The growth of memory over the newer half of the steps."""
 
     first_step: int
     last_step: int
@@ -32,7 +32,7 @@ class Growth:
         return self.last_bytes - self.first_bytes
 
     def forecast(self, room_bytes: float | None) -> str:
-        """When the memory that is left is used up, as the end of a sentence; empty where what is left is not known."""
+        """Return when the free memory is exhausted, as the end of a sentence; empty if the free memory is unknown."""
         if room_bytes is None:
             return ""
         per_step = self.grown / (self.last_step - self.first_step)
@@ -43,7 +43,10 @@ class Growth:
 
 
 def steady_growth(points: Sequence[tuple[int, float]], share: float = 1.0) -> Growth | None:
-    """`points`: (step, bytes at its end). `share` of the evidence that a leak needs: less for a suspicion."""
+    """Return the growth if memory grows steadily, else None.
+
+    `points`: (step, bytes at its end). `share`: share of the evidence that a leak needs; less for a suspicion.
+    """
     least_steps = round(share * LEAST_STEPS)
     points = points[-max(least_steps, len(points) // 2) :]
     if len(points) < least_steps:

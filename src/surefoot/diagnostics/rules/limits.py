@@ -1,36 +1,39 @@
-"""What the system gives a process only so many of: open files and threads. Pure."""
+"""Rules for limited resources of a process: open files and threads. Pure."""
 
 from itertools import pairwise
 
 from surefoot.findings import CATALOGUE, Finding
 
 USED = 0.5
-"""Share of a limit from which on what grows towards it is named."""
+"""Share of a limit from which a count that grows towards it is reported."""
 GROWN = 0.25
-"""Share of the limit by which it must have grown since the first step."""
+"""Share of the limit by which the count must have grown since the first step."""
 MOST_POINTS = 2000
 PARTS = 10
 LEAST_GROWING_PARTS = 8
-"""In how many of them it must grow: a cache of open files that is full, or a pool that was started, is no leak."""
+"""Number of parts in which the count must grow: a full cache of open files, or a started pool, is no leak."""
 
 
 class LimitTrend:
-    """Of one thing that one rank uses: `open files` or `threads`."""
+    """The trend of one count of one rank: `open files` or `threads`."""
 
     def __init__(self, rank: int, what: str) -> None:
         self._rank, self._what = rank, what
         self._points: list[tuple[int, int]] = []
-        """(step, how many it had then), over the whole run."""
+        """(step, count at that step), over the whole run."""
 
     def add(self, step: int, count: int) -> None:
-        """As it is seen every few seconds; what is seen before the first step is no part of the trend."""
+        """Add a count, sampled every few seconds; counts before the first step are not part of the trend."""
         if step:
             self._points.append((step, count))
         if len(self._points) > MOST_POINTS:
             self._points = self._points[::2]
 
     def finding(self, used: int, most: int, whose: str) -> Finding | None:
-        """`used` of `most` are in use now by `whose`: the rank alone, or all processes that share the limit."""
+        """Return a finding if the count approaches its limit.
+
+        `used` of `most` are in use now by `whose`: the rank alone, or all processes that share the limit.
+        """
         if len(self._points) <= PARTS or used < USED * most:
             return None
         (first_step, first), (last_step, last) = self._points[0], self._points[-1]

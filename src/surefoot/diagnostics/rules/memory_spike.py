@@ -1,4 +1,4 @@
-"""A step that needed much more memory than those before it, where the next of its kind may not fit. Pure."""
+"""The rule for a step that needed much more memory than earlier steps: the next one like it may not fit. Pure."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -7,55 +7,55 @@ from statistics import median
 from surefoot.findings import CATALOGUE, Finding
 
 LEAST_STEPS = 20
-"""Before which a new peak means nothing."""
+"""Number of first steps in which a new peak means nothing."""
 TIMES = 1.25
-"""So much higher than the peak before must the new one be."""
+"""Factor by which a new peak must exceed the peak before."""
 LEAST_BYTES = 256 << 20
 RECENT_STEPS = 50
-"""After which what is free no longer says anything about that step."""
+"""Number of steps after which the free memory no longer relates to that step."""
 LARGE_TIMES = 1.5
-"""So many times the usual tokens, or patches of images, make a batch a large one."""
+"""Multiple of the usual tokens, or image patches, from which a batch is large."""
 SIZES = {"patches": "patches of images", "tokens": "tokens"}
-"""Of a batch; what is named first, where both are large: each image is tokens, too."""
+"""Sizes of a batch. If both are large, the first is reported, because images are also tokens."""
 
 
 class Peaks:
-    """The peak of one start of one rank after each step, and what its batches hold: tokens, and patches of images."""
+    """The memory peak of one start of one rank after each step, and its batches' sizes: tokens and image patches."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._usual: dict[str, deque[float]] = {name: deque(maxlen=200) for name in SIZES}
         self._batch = dict.fromkeys(SIZES, 0.0)
         self._peak = 0.0
-        self._seen = self._rise_seen = 0
+        self._num_steps = self._steps_at_rise = 0
         self._was_between = False
         self._rise: tuple[int, float, float, Mapping[str, float]] | None = None
-        """(step, peak before, peak after, sizes of its batch) of the newest rise."""
+        """(step, peak before, peak after, sizes of its batch) of the newest rise; None if there was none."""
 
     def add(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """What happened, in its order."""
+        """Add one event. Call it in the order of events."""
         if kind == "batch":
             self._batch = {"tokens": values["tokens"], "patches": 0.0}
         elif kind == "images":
             self._batch["patches"] = values["patches"]
         elif kind == "step":
             peak = values["peak_memory_bytes"]
-            is_rise = self._seen >= LEAST_STEPS and peak >= max(TIMES * self._peak, self._peak + LEAST_BYTES)
+            is_rise = self._num_steps >= LEAST_STEPS and peak >= max(TIMES * self._peak, self._peak + LEAST_BYTES)
             if is_rise and not self._was_between:
-                self._rise, self._rise_seen = (step, self._peak, peak, self._batch), self._seen
+                self._rise, self._steps_at_rise = (step, self._peak, peak, self._batch), self._num_steps
             else:
                 for name, size in self._batch.items():
-                    if size:  # what is usual of images is told by batches that have some
+                    if size:  # the usual number of patches comes from batches that have images
                         self._usual[name].append(size)
-            self._seen, self._peak, self._was_between = self._seen + 1, max(self._peak, peak), False
+            self._num_steps, self._peak, self._was_between = self._num_steps + 1, max(self._peak, peak), False
 
     def between(self) -> None:
-        """A save or an evaluation took place: the next peak may be its own."""
+        """Record that a save or an evaluation took place: it may cause the next peak."""
         self._was_between = True
 
     def finding(self, room_bytes: float) -> Finding | None:
-        """The rise, where `room_bytes`, that were left at the peak, are less than another one like it would take."""
-        if self._rise is None or self._seen - self._rise_seen > RECENT_STEPS:
+        """Return the rise if another one like it exceeds `room_bytes`, the free memory at the peak."""
+        if self._rise is None or self._num_steps - self._steps_at_rise > RECENT_STEPS:
             return None
         step, before, after, batch = self._rise
         if room_bytes >= after - before:

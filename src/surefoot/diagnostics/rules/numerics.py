@@ -1,6 +1,6 @@
-"""Numbers that go wrong while they are still finite: a loss that jumps, routers that collapse. Pure.
+"""Rules for numbers that go wrong while they are still finite: a loss that jumps, routers that collapse. Pure.
 
-What ranks say of losses and experts is the same on all of them, so one rank is enough.
+All ranks report the same losses and expert counts, so one rank is enough.
 """
 
 import math
@@ -15,22 +15,22 @@ from surefoot.diagnostics.monitor.event_log import Entry, newest_starts
 from surefoot.findings import CATALOGUE, Finding
 
 BEFORE_STEPS = 30
-"""So many steps must have been calm before a jump."""
+"""Number of calm steps before a jump."""
 AFTER_STEPS = 5
-"""So many must lie above all of them."""
+"""Number of steps after it whose losses must all exceed those before."""
 JUMP_TIMES, JUMP = 1.5, 0.5
-"""How much higher, as a factor and in nats, half of them must lie."""
+"""Factor, and nats, by which their median must exceed the median before."""
 GRADIENT_TIMES = 3.0
-"""Gradients so much larger than usual, when the loss jumped, are its cause."""
+"""Multiple of the usual gradient norm at the jump from which gradients are its cause."""
 RISE_STEPS, RISE_BLOCK, RISE_TIMES = 200, 10, 5.0
-"""Over how many steps, in blocks of how many, gradients must grow, and how many times."""
+"""Number of steps over which gradients must grow, steps per block, and factor of the growth."""
 NOISE_TIMES = 3.0
 COLLAPSED = 0.9
-"""Of the way from an even spread to every token choosing the same experts."""
+"""Fraction of the way from an even spread to every token choosing the same experts."""
 MOST_EVEN = 0.5
-"""Where a token chooses more than half of the experts, every one of them is popular."""
+"""Largest share of experts per token that is judged: with more, every expert is popular."""
 LEAST_ROWS = 256
-"""Rows an expert would have got if all were used evenly; without so many, one that got none means nothing."""
+"""Fewest rows per expert under even use: with fewer, an expert without rows means nothing."""
 
 
 @dataclass(frozen=True)
@@ -43,38 +43,39 @@ class _Step:
 
 @dataclass
 class Numbers:
-    """The losses and the use of experts of a run, gathered from what one of its ranks says."""
+    """The losses and the use of experts of a run, collected from the events of one rank."""
 
     _steps: deque[_Step] = field(default_factory=lambda: deque(maxlen=BEFORE_STEPS + AFTER_STEPS))
     _learning_rate: float = math.nan
-    _all: deque[_Step] = field(default_factory=lambda: deque(maxlen=RISE_STEPS))
-    _found: dict[str, Finding] = field(default_factory=dict)
+    _long_window: deque[_Step] = field(default_factory=lambda: deque(maxlen=RISE_STEPS))
+    _findings: dict[str, Finding] = field(default_factory=dict)
 
     def add(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """What happened, in its order."""
+        """Add one event. Call it in the order of events."""
         if kind == "learning rate":
             self._learning_rate = values["learning_rate"]
-        elif kind == "step" and isfinite(values["loss"]) and isfinite(values["grad_norm"]):  # others were not logged
-            one = _Step(step, values["loss"], values["grad_norm"], self._learning_rate)
-            self._steps.append(one)
-            self._all.append(one)
-            self._keep(_jump(self._steps))
-            self._keep(_rises_with_the_rate(self._all))
+        elif kind == "step" and isfinite(values["loss"]) and isfinite(values["grad_norm"]):
+            # Values that are not finite mean: not logged.
+            current = _Step(step, values["loss"], values["grad_norm"], self._learning_rate)
+            self._steps.append(current)
+            self._long_window.append(current)
+            self._add_finding(_find_jump(self._steps))
+            self._add_finding(_find_rise_with_rate(self._long_window))
         elif kind == "experts":
-            self._keep(_collapse(step, values))
-            self._keep(_silent(step, values))
+            self._add_finding(_find_collapse(step, values))
+            self._add_finding(_find_unused_experts(step, values))
 
     def findings(self) -> list[Finding]:
-        """What was found, the first of each kind."""
-        return list(self._found.values())
+        """Return the first finding of each kind."""
+        return list(self._findings.values())
 
-    def _keep(self, finding: Finding | None) -> None:
+    def _add_finding(self, finding: Finding | None) -> None:
         if finding is not None:
-            self._found.setdefault(finding.code, finding)
+            self._findings.setdefault(finding.code, finding)
 
 
 def find_numerics_in(entries: Sequence[Entry]) -> list[Finding]:
-    """From a whole history; of the newest start of one rank."""
+    """Return the findings in a complete history, for the newest start of one rank."""
     newest = newest_starts(entries)
     first = min((entry.rank for entry in newest), default=0)
     numbers = Numbers()
@@ -84,17 +85,17 @@ def find_numerics_in(entries: Sequence[Entry]) -> list[Finding]:
     return numbers.findings()
 
 
-def _jump(steps: Sequence[_Step]) -> Finding | None:
-    known = list(steps)
-    before, after = known[:-AFTER_STEPS], known[-AFTER_STEPS:]
-    if len(before) < BEFORE_STEPS or not all(one.loss > max(b.loss for b in before) for one in after):
+def _find_jump(steps: Sequence[_Step]) -> Finding | None:
+    recent = list(steps)
+    before, after = recent[:-AFTER_STEPS], recent[-AFTER_STEPS:]
+    if len(before) < BEFORE_STEPS or not all(step.loss > max(earlier.loss for earlier in before) for step in after):
         return None
-    usual, now = median(one.loss for one in before), median(one.loss for one in after)
+    usual, now = median(step.loss for step in before), median(step.loss for step in after)
     if now < max(JUMP_TIMES * usual, usual + JUMP):
         return None
-    usual_norm = median(one.grad_norm for one in before)
-    at_jump = max(one.grad_norm for one in (*before[-2:], *after[:2]))
-    if at_jump < GRADIENT_TIMES * usual_norm:  # other data may be harder, and that is no fault
+    usual_norm = median(step.grad_norm for step in before)
+    at_jump = max(step.grad_norm for step in (*before[-2:], *after[:2]))
+    if at_jump < GRADIENT_TIMES * usual_norm:  # harder data may be the cause, which is no fault
         return None
     return Finding(
         "SF403",
@@ -103,7 +104,7 @@ def _jump(steps: Sequence[_Step]) -> Finding | None:
         {
             "step": after[0].step,
             "loss_before": round(usual, 4),
-            "loss_after": ", ".join(f"{one.loss:.3f}" for one in after),
+            "loss_after": ", ".join(f"{step.loss:.3f}" for step in after),
             "grad_norm_before": round(usual_norm, 4),
             "grad_norm_at_the_jump": round(at_jump, 4),
         },
@@ -112,20 +113,20 @@ def _jump(steps: Sequence[_Step]) -> Finding | None:
     )
 
 
-def _rises_with_the_rate(steps: Sequence[_Step]) -> Finding | None:
-    """Gradients that have grown ever since the learning rate rises, while the loss rises."""
-    known = list(steps)
-    if len(known) < 3 * RISE_BLOCK or not isfinite(known[0].learning_rate):
+def _find_rise_with_rate(steps: Sequence[_Step]) -> Finding | None:
+    """Return a finding if gradients have grown ever since the learning rate began to rise, while the loss rises."""
+    recent = list(steps)
+    if len(recent) < 3 * RISE_BLOCK or not isfinite(recent[0].learning_rate):
         return None
-    blocks = [known[first : first + RISE_BLOCK] for first in range(len(known) % RISE_BLOCK, len(known), RISE_BLOCK)]
-    norms = [median(one.grad_norm for one in block) for block in blocks]
-    losses = [median(one.loss for one in block) for block in blocks]
+    blocks = [recent[first : first + RISE_BLOCK] for first in range(len(recent) % RISE_BLOCK, len(recent), RISE_BLOCK)]
+    norms = [median(step.grad_norm for step in block) for block in blocks]
+    losses = [median(step.loss for step in block) for block in blocks]
     low = min(range(len(norms)), key=lambda number: norms[number])
     rising = norms[low:]
     if len(rising) < 3 or any(later <= earlier for earlier, later in pairwise(rising)):
         return None
     before, now = blocks[low][0].learning_rate, blocks[-1][-1].learning_rate
-    noise = max(_spread(blocks[low]), _spread(blocks[-1]))
+    noise = max(_measure_spread(blocks[low]), _measure_spread(blocks[-1]))
     is_worse = losses[-1] > losses[low] + NOISE_TIMES * noise
     if norms[-1] < RISE_TIMES * norms[low] or not is_worse or not now > before:
         return None
@@ -144,13 +145,13 @@ def _rises_with_the_rate(steps: Sequence[_Step]) -> Finding | None:
     )
 
 
-def _spread(block: Sequence[_Step]) -> float:
-    """How far a loss lies from the middle of its block, as a rule."""
-    middle = median(one.loss for one in block)
-    return median(abs(one.loss - middle) for one in block)
+def _measure_spread(block: Sequence[_Step]) -> float:
+    """Return the median distance of a loss from the median of its block."""
+    middle = median(step.loss for step in block)
+    return median(abs(step.loss - middle) for step in block)
 
 
-def _collapse(step: int, values: Mapping[str, float]) -> Finding | None:
+def _find_collapse(step: int, values: Mapping[str, float]) -> Finding | None:
     share, even = values["share"], values["even_share"]
     if values["rows"] < LEAST_ROWS or even > MOST_EVEN or share - even < COLLAPSED * (1 - even):
         return None
@@ -163,7 +164,7 @@ def _collapse(step: int, values: Mapping[str, float]) -> Finding | None:
     )
 
 
-def _silent(step: int, values: Mapping[str, float]) -> Finding | None:
+def _find_unused_experts(step: int, values: Mapping[str, float]) -> Finding | None:
     if not values["silent"] or values["rows"] < LEAST_ROWS:
         return None
     return Finding(

@@ -1,4 +1,4 @@
-"""A rank that was killed or crashed: what is known of its end, and where it was. Pure."""
+"""The rule for a rank that was killed or crashed: the cause of its end, and where it was. Pure."""
 
 from collections.abc import Collection, Sequence
 from statistics import median
@@ -20,25 +20,25 @@ def find_death(
     last_stacks: str = "",
     killed: Collection[int] = (),
 ) -> Finding:
-    """The finding for a rank that ended as `how` says; None for the launcher, which takes its ranks along.
+    """Return the finding for a rank that ended as `how` says. `rank`: None for the launcher, whose end ends its ranks.
 
-    `for_memory`: whether the kernel killed one of its cgroup for memory; None where that cannot be told. `has_limit`:
-    whether that group has a limit; the kernel counts those there too that it killed because the machine had none left.
-    `history`: what was recorded of the run, oldest first. `last_stacks`: what its handler for crashes wrote.
-    `killed`: processes that the kernel killed for memory, by its log.
+    `for_memory`: whether the kernel killed a process of its cgroup for memory; None if unknown. `has_limit`: whether
+    that cgroup has a limit; the kernel's count includes kills because the machine had no memory left.
+    `history`: recorded events of the run, oldest first. `last_stacks`: output of its crash handler.
+    `killed`: processes that the kernel killed for memory, according to its log.
     """
-    mine = last_start(history, 0 if rank is None else rank)
-    evidence = {"end": how, **_last_words(mine)}
+    entries = last_start(history, 0 if rank is None else rank)
+    evidence = {"end": how, **_describe_last_event(entries)}
     who = "the launcher of the ranks"
     if rank is not None:
         evidence, who = {"rank": rank, **evidence}, f"rank {rank}"
-    where = _where(mine)
-    is_in_log = "SIGKILL" in how and bool(mine) and mine[-1].process in killed
+    where = _describe_place(entries)
+    is_in_log = "SIGKILL" in how and bool(entries) and entries[-1].process in killed
     if for_memory or is_in_log:
-        anonymous = [entry.values["anonymous_bytes"] for entry in mine if "anonymous_bytes" in entry.values]
+        anonymous = [entry.values["anonymous_bytes"] for entry in entries if "anonymous_bytes" in entry.values]
         if anonymous:
             evidence["anonymous_memory_gib"] = round(anonymous[-1] / 2**30, 2)
-        spike, sizes = _batch(mine)
+        spike, sizes = _describe_batch(entries)
         limit = "it reached the limit of its cgroup for" if for_memory and has_limit else "the machine had no"
         return Finding(
             "SF201",
@@ -49,7 +49,7 @@ def find_death(
         )
     inside = main_thread(last_stacks)[:1]
     if "SIGABRT" in how and inside and inside[0].file.endswith("distributed_c10d.py"):
-        # gloo's own thread aborts the process; one that Python code aborts has that code innermost.
+        # gloo's own thread aborts the process here; if Python code aborts it, that code is innermost.
         return Finding(
             "SF104",
             f"{who} {how}{where}, inside {inside[0].function} {location(last_stacks)}: gloo aborts when another "
@@ -73,12 +73,13 @@ def find_death(
     )
 
 
-def _batch(mine: Sequence[Entry]) -> tuple[str, dict[str, int]]:
-    """(what is odd about the batch that it worked on, the tokens of that and of the usual one)."""
-    batches = [entry for entry in mine if entry.kind == "batch" and entry.values]
+def _describe_batch(entries: Sequence[Entry]) -> tuple[str, dict[str, int]]:
+    """Return (the peculiarity of its current batch, the tokens of that batch and of the usual one)."""
+    batches = [entry for entry in entries if entry.kind == "batch" and entry.values]
     tokens = [entry.values["tokens"] for entry in batches]
-    has_ended = any(entry.kind == "step" and entry.step == _last_step(mine) for entry in mine)
-    if len(batches) < 2 or has_ended or batches[-1].step != _last_step(mine):  # others tell of a batch at its end
+    has_ended = any(entry.kind == "step" and entry.step == _find_last_step(entries) for entry in entries)
+    # Other trainers report a batch at its end.
+    if len(batches) < 2 or has_ended or batches[-1].step != _find_last_step(entries):
         return "", {}
     usual = median(tokens[:-1])
     sizes = {"tokens_of_its_batch": round(tokens[-1]), "usual_tokens": round(usual)}
@@ -87,20 +88,20 @@ def _batch(mine: Sequence[Entry]) -> tuple[str, dict[str, int]]:
     return f", in a batch of {tokens[-1]:.0f} tokens, where {usual:.0f} are usual", sizes
 
 
-def _last_words(mine: Sequence[Entry]) -> dict[str, object]:
-    if not mine:
+def _describe_last_event(entries: Sequence[Entry]) -> dict[str, object]:
+    if not entries:
         return {"last_step": "none"}
-    return {"last_step": _last_step(mine), "last_event": f"{mine[-1].kind} {mine[-1].phase}".strip()}
+    return {"last_step": _find_last_step(entries), "last_event": f"{entries[-1].kind} {entries[-1].phase}".strip()}
 
 
-def _last_step(mine: Sequence[Entry]) -> int:
-    return max(entry.step for entry in mine)  # the end of a run is of no step
+def _find_last_step(entries: Sequence[Entry]) -> int:
+    return max(entry.step for entry in entries)  # the end of a run has no step
 
 
-def _where(mine: Sequence[Entry]) -> str:
-    if not mine:
+def _describe_place(entries: Sequence[Entry]) -> str:
+    if not entries:
         return ", before it had begun"
-    inside = open_phases(mine)
+    inside = open_phases(entries)
     phase = f" in {inside[-1]}" if inside else ""
-    step = _last_step(mine)
+    step = _find_last_step(entries)
     return f"{phase} of step {step}" if step else f"{phase} before the first step"

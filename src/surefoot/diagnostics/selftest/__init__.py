@@ -1,1 +1,1 @@
-"""`surefoot doctor --deep`: the ranks of a run, started as a run starts them, try what a run will ask of them."""
+"""Self-test (`surefoot doctor --deep`): ranks started like those of a run try the operations that a run needs."""

@@ -1,4 +1,4 @@
-"""Whether machines reach each other on a port of any number, and how far their clocks are apart."""
+"""Tests whether machines reach each other on arbitrary ports, and how far their clocks differ."""
 
 import ipaddress
 import socket
@@ -22,7 +22,7 @@ NAMING = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 class Listener:
-    """Accepts connections on a free port of some addresses of this machine and sends its rank, to the process's end."""
+    """Server on a free port of each given local address that sends its rank, until the process exits."""
 
     def __init__(self, rank: int, addresses: Sequence[str]) -> None:
         self._greeting = WORD + str(rank).encode()
@@ -39,10 +39,10 @@ class Listener:
         while True:
             try:
                 caller, _ = listening.accept()
-            except OSError:  # no descriptor is free
+            except OSError:  # no file descriptor is free
                 time.sleep(RETRY_S)
                 continue
-            with caller, suppress(OSError):  # a caller that hung up
+            with caller, suppress(OSError):  # the caller disconnected
                 caller.sendall(self._greeting)
 
 
@@ -62,58 +62,64 @@ def listening_addresses(environment: Mapping[str, str], endpoint: str | None) ->
 
 
 def own_addresses(environment: Mapping[str, str]) -> list[str]:
-    """Of interfaces that are up; of those alone that a variable of NCCL or gloo names. The loopback's come last."""
-    named = [name for variable in NAMING if (name := environment.get(variable, "")) and not name.startswith("^")]
-    wanted = tuple(one for name in named for one in name.lstrip("=").split(",") if one)
+    """Return the addresses of interfaces that are up, loopback last.
+
+    If a variable of NCCL or gloo names interfaces, all others are excluded.
+    """
+    settings = [name for variable in NAMING if (name := environment.get(variable, "")) and not name.startswith("^")]
+    prefixes = tuple(entry for name in settings for entry in name.lstrip("=").split(",") if entry)
     states = psutil.net_if_stats()
-    found = [
-        one.address.partition("%")[0]
+    result = [
+        entry.address.partition("%")[0]
         for name, addresses in sorted(psutil.net_if_addrs().items())
-        if name in states and states[name].isup and (not wanted or name.startswith(wanted))
-        for one in addresses
-        if one.family in (socket.AF_INET, socket.AF_INET6) and not one.address.startswith("fe80")
+        if name in states and states[name].isup and (not prefixes or name.startswith(prefixes))
+        for entry in addresses
+        if entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith("fe80")
     ]
-    return sorted(found, key=lambda address: (ipaddress.ip_address(address).is_loopback, ":" in address))
+    return sorted(result, key=lambda address: (ipaddress.ip_address(address).is_loopback, ":" in address))
 
 
 def connect_to_all(places: Mapping[int, Sequence[tuple[str, int]]]) -> dict[int, str]:
-    """Rank -> why none of its addresses leads to its listener, or empty; all are tried at the same time."""
+    """Return rank -> why its listener is unreachable at all its addresses, or empty; all are tried at the same time."""
     pairs = [(rank, address, port) for rank, of_rank in places.items() for address, port in of_rank]
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         problems = list(pool.map(lambda pair: connect(*pair), pairs))
-    found: dict[int, str] = {}
+    result: dict[int, str] = {}
     for rank in places:
-        tried = [(pair[1], problem) for pair, problem in zip(pairs, problems, strict=True) if pair[0] == rank]
-        is_reached = any(not problem for _, problem in tried)
-        found[rank] = "" if is_reached else "; ".join(f"{a}: {problem}" for a, problem in tried) or "it has no address"
-    return found
+        attempts = [(pair[1], problem) for pair, problem in zip(pairs, problems, strict=True) if pair[0] == rank]
+        is_reached = any(not problem for _, problem in attempts)
+        result[rank] = (
+            "" if is_reached else "; ".join(f"{a}: {problem}" for a, problem in attempts) or "it has no address"
+        )
+    return result
 
 
 def connect(rank: int, address: str, port: int) -> str:
-    """Empty where a rank's listener answers; else why not."""
+    """Return an empty string if a rank's listener answers, or why it does not."""
     try:
         with socket.create_connection((address, port), timeout=CONNECT_WITHIN_S) as peer:
             peer.settimeout(CONNECT_WITHIN_S)
-            said = peer.recv(64)
+            greeting = peer.recv(64)
     except OSError as error:
         return error.strerror or str(error)
-    return "" if said == WORD + str(rank).encode() else "somebody else answers"  # a bridge that every machine has
+    # Another process answers at an address that every machine has, such as that of a bridge.
+    return "" if greeting == WORD + str(rank).encode() else "somebody else answers"
 
 
 def offset_s(store: Any, rank: int) -> tuple[float, float]:
-    """(how far rank 0's clock is ahead of this one's, how exactly that is known), by the quickest of some questions."""
+    """Return (seconds that rank 0's clock is ahead of this one, its uncertainty), from the fastest of several pings."""
     best = (0.0, float("inf"))
     for number in range(PINGS):
         began_s = time.time()
         store.set(f"ping/{rank}/{number}", "")
-        said_s = float(store.get(f"pong/{rank}/{number}"))
+        rank0_s = float(store.get(f"pong/{rank}/{number}"))
         ended_s = time.time()
-        best = min(best, (said_s - (began_s + ended_s) / 2, (ended_s - began_s) / 2), key=lambda one: one[1])
+        best = min(best, (rank0_s - (began_s + ended_s) / 2, (ended_s - began_s) / 2), key=lambda sample: sample[1])
     return best
 
 
 def answer_pings(store: Any, ranks: Sequence[int]) -> None:
-    """At rank 0: the time, to whom asks."""
+    """Answer each ping of other ranks with the time of rank 0."""
     for rank in ranks:
         for number in range(PINGS):
             store.get(f"ping/{rank}/{number}")

@@ -1,4 +1,4 @@
-"""How fast the data of a run are handed out when nothing else is done."""
+"""Data loading speed of a run when nothing else runs."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ READ_FOR_S = 2.0
 
 
 def loader(loaded: LoadedConfig) -> Check:
-    """Prepare the first data of a run, which stay in the cache, and read steps of it, as its first rank would."""
+    """Prepare the first data of a run, which stay in the cache, and time reading steps as rank 0 would."""
     name = "loader alone"
     try:
         base = resolve_model(loaded.run.model, loaded.where("model"), weights=False)
@@ -29,13 +29,13 @@ def loader(loaded: LoadedConfig) -> Check:
         is_late.set()
         data.stop()
 
-    late = threading.Timer(PREPARED_WITHIN_S, stop)
-    late.daemon = True
-    late.start()
+    timer = threading.Timer(PREPARED_WITHIN_S, stop)
+    timer.daemon = True
+    timer.start()
     try:
         data.prepare(Position())
         step, _ = data.batches(Position())
-        late.cancel()
+        timer.cancel()
         began_s, tokens, steps = time.perf_counter(), 0, 0
         while (took_s := time.perf_counter() - began_s) < READ_FOR_S:
             step, batches = data.batches(step.next)
@@ -48,6 +48,6 @@ def loader(loaded: LoadedConfig) -> Check:
             )
         return fail(name, "SF736", str(error), error=str(error))
     finally:
-        late.cancel()
+        timer.cancel()
         data.stop()
     return ok(name, f"{tokens / took_s:,.0f} tokens/s, a step in {took_s / max(1, steps) * 1000:.1f} ms")

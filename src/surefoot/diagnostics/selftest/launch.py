@@ -1,4 +1,4 @@
-"""Starts a self-test, or takes part in one that a launcher started, and puts what came of it into words."""
+"""Launch of a self-test, or participation in one that a launcher started, and its checks."""
 
 import tempfile
 import threading
@@ -25,16 +25,16 @@ from surefoot.system.process import is_local_rank
 
 REPORT, STATUS = "self-test.json", "status"
 JOIN_WITHIN_S = 120
-"""How long machines wait for each other."""
+"""Seconds that machines wait for each other."""
 STAY_S = LEAVE_WITHIN_S + 5.0
-"""After the test is over."""
+"""Seconds that ranks may stay after the test is over."""
 RANKS_ON_A_CPU = 2
-"""Where no run says how many."""
+"""Number of ranks on a CPU without a run."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a self-test, as the launcher wants to know them."""
+    """Processes of a self-test, with the fields that the launcher reads."""
 
     nproc_per_node: int
     nnodes: int
@@ -44,15 +44,16 @@ class World:
 
 
 def self_test(loaded: LoadedConfig | None, *, is_deep: bool) -> tuple[list[Check] | None, int]:
-    """Let the ranks of a run (without one: one for each GPU, or two on the CPU) try what it will ask of them.
+    """Run the self-test with the ranks of a run; without a run, one for each GPU, or two on the CPU.
 
-    Without `is_deep` they only compare themselves. Under a launcher this process is one of the ranks; it must end by
-    `process.leave` then. Returns (the checks, None where rank 0 is elsewhere and shows them; the exit status).
+    Without `is_deep` the ranks only compare their machines. Under a launcher this process is one of the ranks
+    and must end by `process.leave`.
+    Returns (the checks, None if rank 0 is on another machine and shows them; the exit status).
     """
     try:
         device = device_type(loaded) if loaded is not None else "cuda" if torch.cuda.is_available() else "cpu"
     except SurefootError as error:
-        return _said([fail("self-test", "SF742", str(error), is_fatal=True)])
+        return _add_exit_status([fail("self-test", "SF742", str(error), is_fatal=True)])
     run = loaded.run if loaded is not None else None
     with tempfile.TemporaryDirectory(prefix="surefoot-self-test-") as name:
         path, status_path = Path(name, REPORT), Path(name, STATUS)
@@ -65,7 +66,11 @@ def self_test(loaded: LoadedConfig | None, *, is_deep: bool) -> tuple[list[Check
         )
         if is_local_rank():
             report, status = try_out(task)
-            return _said(_checks(report, loaded, is_deep=is_deep)) if report is not None else (None, status)
+            return (
+                _add_exit_status(_collect_checks(report, loaded, is_deep=is_deep))
+                if report is not None
+                else (None, status)
+            )
         ranks = World(
             run.nproc_per_node if run is not None else torch.cuda.device_count() or RANKS_ON_A_CPU,
             run.nnodes if run is not None else 1,
@@ -88,11 +93,11 @@ def self_test(loaded: LoadedConfig | None, *, is_deep: bool) -> tuple[list[Check
         report = read_report(path) if path.is_file() else Report(ranks.nproc_per_node * ranks.nnodes, "")
     if problem and not report.stopped_in:
         report.stopped_in = next((stage.name for stage in stages if stage.name not in report.said), stages[-1].name)
-    return _said(_checks(report, loaded, is_deep=is_deep, problem=problem))
+    return _add_exit_status(_collect_checks(report, loaded, is_deep=is_deep, problem=problem))
 
 
 def _end_late_ranks(report: Path, status: Path, most_s: float, ended: threading.Event) -> None:
-    """Kill the ranks of this machine that stay when the test is over: one that is stopped cannot leave by itself."""
+    """Kill the ranks of this machine that stay when the test is over: a stopped process cannot exit by itself."""
     deadline = time.monotonic() + most_s
     while time.monotonic() < deadline and not ended.wait(1.0):
         if status.is_file() or (report.is_file() and read_report(report).is_over):
@@ -101,34 +106,34 @@ def _end_late_ranks(report: Path, status: Path, most_s: float, ended: threading.
         kill_ranks()
 
 
-def _said(checks: list[Check]) -> tuple[list[Check], int]:
+def _add_exit_status(checks: list[Check]) -> tuple[list[Check], int]:
     return checks, StoppedOnFinding.exit_status if any(check.status == "failed" for check in checks) else 0
 
 
-def _checks(report: Report, loaded: LoadedConfig | None, *, is_deep: bool, problem: str = "") -> list[Check]:
-    checks = [*_elsewhere(report, loaded), *checks_of(report)]
+def _collect_checks(report: Report, loaded: LoadedConfig | None, *, is_deep: bool, problem: str = "") -> list[Check]:
+    checks = [*_check_other_machines(report, loaded), *checks_of(report)]
     if problem and not (report.errors or report.silent):
-        died = fail("self-test", "SF742", problem, is_fatal=True, stage=report.stopped_in)
-        checks = [*checks[:-1], died]
+        failure = fail("self-test", "SF742", problem, is_fatal=True, stage=report.stopped_in)
+        checks = [*checks[:-1], failure]
     if is_deep and loaded is not None:
         checks.append(loader(loaded))
     return checks
 
 
-def _elsewhere(report: Report, loaded: LoadedConfig | None) -> Sequence[Check]:
-    """What is wrong on machines other than rank 0's, whose own checks are shown anyway."""
-    found: list[Check] = []
-    for rank, said in report.of("machine").items():
-        if rank > 0 and said["local_rank"] == 0:
-            checks = examine(snapshot_of(said), loaded)
-            host = f"{said['host']}, rank {rank}"
-            found += [replace(check, name=f"{check.name} ({host})") for check in checks if check.finding is not None]
-    return found
+def _check_other_machines(report: Report, loaded: LoadedConfig | None) -> Sequence[Check]:
+    """Return the findings on machines other than that of rank 0, whose own checks are shown anyway."""
+    findings: list[Check] = []
+    for rank, machine in report.of("machine").items():
+        if rank > 0 and machine["local_rank"] == 0:
+            checks = examine(snapshot_of(machine), loaded)
+            host = f"{machine['host']}, rank {rank}"
+            findings += [replace(check, name=f"{check.name} ({host})") for check in checks if check.finding is not None]
+    return findings
 
 
-def run_rank(told: dict[str, Any]) -> None:
-    """A rank that `launch` started. All but rank 0 leave the exit status, for a launcher that has no report."""
-    task = Task(**told)
+def run_rank(payload: dict[str, Any]) -> None:
+    """Run one rank that `launch` started. All but rank 0 write the exit status, for a launcher without a report."""
+    task = Task(**payload)
     report, status = try_out(task)
     if report is None:
         Path(task.report).with_name(STATUS).write_text(str(status))

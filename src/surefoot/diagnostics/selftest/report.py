@@ -1,4 +1,4 @@
-"""What the ranks of a self-test said, as plain values. Imports no torch."""
+"""Results of the ranks of a self-test, as plain values. Imports no torch."""
 
 import json
 from collections.abc import Mapping
@@ -11,22 +11,22 @@ from surefoot.system.atomic_io import write_json
 
 @dataclass
 class Report:
-    """What came of each stage, and where the test ended if it did not go through."""
+    """Result of each stage, and where the test ended if it did not complete."""
 
     ranks: int
     backend: str
     said: dict[str, dict[int, Any]] = field(default_factory=dict)
-    """Stage -> rank -> what it found, of stages that all ranks went through."""
+    """Stage -> rank -> its result, for stages that all ranks completed."""
     stopped_in: str = ""
-    """The stage that not all ranks went through; empty where all did."""
+    """Stage that not all ranks completed; empty if all did."""
     within_s: float = 0.0
-    """Its deadline."""
+    """Deadline of that stage in seconds."""
     errors: dict[int, str] = field(default_factory=dict)
-    """What the ranks said that failed in it."""
+    """Rank -> its error, for ranks that failed in that stage."""
     is_over: bool = False
-    """Whether rank 0 has said so to the others."""
+    """Whether rank 0 has told the others that the test is over."""
     silent: list[int] = field(default_factory=list)
-    """The ranks that said nothing until its deadline."""
+    """Ranks without a result at that deadline that had progressed least."""
 
     def write(self, path: Path) -> None:
         write_json(path, asdict(self))
@@ -36,8 +36,8 @@ class Report:
 
 
 def read_report(path: Path) -> Report:
-    """Raises: OSError where there is none."""
-    told = json.loads(path.read_text("utf-8"))
-    said = {stage: {int(rank): value for rank, value in ranks.items()} for stage, ranks in told["said"].items()}
-    errors = {int(rank): text for rank, text in told["errors"].items()}
-    return Report(**{**told, "said": said, "errors": errors})
+    """Read a report. Raises: OSError if the file cannot be read."""
+    payload = json.loads(path.read_text("utf-8"))
+    results = {stage: {int(rank): value for rank, value in ranks.items()} for stage, ranks in payload["said"].items()}
+    errors = {int(rank): text for rank, text in payload["errors"].items()}
+    return Report(**{**payload, "said": results, "errors": errors})

@@ -1,7 +1,7 @@
-"""One rank of a self-test: it goes through the stages in a thread, and rank 0 watches how far each of them is.
+"""One rank of a self-test: it runs the stages in a thread, and rank 0 watches the progress of every rank.
 
-A stage that hangs can be told but not ended, so processes leave when the watch says that the test is over. What ranks
-tell goes over the launcher's store: the network between them is what is being tested.
+A stage that hangs can be detected but not ended, so processes exit when rank 0 reports that the test is over. Results
+go over the launcher's store, because the network between the ranks is under test.
 """
 
 import json
@@ -32,18 +32,18 @@ from surefoot.system.nvml import read_visible
 
 LOOK_EVERY_S = 0.05
 AFTER_AN_ERROR_S = 3.0
-"""How long the others are waited for once a rank has failed."""
+"""Seconds to wait for the other ranks once a rank has failed."""
 CONNECT_WITHIN = timedelta(seconds=120)
-"""To the launcher's store."""
+"""Longest time to connect to the launcher's store."""
 LEAVE_WITHIN_S = 10.0
 WRITTEN_BYTES = 64 << 20
 OVER = "over"
-"""Key under which rank 0 says that the test is over, and with what exit status."""
+"""Store key that rank 0 sets to the exit status when the test is over."""
 
 
 @dataclass
-class Place:
-    """Where a rank stands, and what its stages leave for later ones."""
+class RankContext:
+    """State of a rank, including what its stages leave for later ones."""
 
     rank: int
     size: int
@@ -53,7 +53,7 @@ class Place:
     rdzv_endpoint: str | None
     store: Any
     firsts: list[int] = field(default_factory=list)
-    """The first rank of each machine."""
+    """First rank of each machine."""
     listener: connectivity.Listener | None = None
 
     @property
@@ -61,114 +61,121 @@ class Place:
         return self.local_rank == 0
 
     def reached(self, stage: str, part: int) -> None:
-        """Say how far this rank is, so that the one who holds up the others is known."""
+        """Publish the progress of this rank, so that the rank that holds up the others can be named."""
         self.store.set(f"at/{stage}/{self.rank}", str(part))
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One thing that all ranks do."""
+    """One operation that all ranks perform."""
 
     name: str
-    work: Callable[[Place], Any]
+    work: Callable[[RankContext], Any]
     within_s: float
-    """From when all ranks have done the stage before it."""
+    """Deadline in seconds after all ranks have completed the previous stage."""
 
 
-def _arrive(place: Place) -> Any:
-    place.store.set(f"first/{place.rank}", str(int(place.is_first_here)))
+def _arrive(context: RankContext) -> Any:
+    context.store.set(f"first/{context.rank}", str(int(context.is_first_here)))
 
 
-def _machine(place: Place) -> Any:
-    """Each rank's snapshot: variables and versions are those of a process, the rest is the machine's."""
-    is_first = place.is_first_here
-    said = collect(
-        place.output_dir if is_first else None, place.rdzv_endpoint if is_first else None, patient=True, gpus=is_first
+def _collect_snapshot(context: RankContext) -> Any:
+    """Collect a rank's snapshot: variables and versions belong to its process, the rest to the machine."""
+    is_first = context.is_first_here
+    snapshot = collect(
+        context.output_dir if is_first else None,
+        context.rdzv_endpoint if is_first else None,
+        patient=True,
+        gpus=is_first,
     )
     device = ""
-    if place.device.type == "cuda":
-        torch.cuda.set_device(place.device)
-        device = torch.cuda.get_device_name(place.device)
-    return {**said.as_dict(), "local_rank": place.local_rank, "device": device}
+    if context.device.type == "cuda":
+        torch.cuda.set_device(context.device)
+        device = torch.cuda.get_device_name(context.device)
+    return {**snapshot.as_dict(), "local_rank": context.local_rank, "device": device}
 
 
-def _clock(place: Place) -> Any:
-    if place.rank == 0:
-        firsts = [rank for rank in range(place.size) if int(place.store.get(f"first/{rank}"))]
-        place.store.set("firsts", json.dumps(firsts))
-    place.firsts = json.loads(place.store.get("firsts"))
-    if place.rank == 0:
-        connectivity.answer_pings(place.store, place.firsts[1:])
-    elif place.is_first_here:
-        return connectivity.offset_s(place.store, place.rank)
+def _measure_clock_offset(context: RankContext) -> Any:
+    if context.rank == 0:
+        firsts = [rank for rank in range(context.size) if int(context.store.get(f"first/{rank}"))]
+        context.store.set("firsts", json.dumps(firsts))
+    context.firsts = json.loads(context.store.get("firsts"))
+    if context.rank == 0:
+        connectivity.answer_pings(context.store, context.firsts[1:])
+    elif context.is_first_here:
+        return connectivity.offset_s(context.store, context.rank)
     return [0.0, 0.0]
 
 
-def _reach(place: Place) -> Any:
-    """From each machine to each other one. Returns rank -> why it was not reached."""
-    if not place.is_first_here:
+def _connect_machines(context: RankContext) -> Any:
+    """Connect from each machine to each other one. Returns rank -> why it was not reached."""
+    if not context.is_first_here:
         return {}
-    if len(place.firsts) == 1:
+    if len(context.firsts) == 1:
         return {}
-    addresses = connectivity.listening_addresses(os.environ, place.rdzv_endpoint)
-    place.listener = connectivity.Listener(place.rank, addresses)
-    place.store.set(f"listens/{place.rank}", json.dumps(place.listener.places))
-    others = {other: json.loads(place.store.get(f"listens/{other}")) for other in place.firsts if other != place.rank}
+    addresses = connectivity.listening_addresses(os.environ, context.rdzv_endpoint)
+    context.listener = connectivity.Listener(context.rank, addresses)
+    context.store.set(f"listens/{context.rank}", json.dumps(context.listener.places))
+    others = {
+        other: json.loads(context.store.get(f"listens/{other}")) for other in context.firsts if other != context.rank
+    }
     return {str(other): problem for other, problem in connectivity.connect_to_all(others).items() if problem}
 
 
-def _join(place: Place) -> Any:
-    """The process group of a run, and the NCCL that it loaded."""
+def _join_process_group(context: RankContext) -> Any:
+    """Join the process group as a run does, and return the NCCL that was loaded."""
     dist.init_process_group(
-        "nccl" if place.device.type == "cuda" else "gloo",
-        store=PrefixStore("group", place.store),
-        rank=place.rank,
-        world_size=place.size,
+        "nccl" if context.device.type == "cuda" else "gloo",
+        store=PrefixStore("group", context.store),
+        rank=context.rank,
+        world_size=context.size,
         timeout=GROUP_TIMEOUT,
-        device_id=place.device if place.device.type == "cuda" else None,
+        device_id=context.device if context.device.type == "cuda" else None,
     )
     dist.barrier()
     loaded = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnccl" in line]
-    version = ".".join(str(part) for part in torch.cuda.nccl.version()) if place.device.type == "cuda" else ""
+    version = ".".join(str(part) for part in torch.cuda.nccl.version()) if context.device.type == "cuda" else ""
     return {"nccl": version, "loaded": sorted(set(loaded))}
 
 
-def _exchange(place: Place) -> Any:
-    return collectives.exchange(place.rank, place.size, place.device, lambda part: place.reached("exchange", part))
-
-
-def _collectives(place: Place) -> Any:
-    return collectives.collectives(
-        place.rank, place.size, place.device, lambda part: place.reached("collectives", part)
+def _exchange_pairs(context: RankContext) -> Any:
+    return collectives.exchange(
+        context.rank, context.size, context.device, lambda part: context.reached("exchange", part)
     )
 
 
-def _bandwidth(place: Place) -> Any:
-    return collectives.bandwidth(place.size, place.device)
+def _run_collectives(context: RankContext) -> Any:
+    return collectives.collectives(
+        context.rank, context.size, context.device, lambda part: context.reached("collectives", part)
+    )
 
 
-def _product(place: Place) -> Any:
-    speed, card = collectives.product(place.device, lambda: _card(place.device))
-    return {"tflops": speed, "card": card}
+def _measure_bandwidth(context: RankContext) -> Any:
+    return collectives.bandwidth(context.size, context.device)
 
 
-def _card(device: torch.device) -> dict[str, Any] | None:
-    """What NVML says of a rank's GPU at this moment; None where it tells nothing."""
+def _measure_product(context: RankContext) -> Any:
+    speed, gpu = collectives.product(context.device, lambda: _read_gpu(context.device))
+    return {"tflops": speed, "card": gpu}
+
+
+def _read_gpu(device: torch.device) -> dict[str, Any] | None:
+    """Return what NVML reports about a rank's GPU now, or None if it reports nothing."""
     if device.type != "cuda":
         return None
     try:
-        card = read_visible(device.index or 0)
-    except Exception:  # noqa: BLE001 - no NVML here: the doctor's own checks say why
+        gpu = read_visible(device.index or 0)
+    except Exception:  # noqa: BLE001 - no NVML here: the doctor's own checks report why
         return None
-    return asdict(card) if card is not None else None
+    return asdict(gpu) if gpu is not None else None
 
 
-def _storage(place: Place) -> Any:
-    """Speed of a large file in output_dir, MB/s: written and synced, then read from the disk."""
-    if place.output_dir is None or not place.is_first_here:
+def _measure_storage(context: RankContext) -> Any:
+    """Measure the speed of a large file in output_dir, MB/s: written and synced, then read from the disk."""
+    if context.output_dir is None or not context.is_first_here:
         return None
     data = os.urandom(WRITTEN_BYTES)
-    path = existing_folder(place.output_dir) / f".surefoot-probe-{place.rank}-{os.getpid()}.tmp"
+    path = existing_folder(context.output_dir) / f".surefoot-probe-{context.rank}-{os.getpid()}.tmp"
     with open(path, "w+b") as file:
         path.unlink()  # whatever ends this process, nothing is left behind
         began_s = time.perf_counter()
@@ -186,81 +193,86 @@ def _storage(place: Place) -> Any:
 
 DEEP_WITHIN_S = 60.0
 GROUP_TIMEOUT = timedelta(hours=1)
-"""Never the first to run out: a collective that times out fails at the rank that waits."""
-TOGETHER = (
+"""Longer than any deadline of a stage: a collective that times out fails at the rank that waits."""
+COMPARISON_STAGES = (
     Stage("arrive", _arrive, 180.0),
-    Stage("machine", _machine, 60.0),
-    Stage("clock", _clock, 30.0),
-    Stage("reach", _reach, 60.0),
+    Stage("machine", _collect_snapshot, 60.0),
+    Stage("clock", _measure_clock_offset, 30.0),
+    Stage("reach", _connect_machines, 60.0),
 )
-"""What any machine can be asked at any time."""
+"""Stages that can run on any machine at any time."""
 DEEP = (
-    Stage("join", _join, DEEP_WITHIN_S),
-    Stage("exchange", _exchange, DEEP_WITHIN_S),
-    Stage("collectives", _collectives, DEEP_WITHIN_S),
-    Stage("bandwidth", _bandwidth, 2 * DEEP_WITHIN_S),
+    Stage("join", _join_process_group, DEEP_WITHIN_S),
+    Stage("exchange", _exchange_pairs, DEEP_WITHIN_S),
+    Stage("collectives", _run_collectives, DEEP_WITHIN_S),
+    Stage("bandwidth", _measure_bandwidth, 2 * DEEP_WITHIN_S),
 )
-"""What takes the devices and the network."""
-SINGLE_PROCESS = (Stage("product", _product, 30.0), Stage("storage", _storage, 60.0))
-"""What each rank does by itself."""
+"""Stages that load the devices and the network."""
+SINGLE_PROCESS = (Stage("product", _measure_product, 30.0), Stage("storage", _measure_storage, 60.0))
+"""Stages that each rank runs by itself."""
 
 
 def longest_s(stages: Sequence[Stage]) -> float:
-    """After which a test of these is over, however it goes."""
+    """Return the seconds after which a test of these stages is over in any case."""
     return sum(stage.within_s for stage in stages) + 2 * LEAVE_WITHIN_S
 
 
 def stages_of(size: int, *, is_deep: bool) -> Sequence[Stage]:
-    """What is tried with so many ranks."""
-    return (*TOGETHER, *(DEEP if is_deep and size > 1 else ()), *(SINGLE_PROCESS if is_deep else ()))
+    """Return the stages for `size` ranks."""
+    return (*COMPARISON_STAGES, *(DEEP if is_deep and size > 1 else ()), *(SINGLE_PROCESS if is_deep else ()))
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a rank is asked to do, as JSON."""
+    """Arguments of a rank, JSON-compatible."""
 
     device: str
     output_dir: str | None
     rdzv_endpoint: str | None
     report: str
-    """Where rank 0 writes what came of it, after each stage."""
+    """Path to which rank 0 writes the report after each stage."""
     is_deep: bool
 
 
 def try_out(task: Task, stages: Sequence[Stage] | None = None) -> tuple[Report | None, int]:
-    """Go through the stages with the other ranks that the launcher's environment names.
+    """Run the stages with the other ranks that the launcher's environment names.
 
-    Returns what came of it at rank 0, None at others; and the exit status that rank 0 found. A thread may still hang in
-    a stage: the caller must leave by `process.leave`.
+    Returns (the report at rank 0, None at others; the exit status that rank 0 chose). A thread may still hang in a
+    stage: the caller must exit by `process.leave`.
     Raises: ConfigError for an environment that does not fit, or a store that does not answer.
     """
-    rank, size, local_rank = _numbers()
+    rank, size, local_rank = _read_rank_environment()
     device = gpu_of(rank, local_rank) if task.device == "cuda" else torch.device("cpu")
     chosen = stages_of(size, is_deep=task.is_deep) if stages is None else stages
     try:
         working = PrefixStore("self-test", shared_store(rank, size, CONNECT_WITHIN))
-        watching = PrefixStore("self-test", shared_store(-1, size, CONNECT_WITHIN))  # the other may wait for an answer
+        # A second client, because the first may be blocked in a request.
+        watching = PrefixStore("self-test", shared_store(-1, size, CONNECT_WITHIN))
     except RuntimeError as error:
         raise ConfigError(
             f"rank {rank}: nobody answers at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where rank 0 or "
             f"its launcher should be: {str(error).splitlines()[0]}. Was rank 0 started, and is its machine reached?"
         ) from error
     output_dir = Path(task.output_dir) if task.output_dir is not None else None
-    place = Place(rank, size, local_rank, device, output_dir, task.rdzv_endpoint, working)
+    context = RankContext(rank, size, local_rank, device, output_dir, task.rdzv_endpoint, working)
     report = Report(size, "nccl" if task.device == "cuda" else "gloo")
     path = Path(task.report)
-    last = threading.Timer(longest_s(chosen), _give_up, (report, path, chosen, rank))
-    last.daemon = True
-    last.start()  # for a store that answers nothing any more: asking it has no deadline
+    watchdog = threading.Timer(longest_s(chosen), _abort_test, (report, path, chosen, rank))
+    watchdog.daemon = True
+    watchdog.start()  # for a store that no longer answers: its requests have no deadline
     with kept_on_this_machine(is_needed=is_one_machine(size)):
-        threading.Thread(target=_perform, args=(place, chosen), name="stages", daemon=True).start()
-        status = _lead(report, chosen, watching, path) if rank == 0 else _follow(rank, watching, longest_s(chosen))
-    last.cancel()
+        threading.Thread(target=_run_stages, args=(context, chosen), name="stages", daemon=True).start()
+        status = (
+            _lead_stages(report, chosen, watching, path)
+            if rank == 0
+            else _wait_for_rank0(rank, watching, longest_s(chosen))
+        )
+    watchdog.cancel()
     return (report if rank == 0 else None), status
 
 
-def _numbers() -> tuple[int, int, int]:
-    """(rank, size, local rank) of the environment. Raises: ConfigError."""
+def _read_rank_environment() -> tuple[int, int, int]:
+    """Return (rank, size, local rank) from the environment. Raises: ConfigError."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing:
@@ -268,10 +280,10 @@ def _numbers() -> tuple[int, int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
 
 
-def _lead(report: Report, stages: Sequence[Stage], store: Any, path: Path) -> int:
-    """At rank 0: watch all ranks go through the stages, and tell them how it ended."""
+def _lead_stages(report: Report, stages: Sequence[Stage], store: Any, path: Path) -> int:
+    """Watch all ranks run the stages, at rank 0, and publish the exit status."""
     for stage in stages:
-        if not _watch(stage, report, store):
+        if not _watch_stage(stage, report, store):
             break
         report.write(path)
     is_failed = any(check.status == "failed" for check in checks_of(report))
@@ -284,68 +296,68 @@ def _lead(report: Report, stages: Sequence[Stage], store: Any, path: Path) -> in
     return status
 
 
-def _follow(rank: int, store: Any, within_s: float) -> int:
-    """At any other rank: wait until rank 0 says that it is over."""
+def _wait_for_rank0(rank: int, store: Any, within_s: float) -> int:
+    """Wait, at any other rank, until rank 0 reports that the test is over. Returns its exit status."""
     _wait_until(lambda: store.check([OVER]), within_s)
-    with suppress(RuntimeError):  # rank 0 is gone
+    with suppress(RuntimeError):  # rank 0 has exited
         if store.check([OVER]):
             store.set(f"left/{rank}", "")
             return int(store.get(OVER))
     return StoppedOnFinding.exit_status
 
 
-def _give_up(report: Report, path: Path, stages: Sequence[Stage], rank: int) -> None:
+def _abort_test(report: Report, path: Path, stages: Sequence[Stage], rank: int) -> None:
     if rank == 0:
         report.stopped_in = report.stopped_in or next((s.name for s in stages if s.name not in report.said), "")
         report.write(path)
     os._exit(1)
 
 
-def _perform(place: Place, stages: Sequence[Stage]) -> None:
+def _run_stages(context: RankContext, stages: Sequence[Stage]) -> None:
     for stage in stages:
         try:
-            said = {"value": stage.work(place)}
+            response = {"value": stage.work(context)}
         except Exception as error:  # noqa: BLE001 - whatever it is, rank 0 shows it
-            said = {"error": f"{type(error).__name__}: {error}"}
-        with suppress(RuntimeError):  # the test is over, and the store with it
-            place.store.set(f"{stage.name}/{place.rank}", json.dumps(said))
-        if "error" in said:
+            response = {"error": f"{type(error).__name__}: {error}"}
+        with suppress(RuntimeError):  # the test is over and its store is closed
+            context.store.set(f"{stage.name}/{context.rank}", json.dumps(response))
+        if "error" in response:
             return
 
 
-def _watch(stage: Stage, report: Report, store: Any) -> bool:
-    """Wait until all ranks have done a stage; whether they have, and without an error."""
+def _watch_stage(stage: Stage, report: Report, store: Any) -> bool:
+    """Wait until all ranks have completed a stage. Returns whether they have, without an error."""
     deadline = time.monotonic() + stage.within_s
     waiting, values = set(range(report.ranks)), {}
     while waiting and time.monotonic() < deadline:
-        done = {rank for rank in waiting if store.check([f"{stage.name}/{rank}"])}
-        for rank in done:
-            said = json.loads(store.get(f"{stage.name}/{rank}"))
-            if "error" in said:
-                report.errors[rank] = said["error"]
+        finished = {rank for rank in waiting if store.check([f"{stage.name}/{rank}"])}
+        for rank in finished:
+            response = json.loads(store.get(f"{stage.name}/{rank}"))
+            if "error" in response:
+                report.errors[rank] = response["error"]
                 deadline = min(deadline, time.monotonic() + AFTER_AN_ERROR_S)
             else:
-                values[rank] = said["value"]
-        waiting -= done
-        if waiting and not done:
+                values[rank] = response["value"]
+        waiting -= finished
+        if waiting and not finished:
             time.sleep(LOOK_EVERY_S)
     if waiting or report.errors:
-        at = {rank: _part_of(stage, rank, store) for rank in waiting}
-        report.silent = [rank for rank in sorted(waiting) if at[rank] == min(at.values())]
+        progress = {rank: _read_progress(stage, rank, store) for rank in waiting}
+        report.silent = [rank for rank in sorted(waiting) if progress[rank] == min(progress.values())]
         report.stopped_in, report.within_s = stage.name, stage.within_s
         return False
     report.said[stage.name] = dict(sorted(values.items()))
     return True
 
 
-def _part_of(stage: Stage, rank: int, store: Any) -> int:
-    """How far a rank has said that it is in a stage."""
+def _read_progress(stage: Stage, rank: int, store: Any) -> int:
+    """Read the part of a stage that a rank has reached."""
     key = f"at/{stage.name}/{rank}"
     return int(store.get(key)) if store.check([key]) else 0
 
 
 def _wait_until(is_so: Callable[[], bool], within_s: float) -> None:
     deadline = time.monotonic() + within_s
-    with suppress(RuntimeError):  # who hosts the store is gone
+    with suppress(RuntimeError):  # the host of the store has exited
         while time.monotonic() < deadline and not is_so():
             time.sleep(LOOK_EVERY_S)

@@ -1,1 +1,1 @@
-"""Rollouts: completions of a model's own, rewarded and compared, ready to be trained on."""
+"""GRPO: completions of the trained model, scored by reward functions and trained on by their advantages."""

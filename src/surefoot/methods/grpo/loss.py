@@ -1,4 +1,4 @@
-"""Group relative policy optimisation: the loss over completions with advantages, in the forms of six papers."""
+"""Group relative policy optimisation: the loss over completions with advantages, in the variants of six papers."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,16 +23,16 @@ from surefoot.models.routing import LayerRouting, ReplayedRouting, RoutingRecord
 
 EPSILON = 0.2
 OWN_CLIPS = {"cispo": (EPSILON, 5.0), "gspo": (3e-4, 4e-4)}
-"""epsilon and epsilon_high where none is set: the largest ratio of cispo (ScaleRL, arXiv:2510.13786); ratios of whole
-completions lie closer together (GSPO, arXiv:2507.18071, sec. 5.1)."""
+"""epsilon and epsilon_high if none is set. For cispo, the latter is the largest ratio (ScaleRL, arXiv:2510.13786); for
+gspo, the ratios of whole completions are closer to 1 (GSPO, arXiv:2507.18071, sec. 5.1)."""
 LARGEST_LOG_RATIO = 20.0
-"""Of training's to sampling's probability: larger ones mean no more, and their mean would be no number."""
+"""Largest log-ratio of training's to sampling's probability. Larger ones add no meaning and would overflow the mean."""
 SUMS = ("entropy", "kl", "clip_ratio", "importance_ratio", "logprob_difference", "ratio", "routing_agreement")
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The settings of the loss, and the loss of tokens under them."""
+    """The loss of tokens, with its settings."""
 
     loss_type: str
     epsilon: float
@@ -41,12 +41,12 @@ class PolicyLoss:
     importance_correction: str
     importance_cap: float
     knows_rollout_logprobs: bool = True
-    """Else nothing is compared with them, and nothing corrected."""
+    """Whether the engine's logprobs can be compared with the trainer's; without, nothing is corrected."""
     importance_floor: float = 0.0
 
     @staticmethod
     def of(config: GrpoConfig) -> "PolicyLoss":
-        """With clips as the loss type has them where they are not set."""
+        """Return the loss of a config, with the loss type's own clips if none are set."""
         own_low, own_high = OWN_CLIPS.get(config.loss_type, (EPSILON, None))
         low = config.epsilon if config.epsilon is not None else own_low
         high = own_high if own_high is not None and config.epsilon is None else low
@@ -62,7 +62,7 @@ class PolicyLoss:
         )
 
     def __call__(self, logprobs: Tensor, batch: PolicyBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Shapes: logprobs [N] with graph -> losses [N], not weighted yet, and what is measured of each token, [N].
+        """Return unweighted losses and metrics per token. Shapes: logprobs [N] with graph -> losses [N], metrics [N].
 
         grpo, dapo, dr_grpo, bnpo: -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), r of each token (PPO,
         arXiv:1707.06347, eq. 7; GRPO, arXiv:2402.03300, eq. 3). gspo: the same with r of the whole completion, the
@@ -75,16 +75,17 @@ class PolicyLoss:
         unbiased where r is of the token and completions are of the same weights (DeepSeek-V3.2, arXiv:2512.02556).
         """
         assert batch.weights is not None
-        # A masked token may be one that the policy finds impossible by now: its ratio must not reach a gradient.
+        # The policy may give a masked token a probability of 0 by now: its ratio must not reach a gradient.
         is_trained = batch.weights > 0
-        nothing = torch.zeros_like(batch.advantages)
-        logprobs = torch.where(is_trained, logprobs, nothing)
+        zeros = torch.zeros_like(batch.advantages)
+        logprobs = torch.where(is_trained, logprobs, zeros)
         old = batch.old_logprobs if batch.old_logprobs is not None else logprobs.detach()
-        old = torch.where(is_trained, old, nothing)
+        old = torch.where(is_trained, old, zeros)
         advantages = batch.advantages
         log_ratio = logprobs - old
         if self.loss_type == "gspo":
-            log_ratio = (_sums(log_ratio, batch) / _sums(torch.ones_like(log_ratio), batch))[batch.completion]
+            lengths = _sum_by_completion(torch.ones_like(log_ratio), batch)
+            log_ratio = (_sum_by_completion(log_ratio, batch) / lengths)[batch.completion]
         ratio = log_ratio.exp()
         if self.loss_type == "cispo":
             losses = -ratio.detach().clamp(max=self.epsilon_high) * advantages * logprobs
@@ -94,30 +95,30 @@ class PolicyLoss:
             losses = -torch.min(ratio * advantages, clipped * advantages)
             low, high = ratio < 1 - self.epsilon, ratio > 1 + self.epsilon_high
             is_clipped = (low & (advantages < 0)) | (high & (advantages > 0))
-        measured = {"clip_ratio": is_clipped.float(), "ratio": ratio.detach()}
+        metrics = {"clip_ratio": is_clipped.float(), "ratio": ratio.detach()}
         if self.knows_rollout_logprobs:
-            off_rollout = old - torch.where(is_trained, batch.rollout_logprobs, nothing)
-            importance = off_rollout.clamp(max=LARGEST_LOG_RATIO).exp()
+            log_importance = old - torch.where(is_trained, batch.rollout_logprobs, zeros)
+            importance = log_importance.clamp(max=LARGEST_LOG_RATIO).exp()
             if self.importance_correction != "none":
                 weights = importance
                 if self.importance_correction.startswith("sequence"):
-                    product = _sums(off_rollout, batch)[batch.completion]
-                    weights = product.clamp(max=LARGEST_LOG_RATIO).exp()
-                kept = weights.clamp(self.importance_floor, self.importance_cap)
+                    log_product = _sum_by_completion(log_importance, batch)[batch.completion]
+                    weights = log_product.clamp(max=LARGEST_LOG_RATIO).exp()
+                bounded_weights = weights.clamp(self.importance_floor, self.importance_cap)
                 if self.importance_correction.endswith("mask"):
-                    kept = torch.where(weights == kept, weights, nothing)
-                losses = losses * kept
-            measured |= {"importance_ratio": importance, "logprob_difference": off_rollout.abs()}
+                    bounded_weights = torch.where(weights == bounded_weights, weights, zeros)
+                losses = losses * bounded_weights
+            metrics |= {"importance_ratio": importance, "logprob_difference": log_importance.abs()}
         if self.beta and batch.reference_logprobs is not None:
-            distance = torch.where(is_trained, batch.reference_logprobs, nothing) - logprobs
+            distance = torch.where(is_trained, batch.reference_logprobs, zeros) - logprobs
             divergence = distance.exp() - distance - 1
             losses = losses + self.beta * ratio * divergence
-            measured["kl"] = divergence.detach()
-        return losses, measured
+            metrics["kl"] = divergence.detach()
+        return losses, metrics
 
 
-def _sums(values: Tensor, batch: PolicyBatch) -> Tensor:
-    """[N] values of tokens -> [completions], of each the sum."""
+def _sum_by_completion(values: Tensor, batch: PolicyBatch) -> Tensor:
+    """Return the sum over the tokens of each completion. Shapes: [N] -> [completions]."""
     return values.new_zeros(len(batch.trajectories) or 1).index_add(0, batch.completion, values)
 
 
@@ -129,11 +130,11 @@ class GrpoObjective(Objective):
         self._routing = built.routing
         self._ranks = ranks
         self._loss = PolicyLoss.of(config)
-        self._keeps_old = config.num_iterations > 1
-        self._replays = config.routing_replay != "none"
-        self._keeps_first_routing = config.routing_replay == "first"
+        self._stores_old_logprobs = config.num_iterations > 1
+        self._replays_routing = config.routing_replay != "none"
+        self._stores_first_routing = config.routing_replay == "first"
         self._logprobs = TokenLogprobs(built.model, config.temperature)
-        if self._replays:
+        if self._replays_routing:
             self._check_routers()
         self._counts: Tensor | None = None
         self._sums: list[Tensor] = []
@@ -141,16 +142,16 @@ class GrpoObjective(Objective):
 
     @property
     def routing(self) -> RoutingRecorder:
-        """Of the model's routers."""
+        """The recorder of the model's routers."""
         return self._routing
 
     @property
     def expert_counts(self) -> Tensor | None:
-        """Rows each expert got of the last step's trained tokens, int64 [layers, E]; None for a dense model."""
+        """Rows of each expert among the last step's trained tokens, int64 [layers, E]; None for a dense model."""
         return self._counts
 
     def counted_tokens(self, totals: BatchTotals) -> int:
-        """Return the trained tokens: `expert_counts` counts their rows alone."""
+        """Return the number of trained tokens: `expert_counts` counts their rows alone."""
         return totals.trained
 
     @property
@@ -165,12 +166,9 @@ class GrpoObjective(Objective):
         return self._metrics
 
     def _check_routers(self) -> None:
-        """Every router must say what it chose, and take what it is told, in the way that most models have. Collective.
-
-        Raises: ModelError on all ranks.
-        """
-        some = Trajectory([0], [0, 0], [0.0, 0.0], 0.0, 1.0, "a check of routers")
-        batch = collate_policy([some], share_prompts=False).to(self.model.device)
+        """Check that every router can be recorded and replayed. Collective. Raises: ModelError on all ranks."""
+        trajectory = Trajectory([0], [0, 0], [0.0, 0.0], 0.0, 1.0, "a check of routers")
+        batch = collate_policy([trajectory], share_prompts=False).to(self.model.device)
         with eval_no_grad(self.model):
             with self._routing.recording() as layers:
                 self._logprobs(batch)
@@ -184,103 +182,105 @@ class GrpoObjective(Objective):
         reshard(self.model)
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Log-probabilities that stay for all steps on these completions, in forwards without graph.
+        """Compute the log-probabilities that all steps on these completions share, in forwards without graph.
 
-        They are kept with the completions: those of the weights as they are now (`num_iterations` over 1) and those of
-        the model without its adapter (`beta`).
+        They are stored with the completions: those of the current weights (`num_iterations` over 1) and those of the
+        model without its adapter (`beta`).
         """
         self._counts, self._sums = None, []
         ready: list[MicroBatch] = []
         for batch in batches:
             assert isinstance(batch, PolicyBatch)
-            if self._keeps_old:
-                batch = self._kept(batch, "old_logprobs", with_adapter=True)
+            if self._stores_old_logprobs:
+                batch = self._add_logprobs(batch, "old_logprobs", with_adapter=True)
             if self._loss.beta:
-                batch = self._kept(batch, "reference_logprobs", with_adapter=False)
+                batch = self._add_logprobs(batch, "reference_logprobs", with_adapter=False)
             ready.append(batch)
         return ready
 
-    def _kept(self, batch: PolicyBatch, name: str, *, with_adapter: bool) -> PolicyBatch:
-        """The batch with log-probabilities under a name, which are computed where they are not there yet."""
-        # All ranks take the forward or none does: those of a step have all been trained on before, or none has.
-        if getattr(batch, name) is not None:
+    def _add_logprobs(self, batch: PolicyBatch, field_name: str, *, with_adapter: bool) -> PolicyBatch:
+        """Return the batch with log-probabilities in a field; compute and store them if it has none."""
+        # All ranks take the forward or none does: either all completions of a step were trained on before, or none.
+        if getattr(batch, field_name) is not None:
             return batch
-        # The reference is another model: it goes its own ways.
-        replayed = _replayed(batch) if with_adapter else nullcontext()
+        # The reference is another model, so its routers choose for themselves.
+        replay = _replay_routing(batch) if with_adapter else nullcontext()
         adapter = nullcontext() if with_adapter else disable_adapter(self.model)
-        with eval_no_grad(self.model), adapter, self._routing.recording() as layers, replayed:
-            found, _ = self._logprobs(batch)
+        with eval_no_grad(self.model), adapter, self._routing.recording() as layers, replay:
+            logprobs, _ = self._logprobs(batch)
         if batch.is_dummy:
             return batch
-        values = iter(found.tolist())
-        for one in batch.trajectories:
-            setattr(one, name, [next(values) for _ in one.ids])
-        if with_adapter and self._keeps_first_routing:
-            chosen = torch.stack([layer.index for layer in layers], dim=1).short()
-            batch.keep_experts(chosen)
-            batch = replace(batch, experts=chosen)
-        return replace(batch, **{name: found})  # type: ignore[arg-type]
+        values = iter(logprobs.tolist())
+        for trajectory in batch.trajectories:
+            setattr(trajectory, field_name, [next(values) for _ in trajectory.ids])
+        if with_adapter and self._stores_first_routing:
+            experts = torch.stack([layer.index for layer in layers], dim=1).short()
+            batch.keep_experts(experts)
+            batch = replace(batch, experts=experts)
+        return replace(batch, **{field_name: logprobs})  # type: ignore[arg-type]
 
     def loss(self, batch: MicroBatch, totals: BatchTotals) -> LossTerms:
-        """This micro-batch's share: its tokens' weights say what part of the step each is."""
+        """Return this micro-batch's share: the weights of its tokens are normalised over the step."""
         del totals
         assert isinstance(batch, PolicyBatch)
         assert batch.weights is not None
-        replayed = _replayed(batch)
-        with self._routing.recording() as layers, replayed:
+        replay = _replay_routing(batch)
+        with self._routing.recording() as layers, replay:
             logprobs, entropy = self._logprobs(batch)
-        losses, measured = self._loss(logprobs, batch)
+        losses, metrics = self._loss(logprobs, batch)
         is_trained = batch.weights > 0
         if layers:
-            # A prompt may be computed once or several times; the trained tokens are there once.
+            # A prompt may be computed once or several times, each trained token exactly once.
             rows = batch.token_at[is_trained]
-            seen = [LayerRouting(layer.logits[rows], layer.index[rows]) for layer in layers]
-            counts = expert_counts(seen, layers[0].logits.shape[-1])
+            trained_routing = [LayerRouting(layer.logits[rows], layer.index[rows]) for layer in layers]
+            counts = expert_counts(trained_routing, layers[0].logits.shape[-1])
             self._counts = counts if self._counts is None else self._counts + counts
         if batch.is_dummy:
             return LossTerms(logprobs.sum() * 0.0)
-        measured["entropy"] = entropy
-        if isinstance(replayed, ReplayedRouting):
-            measured["routing_agreement"] = _agreement(replayed.own, layers)[batch.target_positions]
-        nothing = torch.zeros_like(entropy)
-        sums = [torch.where(is_trained, measured.get(name, nothing), nothing).sum() for name in SUMS]
+        metrics["entropy"] = entropy
+        if isinstance(replay, ReplayedRouting):
+            metrics["routing_agreement"] = _compute_agreement(replay.own, layers)[batch.target_positions]
+        zeros = torch.zeros_like(entropy)
+        sums = [torch.where(is_trained, metrics.get(name, zeros), zeros).sum() for name in SUMS]
         self._sums.append(torch.stack([*sums, is_trained.sum()]).double())
         return LossTerms((losses * batch.weights).sum())
 
     def end_step(self) -> None:
-        """Collective: one sum of a few numbers; another where there are experts."""
+        """Complete the metrics. Collective: one sum of a few numbers, and another if there are experts."""
         if self._counts is not None:
             self._counts = sum_over_ranks(self._counts, self._ranks)
-        mine = torch.stack(self._sums).sum(0).tolist() if self._sums else [0.0] * (len(SUMS) + 1)
-        *sums, tokens = self._ranks.sum(mine)
-        knows = self._loss.knows_rollout_logprobs
-        there = {"kl": bool(self._loss.beta), "routing_agreement": self._replays}
-        there |= {"importance_ratio": knows, "logprob_difference": knows}
-        self._metrics = {  # nothing where no token was trained
-            name: value / tokens for name, value in zip(SUMS, sums, strict=True) if tokens and there.get(name, True)
+        local_sums = torch.stack(self._sums).sum(0).tolist() if self._sums else [0.0] * (len(SUMS) + 1)
+        *sums, tokens = self._ranks.sum(local_sums)
+        has_rollout_logprobs = self._loss.knows_rollout_logprobs
+        is_measured = {"kl": bool(self._loss.beta), "routing_agreement": self._replays_routing}
+        is_measured |= {"importance_ratio": has_rollout_logprobs, "logprob_difference": has_rollout_logprobs}
+        self._metrics = {  # empty if no token was trained
+            name: value / tokens
+            for name, value in zip(SUMS, sums, strict=True)
+            if tokens and is_measured.get(name, True)
         }
 
     def score(
         self, request: Request, ids: list[int], device: torch.device, reader: PixelReader | None = None
     ) -> list[float]:
-        """The logprobs of tokens after a prompt, without dropout. Collective. `reader`: see `collate_policy`."""
-        one = Trajectory(request.prompt, ids, [0.0] * len(ids), 0.0, 1.0, request.place, request.images)
+        """Return the logprobs of tokens after a prompt, without dropout. Collective. `reader`: see `collate_policy`."""
+        trajectory = Trajectory(request.prompt, ids, [0.0] * len(ids), 0.0, 1.0, request.place, request.images)
         with eval_no_grad(self.model):
-            found, _ = self._logprobs(collate_policy([one], share_prompts=False, reader=reader).to(device))
+            logprobs, _ = self._logprobs(collate_policy([trajectory], share_prompts=False, reader=reader).to(device))
         reshard(self.model)
-        return [float(value) for value in found.tolist()]
+        return [float(value) for value in logprobs.tolist()]
 
 
-def _replayed(batch: PolicyBatch) -> AbstractContextManager[object]:
-    """Routers choose what they are to repeat, where that is known."""
+def _replay_routing(batch: PolicyBatch) -> AbstractContextManager[object]:
+    """Return a context in which routers choose the batch's recorded experts, if it has any."""
     return nullcontext() if batch.experts is None else ReplayedRouting(batch.experts)
 
 
-def _agreement(own: Sequence[Tensor], layers: Sequence[LayerRouting]) -> Tensor:
-    """The share of each token's experts that its routers would have chosen, over all layers: float32 [T]."""
-    chosen = torch.stack([layer.index for layer in layers], dim=1)
-    wanted = torch.stack(list(own), dim=1)
-    return (chosen[..., None] == wanted[..., None, :]).any(-1).float().mean((1, 2))
+def _compute_agreement(own: Sequence[Tensor], layers: Sequence[LayerRouting]) -> Tensor:
+    """Return the share of each token's experts that its routers would have chosen, over all layers: float32 [T]."""
+    used_experts = torch.stack([layer.index for layer in layers], dim=1)
+    own_experts = torch.stack(list(own), dim=1)
+    return (used_experts[..., None] == own_experts[..., None, :]).any(-1).float().mean((1, 2))
 
 
 @dataclass(frozen=True)
@@ -303,6 +303,6 @@ class PlannedPolicyLoss(PlannedLoss):
             old_logprobs=tokens,
             reference_logprobs=tokens if self.loss.beta else None,
         )
-        # gspo counts the tokens of completions, which have no values here; it holds as many numbers a token as grpo.
+        # gspo counts the tokens of completions, which have no values here. It holds as many numbers per token as grpo.
         loss = replace(self.loss, loss_type="grpo") if self.loss.loss_type == "gspo" else self.loss
         return lambda: loss(logprobs(policy)[0], policy)[0].sum()

@@ -1,4 +1,4 @@
-"""GRPO as a `Method`: reward workers, an engine for completions, and the source of batches that joins them."""
+"""GRPO as a `Method`: reward workers, an engine for completions, and the batch source that joins them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -30,14 +30,14 @@ from surefoot.models.build import BuiltModel
 
 
 class Grpo(Method):
-    """Group relative policy optimisation: rewards of the model's own completions."""
+    """Group relative policy optimisation, on rewards of the model's own completions."""
 
     agrees_to_stop_before_batches = True
 
     def __init__(self, context: MethodContext) -> None:
         super().__init__(context)
         self._parts = ExitStack()
-        """Ends all that was started, each part even if another fails to end."""
+        """Callbacks that end all parts that were started, each even if another fails to end."""
         self._rewards: Rewards | None = None
         self._server: Server | None = None
         self._source: RolloutSource | None = None
@@ -46,7 +46,7 @@ class Grpo(Method):
 
     @staticmethod
     def check_model(loaded: LoadedConfig, base: Path) -> None:
-        """Refuse to replay the routing of a model without routers."""
+        """Raise ConfigError if the routing of a model without routers is to be replayed."""
         check_routing_replay(loaded, base)
 
     @classmethod
@@ -67,7 +67,7 @@ class Grpo(Method):
         return GrpoObjective(built, grpo_settings(config), ranks)
 
     def start(self) -> None:
-        """Start reward workers, and a server, which gets ready while the data are prepared."""
+        """Start reward workers, and the server if there is one, which gets ready while the data are prepared."""
         context, reader = self.context, self.context.data.reader
         with context.phase("load"):
             self._rewards = context.ranks.run_or_raise_on_all(lambda: start_rewards(context.loaded))
@@ -82,7 +82,7 @@ class Grpo(Method):
         check_answers(self.context.loaded, self.context.data, position)
 
     def connect(self) -> None:
-        """Let a server take its memory before training does."""
+        """Wait for the server to take its memory before training does."""
         if self._server is not None:
             self.context.ranks.run_or_raise_on_all(self._server.check_alive, names_rank=False)
             with self.context.phase("sync"):
@@ -108,12 +108,12 @@ class Grpo(Method):
         """Return the files with reward functions."""
         return reward_files(self._settings)
 
-    def check_step(self, step: int, measured: Mapping[str, float]) -> None:
-        """End a run whose server answers with other weights than are trained (SF805)."""
-        self._check_drift(step, measured)
+    def check_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """End the run if its server uses other weights than are trained (SF805)."""
+        self._check_drift(step, metrics)
 
     def pending(self, position: Position, step: int, wait_s: float) -> list[dict[str, Any]]:
-        """Return completions that further steps train on."""
+        """Return the completions that further steps train on."""
         return self._loaded_source.pending(position, step, wait_s)
 
     @staticmethod
@@ -122,7 +122,7 @@ class Grpo(Method):
         return problems_of_pending(pending)
 
     def restore(self, pending: Sequence[Mapping[str, Any]]) -> None:
-        """Continue with completions of a checkpoint."""
+        """Continue with the completions of a checkpoint."""
         self._loaded_source.restore(pending)
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks of the completions that a checkpoint keeps for further steps. A file may match its checksum and hold none."""
+"""Checks of a checkpoint's completions for further steps. A file may match its checksum and hold none."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ def _problems_of_rows(kind: type[Completion] | type[Trajectory], rows: Any) -> I
     try:
         adapter: TypeAdapter[list[Any]] = TypeAdapter(list[kind])  # type: ignore[valid-type]
         completions = adapter.validate_json(json.dumps(rows), strict=True)
-    except ValueError as error:  # pydantic's is one
+    except ValueError as error:  # also pydantic's ValidationError
         yield f"an entry is no {kind.__name__.lower()}: {str(error)[:200]}"
         return
     for completion in completions:

@@ -1,4 +1,4 @@
-"""What is wrong with rewards, as findings. Pure."""
+"""Checks of rewards and of the engine's logprobs, which return findings. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,15 +8,18 @@ from surefoot.findings import CATALOGUE, Finding
 
 FAR_STEPS = 3
 STALE_NATS = 1.0
-"""Mean difference that a few steps of training do not make: beyond it, completions of older weights are of others."""
+"""Largest mean difference that a few steps of training cause; beyond it, the engine's weights are not older ones."""
 FLAT_ROLLOUTS = 10
-"""In a row, in which no group has spread."""
+"""Number of rollouts in a row without a learning signal after which a finding is due."""
 
 
 def failing_rewards(
     step: int, failed: int, left_out: int, completions: int, failures: Sequence[str], *, is_evaluation: bool
 ) -> Finding:
-    """Some completions have no reward, since a function failed on them; not `left_out` where that has no weight."""
+    """Return the finding about completions without a reward, because a function failed on them.
+
+    `left_out`: number of them that are left out of the loss or the means; fewer if the function has no weight.
+    """
     of, what = ("the evaluation after step", "its means") if is_evaluation else ("step", "the loss")
     these = (
         "these" if left_out == failed else f"{left_out} of these" if left_out else "the function has no weight: none"
@@ -25,43 +28,43 @@ def failing_rewards(
         "SF802",
         f"reward functions failed on {failed} of {completions} completions of {of} {step}; {these} "
         f"{'are' if left_out else 'is'} left out of {what}. The first: {failures[0].splitlines()[0]}",
-        {"step": step, **_by_function(failures), "first": failures[0]},
+        {"step": step, **_count_by_function(failures), "first": failures[0]},
         CATALOGUE["SF802"].fix,
     )
 
 
 def no_rewards(step: int, completions: int, failures: Sequence[str]) -> Finding:
-    """No completion of a step has a reward."""
+    """Return the finding that no completion of a step has a reward."""
     why = f"The first: {failures[0].splitlines()[0]}" if failures else "Each function returned None for each of them"
     return Finding(
         "SF803",
         f"none of the {completions} completions of step {step} has a reward, so there is nothing to learn from. {why}",
-        {"step": step, **_by_function(failures), "first": failures[0] if failures else "none failed"},
+        {"step": step, **_count_by_function(failures), "first": failures[0] if failures else "none failed"},
         CATALOGUE["SF803"].fix,
     )
 
 
-def _by_function(failures: Sequence[str]) -> dict[str, int]:
+def _count_by_function(failures: Sequence[str]) -> dict[str, int]:
     return {f"failed_{name}": count for name, count in Counter(f.partition(":")[0] for f in failures).items()}
 
 
 @dataclass
 class EngineDrift:
-    """Watches how far an engine's logprobs lie from training's, where both should have the same weights."""
+    """Detector of differences between the engine's logprobs and training's, which should have the same weights."""
 
     tolerance: float
-    """Mean difference, in nats, that is still usual."""
+    """Largest mean difference, in nats, that is still usual."""
     steps: int = 0
 
-    def add(self, step: int, measured: Mapping[str, float]) -> Finding | None:
-        """The finding, where it was too far in `FAR_STEPS` steps in a row. `measured`: means of the step's tokens."""
-        difference = measured.get("logprob_difference")
+    def add(self, step: int, metrics: Mapping[str, float]) -> Finding | None:
+        """Return the finding after `FAR_STEPS` steps in a row beyond the tolerance. `metrics`: means over tokens."""
+        difference = metrics.get("logprob_difference")
         if difference is None:
             return None
-        is_stale = bool(measured.get("staleness", 0.0))  # older weights give other numbers, but not any
+        is_stale = bool(metrics.get("staleness", 0.0))  # older weights differ, but only so far
         tolerance = max(self.tolerance, STALE_NATS) if is_stale else self.tolerance
         if is_stale and difference <= tolerance:
-            return None  # tells neither that the weights are there nor that they are not
+            return None  # shows neither that the engine has the weights nor that it lacks them
         self.steps = 0 if difference <= tolerance else self.steps + 1
         if self.steps < FAR_STEPS:
             return None
@@ -73,7 +76,7 @@ class EngineDrift:
             {
                 "step": step,
                 "mean_difference": float(f"{difference:.4g}"),
-                "importance_ratio": float(f"{measured.get('importance_ratio', 1.0):.4g}"),
+                "importance_ratio": float(f"{metrics.get('importance_ratio', 1.0):.4g}"),
                 "tolerance": tolerance,
             },
             CATALOGUE["SF805"].fix,
@@ -82,15 +85,15 @@ class EngineDrift:
 
 
 MOSTLY = 0.9
-"""Of the completions, cut before their end, from which on that is why they are all the same."""
+"""Share of truncated completions at which truncation is reported as the reason for equal rewards."""
 
 
 @dataclass
 class FlatRewards:
-    """Watches for rollouts that teach nothing: rewards that are equal within each group, or completions left out."""
+    """Detector of rollouts without a learning signal: rewards equal within each group, or completions left out."""
 
     rollouts: int = 0
-    has_told: bool = False
+    is_reported: bool = False
 
     def add(
         self,
@@ -101,14 +104,15 @@ class FlatRewards:
         truncated_share: float,
         rewards: Sequence[float],
     ) -> list[Finding]:
-        """The finding, once, when it is due.
+        """Return the finding once, when it is due.
 
-        `is_truncated`: what could teach is left out of the loss as truncated; `truncated_share`: of all completions.
+        `is_truncated`: whether all completions with a learning signal are left out of the loss as truncated.
+        `truncated_share`: share of truncated completions.
         """
         self.rollouts = 0 if has_learning_signal else self.rollouts + 1
-        if self.rollouts < FLAT_ROLLOUTS or self.has_told:
+        if self.rollouts < FLAT_ROLLOUTS or self.is_reported:
             return []
-        self.has_told = True
+        self.is_reported = True
         evidence = {
             "step": step,
             "rollouts": self.rollouts,

@@ -1,7 +1,8 @@
 """A process that runs reward functions: `python -m surefoot.methods.grpo.reward_process`.
 
-The first line on its standard input names the functions, each further one is a call; each gets a line in answer. What
-functions print goes to standard error. It ends when its input does, or with the process that started it. No torch.
+The first line on its standard input names the functions, each further line is a call; each gets a line in response.
+Output that functions print goes to standard error. The process ends when its input does, or with the process that
+started it. No torch.
 """
 
 import asyncio
@@ -23,37 +24,37 @@ from surefoot.system.process import end_with_parent
 
 Function = Callable[..., Any]
 MOST_CHARACTERS = 2000
-"""Of an error's text, and of its trace."""
+"""Largest length of an error's text, and of its trace."""
 
 
 def load(name: str) -> Function:
-    """A built-in, or a function of a Python file. Raises: whatever the file raises; ImportError; NoSuchFunction."""
+    """Return a built-in, or a function of a Python file. Raises: any error of the file; ImportError; NoSuchFunction."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     file, _, function = name.rpartition(":")
-    module = _module(Path(file))
-    found: Function | None = getattr(module, function, None)
-    if found is None:
-        raise NoSuchFunction(_absent(function, file, module))
-    if not callable(found):
-        raise NoSuchFunction(f"{function} of {file} is no function, but {type(found).__name__}")
-    return found
+    module = _import_module(Path(file))
+    value: Function | None = getattr(module, function, None)
+    if value is None:
+        raise NoSuchFunction(_describe_missing(function, file, module))
+    if not callable(value):
+        raise NoSuchFunction(f"{function} of {file} is no function, but {type(value).__name__}")
+    return value
 
 
 class NoSuchFunction(Exception):
     """The file has no function of that name; the text says which it has."""
 
 
-def _absent(function: str, file: str, module: ModuleType) -> str:
-    own = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-    near = difflib.get_close_matches(function, own, n=1)
-    meant = f"; did you mean {near[0]}?" if near else ""
-    return f"{file} has no function {function}; it has {', '.join(own) or 'none'}{meant}"
+def _describe_missing(function: str, file: str, module: ModuleType) -> str:
+    names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    close_names = difflib.get_close_matches(function, names, n=1)
+    suggestion = f"; did you mean {close_names[0]}?" if close_names else ""
+    return f"{file} has no function {function}; it has {', '.join(names) or 'none'}{suggestion}"
 
 
 @cache
-def _module(path: Path) -> ModuleType:
-    """A file, imported once as a module that others can find under its name."""
+def _import_module(path: Path) -> ModuleType:
+    """Import a file once, as a module that is also in `sys.modules`."""
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(f"surefoot_reward_{path.stem}", path)
     if spec is None or spec.loader is None:
@@ -68,72 +69,73 @@ def main() -> None:
     """Answer calls until there are no more."""
     end_with_parent()
     sys.path.append(str(Path.cwd()))  # last, so that modules of the user's project hide no library
-    with os.fdopen(os.dup(0), encoding="utf-8") as jobs, os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        # A function that reads gets the end of a file, and what it prints is no answer.
-        with open(os.devnull) as nothing:
-            os.dup2(nothing.fileno(), 0)
+    with os.fdopen(os.dup(0), encoding="utf-8") as jobs, os.fdopen(os.dup(1), "w", encoding="utf-8") as responses:
+        # A function that reads standard input gets the end of a file, and one that prints cannot break the protocol.
+        with open(os.devnull) as null_device:
+            os.dup2(null_device.fileno(), 0)
         os.dup2(2, 1)
         functions: list[Function] = []
-        about = json.loads(jobs.readline() or "[]")
+        names = json.loads(jobs.readline() or "[]")
         name = ""
         try:
-            for name in about:
+            for name in names:
                 functions.append(load(name))
         except NoSuchFunction as error:
-            _answer(answers, {"error": str(error), "trace": ""})
+            _write_response(responses, {"error": str(error), "trace": ""})
             return
         except BaseException as error:  # noqa: BLE001 - a file that somebody else wrote
-            _answer(answers, {"error": _where(error, _folder(name)) + str(_failure(error)["error"]), "trace": ""})
+            message = _format_location(error, _get_folder(name)) + str(_describe_error(error)["error"])
+            _write_response(responses, {"error": message, "trace": ""})
             return
-        _answer(answers, {"ready": True})
+        _write_response(responses, {"ready": True})
         for line in jobs:
             job = json.loads(line)
-            _answer(answers, {"number": job["number"], **_call(functions, job)})
+            _write_response(responses, {"number": job["number"], **_run_job(functions, job)})
 
 
-def _call(functions: list[Function], job: Mapping[str, Any]) -> dict[str, Any]:
+def _run_job(functions: list[Function], job: Mapping[str, Any]) -> dict[str, Any]:
     try:
         rewards = functions[job["function"]](**job["arguments"])
         if inspect.isawaitable(rewards):
-            rewards = _runner().run(_awaited(rewards))
+            rewards = _get_runner().run(_await_rewards(rewards))
         if not isinstance(rewards, Iterable) or isinstance(rewards, str | bytes | Mapping | Set):
             raise TypeError(f"it returned {type(rewards).__name__}, not a list with a number for each completion")
-        return {"rewards": [None if value is None else _number(value) for value in rewards]}
+        return {"rewards": [None if value is None else _to_float(value) for value in rewards]}
     except Exception as error:  # noqa: BLE001 - a function that somebody else wrote
-        return _failure(error)
+        return _describe_error(error)
 
 
 @cache
-def _runner() -> asyncio.Runner:
-    """One for all calls: what functions keep open belongs to its loop."""
+def _get_runner() -> asyncio.Runner:
+    """Return the runner that all calls share, because resources that functions hold open belong to its loop."""
     return asyncio.Runner()
 
 
-async def _awaited(rewards: Awaitable[Any]) -> Any:
+async def _await_rewards(rewards: Awaitable[Any]) -> Any:
     return await rewards
 
 
-def _number(value: Any) -> float:
-    """Numbers of any library; whatever else is not one is told as NaN by the one who asked."""
+def _to_float(value: Any) -> float:
+    """Return a number of any library as a float. The caller reports NaN and infinity."""
     if isinstance(value, str | bytes):
         raise TypeError(f"it returned the text {value!r} as a reward")
     return float(value)
 
 
-def _failure(error: BaseException) -> dict[str, Any]:
+def _describe_error(error: BaseException) -> dict[str, Any]:
     return {
         "error": f"{type(error).__name__}: {error}"[:MOST_CHARACTERS],
         "trace": "".join(traceback.format_exception(error))[-MOST_CHARACTERS:],
     }
 
 
-def _folder(name: str) -> Path:
-    """Of a function's file."""
+def _get_folder(name: str) -> Path:
+    """Return the folder of a function's file."""
     return Path(name.rpartition(":")[0]).resolve().parent
 
 
-def _where(error: BaseException, folder: Path) -> str:
-    """`file:line: ` of what failed to load: where its text is wrong, or the innermost statement under `folder`."""
+def _format_location(error: BaseException, folder: Path) -> str:
+    """Return `file:line: ` of a failed import: of the syntax error, or of the innermost statement under `folder`."""
     if isinstance(error, SyntaxError) and Path(error.filename or "").is_file():
         return f"{error.filename}:{error.lineno}: "
     frames = [
@@ -144,9 +146,9 @@ def _where(error: BaseException, folder: Path) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
 
 
-def _answer(answers: TextIO, answer: Mapping[str, Any]) -> None:
-    answers.write(json.dumps(answer) + "\n")
-    answers.flush()
+def _write_response(responses: TextIO, response: Mapping[str, Any]) -> None:
+    responses.write(json.dumps(response) + "\n")
+    responses.flush()
 
 
 if __name__ == "__main__":

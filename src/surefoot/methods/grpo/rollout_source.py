@@ -1,6 +1,6 @@
-"""The batch source of GRPO: prompts in the order of the data, completions of them, rewards, advantages, micro-batches.
+"""The batch source of GRPO: prompts in the order of the data, their completions, rewards, advantages, micro-batches.
 
-Every decision is made on all ranks from the same records, so the ranks never disagree about what a step is.
+Every decision is made on all ranks from the same records, so the ranks never disagree about the contents of a step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ from surefoot.methods.grpo.advantage import has_learning_signal
 from surefoot.methods.grpo.batch import Trajectory, policy_batches, rank_slice, trajectory_of
 from surefoot.methods.grpo.reward_checks import FlatRewards, failing_rewards, no_rewards
 from surefoot.methods.grpo.rewards import Rewards
-from surefoot.methods.grpo.scoring import Group, GroupScorer, measured_of
+from surefoot.methods.grpo.scoring import Group, GroupScorer, compute_metrics
 from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.methods.grpo.types import (
     Completion,
@@ -40,29 +40,29 @@ from surefoot.methods.grpo.types import (
 )
 
 EVALUATION = 1 << 32
-"""In the seeds of evaluations, where those of steps have a step's number."""
-PIECE_S = 5.0
-"""Of a wait, after which a stop signal is looked at and a sign of life given."""
+"""Part of the seeds of evaluations; the seeds of steps have the step's number in its place."""
+POLL_S = 5.0
+"""Seconds between two checks of the stop signal, with a heartbeat, in a wait for the engine."""
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """Completions that an engine was asked for; of the prompts of `rows`."""
+class _Rollout:
+    """Completions that are requested from the engine, with the prompts of `rows`."""
 
     rows: StepBatch
     prompts: list[Prompt]
     wait: Wait
-    """For the completions of this rank."""
+    """Wait for the completions of this rank."""
 
 
 @dataclass(frozen=True)
-class _Ahead:
-    """A rollout whose completions are made while another is trained on."""
+class _Prefetch:
+    """A rollout that is generated while another is trained on."""
 
     begin: Position
-    """Of the data, where its prompts begin."""
-    asked: _Asked | SurefootError
-    """Or why they could not be asked for; the step that needs them says so."""
+    """Position of the data at which its prompts begin."""
+    rollout: _Rollout | SurefootError
+    """The rollout, or the error of its request, which the step that needs it raises."""
 
 
 @dataclass
@@ -70,16 +70,16 @@ class _Current:
     """The completions that steps are trained on."""
 
     trajectories: list[Trajectory]
-    about: Mapping[str, float]
+    metrics: Mapping[str, float]
     began: float
     """Share of the data seen before them."""
     epoch: float
-    """And when all steps on them are done."""
+    """Share of the data seen after all steps on them."""
     next: Position
 
 
 class RolloutSource:
-    """Where the steps of a GRPO run come from."""
+    """The source of the batches of a GRPO run."""
 
     def __init__(
         self,
@@ -99,10 +99,9 @@ class RolloutSource:
         phase: Callable[[Phase], AbstractContextManager[None]],
         emit: Callable[[Event], None],
     ) -> None:
-        """`context`: the most tokens the model can see. `share_prompts`, `reader`: see `collate_policy`.
+        """Create the source. `context`: the model's context length. `share_prompts`, `reader`: see `collate_policy`.
 
-        `is_told_to_stop`: whether a signal
-        has asked this rank to end; it ends a rollout too.
+        `is_told_to_stop`: whether this rank received a stop signal, which also interrupts a rollout.
         """
         self._config = config
         self._dataset = dataset
@@ -116,22 +115,21 @@ class RolloutSource:
         self._phase = phase
         self._emit = emit
         self._is_told_to_stop = is_told_to_stop
-        self._judge = GroupScorer(
+        self._scorer = GroupScorer(
             config, rewards, tokenizer, is_told_to_stop=is_told_to_stop, ranks=ranks, phase=phase, emit=emit
         )
         self._current: _Current | None = None
-        self._ahead: list[_Ahead] = []
-        """At most two: of the completions that are trained on, and of the next."""
+        self._prefetches: list[_Prefetch] = []
+        """At most two: the one that becomes the current rollout, and the next."""
         self._flat = FlatRewards()
-        self._told_of: dict[bool, set[str]] = {False: set(), True: set()}
-        """Reward functions whose failures a finding has named, in training and in evaluations."""
+        self._reported_functions: dict[bool, set[str]] = {False: set(), True: set()}
+        """Reward functions whose failures a finding has reported, in training (False) and in evaluations (True)."""
 
     def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:
-        """What the step after `step` of them trains on. New completions every `num_iterations` steps. Collective.
+        """Return the batch after `step` steps, with new completions every `num_iterations` steps. Collective.
 
-        `epoch`: the share of the data seen before it. Each step on the same completions counts as a part of them.
-
-        With `max_staleness`, the next ones are asked for before these are trained on.
+        `epoch`: share of the data seen before it. Each step on the same completions counts as a part of them.
+        With `max_staleness`, the next completions are requested before these are trained on.
         Raises: DataError for a prompt; StoppedOnFinding (SF801, SF803, SF805, SF806); Interrupted; on all ranks.
         """
         use = step % self._config.num_iterations
@@ -139,8 +137,8 @@ class RolloutSource:
             self._current = self._roll_out(position, step, epoch)
         current = self._current
         uses = self._config.num_iterations
-        # Each rank opens the images of its own part: what one of them finds wrong, all hear of.
-        mine = self._ranks.run_or_raise_on_all(
+        # Each rank opens the images of its own part; an error of one is raised on all.
+        micro_batches = self._ranks.run_or_raise_on_all(
             lambda: list[MicroBatch](
                 policy_batches(
                     current.trajectories,
@@ -153,173 +151,177 @@ class RolloutSource:
                 )
             )
         )
-        about = {**current.about, "staleness": float(step - current.about["policy_version"])}
+        metrics = {**current.metrics, "staleness": float(step - current.metrics["policy_version"])}
         if use == uses - 1:
-            return StepBatch(current.epoch, [], current.next, about), mine
-        seen = current.began + (current.epoch - current.began) * (use + 1) / uses
-        return StepBatch(seen, [], position, about), mine
+            return StepBatch(current.epoch, [], current.next, metrics), micro_batches
+        step_epoch = current.began + (current.epoch - current.began) * (use + 1) / uses
+        return StepBatch(step_epoch, [], position, metrics), micro_batches
 
     def pending(self, position: Position, step: int, wait_s: float) -> list[dict[str, Any]]:
-        """What steps after `step`, at a position of the data, still train on, as JSON. Collective.
+        """Return, as JSON, the completions that steps after `step` train on. `position`: in the data. Collective.
 
-        Those are completions, and others that were asked for ahead, where they come in `wait_s` seconds; those that do
-        not are asked for anew by a run that goes on.
+        They include prefetched completions, if these are finished within `wait_s` seconds; otherwise a resumed run
+        requests them again.
         """
-        in_use = self._pending_steps(step)
+        in_use = self._collect_current(step)
         begin = position if not in_use or self._current is None else self._current.next
-        return [*in_use, *self._pending_ahead(begin, wait_s)]
+        return [*in_use, *self._collect_prefetched(begin, wait_s)]
 
-    def _pending_steps(self, step: int) -> list[dict[str, Any]]:
+    def _collect_current(self, step: int) -> list[dict[str, Any]]:
         if self._current is None or step % self._config.num_iterations == 0:
             return []
-        all_of_them = self._current.trajectories
-        mine = rank_slice(len(all_of_them), self._ranks.rank, self._ranks.size)
-        gathered = self._ranks.gather([asdict(all_of_them[index]) for index in mine])
+        trajectories = self._current.trajectories
+        local_range = rank_slice(len(trajectories), self._ranks.rank, self._ranks.size)
+        gathered = self._ranks.gather([asdict(trajectories[index]) for index in local_range])
         current = self._current
-        about = {
+        header = {
             "began": current.began,
             "epoch": current.epoch,
             "next": asdict(current.next),
-            "about": dict(current.about),
+            "about": dict(current.metrics),
         }
-        return [about, *(one for part in gathered for one in part)]
+        return [header, *(trajectory for rank_trajectories in gathered for trajectory in rank_trajectories)]
 
-    def _pending_ahead(self, begin: Position, wait_s: float) -> list[dict[str, Any]]:
-        asked = next((ahead.asked for ahead in self._ahead if ahead.begin == begin), None)
-        if not isinstance(asked, _Asked):
+    def _collect_prefetched(self, begin: Position, wait_s: float) -> list[dict[str, Any]]:
+        rollout = next((prefetch.rollout for prefetch in self._prefetches if prefetch.begin == begin), None)
+        if not isinstance(rollout, _Rollout):
             return []
         try:
             with self._phase(self._engine.phase):
-                mine = self._waited_for_a_save(asked.wait, wait_s)
-        except SurefootError:  # the step that needs them says so; what was learned until then is saved
+                local_completions = self._wait_for_save(rollout.wait, wait_s)
+        except SurefootError:  # the step that needs them raises it; the checkpoint of the steps before is still saved
             return []
-        if mine is None:
+        if local_completions is None:
             return []
-        gathered = self._ranks.gather([asdict(completion) for completion in mine])
-        completions = [one for part in gathered for one in part]
+        gathered = self._ranks.gather([asdict(completion) for completion in local_completions])
+        completions = [completion for rank_completions in gathered for completion in rank_completions]
         return [{"ahead": asdict(begin), "completions": completions}]
 
     def restore(self, pending: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with what `pending` gave. Collective. Raises: DataError on all ranks for a prompt."""
-        steps = [one for one in pending if "ahead" not in one]
-        if steps:
-            first, *rest = steps
-            trajectories = [trajectory_of(one) for one in rest]
+        """Continue with the return value of `pending`. Collective. Raises: DataError on all ranks for a prompt."""
+        in_use = [entry for entry in pending if "ahead" not in entry]
+        if in_use:
+            header, *rest = in_use
+            trajectories = [trajectory_of(entry) for entry in rest]
             self._current = _Current(
-                trajectories, first["about"], first["began"], first["epoch"], Position(**first["next"])
+                trajectories, header["about"], header["began"], header["epoch"], Position(**header["next"])
             )
-        for one in (one for one in pending if "ahead" in one):
-            begin = Position(**one["ahead"])
-            rows = self._rows(begin, self._prompts_each)
-            completions = [Completion(**completion) for completion in one["completions"]]
-            mine = rank_slice(len(completions), self._ranks.rank, self._ranks.size)
-            prompts = self._prompts_of(rows)
-            self._ahead.append(_Ahead(begin, _Asked(rows, prompts, _there(completions[mine.start : mine.stop]))))
+        for entry in (entry for entry in pending if "ahead" in entry):
+            begin = Position(**entry["ahead"])
+            rows = self._read_rows(begin, self._prompts_per_rollout)
+            completions = [Completion(**completion) for completion in entry["completions"]]
+            local_range = rank_slice(len(completions), self._ranks.rank, self._ranks.size)
+            prompts = self._read_row_prompts(rows)
+            wait = _return_at_once(completions[local_range.start : local_range.stop])
+            self._prefetches.append(_Prefetch(begin, _Rollout(rows, prompts, wait)))
 
     def evaluate(self, held_out: Dataset, step: int) -> dict[str, float]:
-        """What completions of held-out prompts get by the weights after `step` of them, by name. Collective.
+        """Return the metrics of completions of held-out prompts, by the weights after `step` steps. Collective.
 
-        `num_generations` of each prompt, with the same seeds each time: two evaluations differ by the weights alone.
+        Each prompt has `num_generations`, with the same seeds each time: two evaluations differ by the weights alone.
         Raises: as `batches`.
         """
-        self._await_ahead()
+        self._finish_prefetches()
         keys = list(held_out.sample_keys())
         groups: list[Group] = []
-        for begin in range(0, len(keys), self._prompts_each):
-            prompts = self._prompts(held_out, keys[begin : begin + self._prompts_each])
-            wait = self._begin(prompts, (EVALUATION, begin), step)
-            groups += self._judge.groups(prompts, self._completions(wait))
-        lines = tuple(self._judge.lines(groups))
-        findings = map(FindingMade, self._failing(groups, step, is_evaluation=True))
-        self._tell(CompletionsMade(step, step, lines, is_evaluation=True), *findings)
-        return {f"eval_{name}": value for name, value in measured_of(groups, self._judge.names).items()}
+        for begin in range(0, len(keys), self._prompts_per_rollout):
+            prompts = self._read_prompts(held_out, keys[begin : begin + self._prompts_per_rollout])
+            wait = self._request_completions(prompts, (EVALUATION, begin), step)
+            groups += self._scorer.score_groups(prompts, self._wait_for_completions(wait))
+        lines = tuple(self._scorer.format_lines(groups))
+        findings = map(FindingMade, self._find_failing_rewards(groups, step, is_evaluation=True))
+        self._emit_events(CompletionsMade(step, step, lines, is_evaluation=True), *findings)
+        return {f"eval_{name}": value for name, value in compute_metrics(groups, self._scorer.names).items()}
 
-    def _await_ahead(self) -> None:
-        """Have what was asked for ahead: the engine is wanted for others. Collective."""
-        for number, ahead in enumerate(self._ahead):
-            if isinstance(ahead.asked, _Asked):
-                made = self._completions(ahead.asked.wait)
-                self._ahead[number] = replace(ahead, asked=replace(ahead.asked, wait=_there(made)))
+    def _finish_prefetches(self) -> None:
+        """Wait for prefetched completions, because the engine is needed for others. Collective."""
+        for number, prefetch in enumerate(self._prefetches):
+            if isinstance(prefetch.rollout, _Rollout):
+                completions = self._wait_for_completions(prefetch.rollout.wait)
+                rollout = replace(prefetch.rollout, wait=_return_at_once(completions))
+                self._prefetches[number] = replace(prefetch, rollout=rollout)
 
     def end(self) -> None:
-        """The run is over, well or not; rewards and a server are ended by whoever started them."""
+        """End the engine, whether the run succeeded or not. The owners of rewards and server end these."""
         self._engine.end()
 
     @property
-    def _prompts_each(self) -> int:
-        """Of a rollout."""
+    def _prompts_per_rollout(self) -> int:
         return self._config.sequences_per_step // self._config.num_generations
 
     def _roll_out(self, position: Position, step: int, began: float) -> _Current:
-        """The groups of a step; those without spread are replaced where that is asked for, in a few rounds."""
+        """Return the groups of a step; `dynamic_sampling` replaces those without a learning signal in a few rounds."""
         config = self._config
-        ahead = next((ahead for ahead in self._ahead if ahead.begin == position), None)
-        self._ahead = [] if ahead is None else [ahead]  # kept until the step is done: it may be interrupted
-        asked = ahead.asked if ahead is not None else self._ask(self._rows(position, self._prompts_each), step, step, 0)
-        if isinstance(asked, SurefootError):
-            raise asked
-        rows = asked.rows
-        wanted = len(rows.rows)  # fewer at the end of an epoch
-        completions = self._completions(asked.wait)
+        prefetch = next((prefetch for prefetch in self._prefetches if prefetch.begin == position), None)
+        self._prefetches = [] if prefetch is None else [prefetch]  # kept for the whole step, which may be interrupted
+        if prefetch is not None:
+            rollout = prefetch.rollout
+        else:
+            rollout = self._request_rollout(self._read_rows(position, self._prompts_per_rollout), step, step, 0)
+        if isinstance(rollout, SurefootError):
+            raise rollout
+        rows = rollout.rows
+        num_groups = len(rows.rows)  # fewer at the end of an epoch
+        completions = self._wait_for_completions(rollout.wait)
         if not config.dynamic_sampling:  # the engine works while rewards are computed
-            self._ask_ahead(rows, step)
-        groups = self._judge.groups(asked.prompts, completions)
-        kept = [group for group in groups if self._judge.has_learning_signal(group)]
-        flat = [group for group in groups if not self._judge.has_learning_signal(group)]
+            self._request_prefetch(rows, step)
+        groups = self._scorer.score_groups(rollout.prompts, completions)
+        useful = [group for group in groups if self._scorer.has_learning_signal(group)]
+        flat = [group for group in groups if not self._scorer.has_learning_signal(group)]
         if config.dynamic_sampling:
             for attempt in range(1, config.dynamic_sampling_tries + 1):
-                if len(kept) >= wanted:
+                if len(useful) >= num_groups:
                     break
-                rows = self._rows(rows.next, wanted - len(kept))
-                asked = self._ask(rows, step, step, attempt)
-                for group in self._judge.groups(asked.prompts, self._completions(asked.wait)):
-                    (kept if self._judge.has_learning_signal(group) else flat).append(group)
-            groups = [*kept, *flat][:wanted]
-        trajectories, lines = self._judge.trajectories(groups)
-        self._tell(CompletionsMade(step + 1, _version(groups), tuple(lines)))
-        about = self._find(groups, [*kept, *flat], step)
+                rows = self._read_rows(rows.next, num_groups - len(useful))
+                rollout = self._request_rollout(rows, step, step, attempt)
+                for group in self._scorer.score_groups(rollout.prompts, self._wait_for_completions(rollout.wait)):
+                    (useful if self._scorer.has_learning_signal(group) else flat).append(group)
+            groups = [*useful, *flat][:num_groups]
+        trajectories, lines = self._scorer.build_trajectories(groups)
+        self._emit_events(CompletionsMade(step + 1, _get_oldest_version(groups), tuple(lines)))
+        metrics = self._check_rewards(groups, [*useful, *flat], step)
         if config.dynamic_sampling:
-            about["groups_replaced"] = float(len(kept) + len(flat) - wanted)
-            self._ask_ahead(rows, step)
+            metrics["groups_replaced"] = float(len(useful) + len(flat) - num_groups)
+            self._request_prefetch(rows, step)
         if self._engine.bytes_sent:
-            about["sync_bytes"] = float(self._engine.bytes_sent)
-        return _Current(trajectories, about, began, rows.epoch, rows.next)
+            metrics["sync_bytes"] = float(self._engine.bytes_sent)
+        return _Current(trajectories, metrics, began, rows.epoch, rows.next)
 
-    def _ask_ahead(self, rows: StepBatch, step: int) -> None:
-        """Let the engine begin on the rollout after `rows`, where the run wants it and has one left. Collective."""
-        further = step + self._config.num_iterations
-        if not self._config.max_staleness or self._config.is_over(further, rows.epoch):
+    def _request_prefetch(self, rows: StepBatch, step: int) -> None:
+        """Request the rollout after `rows`, if the config prefetches and the run has one left. Collective."""
+        next_step = step + self._config.num_iterations
+        if not self._config.max_staleness or self._config.is_over(next_step, rows.epoch):
             return
-        asked: _Asked | SurefootError
+        rollout: _Rollout | SurefootError
         try:
-            asked = self._ask(self._rows(rows.next, self._prompts_each), step, further, 0)
-        except SurefootError as error:  # all ranks have it; the completions at hand are trained on first
-            asked = error
-        self._ahead.append(_Ahead(rows.next, asked))
+            rollout = self._request_rollout(self._read_rows(rows.next, self._prompts_per_rollout), step, next_step, 0)
+        except SurefootError as error:  # raised on all ranks; the current completions are trained on first
+            rollout = error
+        self._prefetches.append(_Prefetch(rows.next, rollout))
 
-    def _rows(self, position: Position, count: int) -> StepBatch:
+    def _read_rows(self, position: Position, count: int) -> StepBatch:
         return self._ranks.run_or_raise_on_all(lambda: self._order.step(position, count))
 
-    def _prompts_of(self, rows: StepBatch) -> list[Prompt]:
-        return self._prompts(self._dataset, [row[0] for row in rows.rows])
+    def _read_row_prompts(self, rows: StepBatch) -> list[Prompt]:
+        return self._read_prompts(self._dataset, [row[0] for row in rows.rows])
 
-    def _prompts(self, dataset: Dataset, keys: Sequence[SampleKey]) -> list[Prompt]:
+    def _read_prompts(self, dataset: Dataset, keys: Sequence[SampleKey]) -> list[Prompt]:
         with self._phase("wait for data"):
-            return self._ranks.run_or_raise_on_all(lambda: [self._prompt(dataset, key) for key in keys])
+            return self._ranks.run_or_raise_on_all(lambda: [self._read_prompt(dataset, key) for key in keys])
 
-    def _ask(self, rows: StepBatch, step: int, for_step: int, attempt: int) -> _Asked:
-        """Let the engine begin on completions of a step's prompts, by the policy after `step`. Collective."""
-        prompts = self._prompts_of(rows)
-        return _Asked(rows, prompts, self._begin(prompts, (for_step, attempt), step))
+    def _request_rollout(self, rows: StepBatch, step: int, for_step: int, attempt: int) -> _Rollout:
+        """Request completions of a step's prompts, by the policy after `step`. Collective."""
+        prompts = self._read_row_prompts(rows)
+        return _Rollout(rows, prompts, self._request_completions(prompts, (for_step, attempt), step))
 
-    def _begin(self, prompts: Sequence[Prompt], draw: tuple[int, int], step: int) -> Wait:
-        """Let the engine begin on a group for each prompt, by the policy after `step`. Collective.
+    def _request_completions(self, prompts: Sequence[Prompt], seed: tuple[int, int], step: int) -> Wait:
+        """Request a group for each prompt, by the policy after `step`. Collective.
 
-        `draw`: of the seeds; other numbers, other completions.
+        `seed`: part of the seed of each completion, besides the config's seed and its place in the rollout.
         """
         config, each = self._config, self._config.num_generations
         requests = [
-            Request(prompt.ids, (config.seed, *draw, index // each, index % each), prompt.images, prompt.place)
+            Request(prompt.ids, (config.seed, *seed, index // each, index % each), prompt.images, prompt.place)
             for index in rank_slice(len(prompts) * each, self._ranks.rank, self._ranks.size)
             for prompt in [prompts[index // each]]
         ]
@@ -328,34 +330,37 @@ class RolloutSource:
         with self._phase(self._engine.phase):
             return self._engine.ask(requests, self._sampling, step)
 
-    def _completions(self, wait: Wait) -> list[Completion]:
-        """Of this rank; the engine has its own deadline. Collective. Raises: StoppedOnFinding (SF801, SF806)."""
-        with self._phase(self._engine.phase):
-            made = self._waited(wait, inf, is_told_to_stop=self._is_told_to_stop)
-        assert made is not None
-        return made
+    def _wait_for_completions(self, wait: Wait) -> list[Completion]:
+        """Return this rank's completions; the engine has its own deadline. Collective.
 
-    def _waited(
-        self, wait: Wait, seconds: float, *, is_told_to_stop: Callable[[], bool] = lambda: False
+        Raises: StoppedOnFinding (SF801, SF806).
+        """
+        with self._phase(self._engine.phase):
+            completions = self._poll(wait, inf, is_told_to_stop=self._is_told_to_stop)
+        assert completions is not None
+        return completions
+
+    def _poll(
+        self, wait: Wait, timeout_s: float, *, is_told_to_stop: Callable[[], bool] = lambda: False
     ) -> list[Completion] | None:
-        """Return the completions of the engine; None after so many seconds. Collective. Raises: Interrupted."""
-        left_s = seconds
+        """Return the engine's completions; None after `timeout_s`. Collective. Raises: Interrupted."""
+        left_s = timeout_s
         while left_s > 0:
-            made = run_interruptible(self._ranks, partial(wait, min(left_s, PIECE_S)), is_told_to_stop)
-            if made is not None:
-                return made
-            left_s -= PIECE_S
-            self._emit(Heartbeat())  # for the supervisor: the engine is waited for, and has its deadline
+            completions = run_interruptible(self._ranks, partial(wait, min(left_s, POLL_S)), is_told_to_stop)
+            if completions is not None:
+                return completions
+            left_s -= POLL_S
+            self._emit(Heartbeat())  # the supervisor must not see a stall: the engine has its own deadline
         return None
 
-    def _waited_for_a_save(self, wait: Wait, seconds: float) -> list[Completion] | None:
-        """The same; once the run is told to stop, for `LAST_WAIT_S` at most. Collective."""
+    def _wait_for_save(self, wait: Wait, timeout_s: float) -> list[Completion] | None:
+        """Return the engine's completions; None after `timeout_s`, or `LAST_WAIT_S` after a stop signal. Collective."""
         try:
-            return self._waited(wait, seconds, is_told_to_stop=self._is_told_to_stop)
+            return self._poll(wait, timeout_s, is_told_to_stop=self._is_told_to_stop)
         except Interrupted:
-            return self._waited(wait, min(seconds, LAST_WAIT_S))
+            return self._poll(wait, min(timeout_s, LAST_WAIT_S))
 
-    def _prompt(self, dataset: Dataset, key: SampleKey) -> Prompt:
+    def _read_prompt(self, dataset: Dataset, key: SampleKey) -> Prompt:
         sample = dataset.sample(*key)
         ids = [int(token) for token in sample.ids]
         longest = len(ids) + self._sampling.max_tokens
@@ -365,70 +370,73 @@ class RolloutSource:
                 f"are {longest} tokens, more than the {self._context} that the model can see. Lower "
                 "max_completion_length, or max_prompt_length with truncation: drop."
             )
-        return Prompt(ids, sample.place, _with_files(dataset.columns(*key), sample.images), sample.images)
+        columns = _replace_embedded_images(dataset.columns(*key), sample.images)
+        return Prompt(ids, sample.place, columns, sample.images)
 
-    def _find(self, groups: Sequence[Group], made: Sequence[Group], step: int) -> dict[str, float]:
-        """Metrics of a rollout, and findings. `made`: those that were replaced as well, on which functions fail too.
+    def _check_rewards(self, groups: Sequence[Group], all_groups: Sequence[Group], step: int) -> dict[str, float]:
+        """Return the metrics of a rollout, and emit findings. `all_groups`: also the groups that were replaced.
 
-        Raises: StoppedOnFinding where no completion has a reward.
+        Raises: StoppedOnFinding if no completion has a reward.
         """
         answers = [answer for group in groups for answer in group.answers]
-        known = [total for group in groups for total in group.totals if not isnan(total)]
-        if not known:
-            said = [failure for group in made for answer in group.answers for failure in answer.failures]
-            failures = [failure for failure in said if failure.partition(":")[0] in self._judge.weighty]
+        unmasked = [total for group in groups for total in group.totals if not isnan(total)]
+        if not unmasked:
+            all_failures = [failure for group in all_groups for answer in group.answers for failure in answer.failures]
+            failures = [failure for failure in all_failures if failure.partition(":")[0] in self._scorer.weighted_names]
             stopped = StoppedOnFinding(no_rewards(step + 1, len(answers), failures))
             stopped.is_agreed = True
             raise stopped
-        about = measured_of(groups, self._judge.names)
-        about["rewards_failed"] = measured_of(made, ())["rewards_failed"]
-        about["policy_version"] = float(_version(groups))
-        findings = self._failing(made, step + 1)
+        metrics = compute_metrics(groups, self._scorer.names)
+        metrics["rewards_failed"] = compute_metrics(all_groups, ())["rewards_failed"]
+        metrics["policy_version"] = float(_get_oldest_version(groups))
+        findings = self._find_failing_rewards(all_groups, step + 1)
         findings += self._flat.add(
             step + 1,
-            has_learning_signal=any(map(self._judge.moves, groups)),
+            has_learning_signal=any(map(self._scorer.has_gradient, groups)),
             is_truncated=any(has_learning_signal(group.totals) for group in groups)
-            or all(self._judge.is_left_out(answer.completion) for answer in answers),
-            truncated_share=about["truncated_share"],
-            rewards=known,
+            or all(self._scorer.is_left_out(answer.completion) for answer in answers),
+            truncated_share=metrics["truncated_share"],
+            rewards=unmasked,
         )
-        self._tell(*map(FindingMade, findings))
-        return about
+        self._emit_events(*map(FindingMade, findings))
+        return metrics
 
-    def _tell(self, *events: Event) -> None:
-        """What all ranks know, and rank 0 writes down: where it cannot, all hear of it. Collective.
+    def _emit_events(self, *events: Event) -> None:
+        """Emit events that all ranks have. Rank 0 writes them, and its error is raised on all ranks. Collective.
 
         Raises: StorageError on all ranks.
         """
         self._ranks.run_or_raise_on_all(lambda: [self._emit(event) for event in events], names_rank=False)
 
-    def _failing(self, groups: Sequence[Group], step: int, *, is_evaluation: bool = False) -> list[Finding]:
-        """Reward functions that fail, of which nothing was said yet."""
+    def _find_failing_rewards(
+        self, groups: Sequence[Group], step: int, *, is_evaluation: bool = False
+    ) -> list[Finding]:
+        """Return the finding about reward functions that fail, if one of them has not been reported yet."""
         answers = [answer for group in groups for answer in group.answers]
         failures = [failure for answer in answers for failure in answer.failures]
-        told_of = self._told_of[is_evaluation]
-        failing = {failure.partition(":")[0] for failure in failures} - told_of
-        told_of |= failing
+        reported = self._reported_functions[is_evaluation]
+        unreported = {failure.partition(":")[0] for failure in failures} - reported
+        reported |= unreported
         failed = [answer for answer in answers if answer.failures]
-        if not failing:
+        if not unreported:
             return []
         left_out = sum(not answer.is_scored for answer in failed)
         return [failing_rewards(step, len(failed), left_out, len(answers), failures, is_evaluation=is_evaluation)]
 
 
-def _with_files(columns: Mapping[str, Any], images: Sequence[Image]) -> Mapping[str, Any]:
-    """The columns; images whose bytes stand in the row are given as the files that hold them."""
+def _replace_embedded_images(columns: Mapping[str, Any], images: Sequence[Image]) -> Mapping[str, Any]:
+    """Return the columns, with the path of the extracted file for each image whose bytes are in the row."""
     if not images:
         return columns
-    named = zip(columns["images"], images, strict=True)
-    return {**columns, "images": [image.path if source == IN_THE_ROW else source for source, image in named]}
+    pairs = zip(columns["images"], images, strict=True)
+    return {**columns, "images": [image.path if source == IN_THE_ROW else source for source, image in pairs]}
 
 
-def _there(completions: list[Completion]) -> Wait:
-    """Completions that need no waiting."""
+def _return_at_once(completions: list[Completion]) -> Wait:
+    """Return a wait for finished completions."""
     return lambda _seconds: completions
 
 
-def _version(groups: Sequence[Group]) -> int:
-    """Of the oldest policy that completions are of: where some were replaced, these are of a newer one."""
+def _get_oldest_version(groups: Sequence[Group]) -> int:
+    """Return the version of the oldest policy that drew a completion; replacement groups are of a newer one."""
     return min(answer.completion.policy_version for group in groups for answer in group.answers)

@@ -1,7 +1,7 @@
 """The experts that routers chose for the tokens of a completion, as text that fits into JSON: base64 of an .npy file.
 
-Shape: integers [prompt + completion - 1, layers, K]. The last token is drawn, but no forward has seen it. vLLM answers
-in the same form.
+Shape: integers [prompt + completion - 1, layers, K]. The last token is drawn, but no forward has read it. vLLM's
+responses have the same form.
 """
 
 import io
@@ -14,7 +14,7 @@ Experts = NDArray[np.int16]
 
 
 def as_text(experts: Experts) -> str:
-    """See above; a byte a choice where that is enough."""
+    """Return experts as text, with one byte per expert if that is enough."""
     is_small = bool(experts.size) and 0 <= experts.min() <= experts.max() < 256
     file = io.BytesIO()
     np.save(file, experts.astype(np.uint8) if is_small else experts, allow_pickle=False)
@@ -22,12 +22,12 @@ def as_text(experts: Experts) -> str:
 
 
 def from_text(text: str) -> Experts:
-    """Raises: ValueError for what is no such text."""
+    """Return the experts of a text. Raises: ValueError for a text of another form."""
     try:
-        found = np.load(io.BytesIO(b64decode(text, validate=True)), allow_pickle=False)
+        array = np.load(io.BytesIO(b64decode(text, validate=True)), allow_pickle=False)
     except (TypeError, EOFError, OSError) as error:
         raise ValueError(f"no array: {type(error).__name__}: {error}") from error
-    if found.ndim != 3 or not np.issubdtype(found.dtype, np.integer):
-        raise ValueError(f"an array of {found.dtype} and shape {found.shape}, not of integers [tokens, layers, K]")
-    experts: Experts = found.astype(np.int16)
+    if array.ndim != 3 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"an array of {array.dtype} and shape {array.shape}, not of integers [tokens, layers, K]")
+    experts: Experts = array.astype(np.int16)
     return experts

@@ -1,4 +1,4 @@
-"""Completions of the same prompt: judged by the reward functions, and made into what is trained on."""
+"""Groups of completions of a prompt: scored by the reward functions, and converted to trajectories with advantages."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -27,15 +27,15 @@ from surefoot.methods.grpo.types import Completion, Prompt, run_interruptible
 
 @dataclass(frozen=True)
 class ScoredCompletion:
-    """A completion with what was said of it."""
+    """A completion with the results of the reward functions."""
 
     completion: Completion
     text: str
     rewards: list[float | None]
-    """Of each function."""
+    """Reward of each function."""
     failures: list[str]
     is_scored: bool
-    """Whether no function failed on it and one judged it, of those with a weight."""
+    """Whether none of the functions with a weight failed on it, and at least one scored it."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Group:
     prompt: Prompt
     answers: list[ScoredCompletion]
     rewards: list[float]
-    """Of each, before the penalty for its length; NaN where it has none."""
+    """Weighted reward of each completion, before the penalty for its length; NaN without a reward."""
     totals: list[float]
-    """With it."""
+    """Reward of each completion with the penalty."""
 
 
 class GroupScorer:
-    """Says what completions are worth, and what is trained on of them."""
+    """Scoring of completions, and conversion of groups to trajectories."""
 
     def __init__(
         self,
@@ -75,70 +75,74 @@ class GroupScorer:
 
     @property
     def names(self) -> list[str]:
-        """Of the reward functions."""
+        """Names of the reward functions."""
         return self._rewards.names
 
     @property
-    def weighty(self) -> set[str]:
-        """The names of those with a weight; the others only watch."""
+    def weighted_names(self) -> set[str]:
+        """Names of the reward functions with a weight; the others are only logged."""
         return {name for name, item in zip(self.names, self._config.rewards, strict=True) if item.weight}
 
-    def groups(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Group]:
-        """The same on all ranks; `completions`: those of this one. Each group is judged whole, on one. Collective.
+    def score_groups(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Group]:
+        """Score this rank's `completions`, and return the groups of all ranks. Collective.
 
-        Raises: Interrupted on all ranks where one is told to stop.
+        Each group is scored as a whole, on one rank. Raises: Interrupted on all ranks if one got a stop signal.
         """
         each = self._config.num_generations
         with self._phase("communicate"):
             gathered = self._ranks.gather([asdict(completion) for completion in completions])
-        everyone = [Completion(**one) for part in gathered for one in part]
-        of_prompts = [everyone[begin : begin + each] for begin in range(0, len(everyone), each)]
-        mine = rank_slice(len(prompts), self._ranks.rank, self._ranks.size)
+        all_completions = [Completion(**values) for rank_values in gathered for values in rank_values]
+        by_prompt = [all_completions[begin : begin + each] for begin in range(0, len(all_completions), each)]
+        local_range = rank_slice(len(prompts), self._ranks.rank, self._ranks.size)
         with self._phase("reward"):
-            ours = [(prompts[number], of_prompts[number]) for number in mine]
-            judged = run_interruptible(self._ranks, lambda: self._judged(ours))
+            local_groups = [(prompts[number], by_prompt[number]) for number in local_range]
+            local_scores = run_interruptible(self._ranks, lambda: self._score_local_groups(local_groups))
         with self._phase("communicate"):
-            said = [one for part in self._ranks.gather(judged) for one in part]
+            scores = [group_scores for rank_scores in self._ranks.gather(local_scores) for group_scores in rank_scores]
         groups = []
-        for prompt, made, of_group in zip(prompts, of_prompts, said, strict=True):
-            answers = [ScoredCompletion(completion, *of_one) for completion, of_one in zip(made, of_group, strict=True)]
-            rewards = [self._reward(answer) for answer in answers]
-            penalties = [self._penalty(answer.completion) for answer in answers]
+        for prompt, group_completions, group_scores in zip(prompts, by_prompt, scores, strict=True):
+            pairs = zip(group_completions, group_scores, strict=True)
+            answers = [ScoredCompletion(completion, *values) for completion, values in pairs]
+            rewards = [self._sum_rewards(answer) for answer in answers]
+            penalties = [self._compute_penalty(answer.completion) for answer in answers]
             totals = [reward + penalty for reward, penalty in zip(rewards, penalties, strict=True)]
             groups.append(Group(prompt, answers, rewards, totals))
         return groups
 
     def is_left_out(self, completion: Completion) -> bool:
-        """Of the loss, because it has no end."""
+        """Return whether a completion is left out of the loss because it is truncated."""
         return self._config.mask_truncated_completions and completion.finish == "length"
 
     def has_learning_signal(self, group: Group) -> bool:
-        """More than its lengths: DAPO keeps groups that are neither all right nor all wrong (arXiv:2503.14476, 3.2)."""
+        """Return whether rewards differ, apart from penalties for length, and a completion is trained on.
+
+        DAPO keeps groups that are neither all right nor all wrong (arXiv:2503.14476, 3.2).
+        """
         return has_learning_signal(group.rewards) and self._has_trained(group)
 
-    def moves(self, group: Group) -> bool:
-        """Whether it has a gradient, be it that of its lengths."""
+    def has_gradient(self, group: Group) -> bool:
+        """Return whether a group has a gradient, if only from penalties for length."""
         return has_learning_signal(group.totals) and self._has_trained(group)
 
     def _has_trained(self, group: Group) -> bool:
         pairs = zip(group.answers, group.totals, strict=True)
         return any(not isnan(total) and not self.is_left_out(answer.completion) for answer, total in pairs)
 
-    def trajectories(self, groups: Sequence[Group]) -> tuple[list[Trajectory], list[dict[str, Any]]]:
-        """What is trained on, and the lines of completions.jsonl that tell of it.
+    def build_trajectories(self, groups: Sequence[Group]) -> tuple[list[Trajectory], list[dict[str, Any]]]:
+        """Return the trajectories to train on, and their lines of completions.jsonl.
 
-        Masked: completions without a reward, or cut where that is asked for.
+        Completions without a reward are masked, and truncated ones if the config says so.
         """
         config = self._config
-        by_group = advantages([group.totals for group in groups], config.scale_rewards)
-        everyone = [
+        group_advantages = advantages([group.totals for group in groups], config.scale_rewards)
+        rows = [
             (group.prompt, answer, total, advantage)
-            for group, of_group in zip(groups, by_group, strict=True)
-            for answer, total, advantage in zip(group.answers, group.totals, of_group, strict=True)
+            for group, values in zip(groups, group_advantages, strict=True)
+            for answer, total, advantage in zip(group.answers, group.totals, values, strict=True)
         ]
         lengths = [
             Trained(len(answer.completion.ids), isnan(advantage) or self.is_left_out(answer.completion))
-            for _, answer, _, advantage in everyone
+            for _, answer, _, advantage in rows
         ]
         weights = token_weights(config.loss_type, lengths, config.max_completion_length)
         trajectories = [
@@ -152,19 +156,19 @@ class GroupScorer:
                 prompt.images,
                 experts=answer.completion.experts,
             )
-            for (prompt, answer, _, advantage), weight in zip(everyone, weights, strict=True)
+            for (prompt, answer, _, advantage), weight in zip(rows, weights, strict=True)
         ]
-        return trajectories, [self._line(*one) for one in everyone]
+        return trajectories, [self._format_line(*row) for row in rows]
 
-    def lines(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
-        """Those of completions that nothing learns from."""
+    def format_lines(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
+        """Return the lines of completions.jsonl for completions that are not trained on."""
         return [
-            self._line(group.prompt, answer, total, nan)
+            self._format_line(group.prompt, answer, total, nan)
             for group in groups
             for answer, total in zip(group.answers, group.totals, strict=True)
         ]
 
-    def _line(self, prompt: Prompt, answer: ScoredCompletion, total: float, advantage: float) -> dict[str, Any]:
+    def _format_line(self, prompt: Prompt, answer: ScoredCompletion, total: float, advantage: float) -> dict[str, Any]:
         return {
             "place": prompt.place,
             "prompt": prompt.columns.get("prompt"),
@@ -177,66 +181,74 @@ class GroupScorer:
             **({"failures": answer.failures} if answer.failures else {}),
         }
 
-    def _judged(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[list[Any]]]:
-        """[group][completion]: the text, the rewards, the failures and whether they count, see `ScoredCompletion`."""
-        texts = [[self._text_of(completion) for completion in made] for _, made in groups]
-        asked = [
-            RewardInputs(prompt.columns, of_group, [completion.ids for completion in made])
-            for (prompt, made), of_group in zip(groups, texts, strict=True)
+    def _score_local_groups(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[list[Any]]]:
+        """Return the fields of `ScoredCompletion` after the completion itself, as [group][completion][field]."""
+        texts = [[self._decode(completion) for completion in completions] for _, completions in groups]
+        inputs = [
+            RewardInputs(prompt.columns, group_texts, [completion.ids for completion in completions])
+            for (prompt, completions), group_texts in zip(groups, texts, strict=True)
         ]
 
-        def wait() -> None:
+        def on_wait() -> None:
             if self._is_told_to_stop():
                 raise Interrupted
             self._emit(Heartbeat())
 
-        scores = self._rewards.score(asked, waiting=wait)
+        scores = self._rewards.score(inputs, waiting=on_wait)
         return [
             [
-                [text, [one.reward for one in of_one], self._failures(of_one), self._is_scored(of_one)]
-                for text, of_one in zip(of_group, scored, strict=True)
+                [
+                    text,
+                    [result.reward for result in results],
+                    self._format_failures(results),
+                    self._is_scored(results),
+                ]
+                for text, results in zip(group_texts, group_scores, strict=True)
             ]
-            for of_group, scored in zip(texts, scores, strict=True)
+            for group_texts, group_scores in zip(texts, scores, strict=True)
         ]
 
-    def _text_of(self, completion: Completion) -> str:
-        """What reward functions read: without special tokens, as in TRL."""
+    def _decode(self, completion: Completion) -> str:
+        """Return the text that reward functions read: without special tokens, as in TRL."""
         return str(self._tokenizer.decode(completion.ids, skip_special_tokens=True))
 
-    def _failures(self, scored: Sequence[RewardResult]) -> list[str]:
-        """Of each function that failed on a completion, with its name."""
-        return [f"{name}: {one.failure}" for name, one in zip(self.names, scored, strict=True) if one.failure]
+    def _format_failures(self, results: Sequence[RewardResult]) -> list[str]:
+        """Return the failures on a completion, each with the name of its function."""
+        pairs = zip(self.names, results, strict=True)
+        return [f"{name}: {result.failure}" for name, result in pairs if result.failure]
 
-    def _is_scored(self, scored: Sequence[RewardResult]) -> bool:
-        pairs = zip(self._config.rewards, scored, strict=True)
-        counted = [one for item, one in pairs if item.weight]
-        return not any(one.failure for one in counted) and any(one.reward is not None for one in counted)
+    def _is_scored(self, results: Sequence[RewardResult]) -> bool:
+        pairs = zip(self._config.rewards, results, strict=True)
+        weighted = [result for item, result in pairs if item.weight]
+        return not any(result.failure for result in weighted) and any(result.reward is not None for result in weighted)
 
-    def _reward(self, answer: ScoredCompletion) -> float:
+    def _sum_rewards(self, answer: ScoredCompletion) -> float:
         if not answer.is_scored:
             return nan
         pairs = zip(self._config.rewards, answer.rewards, strict=True)
         return sum(item.weight * reward for item, reward in pairs if reward is not None)
 
-    def _penalty(self, completion: Completion) -> float:
+    def _compute_penalty(self, completion: Completion) -> float:
         config = self._config
         return overlong_penalty(len(completion.ids), config.max_completion_length, config.soft_overlong_length)
 
 
-def measured_of(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float]:
-    """Means over completions, by name; without rewards where none is known. `names`: of the reward functions."""
+def compute_metrics(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float]:
+    """Return means over completions, by name; no mean reward if none has one. `names`: of the reward functions."""
     answers = [answer for group in groups for answer in group.answers]
-    known = [total for group in groups for total in group.totals if not isnan(total)]
+    unmasked = [total for group in groups for total in group.totals if not isnan(total)]
     spreads = [deviation(group.totals) for group in groups]
-    about = {"reward": sum(known) / len(known), "reward_std": sum(spreads) / len(spreads)} if known else {}
-    about |= {
+    metrics: dict[str, float] = {}
+    if unmasked:
+        metrics = {"reward": sum(unmasked) / len(unmasked), "reward_std": sum(spreads) / len(spreads)}
+    metrics |= {
         "completion_length": sum(len(answer.completion.ids) for answer in answers) / len(answers),
         "truncated_share": sum(answer.completion.finish == "length" for answer in answers) / len(answers),
         "groups_without_spread": float(sum(not has_learning_signal(group.totals) for group in groups)),
         "rewards_failed": float(sum(bool(answer.failures) for answer in answers)),
     }
     for number, name in enumerate(names):
-        of_one = [reward for answer in answers if (reward := answer.rewards[number]) is not None]
-        if of_one:
-            about[f"reward/{name}"] = sum(of_one) / len(of_one)
-    return about
+        rewards = [reward for answer in answers if (reward := answer.rewards[number]) is not None]
+        if rewards:
+            metrics[f"reward/{name}"] = sum(rewards) / len(rewards)
+    return metrics

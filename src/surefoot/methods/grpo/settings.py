@@ -1,4 +1,4 @@
-"""The settings of GRPO, and which of them exclude each other."""
+"""The settings of GRPO, and the conflicts among them."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,8 +115,8 @@ class GrpoConfig(RolloutConfig):
         """Return the files with reward functions."""
         return [item.file for item in self.reward_funcs if item.file]
 
-    def contradictions(self, given: set[str]) -> Iterator[Contradiction]:
-        """Yield what GRPO needs and is not set, and its settings that exclude each other."""
+    def contradictions(self, non_default: set[str]) -> Iterator[Contradiction]:
+        """Yield missing settings of GRPO, and conflicts among its settings."""
         yield from self._check_rewards()
         yield from self._check_divergence()
         if self.lora_dropout and self.tuning == "lora":
@@ -128,7 +128,7 @@ class GrpoConfig(RolloutConfig):
             )
         yield from self._check_loss()
         yield from self._check_corrections()
-        yield from super().contradictions(given)
+        yield from super().contradictions(non_default)
         unavailable = {
             "packing": self.packing,
             "train_on": self.train_on != "assistant",
@@ -167,7 +167,7 @@ class GrpoConfig(RolloutConfig):
             )
 
     def _check_divergence(self) -> Iterator[Contradiction]:
-        """Yield why the model without its adapter is not there, or not the one that training began with."""
+        """Yield why the model without its adapter does not exist, or is not the one that training began with."""
         if not self.beta:
             return
         if self.tuning == "full":
@@ -217,7 +217,7 @@ class GrpoConfig(RolloutConfig):
             )
 
     def _check_corrections(self) -> Iterator[Contradiction]:
-        """Yield conflicts between how completions are made and what of it the loss uses."""
+        """Yield conflicts between how completions are generated and how the loss corrects for it."""
         if self.routing_replay == "first" and self.num_iterations == 1:
             yield Contradiction(
                 "routing_replay=first with num_iterations=1: there is one forward on each completion, and none to "
@@ -266,6 +266,6 @@ class GrpoConfig(RolloutConfig):
 
 
 def grpo_settings(run: RunConfig) -> GrpoConfig:
-    """Return the settings of a run that is known to be GRPO's."""
+    """Return the settings of a GRPO run."""
     assert isinstance(run, GrpoConfig)
     return run

@@ -1,4 +1,4 @@
-"""The parts of a GRPO run besides model and loss: reward workers, an engine, and the source that joins them."""
+"""Setup of a GRPO run's parts besides model and loss: reward workers, an engine, and the source that joins them."""
 
 import json
 import re
@@ -37,7 +37,7 @@ from surefoot.methods.grpo.rewards import Rewards
 from surefoot.methods.grpo.rollout_source import RolloutSource
 from surefoot.methods.grpo.settings import GrpoConfig, grpo_settings
 from surefoot.methods.grpo.types import Engine, Request, Sampling
-from surefoot.methods.training_data import SIGN_EVERY_S, RunData
+from surefoot.methods.training_data import HEARTBEAT_EVERY_S, RunData
 from surefoot.models.build import meta_model
 from surefoot.models.experts import experts_of, is_fused_experts
 from surefoot.models.generate import end_tokens
@@ -49,20 +49,20 @@ from surefoot.system import loopback
 from surefoot.system.atomic_io import sha256_of
 
 ENGINE = "engine"
-"""Of the run folder: the server's log, and what is sent to it."""
+"""Subfolder of the run folder for the server's log and the weights that are sent to it."""
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Of adapters, as --max-lora-rank takes them."""
+"""Ranks of adapters that --max-lora-rank accepts."""
 PROBE_TEXT = "One, two, three, four, five"
 LEAST_CONTEXT = 128
-"""Of a server, in tokens: what the probe may need."""
+"""Smallest context length of a server, in tokens: the probe may need it."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 OF_LAUNCHERS_BEGIN = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
-"""Variables of our ranks, by which a server would take itself for one of them."""
+"""Variables of the training ranks, with which a server would take itself for one of them."""
 
 
 def start_rewards(loaded: LoadedConfig) -> Rewards:
-    """The reward functions of a run, on this rank. Raises: ConfigError where one cannot be loaded."""
+    """Start the reward functions of a run on this rank. Raises: ConfigError if one cannot be loaded."""
     config = grpo_settings(loaded.run)
     return Rewards(
         config.rewards,
@@ -73,16 +73,16 @@ def start_rewards(loaded: LoadedConfig) -> Rewards:
 
 
 def reward_files(config: GrpoConfig) -> dict[str, str]:
-    """The SHA-256 of each file with reward functions of a run."""
+    """Return the SHA-256 of each file with reward functions, by path."""
     return {name: sha256_of(Path(name)) for name in config.code_files()}
 
 
 def check_answers(loaded: LoadedConfig, data: RunData, position: Position) -> None:
-    """Raises: ConfigError where rows at a position, or those held out, lack what a built-in reward compares with."""
+    """Raise ConfigError if rows at a position, or held-out rows, lack the answer that a built-in compares with."""
     rows = [("the rows", data.first_columns(position)), ("the held-out rows", data.held_out_columns())]
     for item, (which, columns) in product(grpo_settings(loaded.run).rewards, rows):
-        is_told = columns and item.func in BUILT_IN
-        problem = columns_problem(item.func, item.args, columns, which) if is_told else None
+        can_check = columns and item.func in BUILT_IN
+        problem = columns_problem(item.func, item.args, columns, which) if can_check else None
         if problem is not None:
             raise ConfigError(
                 f"{item.func}: {problem}. Name the one with the answer: reward_funcs: [{{func: {item.func}, args: "
@@ -91,7 +91,7 @@ def check_answers(loaded: LoadedConfig, data: RunData, position: Position) -> No
 
 
 def check_routing_replay(loaded: LoadedConfig, base: Path) -> None:
-    """Raises: ConfigError where a model without routers is to repeat what they chose. Reads no weights."""
+    """Raise ConfigError if the routing of a model without routers is to be replayed. Reads no weights."""
     replay = grpo_settings(loaded.run).routing_replay
     if replay != "none" and not router_names(meta_model(base)):
         raise ConfigError(
@@ -101,77 +101,77 @@ def check_routing_replay(loaded: LoadedConfig, base: Path) -> None:
 
 
 def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, ranks: World) -> Server:
-    """The server that a config names, or one that rank 0 starts; it gets ready while this process goes on.
+    """Return the server that a config names, or one that rank 0 starts and that gets ready in the background.
 
-    `images`: how the model sees them. Collective. Raises: ConfigError on all ranks where it cannot be started.
+    `images`: the model's image settings. Collective. Raises: ConfigError on all ranks if it cannot be started.
     """
     config = grpo_settings(loaded.run)
     log = config.run_folder / ENGINE / "vllm.log"
-    started: list[Server] = []
+    servers: list[Server] = []
 
-    def address() -> str:
+    def open_on_rank0() -> str:
         if config.vllm_server is not None:
             return config.vllm_server
         where = loaded.where("vllm_command", "rollout_engine")
-        options = _options(config, images)
-        started.append(start_server(config.vllm_command, base, options, _environment(config), log, where))
-        return started[0].address
+        options = _build_options(config, images)
+        servers.append(start_server(config.vllm_command, base, options, _build_environment(config), log, where))
+        return servers[0].address
 
-    said: str = ranks.broadcast_from_rank0(address)
-    # Each rank asks it, and whoever is answered badly can show its log.
-    return started[0] if started else Server(said, log=log if config.vllm_server is None else None)
+    address: str = ranks.broadcast_from_rank0(open_on_rank0)
+    # Each rank sends requests to the server, and must be able to show its log if one fails.
+    return servers[0] if servers else Server(address, log=log if config.vllm_server is None else None)
 
 
 def settle_server(config: GrpoConfig, server: Server, ranks: World, emit: Callable[[Event], None]) -> None:
-    """Where training shares GPUs with a server, let it take its memory first, and give it up again if it sleeps.
+    """Let a server that shares GPUs with training take its memory first, and free it again if `vllm_sleep` is set.
 
-    While it starts vLLM measures what is free on a GPU; what others take or give back meanwhile counts as its own.
-    Collective. Raises: StoppedOnFinding (SF801).
+    vLLM measures free GPU memory while it starts, so memory that other processes take or free meanwhile counts as its
+    own. Collective. Raises: StoppedOnFinding (SF801).
     """
     starts_here = config.vllm_server is None and config.device == "cuda" and config.vllm_devices is None
     if config.vllm_sleep or starts_here:
-        ranks.broadcast_from_rank0(lambda: _wait_for(server, config, emit))
+        ranks.broadcast_from_rank0(lambda: _wait_for_server(server, config, emit))
     if config.vllm_sleep:
         ranks.broadcast_from_rank0(server.sleep)
 
 
-def _wait_for(server: Server, config: GrpoConfig, emit: Callable[[Event], None]) -> None:
-    def say(text: str) -> None:
+def _wait_for_server(server: Server, config: GrpoConfig, emit: Callable[[Event], None]) -> None:
+    def notify(text: str) -> None:
         emit(Notice(text))
-        emit(Heartbeat())  # for the supervisor: this is no standstill
+        emit(Heartbeat())  # the supervisor must not see a stall
 
     try:
-        server.wait_until_ready(config.vllm_start_timeout_s, say)
+        server.wait_until_ready(config.vllm_start_timeout_s, notify)
     except ServerFailed as error:
         raise server.stopped("SF801", str(error)) from error
 
 
 def drift_check(config: GrpoConfig) -> Callable[[int, Mapping[str, float]], None]:
-    """Return the check of each step: it ends a run whose server uses other weights than are trained (SF805)."""
+    """Return the check of each step, which ends a run whose server uses other weights than are trained (SF805)."""
     if config.rollout_engine != "vllm":
-        return lambda _step, _measured: None
-    # The probe has one sequence, and this the tokens of a step, of which training makes some unlikely.
+        return lambda _step, _metrics: None
+    # Twice the probe's tolerance: training makes some tokens of a step less likely than those of the probe.
     drift = EngineDrift(2 * tolerance_of(getattr(torch, config.dtype)))
 
-    def look(step: int, measured: Mapping[str, float]) -> None:
-        finding = drift.add(step, measured)
+    def check_drift(step: int, metrics: Mapping[str, float]) -> None:
+        finding = drift.add(step, metrics)
         if finding is not None:
             stopped = StoppedOnFinding(finding)
             stopped.is_agreed = True
             raise stopped
 
-    return look
+    return check_drift
 
 
-def _options(config: GrpoConfig, images: ImageSettings | None) -> list[str]:
-    """Of `vllm serve`; those of `vllm_args` come last, and win."""
-    is_cut_alone = config.cuts_sampling and config.temperature == 1.0
+def _build_options(config: GrpoConfig, images: ImageSettings | None) -> list[str]:
+    """Return the options of `vllm serve`. Those of `vllm_args` come last, and win."""
+    is_raw = config.cuts_sampling and config.temperature == 1.0
     options: dict[str, Any] = {
         "--dtype": config.dtype,
         "--max-model-len": max(config.max_row_tokens + config.max_completion_length, LEAST_CONTEXT),
-        # Those before both temperature and cut, or after both: as in training, where one of them is.
-        "--logprobs-mode": "raw_logprobs" if is_cut_alone else "processed_logprobs",
-        "--generation-config": "vllm",  # not the model's own top_p, top_k and penalties
+        # Logprobs are those before temperature and cut, or after both. With either alone, one mode matches training.
+        "--logprobs-mode": "raw_logprobs" if is_raw else "processed_logprobs",
+        "--generation-config": "vllm",  # ignore the model's own top_p, top_k and penalties
         "--seed": config.seed,
     }
     flags = []
@@ -179,8 +179,8 @@ def _options(config: GrpoConfig, images: ImageSettings | None) -> list[str]:
         flags = ["--enforce-eager", "--block-size", "32"]  # the smallest: completions of a group share whole blocks
     if config.tuning == "lora":
         flags.append("--enable-lora")
-        options["--max-lora-rank"] = next((one for one in VLLM_RANKS if one >= config.lora_rank), config.lora_rank)
-        options["--max-loras"] = 2  # the newest adapter comes before the one before it goes
+        options["--max-lora-rank"] = next((rank for rank in VLLM_RANKS if rank >= config.lora_rank), config.lora_rank)
+        options["--max-loras"] = 2  # the newest adapter is loaded before the previous one is unloaded
     if config.vllm_sleep:
         flags.append("--enable-sleep-mode")
     if config.routing_replay == "rollout":
@@ -194,38 +194,38 @@ def _options(config: GrpoConfig, images: ImageSettings | None) -> list[str]:
     return [*(str(part) for pair in options.items() for part in pair), *flags, *config.vllm_args]
 
 
-def _environment(config: GrpoConfig) -> dict[str, str]:
-    own = {name: value for name, value in loopback.variables_of_user().items() if not _is_of_launcher(name)}
+def _build_environment(config: GrpoConfig) -> dict[str, str]:
+    variables = {name: value for name, value in loopback.variables_of_user().items() if not _is_launcher_variable(name)}
     if config.device == "cpu":
-        own.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        if not config.max_staleness:  # training waits meanwhile, so no core is kept free for others
-            own.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+        variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        if not config.max_staleness:  # training waits meanwhile, so no core is reserved for other work
+            variables.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
     if config.vllm_devices is not None:
-        own["CUDA_VISIBLE_DEVICES"] = config.vllm_devices
-    if config.vllm_sleep:  # memory that grows in segments cannot be given up
-        own |= {name: _without_segments(own[name]) for name in ALLOCATOR if name in own}
+        variables["CUDA_VISIBLE_DEVICES"] = config.vllm_devices
+    if config.vllm_sleep:  # memory that grows in segments cannot be freed
+        variables |= {name: _drop_expandable_segments(variables[name]) for name in ALLOCATOR if name in variables}
     if config.tuning == "full" or config.vllm_sleep:  # new weights, sleep and wake are endpoints of this mode
-        own["VLLM_SERVER_DEV_MODE"] = "1"
-    if config.routing_replay == "rollout":  # the model runner that tells which experts tokens went to
-        own.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+        variables["VLLM_SERVER_DEV_MODE"] = "1"
+    if config.routing_replay == "rollout":  # the model runner that reports the experts of tokens
+        variables.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     if config.tuning == "lora":
-        own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    own.pop("VLLM_API_KEY", None)  # of another server: this one listens to its machine alone, and is asked without one
-    return {**loopback.loopback_variables(), "VLLM_HOST_IP": loopback.ADDRESS, **own, "VLLM_NO_USAGE_STATS": "1"}
+        variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    variables.pop("VLLM_API_KEY", None)  # it is another server's: this one is local, and requests carry no key
+    return {**loopback.loopback_variables(), "VLLM_HOST_IP": loopback.ADDRESS, **variables, "VLLM_NO_USAGE_STATS": "1"}
 
 
-def _without_segments(options: str) -> str:
-    return ",".join(one for one in options.split(",") if not one.strip().startswith("expandable_segments"))
+def _drop_expandable_segments(options: str) -> str:
+    return ",".join(option for option in options.split(",") if not option.strip().startswith("expandable_segments"))
 
 
-def _is_of_launcher(name: str) -> bool:
+def _is_launcher_variable(name: str) -> bool:
     return name in OF_LAUNCHERS or name.startswith(OF_LAUNCHERS_BEGIN)
 
 
 def rollout_source(
     config: GrpoConfig, context: MethodContext, learner: TrainContext, rewards: Rewards, server: Server | None
 ) -> RolloutSource:
-    """Return the batch source. Collective. Raises: StoppedOnFinding (SF801) where a server does not get ready."""
+    """Return the batch source. Collective. Raises: StoppedOnFinding (SF801) if a server does not get ready."""
     data, tokenizer, emit = context.data, context.tokenizer, context.emit
     text = learner.model.config.get_text_config()
     ends = end_tokens(learner.model, tokenizer) | answer_ends(tokenizer, config.template_variables)
@@ -251,10 +251,10 @@ def rollout_source(
             reader=data.reader,
             routing=learner.objective.routing if config.routing_replay == "rollout" else None,
             timeout_s=config.rollout_timeout_s,
-            is_told_to_stop=_with_signs_of_life(context.is_told_to_stop, emit),
+            is_told_to_stop=_add_heartbeats(context.is_told_to_stop, emit),
         )
     else:
-        engine = _vllm(config, learner, tokenizer, server, sampling, data.reader, context.base, emit)
+        engine = _build_vllm_engine(config, learner, tokenizer, server, sampling, data.reader, context.base, emit)
     return RolloutSource(
         config,
         data.train,
@@ -264,7 +264,7 @@ def rollout_source(
         tokenizer,
         sampling=sampling,
         context=longest_context(text.to_dict()),
-        # On CUDA attention over packed samples is one kernel, which does not know of shared prompts.
+        # On CUDA, the attention kernel for packed samples does not support shared prompts.
         share_prompts=learner.device == torch.device("cpu"),
         reader=data.reader,
         is_told_to_stop=context.is_told_to_stop,
@@ -274,21 +274,21 @@ def rollout_source(
     )
 
 
-def _with_signs_of_life(ask: Callable[[], bool], emit: Callable[[Event], None]) -> Callable[[], bool]:
-    """`ask`, which is asked at each token: a rollout that takes long is no standstill."""
-    said_s = time.monotonic()
+def _add_heartbeats(is_told_to_stop: Callable[[], bool], emit: Callable[[Event], None]) -> Callable[[], bool]:
+    """Return the check, which runs at each token, with heartbeats: the supervisor must not see a stall."""
+    last_heartbeat_s = time.monotonic()
 
-    def asked() -> bool:
-        nonlocal said_s
-        if time.monotonic() - said_s > SIGN_EVERY_S:
-            said_s = time.monotonic()
+    def check() -> bool:
+        nonlocal last_heartbeat_s
+        if time.monotonic() - last_heartbeat_s > HEARTBEAT_EVERY_S:
+            last_heartbeat_s = time.monotonic()
             emit(Heartbeat())
-        return ask()
+        return is_told_to_stop()
 
-    return asked
+    return check
 
 
-def _vllm(
+def _build_vllm_engine(
     config: GrpoConfig,
     learner: TrainContext,
     tokenizer: PreTrainedTokenizerBase,
@@ -300,7 +300,7 @@ def _vllm(
 ) -> VllmEngine:
     ranks, objective = learner.ranks, learner.objective
     assert isinstance(objective, GrpoObjective)
-    ranks.broadcast_from_rank0(lambda: _wait_for(server, config, emit))
+    ranks.broadcast_from_rank0(lambda: _wait_for_server(server, config, emit))
 
     def score(request: Request, ids: list[int]) -> list[float]:
         with learner.forward_context():
@@ -308,54 +308,54 @@ def _vllm(
 
     return VllmEngine(
         server,
-        _sync(config, learner, tokenizer, server, base),
+        _build_sync(config, learner, tokenizer, server, base),
         score,
         timeout_s=config.rollout_timeout_s,
-        probe=ranks.run_or_raise_on_all(lambda: _probe(learner.model, tokenizer, reader)),
+        probe=ranks.run_or_raise_on_all(lambda: _build_probe(learner.model, tokenizer, reader)),
         sampling=sampling if config.knows_rollout_logprobs else replace(sampling, top_p=1.0, top_k=0),
         vocab_size=int(learner.model.config.get_text_config().vocab_size),
-        dtype=getattr(torch, config.dtype),  # in full fine-tuning weights are kept in float32 whatever it is
+        dtype=getattr(torch, config.dtype),  # the server's type; full fine-tuning keeps its own weights in float32
         has_seeds=config.device != "cpu",
         sleeps=config.vllm_sleep,
-        routing=_routing_layers(learner) if config.routing_replay == "rollout" else None,
+        routing=_find_routing_layers(learner) if config.routing_replay == "rollout" else None,
         reader=reader,
         ranks=ranks,
         noisy=partial(perturbed_lora, learner.model) if config.tuning == "lora" else None,
     )
 
 
-def _routing_layers(learner: TrainContext) -> RoutingLayers:
+def _find_routing_layers(learner: TrainContext) -> RoutingLayers:
     model, text = learner.model, learner.model.config.get_text_config()
     numbers = [int(number) for name in router_names(model) for number in re.findall(r"\blayers\.(\d+)\.", name)[:1]]
     experts = max(map(experts_of, filter(is_fused_experts, model.modules())))
     return RoutingLayers(tuple(numbers), int(text.num_hidden_layers), experts)
 
 
-def _sync(
+def _build_sync(
     config: GrpoConfig, learner: TrainContext, tokenizer: PreTrainedTokenizerBase, server: Server, base: Path
 ) -> Sync:
-    """What of the model is sent, and how."""
+    """Return the sync of adapters, or of the full model."""
     settings, ranks, folder = lora_settings(config), learner.ranks, config.run_folder / ENGINE
     if settings is not None:
         return AdapterSync(server, learner.model, settings, folder / "adapters", ranks)
 
     def write(target: Path) -> None:
-        # In the type that the server computes in: a small base type would round what training has learned.
-        stored = getattr(torch, config.dtype)
-        write_artifact(target, learner.model, tokenizer, None, base, config.model, ranks, stored)
+        # The server's compute type: a smaller type of the base model would round away what training has learned.
+        dtype = getattr(torch, config.dtype)
+        write_artifact(target, learner.model, tokenizer, None, base, config.model, ranks, dtype)
 
     return FullSync(server, write, folder / "weights", config.rollout_timeout_s, ranks)
 
 
-def _probe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reader: PixelReader | None) -> Request:
-    """A prompt that both sides can read; with an image where the model sees. Raises: StorageError."""
-    text: list[int] = tokenizer(PROBE_TEXT)["input_ids"]
+def _build_probe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reader: PixelReader | None) -> Request:
+    """Return a prompt that trainer and server can read, with an image for a model with vision. Raises: StorageError."""
+    text_ids: list[int] = tokenizer(PROBE_TEXT)["input_ids"]
     if reader is None:
-        return Request(text, (0,), place="the probe")
+        return Request(text_ids, (0,), place="the probe")
     settings, file = reader.settings, BytesIO()
     shades = Picture.linear_gradient("L").resize((3 * settings.cell, 2 * settings.cell))
     Picture.merge("RGB", (shades, shades.rotate(180), shades.rotate(90))).save(file, "PNG")
     image = find_image(file.getvalue(), Path(), settings)
-    around = [getattr(model.config, f"vision_{side}_token_id", None) for side in ("start", "end")]
-    begin, end = ([token] if token is not None else [] for token in around)
-    return Request([*begin, *[settings.token_id] * image.num_tokens, *end, *text], (0,), (image,), "the probe")
+    delimiters = [getattr(model.config, f"vision_{side}_token_id", None) for side in ("start", "end")]
+    begin, end = ([token] if token is not None else [] for token in delimiters)
+    return Request([*begin, *[settings.token_id] * image.num_tokens, *end, *text_ids], (0,), (image,), "the probe")

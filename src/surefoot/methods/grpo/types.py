@@ -1,6 +1,6 @@
-"""What travels between prompts, engines, rewards and training, as frozen records; and how ranks leave a wait together.
+"""Types that prompts, engines, rewards and training exchange, and a wait that ranks leave together.
 
-Knows no engine.
+It imports no engine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,32 +18,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a group of completions answers."""
+    """The prompt of a group of completions."""
 
     ids: list[int]
     place: str
-    """Of its row: `data.jsonl:203`."""
+    """File and line of its row: `data.jsonl:203`."""
     columns: Mapping[str, Any]
-    """What its reward functions are given: `prompt` as messages or text, and the row's own columns."""
+    """Arguments of its reward functions: `prompt` as messages or text, and the row's own columns."""
     images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Log-probabilities are those of logits / temperature without `banned` tokens, before top_p
-    and top_k."""
+    """Parameters by which tokens are drawn.
+
+    Log-probabilities are those of logits / temperature without `banned` tokens, before top_p and top_k.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0: of all tokens."""
+    """Number of likeliest tokens to draw from; 0 draws from all."""
     ends: frozenset[int] = frozenset()
     """Tokens that end a completion; they belong to it."""
     stops: tuple[str, ...] = ()
-    """Texts that do."""
+    """Texts that end a completion."""
     banned: frozenset[int] = frozenset()
-    """Tokens that are never drawn: those that stand for images, which no answer can hold."""
+    """Tokens that are never drawn: those that stand for images, which no completion can contain."""
 
 
 @dataclass(frozen=True)
@@ -52,64 +54,64 @@ class Request:
 
     prompt: list[int]
     seed: tuple[int, ...]
-    """Draws depend on this, the prompt and the weights alone: not on the rank, nor on what else is generated."""
+    """Seed of the draws, which depend on it, the prompt and the weights alone: not on the rank or the batch."""
     images: tuple[Image, ...] = ()
-    """Those that the prompt's image tokens stand for, in order."""
+    """Images of the prompt's image tokens, in order."""
     place: str = ""
-    """Of the prompt's row, for errors."""
+    """File and line of the prompt's row, for errors."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer. Shapes: ids and logprobs [n], n >= 1."""
+    """One generated completion. Shapes: ids and logprobs [n], n >= 1."""
 
     ids: list[int]
     logprobs: list[float]
-    """Of each token when it was drawn, in nats."""
+    """Log-probability of each token when it was drawn, in nats."""
     finish: Literal["stop", "length"]
     policy_version: int
-    """Optimizer steps that the weights had seen."""
+    """Number of optimizer steps of the weights that drew it."""
     experts: str | None = None
-    """Those that its tokens and its prompt's went to, where they are wanted: see `chosen_experts`."""
+    """Experts of the prompt's and its own tokens, if they are recorded: see `routed_experts`."""
 
 
 Wait = Callable[[float], list[Completion] | None]
-"""Seconds -> completions that were asked for, or None on all ranks where some are not there by then. Collective."""
+"""Seconds -> the requested completions, or None on all ranks if some are not finished by then. Collective."""
 
 
 class Engine(Protocol):
-    """Generates completions under the policy's weights."""
+    """Generator of completions under the policy's weights."""
 
     @property
     def phase(self) -> Phase:
-        """What a rank is doing while it generates."""
+        """Phase of a rank while it generates."""
 
     @property
     def bytes_sent(self) -> int:
-        """What the published policy gave the engine to read; 0 where it has the weights themselves."""
+        """Number of bytes that the engine reads of the published policy; 0 if it shares the trained weights."""
 
     def publish(self, policy_version: int) -> None:
-        """Let further completions be of the weights as they are now. Collective.
+        """Use the current weights for further completions. Collective.
 
-        Raises: StoppedOnFinding (SF801, SF805) on all ranks where the engine does not get them.
+        Raises: StoppedOnFinding (SF801, SF805) on all ranks if the engine does not get them.
         """
 
     def ask(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> Wait:
-        """Ask for a completion for each request, of the published policy, in order. Collective, also without a request.
+        """Request a completion of the published policy for each request, in order. Collective, also without a request.
 
-        Waiting for them raises: StoppedOnFinding (SF801, SF806) on all ranks where one is late, missing, or not as
-        asked for.
+        Waiting for them raises: StoppedOnFinding (SF801, SF806) on all ranks if one is late, missing, or not as
+        requested.
         """
 
     def end(self) -> None:
-        """The run is over, well or not."""
+        """Release the engine at the end of the run, whether it succeeded or not."""
 
 
 def run_interruptible(ranks: World, work: Callable[[], T], is_told_to_stop: Callable[[], bool] = lambda: False) -> T:
-    """Return the value of `work`. Collective: one sum. Raises: Interrupted on all ranks if one was told to stop."""
-    made: list[T] = []
+    """Return the value of `work`. Collective: one sum. Raises: Interrupted on all ranks if one got a stop signal."""
+    values: list[T] = []
     with suppress(Interrupted):
-        made.append(work())
-    if ranks.sum([not made or is_told_to_stop()])[0]:
+        values.append(work())
+    if ranks.sum([not values or is_told_to_stop()])[0]:
         raise Interrupted
-    return made[0]
+    return values[0]

@@ -1,4 +1,4 @@
-"""The output of a worker process, passed on to standard error up to a bound. The rest is read and dropped.
+"""Forwarding of a worker process's output to standard error, up to a bound. The rest is read and dropped.
 
 A worker never waits for a reader, whatever it prints, and neither a terminal nor a log file fills up with it.
 """
@@ -10,10 +10,10 @@ from contextlib import suppress
 from typing import IO
 
 MOST_BYTES = 256 << 10
-"""Passed on of the output of a worker and of those that are started in its place."""
+"""Largest output that is forwarded of a worker, including the workers that replace it."""
 READ_BYTES = 1 << 16
 LAST_OUTPUT_S = 1.0
-"""For what a process printed before its end to be passed on."""
+"""Seconds that the last output of a process has to be forwarded."""
 LEFT_OUT = (
     f"\n[a reward worker printed more than {MOST_BYTES >> 10} KiB; the rest of its output is left out. Let your reward "
     "function write into a file to keep all of it]\n"
@@ -28,12 +28,12 @@ class BoundedOutput:
         self._reader: threading.Thread | None = None
 
     def follow(self, stream: IO[bytes]) -> None:
-        """Read a stream to its end in a thread of its own, which closes it."""
+        """Read a stream to its end, and close it, in a new thread."""
         self._reader = threading.Thread(target=self._read, args=[stream], name="reward output", daemon=True)
         self._reader.start()
 
     def finish(self) -> None:
-        """Wait a moment for the last output of a process that ended. What it started may hold its stream open."""
+        """Wait a moment for the last output of a process that ended. Its children may hold the stream open."""
         if self._reader is not None:
             self._reader.join(LAST_OUTPUT_S)
 
@@ -49,10 +49,10 @@ class BoundedOutput:
 
 
 def _write_to_stderr(content: bytes) -> None:
-    """Write to the standard error that this process was started with, if it is open. It holds no text back."""
+    """Write to the standard error that this process was started with, if it is open. Nothing is buffered."""
     if sys.__stderr__ is None:
         return
-    left = memoryview(content)
+    remaining = memoryview(content)
     with suppress(OSError, ValueError):
-        while left:
-            left = left[os.write(sys.__stderr__.fileno(), left) :]
+        while remaining:
+            remaining = remaining[os.write(sys.__stderr__.fileno(), remaining) :]

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the likelihood of the assistant's words, plus the load-balancing loss where asked for."""
+"""Supervised fine-tuning: the likelihood of the assistant's tokens, plus the load-balancing loss if requested."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -35,24 +35,24 @@ from surefoot.models.routing import (
 
 
 def check_routers(aux_loss_coef: float, model: PreTrainedModel) -> None:
-    """Raises: ModelError where there are no routers to balance."""
+    """Raise ModelError if there is a load-balancing loss and no router to balance."""
     if aux_loss_coef and not router_names(model):
         raise ModelError(
             f"router_aux_loss_coef={aux_loss_coef}, but {type(model).__name__} has no routers to balance. Drop it."
         )
 
 
-def _check_recorded(built: BuiltModel) -> None:
-    """Look at what the routers say of a few tokens. Collective. Raises: ModelError, see `check_recorded`."""
-    model, seen = built.model, dummy_inputs(built.model)
+def _check_recording(built: BuiltModel) -> None:
+    """Check that the routing of a few tokens is recorded. Collective. Raises: ModelError, see `check_recorded`."""
+    model, inputs = built.model, dummy_inputs(built.model)
     with eval_no_grad(model), built.routing.recording() as layers:
-        as_fsdp_forward(model, lambda: model.base_model(**seen))()
+        as_fsdp_forward(model, lambda: model.base_model(**inputs))()
     reshard(model)  # weights may be loaded before the next forward
     check_recorded(layers, built.routing.names)
 
 
 class SftObjective(Objective):
-    """The likelihood of the trained tokens; also counts how the last step's tokens were spread over experts."""
+    """The likelihood of the trained tokens, with counts of how the last step's tokens were spread over experts."""
 
     def __init__(self, built: BuiltModel, aux_loss_coef: float, ranks: World = SINGLE_PROCESS) -> None:
         """Raise ModelError if the routers cannot be balanced. Collective."""
@@ -66,7 +66,7 @@ class SftObjective(Objective):
         self._routing = built.routing
         check_routers(aux_loss_coef, built.model)
         if aux_loss_coef and has_values(built.model):
-            _check_recorded(built)
+            _check_recording(built)
         self._coefficient = aux_loss_coef
         self._token_loss = TokenLoss(built.model)
         self._counts: Tensor | None = None
@@ -75,7 +75,7 @@ class SftObjective(Objective):
 
     @property
     def expert_counts(self) -> Tensor | None:
-        """Rows each expert got in the last step, int64 [layers, E]; None for a dense model."""
+        """Rows of each expert in the last step, int64 [layers, E]; None for a dense model."""
         return self._counts
 
     @property
@@ -84,10 +84,10 @@ class SftObjective(Objective):
         return self._token_loss.holds_all_logits
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """The load-balancing loss weighs each micro-batch by how the whole global batch was routed.
+        """Count the routing of the whole global batch, by which the load-balancing loss weighs each micro-batch.
 
-        With one micro-batch its own forward tells. With several, routing is counted first in a forward without graph:
-        exact for any accumulation (dropout aside), for about a third more time, only with `router_aux_loss_coef`.
+        A single micro-batch is counted in its own forward. Several are counted first in a forward without graph: exact
+        for any accumulation (dropout aside), for about a third more time, only with `router_aux_loss_coef`.
         """
         self._counts = None
         self._counts_are_complete = False
@@ -95,18 +95,18 @@ class SftObjective(Objective):
             for batch in batches:
                 with torch.no_grad(), self._routing.recording() as layers:
                     self._run_decoder(batch)
-                self._add(layers, batch)
+                self._add_counts(layers, batch)
             self._complete_counts()
         return batches
 
     def loss(self, batch: MicroBatch, totals: BatchTotals) -> LossTerms:
-        """This micro-batch's share, normalised over the global batch."""
+        """Return this micro-batch's share, normalised over the global batch."""
         with self._routing.recording() as layers:
             main = self._token_loss(batch) * (0.0 if batch.is_dummy else 1 / totals.weight)
         if not layers:
             return LossTerms(main)
         if not self._counts_are_complete:
-            self._add(layers, batch)
+            self._add_counts(layers, batch)
         if not self._coefficient:
             return LossTerms(main)
         if not self._counts_are_complete:
@@ -116,18 +116,18 @@ class SftObjective(Objective):
         return LossTerms(main, aux * 0 if batch.is_dummy else aux)
 
     def end_step(self) -> None:
-        """Collective where there are experts and their rows were not summed before."""
+        """Complete the counts of experts. Collective if there are experts and their rows were not summed before."""
         if self._counts is not None and not self._counts_are_complete:
             self._complete_counts()
 
-    def _add(self, layers: list[LayerRouting], batch: MicroBatch) -> None:
+    def _add_counts(self, layers: list[LayerRouting], batch: MicroBatch) -> None:
         counts = expert_counts(layers, layers[0].logits.shape[-1])
         if batch.is_dummy:
             counts = torch.zeros_like(counts)
         self._counts = counts if self._counts is None else self._counts + counts
 
     def _complete_counts(self) -> None:
-        """From this rank's part of the global batch to all of it."""
+        """Sum the counts of all ranks."""
         assert self._counts is not None
         self._counts = sum_over_ranks(self._counts, self._ranks)
         self._counts_are_complete = True
@@ -136,9 +136,10 @@ class SftObjective(Objective):
     def evaluate(
         self, batches: Iterable[MicroBatch], is_told_to_stop: Callable[[], bool] = lambda: False
     ) -> tuple[float, int]:
-        """(mean negative log-likelihood, trained tokens) over held-out batches, with dropout off. Collective.
+        """Return (mean negative log-likelihood, trained tokens) over held-out batches, with dropout off. Collective.
 
-        `is_told_to_stop`: whether this rank is; asked before each batch. Raises: Interrupted on all ranks.
+        `is_told_to_stop`: whether this rank received a stop signal; called before each batch.
+        Raises: Interrupted on all ranks.
         """
         total, trained, weight = 0.0, 0.0, 0.0
         self.model.eval()
@@ -173,7 +174,7 @@ class Sft(Method):
 
     @classmethod
     def planned_loss(cls, run: RunConfig) -> PlannedLoss:
-        """Return the loss, of which only the load-balancing term depends on the settings."""
+        """Return the loss. Only its load-balancing term depends on the settings."""
         return PlannedObjective(cls, run, run.router_aux_loss_coef, run.max_length - 1)
 
     def load(self, config: RunConfig, learner: TrainContext) -> None:  # noqa: ARG002 - batches need no config

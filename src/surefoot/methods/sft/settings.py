@@ -1,4 +1,4 @@
-"""The settings of supervised fine-tuning: those that every method has."""
+"""The settings of supervised fine-tuning, which are those common to all methods."""
 
 from typing import ClassVar, Literal
 

@@ -1,1 +1,1 @@
-"""What generates completions: token ids in, token ids and their log-probabilities out."""
+"""Engines that generate completions: token ids in, token ids and their log-probabilities out."""

@@ -1,4 +1,4 @@
-"""A vLLM server: a process of this run, or one at an address. Every request has a deadline; what goes wrong is told."""
+"""Client of a vLLM server, which is a process of this run or one at an address. Every request has a deadline."""
 
 import http.client
 import json
@@ -20,28 +20,29 @@ from surefoot.system.process import describe_end, end_with_parent
 LOG_TAIL_BYTES = 3000
 POLL_S = 0.5
 WORD_EVERY_S = 15.0
+"""Seconds between two notices that the server is not ready yet."""
 END_S = 20.0
-"""For a server to end by itself before it is killed."""
+"""Seconds that a server has to end by itself before it is killed."""
 BUSY = frozenset({502, 503, 504})
-"""What servers, and proxies before them, answer to what they cannot take now."""
+"""Status codes of servers, and of proxies before them, for a request that they cannot take now."""
 HEALTH_TIMEOUT_S = 5.0
 SLEEP_TIMEOUT_S = 300.0
-"""For a server to move its weights to host memory, or back."""
+"""Seconds that a server has to move its weights to host memory, or back."""
 END_NOTICE_S = 1.0
-PIECE_BYTES = 1 << 16
+CHUNK_BYTES = 1 << 16
 
 
 class ServerFailed(Exception):
-    """A request was not answered as it should; the text says why."""
+    """A request failed; the text says why."""
 
     def __init__(self, text: str, *, may_pass: bool = False) -> None:
-        """`may_pass`: the request was not taken, for a reason that may be over soon."""
+        """Create the error. `may_pass`: the request was not taken, for a reason that may be over soon."""
         super().__init__(text)
         self.may_pass = may_pass
 
 
 class Server:
-    """Where completions come from."""
+    """A vLLM server, with its process and its log if it belongs to this run."""
 
     def __init__(self, address: str, process: "subprocess.Popen[bytes] | None" = None, log: Path | None = None) -> None:
         parts = urlsplit(address if "//" in address else f"//{address}")
@@ -51,49 +52,49 @@ class Server:
         self._log = log
 
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The JSON it answers with; what is no JSON comes as `{"text": ...}`. Raises: ServerFailed."""
-        return self._ask("POST", path, json.dumps(body).encode(), timeout_s)
+        """Return the JSON of the response; any other text is returned as `{"text": ...}`. Raises: ServerFailed."""
+        return self._send_request("POST", path, json.dumps(body).encode(), timeout_s)
 
     def get(self, path: str, timeout_s: float) -> dict[str, Any]:
-        """The JSON it answers with. Raises: ServerFailed."""
-        return self._ask("GET", path, None, timeout_s)
+        """Return the JSON of the response. Raises: ServerFailed."""
+        return self._send_request("GET", path, None, timeout_s)
 
-    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> dict[str, Any]:
+    def _send_request(self, method: str, path: str, body: bytes | None, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
         connection = http.client.HTTPConnection(self._host, self._port, timeout=max(timeout_s, 0.01))
         try:
             connection.request(method, path, body, {"Content-Type": "application/json"})
             with connection.getresponse() as response:
-                text = _read(connection, response, deadline).decode("utf-8", "replace")
+                text = _read_body(connection, response, deadline).decode("utf-8", "replace")
         except TimeoutError:
             raise ServerFailed(f"{method} {path} was not answered in {timeout_s:.0f} s") from None
         except (OSError, http.client.HTTPException) as error:
-            text = f"{method} {path}: {type(error).__name__}: {error}{self._end()}"
+            text = f"{method} {path}: {type(error).__name__}: {error}{self._describe_server_end()}"
             raise ServerFailed(text, may_pass=isinstance(error, ConnectionError)) from error
         finally:
             connection.close()
         if response.status != http.client.OK:
-            said = f"{method} {path} was answered with status {response.status}: {text[:1000]}"
-            raise ServerFailed(said, may_pass=response.status in BUSY)
+            message = f"{method} {path} was answered with status {response.status}: {text[:1000]}"
+            raise ServerFailed(message, may_pass=response.status in BUSY)
         try:
-            answer = json.loads(text or "{}")
+            payload = json.loads(text or "{}")
         except ValueError:
-            answer = None
-        return answer if isinstance(answer, dict) else {"text": text}
+            payload = None
+        return payload if isinstance(payload, dict) else {"text": text}
 
-    def wait_until_ready(self, timeout_s: float, say: Callable[[str], None]) -> None:
-        """`say` hears now and then that it is waited for.
+    def wait_until_ready(self, timeout_s: float, notify: Callable[[str], None]) -> None:
+        """Wait for the server, and call `notify` with a line every `WORD_EVERY_S` seconds.
 
-        Raises: ServerFailed where it ends, or is not ready in time.
+        Raises: ServerFailed if the server ends, or is not ready in time.
         """
         began_s = time.monotonic()
-        deadline, next_word_s = began_s + timeout_s, began_s + WORD_EVERY_S
+        deadline, next_notice_s = began_s + timeout_s, began_s + WORD_EVERY_S
         while time.monotonic() < deadline:
-            if time.monotonic() > next_word_s:
-                next_word_s += WORD_EVERY_S
-                say(f"waiting for the vLLM server at {self.address}, up to {timeout_s:.0f} s")
-            with suppress(ServerFailed):  # refused until it listens; asking also waits a moment for its end
-                self._ask("GET", "/health", None, HEALTH_TIMEOUT_S)
+            if time.monotonic() > next_notice_s:
+                next_notice_s += WORD_EVERY_S
+                notify(f"waiting for the vLLM server at {self.address}, up to {timeout_s:.0f} s")
+            with suppress(ServerFailed):  # refused until it listens; the request also waits a moment for its end
+                self._send_request("GET", "/health", None, HEALTH_TIMEOUT_S)
                 return
             if self._process is not None and self._process.poll() is not None:
                 raise ServerFailed(f"the server {describe_end(self._process.returncode)} before it was ready")
@@ -101,57 +102,58 @@ class Server:
         raise ServerFailed(f"the server at {self.address} was not ready in {timeout_s:.0f} s")
 
     def sleep(self) -> None:
-        """Give up the memory of its GPUs; its weights stay in host memory. Raises: StoppedOnFinding (SF801)."""
-        self._ask_to("/sleep?level=1", is_asleep=True)  # level 2 would lose the weights
+        """Free the server's GPU memory; its weights stay in host memory. Raises: StoppedOnFinding (SF801)."""
+        self._set_sleep_mode("/sleep?level=1", is_asleep=True)  # level 2 would lose the weights
 
     def wake(self) -> None:
-        """Take the memory again. Raises: StoppedOnFinding (SF801)."""
-        self._ask_to("/wake_up", is_asleep=False)
+        """Take the GPU memory again. Raises: StoppedOnFinding (SF801)."""
+        self._set_sleep_mode("/wake_up", is_asleep=False)
 
-    def _ask_to(self, path: str, *, is_asleep: bool) -> None:
+    def _set_sleep_mode(self, path: str, *, is_asleep: bool) -> None:
         try:
             self.post(path, {}, SLEEP_TIMEOUT_S)
-            said = self.get("/is_sleeping", SLEEP_TIMEOUT_S).get("is_sleeping")
+            state = self.get("/is_sleeping", SLEEP_TIMEOUT_S).get("is_sleeping")
         except ServerFailed as error:
             raise self.stopped(
                 "SF801",
                 f"the server did not answer POST {path}: {error}. It must run with --enable-sleep-mode, and "
                 "VLLM_SERVER_DEV_MODE=1 in its environment; or set vllm_sleep: false",
             ) from error
-        if said is not is_asleep:
+        if state is not is_asleep:
             raise self.stopped(
-                "SF801", f"after POST {path} the server says is_sleeping: {said}. Set vllm_sleep: false", path=path
+                "SF801", f"after POST {path} the server says is_sleeping: {state}. Set vllm_sleep: false", path=path
             )
 
     @property
-    def is_there(self) -> bool:
-        """Whether its process is, where it is one of this run."""
+    def is_running(self) -> bool:
+        """Whether the server's process runs; true for a server of another owner."""
         return self._process is None or self._process.poll() is None
 
     def check_alive(self) -> None:
-        """Raises: StoppedOnFinding (SF801) where the process of a server has ended."""
+        """Raise StoppedOnFinding (SF801) if the server's process has ended."""
         if self._process is not None and self._process.poll() is not None:
             raise self.stopped("SF801", f"the server {describe_end(self._process.returncode)}")
 
     def evidence(self) -> dict[str, Any]:
-        """What can be seen of it from here."""
-        seen: dict[str, Any] = {"address": self.address}
+        """Return the server's address, and the state of its process and the end of its log if this rank has them."""
+        evidence: dict[str, Any] = {"address": self.address}
         if self._process is not None:
             code = self._process.poll()
-            seen["server"] = f"process {self._process.pid} " + ("is running" if code is None else describe_end(code))
+            state = "is running" if code is None else describe_end(code)
+            evidence["server"] = f"process {self._process.pid} {state}"
         if self._log is not None and self._log.is_file():
             with open(self._log, "rb") as file:
                 file.seek(max(0, self._log.stat().st_size - LOG_TAIL_BYTES))
-                seen["log"] = str(self._log)
-                seen["end_of_log"] = file.read().decode("utf-8", "replace")
-        return seen
+                evidence["log"] = str(self._log)
+                evidence["end_of_log"] = file.read().decode("utf-8", "replace")
+        return evidence
 
     def stopped(self, code: str, cause: str, **evidence: Any) -> StoppedOnFinding:
-        """A finding about it that ends the run."""
+        """Return the error that ends the run with a finding about the server."""
         return StoppedOnFinding(Finding(code, cause, {**evidence, **self.evidence()}, CATALOGUE[code].fix))
 
     def end(self) -> None:
-        """End a server of this run; others go on."""
+        """End a server of this run; any other server is left running."""
         if self._process is None:
             return
         for number, seconds in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
@@ -160,11 +162,11 @@ class Server:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)
                 break
-        with suppress(ProcessLookupError):  # workers of it that stayed
+        with suppress(ProcessLookupError):  # workers that outlived it
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _end(self) -> str:
-        """How it ended, if it did; a connection is reset a moment before its process is gone."""
+    def _describe_server_end(self) -> str:
+        """Wait a moment, because a connection is reset just before its process ends; return how it ended, if it did."""
         if self._process is None:
             return ""
         with suppress(subprocess.TimeoutExpired):
@@ -177,9 +179,9 @@ class Server:
 def start_server(
     command: str, model: Path, options: Sequence[str], environment: Mapping[str, str], log: Path, where: str
 ) -> Server:
-    """Start `vllm serve` on a free port of this machine alone; it ends with this process, however that ends.
+    """Start `vllm serve` on a free port of the loopback interface. It ends with this process, however that ends.
 
-    Raises: ConfigError where there is no such command.
+    Raises: ConfigError if the command cannot be started.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -205,19 +207,19 @@ def start_server(
     return Server(f"http://127.0.0.1:{port}", process, log)
 
 
-def _read(connection: http.client.HTTPConnection, response: http.client.HTTPResponse, deadline: float) -> bytes:
-    """The whole answer. A socket's timeout is that of one piece, and a server may send any number of them.
+def _read_body(connection: http.client.HTTPConnection, response: http.client.HTTPResponse, deadline: float) -> bytes:
+    """Return the whole body. A socket's timeout holds for one chunk, and a server may send any number of them.
 
     Raises: TimeoutError.
     """
-    pieces: list[bytes] = []
+    chunks: list[bytes] = []
     while True:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
-        if connection.sock is not None:  # None where the server closes after its answer, which is read by then
+        if connection.sock is not None:  # None if the server closes after its response, which is read by then
             connection.sock.settimeout(left_s)
-        piece = response.read1(PIECE_BYTES)
-        if not piece:
-            return b"".join(pieces)
-        pieces.append(piece)
+        chunk = response.read1(CHUNK_BYTES)
+        if not chunk:
+            return b"".join(chunks)
+        chunks.append(chunk)

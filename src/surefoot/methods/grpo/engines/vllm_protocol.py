@@ -1,6 +1,6 @@
-"""What is asked of vLLM's endpoints for a completion, and how its answers are read. Pure.
+"""Requests to vLLM's endpoints for completions, and the parsing of its responses. Pure.
 
-Prompts of text go to /v1/completions. Those with images go to /inference/v1/generate, which takes tokens and images:
+Prompts of text go to /v1/completions. Prompts with images go to /inference/v1/generate, which takes tokens and images:
 each image as it was scaled for training, and one token for it where the prompt of training has one for each cell.
 """
 
@@ -13,19 +13,19 @@ from surefoot.methods.grpo.routed_experts import as_text, from_text
 from surefoot.methods.grpo.types import Completion, Request, Sampling
 
 BAN = -100.0
-"""Added to the logit of a token that is never to be drawn."""
+"""Bias added to the logit of a token that must never be drawn."""
 LARGEST = 1e4
-"""No logprob of a token that was drawn is beyond it, in nats."""
+"""Largest magnitude of the logprob of a drawn token, in nats."""
 ROUNDING = 1e-3
-"""How far above 0 one may come out."""
+"""Largest logprob above 0 that is still a rounding error."""
 
 
 @dataclass(frozen=True)
 class RoutingLayers:
-    """Where the routers of a model are. vLLM tells experts for every decoder layer, also for those without any."""
+    """The layers of a model that have routers. vLLM reports experts for every decoder layer, even without a router."""
 
     routers: tuple[int, ...]
-    """Numbers of the decoder layers that have one, in order."""
+    """Numbers of the decoder layers that have a router, in order."""
     decoder_layers: int
     num_experts: int
 
@@ -48,12 +48,12 @@ def call_for(
     has_seed: bool = True,
     ignores_ends: bool = False,
 ) -> Call:
-    """`pictures`: the images of the request, as data: addresses. `image_token`: stands for a cell of them."""
+    """Return the call. `pictures`: images of the request as data: URLs. `image_token`: token of a cell of an image."""
     digest = hashlib.blake2b(repr(request.seed).encode(), digest_size=8).digest()
-    drawn: dict[str, Any] = {
+    sampling_params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
-        # All are said, since a model's generation_config.json may say otherwise.
+        # All are set, because a model's generation_config.json may have other values.
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": 0.0,
@@ -68,33 +68,33 @@ def call_for(
         "ignore_eos": ignores_ends,
     }
     if sampling.banned:
-        drawn["logit_bias"] = {str(token): BAN for token in sorted(sampling.banned)}
+        sampling_params["logit_bias"] = {str(token): BAN for token in sorted(sampling.banned)}
     if not pictures:
         body = {"model": model, "prompt": request.prompt, "return_token_ids": True, "add_special_tokens": False}
-        return Call("/v1/completions", body | drawn)
+        return Call("/v1/completions", body | sampling_params)
     assert image_token is not None
     return Call(
         "/inference/v1/generate",
         {
             "model": model,
-            "token_ids": _one_token_an_image(request, image_token),
+            "token_ids": _collapse_image_tokens(request, image_token),
             "content_parts": [{"type": "image_url", "url": picture} for picture in pictures],
             "return_token_ids": True,
-            "sampling_params": drawn,
+            "sampling_params": sampling_params,
         },
     )
 
 
-def _one_token_an_image(request: Request, image_token: int) -> list[int]:
-    images, ids, at = iter(request.images), [], 0
-    while at < len(request.prompt):
-        ids.append(request.prompt[at])
-        at += next(images).num_tokens if request.prompt[at] == image_token else 1
+def _collapse_image_tokens(request: Request, image_token: int) -> list[int]:
+    images, ids, index = iter(request.images), [], 0
+    while index < len(request.prompt):
+        ids.append(request.prompt[index])
+        index += next(images).num_tokens if request.prompt[index] == image_token else 1
     return ids
 
 
 def completion_of(
-    answer: Mapping[str, Any],
+    response: Mapping[str, Any],
     request: Request,
     sampling: Sampling,
     model: str,
@@ -102,27 +102,31 @@ def completion_of(
     vocab_size: int,
     routing: RoutingLayers | None = None,
 ) -> Completion:
-    """The completion that a server answered with. `routing`: where it was asked for experts too.
+    """Return the completion of a server's response. `routing`: set if experts were requested too.
 
-    Raises: ValueError, whose text says what is not as it was asked for.
+    Raises: ValueError, whose text says what differs from the request.
     """
     try:
-        (choice,) = answer["choices"]
-        ids, finish, of_model = list(choice["token_ids"]), choice["finish_reason"], answer["model"]
-        logprobs = _logprobs(choice["logprobs"], ids)
-        prompt = list(answer["prompt_token_ids"]) if request.images else request.prompt
+        (choice,) = response["choices"]
+        ids, finish, response_model = list(choice["token_ids"]), choice["finish_reason"], response["model"]
+        logprobs = _parse_logprobs(choice["logprobs"], ids)
+        prompt = list(response["prompt_token_ids"]) if request.images else request.prompt
     except (LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"an answer is not of the form it should have ({error}): {str(answer)[:300]}") from error
-    if of_model != model:
-        raise ValueError(f"a completion is of {of_model}, but {model} was asked for")
+        raise ValueError(f"an answer is not of the form it should have ({error}): {str(response)[:300]}") from error
+    if response_model != model:
+        raise ValueError(f"a completion is of {response_model}, but {model} was asked for")
     if not ids or len(ids) != len(logprobs) or any(logprob is None for logprob in logprobs):
         raise ValueError(f"a completion has {len(ids)} tokens and {len(logprobs)} logprobs")
-    strange = [one for one in ids if type(one) is not int or not 0 <= one < vocab_size or one in sampling.banned]
-    if strange:
-        raise ValueError(f"a completion has the token {strange[0]!r}, which the model of {vocab_size} cannot draw")
-    odd = [one for one in logprobs if not isinstance(one, int | float) or not -LARGEST <= one <= ROUNDING]
-    if odd:
-        raise ValueError(f"a completion has {odd[0]!r} as a logprob")
+    invalid_ids = [
+        token for token in ids if type(token) is not int or not 0 <= token < vocab_size or token in sampling.banned
+    ]
+    if invalid_ids:
+        raise ValueError(f"a completion has the token {invalid_ids[0]!r}, which the model of {vocab_size} cannot draw")
+    invalid_logprobs = [
+        logprob for logprob in logprobs if not isinstance(logprob, int | float) or not -LARGEST <= logprob <= ROUNDING
+    ]
+    if invalid_logprobs:
+        raise ValueError(f"a completion has {invalid_logprobs[0]!r} as a logprob")
     if finish not in ("stop", "length"):
         raise ValueError(f"a completion was ended by '{finish}'")
     if finish == "length" and len(ids) != sampling.max_tokens:
@@ -142,35 +146,35 @@ def completion_of(
         )
     experts = None
     if routing is not None:
-        experts = _experts(choice.get("routed_experts"), len(request.prompt) + len(ids) - 1, routing)
+        experts = _parse_experts(choice.get("routed_experts"), len(request.prompt) + len(ids) - 1, routing)
     return Completion(ids, logprobs, finish, policy_version, experts)
 
 
-def _logprobs(said: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
-    if "token_logprobs" in said:
-        return list(said["token_logprobs"])
-    of_tokens = said["content"]
-    if [one["token_id"] for one in of_tokens] != ids:
+def _parse_logprobs(payload: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
+    if "token_logprobs" in payload:
+        return list(payload["token_logprobs"])
+    entries = payload["content"]
+    if [entry["token_id"] for entry in entries] != ids:
         raise ValueError("logprobs of other tokens")
-    return [one["logprob"] for one in of_tokens]
+    return [entry["logprob"] for entry in entries]
 
 
-def _experts(said: Any, tokens: int, routing: RoutingLayers) -> str:
-    """Those of the layers that have routers. Raises: ValueError."""
-    if said is None:
+def _parse_experts(payload: Any, num_tokens: int, routing: RoutingLayers) -> str:
+    """Return the experts of the layers that have routers. Raises: ValueError."""
+    if payload is None:
         raise ValueError(
             "a completion comes without the experts of its tokens. Start the server with "
             "--enable-return-routed-experts, or set routing_replay: none"
         )
-    found = from_text(said)
-    if found.shape[:2] != (tokens, routing.decoder_layers):
+    experts = from_text(payload)
+    if experts.shape[:2] != (num_tokens, routing.decoder_layers):
         raise ValueError(
-            f"a completion comes with the experts of {found.shape[0]} tokens in {found.shape[1]} layers, where "
-            f"{tokens} were read, by {routing.decoder_layers} layers"
+            f"a completion comes with the experts of {experts.shape[0]} tokens in {experts.shape[1]} layers, where "
+            f"{num_tokens} were read, by {routing.decoder_layers} layers"
         )
-    found = found[:, list(routing.routers)]
-    if found.size and not 0 <= found.min() <= found.max() < routing.num_experts:
+    experts = experts[:, list(routing.routers)]
+    if experts.size and not 0 <= experts.min() <= experts.max() < routing.num_experts:
         raise ValueError(
-            f"a completion comes with experts {found.min()} to {found.max()}, of a model with {routing.num_experts}"
+            f"a completion comes with experts {experts.min()} to {experts.max()}, of a model with {routing.num_experts}"
         )
-    return as_text(found)
+    return as_text(experts)
