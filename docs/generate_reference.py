@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from surefoot.cli import _parser
+from surefoot.cli import build_parser
 from surefoot.config.aliases import ALIASES
 from surefoot.config.describe import describe_settings, run_schema
 from surefoot.findings import CATALOGUE
@@ -72,7 +72,7 @@ def findings() -> str:
 
 def commands() -> str:
     """Return the page of all verbs with their options."""
-    parser = _parser()
+    parser = build_parser()
     (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     helps = {action.dest: action.help for action in verbs._choices_actions}
     lines = ["# Commands", "", f"`surefoot VERB --help` prints the same. {NOTE}"]

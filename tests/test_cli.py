@@ -45,7 +45,7 @@ def here(capsys: pytest.CaptureFixture[str]) -> Here:
 
 
 def test_help_loads_no_torch() -> None:
-    code = "import sys; from surefoot.cli import _parser; _parser().format_help(); sys.exit('torch' in sys.modules)"
+    code = "import sys, surefoot.cli as cli; cli.build_parser().format_help(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
     shown = surefoot("--help")
     assert shown.returncode == 0

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_program = arguments is None
     if is_program:
         protect_streams()
-    parser = _parser()
+    parser = build_parser()
     parsed, extra = parser.parse_known_args(arguments)
     if extra and not (hasattr(parsed, "overrides") and all("=" in text for text in extra)):
         near = difflib.get_close_matches(extra[0].partition("=")[0], parsed.options, n=1)
@@ -56,11 +56,19 @@ class _Parser(argparse.ArgumentParser):
         return parsed, extra
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all verbs."""
     parser = _Parser(prog="surefoot", description="Fine-tune LLMs: dense and Mixture-of-Experts, LoRA or full.")
     parser.add_argument("--version", action="version", version=f"surefoot {surefoot.__version__}")
     verbs = parser.add_subparsers(required=True, metavar="verb")
+    _add_run_verbs(verbs)
+    _add_watching_verbs(verbs)
+    _add_model_verbs(verbs)
+    return parser
 
+
+def _add_run_verbs(verbs: "argparse._SubParsersAction[_Parser]") -> None:
+    """Add the verbs that take a run.yaml or write one."""
     train = verbs.add_parser(
         "train", help="fine-tune as a YAML file says", epilog="`surefoot settings` lists all keys."
     )
@@ -105,6 +113,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     imported.set_defaults(verb=_run_import)
 
+    settings = verbs.add_parser("settings", help="list every setting of run.yaml with its default")
+    settings.add_argument("--json", action="store_true")
+    settings.add_argument("--schema", action="store_true", help="a JSON schema of run.yaml, for editors")
+    settings.set_defaults(verb=_run_settings)
+
+
+def _add_watching_verbs(verbs: "argparse._SubParsersAction[_Parser]") -> None:
+    """Add the verbs that look at runs, and the one that breaks some on purpose."""
     explain = verbs.add_parser("explain", help="why a run stalled, died or leaked; or what a finding's code means")
     explain.add_argument("what", help="a run folder, or a code such as SF104; without one, all codes", nargs="?")
     explain.add_argument("--json", action="store_true")
@@ -132,11 +148,9 @@ def _parser() -> argparse.ArgumentParser:
     drill.add_argument("--json", action="store_true", help="print each outcome as one JSON object")
     drill.set_defaults(verb=_run_drill)
 
-    settings = verbs.add_parser("settings", help="list every setting of run.yaml with its default")
-    settings.add_argument("--json", action="store_true")
-    settings.add_argument("--schema", action="store_true", help="a JSON schema of run.yaml, for editors")
-    settings.set_defaults(verb=_run_settings)
 
+def _add_model_verbs(verbs: "argparse._SubParsersAction[_Parser]") -> None:
+    """Add the verbs that read models and write them."""
     export = verbs.add_parser("export", help="write a run's adapter, or the model with the adapter merged in")
     export.add_argument("run", help="a run folder, or an adapter folder")
     export.add_argument("target", help="the new folder to write")
@@ -164,7 +178,6 @@ def _parser() -> argparse.ArgumentParser:
     upcycle.add_argument("--seed", type=int, default=0, help="seeds the routers")
     upcycle.add_argument("--json", action="store_true")
     upcycle.set_defaults(verb=_run_upcycle)
-    return parser
 
 
 def _parse_count(text: str) -> int:
