@@ -386,7 +386,10 @@ def _run_drill(arguments: argparse.Namespace) -> int:
 
 def _run_settings(arguments: argparse.Namespace) -> int:
     from surefoot.config.describe import describe_settings, run_schema
+    from surefoot.config.methods import available_classes
 
+    for problem in available_classes()[1]:
+        say(f"left out: {problem}")
     if arguments.schema:
         print_json(run_schema())
         return DONE

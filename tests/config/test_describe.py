@@ -47,6 +47,7 @@ def test_every_name_that_is_read_is_in_it() -> None:
         {"method": "grpo", "reward_funcs": "length", "num_generations": 4, "global_batch_size": 4},
         {"method": "grpo", "reward_funcs": [{"func": "length", "weight": 1}], "scale_rewards": False, "stop": "\n"},
         {"phase_timeout_s": {"save": 900}, "bf16": True},
+        {"fp16": False, "tensor_parallel_size": False},
     ],
 )
 def test_it_accepts_what_is_read(changes: dict[str, Any]) -> None:

@@ -347,3 +347,39 @@ def test_reading_a_config_of_any_method_imports_no_torch(tmp_path: Path) -> None
     )
     done = subprocess.run([sys.executable, "-c", program, tmp_path / "run.yaml"], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), [float("-inf")]])
+def test_no_number_inside_free_settings_is_infinite(value: Any) -> None:
+    """It would be null where the run folder and the ranks read it."""
+    base = {"model": "m", "dataset": "d.jsonl", "output_dir": "o"}
+    with pytest.raises(ConfigError, match="chat_template_kwargs="):
+        load_config(None, (), {**base, "chat_template_kwargs": {"a": value}})
+    grpo = {**base, "method": "grpo", "global_batch_size": 8}
+    with pytest.raises(ConfigError, match="reward_funcs="):
+        load_config(None, (), {**grpo, "reward_funcs": [{"func": "length", "args": {"limit": value}}]})
+
+
+@pytest.mark.parametrize("text", ["max_length: '99999999999999999999'\n", "seed: '99999999999999999999'\n"])
+def test_an_integer_in_quotes_has_the_same_bound(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"67 bits; 63 .*\(run\.yaml:4\)"):
+        load(tmp_path, text)
+
+
+@pytest.mark.parametrize("value", ["0x" + "f" * 5000, "[grpo]", "{a: 1}", "3"])
+@pytest.mark.parametrize("key", ["method", "rlhf_type"])
+def test_a_method_of_any_form_is_refused_with_its_line(tmp_path: Path, key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.yaml:4") as refused:
+        load(tmp_path, f"{key}: {value}\n")
+    assert len(str(refused.value)) < 400
+
+
+def test_null_is_the_default_method(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(BASE + "method: grpo\n")
+    assert load_config(tmp_path / "run.yaml", ["method=null"]).run.method == "sft"
+    assert read_saved({"model": "m", "dataset": [{"path": "d"}], "output_dir": "o", "method": None}).method == "sft"
+
+
+def test_a_saved_config_with_a_key_that_is_no_text_is_none() -> None:
+    with pytest.raises(ValueError, match="no text"):
+        read_saved({"model": "m", True: "true"})  # type: ignore[dict-item]

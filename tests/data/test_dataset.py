@@ -1,20 +1,28 @@
 """Samples are cut, weighted and counted as the settings say; every row read is trained, truncated or skipped."""
 
 import copy
+import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from surefoot.config import DatasetItem
 from surefoot.data import file_readers
+from surefoot.data.cache import renderer_key
 from surefoot.data.checks import data_findings
 from surefoot.data.dataset import Counts, Dataset
+from surefoot.data.images import ImageSettings
+from surefoot.data.render import RendererSource
+from surefoot.data.template import TemplateSource
 from surefoot.errors import DataError
 from tests.data.families import tokenizer_of
 from tests.data.opening import open_dataset, prepared
@@ -286,3 +294,25 @@ def test_thoughts_that_a_template_drops_matter_where_their_turns_are_trained(
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": [asks[0], thinks[0], asks[1], thinks[1]]}])
     dataset = prepared(path, tokenizer_of("qwen3"), train_on=train_on)
     assert [finding.code for finding in data_findings(dataset)] == codes
+
+
+def test_the_key_of_prepared_data_stays_what_it_was() -> None:
+    """It is in every checkpoint: another key for the same rows would refuse to resume a run of an earlier version."""
+    template = TemplateSource("t", None, {"eos_token": "e"}, ("c",), "e", False, {"k": 1}, parse_special_tokens=True)
+    images = ImageSettings("<i>", 7, 14, 2, 3136, 12845056, None, False)
+    source = RendererSource(template, "0" * 64, 1, images, "why")
+    assert asdict(source).keys() == {"template", "tokenizer_sha256", "bos_id", "images", "no_vision_reason"}
+    names = "template tool_template special_tokens controls eos plain_start kwargs parse_special_tokens"
+    assert " ".join(asdict(template)) == names
+    names = "token token_id patch_size merge_size min_pixels max_pixels folder allow_urls"
+    assert " ".join(asdict(images)) == names
+    values = {
+        "template": asdict(template),
+        "tokenizer_sha256": "0" * 64,
+        "bos_id": 1,
+        "images": asdict(images),
+        "why_blind": "why",
+        "versions": [transformers.__version__, tokenizers.__version__],
+    }
+    text = json.dumps(values, sort_keys=True, default=str)
+    assert renderer_key(source) == hashlib.sha256(text.encode()).hexdigest()

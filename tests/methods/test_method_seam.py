@@ -107,3 +107,34 @@ def test_a_method_that_is_not_installed_is_refused(settings: dict[str, Any], tmp
     assert refused.returncode == 2
     assert "method='margin'" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import nowhere", "nowhere"),
+        ("MarginConfig = 3", "RunConfig"),
+        ("class MarginConfig(RunConfig): method: str = 'margin'", "implementation"),
+        ("class MarginConfig(RunConfig): implementation: ClassVar[str] = 'x:Y'", "'margin'"),
+        ("class MarginConfig(RunConfig): method: str = 'margin'; implementation: ClassVar[str] = 'x:Y'", "x:Y"),
+        (
+            "class MarginConfig(RunConfig): method: str = 'margin'; implementation: ClassVar[str] = 'json:loads'",
+            "Method",
+        ),
+    ],
+)
+def test_a_package_whose_method_is_broken_spoils_its_own_runs_alone(
+    settings: dict[str, Any], packages: Path, tmp_path: Path, code: str, reason: str
+) -> None:
+    broken = Path(shutil.copytree(packages, tmp_path / "packages"))
+    imports = "from typing import ClassVar\nfrom surefoot.config import RunConfig\n"
+    (broken / "margin_method.py").write_text(f"{imports}{code}\n")
+    own = {name: value for name, value in settings.items() if name != "margin"}
+    refused = surefoot("train", own, broken)
+    assert refused.returncode == 2
+    assert "method" in refused.stderr
+    assert reason in refused.stderr
+    assert "Traceback" not in refused.stderr
+    other = surefoot("train", {**own, "method": "sft", "temperature": 0.5}, broken)
+    assert "method grpo" in other.stderr, "a mistake of another run is named as ever"
+    assert surefoot("settings", own, broken, "--schema").returncode == 0

@@ -684,3 +684,12 @@ def test_an_old_checkpoint_that_is_a_link_is_pruned_and_what_it_leads_to_stays(t
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000002", "step-00000003"]
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
     assert (tmp_path / "elsewhere" / "manifest.json").is_file()
+
+
+def test_a_finished_run_that_was_copied_names_its_own_artifact(settings: dict[str, Any], tmp_path: Path) -> None:
+    run = surefoot.train(settings, screen=False, max_steps=2).run_folder
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    again = surefoot.train(settings, screen=False, max_steps=2, output_dir=str(copy))
+    assert again.artifact == copy / "adapter"
+    shutil.rmtree(run)
+    assert surefoot.train(settings, screen=False, max_steps=2, output_dir=str(copy)).artifact == copy / "adapter"

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from surefoot.config.aliases import ALIASES, FLAG_ALIASES, VALUE_ALIASES
+from surefoot.config.aliases import ALIASES, FLAG_ALIASES, NOT_HERE, VALUE_ALIASES
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
-from surefoot.config.methods import known_fields, method_names, methods_with, settings_class
+from surefoot.config.methods import available_classes, known_fields, methods_with
 from surefoot.config.schema import RunConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -16,7 +16,7 @@ def describe_settings() -> dict[str, dict[str, Any]]:
     for kind in _list_settings_classes():
         for name, about in kind.model_json_schema()["properties"].items():
             described.setdefault(name, about)
-    described["method"]["enum"] = method_names()
+    described["method"]["enum"] = list(available_classes()[0])
     for name in described.keys() - RunConfig.model_fields.keys():
         described[name]["methods"] = methods_with(name)
     return described
@@ -24,7 +24,7 @@ def describe_settings() -> dict[str, dict[str, Any]]:
 
 def _list_settings_classes() -> list[type[RunConfig]]:
     """Return the settings class of every run, then that of each method."""
-    return [RunConfig, *(settings_class(name) for name in method_names())]
+    return [RunConfig, *available_classes()[0].values()]
 
 
 def run_schema() -> dict[str, Any]:
@@ -39,13 +39,15 @@ def run_schema() -> dict[str, Any]:
         definitions |= schema.get("$defs", {})
         for name, about in schema["properties"].items():
             properties.setdefault(name, _widen_schema(name, about))
-    properties["method"]["anyOf"][0]["enum"] = method_names()
+    properties["method"]["anyOf"][0]["enum"] = list(available_classes()[0])
     for definition in definitions.values():
         definition.pop("title", None)
     for name, target in ALIASES.items():
         properties[name] = {"$ref": f"#/properties/{target}", "description": f"The same as {target}."}
     for name, (target, value) in FLAG_ALIASES.items():
         properties[name] = {"type": ["boolean", "null"], "description": f"true is {target}: {value}."}
+    for name, reason in NOT_HERE.items():
+        properties[name] = {"enum": [False, None], "description": f"Not available: {reason}."}
     for name in DEEPSPEED_KEYS:
         properties[name] = {"type": ["string", "object", "null"], "description": "A DeepSpeed config, or its file."}
     required = [name for name, field in known_fields().items() if field.is_required()]

@@ -135,10 +135,13 @@ def _list_later_entries(overrides: Sequence[str], values: Mapping[str, Any]) -> 
 
 def _find_method_class(entries: Sequence[tuple[str, _Setting]]) -> type[RunConfig]:
     """Return the settings class of the method that the last entry names. Raises: ConfigError, see `settings_class`."""
-    name, place = str(RunConfig.model_fields["method"].default), "default"
+    default = name = str(RunConfig.model_fields["method"].default)
+    place = "default"
     for key, setting in entries:
-        if ALIASES.get(key, key) == "method" and setting.value is not None:
-            name, place = str(setting.value), setting.place
+        if ALIASES.get(key, key) == "method":
+            check_value(setting.value, key, setting.place)
+            name = default if setting.value is None else str(setting.value)
+            place = setting.place
     try:
         return settings_class(name)
     except ConfigError as error:
@@ -298,6 +301,7 @@ class _Settings:
         if isinstance(value, str):
             if NUMBER.match(value) and _is_number_type(field.annotation):
                 value = int(value) if value.isdigit() and len(value) < MOST_DIGITS else float(value)
+                check_value(value, name, setting.place)
             value = VALUE_ALIASES.get(name, {}).get(value, value) if isinstance(value, str) else value
         if name == "report_to":
             value = [] if value in ("none", None) else [value] if isinstance(value, str) else value

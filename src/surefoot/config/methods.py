@@ -52,12 +52,28 @@ def settings_class(name: str) -> type[RunConfig]:
         raise ConfigError(f"method={name!r:.80}: {hint}")
     if not isinstance(cls, type) or not issubclass(cls, RunConfig):
         raise ConfigError(f"method={name}: {cls!r:.80} is no subclass of surefoot's RunConfig")
+    if cls.model_fields["method"].default != name or not hasattr(cls, "implementation"):
+        raise ConfigError(
+            f"method={name}: {cls.__name__} needs `method` with the default {name!r}, and `implementation`"
+        )
     return cls
+
+
+def available_classes() -> tuple[dict[str, type[RunConfig]], list[str]]:
+    """Return the settings class of each method by name, and the reasons why those of some packages cannot be loaded."""
+    classes: dict[str, type[RunConfig]] = {}
+    problems: list[str] = []
+    for name in method_names():
+        try:
+            classes[name] = settings_class(name)
+        except ConfigError as error:
+            problems.append(str(error))
+    return classes, problems
 
 
 def methods_with(setting: str) -> list[str]:
     """Return the methods that have a setting of this name."""
-    return [name for name in method_names() if setting in settings_class(name).model_fields]
+    return [name for name, cls in available_classes()[0].items() if setting in cls.model_fields]
 
 
 @cache
@@ -74,6 +90,10 @@ def read_saved(values: Mapping[str, Any]) -> RunConfig:
 
     Older versions wrote the settings of all methods; those of others are left out. Raises: ValueError, ConfigError.
     """
-    kind = settings_class(str(values.get("method", RunConfig.model_fields["method"].default)))
-    foreign = known_fields().keys() - kind.model_fields.keys()
-    return kind(**{name: value for name, value in values.items() if name not in foreign})
+    if not all(isinstance(name, str) for name in values):
+        raise ValueError("a setting whose name is no text")
+    kind = settings_class(str(values.get("method") or RunConfig.model_fields["method"].default))
+    dropped = known_fields().keys() - kind.model_fields.keys()
+    if values.get("method") is None:
+        dropped.add("method")
+    return kind(**{name: value for name, value in values.items() if name not in dropped})

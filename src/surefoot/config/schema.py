@@ -212,7 +212,7 @@ class RunConfig(BaseModel):
     """AdamW's term against division by zero."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Gradients are scaled down to this global norm; 0 leaves them."""
-    num_train_epochs: float | None = Field(default=None, gt=0)
+    num_train_epochs: float | None = Field(default=None, gt=0, le=1e5)
     """Passes over the data, unless `max_steps` is given. Default: 1."""
     max_steps: int | None = Field(default=None, gt=0)
     """Optimizer steps; takes the place of `num_train_epochs`."""

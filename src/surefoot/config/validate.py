@@ -94,8 +94,8 @@ def _check_json(run: RunConfig) -> Iterator[Contradiction]:
     nested = {name: value for name, value in run.model_dump().items() if isinstance(value, dict | list)}
     for name, value in nested.items():
         try:
-            is_same = json.loads(json.dumps(value)) == value
-        except TypeError:
+            is_same = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError):
             is_same = False
         if not is_same:
             yield Contradiction(

@@ -202,7 +202,10 @@ def completed_earlier(run_folder: Path, step: int) -> RunResult | None:
     earlier = read_result(run_folder)
     if earlier is None or earlier.status != "completed" or earlier.steps != step:
         return None
-    return earlier if earlier.artifact is not None and earlier.artifact.is_dir() else None
+    if earlier.artifact is None:
+        return None
+    artifact = run_folder / earlier.artifact.name  # a folder that was copied or moved names the old place
+    return replace(earlier, artifact=artifact) if artifact.is_dir() else None
 
 
 class RunRecord:
