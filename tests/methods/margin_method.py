@@ -30,9 +30,9 @@ class MarginConfig(RunConfig):
     label_column: str = "label"
     """Column with 1 for a good answer and -1 for a bad one."""
 
-    def contradictions(self, given: set[str]) -> Iterator[Contradiction]:
+    def contradictions(self, non_default: set[str]) -> Iterator[Contradiction]:
         """Yield what margin cannot do."""
-        yield from super().contradictions(given)
+        yield from super().contradictions(non_default)
         if self.eval_dataset is not None:
             yield Contradiction("eval_dataset is not available with method: margin. Drop it", "eval_dataset")
 
