@@ -113,8 +113,9 @@ def test_settings_of_the_folder_do_not_change_how_chat_generates(folder: Path) -
     assert cli.main(["chat", str(folder), "--prompt", "x", "--max-new-tokens", "2"]) == 0
 
 
-def test_a_chat_template_that_fails_is_refused(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text("{% endfor %}")
+@pytest.mark.parametrize("template", ["{% endfor %}", "", "{% set x = messages %}"])
+def test_a_chat_template_that_fails_or_renders_nothing_is_refused(folder: Path, template: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
     assert cli.main(["chat", str(folder), "--prompt", "x"]) == 2
 
 

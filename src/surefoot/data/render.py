@@ -128,7 +128,7 @@ def tokenize_prompts(
 ) -> list[list[int]]:
     """Return the tokens of each conversation up to the beginning of its next answer.
 
-    Raises: ModelError if there is no chat template, or if it fails or does not end.
+    Raises: ModelError if there is no chat template, or if it fails, does not end or renders nothing.
     """
     if tokenizer.chat_template is None:
         raise ModelError("the model's tokenizer has no chat template, so it cannot be talked to in turns.")
@@ -143,6 +143,11 @@ def tokenize_prompts(
     finally:
         TEMPLATE_PROCESS.end()
     prompts: list[list[int]] = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    if not all(prompts):
+        raise ModelError(
+            "the chat template renders nothing of this conversation, so there is nothing to answer. Correct the template "
+            "(chat_template.jinja), or take the model's own, then try again."
+        )
     return prompts
 
 
