@@ -145,8 +145,8 @@ def tokenize_prompts(
     prompts: list[list[int]] = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     if not all(prompts):
         raise ModelError(
-            "the chat template renders nothing of this conversation, so there is nothing to answer. Correct the template "
-            "(chat_template.jinja), or take the model's own, then try again."
+            "the chat template renders nothing of this conversation, so there is nothing to answer. Correct the "
+            "template (chat_template.jinja), or take the model's own, then try again."
         )
     return prompts
 
