@@ -129,7 +129,7 @@ def test_a_rank_that_is_killed_while_it_sends_ends_the_run_too(two_ranks: dict[s
     process = start(two_ranks, "1:cut:3@step")
     began = time.monotonic()
     while not (Path(two_ranks["output_dir"]).parent / "struck").exists():
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < 180
         time.sleep(0.05)
     began = time.monotonic()
     _, stderr = process.communicate(timeout=60)
