@@ -225,7 +225,7 @@ def _check_preflight(loaded: "LoadedConfig") -> bool:
     checks = examine(machine, loaded)
     silent = [part for part in GPU_PARTS if part in machine.unknown and loaded.run.device != "cpu"]
     if silent:
-        say(f"doctor: the GPUs cannot be looked at ({', '.join(silent)}): {machine.unknown[silent[0]]}")
+        say(f"doctor: cannot query the GPUs ({', '.join(silent)}): {machine.unknown[silent[0]]}")
     for check in checks:
         if not check.is_answered:
             say(f"doctor: {check.name}: {check.text}")
@@ -235,7 +235,7 @@ def _check_preflight(loaded: "LoadedConfig") -> bool:
     for finding in failed:
         say(finding.as_text())
     if failed:
-        say("the run was not started; preflight=false starts it all the same")
+        say("the run was not started; set preflight=false to start it anyway")
     return not failed
 
 

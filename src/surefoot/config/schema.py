@@ -78,17 +78,17 @@ class DatasetItem(Item):
     path: str = Field(min_length=1)
     """A file, a folder, a pattern such as `data/*.jsonl`, a hub id, or LLaMA-Factory's `dataset_info.json`."""
     name: str | None = None
-    """The entry of `dataset_info.json`; `data/dataset_info.json:NAME` as the path says the same."""
+    """Entry of `dataset_info.json`; the path `data/dataset_info.json:NAME` means the same."""
     subset: str | None = None
-    """The configuration of a hub dataset."""
+    """Configuration of a hub dataset."""
     split: str | None = None
     """A split by name, a range of rows, or both: `train`, `[:90%]`, `train[:1000]`."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """How often each row comes in an epoch: 2 is twice, 0.25 is another quarter of the rows in each epoch."""
+    """How often each row is used in an epoch: 2 is twice, 0.25 is another quarter of the rows in each epoch."""
     format: DatasetFormat = "auto"
-    """The format of its rows; `auto` tells it by the columns, or stops where several fit."""
+    """Format of its rows; `auto` detects it from the columns, and stops if several formats fit."""
     columns: dict[str, str] = {}
-    """Our column -> its name in the file: `{query: question, response: answer}`."""
+    """Standard column -> its name in the file: `{query: question, response: answer}`."""
 
     @classmethod
     def resolve(cls, text: str, resolve: Callable[[str], Path]) -> str:
@@ -121,39 +121,39 @@ class RunConfig(BaseModel):
     method: str = "sft"
     """What to optimise. `sft`: the likelihood of the assistant's turns. `grpo`: rewards of the model's own answers."""
     dataset_dir: str | None = None
-    """LLaMA-Factory's: a folder with `dataset_info.json`, whose entries `dataset` then names (`a` or `a,b`)."""
+    """Folder with a `dataset_info.json` of LLaMA-Factory; `dataset` then names its entries (`a` or `a,b`)."""
     dataset_format: DatasetFormat = "auto"
-    """The format of sources that name none themselves."""
+    """Format of sources that do not set their own."""
     columns: dict[str, str] = {}
-    """Our column -> its name in the files, for sources that name none themselves: `{query: question}`."""
+    """Standard column -> its name in the files, for sources that do not set their own: `{query: question}`."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A row that cannot be read or rendered stops the run when it is come to, or is left out and counted."""
+    """What to do with a row that cannot be read or rendered: stop (`error`), or skip it and count it (`skip`)."""
     eval_dataset: FreeOnResume[list[DatasetItem] | None] = Field(default=None, min_length=1)
-    """Held-out data: its loss, with GRPO its rewards, every `eval_steps` and at the end. Same forms as `dataset`."""
+    """Held-out data, evaluated every `eval_steps` and at the end: its loss, or its rewards. Same forms as `dataset`."""
     eval_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Hold out about this share of `dataset` instead. Equal samples fall on one side, whatever their order."""
+    """Share of `dataset` to hold out instead. Equal samples always fall on the same side, whatever their order."""
     dataset_num_proc: Free[int | None] = Field(default=None, ge=0)
-    """Worker processes that render and tokenise; 0 does it in this one. Default: one per CPU core, at most 16."""
+    """Worker processes that render and tokenise; 0 uses the main process. Default: one per CPU core, at most 16."""
     chat_template: str | None = None
-    """A Jinja file to use instead of the tokenizer's own chat template."""
+    """Jinja file to use instead of the tokenizer's own chat template."""
     chat_template_kwargs: dict[str, Any] = {}
     """Further variables of the chat template."""
     chat_template_date: str = Field(default="2024-07-26", pattern=r"^\d{4}-\d\d-\d\d$")
-    """The day shown by templates that write today's date (Llama 3), so that a run is the same tomorrow."""
+    """Date that templates with today's date (Llama 3) show, so that a run is the same tomorrow."""
     enable_thinking: bool | None = None
-    """Qwen3's switch, handed to the chat template; false trains answers after an empty thought."""
+    """Variable of Qwen3's chat template; false trains answers after an empty thought."""
     min_pixels: int | None = Field(default=None, gt=0)
-    """Images with fewer pixels are enlarged. Default: what the model's image processor says."""
+    """Images with fewer pixels are enlarged. Default: the value of the model's image processor."""
     max_pixels: int | None = Field(default=None, gt=0)
     """Images with more pixels are scaled down, which bounds their tokens. Default: as with `min_pixels`."""
     image_dir: str | None = None
-    """Where relative paths of images begin. Default: the folder of their data file, or else where the run starts."""
+    """Folder that relative paths of images start from. Default: the folder of their data file, else the current one."""
     allow_image_urls: bool = False
-    """Fetch images that rows name by an http(s) address, once, into the cache; else such rows are refused."""
+    """Download images that rows name by an http(s) address, once, into the cache; otherwise such rows are refused."""
     parse_special_tokens: bool = False
-    """Let texts in the data that look like special tokens (`<|im_end|>`) become special tokens."""
+    """Whether texts in the data that look like special tokens (`<|im_end|>`) become special tokens."""
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    """What is learned: the assistant's turns, the last one only, or every token. Weights in the rows win over it."""
+    """Tokens to train on: the assistant's turns, the last one only, or all. Weights in the rows take precedence."""
 
     tuning: Literal["lora", "full"] = "lora"
     """`lora` trains low-rank adapters beside frozen weights; `full` trains every weight."""
@@ -169,25 +169,25 @@ class RunConfig(BaseModel):
     """What LoRA adapts: groups (attention, mlp, experts, router, all, vision) or names. `router` trains the routers in
     full. `vision` is the vision tower with what merges its patches; it is not in `all`."""
     freeze_vision_tower: bool = True
-    """Full fine-tuning leaves the vision tower, with what merges its patches, as it is."""
+    """Whether full fine-tuning leaves the vision tower and its patch merger unchanged."""
     init_adapter: str | None = None
-    """A PEFT adapter folder to start from instead of fresh LoRA values. Rank, alpha and targets must agree with it."""
+    """PEFT adapter folder to start from, instead of new LoRA weights. Rank, alpha and targets must match it."""
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
     """Weight of the load-balancing loss: per MoE layer over the global batch, averaged over layers. 0 is off."""
 
     max_length: int = Field(default=2048, gt=1)
     """Longest sample, and the size of a pack, in tokens."""
     truncation: Literal["error", "drop", "left", "right"] = "error"
-    """What happens to a sample longer than `max_length`: stop before training, leave it out, or cut that side."""
+    """What to do with a sample longer than `max_length`: stop before training, drop it, or cut it on that side."""
     packing: bool = False
-    """Fill packs of `max_length` tokens with whole samples (best fit). Samples in a pack do not see each other."""
+    """Whether to pack whole samples into sequences of `max_length` tokens (best fit). They do not see each other."""
     shuffle: bool = True
-    """Visit samples in an order drawn from (seed, epoch); false keeps the files' order."""
+    """Whether to visit samples in an order drawn from (seed, epoch); false keeps the order of the files."""
 
     global_batch_size: FreeOnResume[int | None] = Field(default=None, gt=0)
     """Sequences (packs, when packing) per step, over all ranks. Default: per-device batch x accumulation x ranks."""
     per_device_train_batch_size: FreeOnResume[int] = Field(default=4, gt=0)
-    """Most sequences in one forward and backward; it changes memory and speed, not the result."""
+    """Most sequences in one forward and backward pass; it changes memory and speed, not the result."""
     gradient_accumulation_steps: Free[int | None] = Field(default=None, gt=0)
     """Micro-batches per step and rank, as an alternative to `global_batch_size`."""
     learning_rate: float = Field(default=1e-4, ge=0)
@@ -211,39 +211,39 @@ class RunConfig(BaseModel):
     adam_epsilon: float = Field(default=1e-8, gt=0)
     """AdamW's term against division by zero."""
     max_grad_norm: float = Field(default=1.0, ge=0)
-    """Gradients are scaled down to this global norm; 0 leaves them."""
+    """Global norm that gradients are clipped to; 0 does not clip them."""
     num_train_epochs: float | None = Field(default=None, gt=0, le=1e5)
     """Passes over the data, unless `max_steps` is given. Default: 1."""
     max_steps: int | None = Field(default=None, gt=0)
-    """Optimizer steps; takes the place of `num_train_epochs`."""
+    """Optimizer steps, instead of `num_train_epochs`."""
     seed: int = Field(default=42, ge=0)
-    """Seeds the data order, the LoRA values and dropout."""
+    """Seed of the data order, the LoRA weights and dropout."""
 
     device: Free[Literal["auto", "cpu", "cuda"]] = "auto"
     """Where to train. `auto`: the GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Computing type. `auto`: bfloat16 on CUDA, float32 on the CPU. What is trained is kept in float32 either way."""
+    """Type of the arithmetic. `auto`: bfloat16 on CUDA, float32 on the CPU. Trained weights are float32 either way."""
     gradient_checkpointing: FreeOnResume[bool] = False
-    """Keep only layer inputs and compute the rest again in the backward. Routing of the first forward is re-used."""
+    """Whether to keep only layer inputs and recompute the rest in the backward pass, with the same expert routing."""
     compile: FreeOnResume[bool] = False
-    """Compile the decoder layers with torch.compile."""
+    """Whether to compile the decoder layers with torch.compile."""
     nproc_per_node: Free[int] = Field(default=1, gt=0)
     """Worker processes on each machine: one per GPU, or any number on the CPU."""
     nnodes: Free[int] = Field(default=1, gt=0)
-    """Machines of the run; start the same command on each."""
+    """Number of machines; start the same command on each."""
     rdzv_endpoint: Free[str | None] = None
-    """`host:port` of the machine where the others meet; needed with several machines."""
+    """`host:port` of the machine that the others connect to; required with several machines."""
     max_restarts: Free[int] = Field(default=0, ge=0)
-    """How often workers are started again from the newest checkpoint after one of them died."""
+    """How many times the ranks are restarted from the newest checkpoint after one of them died."""
     preflight: Free[bool] = True
-    """Let `surefoot train` ask the doctor first, and not start what cannot work on this machine."""
+    """Whether `surefoot train` runs the checks of `surefoot doctor` first, and does not start what cannot work."""
     health: Free[bool] = True
-    """Record what each rank does, watch the run from a process of its own, and name stalls, leaks and slowness."""
+    """Whether to record what each rank does, and to diagnose stalls, leaks and slowness from a separate process."""
     on_stall: Free[Literal["report", "stop", "restart"]] = "report"
     """What to do with a run that stands still for `stall_timeout_s`: only name the cause, end it with exit status 3, or
     end it and start it again from the newest checkpoint (at most `max_restarts` times, once if that is 0)."""
     stall_timeout_s: Free[float] = Field(default=300.0, gt=0)
-    """Seconds that a stall may stand, after it was found and named, before `on_stall` acts."""
+    """Seconds between the diagnosis of a stall and the action of `on_stall`."""
     phase_timeout_s: Free[dict[Phase, Annotated[float, Field(gt=0)]]] = {}
     """Seconds without a sign of life after which a phase is taken for a stall, whatever its rank does, instead of a
     limit from the run's own history: `{save: 900}`. Phases: load, tokenise, wait for data, forward, ..."""
@@ -253,30 +253,30 @@ class RunConfig(BaseModel):
     zero_stage: FreeOnResume[Literal[0, 1, 2, 3]] = 2
     """How training state is spread over ranks: 0 not at all, 1 optimizer, 2 and gradients, 3 and parameters."""
     offload: FreeOnResume[Literal["cpu"] | None] = None
-    """Keep sharded training state in host memory and do the update there."""
+    """Whether to keep sharded training state in host memory and run the optimizer there."""
     dp_replicate_size: FreeOnResume[int] = Field(default=1, gt=0)
-    """Copies of the sharded state (hybrid sharding): each copy lies on so many ranks fewer."""
+    """Number of replicas of the sharded state (hybrid sharding, HSDP)."""
     expert_parallel_size: FreeOnResume[Annotated[int, Field(gt=0)] | Literal["auto"]] = 1
     """Ranks that share one set of experts; tokens travel to them. Must divide the ranks and the experts.
     `auto`: a few steps are timed with each size that does, and the fastest is kept."""
 
     save_steps: FreeOnResume[int] = Field(default=100, ge=0)
-    """Write a checkpoint every so many steps and at the end; 0 writes none but on a stop signal."""
+    """Steps between checkpoints; one more is written at the end. 0 writes one only on a stop signal."""
     save_total_limit: Free[int | None] = Field(default=3, gt=0)
-    """Keep only the newest checkpoints."""
+    """Number of newest checkpoints to keep; null keeps all."""
     resume_from_checkpoint: Free[str | bool] = "auto"
     """`auto`: go on from the newest sound checkpoint in `output_dir`, if any. A path: from that; later ones in
     `output_dir` are set aside. false: start anew."""
     overwrite_output_dir: Free[bool] = False
-    """Delete the run that `output_dir` holds and start anew."""
+    """Whether to delete the run in `output_dir` and start from the beginning."""
     logging_steps: Free[int] = Field(default=1, gt=0)
-    """Write metrics every so many steps."""
+    """Steps between lines of metrics."""
     eval_steps: FreeOnResume[int | None] = Field(default=None, gt=0)
-    """Evaluate on `eval_dataset` every so many steps; default: only at the end."""
+    """Steps between evaluations. Default: only at the end."""
     report: Free[bool] = True
-    """Write report.html, a page with the charts and findings of the run, when it ends."""
+    """Whether to write report.html, a page with the charts and findings of the run, when it ends."""
     report_to: Free[list[Literal["tensorboard", "wandb", "trackio"]]] = []
-    """Where else metrics go, besides metrics.jsonl."""
+    """Trackers that receive metrics besides metrics.jsonl."""
 
     @property
     def sequences_per_step(self) -> int:

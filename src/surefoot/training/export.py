@@ -152,7 +152,7 @@ def load(source: str, adapter: Path | None) -> tuple[PreTrainedModel, PreTrained
             source, adapter = config.model, folder / "adapter"
         if not (folder / ("model" if config.tuning == "full" else "adapter")).is_dir():
             raise ModelError(
-                f"{folder} has not come to its end. `surefoot export {folder} FOLDER` writes what its newest "
+                f"{folder} is unfinished. `surefoot export {folder} FOLDER` writes what its newest "
                 "checkpoint holds, and with --merge a model to talk to."
             )
     base = resolve_model(source, source)

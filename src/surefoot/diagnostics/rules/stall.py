@@ -323,7 +323,7 @@ def _find_absent_rank(case: _Case) -> Finding | None:
     return case.finding(
         "SF106",
         f"rank {rank.rank} {doing} {_describe_place(rank)}, {_describe_line(rank)}{missed}",
-        "See what it does at that line. The others wait for it.",
+        "Inspect that line: the other ranks are blocked on it.",
         confidence=0.9,
         **_make_rank_evidence(rank),
     )
