@@ -155,9 +155,7 @@ def forecast_memory(
     optimizer = {**at_rest, **state, "gradients": FP32_BYTES * trained}
     host = {**process, **copies, **(_count_pinned_rounding(sizes, layout, cuts) if layout.offload else {})}
     loading = dict(process)
-    if (
-        layout.offload and layout.zero_stage < 3
-    ):  # weights are read to the host, and moved to the device once all are read
+    if layout.offload and layout.zero_stage < 3:  # weights are read to the host, and moved once all are read
         loading["frozen weights on their way"] = at_rest["frozen weights"]
     phases = {
         "load": Owners({**at_rest, "tensor that is read": sizes.largest_tensor_bytes}, loading),
@@ -175,16 +173,7 @@ def forecast_memory(
         ),
     }
     if rollout is not None:
-        generation = {
-            "keys and values": rollout.completions * rollout.tokens * sizes.cache_elements * rollout.element_bytes,
-        }
-        prefill_bytes = round(rollout.prompts_share * trace.evaluation_peak)  # prompts are read before tokens are drawn
-        if rollout.element_bytes < FP32_BYTES and layout.zero_stage < 3:
-            generation["copies for autocast"] = HALF_BYTES * sizes.whole.trained
-        drawing_bytes = rollout.completions * sizes.vocabulary * DRAWING_BYTES
-        generation["reading prompts" if prefill_bytes > drawing_bytes else "drawing tokens"] = max(
-            prefill_bytes, drawing_bytes
-        )
+        generation = _count_generation(rollout, sizes, layout, trace.evaluation_peak)
         phases["rollout"] = Owners(
             {**at_rest, **state, "gathered weights": _count_gathered_bytes(sizes, layout), **generation}, host
         )
@@ -193,15 +182,35 @@ def forecast_memory(
         phases["rollout"] = Owners({**at_rest, **state}, host)
         phases["sync"] = Owners({**at_rest, **state, **written.device}, {**host, **written.host})
     phases["export"] = Owners({**at_rest, **state, **written.device}, {**process, **written.host})
-    if server is not None and server.bytes_here:
+    if server is not None:
+        _add_server(phases, server)
+    return {name: _place_owners(owners, layout, is_on_gpu=is_on_gpu) for name, owners in phases.items()}
+
+
+def _count_generation(rollout: Rollout, sizes: Sizes, layout: Layout, prefill_peak_bytes: int) -> dict[str, int]:
+    """Return what the built-in engine holds besides the weights: keys and values, and the larger of its two stages."""
+    generation = {
+        "keys and values": rollout.completions * rollout.tokens * sizes.cache_elements * rollout.element_bytes
+    }
+    prefill_bytes = round(rollout.prompts_share * prefill_peak_bytes)  # prompts are read before tokens are drawn
+    if rollout.element_bytes < FP32_BYTES and layout.zero_stage < 3:
+        generation["copies for autocast"] = HALF_BYTES * sizes.whole.trained
+    drawing_bytes = rollout.completions * sizes.vocabulary * DRAWING_BYTES
+    is_prefill = prefill_bytes > drawing_bytes
+    generation["reading prompts" if is_prefill else "drawing tokens"] = max(prefill_bytes, drawing_bytes)
+    return generation
+
+
+def _add_server(phases: dict[str, Owners], server: Server) -> None:
+    """Add the memory of a vLLM server on the same devices to the phases in which it has it."""
+    if server.bytes_here:
         weights = min(server.weights_bytes, server.bytes_here)
         shared = {"vLLM's weights": weights, "vLLM's keys and values": server.bytes_here - weights}
         for name in ("rollout", "sync") if server.sleeps else tuple(phases):
             phases[name] = Owners({**phases[name].device, **shared}, phases[name].host)
-    if server is not None and server.asleep_bytes:
+    if server.asleep_bytes:
         for name in phases.keys() - {"rollout", "sync"}:
             phases[name] = Owners(phases[name].device, {**phases[name].host, "sleeping server": server.asleep_bytes})
-    return {name: _place_owners(owners, layout, is_on_gpu=is_on_gpu) for name, owners in phases.items()}
 
 
 def _count_checkpoint_copy(
