@@ -40,7 +40,7 @@ class RolloutConfig(RunConfig):
     stop: str | list[str] = Field(default=[])
     """Texts that end a completion, besides end-of-turn tokens; the `local` engine searches the last 32 tokens."""
     rollout_engine: Literal["local", "vllm"] = "local"
-    """What generates completions. `local`: the trained model itself. `vllm`: a server, to which weights are sent."""
+    """Engine that generates completions. `local`: the trained model itself. `vllm`: a server that receives weights."""
     rollout_timeout_s: Free[float] = Field(default=1200.0, gt=0)
     """Seconds within which a rollout must have all its completions; a slower one stops the run with the reason."""
     vllm_server: Free[str | None] = None

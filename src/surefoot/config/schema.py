@@ -4,6 +4,7 @@ A method adds its own in a subclass of `RunConfig`; `methods.py` finds it by nam
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -57,7 +58,7 @@ class Contradiction:
         self.text, self.fields = text, fields
 
 
-class Item(BaseModel):
+class Item(BaseModel, ABC):
     """Entry of a list in run.yaml, which may be written as a single text."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
@@ -65,9 +66,9 @@ class Item(BaseModel):
     """Key that a single text is the value of."""
 
     @classmethod
+    @abstractmethod
     def resolve(cls, text: str, resolve: Callable[[str], Path]) -> str:
         """Make a path in the value of `text_key` absolute, with `resolve`."""
-        raise NotImplementedError
 
 
 class DatasetItem(Item):

@@ -23,6 +23,7 @@ from surefoot.events import Event, Phase
 from surefoot.methods.token_loss import eval_no_grad
 from surefoot.methods.training_data import RunData
 from surefoot.models.build import BuiltModel
+from surefoot.system.atomic_io import sha256_of
 
 LAST_WAIT_S = 5.0
 """Seconds that the last save waits for what a method has requested ahead."""
@@ -190,7 +191,7 @@ class Method(ABC):
 
     def code_files(self) -> dict[str, str]:
         """Return the SHA-256 of each file of the user's code by path; a resume reports which have changed."""
-        return {}
+        return {name: sha256_of(Path(name)) for name in self.context.loaded.run.code_files()}
 
     def check_step(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: B027
         """Check the metrics of a step. Raises: StoppedOnFinding."""

@@ -21,7 +21,6 @@ from surefoot.methods.grpo.setup import (
     check_routing_replay,
     drift_check,
     open_server,
-    reward_files,
     rollout_source,
     settle_server,
     start_rewards,
@@ -103,10 +102,6 @@ class Grpo(Method):
         """Return the rewards of completions of held-out prompts."""
         assert self.context.data.held_out is not None
         return self._loaded_source.evaluate(self.context.data.held_out, step)
-
-    def code_files(self) -> dict[str, str]:
-        """Return the files with reward functions."""
-        return reward_files(self._settings)
 
     def check_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """End the run if its server uses other weights than are trained (SF805)."""

@@ -46,7 +46,6 @@ from surefoot.models.resolve_model import longest_context
 from surefoot.models.routing import router_names
 from surefoot.models.vision import image_tokens
 from surefoot.system import loopback
-from surefoot.system.atomic_io import sha256_of
 
 ENGINE = "engine"
 """Subfolder of the run folder for the server's log and the weights that are sent to it."""
@@ -70,11 +69,6 @@ def start_rewards(loaded: LoadedConfig) -> Rewards:
         timeout_s=config.reward_timeout_s,
         where=loaded.where("reward_funcs"),
     )
-
-
-def reward_files(config: GrpoConfig) -> dict[str, str]:
-    """Return the SHA-256 of each file with reward functions, by path."""
-    return {name: sha256_of(Path(name)) for name in config.code_files()}
 
 
 def check_answers(loaded: LoadedConfig, data: RunData, position: Position) -> None:
