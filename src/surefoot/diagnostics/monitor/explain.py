@@ -12,11 +12,8 @@ import psutil
 from surefoot.diagnostics.monitor import evidence
 from surefoot.diagnostics.monitor.event_log import Entry, History, last_start, open_phases, read_history
 from surefoot.diagnostics.monitor.evidence_server import read_stacks
-from surefoot.diagnostics.rules.device_memory import find_in_device_memory
-from surefoot.diagnostics.rules.memory import find_leaks
-from surefoot.diagnostics.rules.numerics import find_numerics_in
+from surefoot.diagnostics.monitor.rank_trends import find_in_history
 from surefoot.diagnostics.rules.rank_death import find_death
-from surefoot.diagnostics.rules.speed import find_slow_in
 from surefoot.diagnostics.rules.stall import find_stall
 from surefoot.errors import ConfigError
 from surefoot.findings import Finding
@@ -110,14 +107,13 @@ def explain(run_folder: Path, history: History | None = None) -> Explanation:
         (finding.code, finding.cause): bool(newest) and time_s < min(newest)
         for finding, time_s in zip(written, times, strict=True)
     }
-    rediagnosed = [
-        *find_leaks(entries), *find_in_device_memory(entries), *find_slow_in(entries), *find_numerics_in(entries),
-    ]  # fmt: skip
     # A finding of an earlier start may apply again.
     this_start = [finding for finding in written if not earlier[finding.code, finding.cause]]
     written_keys = {(finding.code, finding.evidence.get("rank")) for finding in this_start}
     rediagnosed = [
-        finding for finding in rediagnosed if (finding.code, finding.evidence.get("rank")) not in written_keys
+        finding
+        for finding in find_in_history(entries)
+        if (finding.code, finding.evidence.get("rank")) not in written_keys
     ]
     findings = [*written, *rediagnosed]
     missing += unreadable

@@ -4,16 +4,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 
-from surefoot.diagnostics.monitor.event_log import KINDS, PHASES, VALUE_NAMES
+from surefoot.diagnostics.monitor.event_log import decode_record
 from surefoot.diagnostics.monitor.processes import GONE, ProcessSample, growth
-from surefoot.diagnostics.monitor.ring_buffer import Record, RingReader
-from surefoot.diagnostics.rules.device_memory import DeviceMemory
+from surefoot.diagnostics.monitor.rank_trends import RankTrends
+from surefoot.diagnostics.monitor.ring_buffer import RingReader
 from surefoot.diagnostics.rules.leak_trend import MOST_STEPS
 from surefoot.diagnostics.rules.limits import LimitTrend
-from surefoot.diagnostics.rules.memory import MemoryTrend
-from surefoot.diagnostics.rules.memory_spike import Peaks
-from surefoot.diagnostics.rules.numerics import Numbers
-from surefoot.diagnostics.rules.speed import RankTimes
 
 IDLE_SHARE = 0.1
 """Share of a core below which a process is idle; waiting in gloo takes a few hundredths."""
@@ -24,16 +20,13 @@ WINDOW_S = 6.0
 BUSY_OVER_S = 20.0
 
 
-class RankState:
-    """The state of the present start of one rank."""
+class RankState(RankTrends):
+    """The state of the present start of one rank: its events, and samples of its process."""
 
-    def __init__(self, ring: RingReader) -> None:
+    def __init__(self, ring: RingReader, start: int) -> None:
+        super().__init__(ring.rank, with_numbers=ring.rank == 0)
         self.ring = ring
-        self.memory = MemoryTrend(ring.rank)
-        self.device_memory = DeviceMemory(ring.rank)
-        self.peaks = Peaks(ring.rank)
-        self.times = RankTimes()
-        self.numbers = Numbers()
+        self._start = start
         self.last_s = 0.0
         """Time of its newest event."""
         self.step = 0
@@ -72,40 +65,29 @@ class RankState:
         steps = []
         for record in self.ring.records(self._next_record):
             self._next_record, self.last_s, self.step = record.number + 1, record.time_s, record.step or self.step
-            kind = KINDS[record.kind]
-            values = dict(zip(VALUE_NAMES.get(kind, ()), record.values, strict=False))
-            self._update_trends(record, kind, values)
-            if kind == "phase began":
-                self.open.append(PHASES[record.phase])
-                self._began_s.append(record.time_s)
-            elif kind == "phase ended" and self.open:
-                phase, took_s = self.open.pop(), record.time_s - self._began_s.pop()
+            entry = decode_record(self.ring, self._start, record)
+            self.observe(entry)
+            values = entry.values
+            if entry.kind == "phase began":
+                self.open.append(entry.phase)
+                self._began_s.append(entry.time_s)
+            elif entry.kind == "phase ended" and self.open:
+                phase, took_s = self.open.pop(), entry.time_s - self._began_s.pop()
                 self.longest_s[phase] = max(took_s, self.longest_s.get(phase, 0.0))
-            elif kind == "step":
+            elif entry.kind == "step":
                 self.longest_step_s = max(self.longest_step_s, values["step_time_s"])
                 if self.took_a_step:
                     steps.append(values["step_time_s"])
                 self.took_a_step = True
-            elif kind == "model loaded":
+            elif entry.kind == "model loaded":
                 self.load = values
-            elif kind == "expert ranks":
+            elif entry.kind == "expert ranks":
                 self.expert_load = values["load"]
-            elif kind == "run started":
+            elif entry.kind == "run started":
                 self.offloads = bool(values["offloads"])
-            elif kind == "run ended":
+            elif entry.kind == "run ended":
                 self.has_ended = True
         return steps
-
-    def _update_trends(self, record: Record, kind: str, values: Mapping[str, float]) -> None:
-        """Pass a record to the trends."""
-        self.times.add(kind, PHASES[record.phase], record.step, record.time_s, values)
-        self.numbers.add(kind, record.step, values)
-        self.device_memory.add(kind, record.step, values)
-        self.peaks.add(kind, record.step, values)
-        if kind == "phase ended" and PHASES[record.phase] in ("save", "evaluate"):
-            self.peaks.between()
-        if kind in ("phase began", "phase ended"):
-            self.memory.add(kind, PHASES[record.phase], record.step, values["anonymous_bytes"])
 
     def took(self, now_s: float, sample: ProcessSample, *, is_silent: bool) -> None:
         """Add a sample. The window keeps only samples of one silence, because only they are comparable."""

@@ -202,7 +202,7 @@ class Supervisor:
                 self._rings[int(number)] = path
                 self._ranks.pop(int(number), None)
                 if ring.is_of_this_machine:
-                    self._ranks[int(number)] = RankState(ring)
+                    self._ranks[int(number)] = RankState(ring, int(began_ns))
 
     def _read_ring(self, rank: RankState) -> None:
         self._trends.steps_s.extend(rank.read())
