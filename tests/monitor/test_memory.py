@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from surefoot.diagnostics.monitor import process_stats
-from surefoot.diagnostics.monitor.process_stats import OwnMemory, TimeInLine
+from surefoot.diagnostics.monitor.process_stats import OwnMemory, RunQueueWait
 from surefoot.diagnostics.monitor.rank_trends import find_in_history
 from surefoot.diagnostics.rules.memory import MemoryTrend, find_replicated_load
 from tests.support.histories import MIB, history
@@ -103,7 +103,7 @@ def test_time_in_line_is_what_others_had_the_core_for() -> None:
 
     def work(core: int) -> None:
         os.sched_setaffinity(threading.get_native_id(), {core})
-        waits = TimeInLine()
+        waits = RunQueueWait()
         for _ in range(2):
             until = time.thread_time() + 0.2
             while time.thread_time() < until:

@@ -13,29 +13,12 @@ from math import nan
 from pathlib import Path
 from typing import get_args
 
+from surefoot import events
 from surefoot.diagnostics.monitor.evidence_server import EvidenceServer
-from surefoot.diagnostics.monitor.process_stats import GarbageTime, OwnMemory, TimeInLine
+from surefoot.diagnostics.monitor.process_stats import GarbageTime, OwnMemory, RunQueueWait
 from surefoot.diagnostics.monitor.ring_buffer import Record, RingError, RingReader, RingWriter, Values
 from surefoot.errors import StorageError
-from surefoot.events import (
-    BatchDescribed,
-    CheckpointSaved,
-    DeviceMemorySampled,
-    Evaluated,
-    Event,
-    ExpertRanksUsed,
-    ExpertsUsed,
-    Heartbeat,
-    LayerEntered,
-    MemorySampled,
-    ModelLoaded,
-    Phase,
-    PhaseBegan,
-    PhaseEnded,
-    RunEnded,
-    RunStarted,
-    StepEnded,
-)  # fmt: skip
+from surefoot.events import Event, Phase, PhaseBegan, PhaseEnded
 
 VALUES_PER_RECORD = 5
 
@@ -48,20 +31,20 @@ def _list_values(event: type[Event]) -> tuple[str, ...]:
 VALUE_NAMES: dict[str, tuple[str, ...]] = {
     "phase began": ("anonymous_bytes",),
     "phase ended": ("anonymous_bytes",),
-    "batch": _list_values(BatchDescribed)[:VALUES_PER_RECORD],
+    "batch": _list_values(events.BatchDescribed)[:VALUES_PER_RECORD],
     "step": ("loss", "grad_norm", "step_time_s", "peak_memory_bytes", "garbage_s"),
     "evaluated": ("measured",),
     "checkpoint": ("save_time_s",),
     "run started": ("offloads",),
     "run ended": ("failed",),
     "preparing": (),
-    "memory": _list_values(MemorySampled),
-    "experts": _list_values(ExpertsUsed),
-    "device memory": _list_values(DeviceMemorySampled),
+    "memory": _list_values(events.MemorySampled),
+    "experts": _list_values(events.ExpertsUsed),
+    "device memory": _list_values(events.DeviceMemorySampled),
     "learning rate": ("learning_rate", "in_line_s"),
-    "images": _list_values(BatchDescribed)[VALUES_PER_RECORD:],
-    "expert ranks": _list_values(ExpertRanksUsed),
-    "model loaded": _list_values(ModelLoaded),
+    "images": _list_values(events.BatchDescribed)[VALUES_PER_RECORD:],
+    "expert ranks": _list_values(events.ExpertRanksUsed),
+    "model loaded": _list_values(events.ModelLoaded),
 }
 """Kind of a record -> the names of its values: fields of the event, or measured by the recorder."""
 KINDS = tuple(VALUE_NAMES)
@@ -177,7 +160,7 @@ class Recorder:
         self._evidence_server: EvidenceServer | None = None
         self._memory = OwnMemory()
         self._garbage = GarbageTime()
-        self._in_line: TimeInLine | None = None
+        self._core_wait: RunQueueWait | None = None
         """Waits of the training thread for a core."""
         self._has_ended = False
 
@@ -185,40 +168,40 @@ class Recorder:
         if self._has_ended:
             return
         match event:
-            case LayerEntered():
+            case events.LayerEntered():
                 if self._ring is not None:
                     self._ring.enter_layer(event.layer)
             case PhaseBegan() | PhaseEnded():
                 self._observe_phase(event)
-            case BatchDescribed():
+            case events.BatchDescribed():
                 self._write("batch", event)
                 if event.images:
                     self._write("images", event)
-            case MemorySampled():
+            case events.MemorySampled():
                 total = event.total if event.total is not None else self._memory.anonymous_bytes()
                 self._write("memory", event, total=total)
-            case DeviceMemorySampled():
+            case events.DeviceMemorySampled():
                 self._write("device memory", event)
-            case ExpertsUsed():
+            case events.ExpertsUsed():
                 self._write("experts", event)
-            case ExpertRanksUsed():
+            case events.ExpertRanksUsed():
                 self._write("expert ranks", event)
-            case ModelLoaded():
+            case events.ModelLoaded():
                 self._write("model loaded", event)
-            case StepEnded():
-                self._in_line = self._in_line or TimeInLine()
-                self._write("learning rate", event, in_line_s=self._in_line.since_last_s())
+            case events.StepEnded():
+                self._core_wait = self._core_wait or RunQueueWait()
+                self._write("learning rate", event, in_line_s=self._core_wait.since_last_s())
                 self._write("step", event, garbage_s=self._garbage.since_last_s())
-            case Evaluated():
+            case events.Evaluated():
                 reward = event.measured.get("eval_reward", nan)  # nan where no completion has one
                 self._write("evaluated", event, measured=event.measured.get("eval_loss", reward))
-            case CheckpointSaved():
+            case events.CheckpointSaved():
                 self._write("checkpoint", event)
-            case Heartbeat():
+            case events.Heartbeat():
                 self._write("preparing", event)
-            case RunStarted():
+            case events.RunStarted():
                 self._write("run started", event, offloads=float(event.config.get("offload") is not None))
-            case RunEnded():
+            case events.RunEnded():
                 self._write("run ended", event, failed=float(event.summary.get("status") == "failed"))
                 self._end()
 
@@ -228,8 +211,8 @@ class Recorder:
             self._launch_events.append((time.time(), kind))
             return
         self._write(kind, event, anonymous_bytes=self._memory.anonymous_bytes())
-        if kind == "phase ended" and event.phase in BETWEEN_STEPS and self._in_line is not None:
-            self._in_line.since_last_s()  # these waits belong to no step
+        if kind == "phase ended" and event.phase in BETWEEN_STEPS and self._core_wait is not None:
+            self._core_wait.since_last_s()  # these waits belong to no step
         if self._ring is not None:
             self._ring.enter_layer(None)
 
@@ -238,7 +221,7 @@ class Recorder:
         if self._ring is None:
             self._open()
         if self._ring is not None:
-            step = event.first_step if isinstance(event, RunStarted) else getattr(event, "step", 0)
+            step = event.first_step if isinstance(event, events.RunStarted) else getattr(event, "step", 0)
             values = [measured[name] if name in measured else getattr(event, name) for name in VALUE_NAMES[kind]]
             padded: Values = (*values, *(0.0,) * (VALUES_PER_RECORD - len(values)))  # type: ignore[assignment]
             phase = PHASES.index(getattr(event, "phase", ""))
@@ -258,15 +241,15 @@ class Recorder:
             for time_s, kind in self._launch_events:
                 self._ring.write(time_s, KINDS.index(kind), PHASES.index("launch"), 0, (memory, 0.0, 0.0, 0.0, 0.0))
         except (StorageError, OSError) as error:
-            logging.getLogger(__name__).warning("the run goes on without a record of its events: %s", error)
+            logging.getLogger(__name__).warning("the run continues without a record of its events: %s", error)
             self._end()
 
     def _end(self) -> None:
         self._has_ended = True
         self._garbage.end()
-        if self._in_line is not None:
-            self._in_line.end()
-            self._in_line = None
+        if self._core_wait is not None:
+            self._core_wait.end()
+            self._core_wait = None
         if self._evidence_server is not None:
             self._evidence_server.end()
             self._evidence_server = None

@@ -33,7 +33,7 @@ class OwnMemory:
             os.close(self._file)
 
 
-class TimeInLine:
+class RunQueueWait:
     """A counter of the seconds in which the creating thread was ready and waited for a core that others used."""
 
     def __init__(self) -> None:
