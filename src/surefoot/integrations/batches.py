@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.findings import CATALOGUE, Finding
+from surefoot.findings.reported import ReportedFindings
 
 MOST_FORWARDS = 4096
 """Largest number of forwards counted per step: a training that failed sends no signal, and its model may be used on."""
@@ -46,9 +47,8 @@ class Batches:
         self._ends: list[int] = []
         generation = getattr(model, "generation_config", None)
         if generation is not None:  # models that generate texts have one; other models' labels are not tokens
-            self._ends = _list_token_ids(generation.eos_token_id) or _list_token_ids(
-                getattr(config, "eos_token_id", None)
-            )
+            ends = _list_token_ids(generation.eos_token_id)
+            self._ends = ends or _list_token_ids(getattr(config, "eos_token_id", None))
         self._hook = model.register_forward_hook(self._count, with_kwargs=True)
         self._counts: list[tuple[Tensor, torch.cuda.Event | None]] = []
         self._tokens = self._rows = 0
@@ -65,7 +65,9 @@ class Batches:
             self._count_forward(inputs, output)
         except Exception:  # the model's inputs or outputs may be anything, and its training must go on
             self._hook.remove()
-            logging.getLogger(__name__).warning("batches are counted no longer", exc_info=True)
+            logging.getLogger(__name__).warning(
+                "cannot count the tokens of the batches; the training continues", exc_info=True
+            )
 
     def _count_forward(self, inputs: Mapping[str, Any], output: Any) -> None:
         ids = inputs.get("input_ids")
@@ -122,7 +124,7 @@ class Labels:
         self._knows_ends = knows_ends
         self._newest: deque[Counted] = deque(maxlen=MASKED_STEPS)
         self._steps = self._trained = self._ends = 0
-        self._reported: set[str] = set()
+        self._reported = ReportedFindings()
 
     def add(self, step: int, counted: Counted) -> list[Finding]:
         """Return the new findings from this step and those before it."""
@@ -138,9 +140,8 @@ class Labels:
             causes["SF503"] = f"in {MASKED_STEPS} steps in a row every row begins with two beginning-of-sequence tokens"
         if self._knows_ends and self._steps >= ENDLESS_STEPS and self._trained and not self._ends:
             causes["SF510"] = f"of {self._trained} tokens that were trained in {self._steps} steps none ends an answer"
-        new = {code: cause for code, cause in causes.items() if code not in self._reported}
-        self._reported |= new.keys()
-        return [Finding(code, cause, {"step": step}, CATALOGUE[code].fix) for code, cause in new.items()]
+        findings = [Finding(code, cause, {"step": step}, CATALOGUE[code].fix) for code, cause in causes.items()]
+        return self._reported.select_new(findings)
 
 
 def _list_token_ids(value: Any) -> list[int]:

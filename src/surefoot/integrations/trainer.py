@@ -39,6 +39,7 @@ from surefoot.events import (
     StepEnded,
 )
 from surefoot.findings import CATALOGUE, Finding
+from surefoot.findings.reported import ReportedFindings
 from surefoot.integrations.batches import Batches, Counted, Labels
 from surefoot.launch.sidecar import SUPERVISED, SidecarSpec, end, ranks_elsewhere, start
 from surefoot.system.console import say
@@ -95,7 +96,8 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         _LIVE.add(self)
         folder = Path(args.output_dir).absolute()  # the program may change its working directory
         self._log = FindingLog(folder, self._webhook, "tensorboard" in (args.report_to or []))
-        self._has_reported_not_finite = self._scales_losses = self._hides_losses = False
+        self._reported = ReportedFindings(lambda finding: "SF401" if finding.code == "SF402" else finding.code)
+        self._scales_losses = self._hides_losses = False
         self._overflows = 0
         self._rank, self._step = int(args.process_index), int(state.global_step) + 1
         if args.local_process_index == 0 and SUPERVISED not in os.environ:
@@ -165,20 +167,18 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
             return
         for finding in self._labels.add(step, counted):
             self._report(finding)
-        if counted.not_finite and not self._has_reported_not_finite:
-            self._has_reported_not_finite = True
+        if counted.not_finite:
             cause = f"the loss of step {step} is not finite on rank {self._rank}"
             self._report(Finding("SF401", cause, {"step": step, "rank": self._rank}, CATALOGUE["SF401"].fix))
 
     def _check_finite(self, numbers: dict[str, float], step: int) -> None:
-        """Report once that a number is not finite; on the process that logs."""
+        """Report that a number is not finite; on the process that logs."""
         names = [name for name in ("loss", "grad_norm") if not math.isfinite(numbers.get(name, 0.0))]
         self._overflows = self._overflows + 1 if names == ["grad_norm"] and self._scales_losses else 0
         if 0 < self._overflows < MOST_OVERFLOWS:
             return  # float16 steps that overflow are skipped, and the loss is scaled by less
-        if not names or self._has_reported_not_finite or self._rank:
+        if not names or self._rank:
             return
-        self._has_reported_not_finite = True
         code = "SF401" if names[0] == "loss" else "SF402"
         shown = {name: str(numbers[name]) for name in names}
         cause = f"{' and '.join(names)} of the steps up to {step}, as logged, {'are' if names[1:] else 'is'} not finite"
@@ -187,17 +187,21 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         self._report(Finding(code, cause, {"step": step, **shown}, CATALOGUE[code].fix))
 
     def _report(self, finding: Finding) -> None:
-        self._log.note(finding)
-        say(finding.as_text())
+        """Report a finding once; losses and gradients that are not finite are one problem."""
+        for new in self._reported.select_new([finding]):
+            self._log.note(new)
+            say(new.as_text())
 
     def on_evaluate(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **__: Any) -> None:
-        if self._observers:
-            self._begin("save" if control.should_save else _get_next_phase(state, control))
-            self._step_began_s = time.perf_counter()
+        self._go_on("save" if control.should_save else _get_next_phase(state, control))
 
     def on_save(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **__: Any) -> None:
+        self._go_on(_get_next_phase(state, control))
+
+    def _go_on(self, phase: Phase) -> None:
+        """Begin the phase after an evaluation or a save, whose time does not count for the next step."""
         if self._observers:
-            self._begin(_get_next_phase(state, control))
+            self._begin(phase)
             self._step_began_s = time.perf_counter()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
