@@ -111,7 +111,6 @@ def test_time_in_line_is_what_others_had_the_core_for() -> None:
             told.append(waits.since_last_s())
         time.sleep(0.3)
         told.append(waits.since_last_s())
-        waits.end()
 
     core = max(os.sched_getaffinity(0))
     crowd = [subprocess.Popen(["taskset", "-c", str(core), "sh", "-c", "while :; do :; done"]) for _ in range(2)]

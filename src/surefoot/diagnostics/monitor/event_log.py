@@ -247,9 +247,7 @@ class Recorder:
     def _end(self) -> None:
         self._has_ended = True
         self._garbage.end()
-        if self._core_wait is not None:
-            self._core_wait.end()
-            self._core_wait = None
+        self._core_wait = None
         if self._evidence_server is not None:
             self._evidence_server.end()
             self._evidence_server = None

@@ -56,14 +56,11 @@ class RankState(RankTrends):
         self.last_s = 0.0
         """Time of its newest event."""
         self.step = 0
-        self.open: list[str] = []
-        """Its current phases, outermost first."""
-        self.took_a_step = False
+        self.open: list[tuple[str, float]] = []
+        """Its current phases, outermost first, each with the time at which it began."""
         self.longest_step_s = 0.0
         """Duration of its longest step, including the first."""
-        self.longest_s: dict[str, float] = {}
-        """Phase -> its longest duration so far."""
-        self._began_s: list[float] = []
+        self.longest_save_s = 0.0
         self.has_ended = False
         self.offloads = False
         """Whether it keeps weights or the optimizer state in host memory."""
@@ -78,13 +75,13 @@ class RankState(RankTrends):
         self.sample: ProcessSample = GONE
         self.samples = SampleWindow[ProcessSample](WINDOW_S)
         """Samples of its process, while it is silent."""
-        self._next_record = 0
+        self._next_record = self._num_steps = 0
         self._cpu_s = SampleWindow[float](BUSY_OVER_S)
         """CPU seconds that its process had used."""
 
     @property
     def phase(self) -> str:
-        return self.open[-1] if self.open else ""
+        return self.open[-1][0] if self.open else ""
 
     def read(self) -> list[float]:
         """Read the ring's new records; return the durations of the steps that ended, without the first."""
@@ -95,16 +92,16 @@ class RankState(RankTrends):
             self.observe(entry)
             values = entry.values
             if entry.kind == "phase began":
-                self.open.append(entry.phase)
-                self._began_s.append(entry.time_s)
+                self.open.append((entry.phase, entry.time_s))
             elif entry.kind == "phase ended" and self.open:
-                phase, took_s = self.open.pop(), entry.time_s - self._began_s.pop()
-                self.longest_s[phase] = max(took_s, self.longest_s.get(phase, 0.0))
+                phase, began_s = self.open.pop()
+                if phase == "save":
+                    self.longest_save_s = max(self.longest_save_s, entry.time_s - began_s)
             elif entry.kind == "step":
-                self.longest_step_s = max(self.longest_step_s, values["step_time_s"])
-                if self.took_a_step:
+                if self._num_steps:
                     steps.append(values["step_time_s"])
-                self.took_a_step = True
+                self._num_steps += 1
+                self.longest_step_s = max(self.longest_step_s, values["step_time_s"])
             elif entry.kind == "model loaded":
                 self.load = values
             elif entry.kind == "expert ranks":

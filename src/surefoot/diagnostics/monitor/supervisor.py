@@ -106,15 +106,9 @@ class Supervisor:
         """Length of the stall, at the poll that notices the recovery; None otherwise."""
 
     @property
-    def limit_s(self) -> float:
-        """Seconds of silence in a step that are a stall."""
-        steps = self._run.steps_s
-        return max(LEAST_S, TIMES_USUAL * median(steps), TIMES_LONGEST * max(steps)) if len(steps) > 1 else math.inf
-
-    @property
     def _user_deadline_s(self) -> float | None:
         """Shortest deadline that the user set for a phase in which a rank is now; None if there is none."""
-        inside = {phase for rank in self._ranks.values() if not rank.has_ended for phase in rank.open}
+        inside = {phase for rank in self._ranks.values() if not rank.has_ended for phase, _ in rank.open}
         return min((s for phase, s in self._deadlines_s.items() if phase in inside), default=None)
 
     @property
@@ -129,9 +123,7 @@ class Supervisor:
 
     def gone(self) -> list[int]:
         """Return the ranks of this machine whose process is gone and that did not report their end."""
-        self._open_rings()
-        for rank in self._ranks.values():
-            self._read_ring(rank)
+        self._read_events()
         return [
             number
             for number, rank in sorted(self._ranks.items())
@@ -157,13 +149,11 @@ class Supervisor:
         self._last_poll_s = max(self._last_poll_s, time.time())
 
     def _poll(self, now_s: float) -> list[Finding]:
-        self._open_rings()
-        for rank in self._ranks.values():
-            self._read_ring(rank)
-            rank.last_s = min(rank.last_s, now_s)  # the clock was set back
+        self._read_events()
         self._last_event_s, self._last_io_s = min(self._last_event_s, now_s), min(self._last_io_s, now_s)
         is_silent = now_s - self._last_event_s > LEAST_S / 2
         for rank in self._ranks.values():
+            rank.last_s = min(rank.last_s, now_s)  # the clock was set back
             sample = self._processes.sample(rank.process, with_children=is_silent)
             rank.add_sample(now_s, sample, is_silent=is_silent)
         findings = self._detectors.find(now_s)
@@ -199,9 +189,11 @@ class Supervisor:
                 if ring.is_of_this_machine:
                     self._ranks[int(number)] = RankState(ring, int(began_ns))
 
-    def _read_ring(self, rank: RankState) -> None:
-        self._run.steps_s.extend(rank.read())
-        self._last_event_s = max(self._last_event_s, rank.last_s)
+    def _read_events(self) -> None:
+        self._open_rings()
+        for rank in self._ranks.values():
+            self._run.steps_s.extend(rank.read())
+            self._last_event_s = max(self._last_event_s, rank.last_s)
 
     def _choose_limit_s(self, going: Sequence[RankState]) -> float:
         """Return the seconds of silence that are a stall in the ranks' current phases."""
@@ -228,7 +220,8 @@ class Supervisor:
             if has_phases and all(rank.is_idle for rank in going):
                 return IDLE_S
             return COLLECTIVE_S if self._run.num_ranks > 1 else LONGEST_S
-        limit_s = max(self.limit_s, self._estimate_whole_step_s(going))
+        usual_s = max(LEAST_S, TIMES_USUAL * median(self._run.steps_s), TIMES_LONGEST * max(self._run.steps_s))
+        limit_s = max(usual_s, self._estimate_whole_step_s(going))
         # Surefoot's own ranks record events in each micro-batch, and their collectives have a deadline.
         has_deadline = self._run.num_ranks > 1 and all(rank.phase != WHOLE_STEP for rank in going)
         return min(limit_s, COLLECTIVE_S) if has_deadline else limit_s
@@ -240,7 +233,12 @@ class Supervisor:
             return IDLE_S if all(rank.step for rank in quiet) else STARTING_IDLE_S
         if any(rank.moves_data for rank in going):
             return math.inf
-        return LONGEST_S if any(rank.waited_for_disk for rank in quiet) else self._choose_busy_limit_s(quiet)
+        if any(rank.waited_for_disk for rank in quiet):
+            return LONGEST_S
+        if self._run.num_ranks == 1 or any(rank.phase not in TALKING for rank in quiet):
+            return LONGEST_BUSY_S
+        saves_s = [rank.longest_save_s for rank in quiet if rank.phase == "save"]
+        return max([COLLECTIVE_S, *(TIMES_USUAL * save_s for save_s in saves_s)])
 
     def _is_waiting_in_collectives(self, going: Sequence[RankState]) -> bool:
         """Return whether each rank of this machine is in a collective. Asks the ranks once in each silence."""
@@ -252,12 +250,6 @@ class Supervisor:
                 records = [read_flight(responses.get(number)) for number in states]
                 self._are_waiting = all(record is not None and record.waiting for record in records)
         return self._are_waiting
-
-    def _choose_busy_limit_s(self, quiet: Sequence[RankState]) -> float:
-        if self._run.num_ranks == 1 or any(rank.phase not in TALKING for rank in quiet):
-            return LONGEST_BUSY_S
-        saves_s = max((rank.longest_s.get("save", 0.0) for rank in quiet if rank.phase == "save"), default=0.0)
-        return max(COLLECTIVE_S, TIMES_USUAL * saves_s)
 
     def _estimate_whole_step_s(self, going: Sequence[RankState]) -> float:
         """Return the longest plausible duration of a step of another trainer.
