@@ -22,7 +22,7 @@ ENDLESS_STEPS = 50
 
 
 @dataclass(frozen=True)
-class Counted:
+class BatchCounts:
     """Counts of one step of one rank."""
 
     tokens: int = 0
@@ -38,7 +38,7 @@ class Counted:
     """Number of forwards whose loss is NaN or infinite."""
 
 
-class Batches:
+class BatchCounter:
     """Counter of training forwards, from its creation until `end`."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,7 +55,7 @@ class Batches:
         self._has_labels = self._has_others = False
 
     @property
-    def knows_ends(self) -> bool:
+    def has_end_tokens(self) -> bool:
         return bool(self._ends)
 
     def _count(self, _: nn.Module, __: tuple[Any, ...], inputs: Mapping[str, Any], output: Any) -> None:
@@ -65,9 +65,7 @@ class Batches:
             self._count_forward(inputs, output)
         except Exception:  # the model's inputs or outputs may be anything, and its training must go on
             self._hook.remove()
-            logging.getLogger(__name__).warning(
-                "cannot count the tokens of the batches; the training continues", exc_info=True
-            )
+            logging.getLogger(__name__).warning("tokens of the batches are no longer counted", exc_info=True)
 
     def _count_forward(self, inputs: Mapping[str, Any], output: Any) -> None:
         ids = inputs.get("input_ids")
@@ -100,16 +98,16 @@ class Batches:
         """Begin a step, without the counts before it."""
         self._counts, self._tokens, self._rows, self._has_labels, self._has_others = [], 0, 0, False, False
 
-    def take(self) -> Counted:
+    def take(self) -> BatchCounts:
         """Return the counts of the step that ends, without padding if it also generated, which takes unknown time."""
         for _, event in self._counts:
             if event is not None:
                 event.synchronize()
         if not self._counts:
-            return Counted(self._tokens, self._rows)
+            return BatchCounts(self._tokens, self._rows)
         padding, trained, ends, doubled, not_finite = torch.stack([copy for copy, _ in self._counts]).sum(0).tolist()
         padding = 0 if self._has_others else padding
-        return Counted(
+        return BatchCounts(
             self._tokens, self._rows, padding, trained if self._has_labels else None, ends, doubled, not_finite
         )
 
@@ -117,16 +115,16 @@ class Batches:
         self._hook.remove()
 
 
-class Labels:
+class LabelChecker:
     """Reporter of problems with trained labels, each once, from the steps of one rank."""
 
-    def __init__(self, knows_ends: bool) -> None:
-        self._knows_ends = knows_ends
-        self._newest: deque[Counted] = deque(maxlen=MASKED_STEPS)
+    def __init__(self, has_end_tokens: bool) -> None:
+        self._has_end_tokens = has_end_tokens
+        self._newest: deque[BatchCounts] = deque(maxlen=MASKED_STEPS)
         self._steps = self._trained = self._ends = 0
         self._reported = ReportedFindings()
 
-    def add(self, step: int, counted: Counted) -> list[Finding]:
+    def add(self, step: int, counted: BatchCounts) -> list[Finding]:
         """Return the new findings from this step and those before it."""
         if counted.trained is None:
             return []
@@ -138,7 +136,7 @@ class Labels:
             causes["SF501"] = f"in {MASKED_STEPS} steps in a row no label counts: all are {MASKED}"
         if len(self._newest) == MASKED_STEPS and all(counts.doubled == counts.rows > 0 for counts in self._newest):
             causes["SF503"] = f"in {MASKED_STEPS} steps in a row every row begins with two beginning-of-sequence tokens"
-        if self._knows_ends and self._steps >= ENDLESS_STEPS and self._trained and not self._ends:
+        if self._has_end_tokens and self._steps >= ENDLESS_STEPS and self._trained and not self._ends:
             causes["SF510"] = f"of {self._trained} tokens that were trained in {self._steps} steps none ends an answer"
         findings = [Finding(code, cause, {"step": step}, CATALOGUE[code].fix) for code, cause in causes.items()]
         return self._reported.select_new(findings)

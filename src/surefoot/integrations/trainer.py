@@ -40,7 +40,7 @@ from surefoot.events import (
 )
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.findings.reported import ReportedFindings
-from surefoot.integrations.batches import Batches, Counted, Labels
+from surefoot.integrations.batches import BatchCounter, BatchCounts, LabelChecker
 from surefoot.launch.sidecar import SUPERVISED, SidecarSpec, end, ranks_elsewhere, start
 from surefoot.system.console import say
 from surefoot.training.memory_stats import peak_memory_bytes, sample_device_memory
@@ -86,7 +86,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         self._ended: StepEnded | None = None
         """Newest step, until the trainer has logged its numbers. The next phase has begun by then."""
         self._logged: dict[str, float] = {}
-        self._batches: Batches | None = None
+        self._batches: BatchCounter | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, *_: Any, model: nn.Module | None = None, **__: Any
@@ -105,8 +105,8 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
             self._watcher = start(SidecarSpec(self._log, args.world_size, elsewhere))
         self._observers = rank_observers(folder, self._rank)
         if model is not None:
-            self._batches = Batches(model)
-            self._labels = Labels(self._batches.knows_ends)
+            self._batches = BatchCounter(model)
+            self._labels = LabelChecker(self._batches.has_end_tokens)
             peak = _LOADING.end()
             if peak is not None:
                 self._emit(_measure_model(self._rank, model, peak))
@@ -159,7 +159,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         elif "eval_loss" in numbers:
             self._emit(Evaluated(int(state.global_step), {"eval_loss": numbers["eval_loss"]}))
 
-    def _describe(self, step: int, counted: Counted) -> None:
+    def _describe(self, step: int, counted: BatchCounts) -> None:
         """Report a step's batch, and, on the first process, problems with it."""
         trained = counted.trained or 0
         self._emit(BatchDescribed(self._rank, step, counted.tokens, trained, counted.rows, 0, counted.padding))
