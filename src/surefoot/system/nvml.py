@@ -55,7 +55,7 @@ def _open_nvml() -> Iterator[Any]:
 def read_cards() -> tuple[Gpu, ...]:
     """Return all GPUs of the machine. Raises: NVMLError without a driver."""
     with _open_nvml() as nvml:
-        return tuple(read_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+        return tuple(read_gpu(nvml, index, handle) for index, handle in enumerate(_list_handles(nvml)))
 
 
 def read_visible(number: int) -> Gpu | None:
@@ -64,15 +64,19 @@ def read_visible(number: int) -> Gpu | None:
     Raises: NVMLError without a driver.
     """
     with _open_nvml() as nvml:
-        visible_indices = list_visible(nvml)
-        return read_gpu(nvml, visible_indices[number]) if number < len(visible_indices) else None
+        gpus = list(list_visible(nvml).items())
+        return read_gpu(nvml, *gpus[number]) if number < len(gpus) else None
 
 
-def list_visible(nvml: Any) -> list[int]:
-    """Return the indices of the GPUs that this process may use, in the order of their CUDA device numbers."""
-    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+def list_visible(nvml: Any) -> dict[int, Any]:
+    """Return index -> handle of the GPUs that this process may use, in the order of their CUDA device numbers."""
+    handles = _list_handles(nvml)
     identities = [_decode(query_or_none(nvml, nvml.nvmlDeviceGetUUID, handle)) for handle in handles]
-    return visible(os.environ.get("CUDA_VISIBLE_DEVICES"), identities)
+    return {index: handles[index] for index in visible(os.environ.get("CUDA_VISIBLE_DEVICES"), identities)}
+
+
+def _list_handles(nvml: Any) -> list[Any]:
+    return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
 
 
 def read_peers() -> dict[str, str]:
@@ -93,7 +97,7 @@ def read_topology() -> dict[str, str]:
 
 def _query_pairs(nvml: Any, query: Callable[[Any, Any], Any], words: Mapping[int, str]) -> dict[str, str]:
     """Return pair, such as "0-1", -> answer in words, for each pair with an answer."""
-    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    handles = _list_handles(nvml)
     answers = {f"{i}-{j}": query(first, second) for (i, first), (j, second) in combinations(enumerate(handles), 2)}
     return {pair: words.get(int(answer), "not known") for pair, answer in answers.items() if answer is not None}
 
@@ -117,9 +121,8 @@ def query_or_none(nvml: Any, getter: Callable[..., Any], *arguments: Any) -> Any
         return None
 
 
-def read_gpu(nvml: Any, index: int) -> Gpu:
-    """Return one GPU. Values that it does not report are None or empty."""
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+def read_gpu(nvml: Any, index: int, handle: Any) -> Gpu:
+    """Return one GPU. Values that it does not report, as after it was lost, are None or empty."""
 
     def query(getter: Callable[..., Any], *arguments: Any) -> Any:
         return query_or_none(nvml, getter, handle, *arguments)

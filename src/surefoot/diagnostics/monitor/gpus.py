@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from surefoot.diagnostics.monitor.ring_buffer import this_machine
 from surefoot.system.json_files import read_objects
-from surefoot.system.nvml import is_at, list_visible, query_or_none, read_gpu
+from surefoot.system.nvml import address_of, is_at, list_visible, query_or_none, read_gpu
 
 EVERY_S = 2.0
 WRITE_EVERY_S = 10.0
@@ -109,14 +109,14 @@ class GpuSampler:
 
             pynvml.nvmlInit()
             visible = list_visible(pynvml)
-            self._addresses = [read_gpu(pynvml, index).pci for index in visible]
-            indices = visible[: self._count]  # each rank takes the GPU of its number
+            self._addresses = [address_of(pynvml, handle) for handle in visible.values()]
+            handles = dict(list(visible.items())[: self._count])  # each rank takes the GPU of its number
         except Exception as error:  # noqa: BLE001 - no driver, no permission, no package: then there are no samples
             self.problem = f"{type(error).__name__}: {error}"
             return
-        while indices and not self._stop.wait(EVERY_S):
+        while handles and not self._stop.wait(EVERY_S):
             now_s = time.time()
-            snapshot = GpuSnapshot(now_s, tuple(_sample(pynvml, index) for index in indices))
+            snapshot = GpuSnapshot(now_s, tuple(_sample(pynvml, index, handle) for index, handle in handles.items()))
             self.first = self.first or snapshot
             self._snapshots.append(snapshot)
             while now_s - self._snapshots[0].time_s > KEPT_S:
@@ -127,8 +127,8 @@ class GpuSampler:
                     _write(self._path, snapshot)
 
 
-def _sample(nvml: Any, index: int) -> GpuSample:
-    gpu, handle = read_gpu(nvml, index), nvml.nvmlDeviceGetHandleByIndex(index)
+def _sample(nvml: Any, index: int, handle: Any) -> GpuSample:
+    gpu = read_gpu(nvml, index, handle)
     use = query_or_none(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
     power = query_or_none(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
     return GpuSample(
