@@ -23,7 +23,6 @@ WINDOW_S = 6.0
 BUSY_OVER_S = 20.0
 USUAL_STEPS = 32
 
-
 T = TypeVar("T")
 
 
@@ -152,18 +151,14 @@ class RankState(RankTrends):
     @property
     def is_idle(self) -> bool:
         """Whether it was idle for a whole window."""
-        is_full = self.samples.span_s >= WINDOW_S
-        return is_full and not self.waits_for_disk and self.cpu_share < IDLE_SHARE and not self.moves_data
+        if self.samples.span_s < WINDOW_S or any(sample.waits_for_disk for _, sample in self.samples):
+            return False
+        return self.cpu_share < IDLE_SHARE and not self.moves_data
 
     @property
     def moves_data(self) -> bool:
         """Whether it read or wrote data over the window."""
         return self._measure_rate(lambda sample: sample.io_bytes) >= IDLE_BYTES_PER_S
-
-    @property
-    def waits_for_disk(self) -> bool:
-        """Whether a thread of it was in uninterruptible sleep during the window."""
-        return any(sample.waits_for_disk for _, sample in self.samples)
 
     @property
     def waited_for_disk(self) -> bool:
