@@ -230,11 +230,11 @@ def _read_findings(path: Path) -> tuple[list[tuple[float, Finding]], list[str]]:
 
 def _list_current_ranks(entries: Sequence[Entry]) -> list[RankNow]:
     """Return the state of each rank's newest process."""
-    ranks = []
+    ranks, now_s = [], time.time()
     for number in sorted({entry.rank for entry in entries}):
         events = last_start(entries, number)
         phases, newest = open_phases(events), events[-1]
         doing = ENDED if newest.kind == "run ended" else f"in {phases[-1]}" if phases else "between phases"
         step = max(entry.step for entry in events)
-        ranks.append(RankNow(number, newest.start, newest.process, step, doing, time.time() - newest.time_s))
+        ranks.append(RankNow(number, newest.start, newest.process, step, doing, now_s - newest.time_s))
     return ranks
