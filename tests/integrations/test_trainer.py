@@ -25,7 +25,7 @@ from surefoot.diagnostics.monitor.explain import explain
 from surefoot.diagnostics.monitor.process_stats import LoadPeak
 from surefoot.errors import ConfigError
 from surefoot.integrations import SurefootCallback
-from surefoot.integrations.batches import ENDLESS_STEPS, MOST_FORWARDS, Batches, Counted, Labels
+from surefoot.integrations.batches import ENDLESS_STEPS, MOST_FORWARDS, BatchCounter, BatchCounts, LabelChecker
 
 
 @pytest.fixture
@@ -123,12 +123,12 @@ def test_padding_is_told_of_steps_that_only_train(trainer: Callable[..., Trainer
 
 def test_a_model_that_is_used_on_after_a_failure_is_not_counted_for_ever() -> None:
     model = torch.nn.Identity()
-    batches = Batches(model)
+    batches = BatchCounter(model)
     for _ in range(MOST_FORWARDS + 5):
         batches._count(model, (), {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}, None)
     assert len(batches._counts) == MOST_FORWARDS
     batches.begin()
-    assert batches.take() == Counted()
+    assert batches.take() == BatchCounts()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -167,21 +167,21 @@ def test_what_is_logged_is_looked_at_where_the_model_returns_no_loss(tmp_path: P
 
 
 def test_labels_that_teach_nothing_or_no_end_are_named_once() -> None:
-    def codes(*steps: Counted, knows_ends: bool = True) -> list[tuple[int, str]]:
-        labels = Labels(knows_ends)
+    def codes(*steps: BatchCounts, has_end_tokens: bool = True) -> list[tuple[int, str]]:
+        labels = LabelChecker(has_end_tokens)
         return [(step, finding.code) for step, one in enumerate(steps, 1) for finding in labels.add(step, one)]
 
-    sound = Counted(tokens=100, rows=2, trained=40, ends=2)
+    sound = BatchCounts(tokens=100, rows=2, trained=40, ends=2)
     assert codes(*[sound] * 100) == []
-    assert codes(*[Counted(100, 2)] * 100) == [], "the model is given no labels"
-    masked = Counted(100, 2, trained=0)
+    assert codes(*[BatchCounts(100, 2)] * 100) == [], "the model is given no labels"
+    masked = BatchCounts(100, 2, trained=0)
     assert codes(masked, masked, sound, masked, masked, masked, masked) == [(6, "SF501")]
-    assert codes(*[Counted(100, 2, trained=40, ends=2, doubled=2)] * 5) == [(3, "SF503")]
-    assert codes(*[Counted(100, 2, trained=40, ends=2, doubled=1)] * 5) == []
-    endless = Counted(100, 2, trained=40)
+    assert codes(*[BatchCounts(100, 2, trained=40, ends=2, doubled=2)] * 5) == [(3, "SF503")]
+    assert codes(*[BatchCounts(100, 2, trained=40, ends=2, doubled=1)] * 5) == []
+    endless = BatchCounts(100, 2, trained=40)
     assert codes(*[endless] * 70) == [(ENDLESS_STEPS, "SF510")]
     assert codes(*[endless] * 49, sound, *[endless] * 49) == []
-    assert codes(*[endless] * 70, knows_ends=False) == []
+    assert codes(*[endless] * 70, has_end_tokens=False) == []
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -289,8 +289,8 @@ def test_an_address_is_no_webhook(monkeypatch: pytest.MonkeyPatch) -> None:
     SurefootCallback(webhook="$HOOK")
 
 
-def counted(model: torch.nn.Module, **inputs: torch.Tensor) -> Counted:
-    batches = Batches(model)
+def counted(model: torch.nn.Module, **inputs: torch.Tensor) -> BatchCounts:
+    batches = BatchCounter(model)
     batches._count(model, (), inputs, None)
     batches.end()
     return batches.take()
@@ -302,7 +302,7 @@ def test_padding_is_no_beginning_and_classes_are_no_tokens() -> None:
     ids = torch.tensor([[2, 2, 5], [2, 5, 3]])
     assert counted(model, input_ids=ids).doubled == 1
     assert counted(model, input_ids=ids, attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]])).doubled == 0
-    assert not Batches(model).knows_ends
+    assert not BatchCounter(model).has_end_tokens
     model.generation_config = SimpleNamespace(eos_token_id=None)
     assert counted(model, input_ids=ids, labels=ids).ends == 1
 
@@ -311,9 +311,9 @@ def test_what_cannot_be_counted_ends_no_training(caplog: pytest.LogCaptureFixtur
     model = torch.nn.Identity()
     odd: Any = torch.ones(2, 2, dtype=torch.int64).to_sparse()
     model.config = SimpleNamespace(bos_token_id=2)
-    batches = Batches(model)
+    batches = BatchCounter(model)
     batches._count(model, (), {"input_ids": odd}, None)
     assert "counted" in caplog.text
     assert not model._forward_hooks
     batches.begin()
-    assert batches.take() == Counted()
+    assert batches.take() == BatchCounts()

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from surefoot.diagnostics.monitor.event_log import Entry
-from surefoot.diagnostics.rules.device_memory import DeviceMemory, find_in_device_memory
+from surefoot.diagnostics.monitor.rank_trends import find_in_history
+from surefoot.diagnostics.rules.device_memory import DeviceMemory
 from surefoot.diagnostics.rules.memory_spike import Peaks
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -31,7 +32,7 @@ def test_tensors_that_pile_up_are_found_with_the_step_at_which_memory_ends() -> 
         Entry(1, 7, 7, float(step), "device memory", "", step, counts(allocated=20 * GIB + 2 * MIB * step))
         for step in range(1, 201)
     ]
-    (finding,) = find_in_device_memory(history)
+    (finding,) = find_in_history(history)
     assert (finding.code, finding.evidence["rank"]) == ("SF203", 1)
     assert " 2.00 MiB " in finding.cause
     assert " 19.6 GiB" in finding.cause

@@ -127,11 +127,8 @@ def test_cores_that_are_waited_for_between_steps_are_no_steps(tmp_path: Path, mo
             seconds, self.waited_s = self.waited_s, 0.0
             return seconds
 
-        def end(self) -> None:
-            pass
-
     waits = Waits()
-    monkeypatch.setattr("surefoot.diagnostics.monitor.event_log.TimeInLine", lambda: waits)
+    monkeypatch.setattr("surefoot.diagnostics.monitor.event_log.RunQueueWait", lambda: waits)
     recorder = Recorder(tmp_path, 0)
     for step in (1, 2, 3):
         waits.waited_s += 1

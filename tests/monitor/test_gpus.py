@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import surefoot
-from surefoot.diagnostics.monitor import detectors
+from surefoot.diagnostics.monitor import rank_state
 from surefoot.diagnostics.monitor.event_log import KINDS, PHASES
-from surefoot.diagnostics.monitor.gpus import Accelerators, GpuSample, Look, read_looks
+from surefoot.diagnostics.monitor.gpus import GpuSample, GpuSampler, GpuSnapshot, read_snapshots
 from surefoot.diagnostics.monitor.rank_state import RankState
 from surefoot.diagnostics.monitor.ring_buffer import RingWriter
 from surefoot.diagnostics.monitor.supervisor import Supervisor
@@ -33,12 +33,12 @@ BUSES = ("3b", "1b")
 UNKNOWN = GpuSample(0, None, None, None, None, None, None)
 
 
-def looks(*samples: GpuSample, count: int = 20, every_s: float = 2.0) -> list[Look]:
+def looks(*samples: GpuSample, count: int = 20, every_s: float = 2.0) -> list[GpuSnapshot]:
     """The same seen again and again."""
-    return [(1000.0 + n * every_s, samples) for n in range(count)]
+    return [GpuSnapshot(1000.0 + n * every_s, samples) for n in range(count)]
 
 
-def codes(seen: list[Look]) -> list[str]:
+def codes(seen: list[GpuSnapshot]) -> list[str]:
     return [finding.code for finding in find_in_gpus(seen)]
 
 
@@ -70,7 +70,7 @@ def test_moments_are_no_window() -> None:
     assert codes([]) == []
     assert codes(looks(SPINNING, count=5)) == []
     assert codes(looks(SPINNING, count=20, every_s=0.1)) == []
-    assert codes(looks(SPINNING, count=20) + [(1040.0 + n, (WORKING,)) for n in range(40)]) == []
+    assert codes(looks(SPINNING, count=20) + [GpuSnapshot(1040.0 + n, (WORKING,)) for n in range(40)]) == []
 
 
 SOUND = replace(WORKING, lost_data=3, links_up=18, pcie_lanes=16)
@@ -85,7 +85,7 @@ SOUND = replace(WORKING, lost_data=3, links_up=18, pcie_lanes=16)
     ],
 )
 def test_a_card_that_gets_worse_during_a_run_is_named(changes: dict[str, int], code: str, numbers: list[str]) -> None:
-    (finding,) = find_worse_gpus((0.0, (SOUND,)), looks(replace(SOUND, **changes)))
+    (finding,) = find_worse_gpus(GpuSnapshot(0.0, (SOUND,)), looks(replace(SOUND, **changes)))
     assert (finding.code, finding.evidence["device"]) == (code, 0)
     assert finding.cause.startswith("GPU 0")
     assert re.findall(r"\d+", finding.cause) == numbers
@@ -93,11 +93,11 @@ def test_a_card_that_gets_worse_during_a_run_is_named(changes: dict[str, int], c
 
 @pytest.mark.parametrize("sample", [SOUND, WORKING], ids=["as it was", "not told"])
 def test_cards_that_stay_what_they_were(sample: GpuSample) -> None:
-    assert find_worse_gpus((0.0, (sample,)), looks(SOUND)) == []
-    assert find_worse_gpus((0.0, (SOUND,)), looks(sample)) == []
+    assert find_worse_gpus(GpuSnapshot(0.0, (sample,)), looks(SOUND)) == []
+    assert find_worse_gpus(GpuSnapshot(0.0, (SOUND,)), looks(sample)) == []
     assert find_worse_gpus(None, looks(replace(SOUND, links_up=1))) == []
-    for_a_moment = [*looks(replace(SOUND, links_up=17)), (1041.0, (SOUND,))]
-    assert find_worse_gpus((0.0, (SOUND,)), for_a_moment) == []
+    for_a_moment = [*looks(replace(SOUND, links_up=17)), GpuSnapshot(1041.0, (SOUND,))]
+    assert find_worse_gpus(GpuSnapshot(0.0, (SOUND,)), for_a_moment) == []
 
 
 HALF_USED = GpuSample(0, 0.38, 250.0, 700.0, 1980, 30 << 30, 50)
@@ -120,23 +120,25 @@ def test_programs_that_are_not_to_blame(sample: GpuSample, cores: float | None, 
 
 
 def test_a_look_in_words() -> None:
-    assert in_words((0.0, (SPINNING, UNKNOWN))) == "0: 100% busy, 71 W of 700 W, 3.0 GiB; 0: ? busy, ? W of ? W"
+    assert (
+        in_words(GpuSnapshot(0.0, (SPINNING, UNKNOWN))) == "0: 100% busy, 71 W of 700 W, 3.0 GiB; 0: ? busy, ? W of ? W"
+    )
 
 
 def test_without_a_driver_there_are_no_samples_and_a_reason(tmp_path: Path) -> None:
-    accelerators = Accelerators(tmp_path, 8)
+    sampler = GpuSampler(tmp_path, 8)
     deadline = time.monotonic() + 20
-    while not accelerators.why_not and time.monotonic() < deadline:
+    while not sampler.problem and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert accelerators.why_not.startswith("NVMLError")
-    assert accelerators.looks() == []
+    assert sampler.problem.startswith("NVMLError")
+    assert sampler.snapshots() == []
 
 
 def test_nvml_is_read_through_its_own_bindings(tmp_path: Path, nvml_driver: dict[str, str]) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from surefoot.diagnostics.monitor.gpus import Accelerators\n"
+        "import sys, time; from pathlib import Path; from surefoot.diagnostics.monitor.gpus import GpuSampler\n"
         "folder = Path(sys.argv[1]); (folder / 'events').mkdir()\n"
-        "seen = Accelerators(folder, 8); time.sleep(3); print(seen.looks()[0][1])"
+        "seen = GpuSampler(folder, 8); time.sleep(3); print(seen.snapshots()[0][1])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], env={**os.environ, **nvml_driver}, capture_output=True, text=True,
@@ -147,7 +149,7 @@ def test_nvml_is_read_through_its_own_bindings(tmp_path: Path, nvml_driver: dict
         GpuSample(1, 1.0, 650.0, 700.0, 1980, 3 << 30, None, ("too hot (hardware)",), 2, 17, 8),
     )
     assert done.stdout == f"{expected}\n", done.stderr
-    assert read_looks(tmp_path)[0][1] == expected
+    assert read_snapshots(tmp_path)[0][1] == expected
 
 
 @pytest.mark.parametrize(
@@ -158,10 +160,10 @@ def test_only_cards_that_the_run_may_use_are_sampled(
     tmp_path: Path, nvml_driver: dict[str, str], visible: str | None, count: int, indices: list[int]
 ) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from surefoot.diagnostics.monitor.gpus import Accelerators\n"
-        "seen = Accelerators(Path(sys.argv[1]), int(sys.argv[2])); time.sleep(2.5)\n"
-        "print([gpu.index for gpu in (seen.looks() or [(0, ())])[0][1]])\n"
-        "print([n for n, device in enumerate(['0000:1b:00', '0000:2b:00']) if seen.may_be(device)])"
+        "import sys, time; from pathlib import Path; from surefoot.diagnostics.monitor.gpus import GpuSampler\n"
+        "seen = GpuSampler(Path(sys.argv[1]), int(sys.argv[2])); time.sleep(2.5)\n"
+        "print([gpu.index for gpu in (seen.snapshots() or [(0, ())])[0][1]])\n"
+        "print([n for n, device in enumerate(['0000:1b:00', '0000:2b:00']) if seen.may_use(device)])"
     )
     told = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     done = subprocess.run(
@@ -179,22 +181,22 @@ def test_cards_are_not_blamed_on_runs_that_do_not_use_them(tmp_path: Path, monke
     ring = RingWriter(tmp_path / "events" / f"rank-00000-{time.time_ns()}.ring", 0)
     for step in range(40):
         ring.write(1000.0 + step, KINDS.index("step"), 0, step, (1.0, 1.0, 1.0, 0.0, 0.0))
-    supervisor._trends._accelerators._looks.extend(looks(SPINNING))
+    supervisor._detectors.gpus._sampler._snapshots.extend(looks(SPINNING))
     assert [finding.code for finding in supervisor.poll(1039.5)] == []
-    monkeypatch.setattr(detectors, "uses_gpus", lambda _: True)
+    monkeypatch.setattr(rank_state, "uses_gpus", lambda _: True)
     assert [finding.code for finding in supervisor.poll(1044.6)] == ["SF307"]
     ring.write(1049.0, KINDS.index("step"), 0, 40, (1.0, 1.0, 1.0, 0.0, 0.0))
     assert [finding.code for finding in supervisor.poll(1050.0)] == [], "it is said once"
-    supervisor._trends._accelerators.first = (1000.0, (replace(SPINNING, links_up=18),))
-    supervisor._trends._accelerators._looks.clear()
-    supervisor._trends._accelerators._looks.extend(looks(replace(SPINNING, links_up=17), count=27))
+    supervisor._detectors.gpus._sampler.first = GpuSnapshot(1000.0, (replace(SPINNING, links_up=18),))
+    supervisor._detectors.gpus._sampler._snapshots.clear()
+    supervisor._detectors.gpus._sampler._snapshots.extend(looks(replace(SPINNING, links_up=17), count=27))
     ring.write(1054.0, KINDS.index("step"), 0, 41, (1.0, 1.0, 1.0, 0.0, 0.0))
     assert [finding.code for finding in supervisor.poll(1055.2)] == ["SF724"]
     second = replace(SPINNING, index=1, links_up=18)
-    supervisor._trends._accelerators.first = (1000.0, (replace(SPINNING, links_up=18), second))
+    supervisor._detectors.gpus._sampler.first = GpuSnapshot(1000.0, (replace(SPINNING, links_up=18), second))
     worse = replace(SPINNING, links_up=16), replace(second, links_up=16)
-    supervisor._trends._accelerators._looks.clear()
-    supervisor._trends._accelerators._looks.extend(looks(*worse, count=30))
+    supervisor._detectors.gpus._sampler._snapshots.clear()
+    supervisor._detectors.gpus._sampler._snapshots.extend(looks(*worse, count=30))
     ring.write(1060.0, KINDS.index("step"), 0, 42, (1.0, 1.0, 1.0, 0.0, 0.0))
     assert [(finding.code, finding.evidence["device"]) for finding in supervisor.poll(1061.0)] == [("SF724", 1)]
     ring.close()
@@ -204,7 +206,7 @@ def test_cards_are_not_blamed_on_runs_that_do_not_use_them(tmp_path: Path, monke
 def test_a_card_that_waits_for_what_is_offloaded_is_not_blamed_on_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offloads: bool, codes: list[str]
 ) -> None:
-    monkeypatch.setattr(detectors, "uses_gpus", lambda _: True)
+    monkeypatch.setattr(rank_state, "uses_gpus", lambda _: True)
     monkeypatch.setattr(RankState, "busy_cores", 1.0)
     (tmp_path / "events").mkdir()
     supervisor = Supervisor(tmp_path, 1, 0.0)
@@ -214,7 +216,7 @@ def test_a_card_that_waits_for_what_is_offloaded_is_not_blamed_on_the_program(
         ring.write(1000.05 + step, KINDS.index("phase began"), PHASES.index("forward"), step, (0.0,) * 5)
         ring.write(1000.95 + step, KINDS.index("phase ended"), PHASES.index("forward"), step, (0.0,) * 5)
         ring.write(1001.0 + step, KINDS.index("step"), 0, step, (1.0, 1.0, 1.0, 0.0, 0.0))
-    supervisor._trends._accelerators._looks.extend(looks(HALF_USED, count=30))
+    supervisor._detectors.gpus._sampler._snapshots.extend(looks(HALF_USED, count=30))
     assert [finding.code for finding in supervisor.poll(1041.0)] == codes
     ring.close()
 
@@ -222,15 +224,15 @@ def test_a_card_that_waits_for_what_is_offloaded_is_not_blamed_on_the_program(
 def test_errors_of_cards_that_the_run_may_not_use_are_not_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(detectors, "uses_gpus", lambda _: True)
+    monkeypatch.setattr(rank_state, "uses_gpus", lambda _: True)
     (tmp_path / "events").mkdir()
     supervisor = Supervisor(tmp_path, 1, 0.0)
     ring = RingWriter(tmp_path / "events" / f"rank-00000-{time.time_ns()}.ring", 0)
     ring.write(1000.0, KINDS.index("step"), 0, 1, (1.0, 1.0, 1.0, 0.0, 0.0))
-    supervisor._trends._accelerators._addresses = ["00000000:1B:00.0"]
-    supervisor._trends._kernel_log.end()
+    supervisor._detectors.gpus._sampler._addresses = ["00000000:1B:00.0"]
+    supervisor._detectors.gpus._kernel_log.end()
     (tmp_path / "kmsg").write_text("")
-    supervisor._trends._kernel_log = KernelLog(tmp_path / "kmsg")
+    supervisor._detectors.gpus._kernel_log = KernelLog(tmp_path / "kmsg")
     said = [f"3,{n},99,-;NVRM: Xid (PCI:0000:{bus}:00): 79, GPU has fallen off the bus." for n, bus in enumerate(BUSES)]
     (tmp_path / "kmsg").write_text("\n".join(said) + "\n")
     assert [(one.code, one.evidence["device"]) for one in supervisor.poll(1001.0)] == [("SF112", "0000:1b:00")]
@@ -238,23 +240,23 @@ def test_errors_of_cards_that_the_run_may_not_use_are_not_its_own(
 
 
 def test_cards_that_wait_for_a_rank_that_saves_are_not_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detectors, "uses_gpus", lambda _: True)
+    monkeypatch.setattr(rank_state, "uses_gpus", lambda _: True)
     supervisor = Supervisor(tmp_path, 1, 0.0)
     (tmp_path / "events").mkdir()
     ring = RingWriter(tmp_path / "events" / f"rank-00000-{time.time_ns()}.ring", 0)
     for step in range(40):
         ring.write(1000.0 + step, KINDS.index("step"), 0, step, (1.0, 1.0, 1.0, 0.0, 0.0))
     ring.write(1040.0, KINDS.index("phase began"), PHASES.index("save"), 40, (0.0,) * 5)
-    supervisor._trends._accelerators._looks.extend(looks(SPINNING))
+    supervisor._detectors.gpus._sampler._snapshots.extend(looks(SPINNING))
     assert [finding.code for finding in supervisor.poll(1041.0)] == []
     ring.close()
 
 
 def test_a_supervisor_that_looks_no_more_leaves_no_thread(tmp_path: Path) -> None:
-    accelerators = Accelerators(tmp_path, 1)
-    accelerators.end()
-    accelerators._thread.join(20)
-    assert not accelerators._thread.is_alive()
+    sampler = GpuSampler(tmp_path, 1)
+    sampler.end()
+    sampler._thread.join(20)
+    assert not sampler._thread.is_alive()
 
 
 def test_the_page_of_a_run_shows_its_cards(settings: dict[str, Any]) -> None:

@@ -11,17 +11,20 @@ from pathlib import Path
 import pytest
 
 from surefoot.diagnostics.monitor import detectors
+from surefoot.diagnostics.monitor.evidence_client import EvidenceClient
 from surefoot.diagnostics.monitor.processes import (
-    in_line_s,
-    most_open_files,
-    num_threads,
-    open_files,
+    count_open_files,
+    count_threads,
+    list_descendants,
+    max_open_files,
     proportional_bytes,
-    started_by,
+    run_queue_wait_s,
 )
+from surefoot.diagnostics.monitor.rank_state import WatchedRun
 from surefoot.diagnostics.monitor.supervisor import Supervisor
 from surefoot.diagnostics.rules.limits import LimitTrend
 from surefoot.diagnostics.rules.memory import find_growing_helpers
+from surefoot.findings.reported import ReportedFindings
 from surefoot.system import cgroup
 
 MIB = 1 << 20
@@ -101,7 +104,7 @@ def test_what_a_forked_process_copies_is_its_own(process: subprocess.Popen[str])
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stdout.readline() == "forked\n"
-    (child,) = started_by(process.pid)
+    (child,) = list_descendants(process.pid)
     before = proportional_bytes(child)
     process.stdin.write("\n")
     process.stdin.flush()
@@ -113,18 +116,18 @@ def test_what_a_forked_process_copies_is_its_own(process: subprocess.Popen[str])
 
 def test_files_and_threads_of_a_process_are_counted() -> None:
     me = os.getpid()
-    files, threads = open_files(me), num_threads(me)
+    files, threads = count_open_files(me), count_threads(me)
     assert files is not None
     assert threads is not None
     done = threading.Event()
     thread = threading.Thread(target=done.wait)
     thread.start()
     with open(os.devnull):
-        assert (open_files(me), num_threads(me)) == (files + 1, threads + 1)
+        assert (count_open_files(me), count_threads(me)) == (files + 1, threads + 1)
     done.set()
     thread.join()
-    assert (most_open_files(me) or 0) > files
-    assert (open_files(2**22 + 1), num_threads(2**22 + 1), started_by(2**22 + 1)) == (None, None, [])
+    assert (max_open_files(me) or 0) > files
+    assert (count_open_files(2**22 + 1), count_threads(2**22 + 1), list_descendants(2**22 + 1)) == (None, None, [])
 
 
 def test_the_lowest_limit_of_threads_around_a_process_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,8 +164,8 @@ for step in range(1, 100_000):
 
 
 def test_a_process_of_a_rank_that_leaks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detectors, "TRENDS_EVERY_S", 0.03)
-    monkeypatch.setattr(detectors, "HELPERS_EVERY_S", 0.03)
+    monkeypatch.setattr(detectors, "DETECT_EVERY_S", 0.03)
+    monkeypatch.setattr(detectors, "CHILDREN_EVERY_S", 0.03)
     supervisor = Supervisor(tmp_path, 1, time.time())
     with subprocess.Popen([sys.executable, "-c", GROWS, str(tmp_path)]) as rank:
         try:
@@ -186,9 +189,9 @@ def test_a_process_that_gets_no_core_stands_in_line() -> None:
     running = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
     try:
         time.sleep(1.0)
-        before = [in_line_s(process.pid) for process in running]
+        before = [run_queue_wait_s(process.pid) for process in running]
         time.sleep(2.0)
-        after = [in_line_s(process.pid) for process in running]
+        after = [run_queue_wait_s(process.pid) for process in running]
     finally:
         for process in running:
             process.kill()
@@ -196,23 +199,21 @@ def test_a_process_that_gets_no_core_stands_in_line() -> None:
     waited = [then - earlier for earlier, then in zip(before, after, strict=True) if earlier is not None and then]
     assert min(waited[:2]) > 0.4
     assert waited[2] < 0.1
-    assert in_line_s(running[0].pid) is None
+    assert run_queue_wait_s(running[0].pid) is None
 
 
 def test_ranks_that_stand_in_line_are_not_idle(tmp_path: Path) -> None:
     """Where the kernel does not tell, or nothing was counted over a time, nothing is known of them."""
-    found = detectors.Detectors(tmp_path, {0: object(), 1: object()}, 2, 0, 0.0)  # type: ignore[dict-item]
-    try:
-        for before, after, is_in_line in (
-            ({0: 1.0, 1: 1.0}, {0: 1.5, 1: 2.0}, False),
-            ({0: 1.0, 1: 1.0}, {0: 1.5, 1: 9.0}, True),
-            ({0: 1.0, 1: None}, {0: 1.5, 1: None}, True),
-            ({0: 1.0}, {0: 1.5, 1: 1.0}, True),
-        ):
-            found._core_waits.clear()
-            found._core_waits.extend([(0.0, before), (20.0, after)])
-            assert found._is_waiting_for_cores() == is_in_line, (before, after)
-        found._core_waits.pop()
-        assert found._is_waiting_for_cores()
-    finally:
-        found.end()
+    run = WatchedRun(tmp_path, 2, 0, {0: object(), 1: object()})  # type: ignore[dict-item]
+    found = detectors.SlowSteps(run, EvidenceClient(tmp_path), ReportedFindings(), 0.0)
+    for before, after, is_in_line in (
+        ({0: 1.0, 1: 1.0}, {0: 1.5, 1: 2.0}, False),
+        ({0: 1.0, 1: 1.0}, {0: 1.5, 1: 9.0}, True),
+        ({0: 1.0, 1: None}, {0: 1.5, 1: None}, True),
+        ({0: 1.0}, {0: 1.5, 1: 1.0}, True),
+    ):
+        found._core_waits.clear()
+        found._core_waits.extend([(0.0, before), (20.0, after)])
+        assert found._is_waiting_for_cores() == is_in_line, (before, after)
+    found._core_waits.pop()
+    assert found._is_waiting_for_cores()

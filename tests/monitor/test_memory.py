@@ -11,21 +11,22 @@ from dataclasses import replace
 import pytest
 
 from surefoot.diagnostics.monitor import process_stats
-from surefoot.diagnostics.monitor.process_stats import OwnMemory, TimeInLine
-from surefoot.diagnostics.rules.memory import MemoryTrend, find_leaks, find_replicated_load
+from surefoot.diagnostics.monitor.process_stats import OwnMemory, RunQueueWait
+from surefoot.diagnostics.monitor.rank_trends import find_in_history
+from surefoot.diagnostics.rules.memory import MemoryTrend, find_replicated_load
 from tests.support.histories import MIB, history
 
 
 @pytest.mark.parametrize("owner", ["forward", "optimizer"])
 def test_a_mebibyte_a_step_is_found_with_its_phase(owner: str) -> None:
     swing = {"forward": 300.0, "backward": -300.0, "optimizer": 0.0}  # activations come and go
-    (finding,) = find_leaks(list(history(lambda _, phase: swing[phase] + (1.0 if phase == owner else 0.0))))
+    (finding,) = find_in_history(list(history(lambda _, phase: swing[phase] + (1.0 if phase == owner else 0.0))))
     assert finding.code == "SF202"
     assert " 1.00 MiB " in finding.cause
 
 
 def test_the_owner_is_the_phase_in_which_it_grows() -> None:
-    (finding,) = find_leaks(list(history(lambda _, phase: 2.0 * (phase == "backward"))))
+    (finding,) = find_in_history(list(history(lambda _, phase: 2.0 * (phase == "backward"))))
     assert finding.evidence["phase"] == "backward"
     assert " 100% " in finding.cause
 
@@ -41,17 +42,17 @@ def test_the_owner_is_the_phase_in_which_it_grows() -> None:
     ],
 )
 def test_other_growth_is_no_leak(grown_by: Callable[[int, str], float]) -> None:
-    assert find_leaks(list(history(grown_by, steps=400))) == []
+    assert find_in_history(list(history(grown_by, steps=400))) == []
 
 
 def test_a_leak_of_an_earlier_start_is_over() -> None:
     leaked = [replace(entry, start=1) for entry in history(lambda *_: 2.0)]
-    assert len(find_leaks(leaked)) == 1
-    assert find_leaks([*history(lambda *_: 0.0), *leaked]) == []
+    assert len(find_in_history(leaked)) == 1
+    assert find_in_history([*history(lambda *_: 0.0), *leaked]) == []
 
 
 def test_few_steps_say_nothing() -> None:
-    assert find_leaks(list(history(lambda *_: 5.0, steps=100))) == []
+    assert find_in_history(list(history(lambda *_: 5.0, steps=100))) == []
     assert MemoryTrend(0).finding() is None
 
 
@@ -102,7 +103,7 @@ def test_time_in_line_is_what_others_had_the_core_for() -> None:
 
     def work(core: int) -> None:
         os.sched_setaffinity(threading.get_native_id(), {core})
-        waits = TimeInLine()
+        waits = RunQueueWait()
         for _ in range(2):
             until = time.thread_time() + 0.2
             while time.thread_time() < until:
@@ -110,7 +111,6 @@ def test_time_in_line_is_what_others_had_the_core_for() -> None:
             told.append(waits.since_last_s())
         time.sleep(0.3)
         told.append(waits.since_last_s())
-        waits.end()
 
     core = max(os.sched_getaffinity(0))
     crowd = [subprocess.Popen(["taskset", "-c", str(core), "sh", "-c", "while :; do :; done"]) for _ in range(2)]

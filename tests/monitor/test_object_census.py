@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from surefoot.diagnostics.monitor.evidence_client import WITHIN_S, Witnesses
+from surefoot.diagnostics.monitor.evidence_client import WITHIN_S, EvidenceClient
 from surefoot.diagnostics.monitor.evidence_server import OBJECTS
 from surefoot.diagnostics.monitor.leaks import LeakDetector
 from surefoot.diagnostics.monitor.object_census import Census, read_census
@@ -55,10 +55,10 @@ def leaking(kind: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def count(folder: Path) -> Census:
-    witnesses = Witnesses(folder)
+    client = EvidenceClient(folder)
     deadline = time.monotonic() + 30  # a machine under load answers late
     while time.monotonic() < deadline:
-        answers = witnesses.answers(witnesses.ask(OBJECTS), [0])
+        answers = client.wait(client.request(OBJECTS), [0])
         if answers:
             return read_census(answers[0])
     raise AssertionError("no answer")
@@ -95,16 +95,16 @@ def test_the_objects_that_grow_are_named_with_what_holds_them(kind: str, what: s
     assert re.search(what, said), said
 
 
-class Deaf(Witnesses):
+class Deaf(EvidenceClient):
     """Does not hear the first answers."""
 
     def __init__(self, folder: Path, missed: int) -> None:
         super().__init__(folder)
         self._missed = missed
 
-    def answers(self, request: str, ranks: Collection[int]) -> dict[int, Any]:
+    def wait(self, request: str, ranks: Collection[int]) -> dict[int, Any]:
         self._missed -= 1
-        return {} if self._missed >= 0 else super().answers(request, ranks)
+        return {} if self._missed >= 0 else super().wait(request, ranks)
 
 
 @pytest.mark.parametrize("missed", [0, 1, 100])
@@ -116,11 +116,11 @@ def test_a_rank_that_does_not_answer_is_asked_again(
     for entry in history(lambda *_: 1.0):
         trend.add(entry.kind, entry.phase, entry.step, entry.values["anonymous_bytes"])
     with leaking("bytes", tmp_path) as process:
-        rank: Any = SimpleNamespace(ring=SimpleNamespace(process=process.pid), memory=trend, has_ended=False)
+        rank: Any = SimpleNamespace(process=process.pid, memory=trend, has_ended=False)
         leaks = LeakDetector(Deaf(tmp_path, missed), {0: rank}, 1)
         found = []
         for _ in range(5):
-            found.append(leaks.look())
+            found.append(leaks.find())
             leak(process)
     # At the first look it is suspected, and sure at once; what it has then is compared with what it has at the next.
     named_at = min(1 + missed, 3)
@@ -132,10 +132,10 @@ def test_a_rank_that_does_not_answer_is_asked_again(
 
 def test_only_the_ranks_that_are_asked_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(WITHIN_S, OBJECTS, 1.0)
-    witnesses = Witnesses(tmp_path)
+    client = EvidenceClient(tmp_path)
     with leaking("bytes", tmp_path):
         count(tmp_path)  # it is there
-        assert witnesses.answers(witnesses.ask(OBJECTS, [1, 10]), [0]) == {}
+        assert client.wait(client.request(OBJECTS, [1, 10]), [0]) == {}
         assert not (tmp_path / "events" / "rank-00000.objects.json").read_text().count("objects 1")
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from surefoot.diagnostics.monitor.event_log import Entry
 from surefoot.diagnostics.monitor.flight_recorder import MEANINGS, FlightRecord
+from surefoot.diagnostics.monitor.rank_trends import find_in_history
 from surefoot.diagnostics.rules.speed import (
     RankTimes,
     find_idle_ranks,
     find_slow,
-    find_slow_in,
     find_straggler,
     find_swapping,
     find_uneven_experts,
@@ -152,20 +152,21 @@ def test_longer_batches_are_no_slowness() -> None:
 def test_a_history_is_judged_by_the_newest_start_of_each_rank() -> None:
     def entries(start: int, wait_s: float) -> list[Entry]:
         made, now = [], 1000.0 * start
+        numbers = {"loss": 1.0, "grad_norm": 1.0, "peak_memory_bytes": 1.0}
         for step in range(1, 61):
             for kind, phase, after_s, values in (
                 ("batch", "", 0.0, {"tokens": 10.0}),
                 ("phase began", "data_wait", 0.0, {}),
                 ("phase ended", "data_wait", wait_s, {}),
-                ("step", "", 0.5, {"step_time_s": 0.5 + wait_s, "garbage_s": 0.0}),
+                ("step", "", 0.5, {**numbers, "step_time_s": 0.5 + wait_s, "garbage_s": 0.0}),
             ):
                 now += after_s
                 made.append(Entry(0, start, 7, now, kind, phase, step, values))
         return made
 
     slow, sound = entries(1, 0.5), entries(2, 0.01)
-    assert [finding.code for finding in find_slow_in(slow)] == ["SF302"]
-    assert find_slow_in([*sound, *slow]) == []  # in this order the older one would count last
+    assert [finding.code for finding in find_in_history(slow)] == ["SF302"]
+    assert find_in_history([*sound, *slow]) == []  # in this order the older one would count last
 
 
 def flight(asked: Mapping[int, float], call: str = "all_reduce of Float [9]") -> FlightRecord:

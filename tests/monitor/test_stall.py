@@ -11,7 +11,7 @@ import pytest
 
 from surefoot.diagnostics.fault_injection import FAULTS
 from surefoot.diagnostics.monitor import evidence_server
-from surefoot.diagnostics.monitor.evidence import RankEvidence, StallEvidence, keep, read
+from surefoot.diagnostics.monitor.evidence import RankEvidence, StallEvidence, read_evidence, write_evidence
 from surefoot.diagnostics.monitor.flight_recorder import MEANINGS, read_flight
 from surefoot.diagnostics.rules.stall import find_stall
 from surefoot.findings import Finding
@@ -28,18 +28,20 @@ def alter(evidence: StallEvidence, **changes: object) -> StallEvidence:
 @pytest.mark.parametrize("kind", NAMED)
 def test_recorded_evidence_names_the_cause(kind: str) -> None:
     """`sleeping.three` is of three ranks: one sends what two others wait for from each other."""
-    assert find_stall(read(NAMED[kind])).code == FAULTS[kind.partition(".")[0]].code
+    assert find_stall(read_evidence(NAMED[kind])).code == FAULTS[kind.partition(".")[0]].code
 
 
 def test_of_three_ranks_the_one_that_has_not_come_is_named_also_where_it_says_nothing() -> None:
-    evidence = read(NAMED["sleeping.three"])
+    evidence = read_evidence(NAMED["sleeping.three"])
     assert find_stall(evidence).evidence["rank"] == 1
     mute = tuple(replace(rank, flight=None, answered=False) if rank.rank == 1 else rank for rank in evidence.ranks)
     assert (find_stall(replace(evidence, ranks=mute)).code, mute[1].rank) == ("SF109", 1)
 
 
 def test_what_is_missing_is_named_where_the_cause_is_not() -> None:
-    silent = alter(read(NAMED["sleeping"]), flight=None, answered=False, stacks="", phase="forward", cpu_share=0.0)
+    silent = alter(
+        read_evidence(NAMED["sleeping"]), flight=None, answered=False, stacks="", phase="forward", cpu_share=0.0
+    )
     finding = find_stall(replace(silent, num_ranks=4))
     assert finding.code == "SF110"
     assert finding.confidence < 0.5
@@ -50,7 +52,7 @@ def test_what_is_missing_is_named_where_the_cause_is_not() -> None:
 
 
 def test_a_rank_that_is_gone_comes_before_whoever_waits_for_it() -> None:
-    evidence = read(NAMED["sleeping"])
+    evidence = read_evidence(NAMED["sleeping"])
     gone = replace(evidence, ranks=(evidence.ranks[0], replace(evidence.ranks[1], state="gone")), oom_kills=0)
     assert (find_stall(gone).code, find_stall(gone).evidence["rank"]) == ("SF101", 1)
     assert find_stall(replace(gone, oom_kills=1)).code == "SF201"
@@ -60,7 +62,7 @@ def test_a_rank_that_is_gone_comes_before_whoever_waits_for_it() -> None:
 
 
 def test_a_collective_in_which_all_are_is_the_network() -> None:
-    evidence = read(NAMED["sleeping"])
+    evidence = read_evidence(NAMED["sleeping"])
     inside = next(rank for rank in evidence.ranks if rank.flight and read_flight(rank.flight).waiting)  # type: ignore[union-attr]
     both = replace(evidence, ranks=(replace(inside, rank=0), replace(inside, rank=1)))
     finding = find_stall(both)
@@ -72,7 +74,7 @@ def test_a_collective_in_which_all_are_is_the_network() -> None:
 
 def test_an_all_to_all_whose_sizes_do_not_agree_is_no_matter_of_the_network() -> None:
     """Rank 0 sends 14 rows of 8 where rank 1 waits for 15."""
-    evidence = read(NAMED["sleeping"])
+    evidence = read_evidence(NAMED["sleeping"])
     entry = {
         "collective_seq_id": 1, "profiling_name": "nccl:all_to_all", "input_dtypes": ["Float"], "is_p2p": False,
         "process_group": ["0", "default_pg"], "retired": False,
@@ -93,14 +95,16 @@ def test_an_all_to_all_whose_sizes_do_not_agree_is_no_matter_of_the_network() ->
 
 
 def test_waiting_for_a_disk_is_told_from_being_stopped() -> None:
-    evidence = read(NAMED["sleeping"])
+    evidence = read_evidence(NAMED["sleeping"])
     assert find_stall(alter(evidence, state="disk-sleep")).code == "SF103"
     assert find_stall(alter(evidence, state="stopped")).code == "SF102"
 
 
 def test_one_rank_alone_says_at_which_line_it_stands() -> None:
-    alone = replace(next(r for r in read(NAMED["sleeping"]).ranks if "_sleep" in r.stacks), rank=0, flight=None)
-    evidence = replace(read(NAMED["sleeping"]), ranks=(alone,), num_ranks=1)
+    alone = replace(
+        next(r for r in read_evidence(NAMED["sleeping"]).ranks if "_sleep" in r.stacks), rank=0, flight=None
+    )
+    evidence = replace(read_evidence(NAMED["sleeping"]), ranks=(alone,), num_ranks=1)
     finding = find_stall(evidence)
     assert finding.code == "SF106"
     assert "in _sleep" in finding.cause
@@ -109,11 +113,11 @@ def test_one_rank_alone_says_at_which_line_it_stands() -> None:
 
 
 def test_evidence_is_the_same_after_it_was_kept(tmp_path: Path) -> None:
-    evidence = read(NAMED["sleeping"])
-    assert read(keep(tmp_path, evidence)) == evidence
+    evidence = read_evidence(NAMED["sleeping"])
+    assert read_evidence(write_evidence(tmp_path, evidence)) == evidence
     (tmp_path / "broken.json").write_text('{"ranks": 3}')
     with pytest.raises(ValueError, match=r"broken\.json"):
-        read(tmp_path / "broken.json")
+        read_evidence(tmp_path / "broken.json")
 
 
 def test_a_dump_of_another_form_is_refused() -> None:
@@ -125,18 +129,18 @@ def test_a_dump_of_another_form_is_refused() -> None:
 
 
 def test_a_dump_that_cannot_be_read_is_missing_evidence() -> None:
-    recorded = read(NAMED["sleeping"])
+    recorded = read_evidence(NAMED["sleeping"])
     broken = alter(recorded, flight={"entries": [{"is_p2p": False}]}, phase="forward", stacks="", cpu_share=0.0)
     assert "rank 0: no dump" in find_stall(broken).evidence["missing"]
 
 
 def test_of_ranks_in_different_groups_the_one_that_ran_ahead_is_named() -> None:
-    skipped = read(NAMED["skipped-collective"])
+    skipped = read_evidence(NAMED["skipped-collective"])
     ahead = next(rank for rank in skipped.ranks if rank.phase == "forward")
     assert find_stall(skipped).evidence["rank"] == ahead.rank
     swapped = replace(skipped, ranks=tuple(replace(rank, rank=1 - rank.rank) for rank in reversed(skipped.ranks)))
     assert find_stall(swapped).evidence["rank"] == 1 - ahead.rank
-    assert "rank" not in find_stall(read(NAMED["other-order"])).evidence
+    assert "rank" not in find_stall(read_evidence(NAMED["other-order"])).evidence
 
 
 def test_ranks_between_phases_and_unknown_states_do_not_break_the_rules() -> None:
@@ -147,7 +151,7 @@ def test_ranks_between_phases_and_unknown_states_do_not_break_the_rules() -> Non
 
 def test_another_call_under_the_same_number_is_no_matter_of_the_network() -> None:
     """The root of a broadcast is through with it at once, whatever the others call."""
-    evidence = read(NAMED["network-cut"])
+    evidence = read_evidence(NAMED["network-cut"])
     through, stuck = evidence.ranks
     assert find_stall(evidence).code == "SF108"
     waiting, _ = read_flight(stuck.flight).waiting  # type: ignore[union-attr]

@@ -645,7 +645,7 @@ def test_a_finding_of_an_earlier_start_is_told_as_one(
     (said,) = told.as_dict()["findings"]
     assert said["is_of_earlier_start"]
     again = Finding("SF101", "rank 0 does it again", {"rank": 0}, "See why.")
-    monkeypatch.setattr("surefoot.diagnostics.monitor.explain.find_leaks", lambda _: [again])
+    monkeypatch.setattr("surefoot.diagnostics.monitor.explain.find_in_history", lambda _: [again])
     first, second = explain(folder).as_dict()["findings"]
     assert (first["is_of_earlier_start"], second["is_of_earlier_start"]) == (True, False)
     assert second["cause"] == again.cause

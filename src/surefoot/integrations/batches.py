@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.findings import CATALOGUE, Finding
+from surefoot.findings.reported import ReportedFindings
 
 MOST_FORWARDS = 4096
 """Largest number of forwards counted per step: a training that failed sends no signal, and its model may be used on."""
@@ -21,7 +22,7 @@ ENDLESS_STEPS = 50
 
 
 @dataclass(frozen=True)
-class Counted:
+class BatchCounts:
     """Counts of one step of one rank."""
 
     tokens: int = 0
@@ -37,7 +38,7 @@ class Counted:
     """Number of forwards whose loss is NaN or infinite."""
 
 
-class Batches:
+class BatchCounter:
     """Counter of training forwards, from its creation until `end`."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,16 +47,15 @@ class Batches:
         self._ends: list[int] = []
         generation = getattr(model, "generation_config", None)
         if generation is not None:  # models that generate texts have one; other models' labels are not tokens
-            self._ends = _list_token_ids(generation.eos_token_id) or _list_token_ids(
-                getattr(config, "eos_token_id", None)
-            )
+            ends = _list_token_ids(generation.eos_token_id)
+            self._ends = ends or _list_token_ids(getattr(config, "eos_token_id", None))
         self._hook = model.register_forward_hook(self._count, with_kwargs=True)
         self._counts: list[tuple[Tensor, torch.cuda.Event | None]] = []
         self._tokens = self._rows = 0
         self._has_labels = self._has_others = False
 
     @property
-    def knows_ends(self) -> bool:
+    def has_end_tokens(self) -> bool:
         return bool(self._ends)
 
     def _count(self, _: nn.Module, __: tuple[Any, ...], inputs: Mapping[str, Any], output: Any) -> None:
@@ -65,7 +65,7 @@ class Batches:
             self._count_forward(inputs, output)
         except Exception:  # the model's inputs or outputs may be anything, and its training must go on
             self._hook.remove()
-            logging.getLogger(__name__).warning("batches are counted no longer", exc_info=True)
+            logging.getLogger(__name__).warning("tokens of the batches are no longer counted", exc_info=True)
 
     def _count_forward(self, inputs: Mapping[str, Any], output: Any) -> None:
         ids = inputs.get("input_ids")
@@ -98,16 +98,16 @@ class Batches:
         """Begin a step, without the counts before it."""
         self._counts, self._tokens, self._rows, self._has_labels, self._has_others = [], 0, 0, False, False
 
-    def take(self) -> Counted:
+    def take(self) -> BatchCounts:
         """Return the counts of the step that ends, without padding if it also generated, which takes unknown time."""
         for _, event in self._counts:
             if event is not None:
                 event.synchronize()
         if not self._counts:
-            return Counted(self._tokens, self._rows)
+            return BatchCounts(self._tokens, self._rows)
         padding, trained, ends, doubled, not_finite = torch.stack([copy for copy, _ in self._counts]).sum(0).tolist()
         padding = 0 if self._has_others else padding
-        return Counted(
+        return BatchCounts(
             self._tokens, self._rows, padding, trained if self._has_labels else None, ends, doubled, not_finite
         )
 
@@ -115,16 +115,16 @@ class Batches:
         self._hook.remove()
 
 
-class Labels:
+class LabelChecker:
     """Reporter of problems with trained labels, each once, from the steps of one rank."""
 
-    def __init__(self, knows_ends: bool) -> None:
-        self._knows_ends = knows_ends
-        self._newest: deque[Counted] = deque(maxlen=MASKED_STEPS)
+    def __init__(self, has_end_tokens: bool) -> None:
+        self._has_end_tokens = has_end_tokens
+        self._newest: deque[BatchCounts] = deque(maxlen=MASKED_STEPS)
         self._steps = self._trained = self._ends = 0
-        self._reported: set[str] = set()
+        self._reported = ReportedFindings()
 
-    def add(self, step: int, counted: Counted) -> list[Finding]:
+    def add(self, step: int, counted: BatchCounts) -> list[Finding]:
         """Return the new findings from this step and those before it."""
         if counted.trained is None:
             return []
@@ -136,11 +136,10 @@ class Labels:
             causes["SF501"] = f"in {MASKED_STEPS} steps in a row no label counts: all are {MASKED}"
         if len(self._newest) == MASKED_STEPS and all(counts.doubled == counts.rows > 0 for counts in self._newest):
             causes["SF503"] = f"in {MASKED_STEPS} steps in a row every row begins with two beginning-of-sequence tokens"
-        if self._knows_ends and self._steps >= ENDLESS_STEPS and self._trained and not self._ends:
+        if self._has_end_tokens and self._steps >= ENDLESS_STEPS and self._trained and not self._ends:
             causes["SF510"] = f"of {self._trained} tokens that were trained in {self._steps} steps none ends an answer"
-        new = {code: cause for code, cause in causes.items() if code not in self._reported}
-        self._reported |= new.keys()
-        return [Finding(code, cause, {"step": step}, CATALOGUE[code].fix) for code, cause in new.items()]
+        findings = [Finding(code, cause, {"step": step}, CATALOGUE[code].fix) for code, cause in causes.items()]
+        return self._reported.select_new(findings)
 
 
 def _list_token_ids(value: Any) -> list[int]:

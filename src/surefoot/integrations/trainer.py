@@ -39,7 +39,8 @@ from surefoot.events import (
     StepEnded,
 )
 from surefoot.findings import CATALOGUE, Finding
-from surefoot.integrations.batches import Batches, Counted, Labels
+from surefoot.findings.reported import ReportedFindings
+from surefoot.integrations.batches import BatchCounter, BatchCounts, LabelChecker
 from surefoot.launch.sidecar import SUPERVISED, SidecarSpec, end, ranks_elsewhere, start
 from surefoot.system.console import say
 from surefoot.training.memory_stats import peak_memory_bytes, sample_device_memory
@@ -85,7 +86,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         self._ended: StepEnded | None = None
         """Newest step, until the trainer has logged its numbers. The next phase has begun by then."""
         self._logged: dict[str, float] = {}
-        self._batches: Batches | None = None
+        self._batches: BatchCounter | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, *_: Any, model: nn.Module | None = None, **__: Any
@@ -95,7 +96,8 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         _LIVE.add(self)
         folder = Path(args.output_dir).absolute()  # the program may change its working directory
         self._log = FindingLog(folder, self._webhook, "tensorboard" in (args.report_to or []))
-        self._has_reported_not_finite = self._scales_losses = self._hides_losses = False
+        self._reported = ReportedFindings(lambda finding: "SF401" if finding.code == "SF402" else finding.code)
+        self._scales_losses = self._hides_losses = False
         self._overflows = 0
         self._rank, self._step = int(args.process_index), int(state.global_step) + 1
         if args.local_process_index == 0 and SUPERVISED not in os.environ:
@@ -103,8 +105,8 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
             self._watcher = start(SidecarSpec(self._log, args.world_size, elsewhere))
         self._observers = rank_observers(folder, self._rank)
         if model is not None:
-            self._batches = Batches(model)
-            self._labels = Labels(self._batches.knows_ends)
+            self._batches = BatchCounter(model)
+            self._labels = LabelChecker(self._batches.has_end_tokens)
             peak = _LOADING.end()
             if peak is not None:
                 self._emit(_measure_model(self._rank, model, peak))
@@ -157,7 +159,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         elif "eval_loss" in numbers:
             self._emit(Evaluated(int(state.global_step), {"eval_loss": numbers["eval_loss"]}))
 
-    def _describe(self, step: int, counted: Counted) -> None:
+    def _describe(self, step: int, counted: BatchCounts) -> None:
         """Report a step's batch, and, on the first process, problems with it."""
         trained = counted.trained or 0
         self._emit(BatchDescribed(self._rank, step, counted.tokens, trained, counted.rows, 0, counted.padding))
@@ -165,20 +167,18 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
             return
         for finding in self._labels.add(step, counted):
             self._report(finding)
-        if counted.not_finite and not self._has_reported_not_finite:
-            self._has_reported_not_finite = True
+        if counted.not_finite:
             cause = f"the loss of step {step} is not finite on rank {self._rank}"
             self._report(Finding("SF401", cause, {"step": step, "rank": self._rank}, CATALOGUE["SF401"].fix))
 
     def _check_finite(self, numbers: dict[str, float], step: int) -> None:
-        """Report once that a number is not finite; on the process that logs."""
+        """Report that a number is not finite; on the process that logs."""
         names = [name for name in ("loss", "grad_norm") if not math.isfinite(numbers.get(name, 0.0))]
         self._overflows = self._overflows + 1 if names == ["grad_norm"] and self._scales_losses else 0
         if 0 < self._overflows < MOST_OVERFLOWS:
             return  # float16 steps that overflow are skipped, and the loss is scaled by less
-        if not names or self._has_reported_not_finite or self._rank:
+        if not names or self._rank:
             return
-        self._has_reported_not_finite = True
         code = "SF401" if names[0] == "loss" else "SF402"
         shown = {name: str(numbers[name]) for name in names}
         cause = f"{' and '.join(names)} of the steps up to {step}, as logged, {'are' if names[1:] else 'is'} not finite"
@@ -187,17 +187,21 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         self._report(Finding(code, cause, {"step": step, **shown}, CATALOGUE[code].fix))
 
     def _report(self, finding: Finding) -> None:
-        self._log.note(finding)
-        say(finding.as_text())
+        """Report a finding once; losses and gradients that are not finite are one problem."""
+        for new in self._reported.select_new([finding]):
+            self._log.note(new)
+            say(new.as_text())
 
     def on_evaluate(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **__: Any) -> None:
-        if self._observers:
-            self._begin("save" if control.should_save else _get_next_phase(state, control))
-            self._step_began_s = time.perf_counter()
+        self._go_on("save" if control.should_save else _get_next_phase(state, control))
 
     def on_save(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **__: Any) -> None:
+        self._go_on(_get_next_phase(state, control))
+
+    def _go_on(self, phase: Phase) -> None:
+        """Begin the phase after an evaluation or a save, whose time does not count for the next step."""
         if self._observers:
-            self._begin(_get_next_phase(state, control))
+            self._begin(phase)
             self._step_began_s = time.perf_counter()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:

@@ -55,7 +55,7 @@ def _open_nvml() -> Iterator[Any]:
 def read_cards() -> tuple[Gpu, ...]:
     """Return all GPUs of the machine. Raises: NVMLError without a driver."""
     with _open_nvml() as nvml:
-        return tuple(_read_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+        return tuple(read_gpu(nvml, index, handle) for index, handle in enumerate(_list_handles(nvml)))
 
 
 def read_visible(number: int) -> Gpu | None:
@@ -64,10 +64,19 @@ def read_visible(number: int) -> Gpu | None:
     Raises: NVMLError without a driver.
     """
     with _open_nvml() as nvml:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        identities = [_decode(_query_or_none(nvml, nvml.nvmlDeviceGetUUID, handle)) for handle in handles]
-        visible_indices = visible(os.environ.get("CUDA_VISIBLE_DEVICES"), identities)
-        return _read_gpu(nvml, visible_indices[number]) if number < len(visible_indices) else None
+        gpus = list(list_visible(nvml).items())
+        return read_gpu(nvml, *gpus[number]) if number < len(gpus) else None
+
+
+def list_visible(nvml: Any) -> dict[int, Any]:
+    """Return index -> handle of the GPUs that this process may use, in the order of their CUDA device numbers."""
+    handles = _list_handles(nvml)
+    identities = [_decode(query_or_none(nvml, nvml.nvmlDeviceGetUUID, handle)) for handle in handles]
+    return {index: handles[index] for index in visible(os.environ.get("CUDA_VISIBLE_DEVICES"), identities)}
+
+
+def _list_handles(nvml: Any) -> list[Any]:
+    return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
 
 
 def read_peers() -> dict[str, str]:
@@ -75,7 +84,7 @@ def read_peers() -> dict[str, str]:
     with _open_nvml() as nvml:
         return _query_pairs(
             nvml,
-            lambda reader, peer: _query_or_none(nvml, nvml.nvmlDeviceGetP2PStatus, reader, peer, 0),  # 0: reading
+            lambda reader, peer: query_or_none(nvml, nvml.nvmlDeviceGetP2PStatus, reader, peer, 0),  # 0: reading
             PEERS,
         )
 
@@ -83,19 +92,19 @@ def read_peers() -> dict[str, str]:
 def read_topology() -> dict[str, str]:
     """Return the connection of each pair of GPUs besides NVLink. Raises: NVMLError without a driver."""
     with _open_nvml() as nvml:
-        return _query_pairs(nvml, partial(_query_or_none, nvml, nvml.nvmlDeviceGetTopologyCommonAncestor), BETWEEN)
+        return _query_pairs(nvml, partial(query_or_none, nvml, nvml.nvmlDeviceGetTopologyCommonAncestor), BETWEEN)
 
 
 def _query_pairs(nvml: Any, query: Callable[[Any, Any], Any], words: Mapping[int, str]) -> dict[str, str]:
     """Return pair, such as "0-1", -> answer in words, for each pair with an answer."""
-    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    handles = _list_handles(nvml)
     answers = {f"{i}-{j}": query(first, second) for (i, first), (j, second) in combinations(enumerate(handles), 2)}
     return {pair: words.get(int(answer), "not known") for pair, answer in answers.items() if answer is not None}
 
 
 def address_of(nvml: Any, handle: Any) -> str:
     """Return the PCI address of a GPU, such as `00000000:1B:00.0`; empty if it reports none."""
-    return _decode(getattr(_query_or_none(nvml, nvml.nvmlDeviceGetPciInfo, handle), "busId", ""))
+    return _decode(getattr(query_or_none(nvml, nvml.nvmlDeviceGetPciInfo, handle), "busId", ""))
 
 
 def is_at(address: str, device: str) -> bool:
@@ -104,18 +113,19 @@ def is_at(address: str, device: str) -> bool:
     return not address or address.lower().partition(":")[2].startswith(bus.lower())
 
 
-def _query_or_none(nvml: Any, getter: Callable[..., Any], *arguments: Any) -> Any:
+def query_or_none(nvml: Any, getter: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function of NVML returns; None if this GPU or driver does not support it."""
     try:
         return getter(*arguments)
-    except nvml.NVMLError:  # not supported by this GPU or driver
+    except nvml.NVMLError:
         return None
 
 
-def _read_gpu(nvml: Any, index: int) -> Gpu:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+def read_gpu(nvml: Any, index: int, handle: Any) -> Gpu:
+    """Return one GPU. Values that it does not report, as after it was lost, are None or empty."""
 
     def query(getter: Callable[..., Any], *arguments: Any) -> Any:
-        return _query_or_none(nvml, getter, handle, *arguments)
+        return query_or_none(nvml, getter, handle, *arguments)
 
     reasons = query(nvml.nvmlDeviceGetCurrentClocksEventReasons) or 0
     limit = query(nvml.nvmlDeviceGetEnforcedPowerLimit)
@@ -159,7 +169,7 @@ def _decode(value: Any) -> str:
 def _describe_fabric(nvml: Any, handle: Any) -> str:
     """Describe the registration with the NVSwitches; a completed registration may have failed with an error."""
     info = nvml.c_nvmlGpuFabricInfoV_t()
-    if _query_or_none(nvml, nvml.nvmlDeviceGetGpuFabricInfoV, handle, byref(info)) is None:
+    if query_or_none(nvml, nvml.nvmlDeviceGetGpuFabricInfoV, handle, byref(info)) is None:
         return ""
     state = FABRIC.get(int(info.state), "")
     return f"{state} with error {info.status}" if state == "completed" and info.status else state

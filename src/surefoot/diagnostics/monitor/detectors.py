@@ -1,271 +1,176 @@
 """Detectors of losses in a live run: growing memory, wasted time, wrong numbers, GPUs in trouble.
 
-The rules are in `diagnostics.rules`. This module gives them their inputs every few seconds and reports each finding
-once.
+The rules are in `diagnostics.rules`. A detector collects the inputs of some rules every few seconds.
 """
 
-from collections import deque
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
-from surefoot.diagnostics.monitor.evidence_client import Witnesses
+from surefoot.diagnostics.monitor import processes
+from surefoot.diagnostics.monitor.evidence_client import EvidenceClient
 from surefoot.diagnostics.monitor.evidence_server import FLIGHT
-from surefoot.diagnostics.monitor.flight_recorder import read_flight
-from surefoot.diagnostics.monitor.gpus import Accelerators, Look
+from surefoot.diagnostics.monitor.flight_recorder import FlightRecord, read_flight
+from surefoot.diagnostics.monitor.gpus import GpuSampler, GpuSnapshot
 from surefoot.diagnostics.monitor.leaks import LeakDetector
-from surefoot.diagnostics.monitor.processes import (
-    in_line_s,
-    major_faults,
-    memory_bytes,
-    most_open_files,
-    name_of,
-    num_threads,
-    open_files,
-    proportional_bytes,
-    room_bytes,
-    started_by,
-    swapped_bytes,
-    swapped_in_bytes,
-    uses_gpus,
+from surefoot.diagnostics.monitor.rank_state import (
+    BUSY_OVER_S,
+    USUAL_STEPS,
+    WINDOW_S,
+    RankState,
+    SampleWindow,
+    WatchedRun,
 )
-from surefoot.diagnostics.monitor.rank_state import BUSY_OVER_S, WINDOW_S, RankState
-from surefoot.diagnostics.rules.accelerators import find_gpu_errors, find_in_gpus, find_launch_bound, find_worse_gpus
-from surefoot.diagnostics.rules.memory import find_growing_helpers, find_replicated_load
-from surefoot.diagnostics.rules.speed import (
-    MOST_IN_LINE,
-    find_idle_ranks,
-    find_slow,
-    find_straggler,
-    find_swapping,
-    find_uneven_experts,
-    has_own_cause,
-    share_in_line,
-    share_of_steps,
-)
+from surefoot.diagnostics.rules import accelerators, memory, speed
 from surefoot.findings import Finding
+from surefoot.findings.reported import ReportedFindings
 from surefoot.system import cgroup
-from surefoot.system.kernel_log import GpuError, KernelLog, gpu_errors
+from surefoot.system.kernel_log import KernelLog, gpu_errors
 
-TRENDS_EVERY_S = 5.0
-MEETINGS_EVERY_S = 45.0
+DETECT_EVERY_S = 5.0
+COMPARE_EVERY_S = 45.0
 """Seconds between two comparisons of when the ranks entered their collectives.
 
 Each comparison costs a rank some hundredths of a second.
 """
-MEETINGS_OF_IDLE_S = 15.0
+COMPARE_IDLE_EVERY_S = 15.0
 """The same interval while all ranks are idle: they are then as slow as their network, with steps of seconds, and 45 s
 would be too long.
 """
-HELPERS_EVERY_S = 30.0
+CHILDREN_EVERY_S = 30.0
 THROTTLED_OVER_S = 20.0
-USUAL_STEPS = 32
 COMPUTING = ("forward", "backward", "optimizer", "forward_backward")
 EXPLAINED = frozenset({"SF302", "SF304", "SF305", "SF306", "SF313"})
 """Codes of causes that also make ranks wait for each other."""
 LONG_PHASES = frozenset({"launch", "load", "tokenize", "save", "evaluate", "export", "rollout"})
 
 
+class Detector(Protocol):
+    """Some rules, with the evidence that they need besides the events of the ranks."""
+
+    def find(self, now_s: float) -> Iterable[Finding | None]:
+        """Take new samples; return what the evidence shows now, whether it was reported before or not."""
+
+
 class Detectors:
     """The detectors of one start of one run."""
 
-    def __init__(
-        self, run_folder: Path, ranks: Mapping[int, RankState], num_ranks: int, num_elsewhere: int, began_s: float
-    ) -> None:
-        """Start to sample the GPUs and the kernel log.
-
-        `ranks`: the ranks of this machine; the caller adds them as they start. `num_elsewhere`: number of the run's
-        ranks on other machines.
-        """
-        self._ranks, self._num_ranks, self._num_here = ranks, num_ranks, num_ranks - num_elsewhere
-        self.steps_s: deque[float] = deque(maxlen=USUAL_STEPS)
-        """Durations of the newest steps, without the first."""
-        self._witnesses = Witnesses(run_folder)
-        self._accelerators = Accelerators(run_folder, self._num_here)
-        self._kernel_log = KernelLog()
-        self._swapped_in: tuple[float, int] | None = None
-        """(time, bytes that the machine had read back from swap by then) at the last poll."""
-        self._major_faults = 0
-        """Number of major page faults of the ranks at the last poll."""
-        self._long_phase_s = began_s
-        """Time at which a rank was last in a long phase, in which other ranks wait for it."""
-        self._leaks = LeakDetector(self._witnesses, ranks, self._num_here)
-        self._core_waits: deque[tuple[float, dict[int, float | None]]] = deque()
-        """(time, rank -> seconds for which its threads had waited for a core by then) over the last `BUSY_OVER_S`."""
-        self._reported: set[str] = set()
-        """Keys of the findings reported so far: each code is reported once, and each number of a GPU's errors."""
-        self._throttled: deque[tuple[float, tuple[int, int]]] = deque()
-        """(time, the kernel's counts then) over the last `THROTTLED_OVER_S`."""
-        self._next_s = began_s
-        self._next_meeting_s = began_s + MEETINGS_EVERY_S
-        self._next_helpers_s = began_s
+    def __init__(self, run: WatchedRun, began_s: float) -> None:
+        """Start to sample the GPUs and the kernel log."""
+        self._reported = ReportedFindings(_make_report_key)
+        """Each code is reported once, and each number of a GPU's errors."""
+        client = EvidenceClient(run.folder)
+        self._leaks = LeakDetector(client, run.ranks, run.num_here)
+        self.gpus = GpuDetector(run, began_s)
+        self._detectors: tuple[Detector, ...] = (
+            SlowSteps(run, client, self._reported, began_s),
+            RankDetector(run, began_s),
+            self.gpus,
+            Swapping(run),
+        )
+        self._timer = Timer(DETECT_EVERY_S, began_s)
 
     def end(self) -> None:
         """Stop sampling."""
-        self._accelerators.end()
-        self._kernel_log.end()
+        self.gpus.end()
 
-    def looks_at_gpus(self) -> list[Look]:
-        """Return the newest samples of the GPUs, whatever the ranks do."""
-        return self._accelerators.looks()
-
-    def look(self, now_s: float) -> list[Finding]:
+    def find(self, now_s: float) -> list[Finding]:
         """Return the findings that were not reported yet; look for them only every few seconds."""
-        if now_s < self._next_s <= now_s + TRENDS_EVERY_S:  # later than that: the clock was set back
+        if not self._timer.is_due(now_s):
             return []
-        self._next_s = now_s + TRENDS_EVERY_S
-        leaks = self._leaks.look()
-        self._sample_core_waits(now_s)
-        times = {number: rank.times for number, rank in self._ranks.items() if not rank.has_ended}
-        slow = find_slow(times, self._measure_throttled_share(now_s), num_ranks=self._num_ranks)
-        is_slowed = any(finding.code == "SF301" and _make_report_key(finding) not in self._reported for finding in slow)
-        is_explained = any(finding.code in EXPLAINED for finding in slow)
-        is_reported = any(key.startswith(("SF303", "SF304", "SF313")) for key in self._reported)
-        is_idle = not is_explained and not is_reported and self._find_idle_ranks() is not None
-        if not is_explained and len(times) == self._num_ranks > 1 and (len(self.steps_s) == USUAL_STEPS or is_idle):
-            since_s = now_s - self._next_meeting_s + MEETINGS_EVERY_S
-            stragglers = self._find_stragglers(now_s, at_once=is_slowed or (is_idle and since_s >= MEETINGS_OF_IDLE_S))
-            if stragglers:  # the steps became slow because of them
-                self._reported.update(_make_report_key(finding) for finding in slow if finding.code == "SF301")
-            slow = [finding for finding in slow if finding.code != "SF301" or not stragglers] + stragglers
-        # These are the same on all ranks: the machine of rank 0 reports them.
-        numbers = self._ranks[0].numbers.findings() if 0 in self._ranks else []
-        looks = self._select_training_looks(now_s)
-        worse = find_worse_gpus(self._accelerators.first, looks)
-        gpus = [
-            *find_in_gpus(looks),
-            *self._find_launch_bound(looks),
-            *worse,
-            *find_gpu_errors(*self._read_gpu_errors()),
-        ]
-        memory = [finding for rank in self._ranks.values() for finding in self._check_device_memory(rank)]
-        loads = {number: rank.load for number, rank in self._ranks.items() if rank.load is not None}
-        replicated = find_replicated_load(loads, memory_bytes()) if len(loads) == self._num_here else None
-        memory += [replicated] if replicated is not None else []
-        is_due = not now_s < self._next_helpers_s <= now_s + HELPERS_EVERY_S
-        self._next_helpers_s = now_s + HELPERS_EVERY_S if is_due else self._next_helpers_s
-        for number, rank in self._ranks.items():
-            memory += [*self._check_limits(rank), *(self._check_helpers(number, rank) if is_due else ())]
-        findings = (*slow, *numbers, *gpus, *memory, *self._find_swapping(now_s))
-        new = [finding for finding in findings if _make_report_key(finding) not in self._reported]
-        self._reported.update(_make_report_key(finding) for finding in new)
-        return leaks + new
+        leaks = self._leaks.find()
+        findings = [finding for detector in self._detectors for finding in detector.find(now_s) if finding is not None]
+        return leaks + self._reported.select_new(findings)
 
-    def _check_device_memory(self, rank: RankState) -> list[Finding]:
-        on_device = rank.device_memory.room_bytes
-        spike = rank.peaks.finding(on_device if on_device is not None else room_bytes() / self._num_here)
-        return [*rank.device_memory.findings(), *([spike] if spike is not None else [])]
 
-    def _check_limits(self, rank: RankState) -> list[Finding]:
-        """Return findings on a rank's open files and threads that approach their limits."""
-        process = rank.ring.process
-        files, threads, findings = open_files(process), num_threads(process), []
-        if files is not None:
-            rank.open_files.add(rank.step, files)
-            most = most_open_files(process)
-            findings += [rank.open_files.finding(files, most, "It")] if most is not None else []
-        if threads is not None:
-            rank.threads.add(rank.step, threads)
-            group = cgroup.tasks()
-            findings += [rank.threads.finding(*group, "Its cgroup")] if group is not None else []
-        return [finding for finding in findings if finding is not None]
+class Timer:
+    """A timer that is due every few seconds, and at once after the clock was set back."""
 
-    def _check_helpers(self, number: int, rank: RankState) -> list[Finding]:
-        """Return a finding if the memory of a rank's child processes grows. Counting their pages takes time."""
-        if not rank.step:
-            return []
-        helpers = started_by(rank.ring.process)
-        rank.helpers.append((rank.step, sum(map(proportional_bytes, helpers))))
-        room = room_bytes() / self._num_here
-        finding = find_growing_helpers(number, list(rank.helpers), list(map(name_of, helpers)), room)
-        return [finding] if finding is not None else []
+    def __init__(self, every_s: float, first_s: float) -> None:
+        self._every_s, self._next_s = every_s, first_s
 
-    def _find_launch_bound(self, looks: list[Look]) -> list[Finding]:
-        """Return a finding if the GPUs wait for kernel launches, judged by the rank whose process is busiest."""
-        rank = max(self._ranks.values(), key=lambda state: state.busy_cores or 0.0, default=None)
-        if rank is None or not looks or rank.offloads:  # then the device waits for copies and for the CPU's update
-            return []
-        finding = find_launch_bound(looks, rank.busy_cores, share_of_steps(rank.times, COMPUTING))
-        return [finding] if finding is not None else []
+    def is_due(self, now_s: float) -> bool:
+        if now_s < self._next_s <= now_s + self._every_s:
+            return False
+        self._next_s = now_s + self._every_s
+        return True
 
-    def _read_gpu_errors(self) -> tuple[list[GpuError], list[int]]:
-        """Return (errors in the kernel log of GPUs that the run may use, the ranks' processes).
 
-        There are no errors if no rank uses a GPU. A rollout server may use other GPUs than the ranks.
-        """
-        errors = [error for error in gpu_errors(self._kernel_log.read()) if self._accelerators.may_be(error.device)]
-        processes = [rank.ring.process for rank in self._ranks.values()]
-        return (errors if any(map(uses_gpus, processes)) else []), processes
+class SlowSteps:
+    """Causes of slow steps: in a rank's own phases, and in the times at which ranks enter shared collectives."""
 
-    def _find_swapping(self, now_s: float) -> list[Finding]:
-        """Return a finding if the machine reads much of the ranks' memory back from swap between two polls."""
-        before, now = self._swapped_in, swapped_in_bytes()
-        self._swapped_in = (now_s, now) if now is not None else None
-        if before is None or now is None or now_s - before[0] < TRENDS_EVERY_S / 2:
-            return []
-        processes = [rank.ring.process for rank in self._ranks.values()]
-        swapped, faults = sum(map(swapped_bytes, processes)), sum(map(major_faults, processes))
-        faults_before, self._major_faults = self._major_faults, faults
-        took_s = now_s - before[0]
-        finding = find_swapping((now - before[1]) / took_s, swapped, (faults - faults_before) / took_s)
-        return [finding] if finding is not None else []
+    def __init__(self, run: WatchedRun, client: EvidenceClient, reported: ReportedFindings, began_s: float) -> None:
+        self._run, self._client, self._reported = run, client, reported
+        self._compared_s = began_s
+        """Time of the last comparison of the ranks' collectives."""
+        self._core_waits = SampleWindow[dict[int, float | None]](BUSY_OVER_S)
+        """Rank -> seconds for which its threads have waited for a core so far."""
+        self._throttled = SampleWindow[tuple[int, int]](THROTTLED_OVER_S)
+        """The kernel's counts of periods in which the cgroup was throttled, and in which it ran."""
 
-    def _select_training_looks(self, now_s: float) -> list[Look]:
-        """Return the samples of GPUs that ranks train on; none while a rank may save, evaluate or compile."""
-        ranks = self._ranks.values()
-        if len(self.steps_s) < USUAL_STEPS or any(rank.phase in LONG_PHASES for rank in ranks):
-            self._long_phase_s = now_s
-        if now_s - self._long_phase_s < WINDOW_S or not any(uses_gpus(rank.ring.process) for rank in ranks):
-            return []
-        return [look for look in self._accelerators.looks() if look[0] > self._long_phase_s]
-
-    def _find_stragglers(self, now_s: float, *, at_once: bool) -> list[Finding]:
-        """Return a finding on the rank that the others wait for, if it is always the same rank.
-
-        Compares the ranks' flight records now and then, and before SF301 is reported.
-        """
-        if now_s < self._next_meeting_s and not at_once:
-            return []
-        self._next_meeting_s = now_s + MEETINGS_EVERY_S
-        try:
-            records = {
-                number: read_flight(flight)
-                for number, flight in self._witnesses.answers(self._witnesses.ask(FLIGHT), self._ranks).items()
-            }
-        except (OSError, ValueError):  # a full disk, or another version of torch: this cannot be decided
-            return []
-        present = {number: record for number, record in records.items() if record is not None}
-        if len(present) < self._num_ranks:
-            return []
-        load = max(rank.expert_load for rank in self._ranks.values())
+    def find(self, now_s: float) -> list[Finding]:
+        waits_s = {number: processes.run_queue_wait_s(rank.process) for number, rank in self._run.ranks.items()}
+        self._core_waits.add(now_s, waits_s)
+        run = self._run
+        times = {number: rank.times for number, rank in run.ranks.items() if not rank.has_ended}
+        slow = speed.find_slow(times, self._measure_throttled_share(now_s), num_ranks=run.num_ranks)
+        if any(finding.code in EXPLAINED for finding in slow) or not len(times) == run.num_ranks > 1:
+            return slow
         idle = self._find_idle_ranks()
-        in_line = {number: share_in_line(rank.times) for number, rank in self._ranks.items()}
-        straggler = find_straggler(present, are_idle=idle is not None, in_line=in_line)
-        finding = find_uneven_experts(present, load) or straggler or idle
-        if finding is None or (finding.code == "SF303" and has_own_cause(self._ranks[finding.evidence["rank"]].times)):
-            return []  # the cause that makes that rank slow is reported soon
-        return [finding]
+        is_idle = idle is not None and not self._reported.codes & {"SF303", "SF304", "SF313"}
+        if len(run.steps_s) < USUAL_STEPS and not is_idle:
+            return slow
+        is_slowed = any(finding.code == "SF301" and finding not in self._reported for finding in slow)
+        every_s = COMPARE_IDLE_EVERY_S if is_idle else COMPARE_EVERY_S
+        if not is_slowed and now_s - self._compared_s < every_s:
+            return slow
+        self._compared_s = now_s
+        straggler = self._find_straggler(idle)
+        if straggler is None:
+            return slow
+        # The steps became slow because of it.
+        self._reported.add([finding for finding in slow if finding.code == "SF301"])
+        return [*(finding for finding in slow if finding.code != "SF301"), straggler]
+
+    def _find_straggler(self, idle: Finding | None) -> Finding | None:
+        """Return a finding on the rank that the others wait for, if it is always the same rank, else `idle`."""
+        flights = self._read_flights()
+        if len(flights) < self._run.num_ranks:
+            return None
+        load = max(rank.expert_load for rank in self._run.ranks.values())
+        in_line = {number: speed.share_in_line(rank.times) for number, rank in self._run.ranks.items()}
+        straggler = speed.find_straggler(flights, are_idle=idle is not None, in_line=in_line)
+        finding = speed.find_uneven_experts(flights, load) or straggler or idle
+        if finding is None or finding.code != "SF303":
+            return finding
+        # The cause that makes that rank slow is reported soon.
+        return None if speed.has_own_cause(self._run.ranks[finding.evidence["rank"]].times) else finding
+
+    def _read_flights(self) -> dict[int, FlightRecord]:
+        """Return rank -> its collectives; empty if they cannot be read."""
+        try:
+            responses = self._client.fetch(FLIGHT, self._run.ranks)
+            records = {number: read_flight(flight) for number, flight in responses.items()}
+        except (OSError, ValueError):  # a full disk, or another version of torch
+            return {}
+        return {number: record for number, record in records.items() if record is not None}
 
     def _find_idle_ranks(self) -> Finding | None:
         """Return a finding if all ranks are idle.
 
         A slow network or one sleeping rank causes this; `find_straggler` distinguishes the two.
         """
-        if self._is_waiting_for_cores() or any(uses_gpus(rank.ring.process) for rank in self._ranks.values()):
+        if self._is_waiting_for_cores() or self._run.uses_gpus():
             return None  # other processes use the cores; a rank that waits for a device uses one core, or none
-        times = {number: rank.times for number, rank in self._ranks.items()}
-        return find_idle_ranks(times, {number: rank.busy_cores for number, rank in self._ranks.items()})
-
-    def _sample_core_waits(self, now_s: float) -> None:
-        self._core_waits.append((now_s, {number: in_line_s(rank.ring.process) for number, rank in self._ranks.items()}))
-        while len(self._core_waits) > 2 and now_s - self._core_waits[1][0] >= BUSY_OVER_S:
-            self._core_waits.popleft()
+        times = {number: rank.times for number, rank in self._run.ranks.items()}
+        return speed.find_idle_ranks(times, {number: rank.busy_cores for number, rank in self._run.ranks.items()})
 
     def _is_waiting_for_cores(self) -> bool:
         """Return whether a rank's threads waited for cores that other processes used; True if this is unknown."""
-        (began_s, before), (ended_s, after) = self._core_waits[0], self._core_waits[-1]
-        waits = [(before.get(number), after.get(number)) for number in self._ranks]
-        return ended_s <= began_s or any(
-            before_s is None or after_s is None or after_s - before_s > MOST_IN_LINE * (ended_s - began_s)
+        before, after = self._core_waits[0][1], self._core_waits[-1][1]
+        waits = [(before.get(number), after.get(number)) for number in self._run.ranks]
+        span_s = self._core_waits.span_s
+        return span_s <= 0 or any(
+            before_s is None or after_s is None or after_s - before_s > speed.MOST_IN_LINE * span_s
             for before_s, after_s in waits
         )
 
@@ -274,12 +179,128 @@ class Detectors:
         counts = cgroup.throttled_periods()
         if counts is None:
             return None
-        self._throttled.append((now_s, counts))
-        while len(self._throttled) > 2 and now_s - self._throttled[1][0] >= THROTTLED_OVER_S:
-            self._throttled.popleft()
+        self._throttled.add(now_s, counts)
         throttled, periods = (after - before for before, after in zip(self._throttled[0][1], counts, strict=True))
-        is_whole = now_s - self._throttled[0][0] >= THROTTLED_OVER_S
-        return throttled / periods if is_whole and periods > 0 else None
+        return throttled / periods if self._throttled.span_s >= THROTTLED_OVER_S and periods > 0 else None
+
+
+class GpuDetector:
+    """GPUs that work badly while the ranks train, and errors of GPUs in the kernel log."""
+
+    def __init__(self, run: WatchedRun, began_s: float) -> None:
+        self._run = run
+        self._sampler = GpuSampler(run.folder, run.num_here)
+        self._kernel_log = KernelLog()
+        self._long_phase_s = began_s
+        """Time at which a rank was last in a long phase, in which other ranks wait for it."""
+
+    def end(self) -> None:
+        """Stop sampling."""
+        self._sampler.end()
+        self._kernel_log.end()
+
+    def snapshots(self) -> list[GpuSnapshot]:
+        """Return the newest samples of the GPUs, whatever the ranks do."""
+        return self._sampler.snapshots()
+
+    def find(self, now_s: float) -> list[Finding | None]:
+        snapshots = self._select_training_snapshots(now_s)
+        return [
+            *accelerators.find_in_gpus(snapshots),
+            self._find_launch_bound(snapshots),
+            *accelerators.find_worse_gpus(self._sampler.first, snapshots),
+            *self._find_gpu_errors(),
+        ]
+
+    def _select_training_snapshots(self, now_s: float) -> list[GpuSnapshot]:
+        """Return the samples of GPUs that ranks train on; none while a rank may save, evaluate or compile."""
+        is_long = any(rank.phase in LONG_PHASES for rank in self._run.ranks.values())
+        if is_long or len(self._run.steps_s) < USUAL_STEPS:
+            self._long_phase_s = now_s
+        if now_s - self._long_phase_s < WINDOW_S or not self._run.uses_gpus():
+            return []
+        return [snapshot for snapshot in self._sampler.snapshots() if snapshot.time_s > self._long_phase_s]
+
+    def _find_launch_bound(self, snapshots: list[GpuSnapshot]) -> Finding | None:
+        """Return a finding if the GPUs wait for kernel launches, judged by the rank whose process is busiest."""
+        rank = max(self._run.ranks.values(), key=lambda state: state.busy_cores or 0.0, default=None)
+        if rank is None or not snapshots or rank.offloads:  # then the device waits for copies and for the CPU's update
+            return None
+        computing = speed.share_of_steps(rank.times, COMPUTING)
+        return accelerators.find_launch_bound(snapshots, rank.busy_cores, computing)
+
+    def _find_gpu_errors(self) -> list[Finding]:
+        """Return the errors of GPUs that the run may use; none if no rank uses a GPU.
+
+        A rollout server may use other GPUs than the ranks.
+        """
+        errors = [error for error in gpu_errors(self._kernel_log.read()) if self._sampler.may_use(error.device)]
+        return accelerators.find_gpu_errors(errors, self._run.processes) if errors and self._run.uses_gpus() else []
+
+
+class RankDetector:
+    """What single ranks report of their numbers and memory, and what their processes use up."""
+
+    def __init__(self, run: WatchedRun, began_s: float) -> None:
+        self._run = run
+        self._children_timer = Timer(CHILDREN_EVERY_S, began_s)
+
+    def find(self, now_s: float) -> Iterator[Finding | None]:
+        ranks, num_here = self._run.ranks, self._run.num_here
+        for rank in ranks.values():
+            yield from rank.numbers.findings()
+        for rank in ranks.values():
+            yield from rank.device_memory.findings()
+            on_device = rank.device_memory.room_bytes
+            yield rank.peaks.finding(on_device if on_device is not None else processes.room_bytes() / num_here)
+        loads = {number: rank.load for number, rank in ranks.items() if rank.load is not None}
+        if len(loads) == num_here:
+            yield memory.find_replicated_load(loads, processes.memory_bytes())
+        is_due = self._children_timer.is_due(now_s)  # counting the pages of processes takes time
+        for rank in ranks.values():
+            yield from self._check_limits(rank)
+            if is_due and rank.step:
+                yield self._check_children(rank)
+
+    def _check_limits(self, rank: RankState) -> Iterator[Finding | None]:
+        """Yield findings on a rank's open files and threads that approach their limits."""
+        files, threads = processes.count_open_files(rank.process), processes.count_threads(rank.process)
+        if files is not None:
+            rank.open_files.add(rank.step, files)
+            most = processes.max_open_files(rank.process)
+            yield rank.open_files.finding(files, most, "It") if most is not None else None
+        if threads is not None:
+            rank.threads.add(rank.step, threads)
+            group = cgroup.tasks()
+            yield rank.threads.finding(*group, "Its cgroup") if group is not None else None
+
+    def _check_children(self, rank: RankState) -> Finding | None:
+        """Return a finding if the memory of a rank's child processes grows."""
+        children = processes.list_descendants(rank.process)
+        rank.children.append((rank.step, sum(map(processes.proportional_bytes, children))))
+        names, room = list(map(processes.name_of, children)), processes.room_bytes() / self._run.num_here
+        return memory.find_growing_helpers(rank.ring.rank, list(rank.children), names, room)
+
+
+class Swapping:
+    """Memory of the ranks that the machine reads back from swap, between two calls."""
+
+    def __init__(self, run: WatchedRun) -> None:
+        self._run = run
+        self._before: tuple[float, int] | None = None
+        """(time, bytes that the machine had read back from swap by then) at the last call."""
+        self._major_faults = 0
+        """Number of major page faults of the ranks at the last call."""
+
+    def find(self, now_s: float) -> Iterator[Finding | None]:
+        before, swapped_in = self._before, processes.swapped_in_bytes()
+        self._before = (now_s, swapped_in) if swapped_in is not None else None
+        if before is None or swapped_in is None or now_s - before[0] < DETECT_EVERY_S / 2:
+            return
+        took_s, swapped = now_s - before[0], sum(map(processes.swapped_bytes, self._run.processes))
+        faults = sum(map(processes.count_major_faults, self._run.processes))
+        faults_before, self._major_faults = self._major_faults, faults
+        yield speed.find_swapping((swapped_in - before[1]) / took_s, swapped, (faults - faults_before) / took_s)
 
 
 def _make_report_key(finding: Finding) -> str:

@@ -2,65 +2,53 @@
 
 While the observer writes, an evidence server waits for the supervisor's requests.
 
-The lists below are the file format: append a new kind or phase at the end.
+The order of `VALUE_NAMES` and of the phases is the file format: append a new kind or phase at the end.
 """
 
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import nan
 from pathlib import Path
 from typing import get_args
 
+from surefoot import events
 from surefoot.diagnostics.monitor.evidence_server import EvidenceServer
-from surefoot.diagnostics.monitor.process_stats import GarbageTime, OwnMemory, TimeInLine
+from surefoot.diagnostics.monitor.process_stats import GarbageTime, OwnMemory, RunQueueWait
 from surefoot.diagnostics.monitor.ring_buffer import Record, RingError, RingReader, RingWriter, Values
 from surefoot.errors import StorageError
-from surefoot.events import (
-    BatchDescribed,
-    CheckpointSaved,
-    DeviceMemorySampled,
-    Evaluated,
-    Event,
-    ExpertRanksUsed,
-    ExpertsUsed,
-    Heartbeat,
-    LayerEntered,
-    MemorySampled,
-    ModelLoaded,
-    Phase,
-    PhaseBegan,
-    PhaseEnded,
-    RunEnded,
-    RunStarted,
-    StepEnded,
-)  # fmt: skip
+from surefoot.events import Event, Phase, PhaseBegan, PhaseEnded
 
-KINDS = (
-    "phase began", "phase ended", "batch", "step", "evaluated", "checkpoint", "run started", "run ended", "preparing",
-    "memory", "experts", "device memory", "learning rate", "images",
-    "expert ranks", "model loaded",
-)  # fmt: skip
-PHASES: tuple[str, ...] = ("", *get_args(Phase))
+VALUES_PER_RECORD = 5
+
+
+def _list_values(event: type[Event]) -> tuple[str, ...]:
+    """Return the names of an event's values: its fields without the rank and the step."""
+    return tuple(field.name for field in fields(event) if field.name not in ("rank", "step"))
+
+
 VALUE_NAMES: dict[str, tuple[str, ...]] = {
     "phase began": ("anonymous_bytes",),
     "phase ended": ("anonymous_bytes",),
-    "batch": ("tokens", "trained", "sequences", "fillers", "padding"),
-    "images": ("images", "patches"),
+    "batch": _list_values(events.BatchDescribed)[:VALUES_PER_RECORD],
     "step": ("loss", "grad_norm", "step_time_s", "peak_memory_bytes", "garbage_s"),
-    "experts": ("layer", "share", "even_share", "silent", "rows"),
-    "model loaded": ("whole", "kept", "peak"),
-    "expert ranks": ("load", "ranks"),
-    "device memory": ("allocated", "reserved", "inactive", "retries", "free"),
-    "learning rate": ("learning_rate", "in_line_s"),
-    "memory": ("frozen", "trained", "gradients", "optimizer", "total"),
     "evaluated": ("measured",),
     "checkpoint": ("save_time_s",),
     "run started": ("offloads",),
     "run ended": ("failed",),
+    "preparing": (),
+    "memory": _list_values(events.MemorySampled),
+    "experts": _list_values(events.ExpertsUsed),
+    "device memory": _list_values(events.DeviceMemorySampled),
+    "learning rate": ("learning_rate", "in_line_s"),
+    "images": _list_values(events.BatchDescribed)[VALUES_PER_RECORD:],
+    "expert ranks": _list_values(events.ExpertRanksUsed),
+    "model loaded": _list_values(events.ModelLoaded),
 }
-"""Kind of a record -> the names of its values."""
+"""Kind of a record -> the names of its values: fields of the event, or measured by the recorder."""
+KINDS = tuple(VALUE_NAMES)
+PHASES: tuple[str, ...] = ("", *get_args(Phase))
 
 
 KEPT_STARTS = 5
@@ -105,7 +93,7 @@ def read_history(run_folder: Path, newest: int | None = None) -> History:
             continue
         since = max(0, reader.count - newest) if newest else 0
         start = int(path.stem.rpartition("-")[2])  # not its process number: in containers these repeat
-        entries += [_decode_record(reader, start, record) for record in reader.records(since)]
+        entries += [decode_record(reader, start, record) for record in reader.records(since)]
         if not reader.is_of_this_machine:
             away.add((reader.rank, start))
         reader.close()
@@ -145,7 +133,8 @@ def open_phases(entries: Sequence[Entry]) -> list[str]:
     return phases
 
 
-def _decode_record(ring: RingReader, start: int, record: Record) -> Entry:
+def decode_record(ring: RingReader, start: int, record: Record) -> Entry:
+    """Return a record of a ring with names for its numbers. `start`: number of this start of the rank."""
     kind = KINDS[record.kind]
     values = dict(zip(VALUE_NAMES.get(kind, ()), record.values, strict=False))
     return Entry(ring.rank, start, ring.process, record.time_s, kind, PHASES[record.phase], record.step, values)
@@ -171,68 +160,72 @@ class Recorder:
         self._evidence_server: EvidenceServer | None = None
         self._memory = OwnMemory()
         self._garbage = GarbageTime()
-        self._in_line: TimeInLine | None = None
+        self._core_wait: RunQueueWait | None = None
         """Waits of the training thread for a core."""
         self._has_ended = False
 
     def observe(self, event: Event) -> None:
         if self._has_ended:
             return
-        if isinstance(event, LayerEntered):
-            if self._ring is not None:
-                self._ring.enter_layer(event.layer)
-        elif isinstance(event, PhaseBegan | PhaseEnded):
-            kind = "phase began" if isinstance(event, PhaseBegan) else "phase ended"
-            if event.phase == "launch":
-                self._launch_events.append((time.time(), kind))
-                return
-            self._write(kind, event.step, self._memory.anonymous_bytes(), phase=event.phase)
-            if kind == "phase ended" and event.phase in BETWEEN_STEPS and self._in_line is not None:
-                self._in_line.since_last_s()  # these waits belong to no step
-            if self._ring is not None:
-                self._ring.enter_layer(None)
-        elif isinstance(event, BatchDescribed):
-            batch_counts = (event.tokens, event.trained, event.sequences, event.fillers, event.padding)
-            self._write("batch", event.step, *batch_counts)
-            if event.images:
-                self._write("images", event.step, event.images, event.patches)
-        elif isinstance(event, MemorySampled):
-            total = event.total if event.total is not None else self._memory.anonymous_bytes()
-            self._write("memory", event.step, event.frozen, event.trained, event.gradients, event.optimizer, total)
-        elif isinstance(event, DeviceMemorySampled):
-            batch_counts = (event.allocated, event.reserved, event.inactive, event.retries, event.free)
-            self._write("device memory", event.step, *batch_counts)
-        elif isinstance(event, ExpertsUsed):
-            spread = (event.layer, event.share, event.even_share, event.silent, event.rows)
-            self._write("experts", event.step, *spread)
-        elif isinstance(event, ExpertRanksUsed):
-            self._write("expert ranks", event.step, event.load, event.ranks)
-        elif isinstance(event, ModelLoaded):
-            self._write("model loaded", 0, event.whole, event.kept, event.peak)
-        elif isinstance(event, StepEnded):
-            self._in_line = self._in_line or TimeInLine()
-            self._write("learning rate", event.step, event.learning_rate, self._in_line.since_last_s())
-            numbers = (event.loss, event.grad_norm, event.step_time_s, event.peak_memory_bytes)
-            self._write("step", event.step, *numbers, self._garbage.since_last_s())
-        elif isinstance(event, Evaluated):
-            reward = event.measured.get("eval_reward", nan)  # nan where no completion has one
-            self._write("evaluated", event.step, event.measured.get("eval_loss", reward))
-        elif isinstance(event, CheckpointSaved):
-            self._write("checkpoint", event.step, event.save_time_s)
-        elif isinstance(event, Heartbeat):
-            self._write("preparing", 0)
-        elif isinstance(event, RunStarted):
-            self._write("run started", event.first_step, float(event.config.get("offload") is not None))
-        elif isinstance(event, RunEnded):
-            self._write("run ended", 0, float(event.summary.get("status") == "failed"))
-            self._end()
+        match event:
+            case events.LayerEntered():
+                if self._ring is not None:
+                    self._ring.enter_layer(event.layer)
+            case PhaseBegan() | PhaseEnded():
+                self._observe_phase(event)
+            case events.BatchDescribed():
+                self._write("batch", event)
+                if event.images:
+                    self._write("images", event)
+            case events.MemorySampled():
+                total = event.total if event.total is not None else self._memory.anonymous_bytes()
+                self._write("memory", event, total=total)
+            case events.DeviceMemorySampled():
+                self._write("device memory", event)
+            case events.ExpertsUsed():
+                self._write("experts", event)
+            case events.ExpertRanksUsed():
+                self._write("expert ranks", event)
+            case events.ModelLoaded():
+                self._write("model loaded", event)
+            case events.StepEnded():
+                self._core_wait = self._core_wait or RunQueueWait()
+                self._write("learning rate", event, in_line_s=self._core_wait.since_last_s())
+                self._write("step", event, garbage_s=self._garbage.since_last_s())
+            case events.Evaluated():
+                reward = event.measured.get("eval_reward", nan)  # nan where no completion has one
+                self._write("evaluated", event, measured=event.measured.get("eval_loss", reward))
+            case events.CheckpointSaved():
+                self._write("checkpoint", event)
+            case events.Heartbeat():
+                self._write("preparing", event)
+            case events.RunStarted():
+                self._write("run started", event, offloads=float(event.config.get("offload") is not None))
+            case events.RunEnded():
+                self._write("run ended", event, failed=float(event.summary.get("status") == "failed"))
+                self._end()
 
-    def _write(self, kind: str, step: int, *values: float, phase: str = "") -> None:
+    def _observe_phase(self, event: PhaseBegan | PhaseEnded) -> None:
+        kind = "phase began" if isinstance(event, PhaseBegan) else "phase ended"
+        if event.phase == "launch":
+            self._launch_events.append((time.time(), kind))
+            return
+        self._write(kind, event, anonymous_bytes=self._memory.anonymous_bytes())
+        if kind == "phase ended" and event.phase in BETWEEN_STEPS and self._core_wait is not None:
+            self._core_wait.since_last_s()  # these waits belong to no step
+        if self._ring is not None:
+            self._ring.enter_layer(None)
+
+    def _write(self, kind: str, event: Event, **measured: float) -> None:
+        """Write the values of a kind: those that were `measured` here, and fields of the event."""
         if self._ring is None:
             self._open()
         if self._ring is not None:
-            padded: Values = (*values, *(0.0,) * (5 - len(values)))  # type: ignore[assignment]
-            self._ring.write(time.time(), KINDS.index(kind), PHASES.index(phase), step, padded)
+            step = event.first_step if isinstance(event, events.RunStarted) else getattr(event, "step", 0)
+            values = [measured[name] if name in measured else getattr(event, name) for name in VALUE_NAMES[kind]]
+            padded: Values = (*values, *(0.0,) * (VALUES_PER_RECORD - len(values)))  # type: ignore[assignment]
+            phase = PHASES.index(getattr(event, "phase", ""))
+            self._ring.write(time.time(), KINDS.index(kind), phase, step, padded)
 
     def _open(self) -> None:
         name = f"rank-{self._rank:05d}"
@@ -248,15 +241,13 @@ class Recorder:
             for time_s, kind in self._launch_events:
                 self._ring.write(time_s, KINDS.index(kind), PHASES.index("launch"), 0, (memory, 0.0, 0.0, 0.0, 0.0))
         except (StorageError, OSError) as error:
-            logging.getLogger(__name__).warning("the run goes on without a record of its events: %s", error)
+            logging.getLogger(__name__).warning("the run continues without a record of its events: %s", error)
             self._end()
 
     def _end(self) -> None:
         self._has_ended = True
         self._garbage.end()
-        if self._in_line is not None:
-            self._in_line.end()
-            self._in_line = None
+        self._core_wait = None
         if self._evidence_server is not None:
             self._evidence_server.end()
             self._evidence_server = None

@@ -57,7 +57,7 @@ class StallEvidence:
     """Number of processes of the cgroup that the kernel killed for memory since the start; None if unreadable."""
 
 
-def keep(folder: Path, evidence: StallEvidence) -> Path:
+def write_evidence(folder: Path, evidence: StallEvidence) -> Path:
     """Write evidence to a file of the folder; return the file."""
     first = f"-rank-{evidence.ranks[0].rank:05d}" if evidence.ranks else ""  # each machine writes its own file
     path = folder / f"stall-{round(evidence.time_s)}{first}.json"
@@ -65,7 +65,7 @@ def keep(folder: Path, evidence: StallEvidence) -> Path:
     return path
 
 
-def read(path: Path) -> StallEvidence:
+def read_evidence(path: Path) -> StallEvidence:
     """Read evidence from a file. Raises: ValueError for a file that is no evidence."""
     try:
         values = json.loads(path.read_text("utf-8"))
@@ -82,12 +82,3 @@ def read(path: Path) -> StallEvidence:
         return StallEvidence(ranks=ranks, **values)
     except (OSError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no evidence of a stall: {error}") from error
-
-
-def answer_to(request: str, path: Path) -> dict[str, Any] | None:
-    """Return what a rank's evidence server wrote for a request; None if it wrote nothing, or for an older request."""
-    try:
-        response: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    return response if response.get("request") == request else None

@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,8 @@ def request_path(run_folder: Path) -> Path:
     return run_folder / "events" / f"request-{this_machine().hex()[:8]}"
 
 
-def flight_path(run_folder: Path, rank: int) -> Path:
-    return run_folder / "events" / f"rank-{rank:05d}.flight.json"
-
-
-def objects_path(run_folder: Path, rank: int) -> Path:
-    return run_folder / "events" / f"rank-{rank:05d}.objects.json"
+def response_path(run_folder: Path, rank: int, kind: str) -> Path:
+    return run_folder / "events" / f"rank-{rank:05d}.{kind}.json"
 
 
 def stacks_path(run_folder: Path, rank: int) -> Path:
@@ -83,7 +80,7 @@ class EvidenceServer:
         self._is_enabler = not faulthandler.is_enabled()
         if self._is_enabler:
             faulthandler.enable(self._stacks, all_threads=True)
-        self._thread = threading.Thread(target=self._serve, name="witness", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="evidence-server", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
@@ -107,10 +104,9 @@ class EvidenceServer:
         _, kind, *ranks = request.split()
         if ranks and str(self._rank) not in ranks:
             return
-        if kind == OBJECTS:
-            _write(objects_path(self._run_folder, self._rank), {"request": request, "objects": _count_objects()})
-        else:
-            _write(flight_path(self._run_folder, self._rank), {"request": request, **_dump_flight()})
+        evidence = {OBJECTS: _count_objects()} if kind == OBJECTS else _dump_flight()
+        response = json.dumps({"request": request, **evidence})
+        replace_text(response_path(self._run_folder, self._rank, kind), response)
 
 
 def _allow_ptrace() -> None:
@@ -158,12 +154,13 @@ def _count_objects() -> dict[str, Any] | None:
     try:
         census = take_census()
     except Exception:
-        logging.getLogger(__name__).warning("Python's objects could not be counted", exc_info=True)
+        logging.getLogger(__name__).warning("cannot count the Python objects of this process", exc_info=True)
         return None
-    return census.as_dict() if census is not None else None
+    return asdict(census) if census is not None else None
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file in one step. It need not survive lost power. Raises: OSError."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value))
+    temporary.write_text(text)
     os.replace(temporary, path)

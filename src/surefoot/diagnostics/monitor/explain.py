@@ -9,14 +9,11 @@ from typing import Any
 
 import psutil
 
-from surefoot.diagnostics.monitor import evidence
 from surefoot.diagnostics.monitor.event_log import Entry, History, last_start, open_phases, read_history
+from surefoot.diagnostics.monitor.evidence import read_evidence
 from surefoot.diagnostics.monitor.evidence_server import read_stacks
-from surefoot.diagnostics.rules.device_memory import find_in_device_memory
-from surefoot.diagnostics.rules.memory import find_leaks
-from surefoot.diagnostics.rules.numerics import find_numerics_in
+from surefoot.diagnostics.monitor.rank_trends import find_in_history
 from surefoot.diagnostics.rules.rank_death import find_death
-from surefoot.diagnostics.rules.speed import find_slow_in
 from surefoot.diagnostics.rules.stall import find_stall
 from surefoot.errors import ConfigError
 from surefoot.findings import Finding
@@ -81,7 +78,7 @@ class Explanation:
         lines = [f"{self.run_folder}: {self.status}", *([f"  error: {self.error}"] if self.error else [])]
         lines += [
             f"  rank {rank.rank} (process {rank.process}): {rank.doing}, step {rank.step}, "
-            f"last heard of {rank.silent_s:.0f} s ago"
+            f"last event {rank.silent_s:.0f} s ago"
             for rank in self.ranks
         ]
         lines += [
@@ -99,60 +96,53 @@ def explain(run_folder: Path, history: History | None = None) -> Explanation:
     """
     if not (run_folder / "events").is_dir() and not (run_folder / "summary.json").is_file():
         raise ConfigError(
-            f"{run_folder} holds no run: neither events/ nor summary.json is there. Give the output_dir of a run."
+            f"{run_folder} holds no run: it has neither events/ nor summary.json. Give the output_dir of a run."
         )
     history = history or read_history(run_folder)
-    missing = list(history.unreadable)
-    written, unreadable, times = _read_findings(run_folder / "findings.jsonl")
-    entries = history.entries
-    newest = [last_start(entries, rank)[0].time_s for rank in {entry.rank for entry in entries}]
-    earlier = {
-        (finding.code, finding.cause): bool(newest) and time_s < min(newest)
-        for finding, time_s in zip(written, times, strict=True)
-    }
-    rediagnosed = [
-        *find_leaks(entries), *find_in_device_memory(entries), *find_slow_in(entries), *find_numerics_in(entries),
-    ]  # fmt: skip
+    entries, missing = history.entries, list(history.unreadable)
+    ranks = _list_current_ranks(entries)
+    written, unreadable = _read_findings(run_folder / "findings.jsonl")
+    began_s = min((last_start(entries, rank.rank)[0].time_s for rank in ranks), default=-inf)
+    is_earlier = {(finding.code, finding.cause): time_s < began_s for time_s, finding in written}
+    findings = [finding for _, finding in written]
     # A finding of an earlier start may apply again.
-    this_start = [finding for finding in written if not earlier[finding.code, finding.cause]]
+    this_start = [finding for finding in findings if not is_earlier[finding.code, finding.cause]]
     written_keys = {(finding.code, finding.evidence.get("rank")) for finding in this_start}
-    rediagnosed = [
-        finding for finding in rediagnosed if (finding.code, finding.evidence.get("rank")) not in written_keys
-    ]
-    findings = [*written, *rediagnosed]
+    for finding in find_in_history(entries):
+        if (finding.code, finding.evidence.get("rank")) not in written_keys:
+            findings.append(finding)
+            is_earlier[finding.code, finding.cause] = False
     missing += unreadable
+    evidence_files = [finding.evidence.get("evidence") for _, finding in written]
     for path in sorted((run_folder / "evidence").glob("stall-*.json")):
-        name = str(path.relative_to(run_folder))
-        if any(finding.evidence.get("evidence") == name for finding in written):
+        if str(path.relative_to(run_folder)) in evidence_files:
             continue
         try:
-            findings.append(find_stall(evidence.read(path)))
+            findings.append(find_stall(read_evidence(path)))
         except ValueError as error:
             missing.append(str(error))
-    status = _read_status(run_folder, history.entries)
+    status = _read_status(run_folder, entries, ranks)
     run_error = _read_summary(run_folder).get("error") if status == "failed" else None
-    ranks = _list_current_ranks(history.entries)
     if status == "unknown":
-        present = [rank for rank in ranks if (rank.rank, rank.start) not in history.away and rank.doing != ENDED]
+        unfinished = [rank for rank in ranks if rank.doing != ENDED]
+        present = [rank for rank in unfinished if (rank.rank, rank.start) not in history.away]
         gone = [rank for rank in present if rank.silent_s > GONE_AFTER_S and not _is_running(rank)]
         if present and all(map(_is_running, present)):
             status = "running"
         if gone:
             status = "killed"
             findings.append(_diagnose_killed(run_folder, gone, history))
-        away = [str(rank.rank) for rank in ranks if (rank.rank, rank.start) in history.away and rank.doing != ENDED]
+        away = [str(rank.rank) for rank in unfinished if rank not in present]
         if away:
             missing.append(f"whether ranks {', '.join(away)} still run: they are of another machine, ask there")
-    only_earlier = frozenset(key for key, is_earlier in earlier.items() if is_earlier)
-    only_earlier -= {(finding.code, finding.cause) for finding in rediagnosed}
     return Explanation(
         run_folder,
         status,
         ranks,
-        _deduplicate(findings),
+        list({(finding.code, finding.cause): finding for finding in findings}.values()),
         missing,
         None if run_error is None else str(run_error),
-        only_earlier,
+        frozenset(key for key, is_of_earlier_start in is_earlier.items() if is_of_earlier_start),
     )
 
 
@@ -198,21 +188,16 @@ def _diagnose_killed(run_folder: Path, gone: Sequence[RankNow], history: History
     return replace(finding, evidence={**finding.evidence, **extra})
 
 
-def _deduplicate(findings: list[Finding]) -> list[Finding]:
-    """Return the findings with each cause once, in order."""
-    return list({(finding.code, finding.cause): finding for finding in findings}.values())
-
-
-def _read_status(run_folder: Path, entries: list[Entry]) -> str:
+def _read_status(run_folder: Path, entries: Sequence[Entry], ranks: Sequence[RankNow]) -> str:
     path = run_folder / "summary.json"
+    has_ended = all(rank.doing == ENDED for rank in ranks)
     if not path.exists():  # of another trainer, or of a run that was killed
-        ends = [last_start(entries, rank)[-1] for rank in sorted({entry.rank for entry in entries})]
-        if not ends or any(entry.kind != "run ended" for entry in ends):
+        if not ranks or not has_ended:
             return "unknown"
+        ends = [last_start(entries, rank.rank)[-1] for rank in ranks]
         return "failed" if any(entry.values["failed"] for entry in ends) else "completed"
     last_s = max((entry.time_s for entry in entries if entry.kind != "run ended"), default=0.0)
     try:
-        has_ended = all(rank.doing == ENDED for rank in _list_current_ranks(entries))
         if path.stat().st_mtime < last_s and not has_ended:  # of an earlier start
             return "unknown"
     except OSError:
@@ -228,42 +213,28 @@ def _read_summary(run_folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _read_findings(path: Path) -> tuple[list[Finding], list[str], list[float]]:
-    """Return (findings of findings.jsonl, its unreadable lines, the time at which each finding was written)."""
-    findings, unreadable, times = [], [], []
+def _read_findings(path: Path) -> tuple[list[tuple[float, Finding]], list[str]]:
+    """Return (each finding of findings.jsonl with the time at which it was written, its unreadable lines)."""
+    findings, unreadable = [], []
     for number, (_, line) in enumerate(read_objects(path), 1):
         try:
             if line is None:
                 raise ValueError("no object")
-            finding = Finding.from_dict(line)
-            time_s = float(line.get("time_s", inf))
+            findings.append((float(line.get("time_s", inf)), Finding.from_dict(line)))
         except (ValueError, TypeError, OverflowError):
             unreadable.append(number)
-            continue
-        findings.append(finding)
-        times.append(time_s)
     named = [f"{path.name}:{number} is no finding that this version knows" for number in unreadable[:MAX_NAMED]]
     more = len(unreadable) - MAX_NAMED
-    return findings, named + [f"{path.name}: {more} more lines like these"] * (more > 0), times
+    return findings, named + [f"{path.name}: {more} more lines like these"] * (more > 0)
 
 
-def _list_current_ranks(entries: list[Entry]) -> list[RankNow]:
+def _list_current_ranks(entries: Sequence[Entry]) -> list[RankNow]:
     """Return the state of each rank's newest process."""
-    ranks = []
+    ranks, now_s = [], time.time()
     for number in sorted({entry.rank for entry in entries}):
-        entries_of_rank = last_start(entries, number)
-        doing = open_phases(entries_of_rank)
-        ended = entries_of_rank[-1].kind == "run ended"
-        doing_now = ENDED if ended else f"in {doing[-1]}" if doing else "between phases"
-        step = max(entry.step for entry in entries_of_rank)
-        ranks.append(
-            RankNow(
-                number,
-                entries_of_rank[-1].start,
-                entries_of_rank[-1].process,
-                step,
-                doing_now,
-                time.time() - entries_of_rank[-1].time_s,
-            )
-        )
+        events = last_start(entries, number)
+        phases, newest = open_phases(events), events[-1]
+        doing = ENDED if newest.kind == "run ended" else f"in {phases[-1]}" if phases else "between phases"
+        step = max(entry.step for entry in events)
+        ranks.append(RankNow(number, newest.start, newest.process, step, doing, now_s - newest.time_s))
     return ranks

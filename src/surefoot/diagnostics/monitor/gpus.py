@@ -8,22 +8,24 @@ A value that a card does not report is null. Imports no torch.
 """
 
 import json
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from surefoot.diagnostics.monitor.ring_buffer import this_machine
-from surefoot.system.nvml import SLOWING, address_of, is_at, visible
+from surefoot.system.json_files import read_objects
+from surefoot.system.nvml import address_of, is_at, list_visible, query_or_none, read_gpu
 
 EVERY_S = 2.0
 WRITE_EVERY_S = 10.0
 KEPT_S = 60.0
+REASONS_AT = 7
+"""Position of `reasons` among the values of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -48,53 +50,53 @@ class GpuSample:
     """Number of PCIe lanes in use."""
 
 
-Look = tuple[float, tuple[GpuSample, ...]]
-"""(time, the sample of each GPU)."""
+class GpuSnapshot(NamedTuple):
+    """All GPUs of this machine at one moment."""
+
+    time_s: float
+    gpus: tuple[GpuSample, ...]
 
 
 def gpus_path(run_folder: Path) -> Path:
     return run_folder / "events" / f"gpus-{this_machine().hex()[:8]}.jsonl"
 
 
-def read_looks(run_folder: Path) -> list[Look]:
+def read_snapshots(run_folder: Path) -> list[GpuSnapshot]:
     """Return the samples of all machines of a run, oldest first, without lines that a kill cut short."""
-    looks: list[Look] = []
+    snapshots: list[GpuSnapshot] = []
     for path in sorted((run_folder / "events").glob("gpus-*.jsonl")):
-        for line in path.read_text("utf-8", errors="replace").splitlines():
-            with suppress(ValueError, KeyError, TypeError):
-                payload = json.loads(line)
-                looks.append((payload["time_s"], tuple(_decode_sample(values) for values in payload["gpus"])))
-    return sorted(looks, key=lambda look: look[0])
+        for _, line in read_objects(path):
+            with suppress(ValueError, LookupError, TypeError):
+                if line is not None:
+                    gpus = tuple(_decode_sample(values) for values in line["gpus"])
+                    snapshots.append(GpuSnapshot(line["time_s"], gpus))
+    return sorted(snapshots, key=lambda snapshot: snapshot.time_s)
 
 
 def _decode_sample(values: Sequence[Any]) -> GpuSample:
-    index, utilisation, power_w, limit_w, clock_mhz, memory_bytes, temperature_c, reasons, *more = values
-    return GpuSample(
-        index, utilisation, power_w, limit_w, clock_mhz, memory_bytes, temperature_c, tuple(reasons), *more
-    )
+    return replace(GpuSample(*values), reasons=tuple(values[REASONS_AT]))
 
 
-class Accelerators:
+class GpuSampler:
     """A sampler of the first `count` visible GPUs, from its creation until `end`."""
 
     def __init__(self, run_folder: Path, count: int) -> None:
         self._path, self._count = gpus_path(run_folder), count
         self._stop = threading.Event()
-        self._looks: deque[Look] = deque()
-        self.first: Look | None = None
-        """The first sample of the cards."""
-        self.why_not = ""
+        self._snapshots: deque[GpuSnapshot] = deque()
+        self.first: GpuSnapshot | None = None
+        self.problem = ""
         """Reason why there are no samples; empty if there are some."""
         self._addresses: list[str] = []
         self._written_s = 0.0
-        self._thread = threading.Thread(target=self._watch, name="accelerators", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="gpu-sampler", daemon=True)
         self._thread.start()
 
-    def looks(self) -> list[Look]:
+    def snapshots(self) -> list[GpuSnapshot]:
         """Return the samples of the last `KEPT_S`."""
-        return list(self._looks)
+        return list(self._snapshots)
 
-    def may_be(self, device: str) -> bool:
+    def may_use(self, device: str) -> bool:
         """Return whether the run may use a device of the kernel log (`0000:1b:00`); True if NVML reports nothing."""
         return not self._addresses or any(is_at(address, device) for address in self._addresses)
 
@@ -106,72 +108,45 @@ class Accelerators:
             import pynvml
 
             pynvml.nvmlInit()
-            all_handles = [pynvml.nvmlDeviceGetHandleByIndex(n) for n in range(pynvml.nvmlDeviceGetCount())]
-            visible_gpus = _select_visible_handles(all_handles)
-            self._addresses = [address_of(pynvml, handle) for handle in visible_gpus.values()]
-            handles = dict(list(visible_gpus.items())[: self._count])  # each rank takes the GPU of its number
+            visible = list_visible(pynvml)
+            self._addresses = [address_of(pynvml, handle) for handle in visible.values()]
+            handles = dict(list(visible.items())[: self._count])  # each rank takes the GPU of its number
         except Exception as error:  # noqa: BLE001 - no driver, no permission, no package: then there are no samples
-            self.why_not = f"{type(error).__name__}: {error}"
+            self.problem = f"{type(error).__name__}: {error}"
             return
         while handles and not self._stop.wait(EVERY_S):
             now_s = time.time()
-            look = (now_s, tuple(_sample(index, handle) for index, handle in handles.items()))
-            self.first = self.first or look
-            self._looks.append(look)
-            while now_s - self._looks[0][0] > KEPT_S:
-                self._looks.popleft()
+            snapshot = GpuSnapshot(now_s, tuple(_sample(pynvml, index, handle) for index, handle in handles.items()))
+            self.first = self.first or snapshot
+            self._snapshots.append(snapshot)
+            while now_s - self._snapshots[0].time_s > KEPT_S:
+                self._snapshots.popleft()
             if now_s - self._written_s >= WRITE_EVERY_S:
                 self._written_s = now_s
                 with suppress(OSError):  # a full disk, or no folder yet: the samples in memory are still used
-                    _write(self._path, look)
+                    _write(self._path, snapshot)
 
 
-def _select_visible_handles(handles: Sequence[Any]) -> dict[int, Any]:
-    """Return index -> handle of the GPUs that CUDA_VISIBLE_DEVICES allows."""
-    import pynvml
-
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles] if named is not None else [""] * len(handles)
-    return {number: handles[number] for number in visible(named, names)}
-
-
-def _sample(index: int, handle: Any) -> GpuSample:
-    import pynvml
-
-    def query(function: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return function(handle, *arguments)
-        except pynvml.NVMLError:  # not supported by this card or driver
-            return None
-
-    use, power, limit = (
-        query(function)
-        for function in (
-            pynvml.nvmlDeviceGetUtilizationRates,
-            pynvml.nvmlDeviceGetPowerUsage,
-            pynvml.nvmlDeviceGetEnforcedPowerLimit,
-        )
-    )
-    memory = query(pynvml.nvmlDeviceGetMemoryInfo)
-    reasons = query(pynvml.nvmlDeviceGetCurrentClocksEventReasons) or 0
-    links = [query(pynvml.nvmlDeviceGetNvLinkState, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS)]
+def _sample(nvml: Any, index: int, handle: Any) -> GpuSample:
+    gpu = read_gpu(nvml, index, handle)
+    use = query_or_none(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+    power = query_or_none(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
     return GpuSample(
         index=index,
         utilisation=use.gpu / 100 if use is not None else None,
         power_w=power / 1000 if power is not None else None,
-        power_limit_w=limit / 1000 if limit is not None else None,
-        clock_mhz=query(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
-        memory_bytes=int(memory.used) if memory is not None else None,
-        temperature_c=query(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
-        reasons=tuple(words for bit, words in SLOWING.items() if reasons & bit),
-        lost_data=query(
-            pynvml.nvmlDeviceGetTotalEccErrors, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-        ),
-        links_up=sum(map(bool, links)) if any(state is not None for state in links) else None,
-        pcie_lanes=query(pynvml.nvmlDeviceGetCurrPcieLinkWidth),
+        power_limit_w=gpu.power_limit_w,
+        clock_mhz=query_or_none(nvml, nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+        memory_bytes=gpu.memory_used_bytes,
+        temperature_c=gpu.temperature_c,
+        reasons=gpu.slowed_by,
+        lost_data=gpu.uncorrected_errors,
+        links_up=sum(gpu.links) if gpu.links else None,
+        pcie_lanes=gpu.pcie_width,
     )
 
 
-def _write(path: Path, look: Look) -> None:
+def _write(path: Path, snapshot: GpuSnapshot) -> None:
     with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps({"time_s": look[0], "gpus": [list(astuple(gpu)) for gpu in look[1]]}) + "\n")
+        line = {"time_s": snapshot.time_s, "gpus": [list(astuple(gpu)) for gpu in snapshot.gpus]}
+        file.write(json.dumps(line) + "\n")

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from surefoot.diagnostics.monitor.evidence_client import Witnesses
+from surefoot.diagnostics.monitor.evidence_client import EvidenceClient
 from surefoot.diagnostics.monitor.evidence_server import OBJECTS
 from surefoot.diagnostics.monitor.object_census import Census, read_census
 from surefoot.diagnostics.monitor.processes import room_bytes
@@ -21,23 +21,23 @@ Key = tuple[int, int]
 class LeakDetector:
     """The detector of memory leaks in one start of one run."""
 
-    def __init__(self, witnesses: Witnesses, ranks: Mapping[int, RankState], num_here: int) -> None:
+    def __init__(self, client: EvidenceClient, ranks: Mapping[int, RankState], num_here: int) -> None:
         """Start without suspects. `ranks`: the ranks of this machine, `num_here` in all; the caller adds them later."""
-        self._witnesses, self._ranks, self._num_here = witnesses, ranks, num_here
+        self._client, self._ranks, self._num_here = client, ranks, num_here
         self._first: dict[Key, Census | None] = {}
         """(rank, process) -> its objects when its memory first grew like a leak; None: too many to count."""
         self._first_requests: Counter[Key] = Counter()
         self._requests: Counter[Key] = Counter()
         self._reported: set[Key] = set()
 
-    def look(self) -> list[Finding]:
+    def find(self) -> list[Finding]:
         """Return the leaks that are certain and not reported yet.
 
         Objects are counted when a leak is first suspected, and when it is certain.
         """
         watched = {
             key: rank for number, rank in self._ranks.items()
-            if (key := (number, rank.ring.process)) not in self._reported and not rank.has_ended
+            if (key := (number, rank.process)) not in self._reported and not rank.has_ended
         }  # fmt: skip
         with_first_census = set(self._first)
         suspects = {
@@ -66,7 +66,7 @@ class LeakDetector:
             return {}
         processes = dict(keys)
         try:
-            responses = self._witnesses.answers(self._witnesses.ask(OBJECTS, processes), processes)
+            responses = self._client.fetch(OBJECTS, processes)
         except OSError:  # a full disk: the leak is named without its owner
             return {}
         return {

@@ -24,7 +24,7 @@ def begin_native_stacks(path: Path, processes: Mapping[int, int]) -> tuple[str, 
     command = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
     thread = threading.Thread(target=_write_stacks, args=(path, processes, command), name="native stacks", daemon=True)
     if command is None:
-        return "py-spy is not installed", thread
+        return "not recorded: py-spy is not installed (pip install py-spy)", thread
     thread.start()
     return path.name, thread
 

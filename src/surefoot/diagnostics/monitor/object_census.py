@@ -8,7 +8,7 @@ import gc
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from heapq import nlargest
 from typing import Any
 
@@ -50,12 +50,9 @@ class Census:
     holders: tuple[Holder, ...]
     """The largest containers."""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def read_census(values: Mapping[str, Any]) -> Census:
-    """Return the census that `as_dict` wrote. Raises: KeyError, TypeError for anything else."""
+    """Return the census from its fields in JSON. Raises: KeyError, TypeError for anything else."""
     kinds = {kind: (int(count), int(size)) for kind, (count, size) in values["kinds"].items()}
     return Census(values["anonymous_bytes"], kinds, tuple(Holder(**holder) for holder in values["holders"]))
 
@@ -70,31 +67,29 @@ def take_census() -> Census | None:
     tracked = gc.get_objects()
     if len(tracked) > MOST_OBJECTS:
         return None
-    tensors = _find_tensor_types()
-    sizes = [
-        (type(tracked_object), size_of(tracked_object)) for tracked_object in tracked if type(tracked_object) in tensors
-    ]
-    tracked = [tracked_object for tracked_object in tracked if type(tracked_object) not in tensors]
+    tensor_types = _find_tensor_types()
+    sizes = [(type(value), size_of(value)) for value in tracked if type(value) in tensor_types]
+    tracked = [value for value in tracked if type(value) not in tensor_types]
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     held: list[tuple[int, Any]] = []
     untracked: set[int] = set()
     for kind, size in sizes:
         _count(kind, size, counts)
-    for tracked_object in tracked:
-        _count(type(tracked_object), size_of(tracked_object), counts)
+    for container in tracked:
+        _count(type(container), size_of(container), counts)
         inside = 0
-        for entry in gc.get_referents(tracked_object):
+        for entry in gc.get_referents(container):
             size = size_of(entry)
             inside += size if type(entry) not in CONTAINERS else 0
             if size and not gc.is_tracked(entry) and id(entry) not in untracked:
                 untracked.add(id(entry))
                 _count(type(entry), size, counts)
-        if inside and type(tracked_object) in CONTAINERS:
-            held.append((inside, tracked_object))
+        if inside and type(container) in CONTAINERS:
+            held.append((inside, container))
     largest = nlargest(KEPT_HOLDERS, held, key=lambda pair: pair[0])
     holders = tuple(
-        Holder(id(tracked_object), type(tracked_object).__name__, len(tracked_object), size, _find_name(tracked_object))
-        for size, tracked_object in largest
+        Holder(id(container), type(container).__name__, len(container), size, _find_name(container))
+        for size, container in largest
     )
     kinds = nlargest(KEPT_KINDS, counts.items(), key=lambda pair: pair[1][1])
     return Census(anonymous_bytes, {kind: (count, size) for kind, (count, size) in kinds}, holders)
@@ -131,13 +126,10 @@ def _make_size_function() -> Callable[[object], int]:
 
 def _find_name(container: object) -> str:
     for referrer in gc.get_referrers(container):
-        if type(referrer) is dict:
-            variable = next((str(name) for name, value in list(referrer.items()) if value is container), "")
-            owner = _find_owner(referrer)
-        else:
-            attributes = _read_attributes(referrer)
-            variable = next((str(name) for name, value in list(attributes.items()) if value is container), "")
-            owner = type(referrer).__qualname__
+        is_namespace = type(referrer) is dict
+        names = referrer if is_namespace else _read_attributes(referrer)
+        variable = next((str(name) for name, value in list(names.items()) if value is container), "")
+        owner = _find_owner(referrer) if is_namespace else type(referrer).__qualname__
         if variable and owner:
             return f"{owner}.{variable}"
     return ""

@@ -12,48 +12,52 @@ PEAK_EVERY_S = 0.5
 AGAIN_AFTER_S = 0.05
 
 
-class OwnMemory:
-    """A reader of /proc/self/statm; a read takes microseconds. Without that file every result is 0."""
+class _ProcFile:
+    """A file of /proc that stays open, so that a read takes microseconds."""
 
-    def __init__(self) -> None:
-        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+    def __init__(self, path: str) -> None:
         self._file: int | None = None
-        with suppress(OSError):
-            self._file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        with suppress(OSError):  # another system, or the kernel does not count it
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def anonymous_bytes(self) -> int:
-        """Return the resident bytes that belong to no file: allocations increase them, the page cache does not."""
-        if self._file is None:
-            return 0
-        _, resident, of_files, *_ = os.pread(self._file, 128, 0).split()
-        return (int(resident) - int(of_files)) * self._page_bytes
+    def read(self) -> list[int]:
+        """Return the numbers in the file; none if it does not exist."""
+        return [int(number) for number in os.pread(self._file, 128, 0).split()] if self._file is not None else []
 
     def __del__(self) -> None:
         if self._file is not None:
             os.close(self._file)
 
 
-class TimeInLine:
-    """A counter of the seconds in which the creating thread was ready and waited for a core that others used."""
+class OwnMemory(_ProcFile):
+    """A reader of this process's memory. Without /proc/self/statm every result is 0."""
 
     def __init__(self) -> None:
-        self._file: int | None = None
+        super().__init__("/proc/self/statm")
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+
+    def anonymous_bytes(self) -> int:
+        """Return the resident bytes that belong to no file: allocations increase them, the page cache does not."""
+        _, resident, of_files, *_ = self.read() or (0, 0, 0)
+        return (resident - of_files) * self._page_bytes
+
+
+class RunQueueWait(_ProcFile):
+    """A counter of the seconds in which the creating thread was ready and waited for a core that others used.
+
+    Every result is 0 if the kernel does not count it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         self._last_total_s = 0.0
-        with suppress(OSError):  # the kernel may not count it: then every result is 0
-            self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self.since_last_s()
 
     def since_last_s(self) -> float:
         """Return the seconds since the last call, or since creation. Call it only in the thread that created it."""
-        if self._file is None:
-            return 0.0
-        before_s, self._last_total_s = self._last_total_s, int(os.pread(self._file, 128, 0).split()[1]) / 1e9
+        _, waited_ns, *_ = self.read() or (0, 0)
+        before_s, self._last_total_s = self._last_total_s, waited_ns / 1e9
         return self._last_total_s - before_s
-
-    def end(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
 
 class LoadPeak:

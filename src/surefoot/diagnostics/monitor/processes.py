@@ -29,6 +29,8 @@ class ProcessSample:
 
 
 GONE = ProcessSample("gone")
+EXITED = ("gone", psutil.STATUS_ZOMBIE)
+"""States of a process that has exited."""
 
 
 def growth(before: Mapping[int, float], after: Mapping[int, float]) -> float:
@@ -106,14 +108,27 @@ class Processes:
 
 def swapped_bytes(process: int) -> int:
     """Return the bytes of a process's memory that are in swap; 0 if unreadable."""
+    return _read_kib(process, "status", "VmSwap:") << 10
+
+
+def proportional_bytes(process: int) -> int:
+    """Return a process's proportional anonymous memory (PSS), in which each sharer of a page counts only its part.
+
+    It includes what the process copied of its parent's memory since the fork, and excludes what they still share. 0 if
+    unreadable.
+    """
+    return _read_kib(process, "smaps_rollup", "Pss_Anon:") << 10
+
+
+def _read_kib(process: int, file: str, name: str) -> int:
     try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        lines = Path(f"/proc/{process}/{file}").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmSwap:"))
+    return sum(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
-def in_line_s(process: int) -> float | None:
+def run_queue_wait_s(process: int) -> float | None:
     """Return the seconds that a process's threads have waited for a core so far; None if the kernel does not count."""
     waited_ns = 0
     try:
@@ -125,14 +140,14 @@ def in_line_s(process: int) -> float | None:
         return None
 
 
-def started_by(process: int) -> list[int]:
+def list_descendants(process: int) -> list[int]:
     """Return the live descendants of a process; none if they may not be read."""
     children: list[int] = []
     with suppress(OSError):  # it ends meanwhile
         for path in Path(f"/proc/{process}/task").glob("*/children"):
             # without the supervisor itself
             children += [int(child) for child in path.read_text().split() if int(child) != os.getpid()]
-    return [*children, *(descendant for child in children for descendant in started_by(child))]
+    return [*children, *(descendant for child in children for descendant in list_descendants(child))]
 
 
 def name_of(process: int) -> str:
@@ -142,14 +157,14 @@ def name_of(process: int) -> str:
     return ""
 
 
-def open_files(process: int) -> int | None:
+def count_open_files(process: int) -> int | None:
     """Return the number of open files, sockets and pipes of a process; None if it may not be read."""
     with suppress(psutil.Error):
         return int(psutil.Process(process).num_fds())
     return None
 
 
-def most_open_files(process: int) -> int | None:
+def max_open_files(process: int) -> int | None:
     """Return a process's soft limit of open files; None without a limit, or if it may not be read."""
     with suppress(psutil.Error, OSError):
         soft = int(psutil.Process(process).rlimit(psutil.RLIMIT_NOFILE)[0])
@@ -157,27 +172,14 @@ def most_open_files(process: int) -> int | None:
     return None
 
 
-def num_threads(process: int) -> int | None:
+def count_threads(process: int) -> int | None:
     """Return the number of threads of a process; None if there is no such process."""
     with suppress(psutil.Error):
         return int(psutil.Process(process).num_threads())
     return None
 
 
-def proportional_bytes(process: int) -> int:
-    """Return a process's proportional anonymous memory (PSS), in which each sharer of a page counts only its part.
-
-    It includes what the process copied of its parent's memory since the fork, and excludes what they still share. 0 if
-    unreadable.
-    """
-    try:
-        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:"))
-
-
-def major_faults(process: int) -> int:
+def count_major_faults(process: int) -> int:
     """Return the number of pages that a process has waited for, from swap or files, since it began; 0 if unreadable."""
     try:
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[9])

@@ -14,20 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
-from surefoot.diagnostics.monitor import evidence as evidence_folder
 from surefoot.diagnostics.monitor.detectors import LONG_PHASES, Detectors
-from surefoot.diagnostics.monitor.evidence import RankEvidence, StallEvidence
-from surefoot.diagnostics.monitor.evidence_client import Witnesses
+from surefoot.diagnostics.monitor.evidence import RankEvidence, StallEvidence, write_evidence
+from surefoot.diagnostics.monitor.evidence_client import EvidenceClient
 from surefoot.diagnostics.monitor.evidence_server import FLIGHT, STACKS, read_stacks, stacks_path
 from surefoot.diagnostics.monitor.flight_recorder import read_flight
 from surefoot.diagnostics.monitor.native_stacks import begin_native_stacks
-from surefoot.diagnostics.monitor.processes import (
-    GONE,
-    Processes,
-    syscall_of,
-    uses_gpus,
-)
-from surefoot.diagnostics.monitor.rank_state import RankState
+from surefoot.diagnostics.monitor.processes import EXITED, GONE, Processes, syscall_of
+from surefoot.diagnostics.monitor.rank_state import RankState, WatchedRun
 from surefoot.diagnostics.monitor.ring_buffer import RingError, RingReader
 from surefoot.diagnostics.rules.accelerators import in_words
 from surefoot.diagnostics.rules.stall import find_stall
@@ -91,15 +85,13 @@ class Supervisor:
         usual limit.
         """
         self._deadlines_s = deadlines_s or {}
-        self._gone_s, self._early_s = gone_s, early_s
-        self._folder, self._num_ranks, self._num_elsewhere = run_folder, num_ranks, num_elsewhere
-        self._num_here = num_ranks - num_elsewhere
-        self._began_s = began_s
-        self._ranks: dict[int, RankState] = {}
+        self._began_s, self._gone_s, self._early_s = began_s, gone_s, early_s
+        self._run = WatchedRun(run_folder, num_ranks, num_elsewhere)
+        self._ranks = self._run.ranks
         self._rings: dict[int, Path] = {}
         self._processes = Processes()
-        self._witnesses = Witnesses(run_folder)
-        self._trends = Detectors(run_folder, self._ranks, num_ranks, num_elsewhere, began_s)
+        self._client = EvidenceClient(run_folder)
+        self._detectors = Detectors(self._run, began_s)
         self._native_stacks = threading.Thread()
         """The thread that writes native stacks, once it is started."""
         self._last_event_s = began_s
@@ -114,38 +106,33 @@ class Supervisor:
         """Length of the stall, at the poll that notices the recovery; None otherwise."""
 
     @property
-    def limit_s(self) -> float:
-        """Seconds of silence in a step that are a stall."""
-        steps = self._trends.steps_s
-        return max(LEAST_S, TIMES_USUAL * median(steps), TIMES_LONGEST * max(steps)) if len(steps) > 1 else math.inf
-
-    @property
     def _user_deadline_s(self) -> float | None:
         """Shortest deadline that the user set for a phase in which a rank is now; None if there is none."""
-        inside = {phase for rank in self._ranks.values() if not rank.has_ended for phase in rank.open}
+        inside = {phase for rank in self._ranks.values() if not rank.has_ended for phase, _ in rank.open}
         return min((s for phase, s in self._deadlines_s.items() if phase in inside), default=None)
 
     @property
     def was_memory_killed(self) -> bool | None:
         """Whether the kernel killed a process of the cgroup for memory since the start; None if unknown."""
+        kills = self._count_oom_kills()
+        return kills > 0 if kills is not None else None
+
+    def _count_oom_kills(self) -> int | None:
         before, now = self._oom_kills, cgroup.oom_kills()
-        return now > before if before is not None and now is not None else None
+        return now - before if before is not None and now is not None else None
 
     def gone(self) -> list[int]:
         """Return the ranks of this machine whose process is gone and that did not report their end."""
-        self._open_rings()
-        for rank in self._ranks.values():
-            self._read_ring(rank)
+        self._read_events()
         return [
             number
             for number, rank in sorted(self._ranks.items())
-            if not rank.has_ended
-            and self._processes.sample(rank.ring.process, with_children=False).state in ("gone", "zombie")
+            if not rank.has_ended and self._processes.sample(rank.process, with_children=False).state in EXITED
         ]
 
     def end(self) -> None:
         """Stop watching."""
-        self._trends.end()
+        self._detectors.end()
 
     def poll(self, now_s: float) -> list[Finding]:
         """Read new events and samples; return each finding once."""
@@ -162,16 +149,14 @@ class Supervisor:
         self._last_poll_s = max(self._last_poll_s, time.time())
 
     def _poll(self, now_s: float) -> list[Finding]:
-        self._open_rings()
-        for rank in self._ranks.values():
-            self._read_ring(rank)
-            rank.last_s = min(rank.last_s, now_s)  # the clock was set back
+        self._read_events()
         self._last_event_s, self._last_io_s = min(self._last_event_s, now_s), min(self._last_io_s, now_s)
         is_silent = now_s - self._last_event_s > LEAST_S / 2
         for rank in self._ranks.values():
-            sample = self._processes.sample(rank.ring.process, with_children=is_silent)
-            rank.took(now_s, sample, is_silent=is_silent)
-        trends = self._trends.look(now_s)
+            rank.last_s = min(rank.last_s, now_s)  # the clock was set back
+            sample = self._processes.sample(rank.process, with_children=is_silent)
+            rank.add_sample(now_s, sample, is_silent=is_silent)
+        findings = self._detectors.find(now_s)
         self.recovered_after_s = None
         going = [rank for rank in self._ranks.values() if not rank.has_ended]
         if any(rank.moves_data for rank in going) and any(rank.phase in QUIET_PHASES for rank in going):
@@ -182,15 +167,15 @@ class Supervisor:
         if now_s - since_s <= late_after_s:
             if self.stalled_since_s is not None:
                 self.recovered_after_s, self.stalled_since_s = now_s - self.stalled_since_s, None
-            return trends
+            return findings
         if self.stalled_since_s is not None:
-            return trends
+            return findings
         self.stalled_since_s = now_s
-        return [*trends, self._diagnose(now_s, late_after_s)]
+        return [*findings, self._diagnose(now_s, late_after_s)]
 
     def _open_rings(self) -> None:
         """Open the newest ring of each rank that began since this start."""
-        for path in sorted((self._folder / "events").glob("rank-*.ring")):
+        for path in sorted((self._run.folder / "events").glob("rank-*.ring")):
             _, number, began_ns = path.stem.split("-")
             before_s = self._began_s - int(began_ns) / 1e9
             if before_s > self._early_s or self._rings.get(int(number), Path()) >= path:
@@ -202,19 +187,21 @@ class Supervisor:
                 self._rings[int(number)] = path
                 self._ranks.pop(int(number), None)
                 if ring.is_of_this_machine:
-                    self._ranks[int(number)] = RankState(ring)
+                    self._ranks[int(number)] = RankState(ring, int(began_ns))
 
-    def _read_ring(self, rank: RankState) -> None:
-        self._trends.steps_s.extend(rank.read())
-        self._last_event_s = max(self._last_event_s, rank.last_s)
+    def _read_events(self) -> None:
+        self._open_rings()
+        for rank in self._ranks.values():
+            self._run.steps_s.extend(rank.read())
+            self._last_event_s = max(self._last_event_s, rank.last_s)
 
     def _choose_limit_s(self, going: Sequence[RankState]) -> float:
         """Return the seconds of silence that are a stall in the ranks' current phases."""
         if not going:  # no rank has begun, or all have ended and none exits
             return LONGEST_S
-        if any(rank.sample.state in ("gone", "zombie") for rank in going):
+        if any(rank.is_gone for rank in going):
             return self._gone_s  # its launcher notices it first and reports more, or restarts it
-        if self._num_elsewhere and any(not rank.step for rank in going):
+        if self._run.num_elsewhere and any(not rank.step for rank in going):
             return LONGEST_BUSY_S  # they may wait for other machines, which load or prepare
         user_deadline_s = self._user_deadline_s
         if user_deadline_s is not None:
@@ -226,26 +213,32 @@ class Supervisor:
         quiet = [rank for rank in going if rank.phase in QUIET_PHASES]
         if quiet:  # the other ranks can only wait for these
             return self._choose_long_phase_limit_s(going, quiet)
-        if len(self._trends.steps_s) < 2:
+        if len(self._run.steps_s) < 2:
             if any(rank.phase == "data_wait" and not rank.is_idle for rank in going):
                 return LONGEST_BUSY_S  # trainers that resume skip through the data of earlier steps
             has_phases = all(rank.phase != WHOLE_STEP for rank in going)  # it may wait for a server that generates
             if has_phases and all(rank.is_idle for rank in going):
                 return IDLE_S
-            return COLLECTIVE_S if self._num_ranks > 1 else LONGEST_S
-        limit_s = max(self.limit_s, self._estimate_whole_step_s(going))
+            return COLLECTIVE_S if self._run.num_ranks > 1 else LONGEST_S
+        usual_s = max(LEAST_S, TIMES_USUAL * median(self._run.steps_s), TIMES_LONGEST * max(self._run.steps_s))
+        limit_s = max(usual_s, self._estimate_whole_step_s(going))
         # Surefoot's own ranks record events in each micro-batch, and their collectives have a deadline.
-        has_deadline = self._num_ranks > 1 and all(rank.phase != WHOLE_STEP for rank in going)
+        has_deadline = self._run.num_ranks > 1 and all(rank.phase != WHOLE_STEP for rank in going)
         return min(limit_s, COLLECTIVE_S) if has_deadline else limit_s
 
     def _choose_long_phase_limit_s(self, going: Sequence[RankState], quiet: Sequence[RankState]) -> float:
         if all(rank.is_idle for rank in quiet):
-            if self._num_elsewhere and self._is_waiting_in_collectives(going):
+            if self._run.num_elsewhere and self._is_waiting_in_collectives(going):
                 return LONGEST_BUSY_S  # they wait for a rank on another machine, which has its own supervisor
             return IDLE_S if all(rank.step for rank in quiet) else STARTING_IDLE_S
         if any(rank.moves_data for rank in going):
             return math.inf
-        return LONGEST_S if any(rank.waited_for_disk for rank in quiet) else self._choose_busy_limit_s(quiet)
+        if any(rank.waited_for_disk for rank in quiet):
+            return LONGEST_S
+        if self._run.num_ranks == 1 or any(rank.phase not in TALKING for rank in quiet):
+            return LONGEST_BUSY_S
+        saves_s = [rank.longest_save_s for rank in quiet if rank.phase == "save"]
+        return max([COLLECTIVE_S, *(TIMES_USUAL * save_s for save_s in saves_s)])
 
     def _is_waiting_in_collectives(self, going: Sequence[RankState]) -> bool:
         """Return whether each rank of this machine is in a collective. Asks the ranks once in each silence."""
@@ -253,16 +246,10 @@ class Supervisor:
             self._waited_since_s, self._are_waiting = self._last_event_s, False
             with suppress(OSError, ValueError):  # a full disk, or another version of torch: this cannot be decided
                 states = {rank.ring.rank: rank for rank in going}
-                responses = self._witnesses.answers(self._witnesses.ask(FLIGHT), states)
+                responses = self._client.fetch(FLIGHT, states)
                 records = [read_flight(responses.get(number)) for number in states]
                 self._are_waiting = all(record is not None and record.waiting for record in records)
         return self._are_waiting
-
-    def _choose_busy_limit_s(self, quiet: Sequence[RankState]) -> float:
-        if self._num_ranks == 1 or any(rank.phase not in TALKING for rank in quiet):
-            return LONGEST_BUSY_S
-        saves_s = max((rank.longest_s.get("save", 0.0) for rank in quiet if rank.phase == "save"), default=0.0)
-        return max(COLLECTIVE_S, TIMES_USUAL * saves_s)
 
     def _estimate_whole_step_s(self, going: Sequence[RankState]) -> float:
         """Return the longest plausible duration of a step of another trainer.
@@ -276,19 +263,15 @@ class Supervisor:
     def _diagnose(self, now_s: float, late_after_s: float) -> Finding:
         evidence = self._collect_evidence(now_s, late_after_s)
         finding = find_stall(evidence)
-        looks = self._trends.looks_at_gpus()
-        if looks and any(uses_gpus(rank.ring.process) for rank in self._ranks.values()):
-            finding.evidence["gpus"] = in_words(looks[-1])
+        snapshots = self._detectors.gpus.snapshots()
+        if snapshots and self._run.uses_gpus():
+            finding.evidence["gpus"] = in_words(snapshots[-1])
         try:
-            path = evidence_folder.keep(self._folder / "evidence", evidence)
-            finding.evidence["evidence"] = str(path.relative_to(self._folder))
-            live = {
-                number: rank.ring.process
-                for number, rank in sorted(self._ranks.items())
-                if rank.sample.state not in ("gone", "zombie") and not rank.has_ended
-            }
+            path = write_evidence(self._run.folder / "evidence", evidence)
+            finding.evidence["evidence"] = str(path.relative_to(self._run.folder))
             native = path.with_name(path.stem.replace("stall", "native") + ".txt")
             if not self._native_stacks.is_alive():
+                live = {number: rank.process for number, rank in sorted(self._ranks.items()) if rank.is_live}
                 native_stacks, self._native_stacks = begin_native_stacks(native, live)
                 finding.evidence["native_stacks"] = native_stacks
         except (StorageError, OSError) as error:  # the disk may be the cause
@@ -297,21 +280,21 @@ class Supervisor:
 
     def _collect_evidence(self, now_s: float, late_after_s: float) -> StallEvidence:
         """Collect the flight record and the stacks of every live rank."""
-        syscalls = {number: syscall_of(rank.ring.process) for number, rank in self._ranks.items()}
-        offsets = {number: _read_size(stacks_path(self._folder, number)) for number in self._ranks}
+        syscalls = {number: syscall_of(rank.process) for number, rank in self._ranks.items()}
+        offsets = {number: _read_size(stacks_path(self._run.folder, number)) for number in self._ranks}
         request = ""
         with suppress(OSError):  # a full disk: no flight records then
-            request = self._witnesses.ask(FLIGHT)
+            request = self._client.request(FLIGHT)
         for rank in self._ranks.values():
-            if rank.sample.state not in ("gone", "zombie") and not rank.has_ended:
+            if rank.is_live:
                 with suppress(ProcessLookupError, PermissionError):
-                    os.kill(rank.ring.process, STACKS)
-        responses = self._witnesses.answers(request, self._ranks)
+                    os.kill(rank.process, STACKS)
+        responses = self._client.wait(request, self._ranks)
         is_held = self._native_stacks.is_alive()  # py-spy still stops processes for an earlier stall
         ranks = [
             RankEvidence(
                 rank=number,
-                process=rank.ring.process,
+                process=rank.process,
                 state="sleeping" if is_held and rank.sample.state == "tracing-stop" else rank.sample.state,
                 has_ended=rank.has_ended,
                 phase=rank.phase,
@@ -323,19 +306,18 @@ class Supervisor:
                 answered=number in responses,
                 flight=responses.get(number),
                 syscall=syscalls[number],
-                stacks=read_stacks(self._folder, number, offsets[number]),
+                stacks=read_stacks(self._run.folder, number, offsets[number]),
                 layer=rank.ring.layer,
             )
             for number, rank in sorted(self._ranks.items())
         ]
-        before, after = self._oom_kills, cgroup.oom_kills()
         return StallEvidence(
             time_s=now_s,
             quiet_s=now_s - self._last_event_s,
             limit_s=late_after_s,
             ranks=tuple(ranks),
-            num_ranks=self._num_ranks,
-            oom_kills=after - before if before is not None and after is not None else None,
+            num_ranks=self._run.num_ranks,
+            oom_kills=self._count_oom_kills(),
         )
 
 

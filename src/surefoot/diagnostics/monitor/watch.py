@@ -13,12 +13,12 @@ from rich.text import Text
 
 from surefoot.diagnostics.monitor.event_log import Entry, read_history
 from surefoot.diagnostics.monitor.explain import Explanation, explain
-from surefoot.diagnostics.monitor.gpus import read_looks
+from surefoot.diagnostics.monitor.gpus import read_snapshots
 from surefoot.diagnostics.rules.accelerators import in_words
 from surefoot.system.json_files import is_number, parse_object
 
-GOING_ON = ("running", "unknown")
-"""Statuses of a run that may still be running, on this machine or on others."""
+MAY_RUN = ("running", "unknown")
+"""Statuses of a run that may still run, on this machine or on others."""
 EVERY_S = 1.0
 NEWEST = 8000
 """Number of records of each rank that are read each time, a few hundred steps."""
@@ -35,7 +35,7 @@ def watch(run_folder: Path, *, once: bool = False) -> None:
         console.print(view)
         return
     with Live(view, console=console, auto_refresh=False) as live:
-        while explanation.status in GOING_ON:
+        while explanation.status in MAY_RUN:
             time.sleep(EVERY_S)
             explanation, view = _read_view(run_folder)
             live.update(view, refresh=True)
@@ -49,7 +49,7 @@ def _read_view(run_folder: Path) -> tuple[Explanation, Group]:
 
 def _build_view(run_folder: Path, explanation: Explanation, entries: Sequence[Entry]) -> Group:
     metrics = _read_last_metrics(run_folder / "metrics.jsonl")
-    head = Text(f"{run_folder}: {'going on' if explanation.status in GOING_ON else explanation.status}", style="bold")
+    head = Text(f"{run_folder}: {'running' if explanation.status in MAY_RUN else explanation.status}", style="bold")
     table = Table(box=None, pad_edge=False)
     for title in ("rank", "step", "doing", "silent s", "step s", "memory GiB", "time in its last steps"):
         table.add_column(title, justify="left" if title in ("doing", "time in its last steps") else "right")
@@ -76,9 +76,9 @@ def _build_view(run_folder: Path, explanation: Explanation, entries: Sequence[En
         ]
         lines.append(Text(f"step {metrics['step']}: " + "  ".join(parts)))
     lines.append(table)
-    looks = read_looks(run_folder)
-    if looks:
-        lines.append(Text(f"GPUs: {in_words(looks[-1])}"))
+    snapshots = read_snapshots(run_folder)
+    if snapshots:
+        lines.append(Text(f"GPUs: {in_words(snapshots[-1])}"))
     lines += [
         Text(finding.as_text(), style="red" if finding.severity == "error" else "") for finding in explanation.findings
     ]

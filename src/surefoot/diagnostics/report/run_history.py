@@ -8,7 +8,7 @@ from typing import Any
 
 from surefoot.diagnostics.monitor.event_log import Entry, read_history, this_run
 from surefoot.diagnostics.monitor.explain import Explanation, explain
-from surefoot.diagnostics.monitor.gpus import Look, read_looks
+from surefoot.diagnostics.monitor.gpus import GpuSnapshot, read_snapshots
 from surefoot.diagnostics.rules.speed import RankTimes
 from surefoot.errors import ConfigError
 from surefoot.system.json_files import DamagedFile, is_count, is_number, read_object, read_objects
@@ -96,7 +96,7 @@ def read_story(run_folder: Path) -> RunHistory:
         phases=_collect_phases(entries),
         memory=_collect_memory(entries),
         ledger=_collect_ledger(entries),
-        gpus=_collect_gpus(read_looks(run_folder), began_s),
+        gpus=_collect_gpus(read_snapshots(run_folder), began_s),
         events=_thin(_collect_events(entries, began_s), MOST_POINTS),
         findings=[
             {"time_min": (line["time_s"] - began_s) / 60, "code": str(line["code"]), "title": str(line["title"])}
@@ -250,7 +250,7 @@ def _collect_ledger(entries: Sequence[Entry]) -> list[Row]:
     return rows
 
 
-def _collect_gpus(looks: Sequence[Look], began_s: float) -> list[Row]:
+def _collect_gpus(looks: Sequence[GpuSnapshot], began_s: float) -> list[Row]:
     rows: list[Row] = [
         {
             "time_min": round((time_s - began_s) / 60, 3),

@@ -7,7 +7,7 @@ rank reads 100 %. Power distinguishes the two.
 from collections.abc import Collection, Iterator, Sequence
 from statistics import median
 
-from surefoot.diagnostics.monitor.gpus import GpuSample, Look
+from surefoot.diagnostics.monitor.gpus import GpuSample, GpuSnapshot
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.system.kernel_log import OF_PROGRAMS, GpuError
 
@@ -47,13 +47,13 @@ SLOWED_SHARE = 0.5
 """Share of the samples in which a GPU must be slowed down."""
 
 
-def find_in_gpus(looks: Sequence[Look]) -> list[Finding]:
+def find_in_gpus(looks: Sequence[GpuSnapshot]) -> list[Finding]:
     """Return the findings in the newest `WINDOW_S` of samples; none if the samples are too few."""
     gpus = _group_by_gpu(_select_newest(looks))
     return [*_find_spinning(gpus), *_find_slowed(gpus)]
 
 
-def find_worse_gpus(first: Look | None, looks: Sequence[Look]) -> list[Finding]:
+def find_worse_gpus(first: GpuSnapshot | None, looks: Sequence[GpuSnapshot]) -> list[Finding]:
     """Return findings on cards that lost data, NVLinks or PCIe lanes since the run's first sample.
 
     Fewer links or lanes count only if no sample of the newest `WINDOW_S` has as many as the first.
@@ -80,7 +80,7 @@ def find_worse_gpus(first: Look | None, looks: Sequence[Look]) -> list[Finding]:
     return [Finding(code, f"GPU {n}{change}", {"device": n}, CATALOGUE[code].fix) for code, n, change in changes]
 
 
-def find_launch_bound(looks: Sequence[Look], cores: float | None, computing: float | None) -> Finding | None:
+def find_launch_bound(looks: Sequence[GpuSnapshot], cores: float | None, computing: float | None) -> Finding | None:
     """Return a finding if GPUs wait for the program, which is busy with launching kernels.
 
     `cores`: number of cores that a rank's own process uses. `computing`: share of its steps in forward, backward and
@@ -123,14 +123,14 @@ def find_gpu_errors(errors: Sequence[GpuError], processes: Collection[int]) -> l
     ]
 
 
-def _select_newest(looks: Sequence[Look]) -> list[Look]:
+def _select_newest(looks: Sequence[GpuSnapshot]) -> list[GpuSnapshot]:
     """Return the samples of the newest `WINDOW_S`; none if they are too few for a conclusion."""
     newest = [look for look in looks if looks[-1][0] - look[0] <= WINDOW_S]
     is_enough = len(newest) >= LEAST_LOOKS and newest[-1][0] - newest[0][0] >= WINDOW_S / 2
     return newest if is_enough else []
 
 
-def _group_by_gpu(looks: Sequence[Look]) -> dict[int, list[GpuSample]]:
+def _group_by_gpu(looks: Sequence[GpuSnapshot]) -> dict[int, list[GpuSample]]:
     gpus: dict[int, list[GpuSample]] = {}
     for _, samples in looks:
         for sample in samples:
@@ -138,7 +138,7 @@ def _group_by_gpu(looks: Sequence[Look]) -> dict[int, list[GpuSample]]:
     return gpus
 
 
-def in_words(look: Look) -> str:
+def in_words(look: GpuSnapshot) -> str:
     """Return one sample of all GPUs as text, for evidence."""
     return "; ".join(
         f"{gpu.index}: {_format_share(gpu.utilisation)} busy, "

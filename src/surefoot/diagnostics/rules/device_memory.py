@@ -4,10 +4,9 @@ Input: the counters of CUDA's caching allocator at the end of each step.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 
-from surefoot.diagnostics.monitor.event_log import Entry, newest_starts
 from surefoot.diagnostics.rules.leak_trend import MOST_STEPS, PARTS, WARMUP_STEPS, steady_growth
 from surefoot.findings import CATALOGUE, Finding
 
@@ -93,11 +92,3 @@ class DeviceMemory:
             CATALOGUE["SF204"].fix,
             confidence=0.9,
         )
-
-
-def find_in_device_memory(entries: Sequence[Entry]) -> list[Finding]:
-    """Return the findings in a complete history, for the newest start of each rank."""
-    ranks: dict[int, DeviceMemory] = {}
-    for entry in newest_starts(entries):
-        ranks.setdefault(entry.rank, DeviceMemory(entry.rank)).add(entry.kind, entry.step, entry.values)
-    return [finding for memory in ranks.values() for finding in memory.findings()]

@@ -7,7 +7,6 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from surefoot.diagnostics.monitor.event_log import Entry, newest_starts
 from surefoot.diagnostics.monitor.object_census import Census
 from surefoot.diagnostics.rules.leak_trend import MOST_STEPS, PARTS, WARMUP_STEPS, steady_growth
 from surefoot.findings import CATALOGUE, Finding
@@ -192,14 +191,3 @@ def find_growing_helpers(
         CATALOGUE["SF208"].fix,
         confidence=0.8,
     )
-
-
-def find_leaks(entries: Sequence[Entry]) -> list[Finding]:
-    """Return a finding for each rank whose memory grows, in a complete history, for the newest start of each rank."""
-    trends: dict[int, MemoryTrend] = {}
-    for entry in newest_starts(entries):
-        if "anonymous_bytes" in entry.values:
-            trend = trends.setdefault(entry.rank, MemoryTrend(entry.rank))
-            trend.add(entry.kind, entry.phase, entry.step, entry.values["anonymous_bytes"])
-    findings = (trend.finding() for trend in trends.values())
-    return [finding for finding in findings if finding is not None]

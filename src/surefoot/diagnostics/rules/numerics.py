@@ -11,7 +11,6 @@ from itertools import pairwise
 from math import isfinite
 from statistics import median
 
-from surefoot.diagnostics.monitor.event_log import Entry, newest_starts
 from surefoot.findings import CATALOGUE, Finding
 
 BEFORE_STEPS = 30
@@ -72,17 +71,6 @@ class Numbers:
     def _add_finding(self, finding: Finding | None) -> None:
         if finding is not None:
             self._findings.setdefault(finding.code, finding)
-
-
-def find_numerics_in(entries: Sequence[Entry]) -> list[Finding]:
-    """Return the findings in a complete history, for the newest start of one rank."""
-    newest = newest_starts(entries)
-    first = min((entry.rank for entry in newest), default=0)
-    numbers = Numbers()
-    for entry in newest:
-        if entry.rank == first:
-            numbers.add(entry.kind, entry.step, entry.values)
-    return numbers.findings()
 
 
 def _find_jump(steps: Sequence[_Step]) -> Finding | None:

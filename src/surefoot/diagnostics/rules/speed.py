@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from surefoot.diagnostics.monitor.event_log import Entry, newest_starts
 from surefoot.diagnostics.monitor.flight_recorder import MEANINGS, TRAVELLING, FlightRecord
 from surefoot.findings import CATALOGUE, Finding
 
@@ -150,15 +149,6 @@ def find_swapping(swapped_in_per_s: float, swapped_bytes: int, faults_per_s: flo
         {"read_back_mib_per_s": round(swapped_in_per_s / 2**20, 1), "in_swap_gib": round(swapped_bytes / 2**30, 2)},
         CATALOGUE["SF309"].fix,
     )
-
-
-def find_slow_in(entries: Sequence[Entry]) -> list[Finding]:
-    """Return the findings of `find_slow` at the end of a complete history, for the newest start of each rank."""
-    ranks: dict[int, RankTimes] = {}
-    for entry in newest_starts(entries):
-        times = ranks.setdefault(entry.rank, RankTimes())
-        times.add(entry.kind, entry.phase, entry.step, entry.time_s, entry.values)
-    return find_slow(ranks)
 
 
 def share_of_steps(times: RankTimes, phases: Sequence[str]) -> float | None:
