@@ -27,16 +27,20 @@ CATALOGUE: dict[str, Page] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One named cause.
-
-    `evidence` holds the recorded values that support the conclusion, `confidence` is 0 to 1, `fix` is the advice.
-    """
+    """One named cause."""
 
     code: str
     cause: str
     evidence: dict[str, Any]
-    fix: str
+    """Recorded values that support the conclusion."""
+    fix: str = ""
+    """Advice; that of the catalogue's page unless another is given."""
     confidence: float = 1.0
+    """From 0 to 1."""
+
+    def __post_init__(self) -> None:
+        if not self.fix:
+            object.__setattr__(self, "fix", CATALOGUE[self.code].fix)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "Finding":

@@ -35,13 +35,10 @@ from surefoot.diagnostics.rules.speed import (
     MOST_IN_LINE,
     find_idle_ranks,
     find_slow,
-    find_straggler,
     find_swapping,
-    find_uneven_experts,
     has_own_cause,
-    share_in_line,
-    share_of_steps,
 )
+from surefoot.diagnostics.rules.stragglers import find_straggler, find_uneven_experts
 from surefoot.findings import Finding
 from surefoot.system import cgroup
 from surefoot.system.kernel_log import GpuError, KernelLog, gpu_errors
@@ -184,7 +181,8 @@ class Detectors:
         rank = max(self._ranks.values(), key=lambda state: state.busy_cores or 0.0, default=None)
         if rank is None or not looks or rank.offloads:  # then the device waits for copies and for the CPU's update
             return []
-        finding = find_launch_bound(looks, rank.busy_cores, share_of_steps(rank.times, COMPUTING))
+        window = rank.times.window
+        finding = find_launch_bound(looks, rank.busy_cores, window.share(*COMPUTING) if window is not None else None)
         return [finding] if finding is not None else []
 
     def _read_gpu_errors(self) -> tuple[list[GpuError], list[int]]:
@@ -238,7 +236,7 @@ class Detectors:
             return []
         load = max(rank.expert_load for rank in self._ranks.values())
         idle = self._find_idle_ranks()
-        in_line = {number: share_in_line(rank.times) for number, rank in self._ranks.items()}
+        in_line = {number: rank.times.newest.core_wait_share for number, rank in self._ranks.items()}
         straggler = find_straggler(present, are_idle=idle is not None, in_line=in_line)
         finding = find_uneven_experts(present, load) or straggler or idle
         if finding is None or (finding.code == "SF303" and has_own_cause(self._ranks[finding.evidence["rank"]].times)):

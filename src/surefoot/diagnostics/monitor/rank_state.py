@@ -13,7 +13,7 @@ from surefoot.diagnostics.rules.limits import LimitTrend
 from surefoot.diagnostics.rules.memory import MemoryTrend
 from surefoot.diagnostics.rules.memory_spike import Peaks
 from surefoot.diagnostics.rules.numerics import Numbers
-from surefoot.diagnostics.rules.speed import RankTimes
+from surefoot.diagnostics.rules.step_times import RankTimes
 
 IDLE_SHARE = 0.1
 """Share of a core below which a process is idle; waiting in gloo takes a few hundredths."""
