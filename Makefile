@@ -55,7 +55,7 @@ bench: $(VENV)/.bench
 
 $(VENV)/.run: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -e .
+	$(BIN)/python -m pip install -q -e ".[report]"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run

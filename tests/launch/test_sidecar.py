@@ -18,7 +18,7 @@ from surefoot.diagnostics.fault_injection import VARIABLE
 from surefoot.diagnostics.monitor.explain import explain
 from surefoot.diagnostics.monitor.ring_buffer import CAPACITY, HEADER, MAGIC, VERSION, RingWriter, this_machine
 from surefoot.diagnostics.monitor.supervisor import Supervisor
-from surefoot.diagnostics.report.run_history import read_story
+from surefoot.diagnostics.report.run_history import read_run_history
 from surefoot.launch import sidecar
 from surefoot.launch.sidecar import SUPERVISED, SidecarSpec
 from surefoot.training.run_summary import FindingLog
@@ -136,7 +136,7 @@ def test_a_run_of_trl_without_a_fault_has_no_finding(settings: dict[str, Any], t
     assert process.returncode == 0, stderr
     told = explain(folder)
     assert told.findings == []
-    assert [row["step"] for row in read_story(folder).steps] == list(range(1, 21))
+    assert [row["step"] for row in read_run_history(folder).steps] == list(range(1, 21))
     assert [(rank.step, rank.doing) for rank in told.ranks] == [(20, "has ended")]
     assert not any(
         "surefoot.launch.sidecar" in " ".join(one.cmdline()) for one in psutil.Process().children(recursive=True)
