@@ -20,7 +20,8 @@ from surefoot.diagnostics.monitor.ring_buffer import CAPACITY, HEADER, MAGIC, VE
 from surefoot.diagnostics.monitor.supervisor import Supervisor
 from surefoot.diagnostics.report.run_history import read_run_history
 from surefoot.launch import sidecar
-from surefoot.launch.sidecar import SUPERVISED, SidecarSpec
+from surefoot.launch.sidecar import SUPERVISED
+from surefoot.launch.watcher import WatchSpec
 from surefoot.training.run_summary import FindingLog
 from tests.support.data import counting_rows, write_jsonl
 
@@ -146,7 +147,7 @@ def test_a_run_of_trl_without_a_fault_has_no_finding(settings: dict[str, Any], t
 def test_a_terminal_that_closes_ends_no_supervisor(tmp_path: Path) -> None:
     """It goes on looking while the run saves, and ends when that is over."""
     (tmp_path / "events").mkdir()
-    watcher = sidecar.start(SidecarSpec(FindingLog(tmp_path, None), 1, 0))
+    watcher = sidecar.start(WatchSpec(FindingLog(tmp_path, None), 1, 0))
     try:
         deadline = time.monotonic() + 60
         ignored = 0

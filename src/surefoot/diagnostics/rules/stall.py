@@ -85,12 +85,9 @@ def _find_mismatch(case: StallCase) -> Finding | None:
         fewest = min(len(ranks) for ranks in by_call.values())
         odd = unusual if len(unusual) == 1 else [call for call in by_call if len(by_call[call]) == fewest]
         calls_text = " but ".join(f"{list_ranks(ranks)} {call}" for call, ranks in by_call.items())
-        return case.finding(
-            "SF104",
-            f"the ranks called different collectives as {case.describe_number(group, number)}: {calls_text}",
-            group=group,
-            **({"rank": by_call[odd[0]][0]} if len(odd) == 1 else {}),
-        )
+        evidence: dict[str, Any] = {"group": group, **({"rank": by_call[odd[0]][0]} if len(odd) == 1 else {})}
+        cause = f"the ranks called different collectives as {case.describe_number(group, number)}: {calls_text}"
+        return case.finding("SF104", cause, **evidence)
     return None
 
 
@@ -149,12 +146,9 @@ def _find_crossed_groups(case: StallCase) -> Finding | None:
     furthest = max(map(_measure_progress, case.ranks))
     # The rank that is ahead omitted the collective that the others wait for.
     suspects = unusual or [rank for rank in case.ranks if _measure_progress(rank) == furthest]
-    return case.finding(
-        "SF105",
-        f"the ranks wait for each other in different groups: {groups_text}",
-        confidence=0.9,
-        **({"rank": suspects[0].rank} if len(suspects) == 1 else {}),
-    )
+    evidence: dict[str, Any] = {"rank": suspects[0].rank} if len(suspects) == 1 else {}
+    cause = f"the ranks wait for each other in different groups: {groups_text}"
+    return case.finding("SF105", cause, confidence=0.9, **evidence)
 
 
 def _measure_progress(rank: RankEvidence) -> tuple[int, int]:
