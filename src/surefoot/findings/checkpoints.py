@@ -4,7 +4,6 @@ from surefoot.findings.page import Page
 
 PAGES = {
     "SF601": Page(
-        "warning",
         "a damaged checkpoint was skipped",
         "A file of it is missing, is not in its manifest, does not match its checksum or has unexpected content. An "
         "older checkpoint is used.",

@@ -4,56 +4,50 @@ from surefoot.findings.page import Page
 
 PAGES = {
     "SF501": Page(
-        "error",
         "no token of any sample is trained",
         "Every label of the data is masked.",
         "`surefoot data run.yaml` shows what is trained. Check train_on, roles and the chat template.",
         ("meta-llama/llama-cookbook#133", "huggingface/trl#6668"),
+        severity="error",
     ),
     "SF502": Page(
-        "warning",
         "two end-of-turn tokens",
         "A rendered turn ends with two of them.",
         "Remove the token from the texts: the chat template writes it.",
     ),
     "SF503": Page(
-        "warning",
         "two beginning-of-sequence tokens",
         "A rendered sample begins with two of them.",
         "Remove the token from the texts: the chat template writes it.",
     ),
     "SF504": Page(
-        "warning",
         "the answer is already in the prompt",
         "The words that are trained are also in the turn before.",
         "Check the columns: an answer was probably mapped to the prompt as well.",
     ),
     "SF505": Page(
-        "error",
         "the tokenizer does not belong to the model",
         "Token ids of the data are outside the model's embedding.",
         "Use the model's own tokenizer.",
+        severity="error",
     ),
     "SF506": Page(
-        "warning",
         "many rows are truncated",
         "More than 5 % of the rows are longer than max_length.",
         "Raise max_length, or drop these rows with truncation: drop.",
     ),
     "SF507": Page(
-        "warning",
         "held-out samples are also trained on",
         "Rendered samples of the evaluation data are equal to trained ones.",
         "Remove them from one of the two.",
     ),
     "SF508": Page(
-        "info",
         "texts of the data look like special tokens",
         "A text contains the name of a special token; it is tokenised as plain text.",
         "Do nothing, unless they are meant as control tokens: then write the conversation as messages.",
+        severity="info",
     ),
     "SF509": Page(
-        "warning",
         "reasoning is not shown by the chat template",
         "Rows have reasoning, but the template renders none of it, or (as Qwen3's) only that of the last turn, so that "
         "earlier answers are trained as if there had been none.",
@@ -62,7 +56,6 @@ PAGES = {
         ("modelscope/ms-swift#9829",),
     ),
     "SF510": Page(
-        "warning",
         "no end of an answer is trained",
         "In other trainers: none of the tokens trained in the first fifty steps is one with which the model ends its "
         "answers (eos_token_id of generation_config.json, else of config.json), so it will not stop generating. "
@@ -72,7 +65,6 @@ PAGES = {
         ("unslothai/unsloth#416", "huggingface/trl#1623"),
     ),
     "SF511": Page(
-        "warning",
         "empty answers are trained",
         "The last answer of some rows has no words, no reasoning and no tool calls: only its end is trained.",
         "Remove these rows, or check that the column of the answers is the right one.",

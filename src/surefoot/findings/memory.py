@@ -4,15 +4,14 @@ from surefoot.findings.page import Page
 
 PAGES = {
     "SF201": Page(
-        "error",
         "a rank was killed for memory",
         "It was killed by SIGKILL, and the kernel's count of memory kills in its cgroup has grown since the start.",
         "Lower per_device_train_batch_size or max_length, set gradient_checkpointing: true or zero_stage: 3, or give "
         "the job more memory.",
         ("deepspeedai/DeepSpeedExamples#498", "hiyouga/LlamaFactory#6755", "QwenLM/Qwen#954"),
+        severity="error",
     ),
     "SF202": Page(
-        "warning",
         "host memory grows with every step",
         "Anonymous memory at the end of the steps grows steadily through the whole window; page cache and mapped files "
         "do not count. The phase in which it grows is named.",
@@ -20,7 +19,6 @@ PAGES = {
         ("konstantinjdobler/nlp-research-template#18", "huggingface/transformers#12878"),
     ),
     "SF203": Page(
-        "warning",
         "GPU memory grows with every step",
         "The tensors that CUDA's allocator counts at the end of the steps, when activations are freed, grow steadily "
         "through the whole window.",
@@ -29,7 +27,6 @@ PAGES = {
         ("NVIDIA-NeMo/RL#2319", "deepspeedai/DeepSpeed#3002", "huggingface/transformers#12878"),
     ),
     "SF204": Page(
-        "warning",
         "GPU memory is fragmented",
         "In many of the newest steps CUDA's allocator returned its cache to the driver and asked again "
         "(num_alloc_retries), while much of its memory was unused between tensors (inactive_split_bytes).",
@@ -37,7 +34,6 @@ PAGES = {
         ("NVIDIA-NeMo/RL#2319",),
     ),
     "SF205": Page(
-        "warning",
         "a step needed much more memory than those before it",
         "It raised the memory peak by a quarter or more, and less than that increase is free now: another step like it "
         "does not fit.",
@@ -45,7 +41,6 @@ PAGES = {
         "which gives all steps one size.",
     ),
     "SF206": Page(
-        "warning",
         "every rank held the whole model in host memory",
         "In other trainers: two or more ranks of a machine held the size of the whole model in their own memory while "
         "it loaded, and keep half of it at most. Surefoot's own ranks read only their parts.",
@@ -55,7 +50,6 @@ PAGES = {
         ("QwenLM/Qwen#954",),
     ),
     "SF207": Page(
-        "warning",
         "open files or threads grow towards their limit",
         "A rank's open files (/proc/PID/fd, against its own limit) or its threads (against pids.max of its cgroup) "
         "have grown through most of the run by a quarter of the limit, and half of the limit is used. At the limit the "
@@ -66,7 +60,6 @@ PAGES = {
         ("pytorch/pytorch#973", "pytorch/pytorch#11201"),
     ),
     "SF208": Page(
-        "warning",
         "memory of processes that a rank started grows",
         "Their anonymous memory together (Pss_Anon: pages that they copied from their parent count, pages that they "
         "still share do not) grows steadily. The rank's own memory need not grow.",
@@ -75,11 +68,11 @@ PAGES = {
         ("pytorch/pytorch#13246",),
     ),
     "SF209": Page(
-        "error",
         "a rank ran out of memory",
         "The allocator of a GPU or of the host refused a request. The finding shows the phase, the tokens of the batch "
         "and the usual ones, the memory by owner, unused fragments, and memory of other processes.",
         "Lower per_device_train_batch_size or max_length, or set gradient_checkpointing: true, zero_stage: 3 or "
         "offload: cpu. `surefoot plan run.yaml` shows which of them fits, and its cost.",
+        severity="error",
     ),
 }

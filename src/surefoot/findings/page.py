@@ -10,13 +10,13 @@ Severity = Literal["info", "warning", "error"]
 class Page:
     """The catalogue's description of one failure mode."""
 
-    severity: Severity
     title: str
     evidence: str
     """Signs by which it is recognised."""
     fix: str
     cases: tuple[str, ...] = ()
     """Public reports on GitHub: `owner/repository#number`."""
+    severity: Severity = "warning"
 
     def as_text(self, code: str) -> str:
         """Return the page as text for a person."""

@@ -4,45 +4,41 @@ from surefoot.findings.page import Page
 
 PAGES = {
     "SF701": Page(
-        "warning",
         "too little shared memory",
         "NCCL passes data between the GPUs of one machine through /dev/shm; Docker's default of 64 MiB is too little.",
         "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm.",
         ("pytorch/torchtitan#853", "NVIDIA/nccl#342", "huggingface/accelerate#1929"),
     ),
     "SF702": Page(
-        "warning",
         "too little memory may be locked",
         "InfiniBand and RoCE need buffers that the kernel may not move; the limit of this process is below 1 GiB.",
         "ulimit -l unlimited, in the launcher too: LimitMEMLOCK=infinity for a service, --ulimit memlock=-1 in Docker.",
         ("NVIDIA/nccl-tests#206",),
     ),
     "SF703": Page(
-        "warning",
         "few files may be open",
         "The limit of this process is below 1024.",
         "ulimit -n 65536, in the launcher too.",
         ("pytorch/pytorch#973",),
     ),
     "SF704": Page(
-        "error",
         "the name of this machine leads back to itself",
         "Other machines would connect to the address of its host name, or of rdzv_endpoint, and that address is on the "
         "loopback interface.",
         "In /etc/hosts, replace 127.0.1.1 by the machine's own address, or set GLOO_SOCKET_IFNAME and "
         "NCCL_SOCKET_IFNAME.",
         ("ray-project/ray#37461", "meta-pytorch/data#1142"),
+        severity="error",
     ),
     "SF705": Page(
-        "error",
         "no usable network interface is named",
         "A variable names an interface that this machine does not have or that is down, or does not exclude the "
         "loopback interface.",
         "Set it to an interface that `ip addr` shows with an address of the network between the machines, or unset it.",
         ("horovod/horovod#700", "NVIDIA/nccl#286", "QwenLM/Qwen#970"),
+        severity="error",
     ),
     "SF706": Page(
-        "warning",
         "InfiniBand is not used as it could be",
         "Ports and GIDs under /sys/class/infiniband: a port is not active, a GID index has no address that is routed, "
         "or a variable switches InfiniBand off or names no adapter of this machine.",
@@ -51,7 +47,6 @@ PAGES = {
         ("NVIDIA/nccl#426", "pytorch/pytorch#81628"),
     ),
     "SF707": Page(
-        "warning",
         "network cards cannot read GPU memory",
         "The machine has both, but the kernel module that connects them is not loaded. Newer drivers can work without "
         "it (DMA-BUF); NCCL_DEBUG=INFO then shows GDRDMA.",
@@ -59,7 +54,6 @@ PAGES = {
         ("NVIDIA/nccl#897",),
     ),
     "SF708": Page(
-        "warning",
         "the IOMMU is between the GPUs",
         "It is on, and not in pass-through mode: peer-to-peer copies may hang, or be slower than through host memory.",
         "Boot with iommu=pt (or intel_iommu=off, amd_iommu=off) and disable ACS on the PCIe switches; "
@@ -67,7 +61,6 @@ PAGES = {
         ("NVIDIA/nccl#257", "stas00/ml-engineering#1"),
     ),
     "SF709": Page(
-        "warning",
         "versions that do not work together",
         "A table of requirements and known defects, with sources in known_issues.py and versions.py of "
         "diagnostics/preflight.",
@@ -81,80 +74,74 @@ PAGES = {
         ),
     ),
     "SF710": Page(
-        "warning",
         "an environment variable that does not help",
         "Its name is nearly one that NCCL knows, or it is for debugging and makes every run slow.",
         "Correct or unset it, on all machines alike.",
         ("QwenLM/Qwen#970",),
     ),
     "SF711": Page(
-        "error",
         "output_dir cannot take what a run writes",
         "Writing, syncing, renaming or deleting a small file there failed, or the file system has no room for more "
         "files.",
         "Choose another output_dir, or repair the file system.",
         ("awslabs/awsome-distributed-ai#1225",),
+        severity="error",
     ),
     "SF712": Page(
-        "warning",
         "the host of rdzv_endpoint is not known here",
         "Its name has no address on this machine, or the name server does not respond.",
         "Use a name or address that all machines know. A service of Kubernetes may need a moment to be published.",
     ),
     "SF713": Page(
-        "warning",
         "small packets on a fast network",
         "RoCE runs over an interface with an MTU below 4200 bytes; a message of the card holds 4096.",
         "ip link set dev INTERFACE mtu 9000, on the switches and all machines.",
         ("NVIDIA/nccl#1957",),
     ),
     "SF714": Page(
-        "warning",
         "more ranks or threads than CPUs",
         "The processes and threads that the ranks start exceed the CPU affinity or quota of this process.",
         "Give the run more cores (taskset, --cpus-per-task, limits of the container), start fewer ranks, or set "
         "OMP_NUM_THREADS to the CPUs per rank.",
     ),
     "SF715": Page(
-        "warning",
         "this machine has too few GPUs for the run",
         "The GPUs under /proc/driver/nvidia, without those that CUDA_VISIBLE_DEVICES hides.",
         "Set nproc_per_node to the number of GPUs, or device: cpu.",
     ),
     "SF716": Page(
-        "error",
         "the run does not fit into host memory",
         "The least that it needs, from the headers of the model's files: the parameters, and gradients and optimizer "
         "state of those that are trained. Activations come on top.",
         "Fewer ranks per machine, zero_stage: 3, tuning: lora, dtype: bfloat16, or more memory.",
         ("hiyouga/LlamaFactory#6755", "deepspeedai/DeepSpeedExamples#498"),
+        severity="error",
     ),
     "SF717": Page(
-        "error",
         "the checkpoints do not fit on the disk",
         "The size of the weights and of AdamW's moments in float32, times the checkpoints that are kept plus the one "
         "being written.",
         "Lower save_total_limit, set save_steps: 0, or choose another output_dir.",
         ("Sachini/ronin#51",),
+        severity="error",
     ),
     "SF718": Page(
-        "error",
         "the model's files are missing or damaged",
         "The folder does not exist, the header of a safetensors file is unreadable, or its tensors reach beyond its "
         "end.",
         "Download or copy the folder again: the last time was cut short.",
+        severity="error",
     ),
     "SF719": Page(
-        "error",
         "the run does not fit into the memory of its GPUs",
         "`surefoot plan` runs the model's own code on tensors without storage and adds what sharding leaves on each "
         "rank; 6 % of a GPU are reserved for memory that tensors cannot use.",
         "Use one of the settings that `surefoot plan` prints: gradient_checkpointing, a smaller "
         "per_device_train_batch_size, zero_stage: 3, offload: cpu, expert_parallel_size, or more GPUs.",
         ("hpcaitech/ColossalAI#5464", "hiyouga/LLaMA-Factory#3147"),
+        severity="error",
     ),
     "SF720": Page(
-        "warning",
         "settings work against each other",
         "`surefoot import` reads the command line or file as that program would and compares its settings; `surefoot "
         "doctor` compares a server's options with the model.",
@@ -162,7 +149,6 @@ PAGES = {
         ("modelscope/ms-swift#3592", "hiyouga/LLaMA-Factory#1998", "hiyouga/LLaMA-Factory#3147"),
     ),
     "SF721": Page(
-        "warning",
         "a rollout server and training want the same memory",
         "A vLLM server that a run starts uses the GPUs that train, unless `vllm_devices` names others, and takes the "
         "share --gpu-memory-utilization of their memory (92 % by default). The weights and the optimizer state of "
@@ -172,7 +158,6 @@ PAGES = {
         ("huggingface/trl#2688",),
     ),
     "SF722": Page(
-        "warning",
         "a GPU has lost data or reported errors",
         "NVML's count of uncorrected memory errors since the driver was loaded (in a run: since it began), memory rows "
         "that could not be replaced, and Xids in the kernel log.",
@@ -181,14 +166,12 @@ PAGES = {
         ("NVIDIA/nccl#1488",),
     ),
     "SF723": Page(
-        "warning",
         "a GPU is slower than it could be",
         "NVML's reasons for low clocks, its power limit against its default, and its temperature against the one at "
         "which it slows itself down. One slow GPU slows all ranks.",
         "Check cooling and power supply; `nvidia-smi -pl` sets the limit.",
     ),
     "SF724": Page(
-        "warning",
         "NVLink does not work as it should",
         "Links are down, or went down in a run, or the NVSwitches do not know the GPUs. CUDA may then not start at all "
         "(error 802), or NCCL uses PCIe.",
@@ -196,7 +179,6 @@ PAGES = {
         ("NVIDIA/DCGM#304", "NVIDIA/nccl#1488"),
     ),
     "SF725": Page(
-        "warning",
         "a GPU's PCIe slot is narrower or slower than the card",
         "Lanes in use against those that card and slot have (in a run: against those at its beginning), and the slot's "
         "generation against the card's. The generation in use falls while a card is idle, so --deep reads it during "
@@ -204,7 +186,6 @@ PAGES = {
         "Reseat the card, and check risers and the BIOS settings.",
     ),
     "SF726": Page(
-        "warning",
         "GPUs cannot read each other's memory although they could",
         "NVML's response for each pair. NCCL then copies through host memory.",
         "Check ACS and the IOMMU (`surefoot explain SF708`) and the driver's settings; until then NCCL_P2P_DISABLE=1 "
@@ -212,27 +193,23 @@ PAGES = {
         ("NVIDIA/nccl#257", "deepspeedai/DeepSpeed#4433"),
     ),
     "SF727": Page(
-        "warning",
         "other processes use the GPUs",
         "Memory of the GPUs that the run is to use is taken, perhaps by a process that an earlier run left behind.",
         "End that process (`nvidia-smi` shows it; in a container the host does), or choose other GPUs with "
         "CUDA_VISIBLE_DEVICES.",
     ),
     "SF728": Page(
-        "warning",
         "the machine swaps",
         "Swap is in use and little memory is free: the run would wait for the disk.",
         "Find what uses the memory (`ps aux --sort=-rss`) before the run begins.",
     ),
     "SF729": Page(
-        "warning",
         "few threads may be started",
         "The limit of processes and threads of this user, against 256 for each rank: libraries start a thread for each "
         "CPU, and fail in unexpected places if they cannot.",
         "ulimit -u 65536, in the launcher too.",
     ),
     "SF730": Page(
-        "warning",
         "the ranks are not alike",
         "Versions or environment variables of the ranks differ. Ranks may then wait for each other for ever, or fail "
         "on one machine only.",
@@ -240,23 +217,21 @@ PAGES = {
         ("NovaSky-AI/SkyRL#143",),
     ),
     "SF731": Page(
-        "warning",
         "the clocks of machines differ",
         "Rank 0 was asked for its time; half of the round trip is the uncertainty. Timelines of the run would be out "
         "of order.",
         "Let chrony or systemd-timesyncd set the clocks.",
     ),
     "SF732": Page(
-        "error",
         "machines do not reach each other",
         "Each machine listened on a free port, and the others tried to connect to its addresses, as gloo and NCCL do "
         "when a run starts.",
         "Open all ports between the machines, or name the interface that connects them (NCCL_SOCKET_IFNAME, "
         "GLOO_SOCKET_IFNAME). 'timed out' points to a firewall, 'somebody else answers' to a bridge of containers.",
         ("sgl-project/sglang#3794", "huggingface/accelerate#74", "NVIDIA/nccl#286"),
+        severity="error",
     ),
     "SF733": Page(
-        "warning",
         "the network between the ranks is slower than it should be",
         "The bus bandwidth of a large all-reduce against the usual one of this kind of connection; the table and its "
         "sources are in diagnostics/selftest/results.py.",
@@ -265,71 +240,64 @@ PAGES = {
         ("NVIDIA/nccl#1412", "NVIDIA/nccl#766"),
     ),
     "SF734": Page(
-        "error",
         "data arrive damaged",
         "Ranks sent each other numbers that identify their sender, and received other numbers.",
         "Check ACS and the IOMMU (`surefoot explain SF708`); NCCL_P2P_DISABLE=1 shows whether copies between GPUs are "
         "the reason. Do not train before it is found.",
         ("stas00/ml-engineering#1", "NVIDIA/nccl#257"),
+        severity="error",
     ),
     "SF735": Page(
-        "warning",
         "a rank's device is slower than the others'",
         "The same matrix product was timed on all ranks together. The slowest rank sets the pace of a step.",
         "Check its clocks, power limit and temperature (SF723), and what else runs on it.",
     ),
     "SF736": Page(
-        "warning",
         "the run's data cannot be prepared",
         "The first rows were prepared and read as the run would do it.",
         "The cause says what failed; `surefoot data` shows more.",
     ),
     "SF737": Page(
-        "warning",
         "the port of rdzv_endpoint is taken",
         "A program other than the launcher of this run listens on it on this machine.",
         "Choose another port, or end that program, perhaps a launcher of an earlier run.",
         ("huggingface/accelerate#74",),
     ),
     "SF738": Page(
-        "warning",
         "sequences are longer than the model's positions",
         "The lengths of the run exceed max_position_embeddings in the model's config.json. The model was not trained "
         "on positions beyond it, and some models fail there.",
         "Lower the lengths, or scale the model's positions (rope_scaling in its config.json).",
     ),
     "SF739": Page(
-        "warning",
         "the newest checkpoint does not fit the run",
         "A file of the checkpoint is missing or damaged, or it was written with other settings.",
         "Restore the settings, choose another output_dir, or set overwrite_output_dir: true to begin anew.",
     ),
     "SF740": Page(
-        "warning",
         "the chat template does not show what the assistant says",
         "In a short conversation that it rendered, the assistant's part cannot be told from the rest.",
         "Set another template (`chat_template: FILE`).",
         ("huggingface/trl#6668",),
     ),
     "SF741": Page(
-        "warning",
         "another NCCL is loaded than was installed",
         "The version of the library in the process's memory differs from the package that torch was built for.",
         "Remove the other one from LD_LIBRARY_PATH or LD_PRELOAD.",
     ),
     "SF742": Page(
-        "error",
         "the ranks did not pass the self-test",
         "Ranks failed in a stage, or did not finish it by its deadline; the evidence names the stage and the ranks.",
         "Begin with the first rank that is named. Earlier lines of the table say what is wrong with its machine.",
         ("NVIDIA/DCGM#304",),
+        severity="error",
     ),
     "SF743": Page(
-        "error",
         "the run would be refused",
         "What `surefoot train` checks before it reads weights and data: the device, ranks and experts that do not "
         "divide, the model's files, output_dir.",
         "The cause says what to change.",
         ("hpcaitech/ColossalAI#5426",),
+        severity="error",
     ),
 }

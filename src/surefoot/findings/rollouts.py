@@ -4,7 +4,6 @@ from surefoot.findings.page import Page
 
 PAGES = {
     "SF801": Page(
-        "error",
         "the rollout engine does not answer",
         "The completions of a rollout did not arrive by its deadline (`rollout_timeout_s`), a request to a server was "
         "refused, or the server's process ended. The evidence has the end of the server's log and the state of its "
@@ -12,9 +11,9 @@ PAGES = {
         "Read the end of its log. Out of memory: lower the engine's share (`vllm_args: "
         '[--gpu-memory-utilization, "0.5"]`) or its --max-model-len. Only slow: raise rollout_timeout_s.',
         ("modelscope/ms-swift#3592",),
+        severity="error",
     ),
     "SF802": Page(
-        "warning",
         "reward functions fail",
         "A function raised, exceeded `reward_timeout_s`, returned NaN or another number of rewards than completions, "
         "or its process ended. After a wrong number the whole group is left out of the loss, after NaN only that "
@@ -25,14 +24,13 @@ PAGES = {
         "completion, None for those that it cannot judge. If it is only slow, raise reward_timeout_s.",
     ),
     "SF803": Page(
-        "error",
         "no completion has a reward",
         "In one step every reward function failed on, or returned None for, every completion.",
         "Correct the functions that the finding says failed. If one returned None for everything, compare the names of "
         "its arguments with the columns of the data.",
+        severity="error",
     ),
     "SF804": Page(
-        "warning",
         "rewards do not tell completions apart",
         "In ten rollouts in a row all completions of each prompt had the same reward, so that every advantage was 0, "
         "or all that differed were left out of the loss (mask_truncated_completions).",
@@ -41,7 +39,6 @@ PAGES = {
         "groups; a higher temperature makes completions differ.",
     ),
     "SF805": Page(
-        "error",
         "the rollout engine does not have the policy's weights",
         "At a sync: tensors of the adapter's file are missing or changed, or server and trainer disagree on the "
         "logprobs of a test sequence. In training: the server's logprobs were too far from the trainer's in three "
@@ -51,12 +48,13 @@ PAGES = {
         "(experts, in some versions), computes other numbers: train only modules that it can serve, or set "
         "rollout_engine: local.",
         ("verl-project/verl#7495", "OpenRLHF/OpenRLHF#1349", "huggingface/trl#6688"),
+        severity="error",
     ),
     "SF806": Page(
-        "error",
         "the rollout engine answered something else",
         "A completion came from another model than requested, had fewer tokens than its end says, or lacked a logprob "
         "for a token; or its prompt with images was read as other tokens.",
         "Use the version of vLLM that the documentation names, and look for a proxy that changes requests.",
+        severity="error",
     ),
 }

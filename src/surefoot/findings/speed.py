@@ -4,28 +4,24 @@ from surefoot.findings.page import Page
 
 PAGES = {
     "SF301": Page(
-        "warning",
         "steps have become slower",
         "For as many tokens, the newest steps (at least 20, and 20 seconds) take twice as long as twenty earlier ones, "
         "and no other cause was found. The phase that grew most is named.",
         "Look at what else runs on the machine, at its clocks and temperature, and at what that phase does more.",
     ),
     "SF302": Page(
-        "warning",
         "steps wait for their data",
         "In nearly every step a rank spends a quarter of the time or more in the phase `wait for data`.",
         "Look at the storage of the data and of the cache; raise dataset_num_proc while the data are being prepared.",
         ("oumi-ai/oumi#646",),
     ),
     "SF303": Page(
-        "warning",
         "one rank is slower than the others",
         "The Flight Recorders show when each rank entered the collectives that all share: the same rank is last again "
         "and again, and the others wait for it in a fifth of the time or more.",
         "Look at what else runs on its machine or device, at its clocks and temperature, and at its part of the data.",
     ),
     "SF304": Page(
-        "warning",
         "most of the time goes into communication",
         "In nearly every step every rank spends half of the time or more in the phase `communicate`, so none of them "
         "is the cause. Or, on a CPU, all ranks are in forward, backward and communication and compute nothing.",
@@ -34,7 +30,6 @@ PAGES = {
         ("modelscope/ms-swift#9719", "QwenLM/Qwen#970"),
     ),
     "SF305": Page(
-        "warning",
         "Python's garbage collector takes much of the time",
         "Its collections take a tenth of the time of the newest steps or more: each step creates many Python objects, "
         "or millions are kept alive.",
@@ -43,14 +38,12 @@ PAGES = {
         ("pytorch/torchtitan#148",),
     ),
     "SF306": Page(
-        "warning",
         "the container has used up its CPU quota",
         "In a quarter of the kernel's periods or more the cgroup had to wait, because its CPU quota was used up "
         "(nr_throttled in cpu.stat).",
         "Give the container more CPUs (limits.cpu, --cpus, --cpus-per-task), or start fewer threads: OMP_NUM_THREADS.",
     ),
     "SF307": Page(
-        "warning",
         "GPUs are busy and do no work",
         "For half a minute NVML shows a GPU that is busy nine tenths of the time or more at a quarter of its power "
         "limit or less: its kernels wait, in NCCL for another rank, or for memory.",
@@ -59,21 +52,18 @@ PAGES = {
         ("QwenLM/Qwen#970",),
     ),
     "SF308": Page(
-        "warning",
         "a GPU is slowed down",
         "In half of its samples or more, NVML names heat, a power brake or a hardware slowdown as the reason for low "
         "clocks. A power cap under full load does not count.",
         "Check its cooling and its power supply; `nvidia-smi -q -d PERFORMANCE,TEMPERATURE` shows details.",
     ),
     "SF309": Page(
-        "warning",
         "memory is read back from swap",
         "Memory of the ranks is in swap, and the machine reads megabytes in each second back from it.",
         "The run needs more memory than the machine has: lower per_device_train_batch_size or max_length, use "
         "zero_stage: 3 over more machines, or end other programs on the machine.",
     ),
     "SF310": Page(
-        "warning",
         "the GPUs wait for the program to start kernels",
         "NVML shows the GPUs busy for less than 60 % of the time, while steps are forward, backward and optimizer for "
         "70 % or more, and the rank's process uses about one core: it launches many small kernels. Runs that offload "
@@ -83,7 +73,6 @@ PAGES = {
         ("QwenLM/Qwen3#275", "deepseek-ai/DeepSeek-MoE#5"),
     ),
     "SF311": Page(
-        "warning",
         "the model computes padding",
         "The model's attention masks over the newest steps: the share of padding tokens, times the share of forward "
         "and backward in a step, is a quarter or more. Surefoot's own runs have no padding.",
@@ -91,7 +80,6 @@ PAGES = {
         "padding_free; axolotl: sample_packing), or batch rows of similar length (group_by_length).",
     ),
     "SF312": Page(
-        "warning",
         "ranks wait for those with busier experts",
         "With expert parallelism: over 50 steps the busiest rank's experts got a quarter more rows than the mean, and "
         "the Flight Recorders show that ranks wait for others in the experts' all-to-alls in a fifth of the time or "
@@ -100,7 +88,6 @@ PAGES = {
         "auto, which measures. More tokens in a step make the use of experts more even.",
     ),
     "SF313": Page(
-        "warning",
         "a rank waits for a core",
         "The kernel counts how long the training thread is ready to run but gets no core "
         "(/proc/PID/task/TID/schedstat). Either a rank's steps take twice as long as before, and half of the added "
