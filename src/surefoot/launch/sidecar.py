@@ -91,7 +91,7 @@ def main(text: str) -> None:
     if {finding.code for finding in watcher.findings} & {"SF101", "SF201"}:
         return  # a death that the supervisor found explains the end
     since_s = request["began_s"] - EARLY_S
-    death = watcher.guard(lambda: _explain_gone_ranks(watcher.supervisor, folder, since_s), None)
+    death = watcher.guard(lambda: _explain_gone_ranks(watcher.supervisor, folder, since_s))
     if death is None:
         return
     if (folder / "run.yaml").is_file():

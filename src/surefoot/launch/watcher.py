@@ -57,21 +57,20 @@ class Watcher:
 
     def poll(self, now_s: float) -> None:
         """Report the findings since the last poll: in findings.jsonl and on standard error."""
-        nothing: list[Finding] = []
-        for finding in self.guard(lambda: self.supervisor.poll(now_s), nothing):
+        for finding in self.guard(lambda: self.supervisor.poll(now_s)) or []:
             self.report(finding)
         self.supervisor.mark_reported()
 
-    def guard(self, look: Callable[[], T], otherwise: T) -> T:
-        """Return what `look` returns; `otherwise` if watching has failed, now or before."""
+    def guard(self, look: Callable[[], T]) -> T | None:
+        """Return what `look` returns; None if watching has failed, now or before."""
         if self.is_blind:
-            return otherwise
+            return None
         try:
             return look()
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not look like a failure of the run
             self.is_blind = True
             say(f"watching failed, and the run continues unwatched: {type(error).__name__}: {error}")
-            return otherwise
+            return None
 
     def report(self, finding: Finding) -> None:
         """Write a finding to findings.jsonl and show it."""

@@ -59,25 +59,22 @@ def find_worse_gpus(first: Look | None, looks: Sequence[Look]) -> list[Finding]:
     Fewer links or lanes count only if no sample of the newest `WINDOW_S` has as many as the first.
     """
     began = {gpu.index: gpu for gpu in first[1]} if first is not None else {}
-    changes = []
+    findings = []
     for index, samples in _group_by_gpu(_select_newest(looks)).items():
         before = began.get(index)
         if before is None:
             continue
-        lost, links, lanes = (
-            [value for sample in samples if (value := getattr(sample, name)) is not None]
-            for name in ("lost_data", "links_up", "pcie_lanes")
-        )
+        lost = [sample.lost_data for sample in samples if sample.lost_data is not None]
         if before.lost_data is not None and lost and lost[-1] > before.lost_data:
-            times = lost[-1] - before.lost_data
-            changes.append(("SF722", index, f"'s memory lost data {times} times since the run began"))
-        if before.links_up and links and max(links) < before.links_up:
-            change = f" has {max(links)} NVLinks up; it had {before.links_up} when the run began"
-            changes.append(("SF724", index, change))
-        if before.pcie_lanes and lanes and max(lanes) < before.pcie_lanes:
-            change = f" uses {max(lanes)} lanes of PCIe; it used {before.pcie_lanes} when the run began"
-            changes.append(("SF725", index, change))
-    return [Finding(code, f"GPU {number}{change}", {"device": number}) for code, number, change in changes]
+            cause = f"GPU {index}'s memory lost data {lost[-1] - before.lost_data} times since the run began"
+            findings.append(Finding("SF722", cause, {"device": index}))
+        for code, field, name in (("SF724", "links_up", "NVLinks"), ("SF725", "pcie_lanes", "PCIe lanes")):
+            at_first, counts = getattr(before, field), [getattr(sample, field) for sample in samples]
+            most = max((count for count in counts if count is not None), default=None)
+            if at_first and most is not None and most < at_first:
+                cause = f"GPU {index} uses {most} {name}; it used {at_first} when the run began"
+                findings.append(Finding(code, cause, {"device": index}))
+    return findings
 
 
 def find_launch_bound(looks: Sequence[Look], cores: float | None, computing: float | None) -> Finding | None:
