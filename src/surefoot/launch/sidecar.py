@@ -114,9 +114,9 @@ def _explain_gone_ranks(supervisor: Supervisor, folder: Path, since_s: float) ->
     failed = sorted(number for number, entry in last.items() if entry.values.get("failed"))
     if not failed and len(gone) == 1:
         return finding
-    others = [f"ranks {', '.join(map(str, gone))} are gone"] if len(gone) > 1 else []
+    others = [f"ranks {', '.join(map(str, gone))} exited"] if len(gone) > 1 else []
     others += [f"rank {number} ended with an error of its own" for number in failed]
-    cause = f"{finding.cause}. {'; '.join(others)}: one caused the others, so compare what each printed last"
+    cause = f"{finding.cause}. {'; '.join(others)}: one end caused the others, so compare the last output of each"
     return replace(finding, cause=cause, confidence=0.5)
 
 

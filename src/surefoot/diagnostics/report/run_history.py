@@ -237,7 +237,7 @@ def _collect_ledger(entries: Sequence[Entry]) -> list[Row]:
             "activations": max(0.0, activations),
             "other": max(0.0, values["total"] - attributed),
         }
-        rows += [{"rank": str(rank), "owner": owner, "mib": round(size / 2**20, 1)} for owner, size in owners.items()]
+        rows += [{"rank": str(rank), "owner": owner, "mib": round(size / 2**20, 3)} for owner, size in owners.items()]
     return rows
 
 

@@ -30,7 +30,7 @@ OWNED = 0.3
 class Owner:
     """The Python objects whose memory grows."""
 
-    what: str
+    description: str
     """Description in a sentence."""
     evidence: str
     """Description as evidence."""
@@ -97,7 +97,7 @@ class MemoryTrend:
             "SF202",
             f"memory of rank {self._rank} grows by {growth.speed}, "
             f"{min(1.0, by_phase[phase] / growth.grown_bytes):.0%} of it in {phase}"
-            f"{f'; {owner.what}' if owner else ''}{growth.forecast(room_bytes)}",
+            f"{f'; {owner.description}' if owner else ''}{growth.forecast(room_bytes)}",
             {
                 **growth.as_evidence(self._rank, "anonymous_memory"),
                 "phase": phase,
