@@ -52,7 +52,7 @@ PAGES = {
     ),
     "SF107": Page(
         "a rank waits for data",
-        "It has been in the phase `wait for data` for longer than usual, and the worker processes that prepare its "
+        "It has been in the phase `data_wait` for longer than usual, and the worker processes that prepare its "
         "data, if any, are dead, stopped or idle.",
         "Look at the storage of the data and at the worker processes; dataset_num_proc: 1 does without them.",
         ("QwenLM/Qwen3-VL#1892",),

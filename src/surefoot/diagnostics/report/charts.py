@@ -8,8 +8,8 @@ Spec = dict[str, Any]
 HEIGHT = 220
 HELD_OUT_COLOR = "#e45756"
 PHASE_ORDER = [
-    "wait for data", "communicate", "forward", "forward and backward", "backward", "optimizer", "evaluate", "save",
-    "sync", "rollout", "wait for completions", "reward",
+    "data_wait", "collectives", "forward", "forward_backward", "backward", "optimizer", "evaluate", "save",
+    "sync", "rollout", "rollout_wait", "reward",
 ]  # fmt: skip
 OWNER_ORDER = ["frozen parameters", "trained parameters", "gradients", "optimizer", "activations", "other"]
 

@@ -27,9 +27,9 @@ ROLLOUT_NAMES = (
 STEPS_SHOWN, COMPLETIONS_SHOWN = 12, 8
 """Number of steps of completions.jsonl that are shown, and number of completions of each."""
 EVALUATED = ("eval_loss", "eval_reward")
-LONG_PHASES = ("launch", "load", "tokenise", "save", "evaluate", "export")
+LONG_PHASES = ("launch", "load", "tokenize", "save", "evaluate", "export")
 """Phases that the time line shows individually; the other phases are parts of steps."""
-BESIDE_STEPS = ("launch", "load", "tokenise", "export")
+BESIDE_STEPS = ("launch", "load", "tokenize", "export")
 """Phases that belong to no step."""
 
 

@@ -18,7 +18,7 @@ GARBAGE_SHARE = 0.1
 PADDING_SHARE = 0.25
 THROTTLED_SHARE = 0.25
 """Shares of a window from which a loss is a finding."""
-OF_TOKENS = ("forward", "backward", "forward and backward")
+OF_TOKENS = ("forward", "backward", "forward_backward")
 """Phases whose duration grows with the tokens of a batch."""
 SWAPPED_IN_PER_S = float(8 << 20)
 LEAST_SWAPPED_BYTES = 64 << 20
@@ -27,7 +27,7 @@ FAULTS_PER_S = 256.0
 IDLE_CORES = 0.25
 WAITING_SHARE = 0.8
 """Ranks wait if they use less than the first of a core, in phases that take more than the second of the time."""
-WITH_COLLECTIVES = ("forward", "backward", "communicate")
+WITH_COLLECTIVES = ("forward", "backward", "collectives")
 SLOWED_TIMES = 2.0
 """Factor by which steps must take longer than before."""
 NEARLY_SLOWED_TIMES = 1.5
@@ -91,7 +91,7 @@ def has_own_cause(times: RankTimes) -> bool:
     """Return whether a rank's newest steps show why it is slow, even if they are too few for a finding yet."""
     newest = times.newest
     return newest.took_s > 0 and (
-        newest.garbage_s >= GARBAGE_SHARE * newest.took_s or newest.share("wait for data") >= DATA_SHARE
+        newest.garbage_s >= GARBAGE_SHARE * newest.took_s or newest.share("data_wait") >= DATA_SHARE
     )
 
 
@@ -123,9 +123,9 @@ def _select_windows(ranks: Mapping[int, RankTimes]) -> dict[int, Window] | None:
 
 
 def _find_data_waits(windows: Mapping[int, Window]) -> Finding | None:
-    rank = max(windows, key=lambda number: windows[number].share("wait for data"))
-    share = windows[rank].share("wait for data")
-    if share < DATA_SHARE or not windows[rank].has_regular_share("wait for data", DATA_SHARE):
+    rank = max(windows, key=lambda number: windows[number].share("data_wait"))
+    share = windows[rank].share("data_wait")
+    if share < DATA_SHARE or not windows[rank].has_regular_share("data_wait", DATA_SHARE):
         return None
     cause = f"rank {rank} waits for its data in {share:.0%} of the time"
     return Finding("SF302", cause, windows[rank].as_evidence(rank=rank))
@@ -134,11 +134,11 @@ def _find_data_waits(windows: Mapping[int, Window]) -> Finding | None:
 def _find_communication(windows: Mapping[int, Window]) -> Finding | None:
     """Return a finding if every rank spends most of its time in collectives, so that none of them is the cause."""
     if len(windows) < 2 or not all(
-        window.has_regular_share("communicate", COMMUNICATION_SHARE) and window.core_wait_share <= MOST_IN_LINE
+        window.has_regular_share("collectives", COMMUNICATION_SHARE) and window.core_wait_share <= MOST_IN_LINE
         for window in windows.values()
     ):
         return None
-    share = min(window.share("communicate") for window in windows.values())
+    share = min(window.share("collectives") for window in windows.values())
     cause = f"all ranks spend at least {share:.0%} of the time in communication"
     return Finding("SF304", cause, next(iter(windows.values())).as_evidence())
 

@@ -15,7 +15,7 @@ from surefoot.findings import Finding
 IDLE_SHARE = 0.05
 """Share of a core below which a process waits."""
 BUSY_SHARE = 0.5
-IN_A_STEP = ("wait for data", "communicate", "forward", "forward and backward", "backward", "optimizer")
+IN_A_STEP = ("data_wait", "collectives", "forward", "forward_backward", "backward", "optimizer")
 """Phases of a step in order; a rank also communicates at the end of the backward."""
 LOCKS = ("threading.py", "queue.py", "multiprocessing/connection.py", "multiprocessing/synchronize.py", "selectors.py")
 """Files whose innermost frame shows that a thread waits for another thread or process."""
@@ -199,7 +199,7 @@ def _find_absent_rank(case: StallCase) -> Finding | None:
         return None
     rank = max(absent, key=lambda candidate: candidate.quiet_s)
     missed = f"; {_describe_waiting(case, inside)}" if inside else ""
-    if rank.phase == "wait for data":
+    if rank.phase == "data_wait":
         has_dead, has_stopped = {"zombie", "dead"} & {*rank.children}, "stopped" in rank.children
         worker = " A worker process is dead." if has_dead else " A worker process is stopped." if has_stopped else ""
         return case.finding(
