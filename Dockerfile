@@ -5,6 +5,6 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev &
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
-RUN pip install --no-cache-dir torch==2.13.* && pip install --no-cache-dir ".[hub,rewards,stacks,tensorboard]"
+RUN pip install --no-cache-dir torch==2.13.* && pip install --no-cache-dir ".[hub,report,rewards,stacks,tensorboard]"
 WORKDIR /work
 ENTRYPOINT ["surefoot"]

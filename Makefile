@@ -55,7 +55,7 @@ bench: $(VENV)/.bench
 
 $(VENV)/.run: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -e ".[stacks]"
+	$(BIN)/python -m pip install -q -e ".[report,stacks]"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run

@@ -267,7 +267,7 @@ def test_modules_in_the_current_folder_are_imported_by_no_process_of_a_run(
     """A cloned dataset may hold a yaml.py. Every process that a run starts is started here, by the console script."""
     here = tmp_path / "clone"
     here.mkdir()
-    for name in ("yaml", "psutil", "numpy", "torch", "rich", "altair", "random"):
+    for name in ("yaml", "psutil", "numpy", "torch", "rich", "vl_convert", "random"):
         (here / f"{name}.py").write_text("open('was_imported', 'w')")
     (tmp_path / "reward.py").write_text(
         "def length(completions, **_):\n    return [len(text) for text in completions]\n"

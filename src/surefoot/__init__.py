@@ -58,13 +58,14 @@ def _supervise_run(loaded: "LoadedConfig") -> AbstractContextManager[None]:
     if not run.health or (is_rank() and launcher_number("LOCAL_RANK") != 0):
         return nullcontext()
     from surefoot.diagnostics.monitor.supervisor import GONE_S
-    from surefoot.launch.sidecar import ALONE_GONE_S, SidecarSpec, ranks_elsewhere, watched
+    from surefoot.launch.sidecar import ranks_elsewhere, watched
+    from surefoot.launch.watcher import ALONE_GONE_S, WatchSpec
     from surefoot.training.run_summary import FindingLog
 
     ranks = int(os.environ["WORLD_SIZE"]) if is_rank() else run.nproc_per_node * run.nnodes
     may_restart = ranks > 1 and not is_rank()
     return watched(
-        SidecarSpec(
+        WatchSpec(
             log=FindingLog.of(run),
             num_ranks=ranks,
             num_elsewhere=ranks_elsewhere(ranks) if is_rank() else ranks - run.nproc_per_node,

@@ -18,9 +18,10 @@ from surefoot.diagnostics.fault_injection import VARIABLE
 from surefoot.diagnostics.monitor.explain import explain
 from surefoot.diagnostics.monitor.ring_buffer import CAPACITY, HEADER, MAGIC, VERSION, RingWriter, this_machine
 from surefoot.diagnostics.monitor.supervisor import Supervisor
-from surefoot.diagnostics.report.run_history import read_story
+from surefoot.diagnostics.report.run_history import read_run_history
 from surefoot.launch import sidecar
-from surefoot.launch.sidecar import SUPERVISED, SidecarSpec
+from surefoot.launch.sidecar import SUPERVISED
+from surefoot.launch.watcher import WatchSpec
 from surefoot.training.run_summary import FindingLog
 from tests.support.data import counting_rows, write_jsonl
 
@@ -136,7 +137,7 @@ def test_a_run_of_trl_without_a_fault_has_no_finding(settings: dict[str, Any], t
     assert process.returncode == 0, stderr
     told = explain(folder)
     assert told.findings == []
-    assert [row["step"] for row in read_story(folder).steps] == list(range(1, 21))
+    assert [row["step"] for row in read_run_history(folder).steps] == list(range(1, 21))
     assert [(rank.step, rank.doing) for rank in told.ranks] == [(20, "has ended")]
     assert not any(
         "surefoot.launch.sidecar" in " ".join(one.cmdline()) for one in psutil.Process().children(recursive=True)
@@ -146,7 +147,7 @@ def test_a_run_of_trl_without_a_fault_has_no_finding(settings: dict[str, Any], t
 def test_a_terminal_that_closes_ends_no_supervisor(tmp_path: Path) -> None:
     """It goes on looking while the run saves, and ends when that is over."""
     (tmp_path / "events").mkdir()
-    watcher = sidecar.start(SidecarSpec(FindingLog(tmp_path, None), 1, 0))
+    watcher = sidecar.start(WatchSpec(FindingLog(tmp_path, None), 1, 0))
     try:
         deadline = time.monotonic() + 60
         ignored = 0

@@ -50,8 +50,8 @@ def test_the_launcher_is_no_rank() -> None:
     ("for_memory", "code", "confidence", "said"),
     [
         (True, "SF201", 1.0, "limit of its cgroup"),
-        (False, "SF101", 1.0, "No memory limit"),
-        (None, "SF101", 0.8, "cannot be told"),
+        (False, "SF101", 1.0, "did not reach the memory limit"),
+        (None, "SF101", 0.8, "is unknown"),
     ],
 )
 def test_a_kill_for_memory_is_told_from_others(

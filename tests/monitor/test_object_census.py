@@ -91,7 +91,7 @@ def owner_of(kind: str, folder: Path) -> Owner:
     ],
 )
 def test_the_objects_that_grow_are_named_with_what_holds_them(kind: str, what: str, tmp_path: Path) -> None:
-    said = owner_of(kind, tmp_path).what
+    said = owner_of(kind, tmp_path).description
     assert re.search(what, said), said
 
 

@@ -12,15 +12,13 @@ from surefoot.diagnostics.monitor.event_log import Entry
 from surefoot.diagnostics.monitor.flight_recorder import MEANINGS, FlightRecord
 from surefoot.diagnostics.monitor.rank_trends import find_in_history
 from surefoot.diagnostics.rules.speed import (
-    RankTimes,
     find_idle_ranks,
     find_slow,
-    find_straggler,
     find_swapping,
-    find_uneven_experts,
     has_own_cause,
-    share_of_steps,
 )
+from surefoot.diagnostics.rules.step_times import RankTimes
+from surefoot.diagnostics.rules.stragglers import find_straggler, find_uneven_experts
 
 SOUND = {"data_wait": 0.02, "forward": 0.4, "backward": 0.5, "collectives": 0.05, "optimizer": 0.03}
 TakesS = Callable[[int, str], float]
@@ -254,9 +252,10 @@ def test_swap_that_costs_nothing(read: float, there: int, faults: float) -> None
 
 
 def test_the_share_of_phases_in_the_newest_steps() -> None:
-    share = share_of_steps(times(takes()), ("forward", "backward"))
-    assert share == pytest.approx(0.9)
-    assert share_of_steps(times(takes(), steps=10), ("forward",)) is None
+    window = times(takes()).window
+    assert window is not None
+    assert window.share("forward", "backward") == pytest.approx(0.9)
+    assert times(takes(), steps=10).window is None
 
 
 def test_a_cause_of_its_own_is_seen_before_there_are_steps_enough_for_a_finding() -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,14 @@ def test_a_browser_draws_every_chart_without_an_error(run_folder: Path, scheme: 
     assert set(drawn) == CHARTS
     assert all(size > 10 for size in drawn.values()), drawn
     assert "SF302" in done.stdout
+
+
+def test_without_the_package_for_charts_the_verb_says_what_to_install(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    with pytest.raises(ConfigError, match=r"pip install vl-convert-python.*report: false"):
+        write_report(run_folder)
 
 
 def test_a_run_that_took_no_step_has_no_page(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import surefoot
 from surefoot.diagnostics.monitor.event_log import read_history
-from surefoot.diagnostics.report.run_history import read_story
+from surefoot.diagnostics.report.run_history import read_run_history
 from surefoot.errors import ConfigError, DataError, StoppedOnFinding
 from surefoot.events import Event, PhaseBegan
 from tests.support.data import write_jsonl
@@ -51,7 +51,7 @@ def test_held_out_prompts_are_answered_and_judged(evaluated: dict[str, Any], tmp
         assert line["eval_completion_length"] == pytest.approx(sum(one["tokens"] for one in of_step) / 20)
         assert line["eval_reward/regex"] == line["eval_reward"]
         assert line["eval_rewards_failed"] == 0
-    assert [set(row) for row in read_story(tmp_path / "run").evaluations] == [{"step", "eval_reward"}] * 2
+    assert [set(row) for row in read_run_history(tmp_path / "run").evaluations] == [{"step", "eval_reward"}] * 2
 
 
 def test_an_evaluation_changes_nothing_and_draws_the_same_each_time(evaluated: dict[str, Any], tmp_path: Path) -> None:

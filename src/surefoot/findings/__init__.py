@@ -27,28 +27,31 @@ CATALOGUE: dict[str, Page] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One named cause.
-
-    `evidence` holds the recorded values that support the conclusion, `confidence` is 0 to 1, `fix` is the advice.
-    """
+    """One named cause."""
 
     code: str
     cause: str
     evidence: dict[str, Any]
-    fix: str
+    """Recorded values that support the conclusion."""
+    fix: str = ""
+    """Advice; that of the catalogue's page unless another is given."""
     confidence: float = 1.0
+    """From 0 to 1."""
+
+    def __post_init__(self) -> None:
+        if not self.fix:
+            object.__setattr__(self, "fix", CATALOGUE[self.code].fix)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "Finding":
         """Return the finding that `as_dict` wrote. Raises: ValueError for what is no finding of this version."""
-        code, cause, fix = (values.get(name) for name in ("code", "cause", "fix"))
-        evidence, confidence = values.get("evidence"), values.get("confidence")
-        is_text = isinstance(code, str) and isinstance(cause, str) and isinstance(fix, str)
-        if not is_text or code not in CATALOGUE or not isinstance(evidence, dict):
-            raise ValueError("no finding that this version knows")
-        if not isinstance(confidence, int | float):
-            raise ValueError("a finding without its confidence")
-        return Finding(str(code), str(cause), evidence, str(fix), float(confidence))
+        types = {"code": str, "cause": str, "evidence": dict, "fix": str, "confidence": int | float}
+        if not all(isinstance(values.get(name), kind) for name, kind in types.items()):
+            raise ValueError("no finding")
+        if values["code"] not in CATALOGUE:
+            raise ValueError(f"no finding that this version knows: {values['code']}")
+        fields = {name: values[name] for name in types}
+        return Finding(**{**fields, "confidence": float(values["confidence"])})
 
     @property
     def severity(self) -> Severity:

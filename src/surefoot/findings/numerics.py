@@ -4,50 +4,48 @@ from surefoot.findings.page import Page
 
 PAGES = {
     "SF401": Page(
-        "error",
         "the loss is not finite",
         "The loss of a step is NaN or infinite on some rank. Surefoot's own runs do not update the weights with it; "
         "other trainers may.",
-        "Large weights mean that steps were too large: lower learning_rate or max_grad_norm, or add warmup_steps. Else "
-        "look at the row that is named. Resume from the last good checkpoint, if there is one.",
+        "If the finding names large weights, the updates were too large: lower learning_rate or max_grad_norm, or add "
+        "warmup_steps. Else look at the row that it names. Resume from the last good checkpoint.",
         ("modelscope/ms-swift#1099",),
+        severity="error",
     ),
     "SF402": Page(
-        "error",
         "a gradient is not finite",
         "The gradient of the named parameters is not finite, though the loss is. Surefoot's own runs do not update the "
         "weights with it; other trainers may, and their logs may hide a loss that is not finite.",
-        "Lower learning_rate or max_grad_norm; resume from the last good checkpoint.",
+        "Lower learning_rate or max_grad_norm, and resume from the last good checkpoint.",
+        severity="error",
     ),
     "SF403": Page(
-        "warning",
         "the loss has jumped and stays up",
-        "Five steps in a row lie above each of the thirty before them, half of them by a factor of 1.5 and half a nat, "
-        "and gradients were three times as large as usual when it happened: the steps are too large for them.",
+        "Five steps in a row have a higher loss than each of the thirty before them, by a factor of 1.5 and by half a "
+        "nat in the median, and gradients were three times as large as usual when it happened: the updates are too "
+        "large.",
         "Resume from a checkpoint before the jump with a lower learning_rate, more warmup_steps or a lower "
         "max_grad_norm, and look at the rows of that step.",
         ("modelscope/ms-swift#1099",),
     ),
     "SF404": Page(
-        "warning",
         "a router sends nearly all tokens to the same experts",
         "Over fifty steps of a run that trains its routers, as many experts of a layer as a token chooses got nearly "
         "all of its rows.",
         "Set router_aux_loss_coef (0.001 to 0.01), or leave `router` out of target_modules.",
     ),
     "SF405": Page(
-        "info",
         "experts that get no token any more",
-        "Over fifty steps of a run that trains its routers they got none, and before they had half of an even part "
-        "or more; each would have got hundreds if all were used evenly.",
+        "Over fifty steps of a run that trains its routers they got no token, where each would have got hundreds if "
+        "all were used evenly. Earlier they got at least half of that.",
         "Set router_aux_loss_coef, or leave `router` out of target_modules.",
         ("hpcaitech/ColossalAI#5426",),
+        severity="info",
     ),
     "SF406": Page(
-        "warning",
         "gradients grow with the learning rate",
-        "Over blocks of ten steps the norm of the gradients has only grown, to five times its lowest, while the "
-        "learning rate rose and the loss rose by more than its noise.",
-        "Lower learning_rate, or lengthen warmup_steps; the loss jumps next, as a rule.",
+        "Over blocks of ten steps the gradient norm has only grown, to five times its lowest value, while the learning "
+        "rate rose and the loss rose by more than its noise. Usually the loss jumps next.",
+        "Lower learning_rate, or lengthen warmup_steps.",
     ),
 }

@@ -10,16 +10,21 @@ Severity = Literal["info", "warning", "error"]
 class Page:
     """The catalogue's description of one failure mode."""
 
-    severity: Severity
     title: str
     evidence: str
     """Signs by which it is recognised."""
     fix: str
     cases: tuple[str, ...] = ()
     """Public reports on GitHub: `owner/repository#number`."""
+    severity: Severity = "warning"
 
     def as_text(self, code: str) -> str:
         """Return the page as text for a person."""
         links = "".join(f"\n  https://github.com/{case.replace('#', '/issues/')}" for case in self.cases)
-        cases = f"\n\nSeen in:{links}" if links else ""
-        return f"{code} {self.title} ({self.severity})\n\nHow we know: {self.evidence}\n\nWhat to do: {self.fix}{cases}"
+        paragraphs = [
+            f"{code} {self.title} ({self.severity})",
+            f"How it is recognised: {self.evidence}",
+            f"What to do: {self.fix}",
+            *([f"Seen in:{links}"] if links else []),
+        ]
+        return "\n\n".join(paragraphs)

@@ -41,7 +41,8 @@ from surefoot.events import (
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.findings.reported import ReportedFindings
 from surefoot.integrations.batches import BatchCounter, BatchCounts, LabelChecker
-from surefoot.launch.sidecar import SUPERVISED, SidecarSpec, end, ranks_elsewhere, start
+from surefoot.launch.sidecar import SUPERVISED, end, ranks_elsewhere, start
+from surefoot.launch.watcher import WatchSpec
 from surefoot.system.console import say
 from surefoot.training.memory_stats import peak_memory_bytes, sample_device_memory
 from surefoot.training.run_summary import FindingLog
@@ -102,7 +103,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         self._rank, self._step = int(args.process_index), int(state.global_step) + 1
         if args.local_process_index == 0 and SUPERVISED not in os.environ:
             elsewhere = ranks_elsewhere(args.world_size)
-            self._watcher = start(SidecarSpec(self._log, args.world_size, elsewhere))
+            self._watcher = start(WatchSpec(self._log, args.world_size, elsewhere))
         self._observers = rank_observers(folder, self._rank)
         if model is not None:
             self._batches = BatchCounter(model)

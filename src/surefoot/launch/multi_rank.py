@@ -14,8 +14,9 @@ from surefoot.distributed.elastic_launch import RankFailure, launch
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import StoppedOnFinding, SurefootError
 from surefoot.findings import Finding
+from surefoot.launch.watcher import was_written_since
 from surefoot.system.console import say
-from surefoot.training.run_summary import METRICS, FindingLog, RunRecord, RunResult, read_result, steps_done, write_end
+from surefoot.training.run_summary import METRICS, SUMMARY, FindingLog, RunResult, read_result, write_end
 
 
 def train_launched(loaded: LoadedConfig, *, screen: bool) -> RunResult:
@@ -58,7 +59,7 @@ def _build_finding(failure: RankFailure, folder: Path, began_s: float) -> Findin
     if failure.finding is not None:
         return failure.finding
     if failure.death is None:
-        return Finding("SF101", failure.reason, {"reason": failure.reason}, "See what it says.")
+        return Finding("SF101", failure.reason, {"reason": failure.reason})
     death, history = failure.death, history_since(folder, began_s)
     return explain_death(folder, death.rank, death.how, for_memory=death.for_memory, history=history)
 
@@ -67,37 +68,27 @@ def _raise_failure(
     failure: RankFailure, log: FindingLog, began_s: float, restarts: Sequence[Finding], *, screen: bool
 ) -> NoReturn:
     """Raise what the ranks raised; first write summary.json if they took steps since `began_s` and could not."""
-    folder = log.run_folder
+    folder, kind = log.run_folder, failure.kind
     result = read_result(folder)
-    if failure.finding is not None and folder.is_dir():
-        # Raised by one rank alone, which may not have been able to report it.
-        is_new = result is not None and (folder / "summary.json").stat().st_mtime >= began_s
-        reported = [finding.as_text() for finding in result.findings] if result is not None and is_new else []
-        unreported = [] if failure.finding.as_text() in reported else [failure.finding]
-        for finding in unreported:
+    if failure.finding is not None:
+        can_write = folder.is_dir()
+    else:
+        took_steps = was_written_since(folder / METRICS, began_s)
+        can_write = not kind and (took_steps or (result is None and folder.is_dir()))
+    has_finding = failure.finding is not None or failure.death is not None
+    findings = [_build_finding(failure, folder, began_s)] if has_finding else []
+    # A finding that one rank raised alone may not have been reported by it.
+    is_new = result is not None and was_written_since(folder / SUMMARY, began_s)
+    reported = [finding.as_text() for finding in result.findings] if result is not None and is_new else []
+    unreported = [finding for finding in findings if finding.as_text() not in reported]
+    for finding in unreported:
+        if can_write:
             log.note(finding)
-            if screen:
-                say(finding.as_text())
+        if screen and (can_write or failure.death is not None):
+            say(finding.as_text())
+    if can_write:
         write_end(folder, findings=[*restarts, *unreported], error=failure.reason, since_s=began_s)
-        raise StoppedOnFinding(failure.finding)
-    metrics = folder / METRICS
-    took_steps = metrics.is_file() and metrics.stat().st_mtime >= began_s
-    findings = [*restarts]
-    if failure.death is not None:
-        findings.append(_build_finding(failure, folder, began_s))
-    if not failure.kind and (took_steps or (result is None and folder.is_dir())):
-        result = result or RunRecord(folder).result("failed")
-        ended = replace(
-            result, status="failed", steps=steps_done(folder), artifact=None, error=failure.reason, findings=findings
-        )
-        ended.write()
-        if failure.death is not None:
-            log.note(findings[-1])
-    if failure.death is not None:
-        if screen:
-            say(findings[-1].as_text())
-        raise StoppedOnFinding(findings[-1])
-    if failure.finding is not None:  # before there was a run folder
-        raise StoppedOnFinding(failure.finding)
-    kind: type[SurefootError] = getattr(errors, failure.kind) if failure.kind else SurefootError
-    raise kind(failure.reason)
+    if findings:
+        raise StoppedOnFinding(findings[0])
+    error: type[SurefootError] = getattr(errors, kind) if kind else SurefootError
+    raise error(failure.reason)

@@ -3,7 +3,6 @@
 The run is a session of its own, so that signals reach it once, through this process. Imports no torch.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -17,18 +16,17 @@ import psutil
 
 from surefoot.config import LoadedConfig, RunConfig
 from surefoot.diagnostics.monitor.explain import explain_death, history_since
-from surefoot.diagnostics.monitor.supervisor import Supervisor
-from surefoot.errors import StoppedOnFinding, StorageError
+from surefoot.diagnostics.monitor.supervisor import GONE_S
+from surefoot.errors import StoppedOnFinding
 from surefoot.findings import Finding
 from surefoot.launch.sidecar import SUPERVISED
-from surefoot.launch.watcher import Watcher
+from surefoot.launch.watcher import POLL_S, Watcher, WatchSpec, start_module, was_written_since
 from surefoot.system import cgroup
 from surefoot.system.console import say
 from surefoot.system.process import PYTHON, describe_end, restore_handlers, stop_signals, was_for_memory
 from surefoot.training.run_summary import METRICS, FindingLog, write_end
 
 REPORT_WITHIN_S = 120.0
-POLL_S = 1.0
 
 
 def train_supervised(loaded: LoadedConfig, *, as_json: bool) -> int:
@@ -98,15 +96,15 @@ class _Attempt:
         self._signals = signals
         self._began_s = time.time()
         self._oom_kills = cgroup.oom_kills()
-        ranks = self._run.nproc_per_node * self._run.nnodes
-        self._supervisor = Supervisor(
-            self._run.run_folder,
-            ranks,
-            self._began_s,
-            num_elsewhere=ranks - self._run.nproc_per_node,
+        self._num_ranks = self._run.nproc_per_node * self._run.nnodes
+        spec = WatchSpec(
+            FindingLog.of(self._run),
+            self._num_ranks,
+            num_elsewhere=self._num_ranks - self._run.nproc_per_node,
+            gone_s=GONE_S,
             deadlines_s=self._run.phase_timeout_s,
         )
-        self._watcher = Watcher(self._supervisor, FindingLog.of(self._run))
+        self._watcher = Watcher(spec, self._began_s)
         self._request = {**loaded.as_json(), "as_json": as_json, "supervisor": os.getpid()}
         self.was_stopped = False
         """Whether the run was killed because it stalled."""
@@ -118,26 +116,20 @@ class _Attempt:
     @property
     def has_begun(self) -> bool:
         """Whether this attempt reached its first step and so owns the run folder."""
-        environment = self._run.run_folder / "environment.json"
-        return environment.is_file() and environment.stat().st_mtime >= self._began_s
+        return was_written_since(self._run.run_folder / "environment.json", self._began_s)
 
     def run_to_end(self) -> int:
         """Start the run and watch it; return its exit status, negative for a signal."""
-        process = self._signals.process = subprocess.Popen(
-            [*PYTHON, "-m", "surefoot.launch.run_process"],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-            env={**os.environ, SUPERVISED: str(os.getpid())},
+        environment = {**os.environ, SUPERVISED: str(os.getpid())}
+        process = self._signals.process = start_module(
+            "surefoot.launch.run_process", self._request, start_new_session=True, env=environment
         )
-        assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin as stream:
-            stream.write(json.dumps(self._request).encode())
         if self._signals.undelivered is not None:  # received between the end of the previous attempt and this start
             process.send_signal(self._signals.undelivered)
         while True:
             with suppress(subprocess.TimeoutExpired):
                 status = process.wait(POLL_S)
-                self._supervisor.end()
+                self._watcher.supervisor.end()
                 return status
             now_s = time.time()
             self._watcher.poll(now_s)
@@ -146,9 +138,10 @@ class _Attempt:
 
     def _act_on_stall(self, process: "subprocess.Popen[bytes]", now_s: float) -> None:
         """Report a run that recovered; kill one that has stalled for `stall_timeout_s`."""
-        if self._supervisor.recovered_after_s is not None:
-            say(f"recovered after a {self._supervisor.recovered_after_s:.0f} s stall")
-        since_s = self._supervisor.stalled_since_s
+        supervisor = self._watcher.supervisor
+        if supervisor.recovered_after_s is not None:
+            say(f"recovered after a {supervisor.recovered_after_s:.0f} s stall")
+        since_s = supervisor.stalled_since_s
         is_late = since_s is not None and now_s - since_s >= self._run.stall_timeout_s
         if is_late and self._run.on_stall != "report":
             self.was_stopped = True
@@ -161,17 +154,13 @@ class _Attempt:
             return 1
         folder = self._run.run_folder
         history = history_since(folder, self._began_s)
-        is_alone = self._run.nproc_per_node * self._run.nnodes == 1
+        rank = 0 if self._num_ranks == 1 else None
         for_memory = was_for_memory(status, self._oom_kills)
-        finding = explain_death(
-            folder, 0 if is_alone else None, describe_end(status), for_memory=for_memory, history=history
-        )
-        if not history:
+        finding = explain_death(folder, rank, describe_end(status), for_memory=for_memory, history=history)
+        if history:
+            self._watcher.report_death(finding)
+        else:  # there may be no run folder
             say(finding.as_text())
-            return StoppedOnFinding.exit_status
-        with suppress(OSError, StorageError):  # on a full disk the finding is still shown
-            write_end(folder, findings=[finding], error=finding.cause, since_s=self._began_s)
-        self._watcher.report(finding)
         return StoppedOnFinding.exit_status
 
 

@@ -11,20 +11,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from surefoot.diagnostics.monitor.event_log import last_start
 from surefoot.diagnostics.monitor.explain import explain_death, history_since
 from surefoot.diagnostics.monitor.supervisor import Supervisor
-from surefoot.errors import StorageError
-from surefoot.events import Phase
 from surefoot.findings import Finding
-from surefoot.launch.watcher import Watcher
-from surefoot.system.process import PYTHON
-from surefoot.training.run_summary import FindingLog, write_end
+from surefoot.launch.watcher import POLL_S, Watcher, WatchSpec, start_module
+from surefoot.training.run_summary import FindingLog
 
 SUPERVISED = "SUREFOOT_SUPERVISED"
 """Environment variable that is set if a process watches the run already."""
@@ -36,32 +33,15 @@ LOCAL_WORLD_SIZES = (
     "SLURM_NTASKS_PER_NODE",
 )
 """Variables of torchrun, DeepSpeed, Open MPI, Intel MPI and SLURM with the number of ranks on this machine."""
-POLL_S = 1.0
 EARLY_S = 120.0
 """Seconds by which other ranks may have started earlier than the rank that starts the sidecar."""
-ALONE_GONE_S = 5.0
-"""Seconds that a rank may be missing when no process restarts ranks."""
 LAST_WORDS_S = 2.0
 """Seconds that ranks that lost a peer may take to report that."""
 LEAVE_WITHIN_S = 5.0
 
 
-@dataclass(frozen=True)
-class SidecarSpec:
-    """Facts that a sidecar must know about the run."""
-
-    log: FindingLog
-    num_ranks: int
-    num_elsewhere: int
-    """Number of ranks on other machines."""
-    gone_s: float = ALONE_GONE_S
-    """Seconds that a rank may be missing."""
-    deadlines_s: Mapping[Phase, float] = field(default_factory=dict)
-    """Deadline of each phase in seconds: see `Supervisor`."""
-
-
 @contextmanager
-def watched(spec: SidecarSpec) -> Iterator[None]:
+def watched(spec: WatchSpec) -> Iterator[None]:
     """Watch the ranks of this machine from a sidecar unless a process does already; call it in a rank or its parent."""
     if SUPERVISED in os.environ:
         yield
@@ -75,16 +55,10 @@ def watched(spec: SidecarSpec) -> Iterator[None]:
         end(sidecar)
 
 
-def start(spec: SidecarSpec) -> "subprocess.Popen[bytes]":
+def start(spec: WatchSpec) -> "subprocess.Popen[bytes]":
     """Start a sidecar, which ends by itself when this process ends."""
     request = {"spec": asdict(spec), "began_s": time.time(), "process": os.getpid()}
-    sidecar = subprocess.Popen(
-        [*PYTHON, "-m", "surefoot.launch.sidecar"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
-    )
-    assert sidecar.stdin is not None
-    with suppress(BrokenPipeError), sidecar.stdin as stream:
-        stream.write(json.dumps(request, default=str).encode())
-    return sidecar
+    return start_module("surefoot.launch.sidecar", request, stdout=subprocess.DEVNULL)
 
 
 def end(sidecar: "subprocess.Popen[bytes]") -> None:
@@ -109,30 +83,21 @@ def main(text: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: is_over.set())
     request = json.loads(text)
-    began_s, log = request["began_s"], request["spec"].pop("log")
-    spec = SidecarSpec(FindingLog(Path(log.pop("run_folder")), **log), **request["spec"])
-    folder = spec.log.run_folder
-    supervisor = Supervisor(
-        folder,
-        spec.num_ranks,
-        began_s,
-        num_elsewhere=spec.num_elsewhere,
-        gone_s=spec.gone_s,
-        early_s=EARLY_S,
-        deadlines_s=spec.deadlines_s,
-    )
-    watcher = Watcher(supervisor, spec.log)
+    log = request["spec"].pop("log")
+    folder = Path(log.pop("run_folder"))
+    watcher = Watcher(WatchSpec(FindingLog(folder, **log), **request["spec"]), request["began_s"], early_s=EARLY_S)
     while not is_over.wait(POLL_S) and os.getppid() == request["process"] and not watcher.is_blind:
         watcher.poll(time.time())
-    is_explained = bool({finding.code for finding in watcher.findings} & {"SF101", "SF201"})
-    death: Finding | None = None
-    if not is_explained:
-        death = watcher.guard(lambda: _explain_gone_ranks(supervisor, folder, began_s - EARLY_S), None)
-    if death is not None:
+    if {finding.code for finding in watcher.findings} & {"SF101", "SF201"}:
+        return  # a death that the supervisor found explains the end
+    since_s = request["began_s"] - EARLY_S
+    death = watcher.guard(lambda: _explain_gone_ranks(watcher.supervisor, folder, since_s))
+    if death is None:
+        return
+    if (folder / "run.yaml").is_file():
+        watcher.report_death(death)
+    else:  # a run of another trainer, which has no summary.json
         watcher.report(death)
-        if (folder / "run.yaml").is_file():  # not for other trainers, which write no summary.json
-            with suppress(OSError, StorageError):
-                write_end(folder, findings=[death], error=death.cause, since_s=began_s)
 
 
 def _explain_gone_ranks(supervisor: Supervisor, folder: Path, since_s: float) -> Finding | None:
@@ -149,9 +114,9 @@ def _explain_gone_ranks(supervisor: Supervisor, folder: Path, since_s: float) ->
     failed = sorted(number for number, entry in last.items() if entry.values.get("failed"))
     if not failed and len(gone) == 1:
         return finding
-    others = [f"ranks {', '.join(map(str, gone))} are gone"] if len(gone) > 1 else []
+    others = [f"ranks {', '.join(map(str, gone))} exited"] if len(gone) > 1 else []
     others += [f"rank {number} ended with an error of its own" for number in failed]
-    cause = f"{finding.cause}. {'; '.join(others)}: one caused the others, so compare what each printed last"
+    cause = f"{finding.cause}. {'; '.join(others)}: one end caused the others, so compare the last output of each"
     return replace(finding, cause=cause, confidence=0.5)
 
 

@@ -20,7 +20,7 @@ from surefoot.diagnostics.monitor.rank_state import (
     SampleWindow,
     WatchedRun,
 )
-from surefoot.diagnostics.rules import accelerators, memory, speed
+from surefoot.diagnostics.rules import accelerators, memory, speed, stragglers
 from surefoot.findings import Finding
 from surefoot.findings.reported import ReportedFindings
 from surefoot.system import cgroup
@@ -137,9 +137,9 @@ class SlowSteps:
         if len(flights) < self._run.num_ranks:
             return None
         load = max(rank.expert_load for rank in self._run.ranks.values())
-        in_line = {number: speed.share_in_line(rank.times) for number, rank in self._run.ranks.items()}
-        straggler = speed.find_straggler(flights, are_idle=idle is not None, in_line=in_line)
-        finding = speed.find_uneven_experts(flights, load) or straggler or idle
+        in_line = {number: rank.times.newest.core_wait_share for number, rank in self._run.ranks.items()}
+        straggler = stragglers.find_straggler(flights, are_idle=idle is not None, in_line=in_line)
+        finding = stragglers.find_uneven_experts(flights, load) or straggler or idle
         if finding is None or finding.code != "SF303":
             return finding
         # The cause that makes that rank slow is reported soon.
@@ -226,7 +226,8 @@ class GpuDetector:
         rank = max(self._run.ranks.values(), key=lambda state: state.busy_cores or 0.0, default=None)
         if rank is None or not snapshots or rank.offloads:  # then the device waits for copies and for the CPU's update
             return None
-        computing = speed.share_of_steps(rank.times, COMPUTING)
+        window = rank.times.window
+        computing = window.share(*COMPUTING) if window is not None else None
         return accelerators.find_launch_bound(snapshots, rank.busy_cores, computing)
 
     def _find_gpu_errors(self) -> list[Finding]:

@@ -7,7 +7,8 @@ from surefoot.diagnostics.rules.device_memory import DeviceMemory
 from surefoot.diagnostics.rules.memory import MemoryTrend
 from surefoot.diagnostics.rules.memory_spike import Peaks
 from surefoot.diagnostics.rules.numerics import Numbers
-from surefoot.diagnostics.rules.speed import RankTimes, find_slow
+from surefoot.diagnostics.rules.speed import find_slow
+from surefoot.diagnostics.rules.step_times import RankTimes
 from surefoot.findings import Finding
 
 

@@ -5,7 +5,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from surefoot.diagnostics.report.run_history import Row, RunHistory, read_story
+from surefoot.diagnostics.report.charts import charts
+from surefoot.diagnostics.report.run_history import Row, RunHistory, read_run_history
+from surefoot.errors import ConfigError
 from surefoot.system.atomic_io import write_text
 
 REPORT = "report.html"
@@ -54,21 +56,27 @@ draw();
 def write_report(run_folder: Path) -> Path:
     """Write the page of a run into its folder; return the file.
 
-    Raises: ConfigError for a folder without a run or without a step; StorageError.
+    Raises: ConfigError for a folder without a run or without a step, or if vl-convert-python is missing; StorageError.
     """
     path = run_folder / REPORT
-    write_text(path, page(read_story(run_folder)))
+    write_text(path, _render_page(read_run_history(run_folder), _load_chart_script()))
     return path
 
 
-def page(history: RunHistory) -> str:
-    """Return the page as HTML."""
-    import vl_convert
+def _load_chart_script() -> str:
+    """Return Vega-Embed with all that it needs, as JavaScript that works offline."""
+    try:
+        import vl_convert
+    except ImportError as error:
+        raise ConfigError(
+            "report.html needs the package vl-convert-python, which draws its charts: pip install vl-convert-python, "
+            "or set report: false."
+        ) from error
+    return vl_convert.javascript_bundle()  # type: ignore[call-arg] # the argument that its type hints require is optional
 
-    from surefoot.diagnostics.report.charts import charts
 
+def _render_page(history: RunHistory, chart_script: str) -> str:
     drawn = charts(history)
-    bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg] # its hints want what it does not need
     specs = json.dumps({name: spec for name, (_, spec) in drawn.items()}, allow_nan=False).replace("</", "<\\/")
     sections = "".join(
         f'<section><h2>{escape(title)}</h2><div class="chart" id="{name}"></div></section>'
@@ -93,7 +101,7 @@ def page(history: RunHistory) -> str:
 <section><details><summary>run.yaml</summary><pre>{escape(history.config)}</pre></details></section>
 </main>
 <script type="application/json" id="charts">{specs}</script>
-<script>{bundle}</script>
+<script>{chart_script}</script>
 <script>{SCRIPT}</script>
 </body>
 </html>

@@ -1,20 +1,21 @@
 """The history of a run as rows for charts, read from its folder. Writes nothing."""
 
-import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from surefoot.diagnostics.monitor.event_log import Entry, read_history, this_run
 from surefoot.diagnostics.monitor.explain import Explanation, explain
 from surefoot.diagnostics.monitor.gpus import GpuSnapshot, read_snapshots
-from surefoot.diagnostics.rules.speed import RankTimes
+from surefoot.diagnostics.rules.step_times import RankTimes
 from surefoot.errors import ConfigError
 from surefoot.system.json_files import DamagedFile, is_count, is_number, read_object, read_objects
 from surefoot.training.run_summary import COMPLETIONS, METRICS
 
 Row = dict[str, Any]
+T = TypeVar("T")
 MOST_POINTS = 600
 """Most points of a line: longer runs are thinned out to keep the page small."""
 MOST_COLUMNS = 120
@@ -24,15 +25,12 @@ ROLLOUT_NAMES = (
     "step", "reward", "reward_std", "completion_length", "entropy", "clip_ratio", "importance_ratio", "kl",
 )  # fmt: skip
 STEPS_SHOWN, COMPLETIONS_SHOWN = 12, 8
-"""Number of steps of completions.jsonl that are shown, evenly spaced including the first and the last, and number of
-completions of each.
-"""
+"""Number of steps of completions.jsonl that are shown, and number of completions of each."""
 EVALUATED = ("eval_loss", "eval_reward")
 LONG_PHASES = ("launch", "load", "tokenize", "save", "evaluate", "export")
 """Phases that the time line shows individually; the other phases are parts of steps."""
-
-
 BESIDE_STEPS = ("launch", "load", "tokenize", "export")
+"""Phases that belong to no step."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +64,13 @@ class RunHistory:
     config: str
 
 
-def read_story(run_folder: Path) -> RunHistory:
+def read_run_history(run_folder: Path) -> RunHistory:
     """Read the history of a run. Raises: ConfigError for a folder without a run, or for a run without a step."""
     explanation = explain(run_folder)
     entries = this_run(read_history(run_folder).entries)
     lines = _read_lines(run_folder / METRICS) or _read_ring_steps(entries)
     if not lines:
-        raise ConfigError(f"{run_folder}: this run came to no step, so there is nothing to show.")
+        raise ConfigError(f"{run_folder}: this run took no step, so there is nothing to show.")
     began_s = entries[0].time_s if entries else 0.0
     steps = [line for line in lines if "loss" in line and (line["loss"] is None or is_number(line["loss"]))]
     names = ("step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "step_time_s")
@@ -84,7 +82,7 @@ def read_story(run_folder: Path) -> RunHistory:
                 {"step": line["step"], name: line[name]}
                 for line in lines
                 for name in EVALUATED
-                if _select_numbers(line, [name])
+                if is_number(line.get(name))
             ],
             MOST_POINTS,
         ),
@@ -110,11 +108,10 @@ def read_story(run_folder: Path) -> RunHistory:
 
 def _select_completions(path: Path) -> list[Row]:
     """Return completions of steps from the first to the last, so that a reader sees how they change."""
-    of_step: dict[int, list[Row]] = {}
+    by_step: dict[int, list[Row]] = defaultdict(list)
     for line in filter(_is_completion, _read_lines(path)):
-        of_step.setdefault(line["step"], []).append(line)
-    shown = _thin([{"step": step} for step in of_step], STEPS_SHOWN)
-    return [line for row in shown for line in of_step[row["step"]][:COMPLETIONS_SHOWN]]
+        by_step[line["step"]].append(line)
+    return [line for lines in _thin(list(by_step.values()), STEPS_SHOWN) for line in lines[:COMPLETIONS_SHOWN]]
 
 
 def _is_completion(line: Row) -> bool:
@@ -147,7 +144,7 @@ def _read_ring_steps(entries: Sequence[Entry]) -> list[Row]:
     """Return the steps in the first rank's ring, for another trainer, which writes no metrics file."""
     first = min((entry.rank for entry in entries), default=0)
     return [
-        {"step": entry.step, **{name: value if math.isfinite(value) else None for name, value in entry.values.items()}}
+        {"step": entry.step, **{name: _replace_non_finite(value) for name, value in entry.values.items()}}
         for entry in entries
         if entry.kind == "step" and entry.rank == first
     ]
@@ -164,10 +161,10 @@ def _read_text(path: Path) -> str:
     return path.read_text("utf-8", errors="replace") if path.is_file() else ""
 
 
-def _thin(rows: Sequence[Row], most: int) -> list[Row]:
-    """Return at most `most` of the rows, evenly spaced and with the last."""
-    stride = -(-len(rows) // most)
-    return list(rows) if stride <= 1 else [*rows[:-1:stride], rows[-1]]
+def _thin(items: Sequence[T], most: int) -> list[T]:
+    """Return about `most` of the items at most, evenly spaced, with the first and the last."""
+    stride = -(-len(items) // most)
+    return list(items) if stride <= 1 else [*items[:-1:stride], items[-1]]
 
 
 def _collect_expert_load(steps: Sequence[Row]) -> list[Row]:
@@ -187,34 +184,28 @@ def _collect_phases(entries: Sequence[Entry]) -> list[Row]:
     for entry in entries:
         times = ranks.setdefault((entry.rank, entry.start), RankTimes(warmup_steps=0))
         times.add(entry.kind, entry.phase, entry.step, entry.time_s, entry.values)
-    seconds: dict[int, dict[str, list[float]]] = {}
+    seconds: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for times in ranks.values():
         for step_times in times.steps:
             for phase, took_s in step_times.by_phase.items():
-                if phase in BESIDE_STEPS:
-                    continue
-                seconds.setdefault(step_times.step, {}).setdefault(phase, []).append(took_s)
-    chosen = _thin([{"step": step} for step in sorted(seconds)], MOST_COLUMNS)
+                if phase not in BESIDE_STEPS:
+                    seconds[step_times.step][phase].append(took_s)
     return [
-        {"step": row["step"], "phase": phase, "seconds": round(sum(took) / len(took), 5)}
-        for row in chosen
-        for phase, took in seconds[row["step"]].items()
+        {"step": step, "phase": phase, "seconds": round(sum(took) / len(took), 5)}
+        for step, by_phase in _thin(sorted(seconds.items()), MOST_COLUMNS)
+        for phase, took in by_phase.items()
     ]
 
 
 def _collect_memory(entries: Sequence[Entry]) -> list[Row]:
-    last: dict[tuple[int, int], float] = {}
+    sizes: dict[int, dict[int, float]] = defaultdict(dict)
     for entry in entries:
         if entry.kind == "phase ended" and entry.step and entry.values.get("anonymous_bytes"):
-            last[entry.rank, entry.step] = entry.values["anonymous_bytes"]
-    ranks = sorted({rank for rank, _ in last})
+            sizes[entry.rank][entry.step] = entry.values["anonymous_bytes"]
     return [
-        {"step": row["step"], "rank": str(rank), "gib": round(row["bytes"] / 2**30, 4)}
-        for rank in ranks
-        for row in _thin(
-            [{"step": step, "bytes": size} for (entry_rank, step), size in sorted(last.items()) if entry_rank == rank],
-            MOST_POINTS // len(ranks) + 1,
-        )
+        {"step": step, "rank": str(rank), "gib": round(size / 2**30, 4)}
+        for rank, by_step in sorted(sizes.items())
+        for step, size in _thin(sorted(by_step.items()), MOST_POINTS // len(sizes) + 1)
     ]
 
 
@@ -227,10 +218,10 @@ def _collect_ledger(entries: Sequence[Entry]) -> list[Row]:
     rows = []
     for rank, entry in sorted(newest.items()):
         values = entry.values
-        rank_entries = [later for later in entries if later.rank == rank and later.start == entry.start]
+        # The optimizer state exists from the next step on.
         in_steps = [
-            later for later in rank_entries if later.step > entry.step
-        ]  # the optimizer state exists from then on
+            later for later in entries if (later.rank, later.start) == (rank, entry.start) and later.step > entry.step
+        ]
         used = [later.values["anonymous_bytes"] for later in in_steps if later.values.get("anonymous_bytes")]
         attributed = values["frozen"] + values["trained"] + values["optimizer"]
         activations = max(used, default=0.0) - min(used, default=0.0) - values["gradients"]
@@ -246,46 +237,45 @@ def _collect_ledger(entries: Sequence[Entry]) -> list[Row]:
             "activations": max(0.0, activations),
             "other": max(0.0, values["total"] - attributed),
         }
-        rows += [{"rank": str(rank), "owner": owner, "mib": size / 2**20} for owner, size in owners.items()]
+        rows += [{"rank": str(rank), "owner": owner, "mib": round(size / 2**20, 3)} for owner, size in owners.items()]
     return rows
 
 
 def _collect_gpus(looks: Sequence[GpuSnapshot], began_s: float) -> list[Row]:
-    rows: list[Row] = [
-        {
-            "time_min": round((time_s - began_s) / 60, 3),
-            "gpu": str(gpu.index),
-            "utilisation": gpu.utilisation,
-            "power": round(gpu.power_w / gpu.power_limit_w, 3) if gpu.power_w and gpu.power_limit_w else None,
-        }
-        for time_s, gpus in looks
-        for gpu in gpus
-    ]
-    names = sorted({row["gpu"] for row in rows})
-    return [
-        row for name in names for row in _thin([row for row in rows if row["gpu"] == name], MOST_POINTS // len(names))
-    ]
+    samples: dict[int, list[Row]] = defaultdict(list)
+    for time_s, gpus in looks:
+        for gpu in gpus:
+            samples[gpu.index].append(
+                {
+                    "time_min": round((time_s - began_s) / 60, 3),
+                    "gpu": str(gpu.index),
+                    "utilisation": gpu.utilisation,
+                    "power": round(gpu.power_w / gpu.power_limit_w, 3) if gpu.power_w and gpu.power_limit_w else None,
+                }
+            )
+    return [row for rows in samples.values() for row in _thin(rows, MOST_POINTS // len(samples))]
 
 
 def _collect_events(entries: Sequence[Entry], began_s: float) -> list[Row]:
     """Return the long phases of each rank, and the time between its first and its last step."""
-    rows: list[Row] = []
+    spans: list[tuple[int, str, float, float]] = []
     open_s: dict[tuple[int, int, str], float] = {}
-    training: dict[tuple[int, int], list[float]] = {}
+    training: dict[tuple[int, int], list[float]] = defaultdict(list)
     for entry in entries:
         key = (entry.rank, entry.start, entry.phase)
         if entry.kind == "phase began":
             open_s[key] = entry.time_s
         elif entry.kind == "phase ended" and key in open_s and entry.phase in LONG_PHASES:
-            rows.append(_make_span(entry.rank, entry.phase, open_s.pop(key), entry.time_s, began_s))
+            spans.append((entry.rank, entry.phase, open_s.pop(key), entry.time_s))
         elif entry.kind == "step":
-            training.setdefault((entry.rank, entry.start), []).append(entry.time_s)
-    rows += [_make_span(rank, "steps", times[0], times[-1], began_s) for (rank, _), times in training.items()]
-    return rows
-
-
-def _make_span(rank: int, name: str, from_s: float, to_s: float, began_s: float) -> Row:
-    return {
-        "rank": str(rank), "what": name,
-        "began_min": round((from_s - began_s) / 60, 4), "ended_min": round((to_s - began_s) / 60, 4),
-    }  # fmt: skip
+            training[entry.rank, entry.start].append(entry.time_s)
+    spans += [(rank, "steps", times[0], times[-1]) for (rank, _), times in training.items()]
+    return [
+        {
+            "rank": str(rank),
+            "what": name,
+            "began_min": round((from_s - began_s) / 60, 4),
+            "ended_min": round((to_s - began_s) / 60, 4),
+        }
+        for rank, name, from_s, to_s in spans
+    ]

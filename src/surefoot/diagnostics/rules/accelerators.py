@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from statistics import median
 
 from surefoot.diagnostics.monitor.gpus import GpuSample, GpuSnapshot
-from surefoot.findings import CATALOGUE, Finding
+from surefoot.findings import Finding
 from surefoot.system.kernel_log import OF_PROGRAMS, GpuError
 
 WINDOW_S = 30.0
@@ -59,25 +59,22 @@ def find_worse_gpus(first: GpuSnapshot | None, looks: Sequence[GpuSnapshot]) -> 
     Fewer links or lanes count only if no sample of the newest `WINDOW_S` has as many as the first.
     """
     began = {gpu.index: gpu for gpu in first[1]} if first is not None else {}
-    changes = []
+    findings = []
     for index, samples in _group_by_gpu(_select_newest(looks)).items():
         before = began.get(index)
         if before is None:
             continue
-        lost, links, lanes = (
-            [value for sample in samples if (value := getattr(sample, name)) is not None]
-            for name in ("lost_data", "links_up", "pcie_lanes")
-        )
+        lost = [sample.lost_data for sample in samples if sample.lost_data is not None]
         if before.lost_data is not None and lost and lost[-1] > before.lost_data:
-            times = lost[-1] - before.lost_data
-            changes.append(("SF722", index, f"'s memory lost data {times} times since the run began"))
-        if before.links_up and links and max(links) < before.links_up:
-            change_text = f" has {max(links)} NVLinks up, and had {before.links_up} when the run began"
-            changes.append(("SF724", index, change_text))
-        if before.pcie_lanes and lanes and max(lanes) < before.pcie_lanes:
-            change_text = f" uses {max(lanes)} lanes of PCIe, and used {before.pcie_lanes} when the run began"
-            changes.append(("SF725", index, change_text))
-    return [Finding(code, f"GPU {n}{change}", {"device": n}, CATALOGUE[code].fix) for code, n, change in changes]
+            cause = f"GPU {index}'s memory lost data {lost[-1] - before.lost_data} times since the run began"
+            findings.append(Finding("SF722", cause, {"device": index}))
+        for code, field, name in (("SF724", "links_up", "NVLinks"), ("SF725", "pcie_lanes", "PCIe lanes")):
+            at_first, counts = getattr(before, field), [getattr(sample, field) for sample in samples]
+            most = max((count for count in counts if count is not None), default=None)
+            if at_first and most is not None and most < at_first:
+                cause = f"GPU {index} uses {most} {name}; it used {at_first} when the run began"
+                findings.append(Finding(code, cause, {"device": index}))
+    return findings
 
 
 def find_launch_bound(looks: Sequence[GpuSnapshot], cores: float | None, computing: float | None) -> Finding | None:
@@ -94,9 +91,8 @@ def find_launch_bound(looks: Sequence[GpuSnapshot], cores: float | None, computi
     return Finding(
         "SF310",
         f"the GPUs run kernels in {median(use):.0%} of the time, while {computing:.0%} of a step is forward, backward "
-        f"and optimizer, and the program uses {cores:.1f} cores: it does not start kernels as fast as they end",
+        f"and optimizer, and the program uses {cores:.1f} cores: it cannot launch kernels fast enough",
         {"gpu_utilisation": f"{median(use):.0%}", "computing": f"{computing:.0%}", "cores": round(cores, 2)},
-        CATALOGUE["SF310"].fix,
         confidence=0.7,
     )
 
@@ -116,7 +112,7 @@ def find_gpu_errors(errors: Sequence[GpuError], processes: Collection[int]) -> l
             f"the GPU at {device} reports an error: Xid {error.number}"
             f"{f', {XIDS[error.number]}' if error.number in XIDS else ''}",
             {"device": device, "xid": error.number, "kernel_says": error.message},
-            "Restart the program: it did this itself." if error.number in OF_PROGRAMS else CATALOGUE["SF112"].fix,
+            "Restart the program, which caused this error itself." if error.number in OF_PROGRAMS else "",
             confidence=0.9,
         )
         for (device, _), error in firsts.items()
@@ -157,24 +153,25 @@ def _format_watts(value: float | None) -> str:
 
 
 def _find_spinning(gpus: dict[int, list[GpuSample]]) -> Iterator[Finding]:
-    spinning = {}
+    spinning = []
     for index, samples in gpus.items():
-        readings = [(s.utilisation, s.power_w / s.power_limit_w) for s in samples
-                 if s.utilisation is not None and s.power_w is not None and s.power_limit_w]  # fmt: skip
+        readings = [
+            (sample.utilisation, sample.power_w / sample.power_limit_w)
+            for sample in samples
+            if sample.utilisation is not None and sample.power_w is not None and sample.power_limit_w
+        ]
         if not readings:
             continue
         busy, power = median(value for value, _ in readings), median(value for _, value in readings)
         if busy >= BUSY and power <= (IDLE_POWER if len(gpus) > 1 else ALONE_POWER):
-            spinning[index] = (busy, power)
+            spinning.append(f"GPU {index} {busy:.0%} busy at {power:.0%} of its power")
     if not spinning:
         return
-    description = ", ".join(f"GPU {index} {busy:.0%} busy at {power:.0%} of its power" for index, (busy, power) in
-                     spinning.items())  # fmt: skip
+    description = ", ".join(spinning)
     yield Finding(
         "SF307",
-        f"{description}: kernels run that only wait",
+        f"{description}: its kernels only wait",
         {"gpus": description, "of": len(gpus)},
-        CATALOGUE["SF307"].fix,
         confidence=0.8,
     )
 
@@ -196,6 +193,5 @@ def _find_slowed(gpus: dict[int, list[GpuSample]]) -> Iterator[Finding]:
                 "temperature_c": last.temperature_c,
                 "power_w": last.power_w,
             },
-            CATALOGUE["SF308"].fix,
         )
         return

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Mapping
 from itertools import pairwise
 
-from surefoot.diagnostics.rules.leak_trend import MOST_STEPS, PARTS, WARMUP_STEPS, steady_growth
-from surefoot.findings import CATALOGUE, Finding
+from surefoot.diagnostics.rules.leak_trend import MOST_STEPS, WARMUP_STEPS, steady_growth
+from surefoot.findings import Finding
 
 WINDOW_STEPS = 20
 LEAST_RETRYING_STEPS = 5
@@ -51,21 +51,9 @@ class DeviceMemory:
         growth = steady_growth([(step, values["allocated"]) for step, values in self._steps])
         if growth is None:
             return None
-        per_step = growth.grown / (growth.last_step - growth.first_step)
-        return Finding(
-            "SF203",
-            f"tensors on the GPU of rank {self._rank} grow by {per_step / 2**20:.2f} MiB a step"
-            f"{growth.forecast(self.room_bytes)}",
-            {
-                "rank": self._rank,
-                "steps": f"{growth.first_step} to {growth.last_step}",
-                "allocated_at_the_end_of_a_step": f"{growth.first_bytes / 2**20:.0f} -> "
-                f"{growth.last_bytes / 2**20:.0f} MiB",
-                "grown_in": f"{growth.growing_parts} of {PARTS} parts of these steps",
-            },
-            CATALOGUE["SF203"].fix,
-            confidence=0.9,
-        )
+        cause = f"tensors on the GPU of rank {self._rank} grow by {growth.speed}{growth.forecast(self.room_bytes)}"
+        evidence = growth.as_evidence(self._rank, "allocated_at_the_end_of_a_step")
+        return Finding("SF203", cause, evidence, confidence=0.9)
 
     def _find_fragmentation(self) -> Finding | None:
         window = list(self._steps)[-WINDOW_STEPS - 1 :]
@@ -78,9 +66,9 @@ class DeviceMemory:
         retries = newest["retries"] - window[0][1]["retries"]
         return Finding(
             "SF204",
-            f"memory of the GPU of rank {self._rank} is cut up: in {retrying} of {WINDOW_STEPS} steps the allocator "
-            f"found no piece that was large enough, while {newest['inactive'] / 2**30:.1f} GiB of its "
-            f"{newest['reserved'] / 2**30:.1f} GiB lay unused between tensors",
+            f"GPU memory of rank {self._rank} is fragmented: in {retrying} of {WINDOW_STEPS} steps the allocator found "
+            f"no block that was large enough, while {newest['inactive'] / 2**30:.1f} GiB of its "
+            f"{newest['reserved'] / 2**30:.1f} GiB were unused between tensors",
             {
                 "rank": self._rank,
                 "step": step,
@@ -89,6 +77,5 @@ class DeviceMemory:
                 "reserved_gib": round(newest["reserved"] / 2**30, 2),
                 "unused_in_pieces_gib": round(newest["inactive"] / 2**30, 2),
             },
-            CATALOGUE["SF204"].fix,
             confidence=0.9,
         )

@@ -1,17 +1,13 @@
 """Rules for limited resources of a process: open files and threads. Pure."""
 
-from itertools import pairwise
-
-from surefoot.findings import CATALOGUE, Finding
+from surefoot.diagnostics.rules.leak_trend import LEAST_GROWING_PARTS, PARTS, count_growing_parts
+from surefoot.findings import Finding
 
 USED = 0.5
 """Share of a limit from which a count that grows towards it is reported."""
 GROWN = 0.25
 """Share of the limit by which the count must have grown since the first step."""
 MOST_POINTS = 2000
-PARTS = 10
-LEAST_GROWING_PARTS = 8
-"""Number of parts in which the count must grow: a full cache of open files, or a started pool, is no leak."""
 
 
 class LimitTrend:
@@ -37,8 +33,7 @@ class LimitTrend:
         if len(self._points) <= PARTS or used < USED * most:
             return None
         (first_step, first), (last_step, last) = self._points[0], self._points[-1]
-        bounds = [self._points[round(part * (len(self._points) - 1) / PARTS)][1] for part in range(PARTS + 1)]
-        growing = sum(later > earlier for earlier, later in pairwise(bounds))
+        growing = count_growing_parts([count for _, count in self._points])
         if last - first < GROWN * most or growing < LEAST_GROWING_PARTS or last_step == first_step:
             return None
         per_step = (last - first) / (last_step - first_step)
@@ -55,6 +50,5 @@ class LimitTrend:
                 "used": used,
                 "limit": most,
             },
-            CATALOGUE["SF207"].fix,
             confidence=0.9,
         )

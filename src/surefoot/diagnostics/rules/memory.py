@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from surefoot.diagnostics.monitor.object_census import Census
-from surefoot.diagnostics.rules.leak_trend import MOST_STEPS, PARTS, WARMUP_STEPS, steady_growth
-from surefoot.findings import CATALOGUE, Finding
+from surefoot.diagnostics.rules.leak_trend import MOST_STEPS, WARMUP_STEPS, steady_growth
+from surefoot.findings import Finding
 
 SUSPECTED = 0.5
 """Share of the evidence of a leak from which counting Python's objects is worthwhile."""
@@ -29,13 +29,13 @@ OWNED = 0.3
 class Owner:
     """The Python objects whose memory grows."""
 
-    what: str
+    description: str
     """Description in a sentence."""
     evidence: str
     """Description as evidence."""
 
 
-UNCOUNTED = Owner("its Python objects are too many to count", "not counted: there are too many")
+UNCOUNTED = Owner("it has too many Python objects to count them", "not counted: there are too many")
 
 
 class MemoryTrend:
@@ -92,21 +92,16 @@ class MemoryTrend:
                 for phase, size in grown_in.items():
                     by_phase[phase] += size
         phase = max(by_phase, key=lambda name: by_phase[name])
-        per_step = growth.grown / (growth.last_step - growth.first_step)
         return Finding(
             "SF202",
-            f"memory of rank {self._rank} grows by {per_step / 2**20:.2f} MiB a step, "
-            f"{min(1.0, by_phase[phase] / growth.grown):.0%} of it in {phase}"
-            f"{f'; {owner.what}' if owner else ''}{growth.forecast(room_bytes)}",
+            f"memory of rank {self._rank} grows by {growth.speed}, "
+            f"{min(1.0, by_phase[phase] / growth.grown_bytes):.0%} of it in {phase}"
+            f"{f'; {owner.description}' if owner else ''}{growth.forecast(room_bytes)}",
             {
-                "rank": self._rank,
-                "steps": f"{growth.first_step} to {growth.last_step}",
-                "anonymous_memory": f"{growth.first_bytes / 2**20:.0f} -> {growth.last_bytes / 2**20:.0f} MiB",
-                "grown_in": f"{growth.growing_parts} of {PARTS} parts of these steps",
+                **growth.as_evidence(self._rank, "anonymous_memory"),
                 "phase": phase,
                 **({"objects": owner.evidence} if owner else {}),
             },
-            f"Look at what {phase} keeps from step to step: tensors with their graphs, lists, caches without a limit.",
             confidence=0.9,
         )
 
@@ -122,11 +117,14 @@ def name_owner(before: Census | None, after: Census | None) -> Owner | None:
     if before is None or after is None:
         return None
     grown = after.anonymous_bytes - before.anonymous_bytes
-    growth_by_kind = {kind: (count - before.kinds.get(kind, (0, 0))[0], size - before.kinds.get(kind, (0, 0))[1])
-            for kind, (count, size) in after.kinds.items()}  # fmt: skip
-    kind, (count, size) = max(growth_by_kind.items(), key=lambda item: item[1][1], default=("", (0, 0)))
+    gains = {}
+    for kind, (count, size) in after.kinds.items():
+        count_before, size_before = before.kinds.get(kind, (0, 0))
+        gains[kind] = (size - size_before, count - count_before)
+    kind = max(gains, key=lambda name: gains[name][0], default="")
+    size, count = gains.get(kind, (0, 0))
     if size < OWNED * grown or size <= 0:
-        return Owner("no kind of Python's objects has grown by it: native code keeps it", "none has grown as much")
+        return Owner("no kind of Python object has grown as much: native code holds it", "none has grown as much")
     held_before = {(holder.identity, holder.kind): holder.held_bytes for holder in before.holders}
     gain = {holder: holder.held_bytes - held_before.get((holder.identity, holder.kind), 0) for holder in after.holders}
     holder = max(gain, key=lambda item: gain[item], default=None)
@@ -161,7 +159,6 @@ def find_replicated_load(loads: Mapping[int, Mapping[str, float]], limit_bytes: 
             "of_gib": round(limit_bytes / 2**30, 1),
             "peaks_gib": ", ".join(f"{full[rank]['peak'] / 2**30:.1f}" for rank in sorted(full)),
         },
-        CATALOGUE["SF206"].fix,
         confidence=0.8,
     )
 
@@ -176,18 +173,10 @@ def find_growing_helpers(
     growth = steady_growth(points)
     if growth is None or growth.last_step == growth.first_step:
         return None
-    per_step = growth.grown / (growth.last_step - growth.first_step)
     return Finding(
         "SF208",
-        f"memory of the {len(names)} processes that rank {rank} started grows by {per_step / 2**20:.2f} MiB a step"
+        f"memory of the {len(names)} processes that rank {rank} started grows by {growth.speed}"
         f"{growth.forecast(room_bytes)}",
-        {
-            "rank": rank,
-            "steps": f"{growth.first_step} to {growth.last_step}",
-            "anonymous_memory": f"{growth.first_bytes / 2**20:.0f} -> {growth.last_bytes / 2**20:.0f} MiB",
-            "grown_in": f"{growth.growing_parts} of {PARTS} parts of this time",
-            "processes": ", ".join(sorted(set(names))),
-        },
-        CATALOGUE["SF208"].fix,
+        {**growth.as_evidence(rank, "anonymous_memory"), "processes": ", ".join(sorted(set(names)))},
         confidence=0.8,
     )

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
-from surefoot.findings import CATALOGUE, Finding
+from surefoot.findings import Finding
 
 LEAST_STEPS = 20
 """Number of first steps in which a new peak means nothing."""
@@ -77,6 +77,5 @@ class Peaks:
                 "peak_gib": f"{before / 2**30:.2f} -> {after / 2**30:.2f}",
                 "room_gib": round(room_bytes / 2**30, 2),
             },
-            CATALOGUE["SF205"].fix,
             confidence=0.9 if large else 0.6,
         )

@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import isfinite
 from statistics import median
 
-from surefoot.findings import CATALOGUE, Finding
+from surefoot.findings import Finding
 
 BEFORE_STEPS = 30
 """Number of calm steps before a jump."""
@@ -88,7 +88,7 @@ def _find_jump(steps: Sequence[_Step]) -> Finding | None:
     return Finding(
         "SF403",
         f"the loss has jumped from {usual:.3f} to {now:.3f} at step {after[0].step} and stays there; gradients were "
-        f"{at_jump / max(usual_norm, 1e-30):.0f} times as large as usual when it did",
+        f"{at_jump / max(usual_norm, 1e-30):.0f} times as large as usual then",
         {
             "step": after[0].step,
             "loss_before": round(usual, 4),
@@ -96,7 +96,6 @@ def _find_jump(steps: Sequence[_Step]) -> Finding | None:
             "grad_norm_before": round(usual_norm, 4),
             "grad_norm_at_the_jump": round(at_jump, 4),
         },
-        CATALOGUE["SF403"].fix,
         confidence=0.8,
     )
 
@@ -128,7 +127,6 @@ def _find_rise_with_rate(steps: Sequence[_Step]) -> Finding | None:
             "loss": " -> ".join(f"{loss:.3f}" for loss in losses[low:]),
             "learning_rate": f"{before:.2e} -> {now:.2e}",
         },
-        CATALOGUE["SF406"].fix,
         confidence=0.7,
     )
 
@@ -148,7 +146,6 @@ def _find_collapse(step: int, values: Mapping[str, float]) -> Finding | None:
         f"in MoE layer {values['layer']:.0f} nearly every token chooses the same experts: as many as one chooses got "
         f"{share:.0%} of all rows up to step {step}, where {even:.0%} would be even",
         {"step": step, "layer": round(values["layer"]), "share": round(share, 3), "even_share": round(even, 3)},
-        CATALOGUE["SF404"].fix,
     )
 
 
@@ -160,5 +157,4 @@ def _find_unused_experts(step: int, values: Mapping[str, float]) -> Finding | No
         f"{values['silent']:.0f} experts that were used before got no token in the steps up to {step}, in which each "
         f"would have got {values['rows']:.0f} if all were used evenly",
         {"step": step, "experts_without_a_token": round(values["silent"]), "rows_if_even": round(values["rows"])},
-        CATALOGUE["SF405"].fix,
     )

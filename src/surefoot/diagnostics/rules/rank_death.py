@@ -44,8 +44,6 @@ def find_death(
             "SF201",
             f"{who} {how}{where}. The kernel killed it because {limit} memory{spike}",
             {**evidence, **sizes},
-            "Lower per_device_train_batch_size or max_length, set gradient_checkpointing: true or zero_stage: 3, or "
-            "give the job more memory.",
         )
     inside = main_thread(last_stacks)[:1]
     if "SIGABRT" in how and inside and inside[0].file.endswith("distributed_c10d.py"):
@@ -55,31 +53,26 @@ def find_death(
             f"{who} {how}{where}, inside {inside[0].function} {location(last_stacks)}: gloo aborts when another "
             "rank sent more than this one expected",
             {**evidence, "collective": inside[0].function, "line": location(last_stacks)},
-            "All ranks must call a collective with the same size: no shape that depends on a rank's own data.",
+            "Call the collective with the same size on all ranks: no shape may depend on a rank's own data.",
             confidence=0.7,
         )
-    why = ". Whether for memory cannot be told here: the kernel's count of its cgroup is not readable"
-    if for_memory is not None:
-        why = ". No memory limit of its cgroup was reached; was it killed by hand, or by the scheduler?"
-    is_kill = "SIGKILL" in how
-    return Finding(
-        "SF101",
-        f"{who} {how}{where}{why if is_kill else ''}",
-        evidence,
-        "Look at what it printed last, and at who may have killed it: the scheduler, a person, the kernel (dmesg)."
-        if is_kill
-        else "Look at what it printed last; native code that aborts leaves its stack in events/rank-NNNNN.stacks.",
-        confidence=1.0 if for_memory is not None or not is_kill else 0.8,
-    )
+    why, confidence = "", 1.0
+    if "SIGKILL" in how and for_memory is None:
+        why = ". Whether memory was the reason is unknown: the kernel's count of such kills is not readable"
+        confidence = 0.8
+    elif "SIGKILL" in how:
+        why = ". It did not reach the memory limit of its cgroup, so a person or the scheduler may have killed it"
+    return Finding("SF101", f"{who} {how}{where}{why}", evidence, confidence=confidence)
 
 
 def _describe_batch(entries: Sequence[Entry]) -> tuple[str, dict[str, int]]:
     """Return (the peculiarity of its current batch, the tokens of that batch and of the usual one)."""
     batches = [entry for entry in entries if entry.kind == "batch" and entry.values]
     tokens = [entry.values["tokens"] for entry in batches]
-    has_ended = any(entry.kind == "step" and entry.step == _find_last_step(entries) for entry in entries)
+    last_step = _find_last_step(entries) if entries else 0
+    has_ended = any(entry.kind == "step" and entry.step == last_step for entry in entries)
     # Other trainers report a batch at its end.
-    if len(batches) < 2 or has_ended or batches[-1].step != _find_last_step(entries):
+    if len(batches) < 2 or has_ended or batches[-1].step != last_step:
         return "", {}
     usual = median(tokens[:-1])
     sizes = {"tokens_of_its_batch": round(tokens[-1]), "usual_tokens": round(usual)}
