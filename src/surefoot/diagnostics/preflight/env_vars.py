@@ -4,10 +4,10 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 
-from surefoot.diagnostics.preflight.check import Check, CheckContext, fail, ok
-from surefoot.diagnostics.preflight.gpus import peers
+from surefoot.diagnostics.preflight.check import CheckContext, Result, fail, ok, run_check
+from surefoot.diagnostics.preflight.gpus import check_peers
 from surefoot.diagnostics.preflight.known_issues import is_workaround
-from surefoot.diagnostics.preflight.system import io_memory_mapping
+from surefoot.diagnostics.preflight.system import check_iommu
 
 NCCL = frozenset(
     """
@@ -161,9 +161,9 @@ VALUES: Mapping[str, tuple[str, str]] = {
 """Variable -> (pattern of its valid values, the same in words). Other values are ignored or misread."""
 
 
-def variables(context: CheckContext) -> Check:
+def check_variables(context: CheckContext) -> Result:
     """Check for names that no library reads, invalid values, and variables that make every run slow."""
-    name, environment = "environment variables", context.machine.environment
+    environment = context.machine.environment
     problems = [*_find_misspelled_names(environment), *_find_invalid_values(environment)]
     slow = [
         variable
@@ -174,7 +174,7 @@ def variables(context: CheckContext) -> Check:
         summary = "; ".join(f"{variable}={environment[variable]}: {SLOW[variable]}" for variable in slow)
         problems.append((summary, f"unset {' '.join(slow)}, unless a fault is looked for."))
     if problems:
-        return fail(name, "SF710", "; ".join(cause for cause, _ in problems), fix=" ".join(fix for _, fix in problems))
+        return fail("SF710", "; ".join(cause for cause, _ in problems), fix=" ".join(fix for _, fix in problems))
     set_variables = [
         variable for variable in environment if variable.startswith(("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_"))
     ]
@@ -184,14 +184,14 @@ def variables(context: CheckContext) -> Check:
         if (prefix := _find_prefix(variable)) and variable.removeprefix(prefix) not in NAMES_BY_PREFIX[prefix][0]
     ]
     summary = f"; not known here: {', '.join(unknown)}" if unknown else ""
-    return ok(name, f"set: {', '.join(set_variables) if set_variables else 'none'}{summary}")
+    return ok(f"set: {', '.join(set_variables) if set_variables else 'none'}{summary}")
 
 
 def _is_needed(variable: str, context: CheckContext) -> bool:
     """Return whether this machine needs a variable that makes other machines slow."""
     if is_workaround(context, variable):
         return True
-    checks = (io_memory_mapping(context), peers(context))
+    checks = [run_check("IOMMU", check_iommu, context), run_check("GPU to GPU", check_peers, context)]
     return variable == "NCCL_P2P_DISABLE" and any(check.finding is not None for check in checks)
 
 

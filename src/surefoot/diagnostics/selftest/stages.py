@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from surefoot.diagnostics.selftest import collectives, connectivity
-from surefoot.diagnostics.selftest.report import Report
-from surefoot.diagnostics.selftest.results import checks_of
+from surefoot.diagnostics.selftest.results import Report, checks_of
 from surefoot.distributed.listening import is_one_machine
 from surefoot.distributed.process_group import gpu_of
 from surefoot.distributed.store import shared_store
