@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 import psutil
 
 from surefoot.config import load_config
-from surefoot.diagnostics.fault_injection import FAULTS, VARIABLE
+from surefoot.diagnostics.fault_injection import FAULTS
+from surefoot.diagnostics.monitor.observers import FAULT_VARIABLE
 from surefoot.errors import ConfigError
 from surefoot.system.process import PYTHON
 
@@ -187,7 +188,7 @@ def strike(
     with open(folder / "output", "w") as output, limited(kind) as inside:
         run = subprocess.Popen(
             [*inside, *PYTHON, "-m", "surefoot", "train", str(folder / "run.json"), *overrides],
-            env={**os.environ, VARIABLE: f"{kind}:{rank}:{step}:{struck}", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, FAULT_VARIABLE: f"{kind}:{rank}:{step}:{struck}", "OMP_NUM_THREADS": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,
         )

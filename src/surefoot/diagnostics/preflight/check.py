@@ -103,10 +103,6 @@ class NotApplicable(Exception):
     """A check does not apply to this machine and run; the text is the reason."""
 
 
-CheckFunction = Callable[[CheckContext], Result]
-"""Raises: NotApplicable."""
-
-
 def run_check(name: str, check: Callable[..., Result], *arguments: Any) -> Check:
     """Run a check and return its result with its name."""
     try:

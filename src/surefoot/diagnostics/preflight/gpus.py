@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from surefoot.diagnostics.preflight.check import CheckContext, CheckFunction, NotApplicable, Result, fail, ok
+from surefoot.diagnostics.preflight.check import CheckContext, NotApplicable, Result, fail, ok
 from surefoot.system.machine import Gpu
 from surefoot.system.nvml import BETWEEN, is_at, visible
 
@@ -23,7 +23,7 @@ BROKEN_PEERS = ("chipset", "I/O hub", "disabled")
 """Reasons why GPUs that support peer-to-peer cannot use it. Other reasons mean that they never support it."""
 
 
-def _check_errors(context: CheckContext) -> Result:
+def check_errors(context: CheckContext) -> Result:
     """Check for memory that lost data, rows that could not be replaced, and errors in the kernel's log."""
     cards = _require_gpus(context)
     problems = []
@@ -42,7 +42,7 @@ def _check_errors(context: CheckContext) -> Result:
     return ok(f"none{f'; the kernel log cannot be read: {log}' if log else ''}")
 
 
-def _check_clocks(context: CheckContext) -> Result:
+def check_clocks(context: CheckContext) -> Result:
     cards = _require_gpus(context)
     problems = [problem for card in cards for problem in _find_clock_problems(card)]
     if problems:
@@ -62,7 +62,7 @@ def _find_clock_problems(card: Gpu) -> Iterator[str]:
         yield f"GPU {card.index} has {temperature_c} °C and slows down at {slowdown_c} °C"
 
 
-def _check_nvlink(context: CheckContext) -> Result:
+def check_nvlink(context: CheckContext) -> Result:
     """Check for NVLinks that are down, and for GPUs that are not yet registered with the switches."""
     cards = _require_gpus(context)
     # Ports without a bridge are down on healthy cards too, so the expected number is the most that a card of this kind
@@ -92,7 +92,7 @@ def _count_board_links(name: str) -> int:
     return 0 if NOT_JOINED.search(name) else next((count for kind, count in LINKS if kind in name), 0)
 
 
-def _check_pcie(context: CheckContext) -> Result:
+def check_pcie(context: CheckContext) -> Result:
     cards = _require_gpus(context)
     problems = [problem for card in cards for problem in _find_pcie_problems(card)]
     if problems:
@@ -127,7 +127,7 @@ def check_peers(context: CheckContext) -> Result:
     return ok(summary + between if ways else summary)
 
 
-def _check_free_memory(context: CheckContext) -> Result:
+def check_free_memory(context: CheckContext) -> Result:
     """Check that nothing else uses the memory of the GPUs before the run starts."""
     occupied = [
         f"GPU {card.index}: {card.memory_used_bytes / GIB:.1f} of {card.memory_bytes / GIB:.0f} GiB"
@@ -168,13 +168,3 @@ def select_gpus(context: CheckContext) -> list[Gpu]:
     visible_devices = context.machine.environment.get("CUDA_VISIBLE_DEVICES")
     cards = [cards[number] for number in visible(visible_devices, [card.uuid for card in cards])]
     return cards[: context.local_ranks] if context.run is not None else cards
-
-
-CHECKS: dict[str, CheckFunction] = {
-    "GPU errors": _check_errors,
-    "GPU clocks": _check_clocks,
-    "NVLink": _check_nvlink,
-    "PCIe": _check_pcie,
-    "GPU to GPU": check_peers,
-    "GPUs are free": _check_free_memory,
-}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from surefoot.config import RunConfig
-from surefoot.diagnostics.preflight.check import CheckContext, CheckFunction, NotApplicable, Result, fail, ok
+from surefoot.diagnostics.preflight.check import CheckContext, NotApplicable, Result, fail, ok
 from surefoot.diagnostics.preflight.gpus import select_gpus
 from surefoot.diagnostics.preflight.model_size import Weights, weights_of
 from surefoot.models.resolve_model import folder_here, may_be_fetched
@@ -27,7 +27,7 @@ PLAN_IT = (
 
 
 def read_weights(run: RunConfig) -> Weights | None:
-    """Return the model's weights, or None if they are not here or damaged, which `_check_model` reports."""
+    """Return the model's weights, or None if they are not here or damaged, which `check_model` reports."""
     folder = folder_here(run.model)
     try:
         return weights_of(folder) if folder is not None else None
@@ -52,7 +52,7 @@ def format_ranks(count: int) -> str:
     return f"{count} rank{'s' if count > 1 else ''}"
 
 
-def _check_model(context: CheckContext) -> Result:
+def check_model(context: CheckContext) -> Result:
     """Check that the files of a model that is on this machine are complete."""
     run, where = context.require_run(), context.where("model")
     folder = folder_here(run.model)
@@ -71,7 +71,7 @@ def _check_model(context: CheckContext) -> Result:
     return ok(f"{weights.parameters / 1e9:.2f} G parameters, {weights.bytes / GIB:.1f} GiB, files are whole")
 
 
-def _check_device_memory(context: CheckContext) -> Result:
+def check_device_memory(context: CheckContext) -> Result:
     """Check the least that a rank must hold on its GPU between two steps against the smallest GPU of the run."""
     run = context.require_run()
     if not context.is_on_gpus:
@@ -92,7 +92,7 @@ def smallest_gpu_bytes(context: CheckContext) -> int | None:
     return min((card.memory_bytes for card in select_gpus(context) if card.memory_bytes), default=None)
 
 
-def _check_host_memory(context: CheckContext) -> Result:
+def check_host_memory(context: CheckContext) -> Result:
     """Check the least that a run must hold in the memory of this machine against what is free."""
     run, machine = context.require_run(), context.machine
     is_on_gpus = context.is_on_gpus or run.device == "cuda"
@@ -190,10 +190,3 @@ def _has_checkpoint_copy(run: RunConfig) -> bool:
     """Return whether steps follow a first checkpoint, whose buffer stays allocated. Adapters are too small to count."""
     saves_again = run.save_steps and (run.max_steps is None or run.max_steps > run.save_steps)
     return run.tuning == "full" and bool(saves_again)
-
-
-CHECKS: dict[str, CheckFunction] = {
-    "model": _check_model,
-    "device memory": _check_device_memory,
-    "host memory": _check_host_memory,
-}

@@ -3,7 +3,7 @@
 import ipaddress
 from collections.abc import Mapping, Sequence
 
-from surefoot.diagnostics.preflight.check import CheckContext, CheckFunction, NotApplicable, Result, fail, ok
+from surefoot.diagnostics.preflight.check import CheckContext, NotApplicable, Result, fail, ok
 from surefoot.system.machine import ELSEWHERE, LISTENS, Interface, Port
 
 NAMING = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_OOB_NET_IFNAME")
@@ -14,7 +14,7 @@ GLOO_NAMES = (
 )
 
 
-def _check_host_name(context: CheckContext) -> Result:
+def check_host_name(context: CheckContext) -> Result:
     host, addresses = context.machine.host, context.machine.host_addresses
     if not addresses:
         why = context.machine.unknown.get("host_addresses", "it has none")
@@ -38,7 +38,7 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
-def _check_interfaces(context: CheckContext) -> Result:
+def check_interfaces(context: CheckContext) -> Result:
     present = context.machine.interfaces
     if not present:
         raise NotApplicable(context.machine.unknown.get("interfaces", "none"))
@@ -110,7 +110,7 @@ def _can_reach_other_machines(name: str, interface: Interface) -> bool:
     return not is_inside and not name.startswith(("docker", "veth", "virbr", "br-"))
 
 
-def _check_infiniband(context: CheckContext) -> Result:
+def check_infiniband(context: CheckContext) -> Result:
     environment = context.machine.environment
     if not context.machine.ports:
         raise NotApplicable("no device")
@@ -175,7 +175,7 @@ def _describe_small_mtus(context: CheckContext, names: Sequence[str]) -> str:
     )
 
 
-def _check_peer_memory(context: CheckContext) -> Result:
+def check_peer_memory(context: CheckContext) -> Result:
     is_loaded = context.machine.peer_memory
     if is_loaded is None:
         raise NotApplicable("needs a GPU and an InfiniBand or RoCE card")
@@ -184,7 +184,7 @@ def _check_peer_memory(context: CheckContext) -> Result:
     return ok("by DMA-BUF or nvidia_peermem" if is_loaded else "not loaded; only several machines need it")
 
 
-def _check_rendezvous(context: CheckContext) -> Result:
+def check_rendezvous(context: CheckContext) -> Result:
     endpoint = context.run.rdzv_endpoint if context.run is not None else None
     if endpoint is None or context.nodes == 1:
         raise NotApplicable("only runs of several machines need it")
@@ -204,12 +204,3 @@ def _check_rendezvous(context: CheckContext) -> Result:
     if LISTENS in state:
         return fail("SF737", f"{endpoint} is {state}", endpoint=endpoint)
     return ok(state)
-
-
-CHECKS: dict[str, CheckFunction] = {
-    "host name": _check_host_name,
-    "interfaces": _check_interfaces,
-    "InfiniBand": _check_infiniband,
-    "GPU memory for network cards": _check_peer_memory,
-    "rdzv_endpoint": _check_rendezvous,
-}

@@ -8,7 +8,7 @@ from surefoot.config import RolloutConfig, RunConfig, vllm_settings
 from surefoot.config.vllm_args import SMALLER, memory_share, pipeline_parallel, tensor_parallel, value_of
 from surefoot.data.conversation import TEXT_BESIDE_IMAGES_TOKENS
 from surefoot.diagnostics.preflight import memory
-from surefoot.diagnostics.preflight.check import CheckContext, CheckFunction, NotApplicable, Result, fail, ok
+from surefoot.diagnostics.preflight.check import CheckContext, NotApplicable, Result, fail, ok
 from surefoot.diagnostics.preflight.memory import CHECKPOINT_BYTES, GIB, HALF_BYTES, PLAN_IT, format_ranks
 from surefoot.diagnostics.preflight.system import LEAST_INODES
 from surefoot.models.resolve_model import folder_here, longest_context
@@ -19,7 +19,7 @@ MOST_SHARED = 0.7
 """Largest share of a GPU for a rollout server that leaves room to train: an estimate; `surefoot plan` is exact."""
 
 
-def _check_devices(context: CheckContext) -> Result:
+def check_devices(context: CheckContext) -> Result:
     run, gpus = context.run, context.gpus
     if run is None:
         if gpus:
@@ -38,7 +38,7 @@ def _check_devices(context: CheckContext) -> Result:
     return ok(f"{format_ranks(ranks)} on {gpus} GPU{'s' if gpus > 1 else ''}")
 
 
-def _check_checkpoints(context: CheckContext) -> Result:
+def check_checkpoints(context: CheckContext) -> Result:
     """Check the size of what a run will write against what is free."""
     run, disk = context.require_run(), context.machine.output
     if disk is None:
@@ -97,7 +97,7 @@ def _list_checkpoints(run: RunConfig) -> list[Path]:
     return list((run.run_folder / "checkpoints").glob("step-*"))
 
 
-def _check_rollout_server(context: CheckContext) -> Result:
+def check_rollout_server(context: CheckContext) -> Result:
     """Check the memory that a vLLM server and training need on the GPUs that they share."""
     run = vllm_settings(context.run)
     if run is None:
@@ -148,7 +148,7 @@ def _find_memory_conflict(context: CheckContext, run: RolloutConfig, share: floa
     return ""
 
 
-def _check_rollout_precision(context: CheckContext) -> Result:
+def check_rollout_precision(context: CheckContext) -> Result:
     """Check that a server does not compute in float16 a model that was trained in bfloat16."""
     run = vllm_settings(context.run)
     if run is None or not run.starts_server:
@@ -168,7 +168,7 @@ def _check_rollout_precision(context: CheckContext) -> Result:
     return ok(requested or "as training computes")
 
 
-def _check_lengths(context: CheckContext) -> Result:
+def check_lengths(context: CheckContext) -> Result:
     """Check the longest sequence of a run against the number of positions of the model."""
     run = context.require_run()
     max_positions = longest_context(_read_text_config(run))
@@ -237,13 +237,3 @@ def _read_text_config(run: RunConfig) -> dict[str, Any]:
         return dict(config.get("text_config", config))
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
-
-
-CHECKS: dict[str, CheckFunction] = {
-    "devices": _check_devices,
-    **memory.CHECKS,
-    "checkpoints": _check_checkpoints,
-    "rollout server": _check_rollout_server,
-    "rollout precision": _check_rollout_precision,
-    "context": _check_lengths,
-}

@@ -8,15 +8,52 @@ from functools import partial
 from typing import Any
 
 from surefoot.config import LoadedConfig
-from surefoot.diagnostics.preflight import gpus, network, resources, system, versions
-from surefoot.diagnostics.preflight.check import Check, CheckContext, CheckFunction, Result, run_check
-from surefoot.diagnostics.preflight.slow_checks import CHECKS as SLOW_CHECKS
+from surefoot.diagnostics.preflight import env_vars, gpus, memory, network, resources, slow_checks, system, versions
+from surefoot.diagnostics.preflight.check import Check, CheckContext, Result, run_check
 from surefoot.errors import ConfigError
 from surefoot.system.deadline import Deadline, DeadlineExceeded
 from surefoot.system.machine import Snapshot
 from surefoot.system.machine_snapshot import collect
 
-CHECKS: Mapping[str, CheckFunction] = resources.CHECKS | versions.CHECKS | gpus.CHECKS | system.CHECKS | network.CHECKS
+CHECKS: Mapping[str, Callable[[CheckContext], Result]] = {
+    "devices": resources.check_devices,
+    "model": memory.check_model,
+    "device memory": memory.check_device_memory,
+    "host memory": memory.check_host_memory,
+    "checkpoints": resources.check_checkpoints,
+    "rollout server": resources.check_rollout_server,
+    "rollout precision": resources.check_rollout_precision,
+    "context": resources.check_lengths,
+    "versions": versions.check_versions,
+    "NCCL that is loaded": versions.check_loaded_nccl,
+    "environment variables": env_vars.check_variables,
+    "GPU errors": gpus.check_errors,
+    "GPU clocks": gpus.check_clocks,
+    "NVLink": gpus.check_nvlink,
+    "PCIe": gpus.check_pcie,
+    "GPU to GPU": gpus.check_peers,
+    "GPUs are free": gpus.check_free_memory,
+    "shared memory": system.check_shared_memory,
+    "locked memory": system.check_locked_memory,
+    "open files": system.check_open_files,
+    "processes and threads": system.check_processes,
+    "processors": system.check_processors,
+    "swap": system.check_swap,
+    "IOMMU": system.check_iommu,
+    "output_dir": system.check_storage,
+    "host name": network.check_host_name,
+    "interfaces": network.check_interfaces,
+    "InfiniBand": network.check_infiniband,
+    "GPU memory for network cards": network.check_peer_memory,
+    "rdzv_endpoint": network.check_rendezvous,
+}
+SLOW_CHECKS: Mapping[str, Callable[[CheckContext], Result]] = {
+    "resume": slow_checks.check_resume,
+    "schedule": slow_checks.check_schedule,
+    "chat template": slow_checks.check_chat_template,
+    "rollout server's own": slow_checks.check_server,
+}
+"""Name -> check, in the order of the report. A check raises NotApplicable."""
 WITHIN_S = 10.0
 """Deadline of all checks together; they start at the same time and may read files of the model."""
 SIGNS = {"ok": "ok     ", "warning": "WARNING", "failed": "FAILED ", "not applicable": "-      "}

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from surefoot.config import RolloutConfig, RunConfig, changed_fields, vllm_settings
-from surefoot.diagnostics.preflight.check import CheckContext, CheckFunction, NotApplicable, Result, fail, ok
+from surefoot.diagnostics.preflight.check import CheckContext, NotApplicable, Result, fail, ok
 from surefoot.diagnostics.preflight.model_size import read_header
 from surefoot.errors import CheckpointError, SurefootError
 from surefoot.models.resolve_model import folder_here
@@ -28,7 +28,7 @@ LEAST_VLLM = (0, 32)
 """Oldest vLLM version that was tested, 2026-11."""
 
 
-def _check_resume(context: CheckContext) -> Result:
+def check_resume(context: CheckContext) -> Result:
     """Check the checkpoint that the run would resume from: its files, and the settings it was written with."""
     run = context.require_run()
     if run.overwrite_output_dir or run.resume_from_checkpoint is False:
@@ -81,7 +81,7 @@ def _match_saved_settings(run: RunConfig, settings: Mapping[str, Any]) -> RunCon
     return run.model_copy(update={**values, **{name: settings[name] for name in automatic}})
 
 
-def _check_schedule(context: CheckContext) -> Result:
+def check_schedule(context: CheckContext) -> Result:
     """Check that the learning rate reaches the end of its warm-up."""
     run = context.run
     if run is None or not run.warmup_steps or run.max_steps is None:
@@ -99,7 +99,7 @@ def _check_schedule(context: CheckContext) -> Result:
     return ok(summary)
 
 
-def _check_chat_template(context: CheckContext) -> Result:
+def check_chat_template(context: CheckContext) -> Result:
     """Check that the assistant's part of a conversation can be located in what the chat template renders."""
     run = context.require_run()
     folder = folder_here(run.model)
@@ -124,7 +124,7 @@ def _check_chat_template(context: CheckContext) -> Result:
     return ok(f"of an answer it trains {trained_texts}")
 
 
-def _check_server(context: CheckContext) -> Result:
+def check_server(context: CheckContext) -> Result:
     """Check the variables and the version of a vLLM server that runs on this machine."""
     run = vllm_settings(context.run)
     if run is None:
@@ -211,11 +211,3 @@ def _read_listener_environment(port: int) -> dict[str, str] | None:
     except (psutil.Error, OSError):  # owned by another user, or exited
         pass
     return None
-
-
-CHECKS: dict[str, CheckFunction] = {
-    "resume": _check_resume,
-    "schedule": _check_schedule,
-    "chat template": _check_chat_template,
-    "rollout server's own": _check_server,
-}

@@ -1,6 +1,6 @@
 """Checks of the limits of the kernel and the container. Pure."""
 
-from surefoot.diagnostics.preflight.check import CheckContext, CheckFunction, NotApplicable, Result, fail, ok
+from surefoot.diagnostics.preflight.check import CheckContext, NotApplicable, Result, fail, ok
 from surefoot.diagnostics.preflight.gpus import has_full_nvlink, select_gpus
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -17,7 +17,7 @@ SLOW_WRITE_S = 1.0
 """Longest time to write 1 MiB before the file system is reported as slow."""
 
 
-def _check_shared_memory(context: CheckContext) -> Result:
+def check_shared_memory(context: CheckContext) -> Result:
     disk = context.machine.shared_memory
     if disk is None:
         raise NotApplicable(context.machine.unknown.get("shared_memory", "no /dev/shm"))
@@ -37,7 +37,7 @@ def _require_limit(context: CheckContext, name: str) -> int:
     return limit
 
 
-def _check_locked_memory(context: CheckContext) -> Result:
+def check_locked_memory(context: CheckContext) -> Result:
     limit = _require_limit(context, "memlock")
     summary = "no limit" if limit < 0 else f"{limit / MIB:.0f} MiB"
     if not context.machine.ports or not context.uses_nccl or context.nodes == 1:
@@ -47,21 +47,21 @@ def _check_locked_memory(context: CheckContext) -> Result:
     return ok(summary)
 
 
-def _check_open_files(context: CheckContext) -> Result:
+def check_open_files(context: CheckContext) -> Result:
     limit = _require_limit(context, "nofile")
     if 0 <= limit < LEAST_FILES:
         return fail("SF703", f"this process may have {limit} files open", nofile=limit)
     return ok(f"{limit if limit >= 0 else 'no limit'}")
 
 
-def _check_processes(context: CheckContext) -> Result:
+def check_processes(context: CheckContext) -> Result:
     limit = _require_limit(context, "nproc")
     if 0 <= limit < THREADS_OF_A_RANK * context.local_ranks:
         return fail("SF729", f"this user may have {limit} threads, for {context.local_ranks} ranks", nproc=limit)
     return ok(f"{limit if limit >= 0 else 'no limit'}")
 
 
-def _check_processors(context: CheckContext) -> Result:
+def check_processors(context: CheckContext) -> Result:
     cpus = context.machine.cpus
     if not cpus:
         raise NotApplicable(context.machine.unknown.get("cpus", "not known"))
@@ -81,7 +81,7 @@ def _check_processors(context: CheckContext) -> Result:
     return ok(f"{allowed:g} of {cpus['count']:g} CPUs")
 
 
-def _check_swap(context: CheckContext) -> Result:
+def check_swap(context: CheckContext) -> Result:
     memory = context.machine.memory_bytes
     if "swap_total" not in memory:
         raise NotApplicable(context.machine.unknown.get("memory_bytes", "not known"))
@@ -108,7 +108,7 @@ def check_iommu(context: CheckContext) -> Result:
     return ok(f"{iommu or 'not known'}; {'ACS cannot be read' if acs is None else 'no bridge redirects (ACS)'}")
 
 
-def _check_storage(context: CheckContext) -> Result:
+def check_storage(context: CheckContext) -> Result:
     disk = context.machine.output
     if disk is None:
         why = "no run is given" if context.run is None else context.machine.unknown.get("output", "not known")
@@ -125,15 +125,3 @@ def _check_storage(context: CheckContext) -> Result:
         cause = f"a mebibyte takes {disk.write_s:.1f} s to be written at {disk.path}"
         return fail("SF711", cause, write_s=round(disk.write_s, 2))
     return ok(f"{disk.free_bytes / GIB:.1f} GiB free on {disk.kind or 'a file system'} at {disk.path}")
-
-
-CHECKS: dict[str, CheckFunction] = {
-    "shared memory": _check_shared_memory,
-    "locked memory": _check_locked_memory,
-    "open files": _check_open_files,
-    "processes and threads": _check_processes,
-    "processors": _check_processors,
-    "swap": _check_swap,
-    "IOMMU": check_iommu,
-    "output_dir": _check_storage,
-}

@@ -1,7 +1,6 @@
 """Checks of package versions and of the libraries that the environment loads. Pure."""
 
-from surefoot.diagnostics.preflight.check import CheckContext, CheckFunction, NotApplicable, Result, fail, ok
-from surefoot.diagnostics.preflight.env_vars import check_variables
+from surefoot.diagnostics.preflight.check import CheckContext, NotApplicable, Result, fail, ok
 from surefoot.diagnostics.preflight.gpus import select_gpus
 from surefoot.diagnostics.preflight.known_issues import find_incompatible_pairs, find_known_issue, parse_version
 
@@ -16,7 +15,7 @@ LEAST_KERNEL = (5, 5)
 """Oldest kernel without known hangs. Source: huggingface/accelerate#1929, which also warns of older ones."""
 
 
-def _check_versions(context: CheckContext) -> Result:
+def check_versions(context: CheckContext) -> Result:
     installed, gpus = context.machine.versions, context.gpus
     uses_gpus = gpus > 0 and (context.run is None or context.run.device != "cpu")
     if uses_gpus and "cuda" not in installed and "torch" in installed:
@@ -84,7 +83,7 @@ def _is_compiled_for(capability: str, cuda: str) -> bool:
     return oldest <= parse_version(capability) and (newest is None or parse_version(capability)[0] <= newest[0])
 
 
-def _check_loaded_nccl(context: CheckContext) -> Result:
+def check_loaded_nccl(context: CheckContext) -> Result:
     """Check that no other NCCL is loaded instead of the one that torch came with."""
     environment = context.machine.environment
     if not context.uses_nccl:
@@ -107,10 +106,3 @@ def _check_loaded_nccl(context: CheckContext) -> Result:
             found=path,
         )
     return ok(f"torch's own, {context.machine.versions.get('nccl', 'version not known')}")
-
-
-CHECKS: dict[str, CheckFunction] = {
-    "versions": _check_versions,
-    "NCCL that is loaded": _check_loaded_nccl,
-    "environment variables": check_variables,
-}

@@ -108,9 +108,7 @@ def _measure_clock_offset(context: RankContext) -> Any:
 
 def _connect_machines(context: RankContext) -> Any:
     """Connect from each machine to each other one. Returns rank -> why it was not reached."""
-    if not context.is_first_here:
-        return {}
-    if len(context.firsts) == 1:
+    if not context.is_first_here or len(context.firsts) == 1:
         return {}
     addresses = connectivity.listening_addresses(os.environ, context.rdzv_endpoint)
     context.listener = connectivity.Listener(context.rank, addresses)
