@@ -194,13 +194,9 @@ def check_rendezvous(context: CheckContext) -> Result:
         return fail("SF712", f"the host of {endpoint} is not known here: {why}", endpoint=endpoint)
     host = endpoint.rpartition(":")[0]
     if host == "localhost" or _is_loopback(host):
-        return fail(
-            "SF704",
-            f"{endpoint} is each machine itself, and {context.nodes} machines are to meet there: each would wait for "
-            "the others alone",
-            fix="Give the first machine's address in the network between them.",
-            endpoint=endpoint,
-        )
+        meeting = f"{context.nodes} machines are to meet there: each would wait for the others alone"
+        fix = "Give the first machine's address in the network between them."
+        return fail("SF704", f"{endpoint} is each machine itself, and {meeting}", fix=fix, endpoint=endpoint)
     if LISTENS in state:
         return fail("SF737", f"{endpoint} is {state}", endpoint=endpoint)
     return ok(state)

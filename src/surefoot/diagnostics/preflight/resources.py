@@ -46,13 +46,9 @@ def check_checkpoints(context: CheckContext) -> Result:
     num_checkpoints, count_text = _count_new_checkpoints(run)
     files = num_checkpoints * (FILES + FILES_OF_A_RANK * run.nproc_per_node * run.nnodes)
     if LEAST_INODES <= disk.free_inodes < files:  # `output_dir` reports fewer free inodes for any run
-        return fail(
-            "SF711",
-            f"{count_text} are {files} files, and {disk.free_inodes} may still be made at {disk.path}",
-            needed_files=files,
-            free_inodes=disk.free_inodes,
-            where=context.where("save_total_limit", "save_steps"),
-        )
+        cause = f"{count_text} are {files} files, and {disk.free_inodes} may still be made at {disk.path}"
+        where = context.where("save_total_limit", "save_steps")
+        return fail("SF711", cause, needed_files=files, free_inodes=disk.free_inodes, where=where)
     weights = memory.require_weights(run)
     if run.tuning != "full":
         raise NotApplicable("adapters are small")
@@ -68,15 +64,9 @@ def check_checkpoints(context: CheckContext) -> Result:
     needed = num_checkpoints * checkpoint_bytes + weights.bytes + policy_bytes
     if needed > disk.free_bytes:
         first_bytes = min(num_checkpoints, 1) * checkpoint_bytes
-        is_begun = bool(_list_checkpoints(run))
-        return fail(
-            "SF717",
-            summary,
-            is_fatal=not is_begun and max(first_bytes, weights.bytes) > disk.free_bytes,
-            needed_bytes=needed,
-            free_bytes=disk.free_bytes,
-            where=context.where("save_total_limit"),
-        )
+        is_fatal = not _list_checkpoints(run) and max(first_bytes, weights.bytes) > disk.free_bytes
+        where = context.where("save_total_limit")
+        return fail("SF717", summary, is_fatal=is_fatal, needed_bytes=needed, free_bytes=disk.free_bytes, where=where)
     return ok(summary)
 
 
@@ -156,15 +146,12 @@ def check_rollout_precision(context: CheckContext) -> Result:
     requested, config = value_of(run.vllm_args, "--dtype"), _read_text_config(run)
     trained_dtype = config.get("dtype", config.get("torch_dtype"))
     if requested in ("float16", "half") and trained_dtype == "bfloat16":
-        return fail(
-            "SF720",
+        cause = (
             f"vllm_args say --dtype {requested}, and the model's config.json says bfloat16, whose numbers reach beyond "
-            "65504: activations overflow, and completions are not those of what is trained",
-            fix="Leave --dtype out: the server computes as training does.",
-            dtype=requested,
-            model_dtype=trained_dtype,
-            where=context.where("vllm_args"),
+            "65504: activations overflow, and completions are not those of what is trained"
         )
+        fix, where = "Leave --dtype out: the server computes as training does.", context.where("vllm_args")
+        return fail("SF720", cause, fix=fix, dtype=requested, model_dtype=trained_dtype, where=where)
     return ok(requested or "as training computes")
 
 
@@ -184,15 +171,11 @@ def check_lengths(context: CheckContext) -> Result:
     most_pixels, side = _read_image_limits(run)
     tokens = most_pixels // side**2
     if tokens > room and run.max_pixels is not None:
-        return fail(
-            "SF738",
-            f"an image of max_pixels={run.max_pixels} is up to {tokens} tokens, and {summary} hold none of them; "
-            "images are never cut",
-            fix=f"Lower max_pixels to {max(1, room) * side**2} or less, or raise {settings[0]}.",
-            image_tokens=tokens,
-            room=room,
-            where=context.where("max_pixels", *settings),
-        )
+        image = f"an image of max_pixels={run.max_pixels} is up to {tokens} tokens"
+        cause = f"{image}, and {summary} hold none of them; images are never cut"
+        fix = f"Lower max_pixels to {max(1, room) * side**2} or less, or raise {settings[0]}."
+        where = context.where("max_pixels", *settings)
+        return fail("SF738", cause, fix=fix, image_tokens=tokens, room=room, where=where)
     if longest > max_positions:
         cause, where = f"{summary}, and the model has positions for {max_positions}", context.where(*settings)
         return fail("SF738", cause, longest=longest, max_position_embeddings=max_positions, where=where)

@@ -88,14 +88,12 @@ def check_schedule(context: CheckContext) -> Result:
         raise NotApplicable("no warm-up of so many steps in a run of so many")
     summary = f"warmup_steps={run.warmup_steps}, of max_steps={run.max_steps}"
     if run.warmup_steps > run.max_steps:
-        return fail(
-            "SF720",
+        cause, where = (
             f"{summary}: the learning rate never reaches its peak",
-            fix="Lower warmup_steps, or take warmup_ratio, unless the run is only to be tried.",
-            where=context.where("warmup_steps", "max_steps"),
-            warmup_steps=run.warmup_steps,
-            max_steps=run.max_steps,
+            context.where("warmup_steps", "max_steps"),
         )
+        fix = "Lower warmup_steps, or take warmup_ratio, unless the run is only to be tried."
+        return fail("SF720", cause, fix=fix, where=where, warmup_steps=run.warmup_steps, max_steps=run.max_steps)
     return ok(summary)
 
 
@@ -163,12 +161,9 @@ def _check_running_server(context: CheckContext, run: RolloutConfig, address: st
         raise NotApplicable(f"the process that listens at port {port} may not be looked at")
     takes_adapters = server.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").lower() in ("1", "true")
     if run.tuning == "lora" and not takes_adapters:
-        return fail(
-            "SF710",
-            f"the server at {address} has no VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and will take no adapter",
-            fix="Start it anew with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment and --enable-lora.",
-            is_fatal=True,
-        )
+        cause = f"the server at {address} has no VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and will take no adapter"
+        fix = "Start it anew with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment and --enable-lora."
+        return fail("SF710", cause, fix=fix, is_fatal=True)
     local, ignored = context.machine.environment, MAY_DIFFER | SET_BY_A_RUN
     differing = [
         f"{name}={server.get(name, '(not set)')} there, {local.get(name, '(not set)')} here"
@@ -176,11 +171,9 @@ def _check_running_server(context: CheckContext, run: RolloutConfig, address: st
         if name.startswith(MACHINE_PREFIXES) and name not in ignored and local.get(name) != server.get(name)
     ]
     if differing:
-        return fail(
-            "SF710",
-            f"variables of the server at {address} are not those of the run: {', '.join(differing)}",
-            fix="Start both with the same, where a variable is about this machine and not about one of them.",
-        )
+        cause = f"variables of the server at {address} are not those of the run: {', '.join(differing)}"
+        fix = "Start both with the same, where a variable is about this machine and not about one of them."
+        return fail("SF710", cause, fix=fix)
     return ok(f"{address} has the variables of the run")
 
 

@@ -19,20 +19,16 @@ def check_versions(context: CheckContext) -> Result:
     installed, gpus = context.machine.versions, context.gpus
     uses_gpus = gpus > 0 and (context.run is None or context.run.device != "cpu")
     if uses_gpus and "cuda" not in installed and "torch" in installed:
-        return fail(
-            "SF709",
-            f"this machine has {gpus} GPUs, and torch {installed['torch']} was built without CUDA",
-            fix="pip install torch from PyPI or https://download.pytorch.org/whl for your CUDA; or device=cpu.",
-            torch=installed["torch"],
-        )
+        cause = f"this machine has {gpus} GPUs, and torch {installed['torch']} was built without CUDA"
+        fix = "pip install torch from PyPI or https://download.pytorch.org/whl for your CUDA; or device=cpu."
+        return fail("SF709", cause, fix=fix, torch=installed["torch"])
     pairs = list(find_incompatible_pairs(installed))
     if pairs:
-        conflicts = [" and ".join(f"{package} {installed[package]}" for package in pair.packages) for pair in pairs]
-        causes = [
-            f"{conflict} do not go together: {pair.what} ({pair.source})"
-            for conflict, pair in zip(conflicts, pairs, strict=True)
-        ]
-        return fail("SF709", "; ".join(causes), fix=" ".join(pair.fix for pair in pairs), found=conflicts)
+        conflicts = {
+            pair: " and ".join(f"{package} {installed[package]}" for package in pair.packages) for pair in pairs
+        }
+        cause = "; ".join(f"{text} do not go together: {pair.what} ({pair.source})" for pair, text in conflicts.items())
+        return fail("SF709", cause, fix=" ".join(pair.fix for pair in pairs), found=list(conflicts.values()))
     if context.is_on_gpus and (problem := _check_cuda(context)) is not None:
         return problem
     kernel = context.machine.kernel
@@ -90,12 +86,9 @@ def check_loaded_nccl(context: CheckContext) -> Result:
         raise NotApplicable("only runs of several GPUs use it")
     preloaded = [library for library in environment.get("LD_PRELOAD", "").split(":") if "nccl" in library]
     if preloaded:
-        return fail(
-            "SF709",
-            f"LD_PRELOAD puts {', '.join(preloaded)} before the NCCL that torch came with",
-            fix="unset LD_PRELOAD, unless it is meant: then all machines must have the same.",
-            LD_PRELOAD=environment["LD_PRELOAD"],
-        )
+        cause = f"LD_PRELOAD puts {', '.join(preloaded)} before the NCCL that torch came with"
+        fix = "unset LD_PRELOAD, unless it is meant: then all machines must have the same."
+        return fail("SF709", cause, fix=fix, LD_PRELOAD=environment["LD_PRELOAD"])
     if context.machine.other_nccl:
         path = context.machine.other_nccl[0]
         return fail(
