@@ -241,7 +241,7 @@ FAULTS: dict[str, Fault] = {
     "killed": Fault("SIGKILL", "forward", _send_signal(signal.SIGKILL), "SF101"),
     "aborted": Fault("SIGABRT", "backward", _send_signal(signal.SIGABRT), "SF101"),
     "crashed": Fault("SIGSEGV", "forward", _send_signal(signal.SIGSEGV), "SF101"),
-    "left": Fault("exit with status 3, without a word", "optimizer", lambda _: os._exit(3), "SF101"),
+    "left": Fault("exit with status 3 and no message", "optimizer", lambda _: os._exit(3), "SF101"),
     "left-quietly": Fault("exit with status 0, before the end", "optimizer", lambda _: os._exit(0), "SF101"),
     "stopped": Fault("SIGSTOP", "forward", _send_signal(signal.SIGSTOP), "SF102"),
     "stopped-in-collective": Fault("SIGSTOP before a collective", "communicate", _send_signal(signal.SIGSTOP), "SF102"),
@@ -250,8 +250,8 @@ FAULTS: dict[str, Fault] = {
     "sleeping-optimizer": Fault("a sleep in the optimizer", "optimizer", _sleep(LONG_S), "SF106"),
     "sleeping-save": Fault("a save that does not end", "save", _sleep(LONG_S), "SF106"),
     "spinning": Fault("a loop that does not end", "forward", _loop_forever, "SF106"),
-    "data-asleep": Fault("data that do not come", "wait for data", _sleep(LONG_S), "SF107"),
-    "data-blocked": Fault("a file system that does not answer", "wait for data", _block_on_pipe, "SF107"),
+    "data-asleep": Fault("data that never arrive", "wait for data", _sleep(LONG_S), "SF107"),
+    "data-blocked": Fault("a file system that does not respond", "wait for data", _block_on_pipe, "SF107"),
     "locked": Fault("a lock taken twice", "forward", _acquire_lock_twice, "SF109"),
     "dead-thread": Fault("a queue that no thread fills", "forward", lambda _: queue.Queue[int]().get(), "SF109"),
     "gil-held": Fault("native code that keeps Python's lock", "forward", _hold_gil, "SF109"),
@@ -262,9 +262,7 @@ FAULTS: dict[str, Fault] = {
     "other-order": Fault(
         "two groups in another order on one rank", "forward", _swap_groups, "SF105", False, on_all=True
     ),
-    "network-cut": Fault(
-        "a network that carries nothing any more", "forward", _cut_network, "SF108", False, on_all=True
-    ),
+    "network-cut": Fault("a network that drops everything", "forward", _cut_network, "SF108", False, on_all=True),
     "network-slow": Fault(
         "a network that is slow", "forward", _slow_network, "SF304", False, on_all=True, is_alone=True
     ),  # detected by cores that are free and not used

@@ -41,7 +41,7 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
     try:
         is_vision_model, sources = load_config(folder).model_type in VISION_MODEL_TYPES, sources_of(loaded, "dataset")
     except SurefootError as error:
-        raise NotApplicable(f"they cannot be looked at: {error}") from error
+        raise NotApplicable(f"they cannot be read: {error}") from error
     template, no_template_reason = None, ""
     try:
         template = open_template(run, load_run_tokenizer(run, folder))
@@ -64,7 +64,7 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
     except DataError as error:
         return fail("SF743", str(error), is_fatal=True, where=where)
     if not images:
-        raise NotApplicable("of what the run reads, no row is at the beginning of a file")
+        raise NotApplicable("the run reads no row from the beginning of a file")
     num_with_images, num_text_only = sum(count > 0 for count in images), sum(count == 0 for count in images)
     summary = f"{num_with_images} of {len(images)} have images"
     if num_with_images and not is_vision_model:
@@ -76,7 +76,7 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
         return ok(f"{num_text_only} read, all of them text")
     if not num_text_only:
         return ok(f"{summary}: all")
-    tower_note = "ranks that get text alone show the tower a blank image, so none waits"
+    tower_note = "ranks with text only give the vision tower a blank image, so no rank waits"
     return ok(f"{summary} and {num_text_only} are text: {tower_note}")
 
 
@@ -92,7 +92,7 @@ def load_run_tokenizer(run: RunConfig, folder: Path) -> PreTrainedTokenizerBase:
         tokenizer = load_tokenizer(folder)
     except SurefootError as error:
         if is_fetched:
-            raise NotApplicable(f"the tokenizer of {run.model} is not all here yet") from error
+            raise NotApplicable(f"the tokenizer of {run.model} is incomplete on this machine") from error
         raise
     has_template = tokenizer.chat_template is not None or run.chat_template is not None
     if is_fetched and not has_template and not (folder / "chat_template.jinja").is_file():

@@ -48,7 +48,7 @@ def check_clocks(context: CheckContext) -> Result:
     if problems:
         return fail("SF723", "; ".join(problems), cards=[card.index for card in cards])
     hottest = max((card.temperature_c for card in cards if card.temperature_c is not None), default=None)
-    return ok(f"nothing slows them down{f', the warmest has {hottest} °C' if hottest is not None else ''}")
+    return ok(f"nothing slows them down{f', the hottest has {hottest} °C' if hottest is not None else ''}")
 
 
 def _find_clock_problems(card: Gpu) -> Iterator[str]:
@@ -98,7 +98,7 @@ def check_pcie(context: CheckContext) -> Result:
     if problems:
         return fail("SF725", "; ".join(problems), cards=[card.index for card in cards])
     first = next((card for card in cards if card.pcie_width), None)
-    return ok(f"generation {first.pcie_most_generation}, {first.pcie_width} lanes" if first else "not told")
+    return ok(f"generation {first.pcie_most_generation}, {first.pcie_width} lanes" if first else "unknown")
 
 
 def _find_pcie_problems(card: Gpu) -> Iterator[str]:
@@ -114,7 +114,7 @@ def check_peers(context: CheckContext) -> Result:
     indices = {str(card.index) for card in _require_gpus(context)}
     pairs = {pair: how for pair, how in context.machine.peers.items() if set(pair.split("-")) <= indices}
     if not context.uses_nccl or context.local_ranks < 2 or not pairs:
-        raise NotApplicable("one GPU" if len(indices) < 2 else "not told, or the ranks do not use it")
+        raise NotApplicable("one GPU" if len(indices) < 2 else "unknown, or not used by the ranks")
     broken = {pair: how for pair, how in pairs.items() if any(word in how for word in BROKEN_PEERS)}
     if broken:
         pair, how = next(iter(broken.items()))
@@ -139,7 +139,7 @@ def check_free_memory(context: CheckContext) -> Result:
     ]
     if occupied:
         return fail("SF727", "; ".join(occupied), taken=occupied)
-    return ok("nothing else is on them")
+    return ok("no other process uses their memory")
 
 
 def _require_gpus(context: CheckContext) -> list[Gpu]:
@@ -147,7 +147,7 @@ def _require_gpus(context: CheckContext) -> list[Gpu]:
     if not context.machine.cards:
         raise NotApplicable(context.machine.unknown.get("cards", "no GPU here"))
     if "MIG-" in context.machine.environment.get("CUDA_VISIBLE_DEVICES", ""):
-        raise NotApplicable("parts of GPUs (MIG) are not judged")
+        raise NotApplicable("parts of GPUs (MIG) are not checked")
     cards = select_gpus(context)
     if not cards:
         raise NotApplicable("the run uses no GPU")

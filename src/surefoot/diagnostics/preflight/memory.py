@@ -39,7 +39,7 @@ def require_weights(run: RunConfig) -> Weights:
     """Return the model's weights. Raises: NotApplicable if they are not here or damaged."""
     weights = read_weights(run)
     if weights is None:
-        raise NotApplicable("the size of the model is not known")
+        raise NotApplicable("the size of the model is unknown")
     return weights
 
 
@@ -60,7 +60,7 @@ def check_model(context: CheckContext) -> Result:
         fix = "Give the folder of a model, or a name that the hub knows."
         return fail("SF718", f"{run.model}: no such folder", is_fatal=True, fix=fix, where=where)
     if folder is None:
-        raise NotApplicable(f"{run.model} is not here yet: it is fetched when the run starts")
+        raise NotApplicable(f"{run.model} is not here yet: the run fetches it when it starts")
     try:
         weights = weights_of(folder)
     except ValueError as error:
@@ -68,7 +68,7 @@ def check_model(context: CheckContext) -> Result:
         return fail("SF718", str(error), is_fatal=is_fatal, where=where)
     if weights is None:
         raise NotApplicable(f"no safetensors files in {run.model}")
-    return ok(f"{weights.parameters / 1e9:.2f} G parameters, {weights.bytes / GIB:.1f} GiB, files are whole")
+    return ok(f"{weights.parameters / 1e9:.2f} G parameters, {weights.bytes / GIB:.1f} GiB, files are complete")
 
 
 def check_device_memory(context: CheckContext) -> Result:
@@ -78,7 +78,7 @@ def check_device_memory(context: CheckContext) -> Result:
         raise NotApplicable("the run does not use GPUs")
     weights, gpu_bytes = require_weights(run), smallest_gpu_bytes(context)
     if gpu_bytes is None:
-        raise NotApplicable("no GPU tells its own")
+        raise NotApplicable("the memory of the GPUs is unknown")
     least, why = least_device_bytes(run, weights)
     summary = f"at least {least / GIB:.1f} GiB of the {gpu_bytes / GIB:.1f} GiB of a GPU: {why}"
     if least > gpu_bytes:
@@ -97,10 +97,10 @@ def check_host_memory(context: CheckContext) -> Result:
     run, machine = context.require_run(), context.machine
     is_on_gpus = context.is_on_gpus or run.device == "cuda"
     if is_on_gpus and run.offload is None and not _has_checkpoint_copy(run):
-        raise NotApplicable("what is trained lies on the GPUs")
+        raise NotApplicable("the training state is on the GPUs")
     weights, memory = require_weights(run), machine.memory_bytes
     if "available" not in memory:
-        raise NotApplicable(machine.unknown.get("memory_bytes", "not known"))
+        raise NotApplicable(machine.unknown.get("memory_bytes", "unknown"))
     free = memory["available"] + memory.get("swap_total", 0) - memory.get("swap_used", 0)
     free = min(free, memory.get("limit_left", free))
     least, why = _least_host_bytes(run, weights, is_on_gpus=is_on_gpus)
@@ -166,17 +166,17 @@ def _least_host_bytes(run: RunConfig, weights: Weights, *, is_on_gpus: bool) -> 
     if run.offload is not None and run.zero_stage < 3 and not is_full:
         ranks = format_ranks(local_ranks)
         least = parameters * HALF_BYTES * local_ranks // shards.weights
-        return least, f"{summary}, which each of {ranks} reads there before its GPU gets them"
+        return least, f"{summary}, which each of {ranks} reads into host memory before its GPU"
     if run.offload is not None:  # host memory holds the sharded training state, or frozen weights with stage 3
         state = parameters * (FP32_BYTES + STATE_BYTES if is_full else HALF_BYTES)
         pinned = (FP32_BYTES, FP32_BYTES) if is_full else (HALF_BYTES,)  # weights, gradients
         rounding = sum(weights.rounding_bytes(shards.sharded, size) for size in pinned)
-        copy_note = f", and {copy_bytes / GIB:.1f} GiB that checkpoints are copied to" if copy_bytes else ""
+        copy_note = f", and {copy_bytes / GIB:.1f} GiB for the copy of checkpoints" if copy_bytes else ""
         least = state * local_ranks // shards.sharded + rounding * local_ranks + copy_bytes
         return least, f"the state of {summary}, offloaded{copy_note}"
     if is_on_gpus:
         rounding = CHECKPOINT_BYTES // FP32_BYTES * weights.rounding_bytes(copy_shards, FP32_BYTES)
-        return copy_bytes + rounding * copied_shards, f"what checkpoints of {summary} are copied to"
+        return copy_bytes + rounding * copied_shards, f"the copy of checkpoints of {summary}"
     summary += f" on {format_ranks(local_ranks)}"
     weight_bytes = FP32_BYTES if is_full else element_bytes(run, is_on_gpus=False)
     least = parameters * weight_bytes * local_ranks // shards.weights + copy_bytes

@@ -26,7 +26,7 @@ def check_host_name(context: CheckContext) -> Result:
     if context.nodes > 1 and not is_named and all(_is_loopback(address) for address in addresses):
         # If the rendezvous is on this machine, all ranks of the run may be on it.
         is_fatal = context.machine.rendezvous.startswith(ELSEWHERE)
-        cause = f"{summary}: other machines are sent to themselves"
+        cause = f"{summary}: other machines would connect to themselves"
         return fail("SF704", cause, is_fatal=is_fatal, addresses=summary)
     return ok(summary)
 
@@ -191,10 +191,10 @@ def check_rendezvous(context: CheckContext) -> Result:
     state = context.machine.rendezvous
     if not state:
         why = context.machine.unknown.get("rendezvous", "not known")
-        return fail("SF712", f"the host of {endpoint} is not known here: {why}", endpoint=endpoint)
+        return fail("SF712", f"the host of {endpoint} cannot be resolved on this machine: {why}", endpoint=endpoint)
     host = endpoint.rpartition(":")[0]
     if host == "localhost" or _is_loopback(host):
-        meeting = f"{context.nodes} machines are to meet there: each would wait for the others alone"
+        meeting = f"{context.nodes} machines must meet there: each would wait for the others forever"
         fix = "Give the first machine's address in the network between them."
         return fail("SF704", f"{endpoint} is each machine itself, and {meeting}", fix=fix, endpoint=endpoint)
     if LISTENS in state:

@@ -24,14 +24,16 @@ def check_devices(context: CheckContext) -> Result:
     if run is None:
         if gpus:
             return ok(f"{gpus} GPUs")
-        raise NotApplicable("no GPU here, and no run is given")
+        raise NotApplicable("no GPU on this machine, and no run is given")
     ranks = run.nproc_per_node
     if run.device == "cuda" and not gpus:
         visible = context.machine.environment.get("CUDA_VISIBLE_DEVICES", "not set")
-        fix = "Set device: cpu, or run where GPUs are seen."
-        return fail("SF715", "device=cuda, and no GPU is seen here", fix=fix, gpus=0, CUDA_VISIBLE_DEVICES=visible)
+        fix = "Set device: cpu, or run on a machine with GPUs."
+        return fail(
+            "SF715", "device=cuda, but no GPU is visible on this machine", fix=fix, gpus=0, CUDA_VISIBLE_DEVICES=visible
+        )
     if context.is_on_gpus and ranks > gpus:
-        cause = f"nproc_per_node={ranks}, and {gpus} GPUs are here"
+        cause = f"nproc_per_node={ranks}, but this machine has {gpus} GPUs"
         return fail("SF715", cause, fix=f"Set nproc_per_node: {gpus}.", gpus=gpus)
     if not context.is_on_gpus:
         return ok(f"{format_ranks(ranks)} on the CPU")
@@ -42,11 +44,11 @@ def check_checkpoints(context: CheckContext) -> Result:
     """Check the size of what a run will write against what is free."""
     run, disk = context.require_run(), context.machine.output
     if disk is None:
-        raise NotApplicable("output_dir is not known")
+        raise NotApplicable("output_dir is unknown")
     num_checkpoints, count_text = _count_new_checkpoints(run)
     files = num_checkpoints * (FILES + FILES_OF_A_RANK * run.nproc_per_node * run.nnodes)
     if LEAST_INODES <= disk.free_inodes < files:  # `output_dir` reports fewer free inodes for any run
-        cause = f"{count_text} are {files} files, and {disk.free_inodes} may still be made at {disk.path}"
+        cause = f"{count_text} need {files} files, and only {disk.free_inodes} more can be created at {disk.path}"
         where = context.where("save_total_limit", "save_steps")
         return fail("SF711", cause, needed_files=files, free_inodes=disk.free_inodes, where=where)
     weights = memory.require_weights(run)
@@ -60,7 +62,7 @@ def check_checkpoints(context: CheckContext) -> Result:
     policy_bytes = 0
     if vllm_settings(run) is not None:  # each policy is written to output_dir for the server
         policy_bytes = weights.parameters * memory.element_bytes(run, is_on_gpus=context.is_on_gpus)
-        summary += f"; what the server is sent is {policy_bytes / GIB:.1f} GiB more"
+        summary += f"; the weights for the server take {policy_bytes / GIB:.1f} GiB more"
     needed = num_checkpoints * checkpoint_bytes + weights.bytes + policy_bytes
     if needed > disk.free_bytes:
         first_bytes = min(num_checkpoints, 1) * checkpoint_bytes
@@ -93,14 +95,14 @@ def check_rollout_server(context: CheckContext) -> Result:
     if run is None:
         raise NotApplicable("no run with a vLLM server is given")
     if not context.is_on_gpus:
-        raise NotApplicable("it works on the CPU")
+        raise NotApplicable("the run uses no GPU")
     visible = context.machine.environment.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible is not None else [str(number) for number in range(context.gpus)]
     training_devices = {device.strip() for device in devices[: run.nproc_per_node]}
     server_devices = {device.strip() for device in (run.vllm_devices or ",".join(devices)).split(",")}
     shared_devices = training_devices & server_devices
     if run.vllm_server is not None or not shared_devices:
-        return ok("on GPUs of its own, as far as can be seen from here")
+        return ok("on GPUs of its own, as far as this machine shows")
     # A server that sleeps takes its share too, at its start and at each rollout, while the model is on the GPU.
     share, where = memory_share(run.vllm_args), context.where("vllm_args", "rollout_engine")
     numbers = ", ".join(sorted(shared_devices))
@@ -121,7 +123,7 @@ def _find_memory_conflict(context: CheckContext, run: RolloutConfig, share: floa
     model_parallel_size = tensor_parallel(run.vllm_args) * pipeline_parallel(run.vllm_args)
     server_gpus = len(run.vllm_devices.split(",")) if run.vllm_devices is not None else context.gpus
     if model_parallel_size > server_gpus:
-        return f"it is cut over {model_parallel_size} GPUs, and has {server_gpus}"
+        return f"it is split over {model_parallel_size} GPUs, and has {server_gpus}"
     weights, gpu_bytes = memory.read_weights(run), memory.smallest_gpu_bytes(context)
     is_smaller = any(value_of(run.vllm_args, name) is not None for name in SMALLER)
     if weights is None or gpu_bytes is None or is_smaller:
@@ -172,7 +174,7 @@ def check_lengths(context: CheckContext) -> Result:
     tokens = most_pixels // side**2
     if tokens > room and run.max_pixels is not None:
         image = f"an image of max_pixels={run.max_pixels} is up to {tokens} tokens"
-        cause = f"{image}, and {summary} hold none of them; images are never cut"
+        cause = f"{image}, too many for {summary}; images are never cut"
         fix = f"Lower max_pixels to {max(1, room) * side**2} or less, or raise {settings[0]}."
         where = context.where("max_pixels", *settings)
         return fail("SF738", cause, fix=fix, image_tokens=tokens, room=room, where=where)
@@ -183,7 +185,7 @@ def check_lengths(context: CheckContext) -> Result:
     if tokens > room:
         image_note = (
             f"; by the model's own {most_pixels} pixels an image may be up to {tokens} tokens: rows that do not fit "
-            "are left out and named, and max_pixels makes images smaller"
+            "are skipped and reported, and max_pixels makes images smaller"
         )
     return ok(f"{summary}; the model has positions for {max_positions}{image_note}")
 

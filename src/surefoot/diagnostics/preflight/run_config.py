@@ -50,7 +50,7 @@ def _check_run(loaded: LoadedConfig) -> Result:
         _check_named_files(loaded)
     except (SurefootError, OSError) as error:
         return fail("SF743", str(error), is_fatal=True)
-    return ok("it would start, as far as can be told without its weights and data")
+    return ok("it would start, as far as its config and files show without weights and data")
 
 
 def _check_named_files(loaded: LoadedConfig) -> None:

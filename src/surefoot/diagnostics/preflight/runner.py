@@ -85,7 +85,7 @@ def has_answers(checks: Sequence[Check]) -> bool:
 
 def not_looked_at(name: str) -> Check:
     """Return a check that is skipped because earlier file reads did not finish."""
-    return Check(name, "not applicable", "not looked at: other files gave no answer")
+    return Check(name, "not applicable", "not checked: other files gave no answer")
 
 
 def _run_check(name: str, check: Callable[..., Result], *arguments: Any) -> Check:
@@ -93,12 +93,12 @@ def _run_check(name: str, check: Callable[..., Result], *arguments: Any) -> Chec
     try:
         return run_check(name, check, *arguments)
     except DeadlineExceeded:  # the file system of the model's files may hang
-        text = f"cannot be looked at: no answer within {WITHIN_S:g} s"
+        text = f"cannot be checked: no answer within {WITHIN_S:g} s"
         return Check(name, "not applicable", text, is_answered=False)
     except Exception as error:  # noqa: BLE001 - reported, so that one failing check hides no other
         message = " ".join(str(error).split())[:300]
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-        return Check(name, "not applicable", f"cannot be looked at: {kind}{message}")
+        return Check(name, "not applicable", f"cannot be checked: {kind}{message}")
 
 
 def snapshot_for(loaded: LoadedConfig | None, *, patient: bool = False) -> Snapshot:

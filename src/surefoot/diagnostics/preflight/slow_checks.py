@@ -85,7 +85,7 @@ def check_schedule(context: CheckContext) -> Result:
     """Check that the learning rate reaches the end of its warm-up."""
     run = context.run
     if run is None or not run.warmup_steps or run.max_steps is None:
-        raise NotApplicable("no warm-up of so many steps in a run of so many")
+        raise NotApplicable("warmup_steps or max_steps is not set")
     summary = f"warmup_steps={run.warmup_steps}, of max_steps={run.max_steps}"
     if run.warmup_steps > run.max_steps:
         cause, where = (
@@ -119,7 +119,7 @@ def check_chat_template(context: CheckContext) -> Result:
     except (SurefootError, BadRow) as error:
         return fail("SF740", str(error), where=context.where("chat_template", "model"))
     trained_texts = " ".join(repr(rendered.text[span.begin : span.end]) for span in rendered.spans)
-    return ok(f"of an answer it trains {trained_texts}")
+    return ok(f"trained text of an answer: {trained_texts}")
 
 
 def check_server(context: CheckContext) -> Result:
@@ -134,7 +134,7 @@ def check_server(context: CheckContext) -> Result:
     if run.vllm_sleep and segments:
         return fail(
             "SF710",
-            f"{segments[0]}={environment[segments[0]]} holds for training alone: the server is started without it, "
+            f"{segments[0]}={environment[segments[0]]} applies to training only: the server is started without it, "
             "because memory that grows in segments cannot be given up while it sleeps",
             fix="Nothing, if that is what you want; else unset it, or drop vllm_sleep.",
         )
@@ -149,7 +149,7 @@ def _check_running_server(context: CheckContext, run: RolloutConfig, address: st
     except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
         return fail(
             "SF801",
-            f"nobody can be reached at {host}:{port}, where vllm_server says that the server is: {error}. A run waits "
+            f"no server answers at {host}:{port}, the address in vllm_server: {error}. A run waits "
             f"{run.vllm_start_timeout_s:.0f} s for it",
             fix="Start it, correct the address, or open the port to this machine.",
             where=context.where("vllm_server"),
@@ -158,11 +158,11 @@ def _check_running_server(context: CheckContext, run: RolloutConfig, address: st
         raise NotApplicable(f"{host} is another machine, and can be reached: run `surefoot doctor` there")
     server = _read_listener_environment(port)
     if server is None:
-        raise NotApplicable(f"the process that listens at port {port} may not be looked at")
+        raise NotApplicable(f"the process that listens at port {port} cannot be inspected")
     takes_adapters = server.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").lower() in ("1", "true")
     if run.tuning == "lora" and not takes_adapters:
-        cause = f"the server at {address} has no VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and will take no adapter"
-        fix = "Start it anew with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment and --enable-lora."
+        cause = f"the server at {address} has no VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and will load no adapter"
+        fix = "Restart it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment and --enable-lora."
         return fail("SF710", cause, fix=fix, is_fatal=True)
     local, ignored = context.machine.environment, MAY_DIFFER | SET_BY_A_RUN
     differing = [
@@ -185,7 +185,7 @@ def _check_vllm_version(command: str) -> Result:
     packages = Path(path).resolve().parent.parent.glob("lib/python*/site-packages/vllm-*.dist-info")
     version = next((package.name.split("-")[1].removesuffix(".dist") for package in packages), None)
     if version is None:
-        raise NotApplicable(f"the version of {path} is not known")
+        raise NotApplicable(f"the version of {path} is unknown")
     release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if release < LEAST_VLLM:
         least = ".".join(map(str, LEAST_VLLM))

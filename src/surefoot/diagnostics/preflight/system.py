@@ -70,7 +70,7 @@ def check_processors(context: CheckContext) -> Result:
     each = int(threads) if threads.isdecimal() else 1
     if context.local_ranks > allowed or each * context.local_ranks > 2 * allowed:
         what = f"{context.local_ranks} ranks" + (f" x OMP_NUM_THREADS={threads}" if each > 1 else "")
-        cause = f"{what} want {each * context.local_ranks} CPUs, and this process may use {allowed:g}"
+        cause = f"{what} need {each * context.local_ranks} CPUs, and this process may use {allowed:g}"
         return fail("SF714", cause, usable=allowed)
     if not threads and cpus.get("quota", allowed) < cpus["usable"] / 2 and context.local_ranks == 1:
         cause = (
@@ -100,10 +100,12 @@ def check_iommu(context: CheckContext) -> Result:
     if has_full_nvlink(select_gpus(context)):
         return ok(f"{iommu or 'not known'}; the GPUs are joined by NVLink")
     if iommu.startswith("on") and "=pt" not in iommu:
-        return fail("SF708", f"the IOMMU is {iommu}, and {context.machine.gpus} GPUs talk to each other", iommu=iommu)
+        return fail(
+            "SF708", f"the IOMMU is {iommu}, and {context.machine.gpus} GPUs communicate with each other", iommu=iommu
+        )
     if acs:
         bridges = f"{len(acs)} PCI bridges"
-        cause = f"{bridges} send what GPUs tell each other through the processor (ACS): {', '.join(acs[:4])}"
+        cause = f"{bridges} route traffic between GPUs through the processor (ACS): {', '.join(acs[:4])}"
         return fail("SF708", cause, bridges=list(acs))
     return ok(f"{iommu or 'not known'}; {'ACS cannot be read' if acs is None else 'no bridge redirects (ACS)'}")
 
@@ -119,9 +121,9 @@ def check_storage(context: CheckContext) -> Result:
         cause = f"nothing can be written to {disk.path}: {disk.error}"
         return fail("SF711", cause, is_fatal=True, error=disk.error)
     if 0 <= disk.free_inodes < LEAST_INODES:
-        cause = f"{disk.free_inodes} files may still be made at {disk.path}"
+        cause = f"only {disk.free_inodes} more files can be created at {disk.path}"
         return fail("SF711", cause, free_inodes=disk.free_inodes)
     if disk.write_s is not None and disk.write_s > SLOW_WRITE_S:
-        cause = f"a mebibyte takes {disk.write_s:.1f} s to be written at {disk.path}"
+        cause = f"writing one MiB at {disk.path} takes {disk.write_s:.1f} s"
         return fail("SF711", cause, write_s=round(disk.write_s, 2))
     return ok(f"{disk.free_bytes / GIB:.1f} GiB free on {disk.kind or 'a file system'} at {disk.path}")

@@ -27,13 +27,13 @@ def check_versions(context: CheckContext) -> Result:
         conflicts = {
             pair: " and ".join(f"{package} {installed[package]}" for package in pair.packages) for pair in pairs
         }
-        cause = "; ".join(f"{text} do not go together: {pair.what} ({pair.source})" for pair, text in conflicts.items())
+        cause = "; ".join(f"{text} are incompatible: {pair.what} ({pair.source})" for pair, text in conflicts.items())
         return fail("SF709", cause, fix=" ".join(pair.fix for pair in pairs), found=list(conflicts.values()))
     if context.is_on_gpus and (problem := _check_cuda(context)) is not None:
         return problem
     kernel = context.machine.kernel
     if gpus > 1 and context.uses_nccl and kernel and parse_version(kernel) < LEAST_KERNEL:
-        cause = f"the kernel is {kernel}; before 5.5 ranks are known to hang in their first meeting"
+        cause = f"the kernel is {kernel}; before 5.5, ranks are known to hang in their rendezvous"
         return fail("SF709", cause, kernel=kernel)
     shown = [f"{package} {installed[package]}" for package in SHOWN_PACKAGES if package in installed]
     if not shown:
@@ -59,7 +59,7 @@ def _check_cuda(context: CheckContext) -> Result | None:
                 f"GPU {card.index}, {card.name}, has compute capability {card.capability}, and PyTorch's own builds "
                 f"with CUDA {cuda} have no code for it",
                 fix="pip install a torch that was built with another CUDA: from 12.8 on for 10.0 and newer, 12.6 for "
-                "what is older than 7.5. torch.cuda.get_arch_list() tells what it has code for.",
+                "what is older than 7.5. torch.cuda.get_arch_list() lists what it has code for.",
                 capability=card.capability,
                 cuda=cuda,
             )
@@ -87,15 +87,15 @@ def check_loaded_nccl(context: CheckContext) -> Result:
     preloaded = [library for library in environment.get("LD_PRELOAD", "").split(":") if "nccl" in library]
     if preloaded:
         cause = f"LD_PRELOAD puts {', '.join(preloaded)} before the NCCL that torch came with"
-        fix = "unset LD_PRELOAD, unless it is meant: then all machines must have the same."
+        fix = "unset LD_PRELOAD, unless it is intended: then all machines must have the same."
         return fail("SF709", cause, fix=fix, LD_PRELOAD=environment["LD_PRELOAD"])
     if context.machine.other_nccl:
         path = context.machine.other_nccl[0]
         return fail(
             "SF709",
             f"LD_LIBRARY_PATH puts {path} before the NCCL that torch came with",
-            fix="Take its folder out of LD_LIBRARY_PATH, unless it is meant: then all machines must have the same. "
-            "`surefoot doctor --deep` says which one is loaded.",
+            fix="Take its folder out of LD_LIBRARY_PATH, unless it is intended: then all machines must have the same. "
+            "`surefoot doctor --deep` shows which one is loaded.",
             found=path,
         )
     return ok(f"torch's own, {context.machine.versions.get('nccl', 'version not known')}")

@@ -123,13 +123,13 @@ def _check_reachability(report: Report) -> Result:
         return fail("SF732", "; ".join(problems[:4]), is_fatal=True, pairs=len(problems))
     if report.num_machines() == 1:
         raise NotApplicable("one machine")
-    return ok("each on a free port of each")
+    return ok("each on a free port of every other")
 
 
 def _check_nccl(report: Report) -> Result:
     """Check the NCCL that was loaded against the one that torch was installed with."""
     if report.backend != "nccl":
-        raise NotApplicable(f"the ranks talk over {report.backend}")
+        raise NotApplicable(f"the ranks use {report.backend}")
     joined, machines = report.of("join"), report.of("machine")
     for rank, library in joined.items():
         installed = machines[rank]["versions"].get("nccl", "")
@@ -147,13 +147,13 @@ def _check_nccl(report: Report) -> Result:
 
 def _check_exchange(report: Report) -> Result:
     wrong_pairs = [
-        f"{report.name_rank(rank)} got something else than {report.name_rank(source)} sent"
+        f"{report.name_rank(rank)} received other values than {report.name_rank(source)} sent"
         for rank, result in report.of("exchange").items()
         for source in result["wrong"]
     ]
     if wrong_pairs:
         return fail("SF734", "; ".join(wrong_pairs[:4]), is_fatal=True, pairs=len(wrong_pairs))
-    return ok(f"{report.ranks * next(iter(report.of('exchange').values()))['pairs']} exchanges arrived whole")
+    return ok(f"{report.ranks * next(iter(report.of('exchange').values()))['pairs']} exchanges arrived intact")
 
 
 def _check_collectives(report: Report) -> Result:
@@ -180,9 +180,9 @@ def _check_bandwidth(report: Report) -> Result:
         return ok(f"{summary} ({why})")
     reached = slowest[rated][max(slowest[rated])]
     if reached < least:
-        cause = f"a large {rated} has {reached:.3g} GB/s of bus bandwidth, and {least:.4g} are to be expected: {why}"
+        cause = f"a large {rated} has {reached:.3g} GB/s of bus bandwidth, and {least:.4g} are expected: {why}"
         return fail("SF733", f"{cause}; all of them: {summary}", bus_bandwidth_gb_s=slowest, expected_gb_s=least)
-    return ok(f"{summary} ({least:.4g} to be expected of a large {rated}: {why})")
+    return ok(f"{summary} ({least:.4g} expected of a large {rated}: {why})")
 
 
 def _find_slowest(report: Report, kind: str) -> dict[int, float]:
@@ -205,7 +205,7 @@ def expected_gb_s(report: Report) -> tuple[float | None, str]:
         return _estimate_network_gb_s(machines[0], ranks_each)
     cards = machines[0]["cards"]
     if not cards:
-        return None, "NVML does not tell how the GPUs are joined"
+        return None, "NVML does not report how the GPUs are joined"
     kind = cards[0]["name"]
     if any(any(card["links"]) for card in cards):
         expected = next((least for name, least in NVLINK if re.search(rf"\b{name}\b", kind)), None)
@@ -260,13 +260,13 @@ def _check_clocks_under_load(report: Report) -> Result:
     """Check the GPU clocks under load, because an idle card is never too hot."""
     cards = _collect_gpus(report)
     if not cards:
-        raise NotApplicable("no GPU was asked")
+        raise NotApplicable("no GPU was queried")
     slowed = {rank: ", ".join(card["slowed_by"]) for rank, card in cards.items() if card["slowed_by"]}
     if slowed:
         cause = "; ".join(f"the GPU of {report.name_rank(rank)} is slowed down: {why}" for rank, why in slowed.items())
         return fail("SF723", cause, cards=[cards[rank]["index"] for rank in slowed])
     hottest = max((card["temperature_c"] or 0 for card in cards.values()), default=0)
-    return ok(f"nothing slows them down{f', the warmest has {hottest} °C' if hottest else ''}")
+    return ok(f"nothing slows them down{f', the hottest has {hottest} °C' if hottest else ''}")
 
 
 def _check_pcie_under_load(report: Report) -> Result:
@@ -274,7 +274,7 @@ def _check_pcie_under_load(report: Report) -> Result:
     cards = _collect_gpus(report)
     measured = {rank: card for rank, card in cards.items() if card["pcie_generation"] and card["pcie_most_generation"]}
     if not measured:
-        raise NotApplicable("no GPU was asked, or none told")
+        raise NotApplicable("no GPU was queried, or none answered")
     low = [rank for rank, card in measured.items() if card["pcie_generation"] < card["pcie_most_generation"]]
     if low:
         cause = "; ".join(
@@ -293,7 +293,7 @@ def _check_storage(report: Report) -> Result:
         raise NotApplicable("no run is given")
     damaged = [rank for rank, result in results.items() if not result["is_same"]]
     if damaged:
-        cause = f"{report.name_rank(damaged[0])} read something else than it had written"
+        cause = f"{report.name_rank(damaged[0])} read other bytes than it had written"
         return fail("SF711", cause, is_fatal=True, error="other bytes")
     slowest = min(results, key=lambda rank: results[rank]["write"])
     write, read = results[slowest]["write"], results[slowest]["read"]
@@ -326,8 +326,8 @@ def _check_stop(report: Report) -> Result:
     elif report.silent:
         silent = ", ".join(report.name_rank(rank) for rank in report.silent)
         first = next(iter(report.errors.items()), None)
-        lost = f" ({report.name_rank(first[0])} lost it: {first[1]})" if first is not None else ""
-        cause = f"{silent} did not come through {what} {within}{lost}"
+        lost = f" ({report.name_rank(first[0])} lost the connection: {first[1]})" if first is not None else ""
+        cause = f"{silent} did not complete {what} {within}{lost}"
     else:
         cause = _list_errors(report, report.errors) or f"the ranks' connection ended in {what}"
     errors = {str(rank): error for rank, error in report.errors.items()}

@@ -247,7 +247,7 @@ def try_out(task: Task, stages: Sequence[Stage] | None = None) -> tuple[Report |
         watching = PrefixStore("self-test", shared_store(-1, size, CONNECT_WITHIN))
     except RuntimeError as error:
         raise ConfigError(
-            f"rank {rank}: nobody answers at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where rank 0 or "
+            f"rank {rank}: no answer from {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where rank 0 or "
             f"its launcher should be: {str(error).splitlines()[0]}. Was rank 0 started, and is its machine reached?"
         ) from error
     output_dir = Path(task.output_dir) if task.output_dir is not None else None
@@ -273,7 +273,7 @@ def _read_rank_environment() -> tuple[int, int, int]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing:
-        raise ConfigError(f"this process is no rank of a launcher: {', '.join(missing)} is not set.")
+        raise ConfigError(f"this process is not a rank of a launcher: {', '.join(missing)} is not set.")
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
 
 
