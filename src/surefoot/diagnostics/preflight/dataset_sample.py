@@ -57,8 +57,8 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
                     _check_rendering(template, conversation, place)
     except BadRow as error:
         fix = (
-            "Correct the row, or name its columns with `columns`. `surefoot data` lists all such rows; "
-            "on_bad_row: skip leaves them out."
+            "Correct the row, name its columns with `columns`, or give another chat_template. `surefoot data` lists "
+            "all such rows; on_bad_row: skip leaves them out."
         )
         return fail("SF743", str(error), is_fatal=not skips_bad_rows, fix=fix, where=where)
     except DataError as error:
