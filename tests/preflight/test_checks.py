@@ -163,7 +163,7 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
     ("SF710", "warning", environment(NCCL_P2P_DISABLE="1"), "NCCL_P2P_DISABLE=1: "),
     ("SF710", "warning", environment(NCCL_P2P_DISABLE="1", OMP_NUM_THREAD="8"), "THREAD is | ; NCCL_P2P_DISABLE=1: "),
     ("SF711", "failed", {"output": replace(NODE.output, error="[Errno 30] Read-only file system")}, "Read-only"),
-    ("SF711", "warning", {"output": replace(NODE.output, free_inodes=3)}, "3 files"),
+    ("SF711", "warning", {"output": replace(NODE.output, free_inodes=3)}, "3 more files"),
     ("SF711", "warning", {"output": replace(NODE.output, write_s=4.2)}, "4.2 s"),
     ("SF711", "warning", {"output": None, "unknown": {"output": "no answer within 1.5 s"}}, "1.5 s"),
     ("SF712", "warning", {"rendezvous": "", "unknown": {"rendezvous": "gaierror"}}, "node1:29500 | gaierror"),
