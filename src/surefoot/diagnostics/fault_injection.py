@@ -244,19 +244,19 @@ FAULTS: dict[str, Fault] = {
     "left": Fault("exit with status 3 and no message", "optimizer", lambda _: os._exit(3), "SF101"),
     "left-quietly": Fault("exit with status 0, before the end", "optimizer", lambda _: os._exit(0), "SF101"),
     "stopped": Fault("SIGSTOP", "forward", _send_signal(signal.SIGSTOP), "SF102"),
-    "stopped-in-collective": Fault("SIGSTOP before a collective", "communicate", _send_signal(signal.SIGSTOP), "SF102"),
+    "stopped-in-collective": Fault("SIGSTOP before a collective", "collectives", _send_signal(signal.SIGSTOP), "SF102"),
     "sleeping": Fault("a sleep in the forward", "forward", _sleep(LONG_S), "SF106"),
     "sleeping-backward": Fault("a sleep in the backward", "backward", _sleep(LONG_S), "SF106"),
     "sleeping-optimizer": Fault("a sleep in the optimizer", "optimizer", _sleep(LONG_S), "SF106"),
     "sleeping-save": Fault("a save that does not end", "save", _sleep(LONG_S), "SF106"),
     "spinning": Fault("a loop that does not end", "forward", _loop_forever, "SF106"),
-    "data-asleep": Fault("data that never arrive", "wait for data", _sleep(LONG_S), "SF107"),
-    "data-blocked": Fault("a file system that does not respond", "wait for data", _block_on_pipe, "SF107"),
+    "data-asleep": Fault("data that never arrive", "data_wait", _sleep(LONG_S), "SF107"),
+    "data-blocked": Fault("a file system that does not respond", "data_wait", _block_on_pipe, "SF107"),
     "locked": Fault("a lock taken twice", "forward", _acquire_lock_twice, "SF109"),
     "dead-thread": Fault("a queue that no thread fills", "forward", lambda _: queue.Queue[int]().get(), "SF109"),
     "gil-held": Fault("native code that keeps Python's lock", "forward", _hold_gil, "SF109"),
     "extra-collective": Fault("a collective on one rank only", "forward", lambda _: _call_collective(7), "SF104"),
-    "skipped-collective": Fault("a collective left out on one rank", "communicate", _skip_collective, "SF105"),
+    "skipped-collective": Fault("a collective left out on one rank", "collectives", _skip_collective, "SF105"),
     "other-kind": Fault("another collective on one rank", "forward", _change_collective, "SF104", False, on_all=True),
     "other-size": Fault("another size on one rank", "forward", _change_size, "SF104", False, on_all=True),
     "other-order": Fault(
@@ -274,7 +274,7 @@ FAULTS: dict[str, Fault] = {
     "out-of-memory": Fault(
         "memory up to the limit of the cgroup", "forward", _exhaust_memory, "SF201", needs_limits=True
     ),
-    "slow-data": Fault("data that take half a second", "wait for data", _sleep(0.6), "SF302", in_each_step=True),
+    "slow-data": Fault("data that take half a second", "data_wait", _sleep(0.6), "SF302", in_each_step=True),
     "straggler": Fault("a rank that is slow", "forward", _sleep(0.6), "SF303", in_each_step=True),
     "garbage": Fault("a step that makes many objects", "optimizer", _make_garbage, "SF305", in_each_step=True),
     "throttled": Fault(
