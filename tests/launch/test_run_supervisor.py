@@ -16,10 +16,10 @@ import pytest
 
 from surefoot.config import load_config
 from surefoot.diagnostics.drill import settings_of
-from surefoot.diagnostics.fault_injection import VARIABLE
 from surefoot.diagnostics.monitor import explain as explaining
 from surefoot.diagnostics.monitor.event_log import KINDS, PHASES
 from surefoot.diagnostics.monitor.explain import explain
+from surefoot.diagnostics.monitor.observers import FAULT_VARIABLE
 from surefoot.diagnostics.monitor.ring_buffer import RingWriter
 from surefoot.diagnostics.monitor.watch import watch
 from surefoot.launch import run_supervisor
@@ -38,7 +38,7 @@ def settings(model_folder: Callable[[str], Path], tmp_path: Path) -> dict[str, A
 def start(settings: dict[str, Any], fault: str = "") -> "subprocess.Popen[str]":
     config = Path(settings["output_dir"]).parent / "run.json"
     config.write_text(json.dumps(settings))
-    told = {VARIABLE: f"{fault}:{config.parent / 'struck'}"} if fault else {}
+    told = {FAULT_VARIABLE: f"{fault}:{config.parent / 'struck'}"} if fault else {}
     return subprocess.Popen(
         [sys.executable, "-m", "surefoot", "train", str(config)],
         env={**os.environ, **told},

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from surefoot.diagnostics.drill import settings_of
-from surefoot.diagnostics.fault_injection import VARIABLE
 from surefoot.diagnostics.monitor.explain import explain
+from surefoot.diagnostics.monitor.observers import FAULT_VARIABLE
 from surefoot.diagnostics.monitor.ring_buffer import CAPACITY, HEADER, MAGIC, VERSION, RingWriter, this_machine
 from surefoot.diagnostics.monitor.supervisor import Supervisor
 from surefoot.diagnostics.report.run_history import read_run_history
@@ -37,7 +37,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def run(*command: str, fault: str = "") -> "subprocess.Popen[str]":
         env = {name: value for name, value in os.environ.items() if name != SUPERVISED}
-        told = {VARIABLE: f"{fault}:{tmp_path / 'struck'}"} if fault else {}
+        told = {FAULT_VARIABLE: f"{fault}:{tmp_path / 'struck'}"} if fault else {}
         process = subprocess.Popen(
             command, env={**env, **told, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True
         )

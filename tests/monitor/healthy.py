@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from surefoot.diagnostics.fault_injection import VARIABLE
+from surefoot.diagnostics.monitor.observers import FAULT_VARIABLE
 
 
 def healthy(name: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def healthy(name: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]
         (folder / "slow.jinja").write_text(SLOW + own)
         settings["chat_template"] = str(folder / "slow.jinja")
     (folder / "run.json").write_text(json.dumps(settings))
-    quirk = {VARIABLE: f"{QUIRKS[name]}:{folder / 'struck'}"} if name in QUIRKS else {}
+    quirk = {FAULT_VARIABLE: f"{QUIRKS[name]}:{folder / 'struck'}"} if name in QUIRKS else {}
     done = subprocess.run(
         [sys.executable, "-m", "surefoot", "train", str(folder / "run.json")],
         env={**os.environ, "OMP_NUM_THREADS": "1", **quirk},

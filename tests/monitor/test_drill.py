@@ -1,6 +1,8 @@
 """The drill, as a user starts it."""
 
 import json
+import subprocess
+import sys
 import threading
 from concurrent.futures import wait
 from functools import partial
@@ -41,6 +43,15 @@ def test_settings_that_make_no_run_are_no_fault_that_was_missed() -> None:
 def test_a_fault_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="nonsense.*: killed"):
         next(drill(["nonsense"]))
+
+
+def test_a_rank_outside_of_a_drill_imports_no_faults() -> None:
+    code = (
+        "import sys; import surefoot.launch.rank_process, surefoot.diagnostics.monitor.observers; "
+        "print('surefoot.diagnostics.fault_injection' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_an_interrupted_drill_begins_no_more_of_its_faults() -> None:

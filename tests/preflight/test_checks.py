@@ -163,7 +163,7 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
     ("SF710", "warning", environment(NCCL_P2P_DISABLE="1"), "NCCL_P2P_DISABLE=1: "),
     ("SF710", "warning", environment(NCCL_P2P_DISABLE="1", OMP_NUM_THREAD="8"), "THREAD is | ; NCCL_P2P_DISABLE=1: "),
     ("SF711", "failed", {"output": replace(NODE.output, error="[Errno 30] Read-only file system")}, "Read-only"),
-    ("SF711", "warning", {"output": replace(NODE.output, free_inodes=3)}, "3 files"),
+    ("SF711", "warning", {"output": replace(NODE.output, free_inodes=3)}, "3 more files"),
     ("SF711", "warning", {"output": replace(NODE.output, write_s=4.2)}, "4.2 s"),
     ("SF711", "warning", {"output": None, "unknown": {"output": "no answer within 1.5 s"}}, "1.5 s"),
     ("SF712", "warning", {"rendezvous": "", "unknown": {"rendezvous": "gaierror"}}, "node1:29500 | gaierror"),
@@ -385,7 +385,7 @@ def test_what_offload_and_checkpoints_take_of_the_host_is_counted(
     """A model of 20 times 2 ** 26 elements in one tensor, which is 32 times as many in pinned memory."""
     unit = 1 << 26
     weights = Weights(20 * unit, 40 * unit, ((32, 20 * unit // 32),))
-    monkeypatch.setattr("surefoot.diagnostics.preflight.resources.weights_of", lambda _: weights)
+    monkeypatch.setattr("surefoot.diagnostics.preflight.memory.weights_of", lambda _: weights)
     loaded = run(
         **{"nproc_per_node": 8, "nnodes": 1, "rdzv_endpoint": None, "tuning": "full", "max_steps": 99, **changes}
     )
@@ -586,7 +586,7 @@ def test_a_check_that_fails_says_so(run: Any, monkeypatch: pytest.MonkeyPatch) -
     def fail(_: Any) -> Any:
         raise ZeroDivisionError("integer division by zero")
 
-    monkeypatch.setattr("surefoot.diagnostics.preflight.resources.weights_of", fail)
+    monkeypatch.setattr("surefoot.diagnostics.preflight.memory.weights_of", fail)
     (check,) = [one for one in examine(NODE, run()) if one.name == "model"]
     assert check.status == "not applicable"
     assert check.text.endswith("ZeroDivisionError: integer division by zero")
@@ -595,7 +595,7 @@ def test_a_check_that_fails_says_so(run: Any, monkeypatch: pytest.MonkeyPatch) -
 def test_a_file_that_never_answers_is_not_waited_for(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network file system that is dead cannot be had here."""
     answers = threading.Event()
-    monkeypatch.setattr("surefoot.diagnostics.preflight.resources.weights_of", lambda _: answers.wait(60))
+    monkeypatch.setattr("surefoot.diagnostics.preflight.memory.weights_of", lambda _: answers.wait(60))
     assert runner.WITHIN_S <= 10  # a run waits for it
     monkeypatch.setattr(runner, "WITHIN_S", 0.5)
     began_s = time.monotonic()
@@ -618,7 +618,7 @@ def test_what_ends_otherwise_than_by_an_error_is_no_late_answer(run: Any, monkey
     def fail(_: Any) -> Any:
         raise Panic("index out of bounds")
 
-    monkeypatch.setattr("surefoot.diagnostics.preflight.resources.weights_of", fail)
+    monkeypatch.setattr("surefoot.diagnostics.preflight.memory.weights_of", fail)
     (check,) = [one for one in examine(NODE, run()) if one.name == "model"]
     assert (check.status, check.is_answered) == ("not applicable", True)
     assert check.text.endswith("Panic: index out of bounds")
@@ -655,7 +655,7 @@ def test_what_may_not_be_read_is_not_applicable(run: Any, monkeypatch: pytest.Mo
     def refuse(*_: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("surefoot.diagnostics.preflight.resources.weights_of", refuse)
+    monkeypatch.setattr("surefoot.diagnostics.preflight.memory.weights_of", refuse)
     statuses = {check.name: check.status for check in examine(NODE, run())}
     assert statuses["model"] == "not applicable"
 

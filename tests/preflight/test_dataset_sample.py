@@ -1,5 +1,6 @@
 """The doctor reads the first rows of a run's data: what is no row is named before a run starts."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,37 @@ def test_a_bad_row_is_named(settings: dict[str, Any], tmp_path: Path, on_bad_row
     check = said(settings, dataset=str(bad), on_bad_row=on_bad_row)
     assert (check.status, check.finding and check.finding.code) == (status, "SF743")
     assert "bad.jsonl:4: 'messages' " in check.text
+
+
+@pytest.mark.parametrize(("on_bad_row", "status"), [("error", "failed"), ("skip", "warning")])
+def test_a_row_that_the_chat_template_cannot_render_is_named(
+    settings: dict[str, Any], tmp_path: Path, on_bad_row: str, status: str
+) -> None:
+    refuses = tmp_path / "refuses.jinja"
+    refuses.write_text("{{ raise_exception('no system message') }}")
+    check = said(settings, chat_template=str(refuses), on_bad_row=on_bad_row)
+    assert (check.status, check.finding and check.finding.code) == (status, "SF743")
+    assert "train.jsonl:1: " in check.text
+    assert "no system message" in check.text
+
+
+def test_a_chat_template_that_is_broken_is_named(settings: dict[str, Any], tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{% for m in messages %}")
+    for on_bad_row in ("error", "skip"):
+        check = said(settings, chat_template=str(broken), on_bad_row=on_bad_row)
+        assert (check.status, check.finding and check.finding.code) == ("failed", "SF743")
+
+
+def test_rows_are_read_without_a_tokenizer_and_not_called_sound(settings: dict[str, Any], tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(Path(settings["model"], "config.json"), bare)
+    (bare / "tokenizer.json").write_text("{")
+    check = said(settings, model=str(bare))
+    assert (check.status, check.text.split()[0]) == ("not applicable", "40")
+    bad = write_jsonl(tmp_path / "bad.jsonl", [*counting_rows(3), {"messages": []}])
+    assert said(settings, model=str(bare), dataset=str(bad)).status == "failed"
 
 
 def test_columns_of_no_known_format_are_named(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_an_old_server_is_named_before_it_is_started(settings: dict[str, Any], t
     command.chmod(0o755)
     grpo = {**settings, **OF_VLLM, "vllm_command": str(command)}
     check = asked("rollout server's own", grpo)
-    assert (check.status, str(command) in check.text, "not known" in check.text) == ("not applicable", True, True)
+    assert (check.status, str(command) in check.text, "unknown" in check.text) == ("not applicable", True, True)
     packages = tmp_path / "lib" / "python3.12" / "site-packages"
     (packages / "vllm-0.9.2.dist-info").mkdir(parents=True)
     check = asked("rollout server's own", grpo)

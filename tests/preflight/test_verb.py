@@ -62,7 +62,7 @@ def test_what_was_not_looked_at_is_said(
 ) -> None:
     """A file system that answers no more cannot be had here: who asks it waits."""
     answers = threading.Event()
-    monkeypatch.setattr("surefoot.diagnostics.preflight.resources.weights_of", lambda _: answers.wait(60))
+    monkeypatch.setattr("surefoot.diagnostics.preflight.memory.weights_of", lambda _: answers.wait(60))
     monkeypatch.setattr("surefoot.diagnostics.preflight.runner.WITHIN_S", 0.5)
     main(["doctor", config])
     said = capsys.readouterr().out

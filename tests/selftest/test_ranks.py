@@ -19,9 +19,8 @@ from surefoot.cli import main
 from surefoot.config import load_config
 from surefoot.diagnostics.selftest import collectives
 from surefoot.diagnostics.selftest import launch as start
-from surefoot.diagnostics.selftest.dataloader_check import loader
-from surefoot.diagnostics.selftest.report import Report, read_report
-from surefoot.diagnostics.selftest.results import checks_of
+from surefoot.diagnostics.selftest.launch import check_dataloader
+from surefoot.diagnostics.selftest.results import Report, checks_of, read_report
 from surefoot.diagnostics.selftest.stages import stages_of
 from surefoot.distributed import elastic_launch
 from tests.support.processes import surefoot
@@ -208,7 +207,7 @@ def test_what_is_looked_at_meanwhile_is_seen_in_the_midst_of_products(monkeypatc
 
 def test_data_that_cannot_be_read_are_a_finding(settings: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"neither": 1}\n')
-    check = loader(load_config(None, (), {**settings, "dataset": str(tmp_path / "rows.jsonl")}))
+    check = check_dataloader(load_config(None, (), {**settings, "dataset": str(tmp_path / "rows.jsonl")}))
     assert check.finding is not None
     assert (check.status, check.finding.code) == ("warning", "SF736")
     assert "rows.jsonl" in check.text
@@ -217,10 +216,10 @@ def test_data_that_cannot_be_read_are_a_finding(settings: dict[str, Any], tmp_pa
 def test_data_that_take_long_to_prepare_are_not_waited_for(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("surefoot.diagnostics.selftest.dataloader_check.PREPARED_WITHIN_S", 0.01)
+    monkeypatch.setattr("surefoot.diagnostics.selftest.launch.PREPARED_WITHIN_S", 0.01)
     row = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 200}]})
     (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 60_000)
-    check = loader(load_config(None, (), {**settings, "dataset": str(tmp_path / "rows.jsonl")}))
+    check = check_dataloader(load_config(None, (), {**settings, "dataset": str(tmp_path / "rows.jsonl")}))
     assert (check.status, check.finding) == ("not applicable", None)
     assert " 0.01 s" in check.text
 

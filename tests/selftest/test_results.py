@@ -11,8 +11,7 @@ import pytest
 from surefoot.config import load_config
 from surefoot.diagnostics.preflight.check import Check
 from surefoot.diagnostics.selftest.launch import _check_other_machines
-from surefoot.diagnostics.selftest.report import Report, read_report
-from surefoot.diagnostics.selftest.results import WHAT, checks_of, expected_gb_s
+from surefoot.diagnostics.selftest.results import WHAT, Report, checks_of, expected_gb_s, read_report
 from surefoot.system.machine import Interface
 from tests.support.machines import NODE, PORT, SOUND
 

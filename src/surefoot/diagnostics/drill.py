@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 import psutil
 
 from surefoot.config import load_config
-from surefoot.diagnostics.fault_injection import FAULTS, VARIABLE
+from surefoot.diagnostics.fault_injection import FAULTS
+from surefoot.diagnostics.monitor.observers import FAULT_VARIABLE
 from surefoot.errors import ConfigError
 from surefoot.system.process import PYTHON
 
@@ -37,7 +38,7 @@ LIMIT_BYTES = 2 << 30
 """Memory limit of a run that must exhaust it."""
 Run = TypeVar("Run")
 Result = TypeVar("Result")
-WORDS = "one two three four five six seven eight nine ten"
+WORDS = "one two three four five six seven eight nine ten".split()
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,13 @@ def drill(kinds: Sequence[str] = (), *, seeds: int = 1, overrides: Sequence[str]
     unknown = [kind for kind in kinds if kind not in faults()]
     if unknown:
         raise ConfigError(f"no such fault: {', '.join(unknown)}. There are: {', '.join(faults())}.")
-    beyond = [kind for kind in kinds if FAULTS[kind].needs_limits and not can_limit()]
+    possible = [kind for kind in faults() if not FAULTS[kind].needs_limits or can_limit()]
+    beyond = [kind for kind in kinds if kind not in possible]
     if beyond:
-        raise ConfigError(f"{', '.join(beyond)}: no cgroup may be made here. Run as root where version 1 is mounted.")
-    chosen = kinds or [kind for kind in faults() if not FAULTS[kind].needs_limits or can_limit()]
+        raise ConfigError(
+            f"{', '.join(beyond)}: no cgroup can be created on this machine. Run as root where version 1 is mounted."
+        )
+    chosen = kinds or possible
     with tempfile.TemporaryDirectory(prefix="surefoot-drill-") as name:
         settings = write_job(Path(name)) | {"nproc_per_node": 2}
         ranks = load_config(None, overrides, settings | {"output_dir": name}).run.nproc_per_node
@@ -134,7 +138,7 @@ def write_job(folder: Path) -> dict[str, Any]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    texts = ["<|end|>", "<|user|>", "<|assistant|>", *WORDS.split()]
+    texts = ["<|end|>", "<|user|>", "<|assistant|>", *WORDS]
     tokenizer = Tokenizer(models.WordLevel({text: number for number, text in enumerate(texts)}, unk_token="<|end|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
@@ -147,9 +151,8 @@ def write_job(folder: Path) -> dict[str, Any]:
     model = MixtralForCausalLM(MixtralConfig(vocab_size=len(texts), eos_token_id=0, pad_token_id=0, **shape, **experts))
     model.save_pretrained(folder / "model")
     fast.save_pretrained(folder / "model")
-    words = WORDS.split()
     rows = [
-        [{"role": "user", "content": words[n % 10]}, {"role": "assistant", "content": " ".join(words[n % 7 :])}]
+        [{"role": "user", "content": WORDS[n % 10]}, {"role": "assistant", "content": " ".join(WORDS[n % 7 :])}]
         for n in range(200)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
@@ -187,7 +190,7 @@ def strike(
     with open(folder / "output", "w") as output, limited(kind) as inside:
         run = subprocess.Popen(
             [*inside, *PYTHON, "-m", "surefoot", "train", str(folder / "run.json"), *overrides],
-            env={**os.environ, VARIABLE: f"{kind}:{rank}:{step}:{struck}", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, FAULT_VARIABLE: f"{kind}:{rank}:{step}:{struck}", "OMP_NUM_THREADS": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,
         )

@@ -1,7 +1,7 @@
 """Injection of real faults: the tests prove with them that each fault is found and named.
 
-A fault strikes inside one rank when a phase of a step begins there, or from outside with a signal. A run activates it
-only if SUREFOOT_FAULT=kind:rank:step:file is set; `file` is created when the fault strikes.
+A fault strikes inside one rank when a phase of a step begins there, or from outside with a signal. A rank imports this
+module only if SUREFOOT_FAULT=kind:rank:step:file is set; `file` is created when the fault strikes.
 """
 
 import ctypes
@@ -24,11 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+import torch.distributed as dist
 
+from surefoot.diagnostics.monitor.observers import FAULT_VARIABLE
 from surefoot.events import Event, Phase, PhaseBegan
 from surefoot.system import cgroup
 
-VARIABLE = "SUREFOOT_FAULT"
 LONG_S = 10_000
 MOST_LIMIT_BYTES = 8 << 30
 SO_ATTACH_FILTER, SO_MAX_PACING_RATE = 26, 47
@@ -46,7 +48,7 @@ class Fault:
     about: str
     phase: Phase
     """Phase at whose beginning it strikes."""
-    strike: Callable[[bool], None]
+    strike: Callable[[bool], object]
     """Function that causes the fault. Its argument is whether this is the target rank; most do nothing elsewhere."""
     code: str
     """Code that must be found; empty for a harmless event that must not be mistaken for a fault."""
@@ -68,16 +70,9 @@ def _send_signal(number: int) -> Callable[[bool], None]:
     return lambda _: os.kill(os.getpid(), number)
 
 
-def _exit_with_error(_: bool) -> None:
-    os._exit(3)
-
-
-def _exit_with_success(_: bool) -> None:
-    os._exit(0)
-
-
-def _sleep(_: bool) -> None:
-    time.sleep(LONG_S)
+def _sleep(seconds: float) -> Callable[[bool], None]:
+    """Return a function that sleeps."""
+    return lambda _: time.sleep(seconds)
 
 
 def _loop_forever(_: bool) -> None:
@@ -88,7 +83,7 @@ def _loop_forever(_: bool) -> None:
 
 def _block_on_pipe(_: bool) -> None:
     """Imitate a file system that does not respond: open a pipe without a writer."""
-    path = Path(os.environ[VARIABLE].split(":")[3]).with_suffix(f".pipe-{os.getpid()}")
+    path = Path(os.environ[FAULT_VARIABLE].split(":")[3]).with_suffix(f".pipe-{os.getpid()}")
     os.mkfifo(path)
     open(path, "rb").close()
 
@@ -99,10 +94,6 @@ def _acquire_lock_twice(_: bool) -> None:
     lock.acquire()
 
 
-def _wait_for_dead_thread(_: bool) -> None:
-    queue.Queue[int]().get()
-
-
 def _hold_gil(_: bool) -> None:
     mutex = ctypes.create_string_buffer(64)  # zeros: a mutex of glibc that is free
     library = ctypes.PyDLL(None)  # it holds the GIL during its calls
@@ -111,9 +102,6 @@ def _hold_gil(_: bool) -> None:
 
 
 def _call_collective(size: int, *, op: str = "all_reduce") -> None:
-    import torch
-    import torch.distributed as dist
-
     ones = torch.ones(size, device=_select_device())
     if op == "all_reduce":
         dist.all_reduce(ones)
@@ -123,19 +111,11 @@ def _call_collective(size: int, *, op: str = "all_reduce") -> None:
 
 def _select_device() -> str:
     """Return the device of the tensors that the ranks' process group communicates."""
-    import torch.distributed as dist
-
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
-
-
-def _call_extra_collective(_: bool) -> None:
-    _call_collective(7)
 
 
 def _skip_collective(_: bool) -> None:
     """Skip the next all-reduce that this rank calls."""
-    import torch.distributed as dist
-
     original = dist.all_reduce
 
     def skipped(*_: Any, **__: Any) -> None:
@@ -153,19 +133,10 @@ def _change_collective(is_target: bool) -> None:
 
 
 def _swap_groups(is_target: bool) -> None:
-    import torch
-    import torch.distributed as dist
-
     second = dist.new_group(group_desc="drill")
     groups = [None, second]
     for group in reversed(groups) if is_target else groups:
         dist.all_reduce(torch.ones(3, device=_select_device()), group=group)
-
-
-def _call_extra_barrier(_: bool) -> None:
-    import torch.distributed as dist
-
-    dist.barrier()
 
 
 _BUFFERS: list[bytearray] = []
@@ -185,10 +156,6 @@ def _leak_files(_: bool) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_FILES, hard))
     while len(_OPEN_FILES) < 8 * (time.monotonic() - _BEGAN_S):
         _OPEN_FILES.append(os.open(os.devnull, os.O_RDONLY))
-
-
-def _delay(_: bool) -> None:
-    time.sleep(0.6)
 
 
 def _make_garbage(_: bool) -> None:
@@ -260,13 +227,9 @@ def _slow_network(_: bool) -> None:
             peer.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, SLOW_BYTES_PER_S)
 
 
-def _pause_once(_: bool) -> None:
-    time.sleep(6.0)
-
-
 def _map_file(_: bool) -> None:
     """Map and read another MiB of a file in each step: this grows the page cache and is no leak."""
-    path = Path(f"{os.environ[VARIABLE].split(':')[3]}-{len(_MAPS)}.mapped")
+    path = Path(f"{os.environ[FAULT_VARIABLE].split(':')[3]}-{len(_MAPS)}.mapped")
     path.write_bytes(os.urandom(1 << 20))
     with open(path, "rb") as file:
         _MAPS.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -278,30 +241,28 @@ FAULTS: dict[str, Fault] = {
     "killed": Fault("SIGKILL", "forward", _send_signal(signal.SIGKILL), "SF101"),
     "aborted": Fault("SIGABRT", "backward", _send_signal(signal.SIGABRT), "SF101"),
     "crashed": Fault("SIGSEGV", "forward", _send_signal(signal.SIGSEGV), "SF101"),
-    "left": Fault("exit with status 3, without a word", "optimizer", _exit_with_error, "SF101"),
-    "left-quietly": Fault("exit with status 0, before the end", "optimizer", _exit_with_success, "SF101"),
+    "left": Fault("exit with status 3 and no message", "optimizer", lambda _: os._exit(3), "SF101"),
+    "left-quietly": Fault("exit with status 0, before the end", "optimizer", lambda _: os._exit(0), "SF101"),
     "stopped": Fault("SIGSTOP", "forward", _send_signal(signal.SIGSTOP), "SF102"),
     "stopped-in-collective": Fault("SIGSTOP before a collective", "collectives", _send_signal(signal.SIGSTOP), "SF102"),
-    "sleeping": Fault("a sleep in the forward", "forward", _sleep, "SF106"),
-    "sleeping-backward": Fault("a sleep in the backward", "backward", _sleep, "SF106"),
-    "sleeping-optimizer": Fault("a sleep in the optimizer", "optimizer", _sleep, "SF106"),
-    "sleeping-save": Fault("a save that does not end", "save", _sleep, "SF106"),
+    "sleeping": Fault("a sleep in the forward", "forward", _sleep(LONG_S), "SF106"),
+    "sleeping-backward": Fault("a sleep in the backward", "backward", _sleep(LONG_S), "SF106"),
+    "sleeping-optimizer": Fault("a sleep in the optimizer", "optimizer", _sleep(LONG_S), "SF106"),
+    "sleeping-save": Fault("a save that does not end", "save", _sleep(LONG_S), "SF106"),
     "spinning": Fault("a loop that does not end", "forward", _loop_forever, "SF106"),
-    "data-asleep": Fault("data that do not come", "data_wait", _sleep, "SF107"),
-    "data-blocked": Fault("a file system that does not answer", "data_wait", _block_on_pipe, "SF107"),
+    "data-asleep": Fault("data that never arrive", "data_wait", _sleep(LONG_S), "SF107"),
+    "data-blocked": Fault("a file system that does not respond", "data_wait", _block_on_pipe, "SF107"),
     "locked": Fault("a lock taken twice", "forward", _acquire_lock_twice, "SF109"),
-    "dead-thread": Fault("a queue that no thread fills", "forward", _wait_for_dead_thread, "SF109"),
+    "dead-thread": Fault("a queue that no thread fills", "forward", lambda _: queue.Queue[int]().get(), "SF109"),
     "gil-held": Fault("native code that keeps Python's lock", "forward", _hold_gil, "SF109"),
-    "extra-collective": Fault("a collective on one rank only", "forward", _call_extra_collective, "SF104"),
+    "extra-collective": Fault("a collective on one rank only", "forward", lambda _: _call_collective(7), "SF104"),
     "skipped-collective": Fault("a collective left out on one rank", "collectives", _skip_collective, "SF105"),
     "other-kind": Fault("another collective on one rank", "forward", _change_collective, "SF104", False, on_all=True),
     "other-size": Fault("another size on one rank", "forward", _change_size, "SF104", False, on_all=True),
     "other-order": Fault(
         "two groups in another order on one rank", "forward", _swap_groups, "SF105", False, on_all=True
     ),
-    "network-cut": Fault(
-        "a network that carries nothing any more", "forward", _cut_network, "SF108", False, on_all=True
-    ),
+    "network-cut": Fault("a network that drops everything", "forward", _cut_network, "SF108", False, on_all=True),
     "network-slow": Fault(
         "a network that is slow", "forward", _slow_network, "SF304", False, on_all=True, is_alone=True
     ),  # detected by cores that are free and not used
@@ -313,21 +274,28 @@ FAULTS: dict[str, Fault] = {
     "out-of-memory": Fault(
         "memory up to the limit of the cgroup", "forward", _exhaust_memory, "SF201", needs_limits=True
     ),
-    "slow-data": Fault("data that take half a second", "data_wait", _delay, "SF302", in_each_step=True),
-    "straggler": Fault("a rank that is slow", "forward", _delay, "SF303", in_each_step=True),
+    "slow-data": Fault("data that take half a second", "data_wait", _sleep(0.6), "SF302", in_each_step=True),
+    "straggler": Fault("a rank that is slow", "forward", _sleep(0.6), "SF303", in_each_step=True),
     "garbage": Fault("a step that makes many objects", "optimizer", _make_garbage, "SF305", in_each_step=True),
     "throttled": Fault(
         "a cgroup that may use a fifth of a CPU", "forward", _throttle_cpu, "SF306", False, needs_limits=True
     ),
     "slowed": Fault(
-        "steps that become slow", "optimizer", _delay, "SF301", False, on_all=True, in_each_step=True, first_step=40
+        "steps that become slow",
+        "optimizer",
+        _sleep(0.6),
+        "SF301",
+        False,
+        on_all=True,
+        in_each_step=True,
+        first_step=40,
     ),
     "crowded": Fault(
         "other processes on the core of one rank", "forward", _crowd_core, "SF313", first_step=40, is_alone=True
     ),
-    "hiccup": Fault("a step of six seconds", "forward", _pause_once, ""),
+    "hiccup": Fault("a step of six seconds", "forward", _sleep(6.0), ""),
     "page-cache": Fault("a file that is mapped, 1 MiB a step", "forward", _map_file, "", in_each_step=True),
-    "barrier-of-one": Fault("a barrier on one rank only", "save", _call_extra_barrier, "SF105"),
+    "barrier-of-one": Fault("a barrier on one rank only", "save", lambda _: dist.barrier(), "SF105"),
 }
 
 

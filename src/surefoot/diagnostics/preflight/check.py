@@ -24,6 +24,16 @@ class CheckContext:
     def run(self) -> RunConfig | None:
         return self.loaded.run if self.loaded is not None else None
 
+    def require_run(self) -> RunConfig:
+        """Return the run. Raises: NotApplicable without one."""
+        if self.run is None:
+            raise NotApplicable("no run is given")
+        return self.run
+
+    def where(self, *settings: str) -> str:
+        """Return the place of some settings; empty without a run."""
+        return self.loaded.where(*settings) if self.loaded is not None else ""
+
     @property
     def nodes(self) -> int:
         """Number of machines of the run."""
@@ -65,8 +75,17 @@ class CheckContext:
 
 
 @dataclass(frozen=True)
+class Result:
+    """What a check found. `finding` is set if something is wrong."""
+
+    status: Status
+    text: str
+    finding: Finding | None = None
+
+
+@dataclass(frozen=True)
 class Check:
-    """Result of a check. `finding` is set if something is wrong."""
+    """A result with the name of its check."""
 
     name: str
     status: Status
@@ -80,21 +99,27 @@ class Check:
         return {**payload, "finding": self.finding.as_dict() if self.finding is not None else None}
 
 
-Examine = Callable[[CheckContext], Check]
+class NotApplicable(Exception):
+    """A check does not apply to this machine and run; the text is the reason."""
 
 
-def ok(name: str, text: str) -> Check:
-    return Check(name, "ok", text)
+def run_check(name: str, check: Callable[..., Result], *arguments: Any) -> Check:
+    """Run a check and return its result with its name."""
+    try:
+        result = check(*arguments)
+    except NotApplicable as reason:
+        return Check(name, "not applicable", str(reason))
+    return Check(name, result.status, result.text, result.finding)
 
 
-def not_applicable(name: str, why: str) -> Check:
-    return Check(name, "not applicable", why)
+def ok(text: str) -> Result:
+    return Result("ok", text)
 
 
-def fail(name: str, code: str, cause: str, *, fix: str = "", is_fatal: bool = False, **evidence: Any) -> Check:
-    """Return a check with a finding.
+def fail(code: str, cause: str, *, fix: str = "", is_fatal: bool = False, **evidence: Any) -> Result:
+    """Return a result with a finding.
 
     A failure (`is_fatal`) keeps a run from starting and is only for what cannot work. Everything else is a warning.
     """
     finding = Finding(code, cause, evidence, fix or CATALOGUE[code].fix, 1.0 if is_fatal else 0.7)
-    return Check(name, "failed" if is_fatal else "warning", cause, finding)
+    return Result("failed" if is_fatal else "warning", cause, finding)

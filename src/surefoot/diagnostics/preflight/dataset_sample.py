@@ -1,18 +1,24 @@
-"""Doctor check of the first rows of a run's data: their format, and whether the model can read their images."""
+"""Doctor check of the first rows of a run's data: their format, their rendering, and whether the model reads images."""
 
 from collections.abc import Iterator
+from datetime import date
 from itertools import islice
+from pathlib import Path
 
-from surefoot.config import LoadedConfig
+from transformers import PreTrainedTokenizerBase
+
+from surefoot.config import LoadedConfig, RunConfig
+from surefoot.config.documents import read_text
 from surefoot.data.build_dataset import VISION_MODEL_TYPES, sources_of
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.file_readers import stream_chunks
-from surefoot.data.render import TEXT_ONLY
+from surefoot.data.render import TEXT_ONLY, RendererSource
 from surefoot.data.row_formats import Reader, format_of
 from surefoot.data.sources import Source, is_of_hub
-from surefoot.diagnostics.preflight.check import Check, fail, not_applicable, ok
+from surefoot.data.template import ChatTemplate
+from surefoot.diagnostics.preflight.check import Check, NotApplicable, Result, fail, ok, run_check
 from surefoot.errors import DataError, SurefootError
-from surefoot.models.build import load_config
+from surefoot.models.build import load_config, load_tokenizer
 from surefoot.models.resolve_model import folder_here
 
 NAME = "first rows"
@@ -21,48 +27,96 @@ ROWS_PER_FILE, FILES_PER_SOURCE = 200, 8
 
 
 def first_rows(loaded: LoadedConfig) -> Check:
-    """Check that the first rows can be read, and count those with images. `surefoot data` reads all rows."""
-    run = loaded.run
+    """Check that the first rows can be read and rendered, and count those with images. `surefoot data` reads all."""
+    return run_check(NAME, _check_first_rows, loaded)
+
+
+def _check_first_rows(loaded: LoadedConfig) -> Result:
+    run, where = loaded.run, loaded.where("dataset")
     folder = folder_here(run.model)
     if folder is None:
-        return not_applicable(NAME, f"{run.model} is not here yet")
+        raise NotApplicable(f"{run.model} is not here yet")
     if any(is_of_hub(item) for item in run.dataset):
-        return not_applicable(NAME, "data of the hub are fetched when the run starts")
+        raise NotApplicable("data of the hub are fetched when the run starts")
     try:
         is_vision_model, sources = load_config(folder).model_type in VISION_MODEL_TYPES, sources_of(loaded, "dataset")
     except SurefootError as error:
-        return not_applicable(NAME, f"they cannot be looked at: {error}")
-    skips_bad_rows, where = run.on_bad_row == "skip", loaded.where("dataset")
+        raise NotApplicable(f"they cannot be read: {error}") from error
+    template, no_template_reason = None, ""
     try:
-        images = [_count_images(conversation) for source in sources for conversation in _read_first_rows(source)]
+        template = open_template(run, load_run_tokenizer(run, folder))
+    except (SurefootError, NotApplicable) as error:
+        no_template_reason = str(error)
+    skips_bad_rows = run.on_bad_row == "skip"
+    images = []
+    try:
+        for source in sources:
+            for place, conversation in _read_first_rows(source):
+                images.append(sum(len(message.images) for message in conversation.messages))
+                if template is not None and (is_vision_model or not images[-1]):
+                    _check_rendering(template, conversation, place)
     except BadRow as error:
-        return fail(NAME, "SF743", str(error), is_fatal=not skips_bad_rows, where=where,
-                     fix="Correct the row, or name its columns with `columns`. `surefoot data` lists all such rows; "
-                     "on_bad_row: skip leaves them out.")  # fmt: skip
+        fix = (
+            "Correct the row, name its columns with `columns`, or give another chat_template. `surefoot data` lists "
+            "all such rows; on_bad_row: skip leaves them out."
+        )
+        return fail("SF743", str(error), is_fatal=not skips_bad_rows, fix=fix, where=where)
     except DataError as error:
-        return fail(NAME, "SF743", str(error), is_fatal=True, where=where)
+        return fail("SF743", str(error), is_fatal=True, where=where)
     if not images:
-        return not_applicable(NAME, "of what the run reads, no row is at the beginning of a file")
+        raise NotApplicable("the run reads no row from the beginning of a file")
     num_with_images, num_text_only = sum(count > 0 for count in images), sum(count == 0 for count in images)
-    if not num_with_images:
-        return ok(NAME, f"{num_text_only} read, all of them text")
     summary = f"{num_with_images} of {len(images)} have images"
-    if not is_vision_model:
-        return fail(NAME, "SF743", f"{summary}; {TEXT_ONLY}", is_fatal=not skips_bad_rows, where=where,
-                     fix="Take a model that reads images, or rows without.")  # fmt: skip
+    if num_with_images and not is_vision_model:
+        fix = "Take a model that reads images, or rows without."
+        return fail("SF743", f"{summary}; {TEXT_ONLY}", is_fatal=not skips_bad_rows, fix=fix, where=where)
+    if template is None:
+        raise NotApplicable(f"{len(images)} are read, and not rendered: {no_template_reason}")
+    if not num_with_images:
+        return ok(f"{num_text_only} read, all of them text")
     if not num_text_only:
-        return ok(NAME, f"{summary}: all")
-    return ok(
-        NAME,
-        f"{summary} and {num_text_only} are text: ranks that get text alone show the tower a blank image, so none "
-        "waits",
+        return ok(f"{summary}: all")
+    tower_note = "ranks with text only give the vision tower a blank image, so no rank waits"
+    return ok(f"{summary} and {num_text_only} are text: {tower_note}")
+
+
+def load_run_tokenizer(run: RunConfig, folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a run whose model is in `folder`.
+
+    Raises: NotApplicable if a model that is fetched lacks files of it so far; SurefootError if it cannot be read.
+    """
+    is_fetched = not Path(run.model).is_dir()
+    if is_fetched and not (folder / "tokenizer_config.json").is_file():
+        raise NotApplicable(f"the tokenizer of {run.model} is not here yet")
+    try:
+        tokenizer = load_tokenizer(folder)
+    except SurefootError as error:
+        if is_fetched:
+            raise NotApplicable(f"the tokenizer of {run.model} is incomplete on this machine") from error
+        raise
+    has_template = tokenizer.chat_template is not None or run.chat_template is not None
+    if is_fetched and not has_template and not (folder / "chat_template.jinja").is_file():
+        raise NotApplicable(f"no template of {run.model} is here yet")
+    return tokenizer
+
+
+def open_template(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+    """Return the chat template of a run, in which `template` is None if it has none. Raises: SurefootError."""
+    if run.chat_template is not None:
+        tokenizer.chat_template = read_text(Path(run.chat_template), f"chat_template={run.chat_template}")
+    source = RendererSource.of(
+        tokenizer,
+        run.template_variables,
+        parse_special_tokens=run.parse_special_tokens,
+        today=date.fromisoformat(run.chat_template_date),
     )
+    return ChatTemplate(source.template)
 
 
-def _read_first_rows(source: Source) -> Iterator[Conversation]:
-    """Yield the first rows of the first files.
+def _read_first_rows(source: Source) -> Iterator[tuple[str, Conversation]]:
+    """Yield the first rows of the first files, each with its place.
 
-    Raises: BadRow with its file and line; DataError for a file that cannot be read at all.
+    Raises: BadRow with its place; DataError for a file that cannot be read at all.
     """
     end = source.rows.end
     if source.rows.begin is not None or (end is not None and not end.isdecimal()):
@@ -73,14 +127,22 @@ def _read_first_rows(source: Source) -> Iterator[Conversation]:
     for path, name in islice(zip(source.files, source.names, strict=True), files):
         reader: Reader | None = None
         for row in islice((row for _, rows in stream_chunks(path) for row in rows), max_rows):
+            place = f"{name}:{row.line}"
             try:
                 if row.problem is not None:
                     raise BadRow(row.problem)
                 reader = reader or Reader(source.spec, format_of(source.spec, row.columns))
-                yield reader.read(row.columns)
+                conversation = reader.read(row.columns)
             except BadRow as error:
-                raise BadRow(f"{name}:{row.line}: {error}") from error
+                raise BadRow(f"{place}: {error}") from error
+            yield place, conversation
 
 
-def _count_images(conversation: Conversation) -> int:
-    return sum(len(message.images) for message in conversation.messages)
+def _check_rendering(template: ChatTemplate, conversation: Conversation, place: str) -> None:
+    """Raise BadRow for a row that the chat template cannot render; DataError for a template that cannot be used."""
+    try:
+        template.render(conversation)
+    except BadRow as error:
+        raise BadRow(f"{place}: {error}") from error
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error

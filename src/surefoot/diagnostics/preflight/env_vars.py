@@ -4,13 +4,13 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 
-from surefoot.diagnostics.preflight.check import Check, CheckContext, fail, ok
-from surefoot.diagnostics.preflight.gpus import peers
+from surefoot.diagnostics.preflight.check import CheckContext, Result, fail, ok, run_check
+from surefoot.diagnostics.preflight.gpus import check_peers
 from surefoot.diagnostics.preflight.known_issues import is_workaround
-from surefoot.diagnostics.preflight.system import io_memory_mapping
+from surefoot.diagnostics.preflight.system import check_iommu
 
-NCCL = frozenset(
-    """
+_NAMES_BY_PREFIX = {
+    "NCCL_": """
     ALGO ALLOC_P2P_NET_LL_BUFFERS BUFFSIZE CGA_CLUSTER_SIZE CHECKS_DISABLE CHECK_POINTERS COLLNET_ENABLE
     COLLNET_NODE_THRESHOLD COMM_BLOCKING COMM_ID COMM_SHRINK_SHARE_RESOURCES COMM_SPLIT_SHARE_RESOURCES CONF_FILE
     CROSS_NIC CTA_POLICY CUMEM_ENABLE CUMEM_HOST_ENABLE DEBUG DEBUG_FILE DEBUG_SUBSYS DEBUG_TIMESTAMP_FORMAT
@@ -34,12 +34,9 @@ NCCL = frozenset(
     TOPO_FILE TREE_THRESHOLD TUNER_PLUGIN UID_STAGGER_RATE UID_STAGGER_THRESHOLD WIN_ENABLE WIN_STRIDE
     WORK_ARGS_BYTES WORK_FIFO_BYTES VERSION LIB_DIR ASYNC_ERROR_HANDLING BLOCKING_WAIT DESYNC_DEBUG
     ENABLE_TIMING HOME INCLUDE_DIR ROOT
-    """.split()
-)
-"""Names after NCCL_, from its documentation as of version 2.28; the last ones are read by torch and builds."""
-GLOO = frozenset("SOCKET_IFNAME DEVICE_TRANSPORT SOCKET_FAMILY".split())
-CUDA = frozenset(
-    """
+    """,
+    "GLOO_": "SOCKET_IFNAME DEVICE_TRANSPORT SOCKET_FAMILY",
+    "CUDA_": """
     AUTO_BOOST CACHE_DISABLE CACHE_MAXSIZE CACHE_PATH COREDUMP_FILE COREDUMP_GENERATION_FLAGS DEVICE_MAX_CONNECTIONS
     DEVICE_MAX_COPY_CONNECTIONS DEVICE_ORDER DEVICE_WAITS_ON_EXCEPTION DISABLE_JIT DISABLE_PTX_JIT
     ENABLE_COREDUMP_ON_EXCEPTION ENABLE_CPU_COREDUMP_ON_EXCEPTION ENABLE_LIGHTWEIGHT_COREDUMP
@@ -48,48 +45,34 @@ CUDA = frozenset(
     MODULE_DATA_LOADING MODULE_LOADING MPS_ACTIVE_THREAD_PERCENTAGE MPS_CLIENT_PRIORITY MPS_LOG_DIRECTORY
     MPS_PINNED_DEVICE_MEM_LIMIT MPS_PIPE_DIRECTORY PATH ROOT SCALE_LAUNCH_QUEUES TOOLKIT_ROOT_DIR VERSION
     VISIBLE_DEVICES
-    """.split()
-)
-OMP = frozenset(
-    """
+    """,
+    "OMP_": """
     AFFINITY_FORMAT ALLOCATOR CANCELLATION DEBUG DEFAULT_DEVICE DISPLAY_AFFINITY DISPLAY_ENV DYNAMIC MAX_ACTIVE_LEVELS
     MAX_TASK_PRIORITY NESTED NUM_TEAMS NUM_THREADS PLACES PROC_BIND SCHEDULE STACKSIZE TARGET_OFFLOAD
     TEAMS_THREAD_LIMIT THREAD_LIMIT TOOL TOOL_LIBRARIES TOOL_VERBOSE_INIT WAIT_POLICY
-    """.split()
-)
-TORCH_NCCL = frozenset(
-    """
+    """,
+    "TORCH_NCCL_": """
     ABORT_IN_DESTROY_PG ASYNC_ERROR_HANDLING AVOID_RECORD_STREAMS BLOCKING_WAIT COORD_CHECK_MILSEC CUDA_EVENT_CACHE
     DEBUG_INFO_PIPE_FILE DEBUG_INFO_TEMP_FILE DESYNC_DEBUG DUMP_ON_TIMEOUT ENABLE_MONITORING ENABLE_TIMING
     EXTRA_DUMP_ON_EXEC HEARTBEAT_TIMEOUT_SEC HIGH_PRIORITY LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN NAN_CHECK
     NONBLOCKING_TIMEOUT PROPAGATE_ERROR RANKS_PER_ROOT RETHROW_CUDA_ERRORS SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING
     TRACE_BUFFER_SIZE TRACE_CPP_STACK USE_COMM_NONBLOCKING USE_TENSOR_REGISTER_ALLOCATOR_HOOK
     WAIT_TIMEOUT_DUMP_MILSEC
-    """.split()
-)
-PYTORCH = frozenset(
-    """
+    """,
+    "PYTORCH_": """
     ALLOC_CONF CUDA_ALLOC_CONF DEBUG_MPS_ALLOCATOR ENABLE_MPS_FALLBACK HIP_ALLOC_CONF JIT KERNEL_CACHE_PATH
     NO_CUDA_MEMORY_CACHING NVML_BASED_CUDA_CHECK USE_NVFUSER VERSION
-    """.split()
-)
-TORCH = frozenset(
-    """
+    """,
+    "TORCH_": """
     CPP_LOG_LEVEL CUDA_ARCH_LIST DISTRIBUTED_DEBUG FR_BUFFER_SIZE FR_DUMP_TEMP_FILE HOME LOGS LOGS_FORMAT LOGS_OUT
     SHOW_CPP_STACKTRACES SHOW_DISPATCH_TRACE TRACE
-    """.split()
-)
-NAMES_BY_PREFIX: Mapping[str, tuple[frozenset[str], str]] = {
-    "NCCL_": (NCCL, "NCCL"),
-    "GLOO_": (GLOO, "gloo"),
-    "CUDA_": (CUDA, "CUDA"),
-    "OMP_": (OMP, "OpenMP"),
-    "TORCH_NCCL_": (TORCH_NCCL, "torch"),
-    "PYTORCH_": (PYTORCH, "torch"),
-    "TORCH_": (TORCH, "torch"),
+    """,
 }
-"""Prefix -> (names after it, library that reads them).
-Source: documentation of CUDA 13, OpenMP 6.0 and torch 2.13, read 2026-11."""
+"""Prefix -> the names after it, from the documentation of NCCL 2.28, CUDA 13, OpenMP 6.0 and torch 2.13, read 2026-11.
+The last names of NCCL are read by torch and builds."""
+NAMES_BY_PREFIX = {prefix: frozenset(names.split()) for prefix, names in _NAMES_BY_PREFIX.items()}
+READERS = {"NCCL_": "NCCL", "GLOO_": "gloo", "CUDA_": "CUDA", "OMP_": "OpenMP"}
+"""Prefix -> the library that reads its variables; torch reads the others."""
 COMMON_MISTAKES = {
     **{f"{prefix}{name}": f"Did you mean {prefix}SOCKET_IFNAME?" for prefix in ("NCCL_", "GLOO_")
        for name in ("IFNAME", "SOCKET_INTERFACE", "INTERFACE")},
@@ -161,9 +144,9 @@ VALUES: Mapping[str, tuple[str, str]] = {
 """Variable -> (pattern of its valid values, the same in words). Other values are ignored or misread."""
 
 
-def variables(context: CheckContext) -> Check:
+def check_variables(context: CheckContext) -> Result:
     """Check for names that no library reads, invalid values, and variables that make every run slow."""
-    name, environment = "environment variables", context.machine.environment
+    environment = context.machine.environment
     problems = [*_find_misspelled_names(environment), *_find_invalid_values(environment)]
     slow = [
         variable
@@ -174,24 +157,24 @@ def variables(context: CheckContext) -> Check:
         summary = "; ".join(f"{variable}={environment[variable]}: {SLOW[variable]}" for variable in slow)
         problems.append((summary, f"unset {' '.join(slow)}, unless a fault is looked for."))
     if problems:
-        return fail(name, "SF710", "; ".join(cause for cause, _ in problems), fix=" ".join(fix for _, fix in problems))
+        return fail("SF710", "; ".join(cause for cause, _ in problems), fix=" ".join(fix for _, fix in problems))
     set_variables = [
         variable for variable in environment if variable.startswith(("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_"))
     ]
     unknown = [
         variable
         for variable in set_variables
-        if (prefix := _find_prefix(variable)) and variable.removeprefix(prefix) not in NAMES_BY_PREFIX[prefix][0]
+        if (prefix := _find_prefix(variable)) and variable.removeprefix(prefix) not in NAMES_BY_PREFIX[prefix]
     ]
     summary = f"; not known here: {', '.join(unknown)}" if unknown else ""
-    return ok(name, f"set: {', '.join(set_variables) if set_variables else 'none'}{summary}")
+    return ok(f"set: {', '.join(set_variables) if set_variables else 'none'}{summary}")
 
 
 def _is_needed(variable: str, context: CheckContext) -> bool:
     """Return whether this machine needs a variable that makes other machines slow."""
     if is_workaround(context, variable):
         return True
-    checks = (io_memory_mapping(context), peers(context))
+    checks = [run_check("IOMMU", check_iommu, context), run_check("GPU to GPU", check_peers, context)]
     return variable == "NCCL_P2P_DISABLE" and any(check.finding is not None for check in checks)
 
 
@@ -205,7 +188,7 @@ def _find_misspelled_names(environment: Mapping[str, str]) -> Iterator[tuple[str
         prefix = _find_prefix(variable)
         if prefix is None:
             continue
-        names, reader = NAMES_BY_PREFIX[prefix]
+        names, reader = NAMES_BY_PREFIX[prefix], READERS.get(prefix, "torch")
         if variable in COMMON_MISTAKES:
             yield f"{variable} is no variable of {reader}, which would ignore it", COMMON_MISTAKES[variable]
             continue

@@ -107,7 +107,7 @@ class IncompatiblePair:
 INCOMPATIBLE_PAIRS = (
     IncompatiblePair(
         ("peft", "transformers"), lambda peft, transformers: peft < (0, 18) and transformers >= (5,),
-        "importing peft fails: it asks for HybridCache, which transformers 5 has no more", "huggingface/peft#3333",
+        "importing peft fails: it imports HybridCache, which transformers 5 removed", "huggingface/peft#3333",
         "pip install -U peft: from 0.18 on.",
     ),
     IncompatiblePair(

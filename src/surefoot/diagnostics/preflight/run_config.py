@@ -7,7 +7,7 @@ from surefoot.config import LoadedConfig, vllm_settings
 from surefoot.config.resolve import resolve
 from surefoot.data.build_dataset import open_images
 from surefoot.data.sources import find_sources, is_of_hub
-from surefoot.diagnostics.preflight.check import Check, fail, ok
+from surefoot.diagnostics.preflight.check import Check, Result, fail, ok, run_check
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import ConfigError, SurefootError
 from surefoot.methods.registry import method_of
@@ -24,6 +24,10 @@ NAME = "the run itself"
 
 def refusal(loaded: LoadedConfig) -> Check:
     """Check whether the run would be refused on this machine. Fetches no model that is not in a local folder."""
+    return run_check(NAME, _check_run, loaded)
+
+
+def _check_run(loaded: LoadedConfig) -> Result:
     run = loaded.run
     ranks = run.nproc_per_node * run.nnodes
     try:
@@ -45,8 +49,8 @@ def refusal(loaded: LoadedConfig) -> Check:
                 checked_targets(skeleton, lora)
         _check_named_files(loaded)
     except (SurefootError, OSError) as error:
-        return fail(NAME, "SF743", str(error), is_fatal=True)
-    return ok(NAME, "it would start, as far as can be told without its weights and data")
+        return fail("SF743", str(error), is_fatal=True)
+    return ok("it would start, as far as its config and files show without weights and data")
 
 
 def _check_named_files(loaded: LoadedConfig) -> None:

@@ -2,27 +2,58 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from surefoot.config import LoadedConfig
-from surefoot.diagnostics.preflight import gpus, network, resources, system, versions
-from surefoot.diagnostics.preflight.check import Check, CheckContext, Examine, not_applicable
-from surefoot.diagnostics.preflight.slow_checks import CHECKS as SLOW_CHECKS
+from surefoot.diagnostics.preflight import env_vars, gpus, memory, network, resources, slow_checks, system, versions
+from surefoot.diagnostics.preflight.check import Check, CheckContext, Result, run_check
 from surefoot.errors import ConfigError
 from surefoot.system.deadline import Deadline, DeadlineExceeded
 from surefoot.system.machine import Snapshot
 from surefoot.system.machine_snapshot import collect
 
-CHECKS: Sequence[Examine] = (
-    *resources.CHECKS,
-    *versions.CHECKS,
-    *gpus.CHECKS,
-    *system.CHECKS,
-    *network.CHECKS,
-)
+CHECKS: Mapping[str, Callable[[CheckContext], Result]] = {
+    "devices": resources.check_devices,
+    "model": memory.check_model,
+    "device memory": memory.check_device_memory,
+    "host memory": memory.check_host_memory,
+    "checkpoints": resources.check_checkpoints,
+    "rollout server": resources.check_rollout_server,
+    "rollout precision": resources.check_rollout_precision,
+    "context": resources.check_lengths,
+    "versions": versions.check_versions,
+    "NCCL that is loaded": versions.check_loaded_nccl,
+    "environment variables": env_vars.check_variables,
+    "GPU errors": gpus.check_errors,
+    "GPU clocks": gpus.check_clocks,
+    "NVLink": gpus.check_nvlink,
+    "PCIe": gpus.check_pcie,
+    "GPU to GPU": gpus.check_peers,
+    "GPUs are free": gpus.check_free_memory,
+    "shared memory": system.check_shared_memory,
+    "locked memory": system.check_locked_memory,
+    "open files": system.check_open_files,
+    "processes and threads": system.check_processes,
+    "processors": system.check_processors,
+    "swap": system.check_swap,
+    "IOMMU": system.check_iommu,
+    "output_dir": system.check_storage,
+    "host name": network.check_host_name,
+    "interfaces": network.check_interfaces,
+    "InfiniBand": network.check_infiniband,
+    "GPU memory for network cards": network.check_peer_memory,
+    "rdzv_endpoint": network.check_rendezvous,
+}
+SLOW_CHECKS: Mapping[str, Callable[[CheckContext], Result]] = {
+    "resume": slow_checks.check_resume,
+    "schedule": slow_checks.check_schedule,
+    "chat template": slow_checks.check_chat_template,
+    "rollout server's own": slow_checks.check_server,
+}
+"""Name -> check, in the order of the report. A check raises NotApplicable."""
 WITHIN_S = 10.0
 """Deadline of all checks together; they start at the same time and may read files of the model."""
 SIGNS = {"ok": "ok     ", "warning": "WARNING", "failed": "FAILED ", "not applicable": "-      "}
@@ -37,13 +68,13 @@ RUN_FIELDS = ("output", "rendezvous", "unknown")
 def examine(machine: Snapshot, loaded: LoadedConfig | None = None, *, include_slow: bool = False) -> list[Check]:
     """Run every check of a machine and of a run on it; with `include_slow`, also the slow checks of the doctor."""
     context = CheckContext(machine, loaded)
-    jobs = [(check, Deadline(partial(check, context))) for check in CHECKS]
+    jobs = {name: Deadline(partial(check, context)) for name, check in CHECKS.items()}
     deadline = time.monotonic() + WITHIN_S
-    results = [_run_check(check, partial(job.result, max(0.0, deadline - time.monotonic()))) for check, job in jobs]
+    results = [_run_check(name, job.result, max(0.0, deadline - time.monotonic())) for name, job in jobs.items()]
     if include_slow and has_answers(results):  # in this thread: a signal stops a template that does not end
-        results += [_run_check(check, partial(check, context)) for check in SLOW_CHECKS]
+        results += [_run_check(name, check, context) for name, check in SLOW_CHECKS.items()]
     elif include_slow:
-        results += [not_looked_at(_format_name(check)) for check in SLOW_CHECKS]
+        results += [not_looked_at(name) for name in SLOW_CHECKS]
     return results
 
 
@@ -54,25 +85,20 @@ def has_answers(checks: Sequence[Check]) -> bool:
 
 def not_looked_at(name: str) -> Check:
     """Return a check that is skipped because earlier file reads did not finish."""
-    return not_applicable(name, "not looked at: other files gave no answer")
+    return Check(name, "not applicable", "not checked: other files gave no answer")
 
 
-def _run_check(check: Examine, get_result: Callable[[], Check]) -> Check:
+def _run_check(name: str, check: Callable[..., Result], *arguments: Any) -> Check:
     """Return the result of a check, or why it could not run: files may be unreadable, and configs may hold anything."""
-    name = _format_name(check)
     try:
-        return get_result()
+        return run_check(name, check, *arguments)
     except DeadlineExceeded:  # the file system of the model's files may hang
-        skipped = not_applicable(name, f"cannot be looked at: no answer within {WITHIN_S:g} s")
-        return replace(skipped, is_answered=False)
+        text = f"cannot be checked: no answer within {WITHIN_S:g} s"
+        return Check(name, "not applicable", text, is_answered=False)
     except Exception as error:  # noqa: BLE001 - reported, so that one failing check hides no other
         message = " ".join(str(error).split())[:300]
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-        return not_applicable(name, f"cannot be looked at: {kind}{message}")
-
-
-def _format_name(check: Examine) -> str:
-    return getattr(check, "__name__", "a check").replace("_", " ")
+        return Check(name, "not applicable", f"cannot be checked: {kind}{message}")
 
 
 def snapshot_for(loaded: LoadedConfig | None, *, patient: bool = False) -> Snapshot:

@@ -1,10 +1,10 @@
 """Checks of package versions and of the libraries that the environment loads. Pure."""
 
-from surefoot.diagnostics.preflight.check import Check, CheckContext, fail, not_applicable, ok
-from surefoot.diagnostics.preflight.env_vars import variables
+from surefoot.diagnostics.preflight.check import CheckContext, NotApplicable, Result, fail, ok
 from surefoot.diagnostics.preflight.gpus import select_gpus
 from surefoot.diagnostics.preflight.known_issues import find_incompatible_pairs, find_known_issue, parse_version
 
+SHOWN_PACKAGES = ("torch", "cuda", "nccl", "driver", "transformers", "peft", "vllm")
 LEAST_DRIVER = {13: (580,), 12: (525, 60, 13), 11: (450, 80, 2)}
 """Major version of CUDA -> the oldest Linux driver that runs it.
 Source: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, read 2026-11"""
@@ -15,93 +15,87 @@ LEAST_KERNEL = (5, 5)
 """Oldest kernel without known hangs. Source: huggingface/accelerate#1929, which also warns of older ones."""
 
 
-def versions(context: CheckContext) -> Check:
-    name, installed, gpus = "versions", context.machine.versions, context.gpus
-    summary = ", ".join(
-        f"{package} {installed[package]}"
-        for package in ("torch", "cuda", "nccl", "driver", "transformers", "peft", "vllm")
-        if package in installed
-    )
-    driver, cuda = installed.get("driver"), installed.get("cuda")
+def check_versions(context: CheckContext) -> Result:
+    installed, gpus = context.machine.versions, context.gpus
     uses_gpus = gpus > 0 and (context.run is None or context.run.device != "cpu")
-    if uses_gpus and cuda is None and "torch" in installed:
-        return fail(
-            name,
-            "SF709",
-            f"this machine has {gpus} GPUs, and torch {installed['torch']} was built without CUDA",
-            fix="pip install torch from PyPI or https://download.pytorch.org/whl for your CUDA; or device=cpu.",
-            torch=installed["torch"],
-        )
+    if uses_gpus and "cuda" not in installed and "torch" in installed:
+        cause = f"this machine has {gpus} GPUs, and torch {installed['torch']} was built without CUDA"
+        fix = "pip install torch from PyPI or https://download.pytorch.org/whl for your CUDA; or device=cpu."
+        return fail("SF709", cause, fix=fix, torch=installed["torch"])
     pairs = list(find_incompatible_pairs(installed))
     if pairs:
-        conflicts = [" and ".join(f"{package} {installed[package]}" for package in pair.packages) for pair in pairs]
-        causes = [
-            f"{conflict} do not go together: {pair.what} ({pair.source})"
-            for conflict, pair in zip(conflicts, pairs, strict=True)
-        ]
-        return fail(name, "SF709", "; ".join(causes), fix=" ".join(pair.fix for pair in pairs), found=conflicts)
-    if context.is_on_gpus:
-        least = LEAST_DRIVER.get(parse_version(cuda or "0")[0])
-        if driver and least and parse_version(driver) < least:
-            needed = ".".join(map(str, least))
-            return fail(name, "SF709", f"torch was built for CUDA {cuda}, which needs a driver from {needed} on, and "
-                         f"this machine's is {driver}", driver=driver, cuda=cuda, needed=needed)  # fmt: skip
-        unsupported = next(
-            (card for card in select_gpus(context) if cuda and not _is_compiled_for(card.capability, cuda)), None
-        )
-        if unsupported is not None:
-            return fail(
-                name,
-                "SF709",
-                f"GPU {unsupported.index}, {unsupported.name}, has compute capability {unsupported.capability}, and "
-                f"PyTorch's own builds with CUDA {cuda} have no code for it",
-                fix="pip install a torch that was built with another CUDA: from 12.8 on for 10.0 and newer, 12.6 for "
-                "what is older than 7.5. torch.cuda.get_arch_list() tells what it has code for.",
-                capability=unsupported.capability,
-                cuda=cuda,
-            )
-        issue = find_known_issue(context)
-        if issue is not None:
-            version = f"{issue.package} {installed[issue.package]}"
-            return fail(name, "SF709", f"with {version} {issue.what} ({issue.source})", fix=issue.fix, version=version)
+        conflicts = {
+            pair: " and ".join(f"{package} {installed[package]}" for package in pair.packages) for pair in pairs
+        }
+        cause = "; ".join(f"{text} are incompatible: {pair.what} ({pair.source})" for pair, text in conflicts.items())
+        return fail("SF709", cause, fix=" ".join(pair.fix for pair in pairs), found=list(conflicts.values()))
+    if context.is_on_gpus and (problem := _check_cuda(context)) is not None:
+        return problem
     kernel = context.machine.kernel
     if gpus > 1 and context.uses_nccl and kernel and parse_version(kernel) < LEAST_KERNEL:
-        return fail(name, "SF709", f"the kernel is {context.machine.kernel}; before 5.5 ranks are known to hang in "
-                     "their first meeting", kernel=context.machine.kernel)  # fmt: skip
-    return ok(name, summary) if summary else not_applicable(name, context.machine.unknown.get("versions", "not known"))
+        cause = f"the kernel is {kernel}; before 5.5, ranks are known to hang in their rendezvous"
+        return fail("SF709", cause, kernel=kernel)
+    shown = [f"{package} {installed[package]}" for package in SHOWN_PACKAGES if package in installed]
+    if not shown:
+        raise NotApplicable(context.machine.unknown.get("versions", "not known"))
+    return ok(", ".join(shown))
+
+
+def _check_cuda(context: CheckContext) -> Result | None:
+    """Check torch's CUDA against the driver and the GPUs, and for known issues. Returns None if nothing is wrong."""
+    installed = context.machine.versions
+    driver, cuda = installed.get("driver"), installed.get("cuda")
+    least = LEAST_DRIVER.get(parse_version(cuda or "0")[0])
+    if driver and least and parse_version(driver) < least:
+        needed = ".".join(map(str, least))
+        cause = (
+            f"torch was built for CUDA {cuda}, which needs a driver from {needed} on, and this machine's is {driver}"
+        )
+        return fail("SF709", cause, driver=driver, cuda=cuda, needed=needed)
+    for card in select_gpus(context):
+        if cuda and not _is_compiled_for(card.capability, cuda):
+            return fail(
+                "SF709",
+                f"GPU {card.index}, {card.name}, has compute capability {card.capability}, and PyTorch's own builds "
+                f"with CUDA {cuda} have no code for it",
+                fix="pip install a torch that was built with another CUDA: from 12.8 on for 10.0 and newer, 12.6 for "
+                "what is older than 7.5. torch.cuda.get_arch_list() lists what it has code for.",
+                capability=card.capability,
+                cuda=cuda,
+            )
+    issue = find_known_issue(context)
+    if issue is not None:
+        version = f"{issue.package} {installed[issue.package]}"
+        return fail("SF709", f"with {version} {issue.what} ({issue.source})", fix=issue.fix, version=version)
+    return None
 
 
 def _is_compiled_for(capability: str, cuda: str) -> bool:
-    if not capability:  # unknown
+    limits = next((limits for since, limits in CAPABILITIES.items() if parse_version(cuda) >= since), None)
+    if not capability or limits is None:  # unknown
         return True
-    ranges = [limits for since, limits in CAPABILITIES.items() if parse_version(cuda) >= since]
-    if not ranges:
-        return True
-    oldest, newest = ranges[0]
+    oldest, newest = limits
     # Code for one capability runs on later ones of the same major version.
     return oldest <= parse_version(capability) and (newest is None or parse_version(capability)[0] <= newest[0])
 
 
-def library_path(context: CheckContext) -> Check:
+def check_loaded_nccl(context: CheckContext) -> Result:
     """Check that no other NCCL is loaded instead of the one that torch came with."""
-    name, environment = "NCCL that is loaded", context.machine.environment
+    environment = context.machine.environment
     if not context.uses_nccl:
-        return not_applicable(name, "only runs of several GPUs use it")
+        raise NotApplicable("only runs of several GPUs use it")
     preloaded = [library for library in environment.get("LD_PRELOAD", "").split(":") if "nccl" in library]
     if preloaded:
-        return fail(
-            name,
-            "SF709",
-            f"LD_PRELOAD puts {', '.join(preloaded)} before the NCCL that torch came with",
-            fix="unset LD_PRELOAD, unless it is meant: then all machines must have the same.",
-            LD_PRELOAD=environment["LD_PRELOAD"],
-        )
+        cause = f"LD_PRELOAD puts {', '.join(preloaded)} before the NCCL that torch came with"
+        fix = "unset LD_PRELOAD, unless it is intended: then all machines must have the same."
+        return fail("SF709", cause, fix=fix, LD_PRELOAD=environment["LD_PRELOAD"])
     if context.machine.other_nccl:
         path = context.machine.other_nccl[0]
-        return fail(name, "SF709", f"LD_LIBRARY_PATH puts {path} before the NCCL that torch came with", found=path,
-                     fix="Take its folder out of LD_LIBRARY_PATH, unless it is meant: then all machines must have the "
-                     "same. `surefoot doctor --deep` says which one is loaded.")  # fmt: skip
-    return ok(name, f"torch's own, {context.machine.versions.get('nccl', 'version not known')}")
-
-
-CHECKS = (versions, library_path, variables)
+        return fail(
+            "SF709",
+            f"LD_LIBRARY_PATH puts {path} before the NCCL that torch came with",
+            fix="Take its folder out of LD_LIBRARY_PATH, unless it is intended: then all machines must have the same. "
+            "`surefoot doctor --deep` shows which one is loaded.",
+            found=path,
+        )
+    return ok(f"torch's own, {context.machine.versions.get('nccl', 'version not known')}")

@@ -1,14 +1,17 @@
-"""Checks of a self-test, from the results of its ranks. Pure."""
+"""Results of the ranks of a self-test, and the checks of them. Pure, except that a report is written and read."""
 
+import json
 import re
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from surefoot.diagnostics.preflight.check import Check, fail, not_applicable, ok
+from surefoot.diagnostics.preflight.check import Check, NotApplicable, Result, fail, ok, run_check
 from surefoot.diagnostics.preflight.gpus import JOINED_GPUS, NOT_JOINED
-from surefoot.diagnostics.selftest.report import Report
 from surefoot.distributed.elastic_launch import GONE
+from surefoot.system.atomic_io import write_json
 from surefoot.system.rank_consistency import facts_of, ranks_differ
 
 GIB = 1 << 30
@@ -29,130 +32,144 @@ ETHERNET_SHARE = 0.5
 """Least share of an Ethernet interface's speed: an estimate, TCP reaches more."""
 
 
+@dataclass
+class Report:
+    """Results of the ranks in each stage, and where the test ended if it did not complete."""
+
+    ranks: int
+    backend: str
+    said: dict[str, dict[int, Any]] = field(default_factory=dict)
+    """Stage -> rank -> its result, for stages that all ranks completed."""
+    stopped_in: str = ""
+    """Stage that not all ranks completed; empty if all did."""
+    within_s: float = 0.0
+    """Deadline of that stage in seconds."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Rank -> its error, for ranks that failed in that stage."""
+    is_over: bool = False
+    """Whether rank 0 has told the others that the test is over."""
+    silent: list[int] = field(default_factory=list)
+    """Ranks without a result at that deadline that had progressed least."""
+
+    def write(self, path: Path) -> None:
+        write_json(path, asdict(self))
+
+    def of(self, stage: str) -> Mapping[int, Any]:
+        return self.said.get(stage, {})
+
+    def hosts(self) -> dict[int, str]:
+        """Return rank -> its host name, with a number if several machines have the same name, as containers may."""
+        numbers: dict[int, int] = {}
+        for rank, machine in self.of("machine").items():
+            numbers[rank] = max(numbers.values(), default=0) + (machine["local_rank"] == 0)
+        names = {rank: str(machine["host"]) for rank, machine in self.of("machine").items()}
+        is_plain = len(set(names.values())) == len(set(numbers.values()))
+        return names if is_plain else {rank: f"{name} #{numbers[rank]}" for rank, name in names.items()}
+
+    def num_machines(self) -> int:
+        return len(set(self.hosts().values()))
+
+    def name_rank(self, rank: int) -> str:
+        """Return a rank with its machine if there are several machines."""
+        hosts = self.hosts()
+        return f"rank {rank} ({hosts[rank]})" if len(set(hosts.values())) > 1 and rank in hosts else f"rank {rank}"
+
+
+def read_report(path: Path) -> Report:
+    """Read a report. Raises: OSError if the file cannot be read."""
+    payload = json.loads(path.read_text("utf-8"))
+    results = {stage: {int(rank): value for rank, value in ranks.items()} for stage, ranks in payload["said"].items()}
+    errors = {int(rank): text for rank, text in payload["errors"].items()}
+    return Report(**{**payload, "said": results, "errors": errors})
+
+
 def checks_of(report: Report) -> list[Check]:
     """Return the checks of each completed stage, and one that names who did not complete the stage that stopped."""
-    checks = [
-        check(report)
-        for stage, check in (
-            ("machine", _check_consistency),
-            ("clock", _check_clocks),
-            ("reach", _check_reachability),
-            ("join", _check_nccl),
-            ("exchange", _check_exchange),
-            ("collectives", _check_collectives),
-            ("bandwidth", _check_bandwidth),
-            ("product", _check_product),
-            ("product", _check_clocks_under_load),
-            ("product", _check_pcie_under_load),
-            ("storage", _check_storage),
-        )
-        if stage in report.said
-    ]
-    return [*checks, _check_stop(report)] if report.stopped_in else checks
+    checks = [run_check(name, check, report) for stage, name, check in CHECKS if stage in report.said]
+    return [*checks, run_check("self-test", _check_stop, report)] if report.stopped_in else checks
 
 
-def _name_hosts(report: Report) -> dict[int, str]:
-    """Return rank -> its host name, with a number if several machines have the same name, as containers may."""
-    numbers: dict[int, int] = {}
-    for rank, machine in report.of("machine").items():
-        numbers[rank] = max(numbers.values(), default=0) + (machine["local_rank"] == 0)
-    names = {rank: str(machine["host"]) for rank, machine in report.of("machine").items()}
-    is_plain = len(set(names.values())) == len(set(numbers.values()))
-    return names if is_plain else {rank: f"{name} #{numbers[rank]}" for rank, name in names.items()}
-
-
-def _format_rank(report: Report, rank: int) -> str:
-    """Return a rank with its machine if there are several machines."""
-    hosts = _name_hosts(report)
-    return f"rank {rank} ({hosts[rank]})" if len(set(hosts.values())) > 1 and rank in hosts else f"rank {rank}"
-
-
-def _check_consistency(report: Report) -> Check:
-    name, machines = "ranks are alike", report.of("machine")
-    hosts = _name_hosts(report)
-    finding = ranks_differ([facts_of(machine) for machine in machines.values()], list(hosts.values()))
+def _check_consistency(report: Report) -> Result:
+    facts = [facts_of(machine) for machine in report.of("machine").values()]
+    finding = ranks_differ(facts, list(report.hosts().values()))
     if finding is not None:
-        return Check(name, "warning", finding.cause, finding)
-    count = len(set(hosts.values()))
+        return Result("warning", finding.cause, finding)
+    count = report.num_machines()
     where = "one machine" if count == 1 else f"{count} machines"
-    return ok(name, f"{report.ranks} ranks on {where} have the same versions and variables")
+    return ok(f"{report.ranks} ranks on {where} have the same versions and variables")
 
 
-def _check_clocks(report: Report) -> Check:
-    name, far = "clocks", []
-    for rank, (offset_s, error_s) in report.of("clock").items():
+def _check_clocks(report: Report) -> Result:
+    offsets, far = report.of("clock"), []
+    for rank, (offset_s, error_s) in offsets.items():
         if abs(offset_s) - error_s > MOST_OFFSET_S:
             way = "behind" if offset_s > 0 else "ahead of"
-            far.append(f"{_format_rank(report, rank)} is {abs(offset_s):.1f} s {way} rank 0")
+            far.append(f"{report.name_rank(rank)} is {abs(offset_s):.1f} s {way} rank 0")
     if far:
-        return fail(name, "SF731", "; ".join(far), offsets_s={str(r): v[0] for r, v in report.of("clock").items()})
-    if len(set(_name_hosts(report).values())) == 1:
-        return not_applicable(name, "one machine")
-    most = max(abs(offset_s) for offset_s, _ in report.of("clock").values())
-    return ok(name, f"at most {most * 1000:.0f} ms apart")
+        return fail("SF731", "; ".join(far), offsets_s={str(rank): offset_s for rank, (offset_s, _) in offsets.items()})
+    if report.num_machines() == 1:
+        raise NotApplicable("one machine")
+    most = max(abs(offset_s) for offset_s, _ in offsets.values())
+    return ok(f"at most {most * 1000:.0f} ms apart")
 
 
-def _check_reachability(report: Report) -> Check:
-    name = "machines reach each other"
+def _check_reachability(report: Report) -> Result:
     problems = [
-        f"{_format_rank(report, rank)} does not reach {_format_rank(report, int(other))}: {why}"
+        f"{report.name_rank(rank)} does not reach {report.name_rank(int(other))}: {why}"
         for rank, failures in report.of("reach").items()
         for other, why in failures.items()
     ]
     if problems:
-        return fail(name, "SF732", "; ".join(problems[:4]), is_fatal=True, pairs=len(problems))
-    if len(set(_name_hosts(report).values())) == 1:
-        return not_applicable(name, "one machine")
-    return ok(name, "each on a free port of each")
+        return fail("SF732", "; ".join(problems[:4]), is_fatal=True, pairs=len(problems))
+    if report.num_machines() == 1:
+        raise NotApplicable("one machine")
+    return ok("each on a free port of every other")
 
 
-def _check_nccl(report: Report) -> Check:
+def _check_nccl(report: Report) -> Result:
     """Check the NCCL that was loaded against the one that torch was installed with."""
-    name = "NCCL"
     if report.backend != "nccl":
-        return not_applicable(name, f"the ranks talk over {report.backend}")
+        raise NotApplicable(f"the ranks use {report.backend}")
     joined, machines = report.of("join"), report.of("machine")
     for rank, library in joined.items():
         installed = machines[rank]["versions"].get("nccl", "")
         if installed and library["nccl"] and not installed.startswith(library["nccl"]):
             cause = (
-                f"{_format_rank(report, rank)} has loaded NCCL {library['nccl']} ({', '.join(library['loaded'])}), and "
+                f"{report.name_rank(rank)} has loaded NCCL {library['nccl']} ({', '.join(library['loaded'])}), and "
                 f"{installed} is installed with torch"
             )
-            return fail(name, "SF741", cause, loaded=library["loaded"], installed=installed)
+            return fail("SF741", cause, loaded=library["loaded"], installed=installed)
     if len({library["nccl"] for library in joined.values()}) > 1:
         versions = {str(rank): library["nccl"] for rank, library in joined.items()}
-        return fail(name, "SF741", f"the ranks have loaded different NCCLs: {versions}", loaded=versions)
-    return ok(name, f"{next(iter(joined.values()))['nccl']} at all ranks")
+        return fail("SF741", f"the ranks have loaded different NCCLs: {versions}", loaded=versions)
+    return ok(f"{next(iter(joined.values()))['nccl']} at all ranks")
 
 
-def _check_exchange(report: Report) -> Check:
-    name = "pairs of ranks"
+def _check_exchange(report: Report) -> Result:
     wrong_pairs = [
-        f"{_format_rank(report, rank)} got something else than {_format_rank(report, source)} sent"
+        f"{report.name_rank(rank)} received other values than {report.name_rank(source)} sent"
         for rank, result in report.of("exchange").items()
         for source in result["wrong"]
     ]
     if wrong_pairs:
-        return fail(name, "SF734", "; ".join(wrong_pairs[:4]), is_fatal=True, pairs=len(wrong_pairs))
-    return ok(name, f"{report.ranks * next(iter(report.of('exchange').values()))['pairs']} exchanges arrived whole")
+        return fail("SF734", "; ".join(wrong_pairs[:4]), is_fatal=True, pairs=len(wrong_pairs))
+    return ok(f"{report.ranks * next(iter(report.of('exchange').values()))['pairs']} exchanges arrived intact")
 
 
-def _check_collectives(report: Report) -> Check:
-    name = "collectives"
+def _check_collectives(report: Report) -> Result:
     problems = [
-        f"{what} at {_format_rank(report, rank)}: {how}"
+        f"{what} at {report.name_rank(rank)}: {how}"
         for rank, result in report.of("collectives").items()
         for what, how in result["wrong"].items()
     ]
     if problems:
-        return fail(name, "SF734", "; ".join(problems[:4]), is_fatal=True, problems=len(problems))
-    return ok(name, "all-reduce, all-gather, reduce-scatter, uneven all-to-all, broadcast: every number is right")
+        return fail("SF734", "; ".join(problems[:4]), is_fatal=True, problems=len(problems))
+    return ok("all-reduce, all-gather, reduce-scatter, uneven all-to-all, broadcast: every number is right")
 
 
-def _check_bandwidth(report: Report) -> Check:
+def _check_bandwidth(report: Report) -> Result:
     """Check the largest all-reduce, for which reference values are published; other collectives are only shown."""
-    name, rated = "bus bandwidth, GB/s", "all-reduce"
+    rated = "all-reduce"
     slowest = {kind: _find_slowest(report, kind) for kind in next(iter(report.of("bandwidth").values()))}
     summary = "; ".join(
         f"{kind} " + ", ".join(f"{_format_bytes(length)}: {speed:.3g}" for length, speed in speeds.items())
@@ -160,12 +177,12 @@ def _check_bandwidth(report: Report) -> Check:
     )
     least, why = expected_gb_s(report)
     if least is None:
-        return ok(name, f"{summary} ({why})")
+        return ok(f"{summary} ({why})")
     reached = slowest[rated][max(slowest[rated])]
     if reached < least:
-        cause = f"a large {rated} has {reached:.3g} GB/s of bus bandwidth, and {least:.4g} are to be expected: {why}"
-        return fail(name, "SF733", f"{cause}; all of them: {summary}", bus_bandwidth_gb_s=slowest, expected_gb_s=least)
-    return ok(name, f"{summary} ({least:.4g} to be expected of a large {rated}: {why})")
+        cause = f"a large {rated} has {reached:.3g} GB/s of bus bandwidth, and {least:.4g} are expected: {why}"
+        return fail("SF733", f"{cause}; all of them: {summary}", bus_bandwidth_gb_s=slowest, expected_gb_s=least)
+    return ok(f"{summary} ({least:.4g} expected of a large {rated}: {why})")
 
 
 def _find_slowest(report: Report, kind: str) -> dict[int, float]:
@@ -188,7 +205,7 @@ def expected_gb_s(report: Report) -> tuple[float | None, str]:
         return _estimate_network_gb_s(machines[0], ranks_each)
     cards = machines[0]["cards"]
     if not cards:
-        return None, "NVML does not tell how the GPUs are joined"
+        return None, "NVML does not report how the GPUs are joined"
     kind = cards[0]["name"]
     if any(any(card["links"]) for card in cards):
         expected = next((least for name, least in NVLINK if re.search(rf"\b{name}\b", kind)), None)
@@ -222,16 +239,16 @@ def _format_bytes(length: int) -> str:
     return f"{length / GIB:g} GiB" if length >= GIB else f"{length / (1 << 20):g} MiB"
 
 
-def _check_product(report: Report) -> Check:
-    name, tflops = "matrix product", {rank: result["tflops"] for rank, result in report.of("product").items()}
+def _check_product(report: Report) -> Result:
+    tflops = {rank: result["tflops"] for rank, result in report.of("product").items()}
     usual = median(tflops.values())
     slow = [rank for rank, speed in tflops.items() if speed < LEAST_OF_MEDIAN[report.backend] * usual]
     speeds = ", ".join(f"{speed:.3g}" for speed in tflops.values())
     if slow:
-        shown = ", ".join(f"{_format_rank(report, rank)} {tflops[rank]:.3g}" for rank in slow)
-        return fail(name, "SF735", f"{shown} TFLOP/s, and {usual:.3g} is usual among {report.ranks} ranks",
-                     tflops={str(rank): round(speed, 2) for rank, speed in tflops.items()})  # fmt: skip
-    return ok(name, f"{speeds} TFLOP/s, all ranks at a time")
+        shown = ", ".join(f"{report.name_rank(rank)} {tflops[rank]:.3g}" for rank in slow)
+        cause = f"{shown} TFLOP/s, and {usual:.3g} is usual among {report.ranks} ranks"
+        return fail("SF735", cause, tflops={str(rank): round(speed, 2) for rank, speed in tflops.items()})
+    return ok(f"{speeds} TFLOP/s, all ranks at a time")
 
 
 def _collect_gpus(report: Report) -> dict[int, Mapping[str, Any]]:
@@ -239,56 +256,51 @@ def _collect_gpus(report: Report) -> dict[int, Mapping[str, Any]]:
     return {rank: result["card"] for rank, result in report.of("product").items() if result["card"] is not None}
 
 
-def _check_clocks_under_load(report: Report) -> Check:
+def _check_clocks_under_load(report: Report) -> Result:
     """Check the GPU clocks under load, because an idle card is never too hot."""
-    name, cards = "GPU clocks under load", _collect_gpus(report)
+    cards = _collect_gpus(report)
     if not cards:
-        return not_applicable(name, "no GPU was asked")
+        raise NotApplicable("no GPU was queried")
     slowed = {rank: ", ".join(card["slowed_by"]) for rank, card in cards.items() if card["slowed_by"]}
     if slowed:
-        cause = "; ".join(
-            f"the GPU of {_format_rank(report, rank)} is slowed down: {why}" for rank, why in slowed.items()
-        )
-        return fail(name, "SF723", cause, cards=[cards[rank]["index"] for rank in slowed])
+        cause = "; ".join(f"the GPU of {report.name_rank(rank)} is slowed down: {why}" for rank, why in slowed.items())
+        return fail("SF723", cause, cards=[cards[rank]["index"] for rank in slowed])
     hottest = max((card["temperature_c"] or 0 for card in cards.values()), default=0)
-    return ok(name, f"nothing slows them down{f', the warmest has {hottest} °C' if hottest else ''}")
+    return ok(f"nothing slows them down{f', the hottest has {hottest} °C' if hottest else ''}")
 
 
-def _check_pcie_under_load(report: Report) -> Check:
+def _check_pcie_under_load(report: Report) -> Result:
     """Check the PCIe link under load, because an idle card lowers its link speed."""
-    name, cards = "PCIe under load", _collect_gpus(report)
+    cards = _collect_gpus(report)
     measured = {rank: card for rank, card in cards.items() if card["pcie_generation"] and card["pcie_most_generation"]}
     if not measured:
-        return not_applicable(name, "no GPU was asked, or none told")
+        raise NotApplicable("no GPU was queried, or none answered")
     low = [rank for rank, card in measured.items() if card["pcie_generation"] < card["pcie_most_generation"]]
     if low:
         cause = "; ".join(
-            f"the GPU of {_format_rank(report, rank)} uses generation {measured[rank]['pcie_generation']} of "
+            f"the GPU of {report.name_rank(rank)} uses generation {measured[rank]['pcie_generation']} of "
             f"{measured[rank]['pcie_most_generation']} while it computes"
             for rank in low
         )
-        return fail(name, "SF725", cause, cards=[measured[rank]["index"] for rank in low])
+        return fail("SF725", cause, cards=[measured[rank]["index"] for rank in low])
     generations = ", ".join(sorted({str(card["pcie_generation"]) for card in measured.values()}))
-    return ok(name, f"generation {generations}, as card and slot can")
+    return ok(f"generation {generations}, as card and slot can")
 
 
-def _check_storage(report: Report) -> Check:
-    name = "speed of output_dir"
+def _check_storage(report: Report) -> Result:
     results = {rank: result for rank, result in report.of("storage").items() if result is not None}
     if not results:
-        return not_applicable(name, "no run is given")
+        raise NotApplicable("no run is given")
     damaged = [rank for rank, result in results.items() if not result["is_same"]]
     if damaged:
-        return fail(name, "SF711", f"{_format_rank(report, damaged[0])} read something else than it had written",
-                     is_fatal=True, error="other bytes")  # fmt: skip
+        cause = f"{report.name_rank(damaged[0])} read other bytes than it had written"
+        return fail("SF711", cause, is_fatal=True, error="other bytes")
     slowest = min(results, key=lambda rank: results[rank]["write"])
-    shown = (
-        f"{_format_rank(report, slowest)} writes {results[slowest]['write']:.0f} MB/s and reads "
-        f"{results[slowest]['read']:.0f}"
-    )
-    if results[slowest]["write"] < SLOW_WRITE:
-        return fail(name, "SF711", shown, write_mb_s=round(results[slowest]["write"], 1))
-    return ok(name, shown)
+    write, read = results[slowest]["write"], results[slowest]["read"]
+    shown = f"{report.name_rank(slowest)} writes {write:.0f} MB/s and reads {read:.0f}"
+    if write < SLOW_WRITE:
+        return fail("SF711", shown, write_mb_s=round(write, 1))
+    return ok(shown)
 
 
 WHAT = {
@@ -305,24 +317,38 @@ WHAT = {
 }
 
 
-def _check_stop(report: Report) -> Check:
+def _check_stop(report: Report) -> Result:
     """Name the ranks that stopped the test: those that failed by themselves, or else those that are silent."""
     what, within = WHAT[report.stopped_in], f"within {report.within_s:.0f} s"
-    silent = ", ".join(_format_rank(report, rank) for rank in report.silent)
     own_errors = {rank: error for rank, error in report.errors.items() if not any(sign in error for sign in GONE)}
     if own_errors:
-        cause = (
-            "; ".join(f"{_format_rank(report, rank)}: {error}" for rank, error in list(own_errors.items())[:3])
-            + f", in {what}"
-        )
-    elif silent:
-        lost = "; ".join(
-            f"{_format_rank(report, rank)} lost it: {error}" for rank, error in list(report.errors.items())[:1]
-        )
-        cause = f"{silent} did not come through {what} {within}{f' ({lost})' if lost else ''}"
+        cause = f"{_list_errors(report, own_errors)}, in {what}"
+    elif report.silent:
+        silent = ", ".join(report.name_rank(rank) for rank in report.silent)
+        first = next(iter(report.errors.items()), None)
+        lost = f" ({report.name_rank(first[0])} lost the connection: {first[1]})" if first is not None else ""
+        cause = f"{silent} did not complete {what} {within}{lost}"
     else:
-        cause = "; ".join(
-            f"{_format_rank(report, rank)}: {error}" for rank, error in list(report.errors.items())[:3]
-        ) or (f"the ranks' connection ended in {what}")
-    return fail("self-test", "SF742", cause, is_fatal=True, stage=report.stopped_in,
-                 silent=report.silent, errors={str(rank): error for rank, error in report.errors.items()})  # fmt: skip
+        cause = _list_errors(report, report.errors) or f"the ranks' connection ended in {what}"
+    errors = {str(rank): error for rank, error in report.errors.items()}
+    return fail("SF742", cause, is_fatal=True, stage=report.stopped_in, silent=report.silent, errors=errors)
+
+
+def _list_errors(report: Report, errors: Mapping[int, str]) -> str:
+    return "; ".join(f"{report.name_rank(rank)}: {error}" for rank, error in list(errors.items())[:3])
+
+
+CHECKS = (
+    ("machine", "ranks are alike", _check_consistency),
+    ("clock", "clocks", _check_clocks),
+    ("reach", "machines reach each other", _check_reachability),
+    ("join", "NCCL", _check_nccl),
+    ("exchange", "pairs of ranks", _check_exchange),
+    ("collectives", "collectives", _check_collectives),
+    ("bandwidth", "bus bandwidth, GB/s", _check_bandwidth),
+    ("product", "matrix product", _check_product),
+    ("product", "GPU clocks under load", _check_clocks_under_load),
+    ("product", "PCIe under load", _check_pcie_under_load),
+    ("storage", "speed of output_dir", _check_storage),
+)
+"""(stage, name, check) of each check, in the order of the report."""

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from surefoot.diagnostics.selftest import collectives, connectivity
-from surefoot.diagnostics.selftest.report import Report
-from surefoot.diagnostics.selftest.results import checks_of
+from surefoot.diagnostics.selftest.results import Report, checks_of
 from surefoot.distributed.listening import is_one_machine
 from surefoot.distributed.process_group import gpu_of
 from surefoot.distributed.store import shared_store
@@ -109,9 +108,7 @@ def _measure_clock_offset(context: RankContext) -> Any:
 
 def _connect_machines(context: RankContext) -> Any:
     """Connect from each machine to each other one. Returns rank -> why it was not reached."""
-    if not context.is_first_here:
-        return {}
-    if len(context.firsts) == 1:
+    if not context.is_first_here or len(context.firsts) == 1:
         return {}
     addresses = connectivity.listening_addresses(os.environ, context.rdzv_endpoint)
     context.listener = connectivity.Listener(context.rank, addresses)
@@ -250,7 +247,7 @@ def try_out(task: Task, stages: Sequence[Stage] | None = None) -> tuple[Report |
         watching = PrefixStore("self-test", shared_store(-1, size, CONNECT_WITHIN))
     except RuntimeError as error:
         raise ConfigError(
-            f"rank {rank}: nobody answers at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where rank 0 or "
+            f"rank {rank}: no answer from {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where rank 0 or "
             f"its launcher should be: {str(error).splitlines()[0]}. Was rank 0 started, and is its machine reached?"
         ) from error
     output_dir = Path(task.output_dir) if task.output_dir is not None else None
@@ -276,7 +273,7 @@ def _read_rank_environment() -> tuple[int, int, int]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing:
-        raise ConfigError(f"this process is no rank of a launcher: {', '.join(missing)} is not set.")
+        raise ConfigError(f"this process is not a rank of a launcher: {', '.join(missing)} is not set.")
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
 
 
