@@ -8,10 +8,10 @@ from typing import Any, get_args
 from surefoot.config.aliases import ALIASES, FLAG_ALIASES
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.methods import known_fields
-from surefoot.migrate.parse_input import ParsedRun, resolve_path
+from surefoot.migrate.parsed_run import ParsedRun, resolve_path
 from surefoot.migrate.peer_tables import DEFAULTS, GRPO_DEFAULTS, LENGTH_REWARDS, REWARDS, UNSUPPORTED
 from surefoot.migrate.sharding import is_fsdp, map_fsdp_settings
-from surefoot.migrate.sources import check_entries, make_value_error, map_axolotl_source, parse_swift_source
+from surefoot.migrate.sources import check_entries, map_axolotl_source, parse_swift_source
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
@@ -104,7 +104,7 @@ def _map_data(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     if name in ("dataset", "val_dataset") and run.program == "ms-swift":
         sources = as_list(value)
         if not all(isinstance(source, str) for source in sources):
-            raise make_value_error(run, name, value, "names of datasets")
+            raise run.make_value_error(name, value, "names of datasets")
         entries = [parse_swift_source(source) for source in sources]
         if name == "val_dataset":
             return {"eval_dataset": entries[0] if len(entries) == 1 else entries}
@@ -214,7 +214,7 @@ def _map_rollouts(run: ParsedRun, name: str, value: Any) -> MappedSettings:
         names = [str(item) for item in as_list(run.settings.get("reward_funcs") or [])]
         weights = [parse_number(item) for item in as_list(value)]
         if not all(isinstance(item, int | float) for item in weights):
-            raise make_value_error(run, name, value, "numbers")
+            raise run.make_value_error(name, value, "numbers")
         if _has_unmapped_reward(run.program, names):
             has_weights_per_function = len(weights) == len(names) and any(
                 item in REWARDS.get(run.program, {}) for item in names
@@ -310,7 +310,7 @@ def _parse_mapping(run: ParsedRun, name: str, value: Any) -> dict[str, Any] | No
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise make_value_error(run, name, value, "a mapping in JSON") from error
+            raise run.make_value_error(name, value, "a mapping in JSON") from error
     return value if isinstance(value, dict) else None
 
 

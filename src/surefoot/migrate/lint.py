@@ -6,7 +6,7 @@ from typing import Any
 
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.migrate.field_map import parse_number
-from surefoot.migrate.parse_input import ParsedRun
+from surefoot.migrate.parsed_run import ParsedRun
 
 LARGEST_CARD_GB = 141
 GATHERED_GB = 40

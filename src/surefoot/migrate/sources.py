@@ -3,8 +3,7 @@
 import re
 from typing import Any
 
-from surefoot.errors import ConfigError
-from surefoot.migrate.parse_input import ParsedRun
+from surefoot.migrate.parsed_run import ParsedRun
 
 AXOLOTL_FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": None, "completion": "text"}
 SWIFT_SOURCE = re.compile(r"^(?:(HF|MS|hf|ms)::)?(?:([\w.-]+/[\w.-]+):([\w./-]+?)|(.+?))(?:#(\d+))?$")
@@ -20,15 +19,10 @@ def is_modelscope_id(name: str) -> bool:
     return name.startswith(MODELSCOPE_OWNERS)
 
 
-def make_value_error(run: ParsedRun, name: str, value: Any, expected: str) -> ConfigError:
-    """Return the error for a setting whose value is not what is `expected`, with its file and line."""
-    return ConfigError(f"{name}={value!r}, and not {expected} ({run.locations.get(name, run.program)}).")
-
-
 def check_entries(run: ParsedRun, name: str, value: Any) -> list[dict[str, Any]]:
     """Return the entries of a list of data sources. Raises: ConfigError if an entry is no mapping with a path."""
     if not isinstance(value, list) or not all(isinstance(entry, dict) and entry.get("path") for entry in value):
-        raise make_value_error(run, name, value, "a list of mappings with a path each")
+        raise run.make_value_error(name, value, "a list of mappings with a path each")
     return value
 
 
