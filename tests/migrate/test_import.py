@@ -160,6 +160,14 @@ def test_paths_are_those_of_the_new_file(tmp_path: Path) -> None:
     assert said["output_dir"] == "../out", "which is not there yet"
 
 
+def test_a_setting_of_the_file_is_not_listed_as_not_carried() -> None:
+    run = import_command("trl sft --model_name_or_path m --dataset_name d")
+    assert get_values(run)["train_on"] == "all"
+    lines = run.as_yaml().splitlines()
+    assert not [line for line in lines if line.startswith(tuple(f"# not carried: {name}" for name in run.settings))]
+    assert [line for line in lines if line.startswith("# not given: train_on: ")]
+
+
 def test_every_line_of_what_is_written_has_its_origin(tmp_path: Path) -> None:
     run = import_file(tmp_path / "theirs.yaml", FILES["llama-factory"][0])
     said = run.as_yaml()

@@ -118,7 +118,7 @@ def _carry_setting(imported: ImportedRun, name: str, value: Any) -> None:
         names = [str(reward) for reward in as_list(value)]
         rewards, unmapped = map_rewards(run.program, names, as_list(run.settings.get("reward_weights") or []))
         imported.settings |= {name: (rewards, origin)} if rewards else {}
-        left_out |= {f"{name} = {reward}": "a function of yours: name it as file.py:function" for reward in unmapped}
+        left_out |= {f"{name} = {reward}": "your own function: name it as file.py:function" for reward in unmapped}
         return
     left_out |= _list_left_out_parts(run, name, value, peer_setting)
     settings = map_setting(run, name, value)
@@ -130,7 +130,7 @@ def _carry_setting(imported: ImportedRun, name: str, value: Any) -> None:
         return
     for field_name, field_value in settings.items():
         if field_value is None and not can_be_null(field_name) and known_fields()[field_name].default is not None:
-            left_out[peer_setting] = f"{field_name} must be said here"
+            left_out[peer_setting] = f"{field_name} needs a value here"
         else:
             _note_overruled_setting(imported, field_name, field_value, peer_setting)
             imported.settings[field_name] = (field_value, origin)
@@ -142,7 +142,7 @@ def _note_overruled_setting(imported: ImportedRun, field_name: str, field_value:
     if value != field_value:
         earlier = origin.partition(" of ")[0]
         imported.left_out[f"{earlier} = {imported.source.settings.get(earlier, value)}"] = (
-            f"{peer_setting} is taken in its place"
+            f"{peer_setting} overrides it"
         )
 
 
@@ -153,13 +153,13 @@ def _list_left_out_parts(run: ParsedRun, name: str, value: Any, peer_setting: st
     if name in ("dataset", "val_dataset") and run.program == "ms-swift":
         return list_swift_left_out(name, value)
     if name == "max_length" and run.program == "TRL" and is_null(value):
-        why = "there always is a limit here, 2048 tokens unless you set it; longer rows are named, and none cut"
+        why = "a limit always applies here, 2048 tokens by default: a longer row stops the run, and no row is truncated"
         return {peer_setting: why}
     if name in ("model", "model_id_or_path") and is_modelscope_id(str(value)):
         return {peer_setting: MODELSCOPE_NOTE}
     if name == "report_to":
         unsupported = [tracker for tracker in as_list(value) if tracker not in (*TRACKERS, "none", None)]
-        return {f"{name} = {tracker}": f"there are {', '.join(TRACKERS)}" for tracker in unsupported}
+        return {f"{name} = {tracker}": f"only {', '.join(TRACKERS)} are available" for tracker in unsupported}
     return {peer_setting: UNSUPPORTED["load_in_4bit"]} if name == "adapter" and value == "qlora" else {}
 
 
@@ -167,7 +167,7 @@ def _record_unmapped_setting(imported: ImportedRun, name: str, value: Any, peer_
     """Record a peer setting without a counterpart: as left out, as ignored, or as unknown."""
     left_out = imported.left_out
     if name in UNSUPPORTED_GRPO:
-        left_out[peer_setting] = "of rollouts"
+        left_out[peer_setting] = "rollouts have no such setting"
     elif name in NOT_HERE:
         if value is True or value not in (False, None, 1, "1"):
             left_out[peer_setting] = NOT_HERE[name]
@@ -197,7 +197,7 @@ def _carry_variables(imported: ImportedRun) -> None:
         if variable in imported.source.unset:
             imported.left_out[f"{variable} = {count}"] = UNKNOWN_VALUE
         elif not count.isdecimal():
-            raise ConfigError(f"{variable}={count} is no whole number.")
+            raise ConfigError(f"{variable}={count} is not a whole number.")
         else:
             imported.settings.setdefault(name, (int(count), variable))
 
@@ -207,7 +207,9 @@ def _drop_overridden_settings(imported: ImportedRun) -> None:
     for winner, other in (("max_steps", "num_train_epochs"), ("warmup_steps", "warmup_ratio")):
         if {winner, other} <= imported.settings.keys():
             value, origin = imported.settings.pop(other)
-            imported.left_out[f"{origin.partition(' of ')[0]} = {value}"] = f"{winner} overrides it, there as here"
+            imported.left_out[f"{origin.partition(' of ')[0]} = {value}"] = (
+                f"{winner} overrides it, as in {imported.program}"
+            )
 
 
 def _choose_eval_dataset(imported: ImportedRun) -> None:
@@ -236,11 +238,11 @@ def _leave_out_redundant_evaluation(imported: ImportedRun) -> None:
     """Leave out evaluation settings that are redundant or have no data, and data settings GRPO does not have."""
     settings, program = imported.settings, imported.source.program
     if "eval_dataset" in settings:
-        imported.leave_out("eval_fraction", "the evaluation data are named")
+        imported.leave_out("eval_fraction", "eval_dataset is set")
     if imported.has_evaluation and program == "ms-swift" and "save_steps" in settings:
         settings.setdefault("eval_steps", (imported.get_value("save_steps"), f"default of {program}"))
     if not imported.has_evaluation:
-        imported.leave_out("eval_steps", "there is nothing to evaluate on")
+        imported.leave_out("eval_steps", "no evaluation data is set")
     if imported.source.method == "grpo":
         for name in ("packing", "train_on"):
             imported.leave_out(name, "not available with method: grpo")
@@ -251,14 +253,17 @@ def _set_rendezvous_endpoint(imported: ImportedRun) -> None:
     if imported.get_value("nnodes", 1) not in (1, None) and "rdzv_endpoint" not in imported.settings:
         host = run.rendezvous.get("host") or run.environment.get("MASTER_ADDR") or "HOST_OF_THE_FIRST_MACHINE"
         port = run.rendezvous.get("port") or run.environment.get("MASTER_PORT") or 29500
-        imported.settings["rdzv_endpoint"] = (run.rendezvous.get("endpoint") or f"{host}:{port}", "where machines meet")
+        imported.settings["rdzv_endpoint"] = (
+            run.rendezvous.get("endpoint") or f"{host}:{port}",
+            "address of the first machine",
+        )
 
 
 def _note_missing_settings(imported: ImportedRun) -> None:
     rewards = ("reward_funcs",) if imported.source.method == "grpo" else ()
     for name in ("model", "dataset", *rewards):
         if name not in imported.settings:
-            imported.left_out[f"{name}, which was not given"] = "write it into the file: nothing starts without it"
+            imported.note_missing(name, "required: add it to this file")
 
 
 def _sort_settings(imported: ImportedRun) -> None:

@@ -23,6 +23,8 @@ PATHS = (
     *DEEPSPEED_KEYS,
 )
 """Surefoot settings that may name a file."""
+NOT_GIVEN = ", which was not given"
+"""Ending of an entry of `left_out` for a setting that the run does not set, as opposed to one that is not carried."""
 
 
 @dataclass
@@ -56,6 +58,10 @@ class ImportedRun:
         if name in self.settings:
             self.left_out[f"{name} = {self.settings.pop(name)[0]}"] = why
 
+    def note_missing(self, name: str, why: str) -> None:
+        """Record a Surefoot setting that the run does not set, and what the user should know about it."""
+        self.left_out[f"{name}{NOT_GIVEN}"] = why
+
     def move_to(self, folder: Path) -> None:
         """Make the paths of existing files relative to `folder`, where run.yaml is written."""
 
@@ -82,7 +88,9 @@ class ImportedRun:
         lines = [f"# Made by `surefoot import` from a run of {self.program}."]
         lines += [f"{name}: {_dump_yaml(value)}  # {_escape_line(origin)}" for name, (value, origin) in
                   self.settings.items()]  # fmt: skip
-        lines += [f"# not carried: {_escape_line(setting)}: {why}" for setting, why in self.left_out.items()]
+        for setting, why in self.left_out.items():
+            kind = "not given" if setting.endswith(NOT_GIVEN) else "not carried"
+            lines.append(f"# {kind}: {_escape_line(setting.removesuffix(NOT_GIVEN))}: {why}")
         lines += [f"# not known: {_escape_line(setting)}" for setting in self.unknown]
         lines += [f"# environment, as before: {name}={_escape_line(value)}" for name, value in self.variables.items()]
         return "\n".join(lines) + "\n"

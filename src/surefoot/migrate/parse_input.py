@@ -65,11 +65,11 @@ def _read_file(path: Path, program: str | None) -> ParsedRun:
 def _read_mapping(path: Path, text: str, program: str | None) -> ParsedRun:
     settings = parse_json(text, str(path)) if path.suffix == ".json" else parse_yaml(text, str(path))
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
-        raise ConfigError(f"{path}: holds no settings by name. Give {ACCEPTED_INPUTS}.")
+        raise ConfigError(f"{path}: contains no settings by name. Give {ACCEPTED_INPUTS}.")
     program = program or _detect_program(settings)
     if program is None:
         names = shorten(", ".join(list(settings)[:8]), quote=False)
-        raise ConfigError(f"{path}: settings of no program that is known: {names}. Give {ACCEPTED_INPUTS}.")
+        raise ConfigError(f"{path}: settings of no program that is supported: {names}. Give {ACCEPTED_INPUTS}.")
     lines = {match[1]: number for number, line in enumerate(text.splitlines(), 1)
              if (match := re.match(r"""^\s*["']?([\w.-]+)["']?\s*:""", line))}  # fmt: skip
     if program == "axolotl" and isinstance(settings.get("trl"), dict):  # axolotl nests the settings of GRPO
@@ -112,14 +112,14 @@ def _read_script(path: Path, text: str) -> ParsedRun:
                 continue
             base = path.resolve().parent
             run = _read_command(words, command.environment, path.name, base, extract_heredocs(text))
-            why = "it is set in a branch or a loop of the script: is it this?"
+            why = "a branch or a loop of the script sets it: check this value"
             run.notes |= {f"${name} = {restore_dollars(value)}": why for name, value in command.uncertain.items()}
     except ValueError as error:
         raise ConfigError(f"{path}: cannot be read as a shell script: {error}") from error
     if run is not None:
         run.other_commands = other_commands
         return run
-    raise ConfigError(f"{path}: holds no command of a program that is known. Give {ACCEPTED_INPUTS}.")
+    raise ConfigError(f"{path}: holds no command of a known program. Give {ACCEPTED_INPUTS}.")
 
 
 def _read_command(
@@ -137,15 +137,13 @@ def _read_command(
     environment = {name: restore_dollars(value) for name, value in environment.items()}
     command = find_command(words)
     if command is None:
-        raise ConfigError(
-            f"{' '.join(words[:4]) or 'nothing'}: no command of a program that is known. Give {ACCEPTED_INPUTS}."
-        )
+        raise ConfigError(f"{' '.join(words[:4]) or 'nothing'}: no command of a known program. Give {ACCEPTED_INPUTS}.")
     program, method = command.program, command.method
     launcher = parse_launcher(words[: command.begin])
     unset |= launcher.unset
     options, unknown_words = parse_options(words[command.options_begin :])
     arguments = [restore_dollars(word) for word in words[command.options_begin :]]
-    notes = dict.fromkeys(unknown_words, "the script does not say what it stands for: its options are not in this file")
+    notes = dict.fromkeys(unknown_words, "the script does not set this variable, so its options are unknown")
     unset |= {name for name, value in options.items() if UNSET in str(value)}
     options = {name: restore_values(value) for name, value in options.items()}
     settings = launcher.settings

@@ -43,7 +43,7 @@ class ParsedRun:
 
     def make_value_error(self, name: str, value: Any, expected: str) -> ConfigError:
         """Return the error for a setting whose value is not what is `expected`, with its file and line."""
-        return ConfigError(f"{name}={value!r}, and not {expected} ({self.get_location(name)}).")
+        return ConfigError(f"{name}={value!r}, but expected {expected} ({self.get_location(name)}).")
 
 
 def resolve_path(base: Path, name: str) -> Path:

@@ -69,7 +69,7 @@ def _replace_grpo_defaults(imported: ImportedRun, defaults: dict[str, Any]) -> d
 
 
 def note_peer_defaults(imported: ImportedRun) -> None:
-    """Record the peer defaults that no Surefoot setting expresses."""
+    """Record the settings that the run does not set and whose default differs in the peer program."""
     run = imported.source
     explicit = {name for name, (_, origin) in imported.settings.items() if not origin.startswith("default of")}
     explicit |= {"nproc_per_node"} & imported.settings.keys()
@@ -78,8 +78,10 @@ def note_peer_defaults(imported: ImportedRun) -> None:
     if run.method != "sft":
         notes = {name: why for name, why in notes.items() if name == "nproc_per_node"}
         if not _has_prompt_limit(imported):
-            notes["max_prompt_length"] = UNCUT_PROMPTS
-    imported.left_out |= {f"{name}, which was not given": why for name, why in notes.items() if name not in explicit}
+            notes["max_prompt_length"] = UNCUT_PROMPTS.format(program=run.program)
+    for name, why in notes.items():
+        if name not in explicit:
+            imported.note_missing(name, why)
 
 
 def _has_prompt_limit(imported: ImportedRun) -> bool:

@@ -10,7 +10,7 @@ SWIFT_SOURCE = re.compile(r"^(?:(HF|MS|hf|ms)::)?(?:([\w.-]+/[\w.-]+):([\w./-]+?
 """Source of ms-swift: `HF::owner/name:subset#500`, or a path."""
 
 
-MODELSCOPE_NOTE = "ids are those of huggingface.co here; theirs are ModelScope's"
+MODELSCOPE_NOTE = "this is an id of ModelScope, but ids here are those of huggingface.co"
 MODELSCOPE_OWNERS = ("AI-ModelScope/", "LLM-Research/", "ZhipuAI/", "damo/", "iic/", "modelscope/", "swift/")
 """Owners on ModelScope whose models are missing or different on huggingface.co."""
 
@@ -44,11 +44,11 @@ def list_axolotl_left_out(run: ParsedRun, value: Any) -> dict[str, str]:
         for name, option in entry.items():
             if name == "type" and (not isinstance(option, str) or option not in AXOLOTL_FORMATS):
                 left_out[f"type = {option} of {entry['path']}"] = (
-                    "name its columns with `columns`, or its form with `format`"
+                    "set its columns with `columns`, or its format with `format`"
                 )
             elif name == "type" and option == "alpaca":
                 left_out[f"type = alpaca of {entry['path']}"] = (
-                    "theirs writes Alpaca's own prompt around a question; here it is a turn of the chat template"
+                    "axolotl writes Alpaca's prompt around a question. Here the question is a turn of the chat template"
                 )
             elif name not in ("path", "name", "split", "type"):
                 left_out[f"{name} = {option} of {entry['path']}"] = (
@@ -74,7 +74,9 @@ def list_swift_left_out(name: str, value: Any) -> dict[str, str]:
     for source in value if isinstance(value, list) else [value]:
         match = SWIFT_SOURCE.match(str(source))
         if match is not None and match[5]:
-            left_out[f"#{match[5]} of {name} = {source}"] = "the first rows are taken; theirs are drawn at random"
+            left_out[f"#{match[5]} of {name} = {source}"] = (
+                "the first rows are taken, whereas ms-swift samples them at random"
+            )
         if match is not None and (match[1] or "MS").upper() == "MS":
             is_modelscope = match[1] or match[2] or is_modelscope_id(match[4])
             left_out |= {f"{name} = {source}": MODELSCOPE_NOTE} if is_modelscope else {}

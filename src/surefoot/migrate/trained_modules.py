@@ -28,7 +28,7 @@ def choose_trained_modules(imported: ImportedRun) -> None:
     for name in LORA_SETTINGS if is_full else ():
         value, origin = imported.settings.pop(name, (None, "default of nobody"))
         if not origin.startswith("default of"):
-            imported.left_out[f"{name} = {value}"] = "nothing is adapted in full training"
+            imported.left_out[f"{name} = {value}"] = "full training uses no LoRA"
 
 
 def _train_vision_tower_only(imported: ImportedRun, name: str, *, is_full: bool, trains_tower: bool) -> None:
@@ -39,9 +39,8 @@ def _train_vision_tower_only(imported: ImportedRun, name: str, *, is_full: bool,
     where = imported.source.locations.get(name, imported.source.program)
     if is_full or not trains_tower:
         raise ConfigError(
-            f"{name}=True ({where}): nothing but the vision tower or what joins it to the language model is trained "
-            "there. Here full training always trains the language model. LoRA can adapt the tower alone: tuning: lora, "
-            "target_modules: [vision]."
+            f"{name}=True ({where}): this run trains only the vision tower or the projector. Full training here "
+            "always trains the language model. To adapt the tower alone, set tuning: lora and target_modules: [vision]."
         )
     imported.settings["target_modules"] = (["vision"], f"{name} of {where}")
 
@@ -57,8 +56,8 @@ def note_routers(imported: ImportedRun) -> None:
         and "router" not in targets
     ):
         imported.left_out["routers, among all linear layers"] = (
-            "with transformers 4, where they are linear layers, theirs adapts them, too; for that write "
-            "target_modules: [all, router]"
+            f"with transformers 4, where routers are linear layers, {imported.program} adapts them too. To do the "
+            "same, set target_modules: [all, router]"
         )
 
 
@@ -67,4 +66,4 @@ def leave_out_expert_dropout(imported: ImportedRun) -> None:
     targets = as_list(imported.get_value("target_modules", "all"))
     is_moe = MOE_NAME.search(str(imported.get_value("model", "")))
     if is_moe and imported.get_value("lora_dropout") and {"all", "experts"} & {str(target) for target in targets}:
-        imported.leave_out("lora_dropout", "not available where experts are adapted: they are one grouped product")
+        imported.leave_out("lora_dropout", "LoRA on experts has no dropout: they are computed as one grouped product")
