@@ -70,7 +70,7 @@ all-reduce bandwidth, from public measurements (Azure's node health checks: 363 
 A100; 12 to 24 over PCIe 4), else a share of the data sheet's."""
 
 
-def named(name: str) -> Device:
+def get_device(name: str) -> Device:
     """Return the accelerator of this name. Raises: ConfigError for an unknown name."""
     if name in DEVICES:
         return DEVICES[name]
@@ -79,7 +79,7 @@ def named(name: str) -> Device:
     )
 
 
-def this_cpu(free_bytes: int) -> Device:
+def measure_cpu(free_bytes: int) -> Device:
     """Measure the CPU of this machine, all cores together, in matrix products and in elementwise ops."""
     matrix, ring = (
         torch.ones(ROWS, ROWS),
@@ -113,7 +113,7 @@ def _measure_calls_per_s(call: Callable[[], object]) -> float:
     return max(rates)
 
 
-def this_gpu() -> Device | None:
+def detect_gpu() -> Device | None:
     """Return the first GPU of this machine, by its data sheet if its name is in `DEVICES`; None without a GPU."""
     if not torch.cuda.is_available():
         return None

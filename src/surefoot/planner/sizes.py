@@ -3,11 +3,10 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -44,16 +43,14 @@ class Elements:
     expert_trained: int = 0
 
     def __add__(self, other: "Elements") -> "Elements":
-        return Elements(
-            self.frozen + other.frozen,
-            self.trained + other.trained,
-            self.expert_frozen + other.expert_frozen,
-            self.expert_trained + other.expert_trained,
-        )
+        return Elements(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: "Elements") -> "Elements":
+        return Elements(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def total(self) -> int:
-        return self.frozen + self.trained + self.expert_frozen + self.expert_trained
+        return sum(astuple(self))
 
     @property
     def all_trained(self) -> int:
@@ -94,11 +91,11 @@ class Sizes:
     """Number of attention heads of a layer."""
     cache_elements: int
     """Elements of the keys and values of one token, in all layers."""
-    tensors: Mapping["Shape", int]
+    tensors: Mapping[Shape, int]
     """Shape -> number of parameters of that shape."""
 
 
-def sizes_of(built: BuiltModel) -> Sizes:
+def count_sizes(built: BuiltModel) -> Sizes:
     """Count the parameters of a model; its tensors need no storage."""
     model = built.model
     expert_modules = [module for module in model.modules() if is_fused_experts(module)]
@@ -109,17 +106,19 @@ def sizes_of(built: BuiltModel) -> Sizes:
     text = model.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    in_layers = sum(layer_elements, Elements())
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     return Sizes(
         whole=whole,
         layer=max(layer_elements, key=lambda elements: elements.total),
-        outside=Elements(*(a - b for a, b in zip(_as_tuple(whole), _as_tuple(in_layers), strict=True))),
+        outside=whole - sum(layer_elements, Elements()),
         frozen_bytes_each=frozen[0].element_size() if frozen else FP32_BYTES,
         largest_tensor_bytes=max(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
         num_layers=len(layers),
         num_experts=max((experts_of(module) for module in expert_modules), default=0),
-        layers_are_equal=len({_list_shapes(layer) for layer in layers}) == 1,
+        layers_are_equal=len(
+            {tuple((name, parameter.shape) for name, parameter in layer.named_parameters()) for layer in layers}
+        )
+        == 1,
         vocabulary=int(text.vocab_size),
         num_heads=int(text.num_attention_heads),
         tensors=Counter(
@@ -138,19 +137,11 @@ def _count_latent_elements(text: PreTrainedConfig) -> int:
     return rank + rotary if isinstance(rank, int) and isinstance(rotary, int) else 0
 
 
-def _as_tuple(elements: Elements) -> tuple[int, ...]:
-    return (elements.frozen, elements.trained, elements.expert_frozen, elements.expert_trained)
-
-
 def _count_elements(module: nn.Module, expert_parameters: set[nn.Parameter]) -> Elements:
-    counts = {(is_expert, is_trained): 0 for is_expert in (False, True) for is_trained in (False, True)}
+    counts: Counter[tuple[bool, bool]] = Counter()
     for parameter in module.parameters():
         counts[parameter in expert_parameters, parameter.requires_grad] += parameter.numel()
     return Elements(counts[False, False], counts[False, True], counts[True, False], counts[True, True])
-
-
-def _list_shapes(layer: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
-    return tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
 
 
 def check_fields(base: Path) -> None:

@@ -5,12 +5,14 @@ from surefoot.findings import CATALOGUE, Finding
 from surefoot.planner.devices import GIB
 from surefoot.planner.forecast import Forecast
 from surefoot.planner.sizes import FP32_BYTES, HALF_BYTES
-from surefoot.planner.suggest import Changed, ready_to_paste
+from surefoot.planner.suggest import SettingChanges, format_settings
 
 LEAST_SHOWN_BYTES = 1 << 20
 
 
-def as_text(forecast: Forecast, findings: list[Finding], changes: list[tuple[Changed, Forecast]], price: float) -> str:
+def format_forecast(
+    forecast: Forecast, findings: list[Finding], changes: list[tuple[SettingChanges, Forecast]], price: float
+) -> str:
     """Return a forecast as text for a person. `price`: of an hour of one device, in any currency; 0 if not given."""
     run, whole = forecast.run, forecast.sizes.whole
     ranks = run.nproc_per_node * run.nnodes
@@ -26,8 +28,8 @@ def as_text(forecast: Forecast, findings: list[Finding], changes: list[tuple[Cha
         + (f" and {_format_duration(forecast.rollout_s)} for its rollout" if forecast.rollout_s else "")
         + f", {1 / forecast.seconds_per_token:.0f} tokens/s{_format_cost(forecast, price)}",
     ]
-    if forecast.pictures is not None:
-        lines[-1] += f"; each forward sees {forecast.pictures}, the most that it has room for"
+    if forecast.images is not None:
+        lines[-1] += f"; each forward sees {forecast.images}, the most that it has room for"
     if isinstance(run, RolloutConfig):
         left_out = "rewards, and what drawing tokens takes," if forecast.rollout_s else "rollouts and rewards"
         lines[-1] += f"; {left_out} are not in it"
@@ -60,7 +62,7 @@ def as_text(forecast: Forecast, findings: list[Finding], changes: list[tuple[Cha
             )
             lines += [
                 f"\n# {number}: {fits}, {1 / changed_forecast.seconds_per_token:.0f} tokens/s",
-                ready_to_paste(changed),
+                format_settings(changed),
             ]
         if not forecast.host_free_bytes and any(changed.get("offload") for changed, _ in changes):
             lines.append("\nWhether a machine has that much memory is not known: host_gib=N tells the plan.")
@@ -72,7 +74,7 @@ def as_text(forecast: Forecast, findings: list[Finding], changes: list[tuple[Cha
     return "\n".join(lines)
 
 
-def findings_of(forecast: Forecast, loaded: LoadedConfig) -> list[Finding]:
+def list_findings(forecast: Forecast, loaded: LoadedConfig) -> list[Finding]:
     """Return a finding for each memory that is too small."""
     findings = []
     where = loaded.where("model")
