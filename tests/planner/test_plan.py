@@ -222,7 +222,7 @@ def test_the_page_of_a_plan_of_grpo(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gathers" not in said
     assert cli.main(["plan", path, "device=a100", *LOCAL]) == 0
     said = capsys.readouterr().out
-    assert "what drawing tokens takes" in said
+    assert "without sampling and rewards" in said
     assert "for its rollout" in said
     assert " gathers 137.5 GiB " in said
     assert cli.main(["plan", path, "device=a100", "vllm_args=null"]) == 3
@@ -231,7 +231,7 @@ def test_the_page_of_a_plan_of_grpo(capsys: pytest.CaptureFixture[str]) -> None:
     fitting = 'vllm_args: ["--tensor-parallel-size", "8", "--gpu-memory-utilization", "0.4"]'
     assert fitting in said, "a setting that fits"
     assert cli.main(["plan", path, "device=a100", "vllm_args=null", "vllm_server=http://10.0.0.2:8000"]) == 0
-    assert "vLLM server has devices of its own" in capsys.readouterr().out
+    assert "vLLM server has separate devices" in capsys.readouterr().out
 
 
 def test_a_server_must_hold_the_model_in_its_share() -> None:

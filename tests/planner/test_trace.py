@@ -200,7 +200,7 @@ def test_rows_that_travel_to_experts_are_those_of_two_ranks(tmp_path: Path) -> N
     tokens = 300
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         str(Path(__file__).with_name("exchanging.py")), str(tmp_path), str(tokens)],
+         str(Path(__file__).with_name("expert_dispatch_rank.py")), str(tmp_path), str(tokens)],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -21,6 +21,15 @@ LOSS_SCALES: dict[str, dict[str, Any]] = {
     "default": {}, "last_round": {"train_on": "last_assistant"}, "all": {"train_on": "all"},
 }  # fmt: skip
 """ms-swift's loss_scale -> the turns that are trained."""
+SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "assistant_only_loss": ({"train_on": "assistant"}, {}),
+    "use_peft": ({"tuning": "lora"}, {"tuning": "full"}),
+    "vllm_importance_sampling_correction": ({}, {"importance_correction": "none"}),
+    "disable_gradient_checkpointing": ({"gradient_checkpointing": False}, {"gradient_checkpointing": True}),
+}
+"""Peer setting -> Surefoot settings (if it is on, if it is off)."""
+CARRIED_ELSEWHERE = frozenset({"stage", "rlhf_type", "rl", "freeze_llm", "freeze_language_model"})
+"""Peer settings that are carried as the method or with the target modules."""
 MODULE_GROUPS = {"all-linear": "all", "all-router": "router"}
 """ms-swift's groups of modules -> Surefoot's. PEFT has the first."""
 FASTER_LOSSES = ("LigerPlugin", "CutCrossEntropyPlugin")
@@ -28,13 +37,17 @@ FASTER_LOSSES = ("LigerPlugin", "CutCrossEntropyPlugin")
 REGEX_CHARACTERS = re.compile(r"[\\\[\](|^$*+]")
 """Characters that occur in a regular expression and not in a module name."""
 
-
 MappedSettings = dict[str, Any] | None | EllipsisType
 """Surefoot settings; None if no setting has that meaning; `...` if another mapping function is responsible."""
 
 
 def map_setting(run: ParsedRun, name: str, value: Any) -> dict[str, Any] | None:
     """Return the Surefoot settings for one peer setting, or None if no setting has that meaning."""
+    if name in SWITCHES:
+        settings_if_on, settings_if_off = SWITCHES[name]
+        return settings_if_on if value else settings_if_off
+    if name in CARRIED_ELSEWHERE:
+        return {}
     for map_part in (
         _map_axolotl,
         _map_data,
@@ -127,8 +140,6 @@ def _map_data(run: ParsedRun, name: str, value: Any) -> MappedSettings:
         return {"truncation": "error"}  # TRL then truncates nothing
     if name in ("packing", "sample_packing", "neat_packing") and not value:
         return {}
-    if name == "assistant_only_loss":
-        return {"train_on": "assistant"} if value else {}
     if name == "loss_scale" and isinstance(value, str) and value in LOSS_SCALES:
         return LOSS_SCALES[value]
     return ...
@@ -140,10 +151,6 @@ def _map_trained_modules(run: ParsedRun, name: str, value: Any) -> MappedSetting
         return {} if "model_name_or_path" in run.settings else {"model": value}
     if name == "adapters":
         return {"init_adapter": value[0] if isinstance(value, list) and value else value}
-    if name == "use_peft":
-        return {"tuning": "lora" if value else "full"}
-    if name in ("freeze_llm", "freeze_language_model"):
-        return {}  # carried with the target modules
     if name in ("lora_target", "lora_target_modules", "target_modules"):
         names = _parse_target_modules(value)
         if not names:
@@ -198,8 +205,6 @@ def _map_rollouts(run: ParsedRun, name: str, value: Any) -> MappedSettings:
         return {"loss_type": "gspo"}
     if name == "importance_sampling_level":
         return {"token": {}, "sequence": {"loss_type": "gspo"} if _is_gspo(run) else None}.get(str(value))
-    if name == "vllm_importance_sampling_correction":
-        return {} if value else {"importance_correction": "none"}
     is_uncorrected = parse_number(run.settings.get("vllm_importance_sampling_correction")) is False
     if name.endswith("_importance_sampling_mode"):
         if is_uncorrected:
@@ -232,8 +237,6 @@ def _map_rollouts(run: ParsedRun, name: str, value: Any) -> MappedSettings:
 
 def _map_method_and_sharding(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     """Map settings of the method, sharding and memory saving."""
-    if name in ("stage", "rlhf_type", "rl"):
-        return {}
     if name == "task_type" and (run.method != "sft" or str(value).lower() == "causal_lm"):
         return {}  # carried as the method
     if is_fsdp(name):
@@ -247,8 +250,6 @@ def _map_method_and_sharding(run: ParsedRun, name: str, value: Any) -> MappedSet
         return {"deepspeed": value} if value else {}
     if name == "gradient_checkpointing" and isinstance(value, str):
         return {"gradient_checkpointing": True}
-    if name == "disable_gradient_checkpointing":
-        return {"gradient_checkpointing": not value}
     return ...
 
 

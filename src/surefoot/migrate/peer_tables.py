@@ -92,19 +92,14 @@ UNCUT_PROMPTS = (
 
 IGNORED = frozenset(
     "do_train do_eval overwrite_cache plot_loss use_fast_tokenizer ddp_timeout remove_unused_columns "
-    "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor per_device_eval_batch_size "
-    "flash_attn attn_impl attn_implementation "
-    "flash_attention use_liger_kernel enable_liger_kernel ddp_find_unused_parameters "
+    "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor per_device_eval_batch_size flash_attn "
+    "attn_impl attn_implementation flash_attention use_liger_kernel enable_liger_kernel ddp_find_unused_parameters "
     "lazy_tokenize use_hf logging_dir logging_first_step include_num_input_tokens_seen include_tokens_per_second "
-    "eval_on_start gradient_checkpointing_kwargs use_reentrant "
-    "load_from_cache_file tokenizer_type model_type_hf val_batch_size strict_packing eval_sample_packing "
-    "pad_to_sequence_len dataset_prepared_path xformers_attention "
-    "ddp_backend log_level disable_tqdm "
-    "low_cpu_mem_usage local_rank "
-    "padding_free liger_rope liger_rms_norm liger_glu_activation liger_fused_linear_cross_entropy tf32 "
-    "attention "
-    "attn strict pad_to_multiple_of "
-    "log_completions strategy flash_attn_2 gradient_checkpointing_use_reentrant ".split()
+    "eval_on_start gradient_checkpointing_kwargs use_reentrant load_from_cache_file tokenizer_type model_type_hf "
+    "val_batch_size strict_packing eval_sample_packing pad_to_sequence_len dataset_prepared_path xformers_attention "
+    "ddp_backend log_level disable_tqdm low_cpu_mem_usage local_rank padding_free liger_rope liger_rms_norm "
+    "liger_glu_activation liger_fused_linear_cross_entropy tf32 attention attn strict pad_to_multiple_of "
+    "log_completions strategy flash_attn_2 gradient_checkpointing_use_reentrant".split()
 )
 """Peer settings that change how a result is computed and not the result; Surefoot does it its own way, or always."""
 

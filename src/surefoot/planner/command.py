@@ -107,7 +107,7 @@ def _parse_number(plan_options: dict[str, str], name: str) -> float:
         value = -1.0
     if not (math.isfinite(value) and value >= 0):
         raise ConfigError(
-            f"{name}={plan_options[name]} is no number from 0 on (command line). Leave it out, or write {name}=2.5."
+            f"{name}={plan_options[name]} is not a number from 0 on (command line). Leave it out, or write {name}=2.5."
         )
     return value
 
@@ -118,5 +118,7 @@ def _find_device(name: str) -> Device:
         return get_device(name)
     gpu = detect_gpu() if name != "cpu" else None
     if gpu is None and name == "cuda":
-        raise ConfigError(f"device=cuda, and no GPU is here: name the one to plan for, device={'|'.join(DEVICES)}.")
+        raise ConfigError(
+            f"device=cuda, but this machine has no GPU. Name one to plan for: device={'|'.join(DEVICES)}."
+        )
     return gpu or measure_cpu(room_bytes())

@@ -220,8 +220,7 @@ def forecast(
     micro_batches = -(-sequences // step.rows)
     trace = EMPTY_TRACE
     if not is_least:
-        share, experts = model.gradient_share, layout.expert_parallel
-        trace = _trace(spec, step, is_on_gpu=device.is_gpu, gradient_share=share, expert_parallel=experts)
+        trace = _trace(spec, step, model.gradient_share, layout.expert_parallel, is_on_gpu=device.is_gpu)
     server = _plan_server(run, device, sizes)
     setup = RankSetup(
         process_bytes=GPU_PROCESS_BYTES if device.is_gpu else _measure_process_bytes(),
@@ -328,7 +327,7 @@ def _raise_as_model_error(base: Path) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"{base / 'config.json'}: no forecast can be made of this model: {type(error).__name__}: {reason}"
+            f"{base / 'config.json'}: cannot forecast this model: {type(error).__name__}: {reason}"
         ) from error
 
 

@@ -25,7 +25,7 @@ FIELDS = (
 COUNTS = (*FIELDS, "num_key_value_heads", "head_dim", "shared_expert_intermediate_size", "n_shared_experts")
 VISION_FIELDS = ("patch_size", "spatial_merge_size", "temporal_patch_size", "depth", "hidden_size", "num_heads")
 """Fields of a vision_config that must be positive, for the families that have them."""
-MOST_LAYERS = 1000
+MAX_LAYERS = 1000
 NUM_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 EXPERT_FIELDS = (
     *NUM_EXPERTS_FIELDS, "moe_intermediate_size", "num_experts_per_tok", "shared_expert_intermediate_size",
@@ -153,7 +153,7 @@ def check_fields(base: Path) -> None:
         # A dense model of a MoE family may have 0 experts, and latent attention needs no head_dim.
         least = 0 if field in EXPERT_FIELDS or (field == "head_dim" and "kv_lora_rank" in text) else 1
         if field in COUNTS and isinstance(value, int) and value < least:
-            raise ModelError(f"{path}: {field}={value} is no size. Correct it.")
+            raise ModelError(f"{path}: {field}={value} is not a valid size. Correct it.")
     config = load_config(base).get_text_config()
     num_experts = next(
         (getattr(config, name) for name in NUM_EXPERTS_FIELDS if isinstance(getattr(config, name, None), int)), 0
@@ -166,31 +166,30 @@ def check_fields(base: Path) -> None:
             name for name, target in attribute_map.items() if target in (field, family_name)
         }
         if text is config_json and not names & config_json.keys():  # nested configs omit defaults
-            raise ModelError(f"{path}: has no {family_name}, and without it the model's size is not known. Add it.")
+            raise ModelError(f"{path}: has no {family_name}, and without it the model's size is unknown. Add it.")
     _check_vision(path, config_json, load_config(base))
     layers = getattr(config, "num_hidden_layers", 0)
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise ModelError(f"{path}: num_hidden_layers={layers} is more than plans are made for, {MOST_LAYERS}.")
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise ModelError(f"{path}: num_hidden_layers={layers} is more than the plan supports, {MAX_LAYERS}.")
     experts_per_token = getattr(config, "num_experts_per_tok", None)
     if num_experts and experts_per_token == 0:
-        raise ModelError(f"{path}: num_experts_per_tok=0, and a token must go to one expert at least. Correct it.")
+        raise ModelError(f"{path}: num_experts_per_tok=0, but each token needs at least one expert. Correct it.")
     if isinstance(experts_per_token, int) and num_experts and experts_per_token > num_experts:
         raise ModelError(
-            f"{path}: num_experts_per_tok={experts_per_token} is more than the {num_experts} experts there are. "
-            "Correct it."
+            f"{path}: num_experts_per_tok={experts_per_token} is more than the {num_experts} experts. Correct it."
         )
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     kv_heads = getattr(config, "num_key_value_heads", None)
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         raise ModelError(
-            f"{path}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}. Correct one."
+            f"{path}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}. Correct one."
         )
     is_even = not isinstance(heads, int) or not isinstance(width, int) or width % heads == 0
     if not is_even and not {"head_dim", "qk_nope_head_dim"} & text.keys():
-        raise ModelError(f"{path}: hidden_size={width} is no multiple of num_attention_heads={heads}. Correct one.")
+        raise ModelError(f"{path}: hidden_size={width} is not a multiple of num_attention_heads={heads}. Correct one.")
     activation = getattr(config, "hidden_act", None)
     if isinstance(activation, str) and activation not in ACT2FN:
-        raise ModelError(f"{path}: hidden_act={activation} is no activation that transformers knows. Correct it.")
+        raise ModelError(f"{path}: hidden_act={activation} is not an activation of transformers. Correct it.")
 
 
 def _check_vision(path: Path, config_json: Mapping[str, Any], config: PreTrainedConfig) -> None:
@@ -199,8 +198,8 @@ def _check_vision(path: Path, config_json: Mapping[str, Any], config: PreTrained
     if tower is None:
         return
     if not isinstance(config_json.get("vision_config"), dict):
-        raise ModelError(f"{path}: has no vision_config, and without it the model's size is not known. Add it.")
+        raise ModelError(f"{path}: has no vision_config, and without it the model's size is unknown. Add it.")
     for field in VISION_FIELDS:
         value = getattr(tower, field, None)
         if isinstance(value, int) and value < 1:
-            raise ModelError(f"{path}: {field}={value} of vision_config is no size. Correct it.")
+            raise ModelError(f"{path}: {field}={value} of vision_config is not a valid size. Correct it.")

@@ -29,14 +29,13 @@ def format_forecast(
         + f", {1 / forecast.seconds_per_token:.0f} tokens/s{_format_cost(forecast, price)}",
     ]
     if forecast.images is not None:
-        lines[-1] += f"; each forward sees {forecast.images}, the most that it has room for"
+        lines[-1] += f"; each forward has {forecast.images}, the most that fit"
     if isinstance(run, RolloutConfig):
-        left_out = "rewards, and what drawing tokens takes," if forecast.rollout_s else "rollouts and rewards"
-        lines[-1] += f"; {left_out} are not in it"
+        lines[-1] += f"; without {'sampling' if forecast.rollout_s else 'rollouts'} and rewards"
         if forecast.server is not None:
             lines.append(_describe_sync(forecast))
             if not forecast.server.bytes_here:
-                lines.append("the vLLM server has devices of its own, which are not in the table")
+                lines.append("the vLLM server has separate devices, which the table leaves out")
     if forecast.gathered_bytes_per_token:
         seconds = forecast.gathered_bytes_per_token / forecast.device.link_bytes_per_s
         lines.append(
@@ -45,33 +44,34 @@ def format_forecast(
         )
     if whole.expert_trained and ranks > forecast.sizes.num_experts:
         lines.append(
-            f"experts are cut over {forecast.sizes.num_experts} of the {ranks} ranks, as many as there are of them: "
-            "more ranks save no more of their memory"
+            f"experts are sharded over {forecast.sizes.num_experts} of the {ranks} ranks, one expert per rank: "
+            "more ranks do not reduce their memory"
         )
     if forecast.communication_bytes:
         lines.append(f"each rank sends about {forecast.communication_bytes / GIB:.2f} GiB in a step")
     lines += ["", *(finding.as_text() for finding in findings)] if findings else []
     if changes:
-        lines += ["", "What to change (any one of these; the fastest first):"]
-        for number, (changed, changed_forecast) in enumerate(changes, 1):
-            host = _as_gib(changed_forecast.host_peak[1])
-            fits = (
-                f"{_as_gib(changed_forecast.device_peak[1])} at the peak, {host} of host memory"
-                if changed_forecast.device_peak[1]
-                else host
-            )
-            lines += [
-                f"\n# {number}: {fits}, {1 / changed_forecast.seconds_per_token:.0f} tokens/s",
-                format_settings(changed),
-            ]
-        if not forecast.host_free_bytes and any(changed.get("offload") for changed, _ in changes):
-            lines.append("\nWhether a machine has that much memory is not known: host_gib=N tells the plan.")
+        lines += _format_changes(forecast, changes)
     elif findings:
         lines += [
             "",
-            "No setting near these fits: fewer parameters, a shorter max_length, or other devices would.",
+            "No similar settings fit: use fewer parameters, a shorter max_length, or other devices.",
         ]
     return "\n".join(lines)
+
+
+def _format_changes(forecast: Forecast, changes: list[tuple[SettingChanges, Forecast]]) -> list[str]:
+    """Return the changes that fit, each with its peak memory and its speed."""
+    lines = ["", "What to change (any one of these; the fastest first):"]
+    for number, (changed, changed_forecast) in enumerate(changes, 1):
+        peak = _as_gib(changed_forecast.host_peak[1])
+        if changed_forecast.device_peak[1]:
+            peak = f"{_as_gib(changed_forecast.device_peak[1])} at the peak, {peak} of host memory"
+        speed = 1 / changed_forecast.seconds_per_token
+        lines += [f"\n# {number}: {peak}, {speed:.0f} tokens/s", format_settings(changed)]
+    if not forecast.host_free_bytes and any(changed.get("offload") for changed, _ in changes):
+        lines.append("\nThe host memory of the machine is unknown: pass host_gib=N to include it in the plan.")
+    return lines
 
 
 def list_findings(forecast: Forecast, loaded: LoadedConfig) -> list[Finding]:
@@ -84,7 +84,7 @@ def list_findings(forecast: Forecast, loaded: LoadedConfig) -> list[Finding]:
             Finding(
                 "SF719",
                 f"each rank needs {_as_gib(needed)} on its {forecast.device.name} in {phase}, and "
-                f"{_as_gib(forecast.device_room_bytes)} are there for tensors",
+                f"{_as_gib(forecast.device_room_bytes)} are available for tensors",
                 {"needed_bytes": needed, "room_bytes": forecast.device_room_bytes, "phase": phase, "where": where},
                 CATALOGUE["SF719"].fix,
                 0.9,
@@ -99,7 +99,7 @@ def list_findings(forecast: Forecast, loaded: LoadedConfig) -> list[Finding]:
                 f"take {_as_gib(server.share_bytes)}",
                 {"weights_bytes": server.weights_bytes, "share_bytes": server.share_bytes,
                  "where": loaded.where("vllm_args", "rollout_engine")},
-                "Let it cut the model over more GPUs (--tensor-parallel-size in vllm_args).",
+                "Shard its model over more GPUs (--tensor-parallel-size in vllm_args).",
                 0.9,
             )
         )  # fmt: skip
