@@ -45,7 +45,7 @@ LAUNCHER_VARIABLES = frozenset({"NODE_RANK", "FORCE_TORCHRUN", "GPUS_PER_NODE", 
 USUALLY_TRUE = frozenset({"freeze_aligner", "freeze_multi_modal_projector", "completion_only_loss"})
 
 ENGINE_SETTINGS = ("vllm_server_host", "vllm_server_port", "vllm_mode")
-"""Peer settings that `_choose_rollout_engine` reads."""
+"""Peer settings that `rollout_engine` reads."""
 UNKNOWN_VALUE = "the script does not set this value"
 
 
@@ -132,18 +132,11 @@ def _carry_setting(imported: ImportedRun, name: str, value: Any) -> None:
         if field_value is None and not can_be_null(field_name) and known_fields()[field_name].default is not None:
             left_out[peer_setting] = f"{field_name} needs a value here"
         else:
-            _note_overruled_setting(imported, field_name, field_value, peer_setting)
+            earlier_value, earlier_origin = imported.settings.get(field_name, (field_value, ""))
+            if earlier_value != field_value:
+                earlier = earlier_origin.partition(" of ")[0]
+                left_out[f"{earlier} = {run.settings.get(earlier, earlier_value)}"] = f"{peer_setting} overrides it"
             imported.settings[field_name] = (field_value, origin)
-
-
-def _note_overruled_setting(imported: ImportedRun, field_name: str, field_value: Any, peer_setting: str) -> None:
-    """Record the earlier peer setting that `peer_setting` overrides, if it set another value for the same field."""
-    value, origin = imported.settings.get(field_name, (field_value, ""))
-    if value != field_value:
-        earlier = origin.partition(" of ")[0]
-        imported.left_out[f"{earlier} = {imported.source.settings.get(earlier, value)}"] = (
-            f"{peer_setting} overrides it"
-        )
 
 
 def _list_left_out_parts(run: ParsedRun, name: str, value: Any, peer_setting: str) -> dict[str, str]:
@@ -188,7 +181,7 @@ def _record_unmapped_setting(imported: ImportedRun, name: str, value: Any, peer_
 def _carry_variables(imported: ImportedRun) -> None:
     """Carry the settings that peers read from environment variables.
 
-    Raises: ConfigError for a value that is no whole number.
+    Raises: ConfigError for a value that is not a whole number.
     """
     for variable, name in VARIABLES.items():
         if variable not in imported.source.environment:

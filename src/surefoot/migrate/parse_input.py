@@ -146,27 +146,24 @@ def _read_command(
     notes = dict.fromkeys(unknown_words, "the script does not set this variable, so its options are unknown")
     unset |= {name for name, value in options.items() if UNSET in str(value)}
     options = {name: restore_values(value) for name, value in options.items()}
-    settings = launcher.settings
     config = arguments[0] if arguments and not arguments[0].startswith("--") else options.get("config", "")
     if isinstance(config, str) and Path(config).suffix in (".yaml", ".yml", ".json"):  # options override the file
+        options = {name: value for name, value in options.items() if name not in ("", "config")}
         heredoc = (heredocs or {}).get(normpath(config))
         if heredoc is None:
             run = _read_file(resolve_path(base, config), program)
         else:
             run = _read_mapping(base / config, heredoc, program)
             unset |= {name for name, value in run.settings.items() if "$" in str(value)}
-        run.method = run.method if method in ("sft", "rlhf") else method
-        overrides = settings | {name: value for name, value in options.items() if name not in ("", "config")}
-        run.settings |= overrides
-        run.locations |= dict.fromkeys(overrides, location)
-        run.environment |= environment
-        run.launcher |= launcher.other_options
     else:
-        settings |= options
-        run = ParsedRun(
-            program, settings, dict.fromkeys(settings, location), environment, base, launcher=launcher.other_options
-        )
-        run.method = _detect_method(program, settings, method) if method in ("sft", "rlhf") else method
+        settings = launcher.settings | options
+        run = ParsedRun(program, {}, {}, base=base, method=_detect_method(program, settings, method))
+    run.method = run.method if method in ("sft", "rlhf") else method
+    overrides = launcher.settings | options
+    run.settings |= overrides
+    run.locations |= dict.fromkeys(overrides, location)
+    run.environment |= environment
+    run.launcher |= launcher.other_options
     run.unset, run.notes, run.rendezvous = frozenset(unset), notes, launcher.rendezvous
     if isinstance(hostfile := launcher.other_options.get("hostfile"), str):
         apply_hostfile(run, hostfile)
