@@ -10,7 +10,7 @@ from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.methods import known_fields
 from surefoot.migrate.parsed_run import ParsedRun, resolve_path
 from surefoot.migrate.peer_tables import DEFAULTS, GRPO_DEFAULTS, LENGTH_REWARDS, REWARDS, UNSUPPORTED
-from surefoot.migrate.sharding import is_fsdp, map_fsdp_settings
+from surefoot.migrate.sharding import FSDP_SETTINGS, map_fsdp_settings
 from surefoot.migrate.sources import check_entries, map_axolotl_source, parse_swift_source
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -185,12 +185,13 @@ def _map_schedule(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     if name == "lr_scheduler_kwargs":
         kwargs = _parse_mapping(run, name, value)
         if kwargs is not None and kwargs.keys() == {"min_lr"}:
-            min_lr, max_lr = parse_number(kwargs["min_lr"]), parse_number(_get_learning_rate(run))
+            default = DEFAULTS[run.program].get("learning_rate", known_fields()["learning_rate"].default)
+            min_lr, max_lr = parse_number(kwargs["min_lr"]), parse_number(run.settings.get("learning_rate", default))
             is_numeric = isinstance(min_lr, int | float) and isinstance(max_lr, int | float) and max_lr > 0
             return {"min_lr_ratio": float(f"{min_lr / max_lr:.6g}")} if is_numeric else None
-        return (
-            {"min_lr_ratio": kwargs["min_lr_rate"]} if kwargs is not None and kwargs.keys() == {"min_lr_rate"} else None
-        )
+        if kwargs is not None and kwargs.keys() == {"min_lr_rate"}:
+            return {"min_lr_ratio": kwargs["min_lr_rate"]}
+        return None
     if name == "report_to":
         trackers = [tracker for tracker in as_list(value) if tracker in TRACKERS]
         return {"report_to": trackers} if trackers else {}
@@ -239,7 +240,7 @@ def _map_method_and_sharding(run: ParsedRun, name: str, value: Any) -> MappedSet
     """Map settings of the method, sharding and memory saving."""
     if name == "task_type" and (run.method != "sft" or str(value).lower() == "causal_lm"):
         return {}  # carried as the method
-    if is_fsdp(name):
+    if name in FSDP_SETTINGS:
         config = run.settings.get("fsdp_config")
         settings = {**run.settings, "fsdp_config": _read_fsdp_config(run, config)} if config else run.settings
         if name == "fsdp_config" and isinstance(settings["fsdp_config"], str):
@@ -284,11 +285,6 @@ def map_rewards(program: str, names: list[str], weights: list[Any]) -> tuple[lis
 
 def _has_unmapped_reward(program: str, names: list[str]) -> bool:
     return any(name not in REWARDS.get(program, {}) for name in names)
-
-
-def _get_learning_rate(run: ParsedRun) -> Any:
-    default = DEFAULTS[run.program].get("learning_rate", known_fields()["learning_rate"].default)
-    return run.settings.get("learning_rate", default)
 
 
 def _is_gspo(run: ParsedRun) -> bool:

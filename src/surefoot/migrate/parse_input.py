@@ -119,7 +119,7 @@ def _read_script(path: Path, text: str) -> ParsedRun:
     if run is not None:
         run.other_commands = other_commands
         return run
-    raise ConfigError(f"{path}: holds no command of a known program. Give {ACCEPTED_INPUTS}.")
+    raise ConfigError(f"{path}: contains no command of a known program. Give {ACCEPTED_INPUTS}.")
 
 
 def _read_command(

@@ -130,7 +130,7 @@ IGNORED_IF: dict[str, tuple[frozenset[Any], str]] = {
 UNSUPPORTED_VALUES = _index_by_name({
     "a number of rows, but eval_fraction is a share of them: no rows are held out until you set it":
         "val_size val_set_size split_dataset_ratio eval_fraction",
-    "they belong to functions that are not carried: write each weight beside its function, {func: ..., weight: ...}":
+    "they belong to functions that are not carried: write each weight with its function, {func: ..., weight: ...}":
         "reward_weights",
     "this schedule is not available: the default is used": "lr_scheduler_type lr_scheduler",
 })  # fmt: skip

@@ -10,6 +10,7 @@ from surefoot.config.deepspeed import PRESETS, read_deepspeed
 from surefoot.migrate.imported_run import ImportedRun
 from surefoot.migrate.parsed_run import ParsedRun, resolve_path
 
+FSDP_SETTINGS = ("fsdp", "fsdp_config", "use_fsdp")
 STAGES = {"full_shard": 3, "hybrid_shard": 3, "shard_grad_op": 2, "hybrid_shard_zero2": 2, "_hybrid_shard_zero2": 2,
           "no_shard": 0, "fsdp2": 3}  # fmt: skip
 """FSDP strategy -> ZeRO stage that shards the same tensors. Stage 2 keeps parameters gathered after the forward."""
@@ -28,10 +29,6 @@ STRATEGY_KEYS = ("sharding_strategy", "reshard_after_forward")
 STAGE_NAME = re.compile(r"(?i)(?:zero|(?<![a-z])z|stage)[-_]?([0-3])(?!\d)")
 """ZeRO stage in the name of a DeepSpeed config: zero3, ds_z3_config.json, stage3.json."""
 NO_OFFLOAD = re.compile(r"(?i)(?:no|without|non)[-_]?offload")
-
-
-def is_fsdp(name: str) -> bool:
-    return name in ("fsdp", "fsdp_config", "use_fsdp")
 
 
 def map_fsdp_settings(settings: Mapping[str, Any], *, is_config_enough: bool) -> dict[str, Any]:

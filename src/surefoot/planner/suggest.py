@@ -50,7 +50,7 @@ def suggest(current: Forecast, forecast_run: Callable[..., Forecast]) -> list[tu
                 changed_forecast = forecast_run(run)
             except SurefootError:  # settings that conflict for this model
                 continue
-            if changed_forecast.fits and not any(_is_subset(accepted, changed) for accepted, _ in fitting):
+            if changed_forecast.fits and not any(accepted.items() <= changed.items() for accepted, _ in fitting):
                 fitting.append((changed, changed_forecast))
         fitting.sort(key=lambda change: (change[1].seconds_per_token, len(change[0])))
         if earlier and len(fitting) > len(earlier):  # keep the fastest of both kinds
@@ -69,11 +69,6 @@ def _has_conflict(run: RunConfig) -> bool:
     fields = type(run).model_fields
     explicit = {name for name in run.model_fields_set if getattr(run, name) != fields[name].get_default()}
     return any(True for _ in contradictions(run, explicit))
-
-
-def _is_subset(accepted: SettingChanges, changed: SettingChanges) -> bool:
-    """Return whether a change that fits is a part of another."""
-    return accepted.items() <= changed.items()
 
 
 def _propose_smaller_rollout_batches(current: Forecast) -> Iterator[SettingChanges]:

@@ -1,5 +1,7 @@
 """A forecast as text and as findings."""
 
+from typing import Any
+
 from surefoot.config import LoadedConfig, RolloutConfig
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.planner.devices import GIB
@@ -76,44 +78,40 @@ def _format_changes(forecast: Forecast, changes: list[tuple[SettingChanges, Fore
 
 def list_findings(forecast: Forecast, loaded: LoadedConfig) -> list[Finding]:
     """Return a finding for each memory that is too small."""
-    findings = []
+    findings: list[Finding] = []
+
+    def add_finding(code: str, cause: str, evidence: dict[str, Any], fix: str) -> None:
+        findings.append(Finding(code, cause, evidence, fix, 0.9))
+
     where = loaded.where("model")
     phase, needed = forecast.device_peak
-    if forecast.device.is_gpu and needed > forecast.device_room_bytes:
-        findings.append(
-            Finding(
-                "SF719",
-                f"each rank needs {_as_gib(needed)} on its {forecast.device.name} in {phase}, and "
-                f"{_as_gib(forecast.device_room_bytes)} are available for tensors",
-                {"needed_bytes": needed, "room_bytes": forecast.device_room_bytes, "phase": phase, "where": where},
-                CATALOGUE["SF719"].fix,
-                0.9,
-            )
+    room, free = forecast.device_room_bytes, forecast.host_free_bytes
+    if forecast.device.is_gpu and needed > room:
+        add_finding(
+            "SF719",
+            f"each rank needs {_as_gib(needed)} on its {forecast.device.name} in {phase}, and {_as_gib(room)} are "
+            "available for tensors",
+            {"needed_bytes": needed, "room_bytes": room, "phase": phase, "where": where},
+            CATALOGUE["SF719"].fix,
         )
     server = forecast.server
     if server is not None and not server.has_room:
-        findings.append(
-            Finding(
-                "SF719",
-                f"the vLLM server must hold {_as_gib(server.weights_bytes)} of weights on each of its GPUs, and may "
-                f"take {_as_gib(server.share_bytes)}",
-                {"weights_bytes": server.weights_bytes, "share_bytes": server.share_bytes,
-                 "where": loaded.where("vllm_args", "rollout_engine")},
-                "Shard its model over more GPUs (--tensor-parallel-size in vllm_args).",
-                0.9,
-            )
+        add_finding(
+            "SF719",
+            f"the vLLM server must hold {_as_gib(server.weights_bytes)} of weights on each of its GPUs, and may take "
+            f"{_as_gib(server.share_bytes)}",
+            {"weights_bytes": server.weights_bytes, "share_bytes": server.share_bytes,
+             "where": loaded.where("vllm_args", "rollout_engine")},
+            "Shard its model over more GPUs (--tensor-parallel-size in vllm_args).",
         )  # fmt: skip
     phase, needed = forecast.host_peak
-    if forecast.host_free_bytes and needed > forecast.host_free_bytes:
-        findings.append(
-            Finding(
-                "SF716",
-                f"{forecast.ranks_here} ranks on one machine need {_as_gib(needed)} of its memory in {phase}, and "
-                f"{_as_gib(forecast.host_free_bytes)} are free",
-                {"needed_bytes": needed, "free_bytes": forecast.host_free_bytes, "phase": phase, "where": where},
-                CATALOGUE["SF716"].fix,
-                0.9,
-            )
+    if free and needed > free:
+        add_finding(
+            "SF716",
+            f"{forecast.ranks_here} ranks on one machine need {_as_gib(needed)} of its memory in {phase}, and "
+            f"{_as_gib(free)} are free",
+            {"needed_bytes": needed, "free_bytes": free, "phase": phase, "where": where},
+            CATALOGUE["SF716"].fix,
         )
     return findings
 
