@@ -339,7 +339,7 @@ def _count_sizes(spec: _ModelSpec) -> Sizes:
 
 
 @lru_cache(maxsize=64)
-def _trace(spec: _ModelSpec, step: _StepSpec, *, is_on_gpu: bool, gradient_share: float, expert_parallel: int) -> Trace:
+def _trace(spec: _ModelSpec, step: _StepSpec, gradient_share: float, expert_parallel: int, *, is_on_gpu: bool) -> Trace:
     """Trace micro-batches whose sequences have full length and whose tokens are all trained: the largest possible.
 
     With GRPO the tokens of the longest completions are trained; each follows its own prompt, as on a GPU.
