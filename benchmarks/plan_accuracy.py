@@ -25,7 +25,7 @@ import transformers
 from surefoot.config import load_config
 from surefoot.diagnostics.drill import write_job
 from surefoot.diagnostics.monitor.event_log import read_history
-from surefoot.planner.devices import this_cpu
+from surefoot.planner.devices import measure_cpu
 from surefoot.planner.forecast import forecast
 
 ALLOWED = 0.10
@@ -119,7 +119,7 @@ def main() -> int:
             }  # fmt: skip
             config = root / f"run-{number}.json"
             config.write_text(json.dumps(said))
-            told = forecast(load_config(config, []).run, Path(said["model"]), this_cpu(1 << 40))
+            told = forecast(load_config(config, []).run, Path(said["model"]), measure_cpu(1 << 40))
             planned = max(owners.host_bytes for owners in told.phases.values())
             measured, step_s = measure(config, run)
             ratios.append(told.step_s / step_s)

@@ -14,7 +14,7 @@ import yaml
 from surefoot.diagnostics.fault_injection import FAULTS
 from surefoot.findings import CATALOGUE
 from surefoot.migrate.convert import convert
-from surefoot.migrate.parse_input import read
+from surefoot.migrate.parse_input import parse_run
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -104,7 +104,7 @@ def test_an_imported_run_is_what_the_page_shows(page: Path, tmp_path: Path, monk
     (tmp_path / name).write_text(given)
     (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert convert(read(name)).as_yaml() == shown
+    assert convert(parse_run(name)).as_yaml() == shown
 
 
 @pytest.mark.matrix

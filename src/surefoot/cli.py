@@ -306,7 +306,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
 def _run_import(arguments: argparse.Namespace) -> int:
     from surefoot.config import method_names
     from surefoot.migrate.convert import convert
-    from surefoot.migrate.parse_input import read
+    from surefoot.migrate.parse_input import parse_run
     from surefoot.system.atomic_io import write_text
 
     words = arguments.source[1:] if arguments.source[:1] == ["--"] else arguments.source
@@ -314,12 +314,12 @@ def _run_import(arguments: argparse.Namespace) -> int:
         raise ConfigError("nothing to import. Give a .yaml, .json or .sh file, or a command line after `--`.")
     if len(words) > 1 and Path(words[0]).is_file():
         raise ConfigError(f"{' '.join(words[1:])}: options of import come before the file.")
-    parsed_run = read(words[0] if len(words) == 1 else words)
+    parsed_run = parse_run(words[0] if len(words) == 1 else words)
     converted = convert(parsed_run)
     if arguments.to is not None:
         if Path(arguments.to).exists():
             raise ConfigError(f"--to {arguments.to}: there is such a file. Name another one.")
-        converted = converted.moved(parsed_run.base, Path(arguments.to).resolve().parent)
+        converted.move_to(Path(arguments.to).resolve().parent)
         write_text(Path(arguments.to), converted.as_yaml())
     if arguments.json:
         print_json(converted.as_dict())

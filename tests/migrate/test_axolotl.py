@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from surefoot.errors import ConfigError
-from tests.migrate.made import imported, values
+from tests.support.imports import get_values, import_file
 
 
 def test_sources_of_axolotl_that_say_more_are_listed(tmp_path: Path) -> None:
@@ -14,8 +14,8 @@ def test_sources_of_axolotl_that_say_more_are_listed(tmp_path: Path) -> None:
         "base_model: m\nadapter: qlora\ndatasets:\n  - {path: a.jsonl, type: alpaca, shards: 4}\n"
         "  - {path: b.jsonl, type: my.module}\n"
     )
-    made = imported(tmp_path / "theirs.yaml", text)
-    listed = {what for what in made.left_out if " = " in what}
+    run = import_file(tmp_path / "theirs.yaml", text)
+    listed = {what for what in run.left_out if " = " in what}
     assert listed == {
         "adapter = qlora", "shards = 4 of a.jsonl", "type = alpaca of a.jsonl", "type = my.module of b.jsonl",
     }  # fmt: skip
@@ -27,12 +27,12 @@ def test_grpo_of_axolotl(tmp_path: Path) -> None:
         "  num_generations: 4\n  max_completion_length: 99\n  reward_funcs: [mine.reward]\n  use_vllm: true\n"
         "  vllm_server_host: 10.0.0.2\nvllm:\n  port: 8000\n"
     )
-    made = imported(tmp_path / "grpo.yml", text)
+    run = import_file(tmp_path / "grpo.yml", text)
     wanted = {"method": "grpo", "beta": 0.01, "num_generations": 4, "max_completion_length": 99,
               "vllm_server": "http://10.0.0.2:8000"}  # fmt: skip
-    assert {name: values(made)[name] for name in wanted} == wanted
-    assert made.unknown == []
-    assert "reward_funcs = mine.reward" in made.left_out
+    assert {name: get_values(run)[name] for name in wanted} == wanted
+    assert run.unknown == []
+    assert "reward_funcs = mine.reward" in run.left_out
 
 
 def test_epochs_of_axolotl_are_told_in_steps_and_shares(tmp_path: Path) -> None:
@@ -40,11 +40,11 @@ def test_epochs_of_axolotl_are_told_in_steps_and_shares(tmp_path: Path) -> None:
         "base_model: m\ndatasets:\n- path: d\n  type: chat_template\nval_set_size: 0.1\nevals_per_epoch: 4\n"
         "saves_per_epoch: 4\ncosine_min_lr_ratio: 0.1\nlora_modules_to_save: [embed_tokens]\n"
     )
-    made = imported(tmp_path / "a.yml", text)
-    assert {"evals_per_epoch = 4", "saves_per_epoch = 4"} <= made.left_out.keys()
-    assert not any(what.startswith("save_steps") for what in made.left_out)
-    assert values(made)["min_lr_ratio"] == 0.1
-    assert made.unknown == []
+    run = import_file(tmp_path / "a.yml", text)
+    assert {"evals_per_epoch = 4", "saves_per_epoch = 4"} <= run.left_out.keys()
+    assert not any(what.startswith("save_steps") for what in run.left_out)
+    assert get_values(run)["min_lr_ratio"] == 0.1
+    assert run.unknown == []
 
 
 def test_schedules_and_empty_keys_of_axolotl(tmp_path: Path) -> None:
@@ -52,11 +52,11 @@ def test_schedules_and_empty_keys_of_axolotl(tmp_path: Path) -> None:
         "base_model: m\ndatasets:\n  - {path: a.jsonl, type: alpaca}\nlr_scheduler: constant_with_warmup\ndebug:\n"
         "lora_r:\nspecial_tokens: {eos_token: </s>}\nadapter: lora\nlora_target_modules: 'layers.[0-9]+.q_proj'\n"
     )
-    made = imported(tmp_path / "a.yaml", text)
-    assert values(made)["lr_scheduler_type"] == "constant"
-    assert made.unknown == []
-    assert "lora_target_modules = layers.[0-9]+.q_proj" in made.left_out
-    assert "special_tokens = {'eos_token': '</s>'}" in made.left_out
+    run = import_file(tmp_path / "a.yaml", text)
+    assert get_values(run)["lr_scheduler_type"] == "constant"
+    assert run.unknown == []
+    assert "lora_target_modules = layers.[0-9]+.q_proj" in run.left_out
+    assert "special_tokens = {'eos_token': '</s>'}" in run.left_out
 
 
 @pytest.mark.parametrize(
@@ -94,16 +94,16 @@ def test_what_a_file_says_is_carried_or_listed(
     tmp_path: Path, said: str, settings: dict[str, Any], left_out: str | None
 ) -> None:
     plain = "base_model: a/b\ndatasets: [{path: rows.jsonl, type: chat_template}]\n"
-    before = imported(tmp_path / "before.yaml", plain)
-    made = imported(tmp_path / "run.yaml", f"{plain}{said}\n")
-    assert values(made).items() >= settings.items()
-    more = made.left_out.keys() - before.left_out.keys()
+    before = import_file(tmp_path / "before.yaml", plain)
+    run = import_file(tmp_path / "run.yaml", f"{plain}{said}\n")
+    assert get_values(run).items() >= settings.items()
+    more = run.left_out.keys() - before.left_out.keys()
     assert [one for one in more if one.startswith(left_out)] if left_out else not more, more
-    assert not made.unknown
+    assert not run.unknown
 
 
 @pytest.mark.parametrize("adapter", ["ia3", "dora"])
 def test_adapters_that_are_not_available_do_not_become_full_training(tmp_path: Path, adapter: str) -> None:
     text = f"base_model: a/b\nadapter: {adapter}\ndatasets: [{{path: rows.jsonl, type: chat_template}}]\n"
     with pytest.raises(ConfigError, match=rf"tuning='{adapter}': .* \(adapter, run\.yaml:2\)"):
-        imported(tmp_path / "run.yaml", text)
+        import_file(tmp_path / "run.yaml", text)

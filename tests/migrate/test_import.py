@@ -12,8 +12,8 @@ from surefoot import cli
 from surefoot.config import known_fields, load_config
 from surefoot.errors import ConfigError
 from surefoot.migrate.convert import convert
-from surefoot.migrate.parse_input import read
-from tests.migrate.made import SWIFT, SWIFT_GRPO, TRL_GRPO, ZERO3, imported, of_words, values
+from surefoot.migrate.parse_input import parse_run
+from tests.support.imports import SWIFT, SWIFT_GRPO, TRL_GRPO, ZERO3, get_values, import_command, import_file
 
 FILES = {
     "llama-factory": (
@@ -52,33 +52,35 @@ def subject(what: str) -> str:
 @pytest.mark.parametrize("name", FILES)
 def test_files_of_other_programs(name: str, tmp_path: Path) -> None:
     text, expected = FILES[name]
-    made = imported(tmp_path / "theirs.yaml", text)
-    found = values(made)
+    run = import_file(tmp_path / "theirs.yaml", text)
+    found = get_values(run)
     assert {key: found.get(key) for key in expected} == expected
-    assert made.unknown == []
-    (tmp_path / "run.yaml").write_text(made.as_yaml())
+    assert run.unknown == []
+    (tmp_path / "run.yaml").write_text(run.as_yaml())
     load_config(tmp_path / "run.yaml")
 
 
 def test_defaults_of_the_other_program_are_written_down(tmp_path: Path) -> None:
-    made = imported(tmp_path / "a.sh", "swift sft --model some/model --dataset 'a.jsonl#500' b.jsonl --train_type lora")
-    found = values(made)
+    run = import_file(
+        tmp_path / "a.sh", "swift sft --model some/model --dataset 'a.jsonl#500' b.jsonl --train_type lora"
+    )
+    found = get_values(run)
     assert found["dataset"] == [{"path": "a.jsonl", "split": "[:500]"}, "b.jsonl"]
     assert (found["lora_alpha"], found["weight_decay"], found["adam_beta2"]) == (32, 0.1, 0.95)
-    (line,) = [line for line in made.as_yaml().splitlines() if line.startswith("lora_alpha: 32  # ")]
+    (line,) = [line for line in run.as_yaml().splitlines() if line.startswith("lora_alpha: 32  # ")]
     assert "ms-swift" in line
 
 
 def test_a_deepspeed_json(tmp_path: Path) -> None:
-    made = imported(tmp_path / "ds.json", json.dumps(ZERO3))
-    assert made.program == "DeepSpeed"
-    assert Path(values(made)["deepspeed"]).name == "ds.json"
+    run = import_file(tmp_path / "ds.json", json.dumps(ZERO3))
+    assert run.program == "DeepSpeed"
+    assert Path(get_values(run)["deepspeed"]).name == "ds.json"
 
 
 def test_options_that_are_not_known_are_listed(tmp_path: Path) -> None:
-    made = imported(tmp_path / "a.sh", "swift sft --model some/model --dataset a.jsonl --use_flux true --lora_r 4")
-    assert made.unknown == ["use_flux = True"]
-    assert any(line.startswith("# ") and line.endswith(": use_flux = True") for line in made.as_yaml().splitlines())
+    run = import_file(tmp_path / "a.sh", "swift sft --model some/model --dataset a.jsonl --use_flux true --lora_r 4")
+    assert run.unknown == ["use_flux = True"]
+    assert any(line.startswith("# ") and line.endswith(": use_flux = True") for line in run.as_yaml().splitlines())
 
 
 @pytest.mark.parametrize(
@@ -102,12 +104,12 @@ def test_options_that_are_not_known_are_listed(tmp_path: Path) -> None:
     ],
 )
 def test_nothing_is_dropped_in_silence(tmp_path: Path, command: str, said: list[str]) -> None:
-    made = imported(tmp_path / "a.sh", command)
-    written = made.as_yaml()
-    listed = {*made.unknown, *made.left_out, *(line.partition("  #")[0] for line in written.splitlines())}
+    run = import_file(tmp_path / "a.sh", command)
+    written = run.as_yaml()
+    listed = {*run.unknown, *run.left_out, *(line.partition("  #")[0] for line in written.splitlines())}
     assert listed >= set(said), written
     assert all(one in written for one in said), written
-    assert "-y" not in str(values(made).get("dataset"))
+    assert "-y" not in str(get_values(run).get("dataset"))
 
 
 def test_what_says_the_same_is_not_listed(tmp_path: Path) -> None:
@@ -115,32 +117,34 @@ def test_what_says_the_same_is_not_listed(tmp_path: Path) -> None:
         "trl sft --model_name_or_path m --dataset_name d --optim adamw_torch --save_strategy steps "
         "--report_to wandb --assistant_only_loss true"
     )
-    made = imported(tmp_path / "a.sh", command)
-    left_out = [what for what in made.left_out if not what.startswith("nproc_per_node")]
-    assert (left_out, made.unknown, values(made)["report_to"]) == ([], [], ["wandb"])
+    run = import_file(tmp_path / "a.sh", command)
+    left_out = [what for what in run.left_out if not what.startswith("nproc_per_node")]
+    assert (left_out, run.unknown, get_values(run)["report_to"]) == ([], [], ["wandb"])
 
 
 def test_texts_of_several_lines_stay_in_theirs(tmp_path: Path) -> None:
     text = (
         "base_model: m\ndatasets: [{path: a.jsonl}]\nchat_template_jinja: |\n  {% for m in messages %}\n  x: {{ m }}\n"
     )
-    made = imported(tmp_path / "theirs.yaml", text)
-    assert yaml.safe_load(made.as_yaml())["model"] == "m"
-    made = convert(read(["FOO=a\nb: c", "swift", "sft", "--model", "m", "--dataset", "a", "--output_dir", "x\ny: 1"]))
-    assert yaml.safe_load(made.as_yaml())["output_dir"] == "x\ny: 1"
+    run = import_file(tmp_path / "theirs.yaml", text)
+    assert yaml.safe_load(run.as_yaml())["model"] == "m"
+    run = convert(
+        parse_run(["FOO=a\nb: c", "swift", "sft", "--model", "m", "--dataset", "a", "--output_dir", "x\ny: 1"])
+    )
+    assert yaml.safe_load(run.as_yaml())["output_dir"] == "x\ny: 1"
 
 
 def test_rewards_of_trl(tmp_path: Path) -> None:
     command = "trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward think_format_reward mine"
-    made = imported(tmp_path / "a.sh", command)
-    assert [one["func"] for one in values(made)["reward_funcs"]] == ["math_verify", "regex"]
-    assert sorted(map(subject, made.left_out)) == ["max_prompt_length", "nproc_per_node", "reward_funcs = mine"]
+    run = import_file(tmp_path / "a.sh", command)
+    assert [one["func"] for one in get_values(run)["reward_funcs"]] == ["math_verify", "regex"]
+    assert sorted(map(subject, run.left_out)) == ["max_prompt_length", "nproc_per_node", "reward_funcs = mine"]
 
 
 def test_a_deepspeed_json_is_looked_into(tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}, "wall_clock_breakdown": True}
-    made = imported(tmp_path / "ds.json", json.dumps(config))
-    assert any("offload_param.device" in one for one in made.left_out), made.left_out
+    run = import_file(tmp_path / "ds.json", json.dumps(config))
+    assert any("offload_param.device" in one for one in run.left_out), run.left_out
 
 
 def test_paths_are_those_of_the_new_file(tmp_path: Path) -> None:
@@ -156,9 +160,17 @@ def test_paths_are_those_of_the_new_file(tmp_path: Path) -> None:
     assert said["output_dir"] == "../out", "which is not there yet"
 
 
+def test_a_setting_of_the_file_is_not_listed_as_not_carried() -> None:
+    run = import_command("trl sft --model_name_or_path m --dataset_name d")
+    assert get_values(run)["train_on"] == "all"
+    lines = run.as_yaml().splitlines()
+    assert not [line for line in lines if line.startswith(tuple(f"# not carried: {name}" for name in run.settings))]
+    assert [line for line in lines if line.startswith("# not given: train_on: ")]
+
+
 def test_every_line_of_what_is_written_has_its_origin(tmp_path: Path) -> None:
-    made = imported(tmp_path / "theirs.yaml", FILES["llama-factory"][0])
-    said = made.as_yaml()
+    run = import_file(tmp_path / "theirs.yaml", FILES["llama-factory"][0])
+    said = run.as_yaml()
     (line,) = [line for line in said.splitlines() if line.startswith("lora_rank: 64  # lora_rank ")]
     assert "theirs.yaml:5" in line
     assert yaml.safe_load(said)["lora_rank"] == 64
@@ -213,7 +225,7 @@ def test_towers_of_other_programs_are_adapted_or_trained(tmp_path: Path) -> None
         ("full", "false", None, False),
         ("full", "true", None, True),
     ):
-        found = values(imported(tmp_path / "train.sh", command.format(tuning=tuning, frozen=frozen)))
+        found = get_values(import_file(tmp_path / "train.sh", command.format(tuning=tuning, frozen=frozen)))
         assert found.get("target_modules") == targets
         assert found.get("freeze_vision_tower") == freezes
 
@@ -414,31 +426,33 @@ def test_towers_of_other_programs_are_adapted_or_trained(tmp_path: Path) -> None
 )  # fmt: skip
 def test_what_another_program_means(words: str, settings: dict[str, Any], left_out: str | None) -> None:
     """None: it is not written, or nothing of the kind is left out."""
-    made = of_words(words)
-    assert {name: made.settings.get(name, (None, ""))[0] for name in settings} == settings
+    run = import_command(words)
+    assert {name: run.settings.get(name, (None, ""))[0] for name in settings} == settings
     if left_out is not None:
-        assert left_out in map(subject, made.left_out)
+        assert left_out in map(subject, run.left_out)
     else:
         told = ("top_k", "top_p", "save_steps", "vllm_mode", "the server at")
-        others = [what for what in made.left_out if subject(what) not in known_fields()]
+        others = [what for what in run.left_out if subject(what) not in known_fields()]
         assert not [what for what in others if not what.startswith(told)]
-    assert made.unknown == []
+    assert run.unknown == []
 
 
 def test_sharding_of_files_is_carried(tmp_path: Path) -> None:
     fsdp2 = "fsdp_config:\n  offload_params: true\n  reshard_after_forward: true\n  activation_checkpointing: true\n"
     axolotl = f"base_model: m\ndatasets:\n- path: d\n  type: chat_template\nfsdp_version: 2\n{fsdp2}"
-    made = values(imported(tmp_path / "a.yml", axolotl))
-    assert (made["zero_stage"], made["offload"], made["gradient_checkpointing"]) == (3, "cpu", True)
+    run = get_values(import_file(tmp_path / "a.yml", axolotl))
+    assert (run["zero_stage"], run["offload"], run["gradient_checkpointing"]) == (3, "cpu", True)
     axolotl = axolotl.replace("reshard_after_forward: true", "reshard_after_forward: false")
-    assert values(imported(tmp_path / "b.yml", axolotl))["zero_stage"] == 2
+    assert get_values(import_file(tmp_path / "b.yml", axolotl))["zero_stage"] == 2
     fsdp1 = "fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n  fsdp_offload_params: false\n"
     (tmp_path / "f.yaml").write_text(f"distributed_type: FSDP\nnum_processes: 4\n{fsdp1}")
     launched = "accelerate launch --config_file f.yaml sft.py --model_name_or_path m --dataset_name d"
-    made = values(imported(tmp_path / "run.sh", launched))
-    assert (made["zero_stage"], made["nproc_per_node"], made.get("offload")) == (3, 4, None)
-    made = values(imported(tmp_path / "c.yml", axolotl.replace("fsdp_version", "batch_size: 64\nmicro_batch_size")))
-    assert (made["per_device_train_batch_size"], made["gradient_accumulation_steps"]) == (2, 32)
+    run = get_values(import_file(tmp_path / "run.sh", launched))
+    assert (run["zero_stage"], run["nproc_per_node"], run.get("offload")) == (3, 4, None)
+    run = get_values(
+        import_file(tmp_path / "c.yml", axolotl.replace("fsdp_version", "batch_size: 64\nmicro_batch_size"))
+    )
+    assert (run["per_device_train_batch_size"], run["gradient_accumulation_steps"]) == (2, 32)
 
 
 @pytest.mark.parametrize(
@@ -451,53 +465,55 @@ def test_sharding_of_files_is_carried(tmp_path: Path) -> None:
 )
 def test_what_trains_no_language_model_is_not_made_to(words: str) -> None:
     with pytest.raises(ConfigError, match=r"freeze_llm=True .*\[vision\]"):
-        of_words(f"{SWIFT} {words}")
+        import_command(f"{SWIFT} {words}")
 
 
 def test_values_that_make_no_run_are_left_out_with_their_reason() -> None:
-    made = of_words(f"{SWIFT} --save_steps 0.1 --val_size 100")
-    (save,) = [why for what, why in made.left_out.items() if what == "save_steps = 0.1"]
+    run = import_command(f"{SWIFT} --save_steps 0.1 --val_size 100")
+    (save,) = [why for what, why in run.left_out.items() if what == "save_steps = 0.1"]
     assert "whole number" in save or "integer" in save
-    assert "eval_fraction" not in made.settings
-    assert any(what.startswith("val_size = 100") for what in made.left_out)
+    assert "eval_fraction" not in run.settings
+    assert any(what.startswith("val_size = 100") for what in run.left_out)
     with pytest.raises(ConfigError, match="tuning"):
-        of_words(f"{SWIFT} --train_type longlora")
+        import_command(f"{SWIFT} --train_type longlora")
 
 
 def test_secrets_are_not_repeated() -> None:
-    made = of_words("swift sft --model m --dataset d --swanlab_token abcdef --hub_token ghijkl")
-    assert not {"abcdef", "ghijkl"} & set(re.findall(r"\w+", made.as_yaml()))
-    assert "swanlab_token = (not shown)" in made.unknown
+    run = import_command("swift sft --model m --dataset d --swanlab_token abcdef --hub_token ghijkl")
+    assert not {"abcdef", "ghijkl"} & set(re.findall(r"\w+", run.as_yaml()))
+    assert "swanlab_token = (not shown)" in run.unknown
 
 
 def test_settings_of_an_engine_that_is_not_started_are_listed() -> None:
     grpo = "swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --vllm_max_model_len 4096"
     for more in ("", " --use_vllm true --vllm_server_host 10.0.0.2"):
-        assert "vllm_max_model_len = 4096" in of_words(grpo + more).left_out
+        assert "vllm_max_model_len = 4096" in import_command(grpo + more).left_out
 
 
 @pytest.mark.parametrize("words", ["--columns '{text1'", "--lr_scheduler_kwargs '{0.1}'"])
 def test_json_that_is_none_is_refused(words: str) -> None:
     with pytest.raises(ConfigError, match="(columns|lr_scheduler_kwargs)=.* JSON"):
-        of_words(f"{SWIFT} {words}")
+        import_command(f"{SWIFT} {words}")
 
 
 def test_what_keeps_everything_keeps_everything(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}")
     for words in ("swift sft --model m --dataset d", "swift sft --model m --dataset d --save_total_limit null"):
-        text = of_words(words).as_yaml()
+        text = import_command(words).as_yaml()
         assert "save_total_limit: null  #" in text
         (tmp_path / "run.yaml").write_text(text)
         assert load_config(tmp_path / "run.yaml").run.save_total_limit is None
-    axolotl = imported(tmp_path / "a.yaml", "base_model: m\ndatasets: [{path: d}]\ngradient_checkpointing: offload\n")
-    assert values(axolotl)["gradient_checkpointing"] is True
+    axolotl = import_file(
+        tmp_path / "a.yaml", "base_model: m\ndatasets: [{path: d}]\ngradient_checkpointing: offload\n"
+    )
+    assert get_values(axolotl)["gradient_checkpointing"] is True
 
 
 def test_a_file_of_grpo_needs_no_command(tmp_path: Path) -> None:
     text = "model_name_or_path: m\ndataset_name: d\nuse_peft: true\nreward_funcs: [accuracy_reward]\n"
-    assert values(imported(tmp_path / "a.yaml", text))["method"] == "grpo"
+    assert get_values(import_file(tmp_path / "a.yaml", text))["method"] == "grpo"
     text = "model_name_or_path: m\ndatasets: [{path: p, name: main}]\nuse_peft: true\n"
-    assert values(imported(tmp_path / "b.yaml", text))["dataset"] == [{"path": "p", "subset": "main"}]
+    assert get_values(import_file(tmp_path / "b.yaml", text))["dataset"] == [{"path": "p", "subset": "main"}]
 
 
 @pytest.mark.parametrize(
@@ -509,23 +525,23 @@ def test_a_file_of_grpo_needs_no_command(tmp_path: Path) -> None:
         ("MAX_PIXELS=\u00b2 swift sft --model m --dataset d", "MAX_PIXELS=\u00b2"),
         ("accelerate launch --num_machines 3 --num_processes 16 sft.py --model_name_or_path m --dataset_name d",
          "--num_processes 16 .*--num_machines 3"),
-        ("megatron sft --model m --dataset d", "megatron sft: .*no command"),
+        ("megatron sft --model m --dataset d", "megatron sft: cannot import"),
     ],
 )  # fmt: skip
 def test_odd_numbers_are_refused_or_left_out_with_their_reason(words: str, said: str) -> None:
     try:
-        told = of_words(words).as_yaml()
+        told = import_command(words).as_yaml()
     except ConfigError as error:
         told = f"# {error}"
     assert any(re.search(said, line) for line in told.splitlines() if line.startswith("#")), told
 
 
 def test_secrets_are_not_copied() -> None:
-    made = of_words(f"{SWIFT} --hub_token hf_abc --swanlab_api_key 123 --eos_token x")
-    launched = of_words("accelerate launch --wandb_api_key hf_abc sft.py --model_name_or_path m --dataset_name d")
-    assert "hf_abc" not in made.as_yaml() + launched.as_yaml()
-    assert "123" not in made.as_yaml()
-    assert {"hub_token = (not shown)", "eos_token = x"} <= {*made.unknown, *made.left_out}
+    run = import_command(f"{SWIFT} --hub_token hf_abc --swanlab_api_key 123 --eos_token x")
+    launched = import_command("accelerate launch --wandb_api_key hf_abc sft.py --model_name_or_path m --dataset_name d")
+    assert "hf_abc" not in run.as_yaml() + launched.as_yaml()
+    assert "123" not in run.as_yaml()
+    assert {"hub_token = (not shown)", "eos_token = x"} <= {*run.unknown, *run.left_out}
 
 
 @pytest.mark.parametrize(
@@ -539,10 +555,10 @@ def test_secrets_are_not_copied() -> None:
 )
 def test_deepspeed_files_are_known_by_their_names(tmp_path: Path, text: dict[str, Any], is_one: bool) -> None:
     if is_one:
-        assert imported(tmp_path / "ds.json", json.dumps(text)).program == "DeepSpeed"
+        assert import_file(tmp_path / "ds.json", json.dumps(text)).program == "DeepSpeed"
     else:
         with pytest.raises(ConfigError, match=r"ds\.json: .*program"):
-            imported(tmp_path / "ds.json", json.dumps(text))
+            import_file(tmp_path / "ds.json", json.dumps(text))
 
 
 @pytest.mark.parametrize(
@@ -555,7 +571,7 @@ def test_deepspeed_files_are_known_by_their_names(tmp_path: Path, text: dict[str
 )
 def test_files_that_make_no_run_say_where(tmp_path: Path, name: str, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        imported(tmp_path / name, text)
+        import_file(tmp_path / name, text)
 
 
 @pytest.mark.parametrize(
@@ -569,32 +585,32 @@ def test_files_that_make_no_run_say_where(tmp_path: Path, name: str, text: str, 
 )
 def test_fsdp_of_transformers(tmp_path: Path, text: str, settings: dict[str, Any], left_out: str | None) -> None:
     (tmp_path / "fsdp.json").write_text('{"activation_checkpointing": true}')
-    made = imported(tmp_path / "run.yaml", f"model_name_or_path: a/b\ndataset_name: c\n{text}\n")
-    assert values(made).items() >= settings.items()
-    assert ("zero_stage" in values(made)) == ("zero_stage" in settings)
-    found = [one for one in made.left_out if one.startswith("fsdp_config")]
+    run = import_file(tmp_path / "run.yaml", f"model_name_or_path: a/b\ndataset_name: c\n{text}\n")
+    assert get_values(run).items() >= settings.items()
+    assert ("zero_stage" in get_values(run)) == ("zero_stage" in settings)
+    found = [one for one in run.left_out if one.startswith("fsdp_config")]
     assert bool(found) == (left_out is not None)
 
 
 @pytest.mark.parametrize(("program", "level"), [("trl grpo --model_name_or_path", "dapo"), (SWIFT_GRPO, "gspo")])
 def test_ratios_of_sequences_are_gspo_where_the_loss_is_that_of_grpo(program: str, level: str) -> None:
     words = f"{program} a/b --dataset_name c" if program.startswith("trl") else program
-    made = of_words(f"{words} --importance_sampling_level sequence")
-    assert values(made).get("loss_type", "dapo") == level
-    assert any("importance_sampling_level" in one for one in made.left_out) == (level == "dapo")
+    run = import_command(f"{words} --importance_sampling_level sequence")
+    assert get_values(run).get("loss_type", "dapo") == level
+    assert any("importance_sampling_level" in one for one in run.left_out) == (level == "dapo")
 
 
 def test_weights_of_rewards_are_carried_or_listed() -> None:
     start = "swift rlhf --rlhf_type grpo --model m --dataset a/b --reward_funcs accuracy format cosine --reward_weights"
-    assert [one["weight"] for one in values(of_words(f"{start} 1 2 3"))["reward_funcs"]] == [1.0, 2.0]
-    assert any("reward_weights" in one for one in of_words(f"{start} 1 2").left_out)
+    assert [one["weight"] for one in get_values(import_command(f"{start} 1 2 3"))["reward_funcs"]] == [1.0, 2.0]
+    assert any("reward_weights" in one for one in import_command(f"{start} 1 2").left_out)
     with pytest.raises(ConfigError, match="reward_weights"):
-        of_words(f"{start} 1 x 2")
+        import_command(f"{start} 1 x 2")
 
 
 def test_a_server_that_is_named_by_its_address_is_to_be_vllms_own() -> None:
     words = "trl grpo --model_name_or_path m --dataset_name d --use_vllm true --vllm_mode server"
-    made = of_words(f"{words} --vllm_server_base_url http://h:8000")
-    assert values(made)["vllm_server"] == "http://h:8000"
-    assert "`vllm serve`" in made.left_out["the server at http://h:8000"]
-    assert not any(one.startswith("vllm_mode") for one in made.left_out)
+    run = import_command(f"{words} --vllm_server_base_url http://h:8000")
+    assert get_values(run)["vllm_server"] == "http://h:8000"
+    assert "`vllm serve`" in run.left_out["the server at http://h:8000"]
+    assert not any(one.startswith("vllm_mode") for one in run.left_out)

@@ -7,16 +7,16 @@ import pytest
 
 from surefoot.errors import ConfigError
 from surefoot.migrate.convert import convert
-from surefoot.migrate.parse_input import read
-from tests.migrate.made import imported, values
+from surefoot.migrate.parse_input import parse_run
+from tests.support.imports import get_values, import_file
 
 
 def test_accelerates_precision_is_the_runs(tmp_path: Path) -> None:
     command = (
         "accelerate launch --mixed_precision fp16 --num_processes 2 sft.py --model_name_or_path m --dataset_name d"
     )
-    made = imported(tmp_path / "a.sh", command)
-    assert [finding.evidence["asked"] for finding in made.findings] == [["fp16: true"]]
+    run = import_file(tmp_path / "a.sh", command)
+    assert [finding.evidence["asked"] for finding in run.findings] == [["fp16: true"]]
 
 
 def test_a_file_that_the_script_writes_is_read(tmp_path: Path) -> None:
@@ -24,29 +24,29 @@ def test_a_file_that_the_script_writes_is_read(tmp_path: Path) -> None:
         "cat > train.yaml <<'END'\nmodel_name_or_path: m\ndataset: d\ncutoff_len: 99\nlora_rank: $RANK\nEND\n"
         "docker run -e NPROC_PER_NODE=2 --env=NCCL_DEBUG=INFO image bash -c 'llamafactory-cli train ./train.yaml'\n"
     )
-    made = imported(tmp_path / "run.sh", script)
-    assert (values(made)["max_length"], values(made)["nproc_per_node"]) == (99, 2)
-    assert made.variables == {"NCCL_DEBUG": "INFO"}
-    assert "lora_rank" not in made.settings
-    assert "lora_rank = $RANK" in made.left_out
-    made = imported(tmp_path / "b.sh", 'ssh node1 "NPROC_PER_NODE=2 swift sft --model m --dataset d"')
-    assert values(made)["nproc_per_node"] == 2
+    run = import_file(tmp_path / "run.sh", script)
+    assert (get_values(run)["max_length"], get_values(run)["nproc_per_node"]) == (99, 2)
+    assert run.variables == {"NCCL_DEBUG": "INFO"}
+    assert "lora_rank" not in run.settings
+    assert "lora_rank = $RANK" in run.left_out
+    run = import_file(tmp_path / "b.sh", 'ssh node1 "NPROC_PER_NODE=2 swift sft --model m --dataset d"')
+    assert get_values(run)["nproc_per_node"] == 2
 
 
 def test_a_file_that_a_command_names_is_read(tmp_path: Path) -> None:
     (tmp_path / "t.yaml").write_text("model: m\ndataset: d\nlearning_rate: 3e-5\n")
-    made = imported(tmp_path / "run.sh", "swift sft --config t.yaml --num_train_epochs 2\n")
-    assert made.program == "ms-swift"
-    assert {name: made.settings[name][0] for name in ("model", "dataset", "learning_rate", "num_train_epochs")} == {
+    run = import_file(tmp_path / "run.sh", "swift sft --config t.yaml --num_train_epochs 2\n")
+    assert run.program == "ms-swift"
+    assert {name: run.settings[name][0] for name in ("model", "dataset", "learning_rate", "num_train_epochs")} == {
         "model": "m", "dataset": ["d"], "learning_rate": 3e-5, "num_train_epochs": 2,
     }  # fmt: skip
 
 
 def test_other_commands_of_a_script_are_named(tmp_path: Path) -> None:
     script = "swift rollout --model m &\nswift sft --model m --dataset d\nswift sft --model other --dataset d\n"
-    made = imported(tmp_path / "run.sh", script)
-    assert made.settings["model"][0] == "m"
-    others = [what for what in made.left_out if what.startswith("swift ")]
+    run = import_file(tmp_path / "run.sh", script)
+    assert run.settings["model"][0] == "m"
+    others = [what for what in run.left_out if what.startswith("swift ")]
     assert others == ["swift rollout --model m", "swift sft --model other --dataset d"]
 
 
@@ -64,14 +64,14 @@ def test_a_shell_script_is_read_as_a_shell_reads_it(tmp_path: Path) -> None:
     MAX_PIXELS=64000 USE_FLUX=1 swift sft --model $MODEL --dataset swift/self-cognition#500 \\
         --learning_rate ${LR:-1e-4} --lora_rank 64 --output_dir out $MORE < /dev/null &>train.log; echo done
     """
-    made = imported(tmp_path / "a.sh", script)
+    run = import_file(tmp_path / "a.sh", script)
     known = {"model": "Qwen/Qwen3-0.6B", "learning_rate": 4e-5, "lora_rank": 64, "output_dir": "out",
              "nproc_per_node": 8, "max_pixels": 64000,
              "dataset": [{"path": "swift/self-cognition", "split": "[:500]"}]}  # fmt: skip
-    assert {name: values(made)[name] for name in known} == known
-    assert made.variables == {"WANDB_API_KEY": "(not shown)", "TOKENIZERS_PARALLELISM": "false"}
-    assert made.unknown == ["the variable USE_FLUX"]
-    assert "abc123" not in made.as_yaml()
+    assert {name: get_values(run)[name] for name in known} == known
+    assert run.variables == {"WANDB_API_KEY": "(not shown)", "TOKENIZERS_PARALLELISM": "false"}
+    assert run.unknown == ["the variable USE_FLUX"]
+    assert "abc123" not in run.as_yaml()
 
 
 def test_what_a_script_does_not_say_is_listed_and_numbers_are_left_out(tmp_path: Path) -> None:
@@ -79,20 +79,20 @@ def test_what_a_script_does_not_say_is_listed_and_numbers_are_left_out(tmp_path:
         'NNODES=$WORLD_SIZE CUDA_VISIBLE_DEVICES=0,1 swift sft --model $1 --dataset a.jsonl --learning_rate 3e-4 "$@" '
         "--max_steps $STEPS --output_dir out/$(date +%F) --seed 7\n"
     )
-    made = imported(tmp_path / "a.sh", script)
-    found = values(made)
+    run = import_file(tmp_path / "a.sh", script)
+    found = get_values(run)
     assert (found["model"], found["output_dir"]) == ("$1", "out/$(date +%F)")
     assert (found["learning_rate"], found["seed"], found.get("max_steps"), found.get("nnodes")) == (3e-4, 7, None, None)
     assert {"$@", "model = $1", "max_steps = $STEPS", "output_dir = out/$(date +%F)", "NNODES = $WORLD_SIZE"} <= (
-        made.left_out.keys()
+        run.left_out.keys()
     )
 
 
 def test_what_a_branch_sets_is_to_be_looked_at(tmp_path: Path) -> None:
     script = "LR=1e-4\nif [ $DEBUG ]; then\n LR=1\nfi\nswift sft --model m --dataset a.jsonl --learning_rate $LR\n"
-    made = imported(tmp_path / "a.sh", script)
-    assert values(made)["learning_rate"] == 1e-4
-    assert "$LR = 1e-4" in made.left_out
+    run = import_file(tmp_path / "a.sh", script)
+    assert get_values(run)["learning_rate"] == 1e-4
+    assert "$LR = 1e-4" in run.left_out
 
 
 def test_the_launchers_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,29 +104,31 @@ def test_the_launchers_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "scripts").mkdir()
     monkeypatch.chdir(tmp_path)  # where scripts in a folder of their own are started
     script = "accelerate launch --config_file configs/z3.yaml sft.py --model_name_or_path m --dataset_name d\n"
-    made = imported(tmp_path / "scripts" / "run.sh", script)
-    found = values(made)
+    run = import_file(tmp_path / "scripts" / "run.sh", script)
+    found = get_values(run)
     wanted = {
         "nproc_per_node": 4, "nnodes": 2, "zero_stage": 3, "offload": "cpu", "dtype": "bfloat16",
         "rdzv_endpoint": "10.0.0.9:29500",
     }  # fmt: skip
     assert {name: found.get(name) for name in wanted} == wanted
-    assert not [what for what in made.left_out if "config_file" in what]
+    assert not [what for what in run.left_out if "config_file" in what]
     for options, ranks in (("--num_processes 16", (8, 2)), ("--num_machines 4", (2, 4)), ("--num_machines 1", (8, 1))):
         told = script.replace("launch", f"launch {options}")
-        found = values(imported(tmp_path / "scripts" / "run.sh", told))
+        found = get_values(import_file(tmp_path / "scripts" / "run.sh", told))
         assert (found["nproc_per_node"], found["nnodes"]) == ranks
     told = script.replace("launch", "launch --zero_stage 2")
-    assert values(imported(tmp_path / "scripts" / "run.sh", told))["zero_stage"] == 2, "options win over the file"
+    assert get_values(import_file(tmp_path / "scripts" / "run.sh", told))["zero_stage"] == 2, (
+        "options win over the file"
+    )
     (tmp_path / "configs" / "z3.yaml").write_text("deepspeed_config: z3.json\n")
     with pytest.raises(ConfigError, match=r"z3\.yaml: deepspeed_config='z3\.json'"):
-        imported(tmp_path / "scripts" / "run.sh", script)
+        import_file(tmp_path / "scripts" / "run.sh", script)
     (tmp_path / "configs" / "z3.yaml").write_text("- 1\n")
     with pytest.raises(ConfigError, match=r"z3\.yaml: "):
-        imported(tmp_path / "scripts" / "run.sh", script)
+        import_file(tmp_path / "scripts" / "run.sh", script)
     options = "accelerate launch --config_file configs/z3.yaml src/train.py --learning_rate 1\n"
     with pytest.raises(ConfigError, match=r"run\.sh: .*no command"):  # a script of another program
-        imported(tmp_path / "scripts" / "run.sh", options)
+        import_file(tmp_path / "scripts" / "run.sh", options)
 
 
 @pytest.mark.parametrize(
@@ -137,29 +139,29 @@ def test_the_launchers_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_what_another_shell_is_given_is_read(script: str, tmp_path: Path) -> None:
-    made = imported(tmp_path / "train.sh", script)
-    assert (made.program, values(made)["nproc_per_node"], values(made)["model"]) == ("ms-swift", 2, "m")
-    assert values(convert(read(shlex.split(script))))["nproc_per_node"] == 2
+    run = import_file(tmp_path / "train.sh", script)
+    assert (run.program, get_values(run)["nproc_per_node"], get_values(run)["model"]) == ("ms-swift", 2, "m")
+    assert get_values(convert(parse_run(shlex.split(script))))["nproc_per_node"] == 2
 
 
 def test_machines_of_a_hostfile_are_counted(tmp_path: Path) -> None:
     script = "deepspeed --hostfile hosts src/train.py --stage sft --model_name_or_path a/b --dataset c\n"
-    left_out = imported(tmp_path / "run.sh", script).left_out
+    left_out = import_file(tmp_path / "run.sh", script).left_out
     assert any("hostfile" in what and "nnodes" in why for what, why in left_out.items())
     (tmp_path / "hosts").write_text("one slots=8\ntwo slots=8  # a comment\n# three slots=8\n")
-    made = imported(tmp_path / "run.sh", script)
-    assert values(made).items() >= {"nnodes": 2, "nproc_per_node": 8}.items()
-    assert not any("hostfile" in name for name in made.left_out)
+    run = import_file(tmp_path / "run.sh", script)
+    assert get_values(run).items() >= {"nnodes": 2, "nproc_per_node": 8}.items()
+    assert not any("hostfile" in name for name in run.left_out)
 
 
 def test_what_a_script_writes_wins_over_a_file_that_lies_there(tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text("model_name_or_path: old/model\nstage: sft\ndataset: old\n")
     written = "cat > train.yaml <<'EOF'\nmodel_name_or_path: new/model\nstage: sft\ndataset: new\ntemplate: qwen\nEOF\n"
     added = "cat >> train.yaml <<-EOF\n\tlearning_rate: 3e-5\n\tEOF\n"
-    made = imported(tmp_path / "run.sh", f"{written}{added}llamafactory-cli train train.yaml\n")
-    assert values(made).items() >= {"model": "new/model", "dataset": "new", "learning_rate": 3e-5}.items()
+    run = import_file(tmp_path / "run.sh", f"{written}{added}llamafactory-cli train train.yaml\n")
+    assert get_values(run).items() >= {"model": "new/model", "dataset": "new", "learning_rate": 3e-5}.items()
 
 
 def test_a_shell_may_have_options_before_its_text(tmp_path: Path) -> None:
-    made = imported(tmp_path / "run.sh", 'bash -x -c "swift sft --model a/b --dataset rows.jsonl"\n')
-    assert values(made)["model"] == "a/b"
+    run = import_file(tmp_path / "run.sh", 'bash -x -c "swift sft --model a/b --dataset rows.jsonl"\n')
+    assert get_values(run)["model"] == "a/b"

@@ -24,10 +24,10 @@ from surefoot.planner import forecast as forecasting
 from surefoot.planner.command import plan
 from surefoot.planner.devices import DEVICES, Device
 from surefoot.planner.forecast import Forecast, forecast
-from surefoot.planner.memory import gradient_share
+from surefoot.planner.sharded_model import ShardedModel
 from surefoot.planner.sizes import Shape
-from surefoot.planner.suggest import ready_to_paste, suggest
-from surefoot.planner.text import as_text
+from surefoot.planner.suggest import format_settings, suggest
+from surefoot.planner.text import format_forecast
 
 PLANS = Path(__file__).parents[2] / "examples" / "plans"
 GIB = 1 << 30
@@ -112,7 +112,7 @@ def test_a_card_that_is_too_small_gets_settings_that_fit(settings: dict[str, Any
     assert speeds == sorted(speeds, reverse=True)
     for changed, other in changes:
         assert other.fits
-        pasted = yaml.safe_load(ready_to_paste(changed))
+        pasted = yaml.safe_load(format_settings(changed))
         again = load_config(None, [], {**settings, **pasted, "device": "cpu", "offload": None}).run
         assert again.sequences_per_step == small.sequences_per_step == 16, "the run learns the same"
     assert suggest(large, ask) == []
@@ -222,7 +222,7 @@ def test_the_page_of_a_plan_of_grpo(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gathers" not in said
     assert cli.main(["plan", path, "device=a100", *LOCAL]) == 0
     said = capsys.readouterr().out
-    assert "what drawing tokens takes" in said
+    assert "without sampling and rewards" in said
     assert "for its rollout" in said
     assert " gathers 137.5 GiB " in said
     assert cli.main(["plan", path, "device=a100", "vllm_args=null"]) == 3
@@ -231,7 +231,7 @@ def test_the_page_of_a_plan_of_grpo(capsys: pytest.CaptureFixture[str]) -> None:
     fitting = 'vllm_args: ["--tensor-parallel-size", "8", "--gpu-memory-utilization", "0.4"]'
     assert fitting in said, "a setting that fits"
     assert cli.main(["plan", path, "device=a100", "vllm_args=null", "vllm_server=http://10.0.0.2:8000"]) == 0
-    assert "vLLM server has devices of its own" in capsys.readouterr().out
+    assert "vLLM server has separate devices" in capsys.readouterr().out
 
 
 def test_a_server_must_hold_the_model_in_its_share() -> None:
@@ -287,7 +287,7 @@ def _of_vllm(owners: dict[str, int]) -> list[int]:
 def test_full_fine_tuning_sends_a_server_the_whole_model(more: tuple[str, ...], size: str) -> None:
     grpo = ("method=grpo", "packing=false", "reward_funcs=length", "rollout_engine=vllm", "nproc_per_node=8")
     run = load_config(str(PLANS / "qwen-72b-lora.yaml"), [*grpo, "tuning=full", *more]).run
-    said = as_text(forecast(run, PLANS / "qwen-72b", DEVICES["h200"]), [], [], 0.0)
+    said = format_forecast(forecast(run, PLANS / "qwen-72b", DEVICES["h200"]), [], [], 0.0)
     assert re.search(rf"^a sync .* output_dir, {re.escape(size)} GiB", said, re.M)
 
 
@@ -402,7 +402,7 @@ def test_what_a_device_holds_while_gradients_are_offloaded_is_the_most_of_all_el
 
     assert computed(away) >= computed(held)
     for one, share in ((held, 1.0), (away, 0.0)):  # they leave once they are summed
-        assert gradient_share(Layout.of(one.run, 1), one.sizes) == share
+        assert ShardedModel(one.sizes, Layout.of(one.run, 1)).gradient_share == share
     assert away.phases["step"].host["gradients"] == held.phases["update"].device["gradients"]
 
 

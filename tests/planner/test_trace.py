@@ -21,8 +21,8 @@ from surefoot.methods.sft.method import Sft, SftObjective
 from surefoot.methods.sft.settings import SftConfig
 from surefoot.models.build import build_model, build_without_storage
 from surefoot.models.lora import LoraSettings
-from surefoot.planner.expert_dispatch import share_out
-from surefoot.planner.trace import ATTENTION, Trace, _LiveTensors, _track_layers, shaped_batch, trace_step
+from surefoot.planner.expert_dispatch import shard_experts
+from surefoot.planner.trace import ATTENTION, Trace, _LiveTensors, _track_layers, make_shaped_batch, trace_step
 from tests.support.batches import LENGTHS, batch
 from tests.support.models import make_model
 
@@ -40,7 +40,7 @@ def traced(
             folder, lora=lora, dtype=dtype, gradient_checkpointing=is_checkpointed, attention=ATTENTION,
             layers=layers,
         )  # fmt: skip
-        batch = shaped_batch(lengths, sum(lengths) - len(lengths))
+        batch = make_shaped_batch(lengths, sum(lengths) - len(lengths))
         forward = Sft.planned_loss(SFT)(built, batch)
         return trace_step(built, batch, forward, is_on_gpu=False, twice=twice, gradient_share=share)
 
@@ -84,7 +84,7 @@ def test_the_peak_of_grpo_is_that_of_real_tensors(loss_type: str, is_kept: bool,
         built = build_without_storage(
             folder, lora=LORA, dtype=torch.float32, gradient_checkpointing=False, attention=ATTENTION
         )
-        shaped = shaped_batch([prompt + answer] * count, answer * count)
+        shaped = make_shaped_batch([prompt + answer] * count, answer * count)
         forward = PlannedPolicyLoss(answer, PolicyLoss.of(config))(built, shaped)
         told = trace_step(built, shaped, forward, is_on_gpu=False, twice=False)
     real = build_model(folder, lora=LORA, device=torch.device("cpu"), dtype=torch.float32)
@@ -200,7 +200,7 @@ def test_rows_that_travel_to_experts_are_those_of_two_ranks(tmp_path: Path) -> N
     tokens = 300
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         str(Path(__file__).with_name("exchanging.py")), str(tmp_path), str(tokens)],
+         str(Path(__file__).with_name("expert_dispatch_rank.py")), str(tmp_path), str(tokens)],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -210,8 +210,8 @@ def test_rows_that_travel_to_experts_are_those_of_two_ranks(tmp_path: Path) -> N
             tmp_path, lora=LoraSettings(4, 8, targets=("attention",)), dtype=torch.float32,
             gradient_checkpointing=False, attention=ATTENTION,
         )  # fmt: skip
-        share_out(built.model, 2)
-        batch = shaped_batch([tokens], tokens - 1)
+        shard_experts(built.model, 2)
+        batch = make_shaped_batch([tokens], tokens - 1)
         told = trace_step(built, batch, Sft.planned_loss(SFT)(built, batch), is_on_gpu=False, twice=False)
     assert sum(told.saved_by_kind.values()) == pytest.approx(saved, rel=0.02)
     assert told.peak == pytest.approx(peak, rel=0.05)

@@ -18,15 +18,15 @@ from surefoot.methods.sft.method import Sft, SftObjective
 from surefoot.methods.sft.settings import SftConfig
 from surefoot.models.build import build_model, build_without_storage
 from surefoot.models.lora import LoraSettings
-from surefoot.planner.devices import named
+from surefoot.planner.devices import get_device
 from surefoot.planner.forecast import forecast
 from surefoot.planner.sizes import check_fields
-from surefoot.planner.trace import ATTEND, ATTENTION, Trace, _LiveTensors, shaped_batch, trace_step
-from surefoot.planner.vision_tower import Pictures, pictures_of, show
+from surefoot.planner.trace import ATTEND, ATTENTION, Trace, _LiveTensors, make_shaped_batch, trace_step
+from surefoot.planner.vision_tower import ImageBatch, add_images, fit_images
 from tests.support.vision import KINDS
 
 Folders = Callable[[str], Path]
-LENGTH, PICTURES = 80, Pictures(count=2, cells_each=16, patches_each=64)
+LENGTH, IMAGES = 80, ImageBatch(count=2, tokens_each=16, patches_each=64)
 TRAINED = 24
 SFT = SftConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o")
 
@@ -40,7 +40,7 @@ def traced(folder: Path, settings: LoraSettings, *, is_checkpointed: bool, sees:
         built = build_without_storage(
             folder, lora=settings, dtype=torch.float32, gradient_checkpointing=is_checkpointed, attention=ATTENTION
         )
-        batch = shaped_batch([LENGTH], TRAINED, show(built, PICTURES) if sees else None)
+        batch = make_shaped_batch([LENGTH], TRAINED, add_images(built, IMAGES) if sees else None)
         return trace_step(built, batch, Sft.planned_loss(SFT)(built, batch), is_on_gpu=False, twice=False)
 
 
@@ -99,10 +99,10 @@ def test_a_sequence_is_taken_to_be_full_of_the_largest_images(kind: str, vision_
 
     folder = vision_folder(kind)
     cell = 32 if kind.startswith("qwen3") else 28
-    assert pictures_of(run(), folder, 2, 80) == Pictures(8, 16, 64), "as the processor says"
-    assert pictures_of(run(max_pixels=9 * cell**2), folder, 1, 80) in (Pictures(7, 9, 36), Pictures(8, 8, 32))
-    assert pictures_of(run(max_pixels=10**8), folder, 1, 80) == Pictures(1, 64, 256)
-    assert pictures_of(run(), folder, 1, 5) == Pictures(1, 1, 4)
+    assert fit_images(run(), folder, 2, 80) == ImageBatch(8, 16, 64), "as the processor says"
+    assert fit_images(run(max_pixels=9 * cell**2), folder, 1, 80) in (ImageBatch(7, 9, 36), ImageBatch(8, 8, 32))
+    assert fit_images(run(max_pixels=10**8), folder, 1, 80) == ImageBatch(1, 64, 256)
+    assert fit_images(run(), folder, 1, 5) == ImageBatch(1, 1, 4)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -120,7 +120,7 @@ def test_products_of_attention_are_counted(is_causal: bool) -> None:
 
 def test_a_model_that_reads_text_sees_nothing(model_folder: Folders) -> None:
     run = SftConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o")
-    assert pictures_of(run, model_folder("llama"), 1, 80) is None
+    assert fit_images(run, model_folder("llama"), 1, 80) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,10 +129,10 @@ def test_a_forecast_counts_the_tower(kind: str, vision_folder: Folders) -> None:
         config = SftConfig(
             model="m", dataset=[DatasetItem(path="d")], output_dir="o", max_length=800, lora_rank=4, **more
         )
-        return forecast(config, vision_folder(kind), named("a100"))
+        return forecast(config, vision_folder(kind), get_device("a100"))
 
     frozen, trained = peak(), peak(target_modules=["attention", "vision"])
-    assert (frozen.pictures.count, frozen.pictures.cells_each) == (196, 16)
+    assert (frozen.images.count, frozen.images.tokens_each) == (196, 16)
     assert trained.device_peak[1] > frozen.device_peak[1] + (1 << 20)
     assert trained.phases["step"].device["activations: vision"] > frozen.phases["step"].device["activations: vision"]
 

@@ -8,10 +8,10 @@ from typing import Any, get_args
 from surefoot.config.aliases import ALIASES, FLAG_ALIASES
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.methods import known_fields
-from surefoot.migrate.parse_input import ParsedRun, resolve_path
+from surefoot.migrate.parsed_run import ParsedRun, resolve_path
 from surefoot.migrate.peer_tables import DEFAULTS, GRPO_DEFAULTS, LENGTH_REWARDS, REWARDS, UNSUPPORTED
-from surefoot.migrate.sharding import is_fsdp, map_fsdp_settings
-from surefoot.migrate.sources import check_entries, make_value_error, map_axolotl_source, parse_swift_source
+from surefoot.migrate.sharding import FSDP_SETTINGS, map_fsdp_settings
+from surefoot.migrate.sources import check_entries, map_axolotl_source, parse_swift_source
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
@@ -21,6 +21,15 @@ LOSS_SCALES: dict[str, dict[str, Any]] = {
     "default": {}, "last_round": {"train_on": "last_assistant"}, "all": {"train_on": "all"},
 }  # fmt: skip
 """ms-swift's loss_scale -> the turns that are trained."""
+SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "assistant_only_loss": ({"train_on": "assistant"}, {}),
+    "use_peft": ({"tuning": "lora"}, {"tuning": "full"}),
+    "vllm_importance_sampling_correction": ({}, {"importance_correction": "none"}),
+    "disable_gradient_checkpointing": ({"gradient_checkpointing": False}, {"gradient_checkpointing": True}),
+}
+"""Peer setting -> Surefoot settings (if it is on, if it is off)."""
+CARRIED_ELSEWHERE = frozenset({"stage", "rlhf_type", "rl", "freeze_llm", "freeze_language_model"})
+"""Peer settings that are carried as the method or with the target modules."""
 MODULE_GROUPS = {"all-linear": "all", "all-router": "router"}
 """ms-swift's groups of modules -> Surefoot's. PEFT has the first."""
 FASTER_LOSSES = ("LigerPlugin", "CutCrossEntropyPlugin")
@@ -28,13 +37,17 @@ FASTER_LOSSES = ("LigerPlugin", "CutCrossEntropyPlugin")
 REGEX_CHARACTERS = re.compile(r"[\\\[\](|^$*+]")
 """Characters that occur in a regular expression and not in a module name."""
 
-
 MappedSettings = dict[str, Any] | None | EllipsisType
 """Surefoot settings; None if no setting has that meaning; `...` if another mapping function is responsible."""
 
 
 def map_setting(run: ParsedRun, name: str, value: Any) -> dict[str, Any] | None:
     """Return the Surefoot settings for one peer setting, or None if no setting has that meaning."""
+    if name in SWITCHES:
+        settings_if_on, settings_if_off = SWITCHES[name]
+        return settings_if_on if value else settings_if_off
+    if name in CARRIED_ELSEWHERE:
+        return {}
     for map_part in (
         _map_axolotl,
         _map_data,
@@ -104,7 +117,7 @@ def _map_data(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     if name in ("dataset", "val_dataset") and run.program == "ms-swift":
         sources = as_list(value)
         if not all(isinstance(source, str) for source in sources):
-            raise make_value_error(run, name, value, "names of datasets")
+            raise run.make_value_error(name, value, "names of datasets")
         entries = [parse_swift_source(source) for source in sources]
         if name == "val_dataset":
             return {"eval_dataset": entries[0] if len(entries) == 1 else entries}
@@ -127,8 +140,6 @@ def _map_data(run: ParsedRun, name: str, value: Any) -> MappedSettings:
         return {"truncation": "error"}  # TRL then truncates nothing
     if name in ("packing", "sample_packing", "neat_packing") and not value:
         return {}
-    if name == "assistant_only_loss":
-        return {"train_on": "assistant"} if value else {}
     if name == "loss_scale" and isinstance(value, str) and value in LOSS_SCALES:
         return LOSS_SCALES[value]
     return ...
@@ -140,10 +151,6 @@ def _map_trained_modules(run: ParsedRun, name: str, value: Any) -> MappedSetting
         return {} if "model_name_or_path" in run.settings else {"model": value}
     if name == "adapters":
         return {"init_adapter": value[0] if isinstance(value, list) and value else value}
-    if name == "use_peft":
-        return {"tuning": "lora" if value else "full"}
-    if name in ("freeze_llm", "freeze_language_model"):
-        return {}  # carried with the target modules
     if name in ("lora_target", "lora_target_modules", "target_modules"):
         names = _parse_target_modules(value)
         if not names:
@@ -178,12 +185,13 @@ def _map_schedule(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     if name == "lr_scheduler_kwargs":
         kwargs = _parse_mapping(run, name, value)
         if kwargs is not None and kwargs.keys() == {"min_lr"}:
-            min_lr, max_lr = parse_number(kwargs["min_lr"]), parse_number(_get_learning_rate(run))
+            default = DEFAULTS[run.program].get("learning_rate", known_fields()["learning_rate"].default)
+            min_lr, max_lr = parse_number(kwargs["min_lr"]), parse_number(run.settings.get("learning_rate", default))
             is_numeric = isinstance(min_lr, int | float) and isinstance(max_lr, int | float) and max_lr > 0
             return {"min_lr_ratio": float(f"{min_lr / max_lr:.6g}")} if is_numeric else None
-        return (
-            {"min_lr_ratio": kwargs["min_lr_rate"]} if kwargs is not None and kwargs.keys() == {"min_lr_rate"} else None
-        )
+        if kwargs is not None and kwargs.keys() == {"min_lr_rate"}:
+            return {"min_lr_ratio": kwargs["min_lr_rate"]}
+        return None
     if name == "report_to":
         trackers = [tracker for tracker in as_list(value) if tracker in TRACKERS]
         return {"report_to": trackers} if trackers else {}
@@ -198,8 +206,6 @@ def _map_rollouts(run: ParsedRun, name: str, value: Any) -> MappedSettings:
         return {"loss_type": "gspo"}
     if name == "importance_sampling_level":
         return {"token": {}, "sequence": {"loss_type": "gspo"} if _is_gspo(run) else None}.get(str(value))
-    if name == "vllm_importance_sampling_correction":
-        return {} if value else {"importance_correction": "none"}
     is_uncorrected = parse_number(run.settings.get("vllm_importance_sampling_correction")) is False
     if name.endswith("_importance_sampling_mode"):
         if is_uncorrected:
@@ -214,7 +220,7 @@ def _map_rollouts(run: ParsedRun, name: str, value: Any) -> MappedSettings:
         names = [str(item) for item in as_list(run.settings.get("reward_funcs") or [])]
         weights = [parse_number(item) for item in as_list(value)]
         if not all(isinstance(item, int | float) for item in weights):
-            raise make_value_error(run, name, value, "numbers")
+            raise run.make_value_error(name, value, "numbers")
         if _has_unmapped_reward(run.program, names):
             has_weights_per_function = len(weights) == len(names) and any(
                 item in REWARDS.get(run.program, {}) for item in names
@@ -232,11 +238,9 @@ def _map_rollouts(run: ParsedRun, name: str, value: Any) -> MappedSettings:
 
 def _map_method_and_sharding(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     """Map settings of the method, sharding and memory saving."""
-    if name in ("stage", "rlhf_type", "rl"):
-        return {}
     if name == "task_type" and (run.method != "sft" or str(value).lower() == "causal_lm"):
         return {}  # carried as the method
-    if is_fsdp(name):
+    if name in FSDP_SETTINGS:
         config = run.settings.get("fsdp_config")
         settings = {**run.settings, "fsdp_config": _read_fsdp_config(run, config)} if config else run.settings
         if name == "fsdp_config" and isinstance(settings["fsdp_config"], str):
@@ -247,8 +251,6 @@ def _map_method_and_sharding(run: ParsedRun, name: str, value: Any) -> MappedSet
         return {"deepspeed": value} if value else {}
     if name == "gradient_checkpointing" and isinstance(value, str):
         return {"gradient_checkpointing": True}
-    if name == "disable_gradient_checkpointing":
-        return {"gradient_checkpointing": not value}
     return ...
 
 
@@ -285,11 +287,6 @@ def _has_unmapped_reward(program: str, names: list[str]) -> bool:
     return any(name not in REWARDS.get(program, {}) for name in names)
 
 
-def _get_learning_rate(run: ParsedRun) -> Any:
-    default = DEFAULTS[run.program].get("learning_rate", known_fields()["learning_rate"].default)
-    return run.settings.get("learning_rate", default)
-
-
 def _is_gspo(run: ParsedRun) -> bool:
     """Return whether importance ratios are per sequence and the loss is `grpo` (so no loss that defines its own)."""
     is_sequence_level = run.settings.get("importance_sampling_level") == "sequence"
@@ -310,7 +307,7 @@ def _parse_mapping(run: ParsedRun, name: str, value: Any) -> dict[str, Any] | No
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise make_value_error(run, name, value, "a mapping in JSON") from error
+            raise run.make_value_error(name, value, "a mapping in JSON") from error
     return value if isinstance(value, dict) else None
 
 

@@ -63,48 +63,51 @@ SWIFT_BATCH = 16
 
 DEFAULT_NOTES: dict[str, dict[str, str]] = {
     "ms-swift": {
-        "max_length": "theirs is the model's own maximum; here 2048 tokens, beyond which rows are left out and counted"
+        "max_length": "the default of ms-swift is the model's own maximum. Here it is 2048 tokens, and longer rows are "
+        "skipped and counted"
     },
     "LLaMA-Factory": {
-        "nproc_per_node": "theirs starts a process for each GPU that it sees: say how many there are",
-        "truncation": "theirs shortens the question before a short answer; here rows that are too long are left out "
-        "and counted",
+        "nproc_per_node": "LLaMA-Factory starts a process for each visible GPU: set the number of processes",
+        "truncation": "LLaMA-Factory shortens the question before a short answer. Here rows that are too long are "
+        "skipped and counted",
     },
     "axolotl": {
-        "nproc_per_node": "theirs starts a process for each GPU that it sees: say how many there are",
-        "save_steps": "theirs saves at the end of each epoch, here every 100 steps",
+        "nproc_per_node": "axolotl starts a process for each visible GPU: set the number of processes",
+        "save_steps": "axolotl saves a checkpoint at the end of each epoch. Here one is saved every 100 steps",
     },
     "TRL": {
-        "nproc_per_node": "theirs is that of accelerate's configuration or launcher: say how many GPUs there are",
-        "train_on": "theirs depends on the data: all tokens of conversations, and of prompts with completions the "
-        "completions alone. For those write train_on: assistant",
+        "nproc_per_node": "TRL takes it from accelerate's configuration or launcher: set the number of processes",
+        "train_on": "the default of TRL depends on the data: all tokens of conversations, but only the completions of "
+        "prompt-completion rows. For the latter set train_on: assistant",
     },
 }
-"""Program -> Surefoot setting -> what the user should know if it was not given."""
+"""Program -> Surefoot setting -> what the user should know if the run does not set it."""
 
 UNCUT_PROMPTS = (
-    "theirs cuts no prompt; here one of more than 2048 tokens stops the run, which names it: give the length of your "
-    "longest prompt"
+    "{program} does not truncate prompts. Here a prompt of more than 2048 tokens stops the run, with an error that "
+    "names it: set the length of your longest prompt"
 )
 """Note for GRPO without a prompt length."""
 
+
 IGNORED = frozenset(
     "do_train do_eval overwrite_cache plot_loss use_fast_tokenizer ddp_timeout remove_unused_columns "
-    "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor per_device_eval_batch_size "
-    "flash_attn attn_impl attn_implementation "
-    "flash_attention use_liger_kernel enable_liger_kernel ddp_find_unused_parameters "
+    "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor per_device_eval_batch_size flash_attn "
+    "attn_impl attn_implementation flash_attention use_liger_kernel enable_liger_kernel ddp_find_unused_parameters "
     "lazy_tokenize use_hf logging_dir logging_first_step include_num_input_tokens_seen include_tokens_per_second "
-    "eval_on_start gradient_checkpointing_kwargs use_reentrant "
-    "load_from_cache_file tokenizer_type model_type_hf val_batch_size strict_packing eval_sample_packing "
-    "pad_to_sequence_len dataset_prepared_path xformers_attention "
-    "ddp_backend log_level disable_tqdm "
-    "low_cpu_mem_usage local_rank "
-    "padding_free liger_rope liger_rms_norm liger_glu_activation liger_fused_linear_cross_entropy tf32 "
-    "attention "
-    "attn strict pad_to_multiple_of "
-    "log_completions strategy flash_attn_2 gradient_checkpointing_use_reentrant ".split()
+    "eval_on_start gradient_checkpointing_kwargs use_reentrant load_from_cache_file tokenizer_type model_type_hf "
+    "val_batch_size strict_packing eval_sample_packing pad_to_sequence_len dataset_prepared_path xformers_attention "
+    "ddp_backend log_level disable_tqdm low_cpu_mem_usage local_rank padding_free liger_rope liger_rms_norm "
+    "liger_glu_activation liger_fused_linear_cross_entropy tf32 attention attn strict pad_to_multiple_of "
+    "log_completions strategy flash_attn_2 gradient_checkpointing_use_reentrant".split()
 )
 """Peer settings that change how a result is computed and not the result; Surefoot does it its own way, or always."""
+
+
+def _index_by_name(reasons: dict[str, str]) -> dict[str, str]:
+    """Return name -> reason, from reason -> names with spaces between."""
+    return {name: why for why, names in reasons.items() for name in names.split()}
+
 
 IGNORED_IF: dict[str, tuple[frozenset[Any], str]] = {
     **dict.fromkeys(
@@ -113,124 +116,99 @@ IGNORED_IF: dict[str, tuple[frozenset[Any], str]] = {
     ),
     **dict.fromkeys(
         ("save_strategy", "evaluation_strategy", "eval_strategy", "logging_strategy"),
-        (frozenset(("steps",)), "save_steps, eval_steps and logging_steps say when"),
+        (frozenset(("steps",)), "save_steps, eval_steps and logging_steps set the intervals"),
     ),
     "loss_type": (
         frozenset(("nll", "causal_lm", "cross_entropy", None)),
         "the loss is cross-entropy over the trained tokens",
     ),
-    "save_only_model": (frozenset((False, None)), "checkpoints hold the optimizer too: runs go on from them"),
+    "save_only_model": (frozenset((False, None)), "checkpoints include the optimizer state, which resuming needs"),
     "push_to_hub": (frozenset((False, None)), "nothing is sent to the hub"),
 }
 """Peer setting -> (values that match what Surefoot always does, what Surefoot does instead of other values)."""
 
-UNSUPPORTED_VALUES: dict[str, str] = {
-    **dict.fromkeys(
-        ("val_size", "val_set_size", "split_dataset_ratio", "eval_fraction"),
-        "a number of rows, and eval_fraction is a share of them: nothing is held out until you set it",
-    ),
-    "reward_weights": "they are of functions that are not carried: write weight beside each, {func: ..., weight: ...}",
-    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "that schedule is not available: the default holds"),
-}
+UNSUPPORTED_VALUES = _index_by_name({
+    "a number of rows, but eval_fraction is a share of them: no rows are held out until you set it":
+        "val_size val_set_size split_dataset_ratio eval_fraction",
+    "they belong to functions that are not carried: write each weight with its function, {func: ..., weight: ...}":
+        "reward_weights",
+    "this schedule is not available: the default is used": "lr_scheduler_type lr_scheduler",
+})  # fmt: skip
 """Peer setting -> why a value without a counterpart is left out."""
 
-UNSUPPORTED: dict[str, str] = {
-    "template": "the chat template of the model itself is used: check one sample with `surefoot data`",
-    "chat_template": "the chat template of the model itself is used: check one sample with `surefoot data`",
-    "max_samples": "write it as a split of the source: {path: ..., split: '[:1000]'}",
-    "quantization_bit": "weights are not quantised here: the base lies in bfloat16, which takes four times the memory "
-    "of 4 bits (`surefoot plan` says how much)",
-    "load_in_4bit": "weights are not quantised here: the base lies in bfloat16",
-    "load_in_8bit": "weights are not quantised here: the base lies in bfloat16",
-    "quant_method": "weights are not quantised here: the base lies in bfloat16",
-    "quant_bits": "weights are not quantised here: the base lies in bfloat16",
-    "quantization_method": "weights are not quantised here: the base lies in bfloat16",
-    "load_best_model_at_end": "no best checkpoint is chosen: save_total_limit keeps the newest",
-    "neftune_noise_alpha": "no noise is added to embeddings",
-    "loraplus_lr_ratio": "A and B have one learning rate",
-    "use_dora": "weight-decomposed LoRA is not available",
-    "lora_bias": "biases are not trained beside LoRA",
-    "modules_to_save": "only LoRA and, as `router`, routers are trained",
-    "additional_target": "only LoRA and, as `router`, routers are trained",
-    "freeze_aligner": "what joins tower and decoder is part of the tower: freeze_vision_tower is of both",
-    "freeze_multi_modal_projector": "what joins tower and decoder is part of the tower: freeze_vision_tower is of both",
-    "rope_scaling": "the rotary embedding is the one of the model's config.json",
-    "system": "no system message is added: write it into the data",
-    **dict.fromkeys(
-        ("ray_scope", "ray_num_workers"), "there is no ray here: nproc_per_node says how many ranks there are"
-    ),
-    "pure_bf16": "trained weights and their moments are kept in float32",
-    "activation_offloading": "activations stay on the GPU: gradient_checkpointing frees them",
-    "model_revision": "name the folder of that revision as model",
-    "max_turns": "a completion is one turn",
-    **dict.fromkeys(("video_max_pixels", "video_min_pixels"), "videos are not read"),
-    **dict.fromkeys(
-        ("sequence_parallel_mode", "alst_sequence_backend"), "a sequence is not cut over GPUs: see its size"
-    ),
-    "vllm": "it is of `axolotl vllm-serve`: what a server that the run starts is to be told stands in vllm_args",
-    "vllm_device": "say which GPUs are the server's: vllm_devices",
-    "dataset_dir": "entries of a dataset_info.json that lies on the hub are not read: name their files as dataset",
-    **dict.fromkeys(("fsdp", "use_fsdp"), "sharding is set by zero_stage"),
-    "fsdp_config": "it does nothing there without fsdp, or is a file that is not here: sharding is set by zero_stage",
-    "dataset_num_samples": "write it as a split of the source: {path: ..., split: '[:1000]'}",
-    "resume_from_checkpoint": "checkpoints of other programs cannot be gone on from: start from the adapter with "
-    "init_adapter",
-    "model_name": "{{NAME}} in the data (swift/self-cognition) is not replaced: write it there",
-    "model_author": "{{AUTHOR}} in the data (swift/self-cognition) is not replaced: write it there",
-    "special_tokens": "the model's own tokenizer is used as it is",
-    "tokenizer_name_or_path": "the model's own tokenizer is used as it is",
-    "tokenizer_config": "the model's own tokenizer is used as it is",
-    "model_type": "the architecture is that of the model's config.json",
-    "completion_only_loss": "train_on says which turns are trained",
-    "target_modules": "a pattern for whole names is not read: write names of modules, or groups",
-    "lora_target_modules": "a pattern for whole names is not read: write names of modules, or groups",
-    "lora_target": "a pattern for whole names is not read: write names of modules, or groups",
-    "train_dataloader_shuffle": "rows are shuffled by shuffle",
-    **dict.fromkeys(
-        ("sequence_parallel_size", "context_parallel_size", "context_parallel_degree", "cp_size"),
-        "a sequence is not cut over GPUs here, so each GPU takes samples of its own: divide "
-        "gradient_accumulation_steps by it for the same batch",
-    ),
-    **dict.fromkeys(
-        ("evals_per_epoch", "saves_per_epoch"),
-        "eval_steps and save_steps count steps: of how many rows an epoch is, `surefoot data` says",
-    ),
-    **dict.fromkeys(("lora_modules_to_save",), "only LoRA and, as `router`, routers are trained"),
-    "advantage_estimator": "advantages are those of GRPO: a reward less the mean of its group",
-    "kl_in_reward": "the divergence from the reference is part of the loss (beta), not of the reward",
-    "multi_turn_scheduler": "a completion is one turn",
-    "system_prompt": "no system message is added: write it into the data",
-    "eos_token": "a turn ends as the model's chat template says",
-    "pad_token": "rows are not padded with it",
-    "chat_template_path": "name the file as chat_template",
-    "packing_strategy": "samples are packed whole, and none sees another",
-    "agent_template": "tool calls are written as the model's chat template does",
-    "mix_strategy": "sources are mixed by their weights",
-    "interleave_probs": "sources are mixed by their weights: {path: ..., weight: ...}",
-    "streaming": "rows are prepared beside training, and need not fit in memory",
-    "init_weights": "A is drawn at random and B is 0",
-    "init_lora_weights": "A is drawn at random and B is 0",
-    "freeze_parameters_ratio": "no part of the layers is frozen: tuning is lora or full",
-    "freeze_parameters": "no part of the layers is frozen: tuning is lora or full",
-    "trainable_parameters": "what is trained follows from tuning and target_modules",
-    "vit_gradient_checkpointing": "a frozen tower keeps no activations; gradient_checkpointing is of the decoder",
-    "loss_scale": "the loss weighs all trained tokens alike: train_on says which are trained",
-    "dataset_prompt_column": "name the column: columns: {prompt: NAME}",
-    "trust_remote_code": "code that comes with a model is never run: the model must be one that transformers knows",
-    "group_by_length": "rows come in an order drawn from the seed; packing leaves no room empty",
-    **dict.fromkeys(
-        ("wandb_project", "wandb_entity", "wandb_name", "wandb_run_id", "wandb_log_model"),
-        "report_to: [wandb] takes it from wandb's own variables (WANDB_PROJECT, WANDB_ENTITY, WANDB_NAME)",
-    ),
-    **dict.fromkeys(("hub_model_id", "hub_strategy"), "nothing is sent to the hub"),
-    "plugins": "what a plugin of axolotl does is not done here",
-    **dict.fromkeys(
-        ("loss_watchdog_threshold", "loss_watchdog_patience"),
-        "a loss that jumps or is no number is a finding (SF2..) by its own course, and no threshold is set",
-    ),
-    "do_predict": "nothing is predicted after training: `surefoot chat` tries what was trained",
-    "metric_for_best_model": "no best checkpoint is chosen: save_total_limit keeps the newest",
-}
+UNSUPPORTED = _index_by_name({
+    "the chat template of the model itself is used: check one sample with `surefoot data`": "template chat_template",
+    "write it as a split of the source: {path: ..., split: '[:1000]'}": "max_samples dataset_num_samples",
+    "weights are not quantised here: frozen weights are bfloat16, which takes four times the memory of 4 bits "
+    "(`surefoot plan` shows how much)": "quantization_bit",
+    "weights are not quantised here: frozen weights are bfloat16":
+        "load_in_4bit load_in_8bit quant_method quant_bits quantization_method",
+    "the best checkpoint is not selected: save_total_limit keeps the newest":
+        "load_best_model_at_end metric_for_best_model",
+    "no noise is added to embeddings": "neftune_noise_alpha",
+    "A and B have one learning rate": "loraplus_lr_ratio",
+    "weight-decomposed LoRA is not available": "use_dora",
+    "biases are not trained with LoRA": "lora_bias",
+    "only LoRA and, as `router`, routers are trained": "modules_to_save additional_target lora_modules_to_save",
+    "the projector between tower and decoder is part of the tower: freeze_vision_tower applies to both":
+        "freeze_aligner freeze_multi_modal_projector",
+    "the rotary embedding is that of the model's config.json": "rope_scaling",
+    "no system message is added: write it into the data": "system system_prompt",
+    "ray is not used: nproc_per_node sets the number of ranks": "ray_scope ray_num_workers",
+    "trained weights and their moments are float32": "pure_bf16",
+    "activations stay on the GPU: gradient_checkpointing frees them": "activation_offloading",
+    "name the folder of that revision as model": "model_revision",
+    "a completion is one turn": "max_turns multi_turn_scheduler",
+    "videos are not read": "video_max_pixels video_min_pixels",
+    "sequences are not split over GPUs: see sequence_parallel_size":
+        "sequence_parallel_mode alst_sequence_backend",
+    "it configures `axolotl vllm-serve`: vllm_args configures the server that the run starts": "vllm",
+    "name the GPUs of the server in vllm_devices": "vllm_device",
+    "a dataset_info.json on the hub is not read: name its files as dataset": "dataset_dir",
+    "sharding is set by zero_stage": "fsdp use_fsdp",
+    "it has no effect without fsdp, or is a file that does not exist here: sharding is set by zero_stage":
+        "fsdp_config",
+    "checkpoints of other programs cannot be resumed: start from the adapter with init_adapter":
+        "resume_from_checkpoint",
+    "{{NAME}} in the data (swift/self-cognition) is not replaced: write the name there": "model_name",
+    "{{AUTHOR}} in the data (swift/self-cognition) is not replaced: write the author there": "model_author",
+    "the model's own tokenizer is used unchanged": "special_tokens tokenizer_name_or_path tokenizer_config",
+    "the architecture is that of the model's config.json": "model_type",
+    "train_on sets which turns are trained": "completion_only_loss",
+    "a regular expression for full names is not supported: name modules or groups":
+        "target_modules lora_target_modules lora_target",
+    "the setting `shuffle` shuffles rows": "train_dataloader_shuffle",
+    "sequences are not split over GPUs here, so each GPU takes its own samples: divide gradient_accumulation_steps by "
+    "it for the same batch": "sequence_parallel_size context_parallel_size context_parallel_degree cp_size",
+    "eval_steps and save_steps count steps: `surefoot data` shows how many rows an epoch has":
+        "evals_per_epoch saves_per_epoch",
+    "advantages are those of GRPO: a reward less the mean of its group": "advantage_estimator",
+    "the divergence from the reference is part of the loss (beta), not of the reward": "kl_in_reward",
+    "the model's chat template ends a turn": "eos_token",
+    "rows are not padded": "pad_token",
+    "name the file as chat_template": "chat_template_path",
+    "samples are packed without splitting, and do not attend to each other": "packing_strategy",
+    "the model's chat template formats tool calls": "agent_template",
+    "sources are mixed by their weights": "mix_strategy",
+    "sources are mixed by their weights: {path: ..., weight: ...}": "interleave_probs",
+    "rows are prepared while training runs, and need not fit in memory": "streaming",
+    "A is initialised at random and B is 0": "init_weights init_lora_weights",
+    "no subset of the layers is frozen: tuning is lora or full": "freeze_parameters_ratio freeze_parameters",
+    "tuning and target_modules set what is trained": "trainable_parameters",
+    "a frozen tower keeps no activations, and gradient_checkpointing applies to the decoder":
+        "vit_gradient_checkpointing",
+    "the loss weighs all trained tokens equally: train_on sets which are trained": "loss_scale",
+    "name the column: columns: {prompt: NAME}": "dataset_prompt_column",
+    "code that comes with a model is never run: transformers itself must support the model": "trust_remote_code",
+    "the seed sets the order of rows, and packing leaves no padding": "group_by_length",
+    "report_to: [wandb] reads it from wandb's own variables (WANDB_PROJECT, WANDB_ENTITY, WANDB_NAME)":
+        "wandb_project wandb_entity wandb_name wandb_run_id wandb_log_model",
+    "nothing is sent to the hub": "hub_model_id hub_strategy",
+    "plugins of axolotl are not run": "plugins",
+    "a loss that jumps or is not finite is reported as a finding (SF4..), without a threshold":
+        "loss_watchdog_threshold loss_watchdog_patience",
+    "no predictions are made after training: try the model with `surefoot chat`": "do_predict",
+})  # fmt: skip
 """Peer setting that may change the run -> why it is left out."""
 
 VLLM_OPTIONS = {

@@ -107,13 +107,17 @@ def parse_commands(text: str, inherited: Mapping[str, str] | None = None) -> Ite
 def extract_script(words: Sequence[str]) -> str | None:
     """Return the script given to `bash -c` (also after srun, docker run or nohup) or ssh; None for other commands."""
     if words and words[0] == "ssh" and " " in words[-1]:
-        return words[-1].replace(UNSET, "$")
+        return restore_dollars(words[-1])
     for index, word in enumerate(words[:-2]):
         if word.rpartition("/")[2] in SHELLS:
             options = list(takewhile(lambda option: option.startswith("-"), words[index + 1 : -1]))
             if any(SCRIPT_FLAG.fullmatch(option) for option in options):
-                return words[index + 1 + len(options)].replace(UNSET, "$")
+                return restore_dollars(words[index + 1 + len(options)])
     return None
+
+
+def restore_dollars(text: str) -> str:
+    return text.replace(UNSET, "$")
 
 
 def _read_container_variables(words: Sequence[str]) -> dict[str, str]:

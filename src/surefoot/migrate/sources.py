@@ -3,15 +3,14 @@
 import re
 from typing import Any
 
-from surefoot.errors import ConfigError
-from surefoot.migrate.parse_input import ParsedRun
+from surefoot.migrate.parsed_run import ParsedRun
 
 AXOLOTL_FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": None, "completion": "text"}
 SWIFT_SOURCE = re.compile(r"^(?:(HF|MS|hf|ms)::)?(?:([\w.-]+/[\w.-]+):([\w./-]+?)|(.+?))(?:#(\d+))?$")
 """Source of ms-swift: `HF::owner/name:subset#500`, or a path."""
 
 
-MODELSCOPE_NOTE = "ids are those of huggingface.co here; theirs are ModelScope's"
+MODELSCOPE_NOTE = "this is an id of ModelScope, but ids here are those of huggingface.co"
 MODELSCOPE_OWNERS = ("AI-ModelScope/", "LLM-Research/", "ZhipuAI/", "damo/", "iic/", "modelscope/", "swift/")
 """Owners on ModelScope whose models are missing or different on huggingface.co."""
 
@@ -20,15 +19,10 @@ def is_modelscope_id(name: str) -> bool:
     return name.startswith(MODELSCOPE_OWNERS)
 
 
-def make_value_error(run: ParsedRun, name: str, value: Any, expected: str) -> ConfigError:
-    """Return the error for a setting whose value is not what is `expected`, with its file and line."""
-    return ConfigError(f"{name}={value!r}, and not {expected} ({run.locations.get(name, run.program)}).")
-
-
 def check_entries(run: ParsedRun, name: str, value: Any) -> list[dict[str, Any]]:
     """Return the entries of a list of data sources. Raises: ConfigError if an entry is no mapping with a path."""
     if not isinstance(value, list) or not all(isinstance(entry, dict) and entry.get("path") for entry in value):
-        raise make_value_error(run, name, value, "a list of mappings with a path each")
+        raise run.make_value_error(name, value, "a list of mappings with a path each")
     return value
 
 
@@ -50,11 +44,11 @@ def list_axolotl_left_out(run: ParsedRun, value: Any) -> dict[str, str]:
         for name, option in entry.items():
             if name == "type" and (not isinstance(option, str) or option not in AXOLOTL_FORMATS):
                 left_out[f"type = {option} of {entry['path']}"] = (
-                    "name its columns with `columns`, or its form with `format`"
+                    "set its columns with `columns`, or its format with `format`"
                 )
             elif name == "type" and option == "alpaca":
                 left_out[f"type = alpaca of {entry['path']}"] = (
-                    "theirs writes Alpaca's own prompt around a question; here it is a turn of the chat template"
+                    "axolotl writes Alpaca's prompt around a question. Here the question is a turn of the chat template"
                 )
             elif name not in ("path", "name", "split", "type"):
                 left_out[f"{name} = {option} of {entry['path']}"] = (
@@ -80,7 +74,9 @@ def list_swift_left_out(name: str, value: Any) -> dict[str, str]:
     for source in value if isinstance(value, list) else [value]:
         match = SWIFT_SOURCE.match(str(source))
         if match is not None and match[5]:
-            left_out[f"#{match[5]} of {name} = {source}"] = "the first rows are taken; theirs are drawn at random"
+            left_out[f"#{match[5]} of {name} = {source}"] = (
+                "the first rows are taken, whereas ms-swift samples them at random"
+            )
         if match is not None and (match[1] or "MS").upper() == "MS":
             is_modelscope = match[1] or match[2] or is_modelscope_id(match[4])
             left_out |= {f"{name} = {source}": MODELSCOPE_NOTE} if is_modelscope else {}

@@ -10,10 +10,10 @@ from surefoot.diagnostics.monitor.processes import room_bytes
 from surefoot.errors import ConfigError
 from surefoot.findings import Finding
 from surefoot.models.resolve_model import resolve_model
-from surefoot.planner.devices import DEVICES, GIB, Device, named, this_cpu, this_gpu
+from surefoot.planner.devices import DEVICES, GIB, Device, detect_gpu, get_device, measure_cpu
 from surefoot.planner.forecast import Forecast, forecast
-from surefoot.planner.suggest import Changed, ready_to_paste, suggest
-from surefoot.planner.text import as_text, findings_of
+from surefoot.planner.suggest import SettingChanges, format_settings, suggest
+from surefoot.planner.text import format_forecast, list_findings
 
 RUN_DEVICES = ("auto", "cpu", "cuda")
 """Values of `device` that a run accepts too."""
@@ -25,11 +25,11 @@ class Plan:
 
     forecast: Forecast
     findings: list[Finding]
-    changes: list[tuple[Changed, Forecast]]
+    changes: list[tuple[SettingChanges, Forecast]]
     price: float
 
     def as_text(self) -> str:
-        return as_text(self.forecast, self.findings, self.changes, self.price)
+        return format_forecast(self.forecast, self.findings, self.changes, self.price)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -39,7 +39,7 @@ class Plan:
             "changes": [
                 {
                     "settings": changed,
-                    "yaml": ready_to_paste(changed),
+                    "yaml": format_settings(changed),
                     "tokens_per_second": 1 / changed_forecast.seconds_per_token,
                     "device_peak_bytes": changed_forecast.device_peak[1],
                     "host_peak_bytes": changed_forecast.host_peak[1],
@@ -77,7 +77,7 @@ def plan(config: str, overrides: Sequence[str]) -> Plan:
 
     current = forecast_run(run)
     return Plan(
-        current, findings_of(current, loaded), suggest(current, forecast_run), _parse_number(plan_options, "price")
+        current, list_findings(current, loaded), suggest(current, forecast_run), _parse_number(plan_options, "price")
     )
 
 
@@ -107,7 +107,7 @@ def _parse_number(plan_options: dict[str, str], name: str) -> float:
         value = -1.0
     if not (math.isfinite(value) and value >= 0):
         raise ConfigError(
-            f"{name}={plan_options[name]} is no number from 0 on (command line). Leave it out, or write {name}=2.5."
+            f"{name}={plan_options[name]} is not a number from 0 on (command line). Leave it out, or write {name}=2.5."
         )
     return value
 
@@ -115,8 +115,10 @@ def _parse_number(plan_options: dict[str, str], name: str) -> float:
 def _find_device(name: str) -> Device:
     """Return the device of a data sheet, or that of this machine. Raises: ConfigError."""
     if name not in RUN_DEVICES:
-        return named(name)
-    gpu = this_gpu() if name != "cpu" else None
+        return get_device(name)
+    gpu = detect_gpu() if name != "cpu" else None
     if gpu is None and name == "cuda":
-        raise ConfigError(f"device=cuda, and no GPU is here: name the one to plan for, device={'|'.join(DEVICES)}.")
-    return gpu or this_cpu(room_bytes())
+        raise ConfigError(
+            f"device=cuda, but this machine has no GPU. Name one to plan for: device={'|'.join(DEVICES)}."
+        )
+    return gpu or measure_cpu(room_bytes())

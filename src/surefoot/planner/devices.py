@@ -46,7 +46,7 @@ class Device:
 def _from_data_sheet(name: str, memory_gib: float, tflops: float, link_gb_per_s: float) -> Device:
     return Device(
         name, int(memory_gib * GIB), USED_SHARE * tflops * 1e12, link_gb_per_s * GB,
-        how=f"{memory_gib:g} GiB as its driver tells; data sheet: {tflops:g} TFLOP/s bfloat16 dense, of which "
+        how=f"{memory_gib:g} GiB as its driver reports; data sheet: {tflops:g} TFLOP/s bfloat16 dense, of which "
         f"{USED_SHARE:.0%} are assumed",
     )  # fmt: skip
 
@@ -70,16 +70,16 @@ all-reduce bandwidth, from public measurements (Azure's node health checks: 363 
 A100; 12 to 24 over PCIe 4), else a share of the data sheet's."""
 
 
-def named(name: str) -> Device:
+def get_device(name: str) -> Device:
     """Return the accelerator of this name. Raises: ConfigError for an unknown name."""
     if name in DEVICES:
         return DEVICES[name]
     raise ConfigError(
-        f"device={name}: not known. There are: {', '.join(DEVICES)}; or cpu, cuda and auto for this machine."
+        f"device={name}: unknown device. Choose one of {', '.join(DEVICES)}, or cpu, cuda or auto for this machine."
     )
 
 
-def this_cpu(free_bytes: int) -> Device:
+def measure_cpu(free_bytes: int) -> Device:
     """Measure the CPU of this machine, all cores together, in matrix products and in elementwise ops."""
     matrix, ring = (
         torch.ones(ROWS, ROWS),
@@ -113,7 +113,7 @@ def _measure_calls_per_s(call: Callable[[], object]) -> float:
     return max(rates)
 
 
-def this_gpu() -> Device | None:
+def detect_gpu() -> Device | None:
     """Return the first GPU of this machine, by its data sheet if its name is in `DEVICES`; None without a GPU."""
     if not torch.cuda.is_available():
         return None
@@ -122,5 +122,5 @@ def this_gpu() -> Device | None:
     sheet = max(candidates, key=lambda device: len(device.name), default=None)
     rate = sheet.flops_per_s if sheet is not None else 50e12
     link = sheet.link_bytes_per_s if sheet is not None else 12 * GB
-    how = sheet.how if sheet is not None else "no data sheet is known; 50 TFLOP/s are assumed"
+    how = sheet.how if sheet is not None else "without a data sheet; 50 TFLOP/s are assumed"
     return Device(properties.name, int(properties.total_memory), rate, link, how=how)

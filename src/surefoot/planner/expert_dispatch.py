@@ -61,7 +61,7 @@ class _Combine(Exchange):
         return weighted
 
 
-def share_out(model: PreTrainedModel, ranks: int) -> None:
+def shard_experts(model: PreTrainedModel, ranks: int) -> None:
     """Keep one rank's share of the experts of a model without storage, and exchange rows. In place."""
     for module in [module for module in model.modules() if is_fused_experts(module)]:
         for name, weight in list(module.named_parameters(recurse=False)):

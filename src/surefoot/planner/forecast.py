@@ -17,34 +17,26 @@ from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import ConfigError, ModelError, SurefootError
 from surefoot.methods.base import PlannedLoss
 from surefoot.methods.registry import method_of
-from surefoot.models.build import build_without_storage
+from surefoot.models.build import BuiltModel, build_without_storage
 from surefoot.models.lora import LoraSettings, lora_settings
 from surefoot.planner.devices import GB, GIB, Device
-from surefoot.planner.expert_dispatch import share_out
-from surefoot.planner.memory import (
-    Cuts,
-    Owners,
-    Rollout,
-    Server,
-    cut,
-    forecast_memory,
-    gathered_experts,
-    gradient_share,
-)
-from surefoot.planner.sizes import FP32_BYTES, HALF_BYTES, Elements, Sizes, check_fields, sizes_of
-from surefoot.planner.trace import ATTENTION, NOTHING, Trace, shaped_batch, trace_step
-from surefoot.planner.vision_tower import Pictures, pictures_of, show
+from surefoot.planner.expert_dispatch import shard_experts
+from surefoot.planner.memory import Owners, RankSetup, Rollout, Server, forecast_memory
+from surefoot.planner.sharded_model import ShardedModel
+from surefoot.planner.sizes import FP32_BYTES, HALF_BYTES, Sizes, check_fields, count_sizes
+from surefoot.planner.trace import ATTENTION, EMPTY_TRACE, Trace, make_shaped_batch, trace_step
+from surefoot.planner.vision_tower import ImageBatch, add_images, fit_images
 
-FEW, MORE = 2, 4
+FEW_LAYERS, MORE_LAYERS = 2, 4
 """Numbers of layers that are traced; a model with more equal layers is extrapolated linearly from both."""
-RESERVE = 0.06
+RESERVED_SHARE = 0.06
 """Share of a GPU's memory that tensors cannot use: CUDA's context, kernels, fragmentation of the allocator."""
 HOST_LINK_BYTES_PER_S = 20 * GB
 CPU_BYTES_PER_S = 10 * GB
 """Rates between a GPU and its host over PCIe 4, and of one rank's share of the host's memory; assumptions."""
 UPDATE_PASSES = 7
 """Passes of AdamW over the trained weights: it reads weight, gradient and two moments and writes three of them."""
-MOST_TOKENS = 1 << 18
+MAX_FORWARD_TOKENS = 1 << 18
 """Most tokens in one forward; more take minutes to trace, and fit on no device."""
 GPU_PROCESS_BYTES = 3 * GIB
 """Host memory of a process with CUDA's libraries; not measured here."""
@@ -65,7 +57,7 @@ class Forecast:
     sequences_per_step: int
     communication_bytes: int
     """Bytes that a rank sends in a step."""
-    pictures: Pictures | None = None
+    images: ImageBatch | None = None
     """Images of a micro-batch; None for a text-only model."""
     server: Server | None = None
     """vLLM server of the rollouts; None if the training process generates them."""
@@ -111,7 +103,7 @@ class Forecast:
 
     @property
     def device_room_bytes(self) -> int:
-        return int(self.device.memory_bytes * (1 - RESERVE)) if self.device.is_gpu else 0
+        return int(self.device.memory_bytes * (1 - RESERVED_SHARE)) if self.device.is_gpu else 0
 
     @property
     def fits(self) -> bool:
@@ -160,6 +152,42 @@ class Forecast:
         }
 
 
+@dataclass(frozen=True)
+class _ModelSpec:
+    """A model to build without storage."""
+
+    base: Path
+    """Folder of its config.json."""
+    lora: LoraSettings | None
+    dtype: torch.dtype
+    freeze_vision: bool
+
+    def build(self, *, is_checkpointed: bool = False, layers: int | None = None) -> BuiltModel:
+        """Build the model, or its first `layers` decoder layers. Call it in a FakeTensorMode."""
+        return build_without_storage(
+            self.base,
+            lora=self.lora,
+            dtype=self.dtype,
+            gradient_checkpointing=is_checkpointed,
+            attention=ATTENTION,
+            layers=layers,
+            freeze_vision=self.freeze_vision,
+        )
+
+
+@dataclass(frozen=True)
+class _StepSpec:
+    """One rank's micro-batches of a step, each of `rows` sequences of `length` tokens."""
+
+    loss: PlannedLoss
+    rows: int
+    length: int
+    images: ImageBatch | None
+    is_checkpointed: bool
+    is_accumulated: bool
+    """Whether the gradients of several micro-batches are summed."""
+
+
 def forecast(
     run: RunConfig,
     base: Path,
@@ -176,67 +204,83 @@ def forecast(
     """
     ranks = run.nproc_per_node * run.nnodes
     layout = Layout.of(run, ranks, where)
-    dtype = torch.float32 if not device.is_gpu and run.dtype != "bfloat16" else torch.bfloat16
-    dtype = torch.float32 if run.dtype == "float32" else dtype
-    lora = lora_settings(run)
-    sizes = _count_sizes(base, lora, dtype, freeze_vision=run.freeze_vision_tower)
+    is_float32 = run.dtype == "float32" or (not device.is_gpu and run.dtype != "bfloat16")
+    dtype = torch.float32 if is_float32 else torch.bfloat16
+    spec = _ModelSpec(base, lora_settings(run), dtype, run.freeze_vision_tower)
+    sizes = _count_sizes(spec)
     if layout.expert_parallel > 1 and (not sizes.num_experts or sizes.num_experts % layout.expert_parallel):
         raise ConfigError(
             f"expert_parallel_size={layout.expert_parallel} does not divide the {sizes.num_experts} experts of the "
             f"model ({where('expert_parallel_size')})."
         )
+    model = ShardedModel(sizes, layout)
     all_sequences = run.global_batch_size or run.sequences_per_step * ranks
     sequences = -(-all_sequences // ranks)
-    each = min(run.per_device_train_batch_size, sequences)
-    steps = -(-sequences // each)
-    length = sequence_length(run)
-    if each * length > MOST_TOKENS:
-        raise ConfigError(
-            f"per_device_train_batch_size={each} sequences of {length} tokens are {each * length} tokens in one "
-            f"forward; plans are made for up to {MOST_TOKENS} ({where('per_device_train_batch_size', 'max_length')})."
-        )
-    pictures = pictures_of(run, base, each, run.max_row_tokens)
-    trace = NOTHING if is_least else _trace(
-        base, lora, dtype, loss=method_of(run).planned_loss(run), is_checkpointed=run.gradient_checkpointing, rows=each,
-        length=length, is_on_gpu=device.is_gpu, twice=steps > 1, share=gradient_share(layout, sizes),
-        freeze_vision=run.freeze_vision_tower, pictures=pictures, expert_parallel=layout.expert_parallel,
-    )  # fmt: skip
-    process = GPU_PROCESS_BYTES if device.is_gpu else int(_measure_process_bytes())
-    rollout = None
-    if isinstance(run, RolloutConfig) and run.rollout_engine == "local":
-        at_a_time = min(run.rollout_batch_size or sequences, sequences)
-        prompts = -(-at_a_time // run.sequences_per_row)
-        rollout = Rollout(at_a_time, length, dtype.itemsize, prompts * run.max_row_tokens / (each * length))
+    step = _plan_step(run, base, sequences, where)
+    micro_batches = -(-sequences // step.rows)
+    trace = EMPTY_TRACE
+    if not is_least:
+        trace = _trace(spec, step, model.gradient_share, layout.expert_parallel, is_on_gpu=device.is_gpu)
     server = _plan_server(run, device, sizes)
-    phases = forecast_memory(
-        sizes,
-        layout,
-        trace,
-        process_bytes=process,
-        saves=bool(run.save_steps),
+    setup = RankSetup(
+        process_bytes=GPU_PROCESS_BYTES if device.is_gpu else _measure_process_bytes(),
+        saves_checkpoints=bool(run.save_steps),
         is_on_gpu=device.is_gpu,
-        ranks_here=run.nproc_per_node,
-        rollout=rollout,
-        server=server,
         is_full=run.tuning == "full",
+        ranks_here=run.nproc_per_node,
+        rollout=_plan_rollout(run, sequences, step, dtype),
+        server=server,
     )
     dispatched = trace.exchanged_bytes * (layout.expert_parallel - 1) // layout.expert_parallel
-    sent = _count_sent_bytes(sizes, layout, steps) + steps * dispatched
+    sent = model.count_sent_bytes(micro_batches) + micro_batches * dispatched
     sharing = 1 if device.is_gpu else run.nproc_per_node
-    moved = steps * trace.moved_bytes + UPDATE_PASSES * _count_trained_bytes(sizes, layout)
-    compute_s = sharing * (steps * trace.flops / device.flops_per_s + moved / device.moved_bytes_per_s)
+    moved = micro_batches * trace.moved_bytes + UPDATE_PASSES * model.trained_bytes
+    compute_s = sharing * (micro_batches * trace.flops / device.flops_per_s + moved / device.moved_bytes_per_s)
     return Forecast(
         run=run,
         device=device,
         sizes=sizes,
-        phases=phases,
+        phases=forecast_memory(model, trace, setup),
         host_free_bytes=host_free_bytes,
-        step_s=compute_s + sent / device.link_bytes_per_s + _estimate_offload_s(sizes, layout, steps),
+        step_s=compute_s + sent / device.link_bytes_per_s + _estimate_offload_s(model, micro_batches),
         sequences_per_step=all_sequences,
         communication_bytes=sent,
-        pictures=pictures,
+        images=step.images,
         server=server,
     )
+
+
+def _plan_step(run: RunConfig, base: Path, sequences: int, where: Callable[..., str]) -> _StepSpec:
+    """Return the micro-batches of one rank's `sequences`.
+
+    Raises: ConfigError for more tokens in one forward than plans are made for.
+    """
+    rows = min(run.per_device_train_batch_size, sequences)
+    length = sequence_length(run)
+    if rows * length > MAX_FORWARD_TOKENS:
+        raise ConfigError(
+            f"per_device_train_batch_size={rows} sequences of {length} tokens are {rows * length} tokens in one "
+            f"forward, and the plan can trace at most {MAX_FORWARD_TOKENS} "
+            f"({where('per_device_train_batch_size', 'max_length')})."
+        )
+    return _StepSpec(
+        loss=method_of(run).planned_loss(run),
+        rows=rows,
+        length=length,
+        images=fit_images(run, base, rows, run.max_row_tokens),
+        is_checkpointed=run.gradient_checkpointing,
+        is_accumulated=sequences > rows,
+    )
+
+
+def _plan_rollout(run: RunConfig, sequences: int, step: _StepSpec, dtype: torch.dtype) -> Rollout | None:
+    """Return the completions that the built-in engine generates at a time, or None without it."""
+    if not isinstance(run, RolloutConfig) or run.rollout_engine != "local":
+        return None
+    completions = min(run.rollout_batch_size or sequences, sequences)
+    prompts = -(-completions // run.sequences_per_row)
+    prompts_share = prompts * run.max_row_tokens / (step.rows * step.length)
+    return Rollout(completions, step.length, dtype.itemsize, prompts_share)
 
 
 def _plan_server(run: RunConfig, device: Device, sizes: Sizes) -> Server | None:
@@ -283,81 +327,55 @@ def _raise_as_model_error(base: Path) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"{base / 'config.json'}: no forecast can be made of this model: {type(error).__name__}: {reason}"
+            f"{base / 'config.json'}: cannot forecast this model: {type(error).__name__}: {reason}"
         ) from error
 
 
 @lru_cache(maxsize=8)
-def _count_sizes(base: Path, lora: LoraSettings | None, dtype: torch.dtype, *, freeze_vision: bool) -> Sizes:
-    with _raise_as_model_error(base), FakeTensorMode():
-        check_fields(base)
-        return sizes_of(
-            build_without_storage(
-                base,
-                lora=lora,
-                dtype=dtype,
-                gradient_checkpointing=False,
-                attention=ATTENTION,
-                freeze_vision=freeze_vision,
-            )
-        )
+def _count_sizes(spec: _ModelSpec) -> Sizes:
+    with _raise_as_model_error(spec.base), FakeTensorMode():
+        check_fields(spec.base)
+        return count_sizes(spec.build())
 
 
 @lru_cache(maxsize=64)
-def _trace(
-    base: Path, lora: LoraSettings | None, dtype: torch.dtype, *, loss: PlannedLoss, is_checkpointed: bool,
-    rows: int, length: int, is_on_gpu: bool, twice: bool, share: float, freeze_vision: bool,
-    pictures: Pictures | None, expert_parallel: int,
-) -> Trace:  # fmt: skip
-    """Trace `rows` sequences of full length whose tokens are all trained: the largest possible micro-batch.
+def _trace(spec: _ModelSpec, step: _StepSpec, gradient_share: float, expert_parallel: int, *, is_on_gpu: bool) -> Trace:
+    """Trace micro-batches whose sequences have full length and whose tokens are all trained: the largest possible.
 
     With GRPO the tokens of the longest completions are trained; each follows its own prompt, as on a GPU.
     """
 
     def trace_layers(layers: int | None) -> Trace:
-        with _raise_as_model_error(base), FakeTensorMode():
-            built = build_without_storage(
-                base, lora=lora, dtype=dtype, gradient_checkpointing=is_checkpointed, attention=ATTENTION,
-                layers=layers, freeze_vision=freeze_vision,
-            )  # fmt: skip
+        with _raise_as_model_error(spec.base), FakeTensorMode():
+            built = spec.build(is_checkpointed=step.is_checkpointed, layers=layers)
             if expert_parallel > 1:
-                share_out(built.model, expert_parallel)
-            vision = show(built, pictures) if pictures is not None else None
-            batch = shaped_batch([length] * rows, rows * loss.tokens_per_sequence, vision)
-            return trace_step(built, batch, loss(built, batch), is_on_gpu=is_on_gpu, twice=twice, gradient_share=share)
+                shard_experts(built.model, expert_parallel)
+            vision = add_images(built, step.images) if step.images is not None else None
+            batch = make_shaped_batch([step.length] * step.rows, step.rows * step.loss.tokens_per_sequence, vision)
+            return trace_step(
+                built,
+                batch,
+                step.loss(built, batch),
+                is_on_gpu=is_on_gpu,
+                twice=step.is_accumulated,
+                gradient_share=gradient_share,
+            )
 
-    sizes = _count_sizes(base, lora, dtype, freeze_vision=freeze_vision)
-    if not sizes.layers_are_equal or sizes.num_layers <= MORE:
+    sizes = _count_sizes(spec)
+    if not sizes.layers_are_equal or sizes.num_layers <= MORE_LAYERS:
         return trace_layers(None)
-    return trace_layers(FEW).with_layers(trace_layers(MORE), FEW, MORE, sizes.num_layers)
+    few, more = trace_layers(FEW_LAYERS), trace_layers(MORE_LAYERS)
+    return few.with_layers(more, FEW_LAYERS, MORE_LAYERS, sizes.num_layers)
 
 
-def _estimate_offload_s(sizes: Sizes, layout: Layout, steps: int) -> float:
+def _estimate_offload_s(model: ShardedModel, micro_batches: int) -> float:
     """Estimate the time that offload adds to a step: weights to the device in each pass, gradients back, update."""
-    if not layout.offload:
+    if not model.layout.offload:
         return 0.0
-    cuts = Cuts.of(layout, sizes)
-    trained = _count_trained_bytes(sizes, layout)
-    frozen = cut(Elements(trained=sizes.whole.frozen, expert_trained=sizes.whole.expert_frozen), cuts)
-    weights = trained + (frozen * sizes.frozen_bytes_each if layout.zero_stage == 3 else 0)
-    passes = 2 * steps if layout.zero_stage == 3 else steps
-    return (passes * weights + steps * trained) / HOST_LINK_BYTES_PER_S + UPDATE_PASSES * trained / CPU_BYTES_PER_S
-
-
-def _count_trained_bytes(sizes: Sizes, layout: Layout) -> int:
-    """Return the bytes of this rank's shard of the trained weights."""
-    return cut(sizes.whole, Cuts.of(layout, sizes)) * FP32_BYTES
-
-
-def _count_sent_bytes(sizes: Sizes, layout: Layout, steps: int) -> int:
-    """Count the bytes that a rank sends in a step to reduce gradients and gather weights, without rows to experts."""
-    if layout.size == 1:
-        return 0
-    whole, element_bytes = sizes.whole, 4
-    trained = element_bytes * (whole.trained + gathered_experts(whole, layout))
-    reductions = steps if layout.zero_stage >= 2 else 1
-    sent = 2 * trained if layout.zero_stage == 0 else trained * (1 + reductions)
-    if layout.zero_stage == 3:
-        frozen = sizes.frozen_bytes_each * (whole.frozen + whole.expert_frozen // layout.expert_parallel)
-        sent = reductions * (2 * (trained + frozen) + trained)
-    return sent
+    sizes, trained = model.sizes, model.trained_bytes
+    weights, passes = trained, micro_batches
+    if model.layout.zero_stage == 3:
+        weights += model.count_shard(sizes.whole.frozen, sizes.whole.expert_frozen) * sizes.frozen_bytes_each
+        passes = 2 * micro_batches
+    moved = passes * weights + micro_batches * trained
+    return moved / HOST_LINK_BYTES_PER_S + UPDATE_PASSES * trained / CPU_BYTES_PER_S

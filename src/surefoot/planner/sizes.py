@@ -3,11 +3,10 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -26,7 +25,7 @@ FIELDS = (
 COUNTS = (*FIELDS, "num_key_value_heads", "head_dim", "shared_expert_intermediate_size", "n_shared_experts")
 VISION_FIELDS = ("patch_size", "spatial_merge_size", "temporal_patch_size", "depth", "hidden_size", "num_heads")
 """Fields of a vision_config that must be positive, for the families that have them."""
-MOST_LAYERS = 1000
+MAX_LAYERS = 1000
 NUM_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 EXPERT_FIELDS = (
     *NUM_EXPERTS_FIELDS, "moe_intermediate_size", "num_experts_per_tok", "shared_expert_intermediate_size",
@@ -44,16 +43,14 @@ class Elements:
     expert_trained: int = 0
 
     def __add__(self, other: "Elements") -> "Elements":
-        return Elements(
-            self.frozen + other.frozen,
-            self.trained + other.trained,
-            self.expert_frozen + other.expert_frozen,
-            self.expert_trained + other.expert_trained,
-        )
+        return Elements(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: "Elements") -> "Elements":
+        return Elements(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def total(self) -> int:
-        return self.frozen + self.trained + self.expert_frozen + self.expert_trained
+        return sum(astuple(self))
 
     @property
     def all_trained(self) -> int:
@@ -94,11 +91,11 @@ class Sizes:
     """Number of attention heads of a layer."""
     cache_elements: int
     """Elements of the keys and values of one token, in all layers."""
-    tensors: Mapping["Shape", int]
+    tensors: Mapping[Shape, int]
     """Shape -> number of parameters of that shape."""
 
 
-def sizes_of(built: BuiltModel) -> Sizes:
+def count_sizes(built: BuiltModel) -> Sizes:
     """Count the parameters of a model; its tensors need no storage."""
     model = built.model
     expert_modules = [module for module in model.modules() if is_fused_experts(module)]
@@ -109,17 +106,19 @@ def sizes_of(built: BuiltModel) -> Sizes:
     text = model.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    in_layers = sum(layer_elements, Elements())
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     return Sizes(
         whole=whole,
         layer=max(layer_elements, key=lambda elements: elements.total),
-        outside=Elements(*(a - b for a, b in zip(_as_tuple(whole), _as_tuple(in_layers), strict=True))),
+        outside=whole - sum(layer_elements, Elements()),
         frozen_bytes_each=frozen[0].element_size() if frozen else FP32_BYTES,
         largest_tensor_bytes=max(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
         num_layers=len(layers),
         num_experts=max((experts_of(module) for module in expert_modules), default=0),
-        layers_are_equal=len({_list_shapes(layer) for layer in layers}) == 1,
+        layers_are_equal=len(
+            {tuple((name, parameter.shape) for name, parameter in layer.named_parameters()) for layer in layers}
+        )
+        == 1,
         vocabulary=int(text.vocab_size),
         num_heads=int(text.num_attention_heads),
         tensors=Counter(
@@ -138,19 +137,11 @@ def _count_latent_elements(text: PreTrainedConfig) -> int:
     return rank + rotary if isinstance(rank, int) and isinstance(rotary, int) else 0
 
 
-def _as_tuple(elements: Elements) -> tuple[int, ...]:
-    return (elements.frozen, elements.trained, elements.expert_frozen, elements.expert_trained)
-
-
 def _count_elements(module: nn.Module, expert_parameters: set[nn.Parameter]) -> Elements:
-    counts = {(is_expert, is_trained): 0 for is_expert in (False, True) for is_trained in (False, True)}
+    counts: Counter[tuple[bool, bool]] = Counter()
     for parameter in module.parameters():
         counts[parameter in expert_parameters, parameter.requires_grad] += parameter.numel()
     return Elements(counts[False, False], counts[False, True], counts[True, False], counts[True, True])
-
-
-def _list_shapes(layer: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
-    return tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
 
 
 def check_fields(base: Path) -> None:
@@ -162,7 +153,7 @@ def check_fields(base: Path) -> None:
         # A dense model of a MoE family may have 0 experts, and latent attention needs no head_dim.
         least = 0 if field in EXPERT_FIELDS or (field == "head_dim" and "kv_lora_rank" in text) else 1
         if field in COUNTS and isinstance(value, int) and value < least:
-            raise ModelError(f"{path}: {field}={value} is no size. Correct it.")
+            raise ModelError(f"{path}: {field}={value} is not a valid size. Correct it.")
     config = load_config(base).get_text_config()
     num_experts = next(
         (getattr(config, name) for name in NUM_EXPERTS_FIELDS if isinstance(getattr(config, name, None), int)), 0
@@ -175,18 +166,17 @@ def check_fields(base: Path) -> None:
             name for name, target in attribute_map.items() if target in (field, family_name)
         }
         if text is config_json and not names & config_json.keys():  # nested configs omit defaults
-            raise ModelError(f"{path}: has no {family_name}, and without it the model's size is not known. Add it.")
+            raise ModelError(f"{path}: has no {family_name}, and without it the model's size is unknown. Add it.")
     _check_vision(path, config_json, load_config(base))
     layers = getattr(config, "num_hidden_layers", 0)
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise ModelError(f"{path}: num_hidden_layers={layers} is more than plans are made for, {MOST_LAYERS}.")
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise ModelError(f"{path}: num_hidden_layers={layers} is more than the plan supports, {MAX_LAYERS}.")
     experts_per_token = getattr(config, "num_experts_per_tok", None)
     if num_experts and experts_per_token == 0:
-        raise ModelError(f"{path}: num_experts_per_tok=0, and a token must go to one expert at least. Correct it.")
+        raise ModelError(f"{path}: num_experts_per_tok=0, but each token needs at least one expert. Correct it.")
     if isinstance(experts_per_token, int) and num_experts and experts_per_token > num_experts:
         raise ModelError(
-            f"{path}: num_experts_per_tok={experts_per_token} is more than the {num_experts} experts there are. "
-            "Correct it."
+            f"{path}: num_experts_per_tok={experts_per_token} is more than the {num_experts} experts. Correct it."
         )
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     kv_heads = getattr(config, "num_key_value_heads", None)
@@ -199,7 +189,7 @@ def check_fields(base: Path) -> None:
         raise ModelError(f"{path}: hidden_size={width} is not a multiple of num_attention_heads={heads}. Correct one.")
     activation = getattr(config, "hidden_act", None)
     if isinstance(activation, str) and activation not in ACT2FN:
-        raise ModelError(f"{path}: hidden_act={activation} is no activation that transformers knows. Correct it.")
+        raise ModelError(f"{path}: hidden_act={activation} is not an activation of transformers. Correct it.")
 
 
 def _check_vision(path: Path, config_json: Mapping[str, Any], config: PreTrainedConfig) -> None:
@@ -208,8 +198,8 @@ def _check_vision(path: Path, config_json: Mapping[str, Any], config: PreTrained
     if tower is None:
         return
     if not isinstance(config_json.get("vision_config"), dict):
-        raise ModelError(f"{path}: has no vision_config, and without it the model's size is not known. Add it.")
+        raise ModelError(f"{path}: has no vision_config, and without it the model's size is unknown. Add it.")
     for field in VISION_FIELDS:
         value = getattr(tower, field, None)
         if isinstance(value, int) and value < 1:
-            raise ModelError(f"{path}: {field}={value} of vision_config is no size. Correct it.")
+            raise ModelError(f"{path}: {field}={value} of vision_config is not a valid size. Correct it.")

@@ -13,16 +13,16 @@ from surefoot.config.vllm_args import MEMORY_SHARE, TENSOR_PARALLEL, memory_shar
 from surefoot.errors import SurefootError
 from surefoot.planner.forecast import Forecast
 
-MOST = 3
-LESS = "0.4"
+MAX_SUGGESTIONS = 3
+REDUCED_SHARE = "0.4"
 """Share of a GPU for a server that shares it with training."""
 SEARCH_S = 40.0
 """Time after which no more settings are tried."""
-Changed = dict[str, Any]
+SettingChanges = dict[str, Any]
 
 
-def suggest(current: Forecast, forecast_run: Callable[..., Forecast]) -> list[tuple[Changed, Forecast]]:
-    """Return at most `MOST` changes with their forecasts; empty if the run fits as it is.
+def suggest(current: Forecast, forecast_run: Callable[..., Forecast]) -> list[tuple[SettingChanges, Forecast]]:
+    """Return at most `MAX_SUGGESTIONS` changes with their forecasts; empty if the run fits as it is.
 
     Settings that keep the result of the run are tried first. More GPUs are tried only if none of those fits, or if all
     of them depend on host memory whose size is unknown. `forecast_run` forecasts a config; with
@@ -31,7 +31,7 @@ def suggest(current: Forecast, forecast_run: Callable[..., Forecast]) -> list[tu
     if current.fits:
         return []
     deadline_s = time.monotonic() + SEARCH_S
-    fitting: list[tuple[Changed, Forecast]] = []
+    fitting: list[tuple[SettingChanges, Forecast]] = []
     for candidates in (
         _propose_smaller_rollout_batches(current),
         _propose_same_ranks(current),
@@ -50,18 +50,18 @@ def suggest(current: Forecast, forecast_run: Callable[..., Forecast]) -> list[tu
                 changed_forecast = forecast_run(run)
             except SurefootError:  # settings that conflict for this model
                 continue
-            if changed_forecast.fits and not any(_is_subset(accepted, changed) for accepted, _ in fitting):
+            if changed_forecast.fits and not any(accepted.items() <= changed.items() for accepted, _ in fitting):
                 fitting.append((changed, changed_forecast))
         fitting.sort(key=lambda change: (change[1].seconds_per_token, len(change[0])))
         if earlier and len(fitting) > len(earlier):  # keep the fastest of both kinds
             extra = next(change for change in fitting if change not in earlier)
-            return sorted([*earlier[: MOST - 1], extra], key=lambda change: change[1].seconds_per_token)
+            return sorted([*earlier[: MAX_SUGGESTIONS - 1], extra], key=lambda change: change[1].seconds_per_token)
         needs_unknown_host_memory = not current.host_free_bytes and all(
             changed.get("offload") for changed, _ in fitting
         )
         if fitting and not needs_unknown_host_memory:
             break
-    return fitting[:MOST]
+    return fitting[:MAX_SUGGESTIONS]
 
 
 def _has_conflict(run: RunConfig) -> bool:
@@ -71,12 +71,7 @@ def _has_conflict(run: RunConfig) -> bool:
     return any(True for _ in contradictions(run, explicit))
 
 
-def _is_subset(accepted: Changed, changed: Changed) -> bool:
-    """Return whether a change that fits is a part of another."""
-    return accepted.items() <= changed.items()
-
-
-def _propose_smaller_rollout_batches(current: Forecast) -> Iterator[Changed]:
+def _propose_smaller_rollout_batches(current: Forecast) -> Iterator[SettingChanges]:
     """Propose smaller rollout batches if the peak is the rollout. The training result stays the same."""
     run = current.run
     if current.device_peak[0] != "rollout" or not isinstance(run, RolloutConfig) or run.rollout_engine != "local":
@@ -88,7 +83,7 @@ def _propose_smaller_rollout_batches(current: Forecast) -> Iterator[Changed]:
         yield {"rollout_batch_size": at_a_time}
 
 
-def _propose_same_ranks(current: Forecast) -> Iterator[Changed]:
+def _propose_same_ranks(current: Forecast) -> Iterator[SettingChanges]:
     run = current.run
     sequences = current.sequences_per_step
     rows = [n for n in (run.per_device_train_batch_size, 8, 4, 2, 1) if n <= run.per_device_train_batch_size]
@@ -117,19 +112,19 @@ def _propose_server_arguments(current: Forecast, run: RolloutConfig) -> Iterator
     """Propose server arguments: unchanged, tensor-parallel over all GPUs, with a smaller share of shared GPUs."""
     assert current.server is not None
     yield run.vllm_args
-    is_low = memory_share(run.vllm_args) <= float(LESS)
+    is_low = memory_share(run.vllm_args) <= float(REDUCED_SHARE)
     gpus = len(run.vllm_devices.split(",")) if run.vllm_devices is not None else run.nproc_per_node
     cut = [*without(run.vllm_args, TENSOR_PARALLEL), TENSOR_PARALLEL, str(gpus)]
     can_be_cut = tensor_parallel(run.vllm_args) != gpus and current.sizes.num_heads % gpus == 0
     if can_be_cut:
         yield cut
     if current.server.bytes_here and not is_low:
-        yield [*without(run.vllm_args, MEMORY_SHARE), MEMORY_SHARE, LESS]
+        yield [*without(run.vllm_args, MEMORY_SHARE), MEMORY_SHARE, REDUCED_SHARE]
         if can_be_cut:
-            yield [*without(cut, MEMORY_SHARE), MEMORY_SHARE, LESS]
+            yield [*without(cut, MEMORY_SHARE), MEMORY_SHARE, REDUCED_SHARE]
 
 
-_NO_ACCUMULATION: Changed = {"gradient_accumulation_steps": None}
+_NO_ACCUMULATION: SettingChanges = {"gradient_accumulation_steps": None}
 
 
 def _list_expert_sizes(current: Forecast) -> list[int]:
@@ -139,7 +134,7 @@ def _list_expert_sizes(current: Forecast) -> list[int]:
     return list(dict.fromkeys([first, *more]))
 
 
-def _propose_more_ranks(current: Forecast) -> Iterator[Changed]:
+def _propose_more_ranks(current: Forecast) -> Iterator[SettingChanges]:
     """Propose up to 8 ranks on a machine, then more machines, with the settings that save the most memory."""
     run = current.run
     sizes = [(n, run.nnodes) for n in (2, 4, 8) if n > run.nproc_per_node]
@@ -154,7 +149,7 @@ def _propose_more_ranks(current: Forecast) -> Iterator[Changed]:
             }  # fmt: skip
 
 
-def ready_to_paste(changed: Changed) -> str:
+def format_settings(changed: SettingChanges) -> str:
     """Return a change as lines of run.yaml."""
     return "\n".join(f"{name}: {_format_yaml(value)}" for name, value in changed.items())
 

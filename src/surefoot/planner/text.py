@@ -1,16 +1,20 @@
 """A forecast as text and as findings."""
 
+from typing import Any
+
 from surefoot.config import LoadedConfig, RolloutConfig
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.planner.devices import GIB
 from surefoot.planner.forecast import Forecast
 from surefoot.planner.sizes import FP32_BYTES, HALF_BYTES
-from surefoot.planner.suggest import Changed, ready_to_paste
+from surefoot.planner.suggest import SettingChanges, format_settings
 
 LEAST_SHOWN_BYTES = 1 << 20
 
 
-def as_text(forecast: Forecast, findings: list[Finding], changes: list[tuple[Changed, Forecast]], price: float) -> str:
+def format_forecast(
+    forecast: Forecast, findings: list[Finding], changes: list[tuple[SettingChanges, Forecast]], price: float
+) -> str:
     """Return a forecast as text for a person. `price`: of an hour of one device, in any currency; 0 if not given."""
     run, whole = forecast.run, forecast.sizes.whole
     ranks = run.nproc_per_node * run.nnodes
@@ -26,15 +30,14 @@ def as_text(forecast: Forecast, findings: list[Finding], changes: list[tuple[Cha
         + (f" and {_format_duration(forecast.rollout_s)} for its rollout" if forecast.rollout_s else "")
         + f", {1 / forecast.seconds_per_token:.0f} tokens/s{_format_cost(forecast, price)}",
     ]
-    if forecast.pictures is not None:
-        lines[-1] += f"; each forward sees {forecast.pictures}, the most that it has room for"
+    if forecast.images is not None:
+        lines[-1] += f"; each forward has {forecast.images}, the most that fit"
     if isinstance(run, RolloutConfig):
-        left_out = "rewards, and what drawing tokens takes," if forecast.rollout_s else "rollouts and rewards"
-        lines[-1] += f"; {left_out} are not in it"
+        lines[-1] += f"; without {'sampling' if forecast.rollout_s else 'rollouts'} and rewards"
         if forecast.server is not None:
             lines.append(_describe_sync(forecast))
             if not forecast.server.bytes_here:
-                lines.append("the vLLM server has devices of its own, which are not in the table")
+                lines.append("the vLLM server has separate devices, which the table leaves out")
     if forecast.gathered_bytes_per_token:
         seconds = forecast.gathered_bytes_per_token / forecast.device.link_bytes_per_s
         lines.append(
@@ -43,75 +46,72 @@ def as_text(forecast: Forecast, findings: list[Finding], changes: list[tuple[Cha
         )
     if whole.expert_trained and ranks > forecast.sizes.num_experts:
         lines.append(
-            f"experts are cut over {forecast.sizes.num_experts} of the {ranks} ranks, as many as there are of them: "
-            "more ranks save no more of their memory"
+            f"experts are sharded over {forecast.sizes.num_experts} of the {ranks} ranks, one expert per rank: "
+            "more ranks do not reduce their memory"
         )
     if forecast.communication_bytes:
         lines.append(f"each rank sends about {forecast.communication_bytes / GIB:.2f} GiB in a step")
     lines += ["", *(finding.as_text() for finding in findings)] if findings else []
     if changes:
-        lines += ["", "What to change (any one of these; the fastest first):"]
-        for number, (changed, changed_forecast) in enumerate(changes, 1):
-            host = _as_gib(changed_forecast.host_peak[1])
-            fits = (
-                f"{_as_gib(changed_forecast.device_peak[1])} at the peak, {host} of host memory"
-                if changed_forecast.device_peak[1]
-                else host
-            )
-            lines += [
-                f"\n# {number}: {fits}, {1 / changed_forecast.seconds_per_token:.0f} tokens/s",
-                ready_to_paste(changed),
-            ]
-        if not forecast.host_free_bytes and any(changed.get("offload") for changed, _ in changes):
-            lines.append("\nWhether a machine has that much memory is not known: host_gib=N tells the plan.")
+        lines += _format_changes(forecast, changes)
     elif findings:
         lines += [
             "",
-            "No setting near these fits: fewer parameters, a shorter max_length, or other devices would.",
+            "No similar settings fit: use fewer parameters, a shorter max_length, or other devices.",
         ]
     return "\n".join(lines)
 
 
-def findings_of(forecast: Forecast, loaded: LoadedConfig) -> list[Finding]:
+def _format_changes(forecast: Forecast, changes: list[tuple[SettingChanges, Forecast]]) -> list[str]:
+    """Return the changes that fit, each with its peak memory and its speed."""
+    lines = ["", "What to change (any one of these; the fastest first):"]
+    for number, (changed, changed_forecast) in enumerate(changes, 1):
+        peak = _as_gib(changed_forecast.host_peak[1])
+        if changed_forecast.device_peak[1]:
+            peak = f"{_as_gib(changed_forecast.device_peak[1])} at the peak, {peak} of host memory"
+        speed = 1 / changed_forecast.seconds_per_token
+        lines += [f"\n# {number}: {peak}, {speed:.0f} tokens/s", format_settings(changed)]
+    if not forecast.host_free_bytes and any(changed.get("offload") for changed, _ in changes):
+        lines.append("\nThe host memory of the machine is unknown: pass host_gib=N to include it in the plan.")
+    return lines
+
+
+def list_findings(forecast: Forecast, loaded: LoadedConfig) -> list[Finding]:
     """Return a finding for each memory that is too small."""
-    findings = []
+    findings: list[Finding] = []
+
+    def add_finding(code: str, cause: str, evidence: dict[str, Any], fix: str) -> None:
+        findings.append(Finding(code, cause, evidence, fix, 0.9))
+
     where = loaded.where("model")
     phase, needed = forecast.device_peak
-    if forecast.device.is_gpu and needed > forecast.device_room_bytes:
-        findings.append(
-            Finding(
-                "SF719",
-                f"each rank needs {_as_gib(needed)} on its {forecast.device.name} in {phase}, and "
-                f"{_as_gib(forecast.device_room_bytes)} are there for tensors",
-                {"needed_bytes": needed, "room_bytes": forecast.device_room_bytes, "phase": phase, "where": where},
-                CATALOGUE["SF719"].fix,
-                0.9,
-            )
+    room, free = forecast.device_room_bytes, forecast.host_free_bytes
+    if forecast.device.is_gpu and needed > room:
+        add_finding(
+            "SF719",
+            f"each rank needs {_as_gib(needed)} on its {forecast.device.name} in {phase}, and {_as_gib(room)} are "
+            "available for tensors",
+            {"needed_bytes": needed, "room_bytes": room, "phase": phase, "where": where},
+            CATALOGUE["SF719"].fix,
         )
     server = forecast.server
     if server is not None and not server.has_room:
-        findings.append(
-            Finding(
-                "SF719",
-                f"the vLLM server must hold {_as_gib(server.weights_bytes)} of weights on each of its GPUs, and may "
-                f"take {_as_gib(server.share_bytes)}",
-                {"weights_bytes": server.weights_bytes, "share_bytes": server.share_bytes,
-                 "where": loaded.where("vllm_args", "rollout_engine")},
-                "Let it cut the model over more GPUs (--tensor-parallel-size in vllm_args).",
-                0.9,
-            )
+        add_finding(
+            "SF719",
+            f"the vLLM server must hold {_as_gib(server.weights_bytes)} of weights on each of its GPUs, and may take "
+            f"{_as_gib(server.share_bytes)}",
+            {"weights_bytes": server.weights_bytes, "share_bytes": server.share_bytes,
+             "where": loaded.where("vllm_args", "rollout_engine")},
+            "Shard its model over more GPUs (--tensor-parallel-size in vllm_args).",
         )  # fmt: skip
     phase, needed = forecast.host_peak
-    if forecast.host_free_bytes and needed > forecast.host_free_bytes:
-        findings.append(
-            Finding(
-                "SF716",
-                f"{forecast.ranks_here} ranks on one machine need {_as_gib(needed)} of its memory in {phase}, and "
-                f"{_as_gib(forecast.host_free_bytes)} are free",
-                {"needed_bytes": needed, "free_bytes": forecast.host_free_bytes, "phase": phase, "where": where},
-                CATALOGUE["SF716"].fix,
-                0.9,
-            )
+    if free and needed > free:
+        add_finding(
+            "SF716",
+            f"{forecast.ranks_here} ranks on one machine need {_as_gib(needed)} of its memory in {phase}, and "
+            f"{_as_gib(free)} are free",
+            {"needed_bytes": needed, "free_bytes": free, "phase": phase, "where": where},
+            CATALOGUE["SF716"].fix,
         )
     return findings
 

@@ -111,7 +111,7 @@ class Trace:
         )  # fmt: skip
 
 
-NOTHING = Trace(moments=((0, 0, 0),), gradient_share=0.0)
+EMPTY_TRACE = Trace(moments=((0, 0, 0),), gradient_share=0.0)
 LOGITS = "logits"
 
 
@@ -264,7 +264,7 @@ AttentionInterface.register(ATTENTION, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *_, **__: None)
 
 
-def shaped_batch(lengths: Sequence[int], trained: int, vision: Vision | None = None) -> MicroBatch:
+def make_shaped_batch(lengths: Sequence[int], trained: int, vision: Vision | None = None) -> MicroBatch:
     """Return a micro-batch of samples of these lengths without values; `trained` of their tokens are in the loss."""
     tokens = sum(lengths)
     return MicroBatch(
@@ -370,7 +370,7 @@ def _track_kinds(model: PreTrainedModel, live: _LiveTensors) -> Iterator[None]:
 
     named_tower = vision_tower(model)
     for name, module in model.named_modules():
-        kind = kind_of(name, module)
+        kind = get_module_kind(name, module)
         if named_tower is not None and f"{name}.".startswith(f"{named_tower[0]}."):
             kind = "vision" if module is named_tower[1] else None
         if kind is not None:
@@ -382,7 +382,7 @@ def _track_kinds(model: PreTrainedModel, live: _LiveTensors) -> Iterator[None]:
             hook.remove()
 
 
-def kind_of(name: str, module: nn.Module) -> str | None:
+def get_module_kind(name: str, module: nn.Module) -> str | None:
     """Return the kind of a module that is counted as a unit; None for its submodules and for containers of units."""
     last = name.rpartition(".")[2]
     if isinstance(module, Exchange):

@@ -25,19 +25,19 @@ ATTENTION = "surefoot_plan_flash"
 
 
 @dataclass(frozen=True)
-class Pictures:
+class ImageBatch:
     """Number and size of the images of one micro-batch."""
 
     count: int
-    cells_each: int
+    tokens_each: int
     """Number of tokens of one image."""
     patches_each: int
 
     def __str__(self) -> str:
-        return f"{self.count} image{'s' if self.count > 1 else ''} of {self.cells_each} tokens"
+        return f"{self.count} image{'s' if self.count > 1 else ''} of {self.tokens_each} tokens"
 
 
-def pictures_of(run: RunConfig, base: Path, rows: int, length: int) -> Pictures | None:
+def fit_images(run: RunConfig, base: Path, rows: int, length: int) -> ImageBatch | None:
     """Return the most images that fit into `rows` sequences of `length` tokens; None for a text-only model."""
     config = load_config(base)
     if config.model_type not in VISION_MODEL_TYPES:
@@ -49,26 +49,26 @@ def pictures_of(run: RunConfig, base: Path, rows: int, length: int) -> Pictures 
     most = run.max_pixels or (limits_of(processor, base)[1] if processor is not None else room * side**2)
     cells = max(1, min(room, most // side**2))
     cells -= cells % _window_cells(vision) if cells > _window_cells(vision) else 0
-    return Pictures(rows * max(1, room // cells), cells, cells * vision.spatial_merge_size**2)
+    return ImageBatch(rows * max(1, room // cells), cells, cells * vision.spatial_merge_size**2)
 
 
-def show(built: BuiltModel, pictures: Pictures) -> Vision:
+def add_images(built: BuiltModel, images: ImageBatch) -> Vision:
     """Return the inputs of images without values, and make the model accept them. Call it in the FakeTensorMode."""
     model: Any = built.model
     named_tower = vision_tower(model)
     assert named_tower is not None
     vision, tower = model.config.vision_config, named_tower[1]
     vision._attn_implementation = ATTENTION
-    patches = pictures.count * pictures.patches_each
-    cells = pictures.count * pictures.cells_each
+    patches = images.count * images.patches_each
+    cells = images.count * images.tokens_each
     window = _window_cells(vision) * vision.spatial_merge_size**2
     lengths: dict[str, Any] = {
         "position_ids": torch.empty(patches, 2, dtype=torch.int64),
-        "cu_seqlens": torch.empty(pictures.count + 1, dtype=torch.int32),
-        "max_seqlen": pictures.patches_each,
+        "cu_seqlens": torch.empty(images.count + 1, dtype=torch.int32),
+        "max_seqlen": images.patches_each,
         "window_index": torch.empty(cells, dtype=torch.int64),
         "cu_window_seqlens": torch.empty(2, dtype=torch.int32),
-        "max_window_seqlen": window if pictures.patches_each % window == 0 else pictures.patches_each,
+        "max_window_seqlen": window if images.patches_each % window == 0 else images.patches_each,
         "interp_indices": torch.empty(patches, 4, dtype=torch.int64),
         "interp_weights": torch.empty(patches, 4),
     }
@@ -80,7 +80,7 @@ def show(built: BuiltModel, pictures: Pictures) -> Vision:
 
     model.base_model.get_image_features = features
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    grid = torch.empty(pictures.count, 3, dtype=torch.int64)
+    grid = torch.empty(images.count, 3, dtype=torch.int64)
     return Vision(torch.empty(patches, values), grid, is_blank=True)
 
 

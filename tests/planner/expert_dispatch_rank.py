@@ -1,7 +1,7 @@
-"""One of two ranks that share experts out, under torchrun: `exchanging.py MODEL TOKENS`.
+"""One of two ranks that share experts, under torchrun: `expert_dispatch_rank.py MODEL TOKENS`.
 
-Rank 0 prints on one line, in bytes: what a forward leaves for its backward, the most that was alive in both, and the
-rows that travelled in the forward.
+Rank 0 prints on one line, in bytes: what a forward saves for its backward, the peak of both, and the rows exchanged in
+the forward.
 """
 
 import sys
@@ -24,16 +24,16 @@ from surefoot.models.lora import LoraSettings
 from surefoot.planner.trace import _LiveTensors
 
 model, tokens = Path(sys.argv[1]), int(sys.argv[2])
-travelled = [0]
-exchange = dispatch.all_to_all_single_autograd
+exchanged_bytes = [0]
+exchange_rows = dispatch.all_to_all_single_autograd
 
 
-def counted(rows: Tensor, *how: Any) -> Any:
-    travelled[0] += rows.nbytes
-    return exchange(rows, *how)
+def count_rows(rows: Tensor, *arguments: Any) -> Any:
+    exchanged_bytes[0] += rows.nbytes
+    return exchange_rows(rows, *arguments)
 
 
-dispatch.all_to_all_single_autograd = counted
+dispatch.all_to_all_single_autograd = count_rows
 
 with init_distributed("cpu") as ranks:
     sharding = Sharding(Layout(2, 0, 1, 2, False), torch.device("cpu"))
@@ -53,13 +53,19 @@ with init_distributed("cpu") as ranks:
     )
     objective, totals = SftObjective(built, 0.0), BatchTotals(tokens, tokens - 1, float(tokens - 1))
     objective.loss(batch, totals).total.backward()  # the first pass sets up what stays: process groups, flat weights
-    known = [*built.model.parameters(), *built.model.buffers(), batch.ids, batch.position_ids, batch.target_positions]
-    live = _LiveTensors([getattr(one, "_local_tensor", one) for one in known])
-    travelled[0] = 0
+    excluded = [
+        *built.model.parameters(),
+        *built.model.buffers(),
+        batch.ids,
+        batch.position_ids,
+        batch.target_positions,
+    ]
+    live = _LiveTensors([getattr(tensor, "_local_tensor", tensor) for tensor in excluded])
+    exchanged_bytes[0] = 0
     with live:
         loss = objective.loss(batch, totals).total
         saved = live.now
-        forward_bytes = travelled[0]
+        forward_bytes = exchanged_bytes[0]
         loss.backward()
     if ranks.is_first:
         peak = max(moment[0] for moment in (*live.forward_moments(), *live.backward_moments()))

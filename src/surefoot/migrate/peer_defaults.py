@@ -1,0 +1,90 @@
+"""Defaults of the other program for an imported run, as Surefoot settings."""
+
+from math import prod
+from typing import Any
+
+from surefoot.migrate.field_map import is_null
+from surefoot.migrate.imported_run import ImportedRun
+from surefoot.migrate.peer_tables import (
+    DEFAULT_NOTES,
+    DEFAULTS,
+    GRPO_DEFAULTS,
+    LORA_ALPHA_FACTOR,
+    SWIFT_BATCH,
+    TRL_LORA,
+    TRL_WITH_VLLM,
+    UNCUT_PROMPTS,
+)
+from surefoot.migrate.sharding import read_deepspeed_settings
+
+
+def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
+    """Return the peer program's defaults for this run, without those that its settings override."""
+    run, settings = imported.source, imported.settings
+    is_trl, is_swift, is_grpo = run.program == "TRL", run.program == "ms-swift", run.method == "grpo"
+    defaults = dict(DEFAULTS[run.program])
+    if is_trl and imported.get_value("tuning") == "lora":
+        defaults |= TRL_LORA
+    if is_grpo:
+        defaults = _replace_grpo_defaults(imported, defaults)
+    factor, rank = LORA_ALPHA_FACTOR.get(run.program), imported.get_value("lora_rank")
+    if factor and isinstance(rank, int):
+        defaults["lora_alpha"] = factor * rank
+    if is_swift and imported.get_value("tuning", defaults.get("tuning")) == "full":
+        defaults["learning_rate"] = 1e-5
+    if is_swift and run.method == "sft":
+        counts = [imported.get_value(name, 1) for name in ("per_device_train_batch_size", "nproc_per_node", "nnodes")]
+        if all(isinstance(count, int) and count > 0 for count in counts):
+            defaults["gradient_accumulation_steps"] = -(-SWIFT_BATCH // prod(counts))
+    if run.program == "LLaMA-Factory" and "vl" in str(run.settings.get("template", "")):
+        defaults |= {"max_pixels": 768 * 768, "min_pixels": 32 * 32}
+    visible = run.environment.get("CUDA_VISIBLE_DEVICES")
+    if run.program in ("LLaMA-Factory", "axolotl") and visible:  # these two start one process per visible GPU
+        defaults["nproc_per_node"] = len(visible.split(","))
+    is_overridden = {
+        "num_train_epochs": "max_steps" in settings,
+        "max_length": is_trl and is_null(run.settings.get("max_length", 0)),
+        "dataset_dir": str(run.settings.get("dataset_dir")).upper().startswith(("ONLINE", "REMOTE:")),
+        "warmup_ratio": "warmup_steps" in settings,
+        "gradient_accumulation_steps": "global_batch_size" in settings,
+        "lora_dropout": is_grpo,  # Surefoot's GRPO refuses LoRA dropout
+        **dict.fromkeys(read_deepspeed_settings(imported), True),
+    }
+    return {name: value for name, value in defaults.items() if not is_overridden.get(name)}
+
+
+def _replace_grpo_defaults(imported: ImportedRun, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the defaults of a GRPO run, from the program's defaults of every method."""
+    program = imported.program
+    sft_settings = ("max_length", "train_on") if program == "TRL" else ()
+    defaults = {name: value for name, value in defaults.items() if name not in sft_settings}
+    defaults |= GRPO_DEFAULTS.get(program, {})
+    if not _has_prompt_limit(imported):
+        defaults["truncation"] = "error"
+    if program == "TRL" and imported.get_value("rollout_engine") == "vllm":
+        defaults |= TRL_WITH_VLLM
+    if imported.get_value("importance_correction") == "none":
+        defaults.pop("importance_cap", None)
+    return defaults
+
+
+def note_peer_defaults(imported: ImportedRun) -> None:
+    """Record the settings that the run does not set and whose default differs in the peer program."""
+    run = imported.source
+    explicit = {name for name, (_, origin) in imported.settings.items() if not origin.startswith("default of")}
+    explicit |= {"nproc_per_node"} & imported.settings.keys()
+    explicit |= {"save_steps"} if "saves_per_epoch" in run.settings else set()
+    notes = DEFAULT_NOTES.get(run.program, {})
+    if run.method != "sft":
+        notes = {name: why for name, why in notes.items() if name == "nproc_per_node"}
+        if not _has_prompt_limit(imported):
+            notes["max_prompt_length"] = UNCUT_PROMPTS.format(program=run.program)
+    for name, why in notes.items():
+        if name not in explicit:
+            imported.note_missing(name, why)
+
+
+def _has_prompt_limit(imported: ImportedRun) -> bool:
+    """Return whether a GRPO run sets the length at which prompts are truncated."""
+    limits = ("max_prompt_length",) if imported.program == "TRL" else ("max_prompt_length", "max_length")
+    return imported.program not in GRPO_DEFAULTS or any(name in imported.settings for name in limits)
