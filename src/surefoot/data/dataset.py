@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from surefoot.data.cache import CachedFile, renderer_key
 from surefoot.data.file_readers import can_be_entered
 from surefoot.data.images import Image
-from surefoot.data.prepare_pool import OnProgress, Preparation, Progress
+from surefoot.data.prepare_pool import Preparation, PrepareOptions
 from surefoot.data.render import RendererSource
 from surefoot.data.shard import Shard
 from surefoot.data.sources import Source
@@ -126,11 +126,9 @@ class Dataset:
         source: RendererSource,
         reading: SampleOptions,
         *,
-        num_workers: int = 0,
-        only_waits: bool = False,
+        prepare: PrepareOptions,
         keep_columns: bool = False,
         shard_digests: Mapping[str, str] | None = None,
-        on_progress: OnProgress = lambda _: None,
         where: str = "dataset",
     ) -> None:
         """Find the files and detect their formats. `shard_digests`: `seen` of the resumed run."""
@@ -148,15 +146,13 @@ class Dataset:
                 try:
                     has_images = source.images is not None
                     file = CachedFile(path, name, part.spec, key, keep_columns=keep_columns, has_images=has_images)
-                    if has_images and not only_waits:
+                    if has_images and not prepare.only_waits:
                         file.drop_stale(self.seen)
                     self._files.append(file)
                 except DataError as error:
                     raise DataError(f"{error} ({where})") from error
                 self._file_sources.append(number)
-        self.preparation = Preparation(
-            self._files, source, num_workers=num_workers, only_waits=only_waits, on_progress=on_progress
-        )
+        self.preparation = Preparation(self._files, source, prepare)
         self._chunks: list[ChunkRef] | None = None
         self._reset_caches()
 
@@ -465,13 +461,3 @@ def _explain_skip(length: int, reading: SampleOptions, loses_trained: bool, has_
 
 def _add_counts(left: Counts, right: Counts) -> Counts:
     return Counts(*(a + b for a, b in zip(vars(left).values(), vars(right).values(), strict=True)))
-
-
-def progress_line(progress: Progress) -> str:
-    """Return the progress of preparation as a line for the console."""
-    share = ""
-    if progress.eta_s is not None:
-        done = progress.bytes_done / progress.bytes_total
-        share = f"[{'#' * round(20 * done):.<20}] {done:.0%}, "
-    eta = f", ETA {int(progress.eta_s) // 60}:{int(progress.eta_s) % 60:02d}" if progress.eta_s is not None else ""
-    return f"preparing data: {share}{progress.rows} rows, {progress.rows_per_second:.0f} rows/s{eta}"

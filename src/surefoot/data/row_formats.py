@@ -4,7 +4,7 @@ This module does not depend on files, templates or tokens.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from surefoot.data.conversation import (
@@ -63,10 +63,6 @@ class FormatSpec:
     """Name of the place that sets `columns`, for error messages."""
     prompts: bool = False
     """Whether rows are prompts, which the model answers in GRPO. A row's own answer is kept as a column."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the format as JSON values, for the cache key and worker processes."""
-        return {**asdict(self), "columns": dict(self.columns), "tags": dict(self.tags)}
 
 
 @dataclass(frozen=True)

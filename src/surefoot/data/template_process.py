@@ -9,9 +9,7 @@ import gc
 import json
 import os
 import resource
-import select
 import signal
-import struct
 import sys
 import threading
 import time
@@ -27,6 +25,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from surefoot.data.conversation import BadRow
 from surefoot.errors import DataError
+from surefoot.system.line_pipe import LinePipe
 from surefoot.system.process import describe_end, end_with_parent
 
 MOST_BYTES = 512 << 20
@@ -47,7 +46,6 @@ TOO_LONG = signal.SIGVTALRM
 """Signal that ends a process whose rendering is stuck in one operation."""
 RETRIED = (0, -signal.SIGKILL, -signal.SIGPIPE, -signal.SIGTERM)
 """Exit statuses not caused by the template: the child was idle, memory was short, or its forking thread ended."""
-LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
@@ -158,14 +156,15 @@ class _Child:
     """A forked process that renders requests, until it was idle for `IDLE_S`."""
 
     def __init__(self) -> None:
-        requests, self._requests = os.pipe()
-        self._answers, answers = os.pipe()
+        requests, to_child = os.pipe()
+        from_child, answers = os.pipe()
         with _silence_tokenizers():
             self._process = os.fork()
         if self._process == 0:
             _serve(requests, answers)
         os.close(requests)
         os.close(answers)
+        self._pipe = LinePipe(from_child, to_child)
         self._status = 0
         self._reaper = threading.Thread(target=self._reap, name="template", daemon=True)
         self._reaper.start()
@@ -176,16 +175,16 @@ class _Child:
 
     def ask(self, request: bytes) -> bytes | None:
         """Return the response, or None if the child has ended. Raises: TimeoutError."""
+        deadline = time.monotonic() + ANSWER_WITHIN_S
         try:
-            _write_message(self._requests, request)
-            return _read_message(self._answers, time.monotonic() + ANSWER_WITHIN_S)
-        except BrokenPipeError:
+            self._pipe.send(request, deadline)
+            return self._pipe.receive(deadline)
+        except (BrokenPipeError, EOFError):
             return None
 
     def end(self) -> int:
         """End the child if it has not ended; return its exit status, negative for a signal."""
-        os.close(self._requests)
-        os.close(self._answers)
+        self._pipe.close()
         self._reaper.join(ENDING_S)
         if self._reaper.is_alive():
             with suppress(ProcessLookupError):  # it ended meanwhile
@@ -258,16 +257,18 @@ def _serve(requests: int, answers: int) -> NoReturn:
             if int(entry.name) not in (requests, answers):
                 with suppress(OSError):
                     os.close(int(entry.name))
-        while _is_ready(requests, IDLE_S) and (request := _read_message(requests)) is not None:
-            call = Rendering(**json.loads(request))
-            try:
-                answer = ["text", render_here(call)]
-            except (DataError, BadRow) as error:
-                answer = [type(error).__name__, str(error)]
-            _write_message(answers, json.dumps(answer).encode())
+        LinePipe(requests, answers).answer_requests(_answer, idle_s=IDLE_S)
         os._exit(0)
     except BaseException:  # noqa: BLE001 - no code of the parent may run here
         os._exit(1)
+
+
+def _answer(request: dict[str, Any]) -> list[str]:
+    """Return (kind, text): the rendered text, or the name and the text of an error."""
+    try:
+        return ["text", render_here(Rendering(**request))]
+    except (DataError, BadRow) as error:
+        return [type(error).__name__, str(error)]
 
 
 @contextmanager
@@ -281,34 +282,6 @@ def _silence_tokenizers() -> Iterator[None]:
     finally:
         if not is_set:
             os.environ.pop(name, None)
-
-
-def _is_ready(descriptor: int, within_s: float) -> bool:
-    """Return whether data, or the end of the pipe, can be read within `within_s`."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(max(0.0, within_s) * 1000))
-
-
-def _write_message(descriptor: int, content: bytes) -> None:
-    view = memoryview(LENGTH.pack(len(content)) + content)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
-def _read_message(descriptor: int, end_s: float | None = None) -> bytes | None:
-    """Return one message; None at the end of the pipe. Raises: TimeoutError if it does not come in time."""
-    content, size = bytearray(), LENGTH.size
-    while len(content) < size:
-        if end_s is not None and not _is_ready(descriptor, end_s - time.monotonic()):
-            raise TimeoutError
-        piece = os.read(descriptor, min(size - len(content), 1 << 20))
-        if not piece:
-            return None
-        content += piece
-        if size == LENGTH.size and len(content) == size:
-            size += LENGTH.unpack(content)[0]
-    return bytes(content[LENGTH.size :])
 
 
 TEMPLATE_PROCESS = TemplateProcess()

@@ -10,10 +10,10 @@ from typing import Literal, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from surefoot.config import LoadedConfig
-from surefoot.data.build_dataset import check_sources, held_out_side, open_dataset, open_images
+from surefoot.data.build_dataset import ModelInputs, check_sources, held_out_side, open_dataset, open_images
 from surefoot.data.checks import data_findings
 from surefoot.data.collate import MicroBatch, all_batches, micro_batches
-from surefoot.data.dataset import Dataset, progress_line
+from surefoot.data.dataset import Dataset
 from surefoot.data.image_processor import PixelReader
 from surefoot.data.inspect import DataReport, look
 from surefoot.data.prepare_pool import Progress
@@ -207,24 +207,24 @@ def open_data(
 ) -> RunData:
     """Open the data that a config names and detect its formats. `shard_digests`: see `Dataset`. Raises: DataError."""
     model = load_config(base)
-    vocab_size = int(model.get_text_config().vocab_size)
-    reader, no_vision_reason = open_images(loaded, base, model, tokenizer)
+    text_config = model.get_text_config()
+    inputs = ModelInputs(
+        tokenizer,
+        int(text_config.vocab_size),
+        longest_context(text_config.to_dict()),
+        *open_images(loaded, base, model, tokenizer),
+    )
 
     def report(progress: Progress | None) -> None:
         if threading.current_thread() is threading.main_thread():  # during training, the lines of steps are enough
-            emit(Heartbeat(progress_line(progress) if progress is not None else ""))
+            emit(Heartbeat(progress.as_text() if progress is not None else ""))
 
     def open_setting(setting: Literal["dataset", "eval_dataset"]) -> Dataset:
-        waits = ranks.local_rank > 0
         return open_dataset(
             loaded,
             setting,
-            tokenizer,
-            vocab_size=vocab_size,
-            reader=reader,
-            no_vision_reason=no_vision_reason,
-            context=longest_context(model.get_text_config().to_dict()),
-            only_waits=waits,
+            inputs,
+            only_waits=ranks.local_rank > 0,
             shard_digests=shard_digests if setting == "dataset" else None,
             on_progress=report,
         )
@@ -235,4 +235,4 @@ def open_data(
         held_out = open_setting("eval_dataset")
     elif loaded.run.eval_fraction:
         held_out = held_out_side(train)
-    return RunData(loaded, train, held_out, reader, emit, ranks)
+    return RunData(loaded, train, held_out, inputs.reader, emit, ranks)
