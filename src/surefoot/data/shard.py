@@ -104,7 +104,7 @@ class Shard:
     digests: NDArray[np.uint64]
     """[S]: equal for samples that train the same."""
     flags: NDArray[np.uint8]
-    """[S]: bits of oddities, see `render`."""
+    """[S]: bits of `Oddity`."""
     image_counts: NDArray[np.int32]
     """[S]: images of each sample."""
 
