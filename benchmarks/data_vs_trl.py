@@ -202,9 +202,10 @@ def open_ours(folder: Path, data: Path, workers: int) -> Any:
     from transformers import AutoTokenizer
 
     from surefoot.config import DatasetItem
-    from surefoot.data.dataset import Dataset, SampleOptions
+    from surefoot.data.dataset import Dataset
     from surefoot.data.prepare_pool import PrepareOptions
     from surefoot.data.render import RendererSource
+    from surefoot.data.sample_selection import SampleOptions
     from surefoot.data.sources import find_sources
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -7,9 +7,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from surefoot.config import DatasetItem
-from surefoot.data.dataset import Dataset, SampleOptions
+from surefoot.data.dataset import Dataset
 from surefoot.data.prepare_pool import PrepareOptions
 from surefoot.data.render import RendererSource
+from surefoot.data.sample_selection import SampleOptions
 from surefoot.data.sources import find_sources
 
 

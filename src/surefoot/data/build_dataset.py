@@ -10,11 +10,12 @@ from typing import Literal
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from surefoot.config import DatasetItem, LoadedConfig
-from surefoot.data.dataset import Dataset, SampleOptions
+from surefoot.data.dataset import Dataset
 from surefoot.data.image_processor import PROCESSORS, PixelReader, limits_of, load_processor
 from surefoot.data.images import ImageSettings
 from surefoot.data.prepare_pool import OnProgress, PrepareOptions
 from surefoot.data.render import TEXT_ONLY, RendererSource
+from surefoot.data.sample_selection import SampleOptions
 from surefoot.data.sources import Source, find_sources, is_of_hub
 from surefoot.errors import ConfigError, DataError
 
@@ -62,20 +63,20 @@ def open_dataset(
         no_vision_reason=model.no_vision_reason,
     )
     longest, limit, added = config.max_row_tokens, config.row_limit_setting, config.max_added_tokens
-    way_out = ""
+    advice = ""
     if added and context is not None and context - added < longest:
         longest, limit = context - added, f"the context of {context} less max_completion_length"
-        way_out = "Lower max_completion_length"
+        advice = "Lower max_completion_length"
         if longest < 1:
             raise ConfigError(
                 f"max_completion_length={added} leaves no room for a prompt in the {context} "
                 f"tokens that the model can see. Lower it ({loaded.where('max_completion_length')})."
             )
-    reading = SampleOptions(
+    options = SampleOptions(
         max_length=longest,
         truncation=config.truncation,
-        limit=limit,
-        way_out=way_out,
+        limit_name=limit,
+        limit_advice=advice,
         train_on="all" if config.row.is_prompt else config.train_on,
         skip_bad_rows=config.on_bad_row == "skip",
         vocab_size=model.vocab_size,
@@ -85,7 +86,7 @@ def open_dataset(
     return Dataset(
         sources_of(loaded, setting),
         renderer,
-        reading,
+        options,
         prepare=PrepareOptions(_num_workers(config.dataset_num_proc), only_waits, on_progress),
         keep_columns=config.row.keeps_columns,
         shard_digests=shard_digests,
@@ -185,7 +186,7 @@ def open_images(
 
 def held_out_side(dataset: Dataset) -> Dataset:
     """Return the samples that `eval_fraction` holds out of a dataset."""
-    return dataset.read_as(replace(dataset.reading, side="eval"))
+    return dataset.read_as(side="eval")
 
 
 def _num_workers(requested: int | None) -> int:

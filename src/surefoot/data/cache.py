@@ -85,15 +85,15 @@ class CachedFile:
         stamp = stamp_of(path)
         scanned = _scan_or_reuse(path, stamp)
         self.chunks = scanned.chunks
-        self.format = _detect_format(path, name, spec, scanned.chunks)
+        format = _detect_format(path, name, spec, scanned.chunks)
         limits = [CHUNK_ROWS, CHUNK_BYTES, MAX_ROW_BYTES]
         # Rows may name images by a path that begins there: equal files in two folders are two datasets then.
         image_folders = [str(path.parent.resolve()), str(Path.cwd())] if has_images else None
-        key = [VERSION, limits, scanned.sha256, path.suffixes, asdict(spec), self.format, renderer_key, keep_columns]
+        key = [VERSION, limits, scanned.sha256, path.suffixes, asdict(spec), format, renderer_key, keep_columns]
         key.append(image_folders)
         self.key = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
         folder = cache_folder() / "data" / self.key
-        self.recipe = FileRecipe(path, name, spec, folder, self.format, stamp, keep_columns)
+        self.recipe = FileRecipe(path, name, spec, folder, format, stamp, keep_columns)
         self.num_bytes = stamp[0]
         self._lock: int | None = None
 

@@ -46,16 +46,16 @@ FLAG_FINDINGS: dict[Oddity, tuple[str, float, str, str]] = {
 
 def data_findings(train: Dataset, held_out: Dataset | None = None) -> list[Finding]:
     """Return the findings of a prepared dataset. A healthy dataset has none."""
-    findings = [*_find_unusable(train), *_check_flags(train), *_check_counts(train)]
+    findings = [*_find_unpart(train), *_check_flags(train), *_check_counts(train)]
     if held_out is not None:
         findings += _check_overlap(train, held_out)
     return findings
 
 
-def _find_unusable(dataset: Dataset) -> list[Finding]:
+def _find_unpart(dataset: Dataset) -> list[Finding]:
     """Return the findings that make training impossible."""
     findings = []
-    counts, vocab_size = dataset.counts(), dataset.reading.vocab_size
+    counts, vocab_size = dataset.counts(), dataset.options.vocab_size
     are_samples = any(len(dataset.shard(number)) for number in range(len(dataset.chunks)))
     if counts.trained + counts.truncated == 0 and are_samples:  # if all rows are bad, their reasons suffice
         first = next(dataset.skipped(), ("none", "the dataset holds no rows"))
@@ -74,7 +74,7 @@ def _find_unusable(dataset: Dataset) -> list[Finding]:
 
 def digests(dataset: Dataset) -> NDArray[np.uint64]:
     """Return the sorted 64-bit digests of all samples in use; 8 bytes a sample."""
-    parts = [dataset.shard(n).digests[dataset.usable(n).samples] for n in range(len(dataset.chunks))]
+    parts = [dataset.shard(n).digests[dataset.chunk_samples(n).samples] for n in range(len(dataset.chunks))]
     return np.sort(np.concatenate([np.zeros(0, np.uint64), *parts]))
 
 
@@ -83,8 +83,8 @@ def _check_flags(dataset: Dataset) -> list[Finding]:
     places: dict[int, list[str]] = {flag: [] for flag in FLAG_FINDINGS}
     samples = 0
     for number in range(len(dataset.chunks)):
-        usable = dataset.usable(number)
-        flags = dataset.shard(number).flags[usable.samples]
+        part = dataset.chunk_samples(number)
+        flags = dataset.shard(number).flags[part.samples]
         samples += len(flags)
         if not flags.any():
             continue
@@ -92,10 +92,10 @@ def _check_flags(dataset: Dataset) -> list[Finding]:
             hits = np.flatnonzero(flags & flag)
             counts[flag] += len(hits)
             room = 3 - len(places[flag])
-            places[flag] += [dataset.sample(number, int(usable.samples[hit])).place for hit in hits[:room]]
+            places[flag] += [dataset.sample(number, int(part.samples[hit])).place for hit in hits[:room]]
     findings = []
     for flag, (code, healthy_share, cause, fix) in FLAG_FINDINGS.items():
-        if flag == Oddity.DROPPED_REASONING and dataset.reading.train_on == "last_assistant":
+        if flag == Oddity.DROPPED_REASONING and dataset.options.train_on == "last_assistant":
             continue  # earlier answers are not trained
         if counts[flag] > healthy_share * samples:
             evidence = {"rows": counts[flag], "of": samples, "first": ", ".join(places[flag])}
@@ -107,13 +107,13 @@ def _check_counts(dataset: Dataset) -> list[Finding]:
     counts = dataset.counts()
     if counts.truncated <= TRUNCATED_SHARE * counts.read:
         return []
-    limit = dataset.reading.limit
+    limit = dataset.options.limit_name
     longest = max(int(dataset.shard(number).lengths.max(initial=0)) for number in range(len(dataset.chunks)))
     evidence = {
         "truncated": counts.truncated,
         "of": counts.read,
         "inside_a_trained_turn": counts.cut_inside,
-        limit: dataset.reading.max_length,
+        limit: dataset.options.max_length,
         "longest": longest,
     }
     share = counts.truncated / counts.read

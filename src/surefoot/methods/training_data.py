@@ -180,7 +180,7 @@ class RunData:
 
 def _collect_columns(dataset: Dataset, chunk: int) -> dict[str, object]:
     columns: dict[str, object] = {}
-    for sample in dataset.usable(chunk).samples[:MAX_INSPECTED_ROWS]:
+    for sample in dataset.chunk_samples(chunk).samples[:MAX_INSPECTED_ROWS]:
         columns |= dataset.columns(chunk, int(sample))
     return columns
 
