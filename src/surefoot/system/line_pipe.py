@@ -19,7 +19,6 @@ class LinePipe:
     """The pipe ends through which this process receives lines from another process and sends lines to it."""
 
     def __init__(self, incoming: int, outgoing: int, *, max_line_bytes: float = math.inf) -> None:
-        os.set_blocking(outgoing, False)  # a full pipe must not block beyond the deadline
         self.incoming = incoming
         self._outgoing = outgoing
         self._max_line_bytes = max_line_bytes
@@ -38,7 +37,8 @@ class LinePipe:
         while remaining:
             if not _is_ready(self._outgoing, select.POLLOUT, deadline):
                 raise TimeoutError
-            remaining = remaining[os.write(self._outgoing, remaining[:PIECE_BYTES]) :]
+            # A pipe that is ready takes PIPE_BUF bytes without blocking.
+            remaining = remaining[os.write(self._outgoing, remaining[: select.PIPE_BUF]) :]
 
     def receive(self, deadline: float = math.inf) -> bytes:
         """Return the next line. Raises: TimeoutError; EOFError at the end; ValueError for a line too long."""
