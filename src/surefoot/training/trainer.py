@@ -240,7 +240,7 @@ def _open(loaded: LoadedConfig, resume: Resume, emit: Emit, ranks: World) -> _Op
     saved_digests = ranks.run_or_raise_on_all(
         lambda: read_state(resume.checkpoint).data_seen if resume.checkpoint is not None else None
     )
-    with phases("tokenise"):
+    with phases("tokenize"):
         data = ranks.local_rank0_first(
             lambda: open_data(loaded, base, tokenizer, emit, ranks, shard_digests=saved_digests)
         )
@@ -282,7 +282,7 @@ def _assemble(
     method = method_of(config)(context)
     undo.callback(method.end)
     method.start()
-    with phases("tokenise"):
+    with phases("tokenize"):
         ranks.local_rank0_first(lambda: data.prepare(state.position))
         ranks.local_rank0_first(lambda: method.check_data(state.position))
     code_files = _check_code_files(method, state, emit, ranks)
