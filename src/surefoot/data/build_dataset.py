@@ -21,7 +21,7 @@ from surefoot.errors import ConfigError, DataError
 
 MAX_WORKERS = 16
 VISION_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Model types that number image positions as `images.positions` does."""
+"""Model types that number image positions as `images.rotary_positions` does."""
 
 
 @dataclass(frozen=True)

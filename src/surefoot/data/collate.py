@@ -30,9 +30,9 @@ class MicroBatch:
     target_positions: Tensor
     targets: Tensor
     weights: Tensor | None
-    places: tuple[str, ...]
-    continues: tuple[int, ...] | None = None
-    """Index of the earlier sequence that each sequence continues and attends to, or -1; None: no sequence does."""
+    row_refs: tuple[str, ...]
+    prefix_of: tuple[int, ...] | None = None
+    """Index of the earlier sequence that is the prefix of each sequence, or -1; None if no sequence has one."""
     vision: Vision | None = None
     """Pixels of the images; None for a model that reads text only."""
     is_dummy: bool = False
@@ -76,7 +76,7 @@ def collate(samples: Sequence[Sample], reader: PixelReader | None = None) -> Mic
     target_positions = torch.from_numpy(np.flatnonzero(target_weights))
     weights = torch.from_numpy(target_weights)[target_positions]
     position_ids = [
-        torch.arange(len(sample.ids)) if reader is None else reader.places(sample.ids, sample.images)
+        torch.arange(len(sample.ids)) if reader is None else reader.positions(sample.ids, sample.images)
         for sample in samples
     ]
     return MicroBatch(
@@ -87,7 +87,7 @@ def collate(samples: Sequence[Sample], reader: PixelReader | None = None) -> Mic
         target_positions=target_positions,
         targets=ids[target_positions + 1],
         weights=None if bool((weights == 1).all()) else weights,
-        places=tuple(sample.place for sample in samples),
+        row_refs=tuple(sample.place for sample in samples),
         vision=reader.read([(sample.place, sample.images) for sample in samples]) if reader is not None else None,
     )
 
@@ -100,7 +100,7 @@ DUMMY_BATCH = MicroBatch(
     target_positions=torch.zeros(1, dtype=torch.int64),
     targets=torch.zeros(1, dtype=torch.int64),
     weights=None,
-    places=(),
+    row_refs=(),
     is_dummy=True,
 )
 """Dummy batch of a model that reads text only; see `dummy_batch`."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from surefoot.data.images import Image, ImageSettings, open_image, positions
+from surefoot.data.images import Image, ImageSettings, open_image, rotary_positions
 from surefoot.errors import DataError
 from surefoot.system.json_files import read_object
 
@@ -77,9 +77,9 @@ class PixelReader:
             raise DataError(f"{place}: {error}") from error
         return file.getvalue()
 
-    def places(self, ids: NDArray[np.int32], images: Sequence[Image]) -> Tensor:
-        """Return `positions` of a sample as a tensor: int64 [3, n]."""
-        return torch.from_numpy(positions(ids, images, self.settings.token_id))
+    def positions(self, ids: NDArray[np.int32], images: Sequence[Image]) -> Tensor:
+        """Return `rotary_positions` of a sample as a tensor: int64 [3, n]."""
+        return torch.from_numpy(rotary_positions(ids, images, self.settings.token_id))
 
     def _load_patches(self, image: Image) -> Tensor:
         """Return the patches of one image, from the cache of the most recently used ones if possible."""

@@ -334,7 +334,7 @@ def _describe_too_large(name: str, pixels: str) -> BadImage:
     )
 
 
-def positions(ids: NDArray[np.int32], images: Sequence[Image], token_id: int) -> NDArray[np.int64]:
+def rotary_positions(ids: NDArray[np.int32], images: Sequence[Image], token_id: int) -> NDArray[np.int64]:
     """Return the rotary positions of a sample's tokens: time, row and column, [3, n].
 
     Text advances all three. The cells of an image count rows and columns from the image's first position, and the

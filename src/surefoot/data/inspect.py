@@ -88,7 +88,7 @@ class DataReport:
         }
 
 
-def look(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataReport:
+def report_on(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataReport:
     """Return the report of a prepared dataset. Rows that training would refuse appear as findings or skipped rows."""
     refusal = None
     try:

@@ -15,7 +15,7 @@ from surefoot.data.checks import data_findings
 from surefoot.data.collate import MicroBatch, all_batches, micro_batches
 from surefoot.data.dataset import Dataset
 from surefoot.data.image_processor import PixelReader
-from surefoot.data.inspect import DataReport, look
+from surefoot.data.inspect import DataReport, report_on
 from surefoot.data.prepare_pool import Progress
 from surefoot.data.sampler import GlobalOrder, Position, StepBatch
 from surefoot.distributed.parallel_dims import Layout
@@ -132,14 +132,14 @@ class RunData:
         """
 
         def read_step() -> tuple[StepBatch, list[MicroBatch]]:
-            self.look()
+            self.check_prepared()
             step = self.order.step(position)
             part = self.layout.data_rank, self.layout.data_size
             return step, list(micro_batches(step.rows, self.train, self._rows_each, *part, self.reader))
 
         return self._read_batches(read_step)
 
-    def look(self) -> None:
+    def check_prepared(self) -> None:
         """Check the rows prepared so far. Raises: DataError, on this rank alone."""
         if not self._is_checked:
             self.train.preparation.raise_error()
@@ -195,7 +195,7 @@ def describe(loaded: LoadedConfig, *, show: int, emit: Emit = lambda _: None) ->
     data.train.preparation.run()
     if data.held_out is not None:
         data.held_out.preparation.run()
-    return look(data.train, data.held_out, show=show)
+    return report_on(data.train, data.held_out, show=show)
 
 
 def open_data(
