@@ -142,17 +142,17 @@ def open_images(
         return None, TEXT_ONLY
     processor = load_processor(base)
     if processor is None:
+        names, setting = " or ".join(PROCESSORS), ""
         if config.tuning == "full" and not config.freeze_vision_tower:
+            setting, demand = "freeze_vision_tower", "freeze_vision_tower=false"
+        elif config.tuning == "lora" and "vision" in config.target_modules:
+            setting, demand = "target_modules", "target_modules names vision"
+        if setting:
             raise ConfigError(
-                f"freeze_vision_tower=false, but {base} has no {' or '.join(PROCESSORS)}, without which no image is "
-                f"read, and the tower would learn from none ({loaded.where('freeze_vision_tower')})."
+                f"{demand}, but {base} has no {names}, without which no image is read, and the tower would learn from "
+                f"none ({loaded.where(setting)})."
             )
-        if config.tuning == "lora" and "vision" in config.target_modules:
-            raise ConfigError(
-                f"target_modules names vision, but {base} has no {' or '.join(PROCESSORS)}, without which no image is "
-                f"read, and the tower would learn from none ({loaded.where('target_modules')})."
-            )
-        return None, f"the model's folder has no {' or '.join(PROCESSORS)}, which says how to cut them"
+        return None, f"the model's folder has no {names}, which says how to cut them"
     token_id = int(model.image_token_id)
     least, most = limits_of(processor, base)
     least, most = config.min_pixels or least, config.max_pixels or most

@@ -25,7 +25,7 @@ from surefoot.data.images import BadImage, ImageSettings
 from surefoot.data.render import Renderer, RendererSource
 from surefoot.data.row_formats import Reader
 from surefoot.data.rows import Row
-from surefoot.data.shard import ShardWriter
+from surefoot.data.shard import ShardRow, ShardWriter
 from surefoot.data.template import TemplateSource, Text
 from surefoot.data.template_process import TEMPLATE_PROCESS
 from surefoot.errors import DataError, SurefootError
@@ -84,7 +84,7 @@ class Preparer:
             if isinstance(sample, BadRow):
                 writer.refuse(number, row.line, str(sample))
             else:
-                writer.add(number, row.line, sample, conversation.columns)
+                writer.rows.append(ShardRow(number, row.line, sample, conversation.columns))
 
 
 def _parse_source(values: Mapping[str, Any]) -> RendererSource:
