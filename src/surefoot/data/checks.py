@@ -21,7 +21,7 @@ FLAG_FINDINGS: dict[Oddity, tuple[str, float, str, str]] = {
         "Remove the token's text from the prompts, or from the chat template.",
     ),
     Oddity.ANSWER_IN_PROMPT: (
-        "SF504", LEAK_SHARE, "the whole answer stands word for word in what comes before it",
+        "SF504", LEAK_SHARE, "the messages before the answer contain all of it word for word",
         "Check that the prompt column does not contain the solution; map other columns with `columns`.",
     ),
     Oddity.LOOKALIKE: (

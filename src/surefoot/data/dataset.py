@@ -212,7 +212,7 @@ class Dataset:
             return
         why, side = "Cutting them would train on answers without an end.", "right"
         if self.has_prompts:
-            why, side = "Cutting them would lose what is asked.", "left"
+            why, side = "Cutting them would lose the question.", "left"
         cut = f" or {side} (cut them{', but not those with images' if with_images else ''})"
         raise DataError(
             f"{num_long} of {num_rows} rows are longer than {options.limit}: the first is {first}, the longest "

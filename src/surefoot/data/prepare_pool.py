@@ -103,7 +103,7 @@ class Preparation:
         self._rows = self._bytes = self._cached_bytes = 0
         self._began = time.monotonic()
         self._created_ns = time.time_ns()
-        self._num_shards, self._next_report_s = 0, 0.0
+        self._num_shards, self._next_report_s, self._last_growth_s = 0, 0.0, 0.0
 
     @property
     def is_complete(self) -> bool:
@@ -120,7 +120,7 @@ class Preparation:
         Raises: DataError for data, a template or a worker that fails; StorageError where writing fails.
         """
         NOT_FETCHED.clear()  # a download may succeed this time
-        deadline, num_shards = time.monotonic() + CHUNK_DEADLINE_S, 0
+        self._last_growth_s = time.monotonic()
         while not self._stopping.is_set():
             missing = [index for index, file in enumerate(self._files) if not file.is_complete]
             if not missing:
@@ -131,7 +131,7 @@ class Preparation:
                 incomplete = [index for index in locked if not self._files[index].is_complete]
                 if incomplete:
                     self._prepare_files(incomplete, first)
-                    deadline = time.monotonic() + CHUNK_DEADLINE_S
+                    self._last_growth_s = time.monotonic()
             finally:
                 for index in missing:
                     self._files[index].unlock()
@@ -139,10 +139,7 @@ class Preparation:
                 self._raise_remote_failure()
                 time.sleep(WAIT_S)
                 self._report_growth()
-                num_shards, before = self._count_shards(missing), num_shards
-                if num_shards > before:
-                    deadline = time.monotonic() + CHUNK_DEADLINE_S
-                if time.monotonic() > deadline:
+                if time.monotonic() - self._last_growth_s > CHUNK_DEADLINE_S:
                     lock = self._files[missing[0]].recipe.folder / "lock"
                     raise DataError(
                         f"another process holds {lock}, but has prepared nothing for {CHUNK_DEADLINE_S:.0f} s. End it "
@@ -209,13 +206,10 @@ class Preparation:
         if time.monotonic() < self._next_report_s:
             return
         self._next_report_s = time.monotonic() + GROWTH_EVERY_S
-        num_shards, before = self._count_shards(range(len(self._files))), self._num_shards
-        if num_shards > before:
-            self._num_shards = num_shards
+        num_shards = sum(1 for file in self._files for _ in file.recipe.folder.glob("*.safetensors"))
+        if num_shards > self._num_shards:
+            self._num_shards, self._last_growth_s = num_shards, time.monotonic()
             self._on_progress(None)
-
-    def _count_shards(self, files: Sequence[int]) -> int:
-        return sum(1 for index in files for _ in self._files[index].recipe.folder.glob("*.safetensors"))
 
     def _prepare_files(self, incomplete: Sequence[int], first: Sequence[tuple[int, int]]) -> None:
         self._began = time.monotonic()

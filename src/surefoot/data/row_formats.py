@@ -187,7 +187,7 @@ class Reader:
                 raise BadRow(f"a turn says {PLACEHOLDER}, and no column is `images`. Set columns: {{images: {likely}}}")
         if sources and conversation.kind in ("completion", "text", "text prompt"):
             raise BadRow(
-                "the row has images, but bare texts instead of messages, in which they could stand. Give messages, or "
+                "the row has images, but bare texts instead of messages to put them into. Give messages, or "
                 "name the text as a question: columns: {query: prompt}"
             )
         return replace(conversation, messages=place_images(conversation.messages, sources))

@@ -158,8 +158,8 @@ class GlobalOrder:
         windows = self._windows_of(position.epoch)
         if position.window >= len(windows):
             raise DataError(
-                f"the place to go on from is window {position.window} of data that have {len(windows)}. The counters "
-                "of the checkpoint are damaged: go on from an older one with resume_from_checkpoint."
+                f"the checkpoint continues at window {position.window} of data with {len(windows)} windows. Its "
+                "counters are damaged: resume from an older one with resume_from_checkpoint."
             )
         return windows
 

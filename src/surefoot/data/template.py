@@ -177,7 +177,7 @@ class ChatTemplate:
         if marked_full.count(MARK) != 1 or marked_full.replace(MARK, "") != full or anchor < floor or not has_header:
             raise BadRow(
                 f"the chat template renders earlier turns differently once turn {index + 1} follows, so the trained "
-                "part cannot be told from the rest. Give another one with chat_template"
+                "part cannot be separated from the rest. Give another one with chat_template"
             )
         return anchor + shared
 

@@ -28,10 +28,10 @@ from surefoot.errors import DataError
 from surefoot.system.line_pipe import LinePipe
 from surefoot.system.process import describe_end, end_with_parent
 
-MOST_BYTES = 512 << 20
+MAX_BYTES = 512 << 20
 """Limit of additional memory for one rendering, in bytes."""
-MOST_REASON = 500
-MOST_CHARACTERS = 32 << 20
+MAX_REASON_CHARACTERS = 500
+MAX_CHARACTERS = 32 << 20
 """Length limit of one rendered text."""
 AGAIN_AFTER_S = 0.25
 OVERRUN_S = 1.0
@@ -39,7 +39,7 @@ OVERRUN_S = 1.0
 IDLE_S = 0.5
 ENDING_S = 0.2
 """Time for a child to end."""
-ANSWER_WITHIN_S = 120.0
+ANSWER_DEADLINE_S = 120.0
 """Wall-clock limit for a response. The limit on CPU time does not end a child that waits for a lock."""
 ATTEMPTS = 3
 TOO_LONG = signal.SIGVTALRM
@@ -66,7 +66,7 @@ def render_here(call: Rendering) -> str:
     Raises: DataError if the template cannot be used; BadRow if it refuses these messages.
     """
     try:
-        with deadline(call.deadline_s), memory_limit(MOST_BYTES):
+        with deadline(call.deadline_s), memory_limit(MAX_BYTES):
             texts, _ = render_jinja_template(
                 [list(call.messages)],
                 tools=list(call.tools) or None,
@@ -82,19 +82,19 @@ def render_here(call: Rendering) -> str:
         raise took_too_long(call) from error
     except MemoryError:
         raise DataError(
-            f"the chat template took over {MOST_BYTES >> 20} MiB of memory for one row. Give another one with "
+            f"the chat template took over {MAX_BYTES >> 20} MiB of memory for one row. Give another one with "
             "chat_template"
         ) from None  # the traceback would hold what the template built
     except UndefinedError as error:
-        raise BadRow(f"the chat template uses something that is not there: {_shorten_reason(error)}") from error
+        raise BadRow(f"the chat template uses an undefined value: {_shorten_reason(error)}") from error
     except TemplateError as error:
         raise BadRow(f"the chat template refused the conversation: {_shorten_reason(error)}") from error
     except Exception as error:  # a template is an untrusted program
         raise BadRow(f"the chat template failed: {type(error).__name__}: {_shorten_reason(error)}") from error
     text = str(texts[0])
-    if len(text) > MOST_CHARACTERS:
+    if len(text) > MAX_CHARACTERS:
         raise DataError(
-            f"the chat template wrote {len(text)} characters for one row, and {MOST_CHARACTERS} is the most. Give "
+            f"the chat template wrote {len(text)} characters for one row, more than {MAX_CHARACTERS}. Give "
             "another one with chat_template"
         )
     return text
@@ -102,7 +102,7 @@ def render_here(call: Rendering) -> str:
 
 def _shorten_reason(error: Exception) -> str:
     """Return the message of a template's error, shortened, because a template can make it arbitrarily long."""
-    return str(error)[:MOST_REASON]
+    return str(error)[:MAX_REASON_CHARACTERS]
 
 
 def took_too_long(call: Rendering) -> DataError:
@@ -175,7 +175,7 @@ class _Child:
 
     def ask(self, request: bytes) -> bytes | None:
         """Return the response, or None if the child has ended. Raises: TimeoutError."""
-        deadline = time.monotonic() + ANSWER_WITHIN_S
+        deadline = time.monotonic() + ANSWER_DEADLINE_S
         try:
             self._pipe.send(request, deadline)
             return self._pipe.receive(deadline)
@@ -241,7 +241,7 @@ class TemplateProcess:
                 raise took_too_long(call)
             if status not in RETRIED:
                 raise DataError(f"the process that rendered the chat template {describe_end(status)}. Give another one")
-        raise DataError("the process that renders the chat template gives no answer. Is memory short? Start again")
+        raise DataError("the process that renders the chat template does not answer. Is memory short? Start again")
 
 
 def _serve(requests: int, answers: int) -> NoReturn:
