@@ -46,13 +46,13 @@ FLAG_FINDINGS: dict[Oddity, tuple[str, float, str, str]] = {
 
 def data_findings(train: Dataset, held_out: Dataset | None = None) -> list[Finding]:
     """Return the findings of a prepared dataset. A healthy dataset has none."""
-    findings = [*_find_unpart(train), *_check_flags(train), *_check_counts(train)]
+    findings = [*_find_unusable(train), *_check_flags(train), *_check_counts(train)]
     if held_out is not None:
         findings += _check_overlap(train, held_out)
     return findings
 
 
-def _find_unpart(dataset: Dataset) -> list[Finding]:
+def _find_unusable(dataset: Dataset) -> list[Finding]:
     """Return the findings that make training impossible."""
     findings = []
     counts, vocab_size = dataset.counts(), dataset.options.vocab_size

@@ -97,10 +97,7 @@ that writes them as text."""
 
 
 def check_turns(messages: Sequence[Message]) -> None:
-    """Raise BadRow if turns are out of order, or if the conversation does not end with the assistant.
-
-    Raises: BadRow with the position of the first turn that is out of order.
-    """
+    """Raise BadRow if turns are out of order, or if the conversation does not end with the assistant."""
     roles = [message.role for message in messages]
     if not roles:
         raise BadRow("the conversation is empty")
@@ -121,10 +118,7 @@ def check_turns(messages: Sequence[Message]) -> None:
 
 
 def check_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
-    """Raise BadRow for calls of tools that the row does not declare: the model could not know them.
-
-    Raises: BadRow naming the tool.
-    """
+    """Raise BadRow for calls of tools that the row does not declare: the model could not know them."""
     declared = [tool.get("function", {}).get("name") for tool in tools]
     for message in messages:
         for call in message.tool_calls:

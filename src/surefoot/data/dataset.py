@@ -102,7 +102,7 @@ class Dataset:
         self.shard_digests = dict(shard_digests or {})
         """Digest of each shard that was read, by name. Only for data with images, which can change beside the rows."""
         key = renderer_key(source)
-        self._files: list[CachedFile] = []
+        self.files: list[CachedFile] = []
         self._file_sources: list[int] = []
         for number, part in enumerate(sources):
             for path, name in zip(part.files, part.names, strict=True):
@@ -111,11 +111,11 @@ class Dataset:
                     file = CachedFile(path, name, part.spec, key, keep_columns=keep_columns, has_images=has_images)
                     if has_images and not prepare.only_waits:
                         file.drop_stale(self.shard_digests)
-                    self._files.append(file)
+                    self.files.append(file)
                 except DataError as error:
                     raise DataError(f"{error} ({where})") from error
                 self._file_sources.append(number)
-        self.preparation = Preparation(self._files, source, prepare)
+        self.preparation = Preparation(self.files, source, prepare)
         self._reset_caches()
 
     def _reset_caches(self) -> None:
@@ -136,7 +136,7 @@ class Dataset:
     @property
     def formats(self) -> list[str]:
         """Distinct formats of the files."""
-        return list(dict.fromkeys(file.recipe.format for file in self._files))
+        return list(dict.fromkeys(file.recipe.format for file in self.files))
 
     @property
     def has_prompts(self) -> bool:
@@ -146,14 +146,14 @@ class Dataset:
     @property
     def can_be_entered(self) -> bool:
         """Whether any chunk can be prepared without reading those before it."""
-        return all(can_be_entered(file.recipe.path) for file in self._files)
+        return all(can_be_entered(file.recipe.path) for file in self.files)
 
     @cached_property
     def chunks(self) -> Sequence[ChunkRef]:
         """All chunks, ordered by source, file and row."""
         refs: list[ChunkRef] = []
         done: Counter[int] = Counter()
-        for number, (file, source) in enumerate(zip(self._files, self._file_sources, strict=True)):
+        for number, (file, source) in enumerate(zip(self.files, self._file_sources, strict=True)):
             refs += [
                 ChunkRef(source, number, chunk.index, done[source] + chunk.first_row, chunk.num_rows)
                 for chunk in file.chunks
@@ -239,12 +239,12 @@ class Dataset:
                 yield self._locate(self.chunks[number], line), reason
 
     def _prepared_chunks(self) -> Iterator[int]:
-        return (number for number, ref in enumerate(self.chunks) if self._files[ref.file].has(ref.index))
+        return (number for number, ref in enumerate(self.chunks) if self.files[ref.file].has(ref.index))
 
     def fingerprint(self) -> str:
         """Return a hash that two datasets share only if they hold the same samples."""
         parts = [[source.weight, source.rows.begin, source.rows.end, len(source.files)] for source in self.sources]
-        return hashlib.sha256(json.dumps([[file.key for file in self._files], parts]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([[file.key for file in self.files], parts]).encode()).hexdigest()
 
     def sample(self, chunk: int, sample: int) -> Sample:
         """Return a sample of a chunk, cut and weighted."""
@@ -266,10 +266,6 @@ class Dataset:
         """Iterate over all samples, in file order."""
         return (self.sample(*key) for key in self.sample_keys())
 
-    def file_of(self, ref: ChunkRef) -> CachedFile:
-        """Return the file of a chunk."""
-        return self._files[ref.file]
-
     def weight(self, chunk: int) -> float:
         """Return how often an epoch visits each row of a chunk."""
         return self.sources[self.chunks[chunk].source].weight
@@ -279,12 +275,12 @@ class Dataset:
         return dict(self.shard(chunk).columns(sample))
 
     def _locate(self, ref: ChunkRef, line: int) -> str:
-        return f"{self._files[ref.file].recipe.name}:{line}"
+        return f"{self.files[ref.file].recipe.name}:{line}"
 
     def _load_shard(self, number: int) -> Shard:
         ref = self.chunks[number]
         self.preparation.require(ref.file, ref.index)
-        file = self._files[ref.file]
+        file = self.files[ref.file]
         shard = file.shard(ref.index)
         has_images = self.renderer_source.images is not None
         if has_images and self.shard_digests.setdefault(file.name_of(ref.index), shard.digest) != shard.digest:

@@ -83,20 +83,17 @@ class PixelReader:
 
     def _load_patches(self, image: Image) -> Tensor:
         """Return the patches of one image, from the cache of the most recently used ones if possible."""
-        cached = self._cached_patches.pop(image, None)
-        self._cached_patches[image] = cached if cached is not None else self._read_pixels(image)
+        patches = self._cached_patches.pop(image, None)
+        if patches is None:
+            with open_image(image, self.settings.cell) as picture:
+                patches = self._processor(images=picture, do_resize=False, return_tensors="pt")["pixel_values"]
+        self._cached_patches[image] = patches
         while (
             len(self._cached_patches) > 1
-            and sum(patches.nbytes for patches in self._cached_patches.values()) > PATCH_CACHE_BYTES
+            and sum(cached.nbytes for cached in self._cached_patches.values()) > PATCH_CACHE_BYTES
         ):
             self._cached_patches.popitem(last=False)
-        return self._cached_patches[image]
-
-    def _read_pixels(self, image: Image) -> Tensor:
-        with open_image(image, self.settings.cell) as picture:
-            features = self._processor(images=picture, do_resize=False, return_tensors="pt")
-        pixels: Tensor = features["pixel_values"]
-        return pixels
+        return patches
 
 
 def load_processor(folder: Path) -> Qwen2VLImageProcessorPil | None:

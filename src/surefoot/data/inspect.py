@@ -150,7 +150,7 @@ def _render_samples(dataset: Dataset) -> Iterator[ShownSample]:
     """Yield samples in file order, rendered again, because the cache holds token ids only."""
     renderer, chunks = Renderer(dataset.renderer_source), ChunkReader()
     for number, ref in enumerate(dataset.chunks):
-        file = dataset.file_of(ref)
+        file = dataset.files[ref.file]
         reader = Reader(file.recipe.spec, file.recipe.format)
         rows = chunks.rows(file.recipe.path, file.chunks[ref.index])
         shard = dataset.shard(number)

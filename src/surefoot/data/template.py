@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from os.path import commonprefix
 from typing import Any
 
 from surefoot.data.conversation import BadRow, Conversation, Message
@@ -170,7 +171,7 @@ class ChatTemplate:
         tail = prompt[prompt.find(MARK) + 1 :]
         bare = self._apply_template([*messages[: index - 1], marked], tools)
         least = len(bare) - bare.find(MARK) - 1  # the rest of the message before; the generation prompt comes after
-        shared = _count_common_prefix(full[anchor:], tail)
+        shared = len(commonprefix([full[anchor:], tail]))  # noqa: RUF071 - these are no paths
         if shared < len(tail):  # the prompt holds more than the turn (an empty thought): only its header is shared
             shared = self._find_header_end(tail[:shared], least)
         has_header = shared > least or shared == len(tail) == least  # Mistral has no generation prompt
@@ -377,10 +378,3 @@ class ChatTemplate:
             else tuple((part, is_control) for part, is_control in pieces if part)
         )
         return self._build_text(text, restored_spans, conversation, parts)
-
-
-def _count_common_prefix(left: str, right: str) -> int:
-    length = min(len(left), len(right))
-    if left[:length] == right[:length]:
-        return length
-    return next(index for index in range(length) if left[index] != right[index])
