@@ -23,8 +23,9 @@ from surefoot.data.file_readers import Chunk
 from surefoot.data.images import NOT_FETCHED
 from surefoot.data.prepare_worker import Preparer
 from surefoot.data.render import RendererSource
-from surefoot.data.template_process import TEMPLATE_PROCESS, TOO_LONG
+from surefoot.data.template_process import TEMPLATE_PROCESS
 from surefoot.errors import DataError, SurefootError
+from surefoot.system.compute_limits import STUCK_SIGNAL
 from surefoot.system.line_pipe import LinePipe
 from surefoot.system.process import PYTHON
 
@@ -338,7 +339,7 @@ class _WorkerPool:
         if not worker.jobs:
             raise DataError(f"a worker process that had nothing to prepare {how}. What was prepared is kept; {advice}.")
         job = worker.jobs[0]
-        if status == -TOO_LONG:
+        if status == -STUCK_SIGNAL:
             raise DataError(
                 f"{job.file.recipe.name}: the chat template takes too long for a row of {job}: an endless loop? Give "
                 "another one with chat_template."

@@ -8,7 +8,6 @@ so a template that escapes from its sandbox reaches only the child.
 import gc
 import json
 import os
-import resource
 import signal
 import sys
 import threading
@@ -17,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
@@ -25,6 +23,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from surefoot.data.conversation import BadRow
 from surefoot.errors import DataError
+from surefoot.system.compute_limits import STUCK_SIGNAL, cpu_time_limit, memory_limit
 from surefoot.system.line_pipe import LinePipe
 from surefoot.system.process import describe_end, end_with_parent
 
@@ -33,17 +32,12 @@ MAX_BYTES = 512 << 20
 MAX_REASON_CHARACTERS = 500
 MAX_CHARACTERS = 32 << 20
 """Length limit of one rendered text."""
-AGAIN_AFTER_S = 0.25
-OVERRUN_S = 1.0
-"""CPU time beyond the deadline, within one operation of Python, after which the process ends."""
 IDLE_S = 0.5
 ENDING_S = 0.2
 """Time for a child to end."""
 ANSWER_DEADLINE_S = 120.0
 """Wall-clock limit for a response. The limit on CPU time does not end a child that waits for a lock."""
 ATTEMPTS = 3
-TOO_LONG = signal.SIGVTALRM
-"""Signal that ends a process whose rendering is stuck in one operation."""
 RETRIED = (0, -signal.SIGKILL, -signal.SIGPIPE, -signal.SIGTERM)
 """Exit statuses not caused by the template: the child was idle, memory was short, or its forking thread ended."""
 
@@ -66,7 +60,7 @@ def render_here(call: Rendering) -> str:
     Raises: DataError if the template cannot be used; BadRow if it refuses these messages.
     """
     try:
-        with deadline(call.deadline_s), memory_limit(MAX_BYTES):
+        with cpu_time_limit(call.deadline_s), memory_limit(MAX_BYTES):
             texts, _ = render_jinja_template(
                 [list(call.messages)],
                 tools=list(call.tools) or None,
@@ -108,48 +102,6 @@ def _shorten_reason(error: Exception) -> str:
 def took_too_long(call: Rendering) -> DataError:
     """Return the error of a template that computes for too long."""
     return DataError(f"the chat template took over {call.deadline_s:.0f} s for one row: an endless loop?")
-
-
-@contextmanager
-def deadline(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError after `seconds` of CPU time, in the main thread of a process that does nothing else.
-
-    During a single long operation (`10 ** 10 ** 8`) no handler can run: then the system ends the process.
-    """
-
-    def late(_number: int, _frame: FrameType | None) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGPROF, late)
-    # Repeat the signal, because Python suppresses exceptions in callbacks of the garbage collector.
-    signal.setitimer(signal.ITIMER_PROF, seconds, AGAIN_AFTER_S)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds + OVERRUN_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
-
-
-@contextmanager
-def memory_limit(num_bytes: int) -> Iterator[None]:
-    """Limit this process to `num_bytes` more than now; beyond that it raises MemoryError. Linux only."""
-    try:
-        descriptor = os.open("/proc/self/statm", os.O_RDONLY)  # takes a third of the time of `Path.read_text`
-    except OSError:
-        yield
-        return
-    pages = int(os.read(descriptor, 100).split()[0])
-    os.close(descriptor)
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    most = pages * resource.getpagesize() + num_bytes
-    limits = [limit for limit in (most, *before) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(limits), before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 class _Child:
@@ -237,7 +189,7 @@ class TemplateProcess:
                     status = child.end()
             if answer is not None:
                 return answer
-            if status == -TOO_LONG:
+            if status == -STUCK_SIGNAL:
                 raise took_too_long(call)
             if status not in RETRIED:
                 raise DataError(f"the process that rendered the chat template {describe_end(status)}. Give another one")
@@ -249,7 +201,7 @@ def _serve(requests: int, answers: int) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        for number in (signal.SIGTERM, signal.SIGPIPE, TOO_LONG):
+        for number in (signal.SIGTERM, signal.SIGPIPE, STUCK_SIGNAL):
             signal.signal(number, signal.SIG_DFL)
         end_with_parent()
         gc.freeze()  # garbage of the parent must not be finalised here
