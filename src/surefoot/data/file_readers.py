@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from surefoot.data.json_rows import json_lines, json_values
 from surefoot.data.rows import MAX_ROW_BYTES, READ_BYTES, Broken, Row, lines_of, too_long
@@ -28,6 +28,7 @@ KINDS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+TEXT_READERS = {"jsonl": json_lines, "json": json_values, "csv": csv_rows}
 COMPRESSIONS = (".gz", ".zst")
 ZSTANDARD_BYTES = 1 << 10
 """Compressed bytes read at a time. They expand to at most 32 MiB: a block of 4 bytes can hold 128 KiB."""
@@ -146,28 +147,18 @@ def stream_chunks(path: Path) -> Iterator[tuple[Chunk, list[Row]]]:
     kind, compression = kind_and_compression
     try:
         if kind in ("parquet", "arrow"):
-            rows = (parquet_rows if kind == "parquet" else arrow_rows)(path)
-            yield from _split_into_chunks(_add_file_name(rows, path))
+            yield from _split_into_chunks((parquet_rows if kind == "parquet" else arrow_rows)(path))
         else:
             with _open_decompressed(path, compression) as file:
-                rows = {"jsonl": json_lines, "json": json_values, "csv": csv_rows}[kind](file)
-                yield from _split_into_chunks(_add_file_name(rows, path))
+                yield from _split_into_chunks(TEXT_READERS[kind](file))
+    except Broken as error:
+        raise DataError(f"{path.name}{error}") from error.__cause__
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path.name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except Exception as error:
         if compression and type(error).__name__ == "ZstdError":
             raise DataError(f"{path.name}: not readable as Zstandard: {error}") from error
         raise
-
-
-Item = TypeVar("Item")
-
-
-def _add_file_name(rows: Iterable[Item], path: Path) -> Iterator[Item]:
-    try:
-        yield from rows
-    except Broken as error:
-        raise DataError(f"{path.name}{error}") from error.__cause__
 
 
 def _split_into_chunks(rows: Iterable[Row]) -> Iterator[tuple[Chunk, list[Row]]]:

@@ -254,7 +254,9 @@ class Renderer:
                 continue
             begins_twice = list(ids[:2]) == [self._source.bos_id] * 2
             flags = text.oddities | (Oddity.BEGINS_TWICE if begins_twice else 0)
-            rendered = Rendered(np.asarray(ids, dtype=np.int32), spans, flags, bounds, text.images)
+            rendered = Rendered(
+                np.asarray(ids, dtype=np.int32), spans, flags, bounds if with_bounds else None, text.images
+            )
             try:
                 yield self._expand_image_tokens(rendered)
             except BadRow as error:

@@ -25,7 +25,7 @@ from surefoot.system.atomic_io import write_bytes
 class ShardRow:
     """A sample with its place."""
 
-    row: int
+    number: int
     """Number of its row in the chunk."""
     line: int
     """Line of the row in the file."""
@@ -61,7 +61,7 @@ class ShardWriter:
             "spans": np.array([(span.begin, span.end) for span in spans], np.int32).reshape(-1, 2),
             "weights": np.array([np.nan if span.weight is None else span.weight for span in spans], np.float32),
             "span_offsets": np.cumsum([0, *(len(sample.spans) for sample in samples)], dtype=np.int64),
-            "rows": np.array([row.row for row in self.rows], np.int32),
+            "rows": np.array([row.number for row in self.rows], np.int32),
             "lines": np.array([row.line for row in self.rows], np.int64),
             "digests": np.array([sample.digest for sample in samples], np.uint64),
             "flags": np.array([sample.flags for sample in samples], np.uint8),
