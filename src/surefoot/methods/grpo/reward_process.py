@@ -93,7 +93,8 @@ def _load_all(names: Sequence[str], functions: list[Function]) -> dict[str, str]
         except NoSuchFunction as error:
             return {"error": str(error)}
         except BaseException as error:  # noqa: BLE001 - a file that somebody else wrote
-            return {"error": _format_location(error, _get_folder(name)) + _describe_error(error)["error"]}
+            folder = Path(name.rpartition(":")[0]).resolve().parent
+            return {"error": _format_location(error, folder) + _describe_error(error)["error"]}
     return {}
 
 
@@ -131,11 +132,6 @@ def _describe_error(error: BaseException) -> dict[str, str]:
         "error": f"{type(error).__name__}: {error}"[:MOST_CHARACTERS],
         "trace": "".join(traceback.format_exception(error))[-MOST_CHARACTERS:],
     }
-
-
-def _get_folder(name: str) -> Path:
-    """Return the folder of a function's file."""
-    return Path(name.rpartition(":")[0]).resolve().parent
 
 
 def _format_location(error: BaseException, folder: Path) -> str:
