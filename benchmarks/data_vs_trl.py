@@ -202,14 +202,17 @@ def open_ours(folder: Path, data: Path, workers: int) -> Any:
     from transformers import AutoTokenizer
 
     from surefoot.config import DatasetItem
-    from surefoot.data.dataset import Dataset, SampleOptions
+    from surefoot.data.dataset import Dataset
+    from surefoot.data.prepare_pool import PrepareOptions
     from surefoot.data.render import RendererSource
+    from surefoot.data.sample_selection import SampleOptions
     from surefoot.data.sources import find_sources
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     source = RendererSource.of(tokenizer, {}, parse_special_tokens=False)
     reading = SampleOptions(MAX_LENGTH, "drop", vocab_size=len(tokenizer))
-    return Dataset(find_sources([DatasetItem(path=str(data))]), source, reading, num_workers=workers), tokenizer
+    sources = find_sources([DatasetItem(path=str(data))])
+    return Dataset(sources, source, reading, prepare=PrepareOptions(workers)), tokenizer
 
 
 def in_own_process(*arguments: str, cache: Path) -> dict[str, float]:

@@ -7,8 +7,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from surefoot.config import DatasetItem
-from surefoot.data.dataset import Dataset, SampleOptions
+from surefoot.data.dataset import Dataset
+from surefoot.data.prepare_pool import PrepareOptions
 from surefoot.data.render import RendererSource
+from surefoot.data.sample_selection import SampleOptions
 from surefoot.data.sources import find_sources
 
 
@@ -22,7 +24,7 @@ def open_dataset(
         [replace(source, spec=replace(source.spec, prompts=prompts)) for source in find_sources(items)],
         RendererSource.of(tokenizer, {}, parse_special_tokens=False),
         replace(SampleOptions(max_length=256, truncation="error"), **reading),
-        num_workers=num_workers,
+        prepare=PrepareOptions(num_workers),
         keep_columns=keep_columns,
         where="run.yaml:2",
     )

@@ -25,7 +25,7 @@ def test_collate_predicts_each_trained_token_from_the_one_before_in_its_own_samp
     assert batch.targets.tolist() == [11, 12, 21], "token 20 starts its sample: nothing predicts it"
     assert batch.weights is None
     assert batch.cu_seq_lens.tolist() == [0, 3, 5]
-    assert batch.places == ("a:1", "a:2")
+    assert batch.row_refs == ("a:1", "a:2")
     assert (batch.num_tokens, batch.num_trained, batch.trained_weight) == (5, 3, 3.0)
     assert batch.to(torch.device("cpu")).lengths == [3, 2]
 
@@ -40,7 +40,7 @@ def test_weights_travel_with_their_tokens() -> None:
 
 def test_all_batches_are_the_file_in_order(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     dataset = prepared(write_jsonl(tmp_path / "a.jsonl", counting_rows(7)), tokenizer)
-    assert [batch.places for batch in all_batches(dataset, 3)] == [
+    assert [batch.row_refs for batch in all_batches(dataset, 3)] == [
         ("a.jsonl:1", "a.jsonl:2", "a.jsonl:3"),
         ("a.jsonl:4", "a.jsonl:5", "a.jsonl:6"),
         ("a.jsonl:7",),

@@ -131,7 +131,7 @@ def test_weights_of_rows_win_over_what_is_trained_on(
         begin = next(i for i in range(len(ids)) if ids[i : i + len(wanted)] == wanted)
         (found[text],) = set(sample.weights[begin : begin + len(wanted)].tolist())
     assert found == {"one": 1.0, "two": 0.0, "three": float(train_on == "all"), "4": 0.5}
-    assert dataset.usable(0).trained.tolist() == [int((sample.weights[1:] > 0).sum())]
+    assert dataset.chunk_samples(0).trained.tolist() == [int((sample.weights[1:] > 0).sum())]
 
 
 def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -183,7 +183,7 @@ def test_a_row_too_long_stops_an_early_start_too(counting: Path, tokenizer: PreT
     dataset = open_dataset(counting, tokenizer, max_length=60)
     dataset.preparation.run()
     with pytest.raises(DataError, match=r"data\.jsonl:\d+: \d+ tokens.* max_length=60"):
-        dataset.usable(0)
+        dataset.chunk_samples(0)
 
 
 def test_other_columns_are_kept_when_asked(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -261,7 +261,7 @@ def test_whatever_a_file_holds_its_counts_add_up(
     samples = list(dataset)
     assert len(samples) == counts.trained + counts.truncated
     assert len(list(dataset.skipped())) == counts.skipped
-    trained = dataset.usable(0).trained.tolist()
+    trained = dataset.chunk_samples(0).trained.tolist()
     assert trained == [int((sample.weights[1:] > 0).sum()) for sample in samples]
     assert all(count > 0 for count in trained)
     assert all(len(sample.ids) == len(sample.weights) <= 60 for sample in samples)

@@ -13,11 +13,10 @@ import pytest
 import zstandard
 
 from surefoot.data import file_readers, json_rows, rows
-from surefoot.data.file_readers import ChunkReader, kind_of, scan, stream_chunks
+from surefoot.data.file_readers import ChunkReader, ZstandardFile, kind_of, scan, stream_chunks
 from surefoot.data.rows import MAX_ROW_BYTES, Row
-from surefoot.data.template_process import memory_limit
-from surefoot.data.zstandard_file import ZstandardFile
 from surefoot.errors import DataError
+from surefoot.system.compute_limits import memory_limit
 
 ROWS = [{"prompt": "a\nb", "completion": "b"}, {"prompt": "ü,\"'", "completion": "中文"}]
 

@@ -234,8 +234,8 @@ def test_training_data_can_be_asked_for_while_the_rest_is_prepared(
     path = big_file(tmp_path / "a.jsonl", 20_000)
     dataset = open_dataset(path, tokenizer, num_workers=1)
     dataset.preparation.start([(0, 4), (0, 2)])
-    usable = dataset.usable(4)
-    assert len(usable.samples) == 20_000 - 4 * 4096
+    part = dataset.chunk_samples(4)
+    assert len(part.samples) == 20_000 - 4 * 4096
     assert not dataset.preparation.is_complete
     assert dataset.counts().read < 20_000
     dataset.preparation.run()  # waits for the one in the background
@@ -246,7 +246,7 @@ def test_training_data_can_be_asked_for_while_the_rest_is_prepared(
 def test_stopping_ends_the_workers_and_keeps_the_shards(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     dataset = open_dataset(big_file(tmp_path / "a.jsonl", 60_000), tokenizer, num_workers=1)
     dataset.preparation.start([])
-    dataset.usable(0)
+    dataset.chunk_samples(0)
     dataset.preparation.stop()
     assert own_workers() == []
     assert 1 <= len(shards()) < 15
@@ -265,7 +265,7 @@ def test_a_failure_in_a_worker_reaches_the_user(tmp_path: Path, background: bool
     if background:
         dataset.preparation.start([])
     with pytest.raises(DataError, match=r"a\.jsonl:\d+: .*Jinja: line 1"):
-        dataset.usable(0) if background else dataset.prepare()
+        dataset.chunk_samples(0) if background else dataset.prepare()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from surefoot.data import sampler
-from surefoot.data.dataset import ChunkRef, ChunkSamples
+from surefoot.data.dataset import ChunkRef
+from surefoot.data.sample_selection import ChunkSamples
 from surefoot.data.sampler import GlobalOrder, Position, SampleKey, StepBatch
 
 LENGTHS = [5, 9, 2, 7, 7, 3, 8, 1, 4, 6]
@@ -28,7 +29,7 @@ class Chunks:
         firsts = range(0, len(self._lengths), self._rows)
         return [ChunkRef(0, 0, n, first, min(self._rows, len(self._lengths) - first)) for n, first in enumerate(firsts)]
 
-    def usable(self, number: int) -> ChunkSamples:
+    def chunk_samples(self, number: int) -> ChunkSamples:
         self.seen.append(number)
         ref = self.chunks[number]
         lengths = np.array(self._lengths[ref.first_row : ref.first_row + ref.num_rows])

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from surefoot.data.conversation import BadRow, Conversation, Message
-from surefoot.data.render import BEGINS_TWICE, Rendered, Renderer, RendererSource
+from surefoot.data.oddities import Oddity
+from surefoot.data.render import Rendered, Renderer, RendererSource
 from surefoot.data.template import Text
 from surefoot.errors import DataError
 from tests.data.families import EMPTY_THOUGHT, FAMILIES, tokenizer_of
@@ -162,7 +163,7 @@ def test_what_looks_like_a_special_token_stays_text(name: str) -> None:
     assert text.text == own_template(name, risky)
     controls = tokenizer.convert_tokens_to_ids(list(family.specials))
     assert [i for i in sample.ids if i in controls] == [i for i in expected.ids if i in controls]
-    assert text.has_lookalikes
+    assert text.oddities & Oddity.LOOKALIKE
     assert len(sample.spans) == 2
     for span, answer in zip(text.spans, ("answer", "end"), strict=True):
         said = text.text[span.begin : span.end]
@@ -193,15 +194,17 @@ def test_special_tokens_in_tools_calls_and_results_stay_text() -> None:
 def test_two_end_of_turn_tokens_and_leaked_or_empty_answers_are_noticed() -> None:
     renderer = renderer_of("qwen2.5")
     answer = "the long answer to everything"
-    assert renderer.render(Conversation(talk("q", "a<|im_end|>"))).ends_twice
-    assert renderer.render(Conversation(talk(f"q {answer}", answer))).answer_in_prompt
+    assert renderer.render(Conversation(talk("q", "a<|im_end|>"))).oddities & Oddity.ENDS_TWICE
+    assert renderer.render(Conversation(talk(f"q {answer}", answer))).oddities & Oddity.ANSWER_IN_PROMPT
     healthy = renderer.render(Conversation(talk("q", answer)))
-    assert [healthy.ends_twice, healthy.answer_in_prompt, healthy.has_lookalikes] == [False] * 3
+    assert not healthy.oddities
     thought = Conversation((Message("user", "q"), Message("assistant", "a", reasoning="because")))
-    assert renderer.render(thought).lost_reasoning
-    assert renderer.render(Conversation(talk("q", " "))).empty_answer
-    assert not any(renderer.render(one).empty_answer for one in (thought, Conversation(talk("q", "0"))))
-    assert not renderer_of("qwen3").render(thought).lost_reasoning
+    assert renderer.render(thought).oddities & Oddity.LOST_REASONING
+    assert renderer.render(Conversation(talk("q", " "))).oddities & Oddity.EMPTY_ANSWER
+    assert not any(
+        renderer.render(one).oddities & Oddity.EMPTY_ANSWER for one in (thought, Conversation(talk("q", "0")))
+    )
+    assert not renderer_of("qwen3").render(thought).oddities & Oddity.LOST_REASONING
 
 
 def test_thoughts_of_earlier_turns_that_a_template_drops_are_noticed() -> None:
@@ -212,16 +215,19 @@ def test_thoughts_of_earlier_turns_that_a_template_drops_are_noticed() -> None:
 
     for name, is_dropped, is_lost in (("qwen3", True, False), ("qwen2.5", False, True)):
         text = renderer_of(name).render(turns())
-        assert (text.dropped_reasoning, text.lost_reasoning) == (is_dropped, is_lost)
-    assert not renderer_of("qwen3").render(turns(weight=0.0)).dropped_reasoning
+        assert text.oddities == is_dropped * Oddity.DROPPED_REASONING | is_lost * Oddity.LOST_REASONING
+    assert not renderer_of("qwen3").render(turns(weight=0.0)).oddities & Oddity.DROPPED_REASONING
     alone = Conversation((Message("user", "q"), Message("assistant", "a", reasoning="because")))
-    assert not renderer_of("qwen3").render(alone).dropped_reasoning
+    assert not renderer_of("qwen3").render(alone).oddities & Oddity.DROPPED_REASONING
 
 
 def test_two_beginning_of_sequence_tokens_are_noticed() -> None:
     tokenizer = copy.deepcopy(tokenizer_of("llama3"))
     conversation = Conversation(talk("a", "b"))
-    for template, flags in ((tokenizer.chat_template, 0), ("{{ bos_token }}" + tokenizer.chat_template, BEGINS_TWICE)):
+    for template, flags in (
+        (tokenizer.chat_template, 0),
+        ("{{ bos_token }}" + tokenizer.chat_template, Oddity.BEGINS_TWICE),
+    ):
         tokenizer.chat_template = template
         _, sample = tokenized(Renderer(RendererSource.of(tokenizer, {}, parse_special_tokens=False)), conversation)
         assert sample.flags == flags
@@ -358,12 +364,12 @@ def test_calls_beside_tools_only_and_calls_in_words() -> None:
     )
     assert with_template(strict).render(Conversation(TOOL_SHAPES["call, result, answer"], tools=(TOOL,))).spans
     lost = "<think>\nwhy\n</think>\n\nso"
-    assert not renderer_of("qwen3").render(Conversation(talk("q", lost))).lost_reasoning
+    assert not renderer_of("qwen3").render(Conversation(talk("q", lost))).oddities & Oddity.LOST_REASONING
     dropping = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    assert with_template(dropping).render(Conversation(talk("q", lost))).lost_reasoning
+    assert with_template(dropping).render(Conversation(talk("q", lost))).oddities & Oddity.LOST_REASONING
 
 
 def test_wide_bars_are_special_too() -> None:
@@ -399,7 +405,7 @@ def test_control_tokens_that_are_not_called_special_stay_text_too() -> None:
     tokenizer.add_tokens(["<|fim_prefix|>"])
     renderer = Renderer(RendererSource.of(tokenizer, {}, parse_special_tokens=False))
     text, sample = tokenized(renderer, Conversation(talk("what is <|fim_prefix|>?", "a token")))
-    assert text.has_lookalikes
+    assert text.oddities & Oddity.LOOKALIKE
     assert tokenizer.convert_tokens_to_ids("<|fim_prefix|>") not in sample.ids.tolist()
     assert tokenizer.decode(sample.ids) == text.text
 

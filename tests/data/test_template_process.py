@@ -19,8 +19,9 @@ from transformers import PreTrainedTokenizerFast
 from surefoot.data import template_process
 from surefoot.data.conversation import BadRow, Conversation, Message
 from surefoot.data.render import Renderer, RendererSource, answer_ends
-from surefoot.data.template_process import IDLE_S, deadline, memory_limit
+from surefoot.data.template_process import IDLE_S
 from surefoot.errors import DataError
+from surefoot.system.compute_limits import cpu_time_limit, memory_limit
 from tests.data.opening import prepared
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.models import CHATML
@@ -97,8 +98,8 @@ def test_a_limit_of_memory_is_taken_back() -> None:
 
 def test_an_operation_that_lets_no_handler_run_ends_its_process() -> None:
     code = (
-        "from surefoot.data.template_process import deadline\n"
-        "with deadline(0.2):\n    sum(range(10 ** 12))\n"
+        "from surefoot.system.compute_limits import cpu_time_limit\n"
+        "with cpu_time_limit(0.2):\n    sum(range(10 ** 12))\n"
     )  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], timeout=120)
     assert done.returncode == -signal.SIGVTALRM
@@ -123,7 +124,7 @@ def compute_on() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_deadline_that_passes_where_python_lets_nothing_out_comes_again() -> None:
     begin_s = time.process_time()
-    with pytest.raises(TimeoutError), deadline(0.2):
+    with pytest.raises(TimeoutError), cpu_time_limit(0.2):
         compute_on()
     assert time.process_time() - begin_s < 5
 

@@ -55,7 +55,7 @@ class MarginObjective(Objective):
         ends = torch.tensor(batch.lengths).cumsum(0)
         sample = torch.bucketize(batch.target_positions, ends, right=True)
         sums = torch.zeros(len(ends)).index_add(0, sample, logprobs)
-        labels = torch.tensor([self.labels.get(place, 1) for place in batch.places or [""] * len(ends)])
+        labels = torch.tensor([self.labels.get(place, 1) for place in batch.row_refs or [""] * len(ends)])
         counts = torch.zeros(len(ends)).index_add(0, sample, torch.ones(len(sample)))
         means = sums / counts.clamp(min=1)
         return LossTerms((self._margin - labels * (means + self._margin)).clamp(min=0).sum() / max(len(self.labels), 1))

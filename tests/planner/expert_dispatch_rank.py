@@ -49,7 +49,7 @@ with init_distributed("cpu") as ranks:
         target_positions=torch.arange(tokens - 1),
         targets=torch.randint(0, 40, (tokens - 1,)),
         weights=None,
-        places=(),
+        row_refs=(),
     )
     objective, totals = SftObjective(built, 0.0), BatchTotals(tokens, tokens - 1, float(tokens - 1))
     objective.loss(batch, totals).total.backward()  # the first pass sets up what stays: process groups, flat weights

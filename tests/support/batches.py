@@ -17,5 +17,5 @@ def batch() -> MicroBatch:
         target_positions=torch.arange(tokens - 2),
         targets=torch.randint(0, 40, (tokens - 2,)),
         weights=None,
-        places=(),
+        row_refs=(),
     )

@@ -315,7 +315,7 @@ def test_a_download_has_no_more_bytes_than_an_image_may_have(serve: Serve, tmp_p
 
     with pytest.raises(BadRow, match="over 64 MiB"):
         find_image(f"{serve(answer)}/1.png", tmp_path, ONLINE)
-    assert sent[0] < images.MOST_BYTES + (16 << 20)  # and what sockets hold
+    assert sent[0] < images.MAX_BYTES + (16 << 20)  # and what sockets hold
 
 
 def test_a_download_that_breaks_off_is_told_from_a_broken_image(serve: Serve, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForCond
 from surefoot.data import images
 from surefoot.data.conversation import BadRow
 from surefoot.data.image_processor import PixelReader
-from surefoot.data.images import Image, ImageSettings, find_image, open_image, positions
+from surefoot.data.images import Image, ImageSettings, find_image, open_image, rotary_positions
 from surefoot.data.render import Renderer, RendererSource
 from surefoot.data.row_formats import FormatSpec, Reader, format_of
 from surefoot.errors import DataError
@@ -62,9 +62,9 @@ def test_positions_are_those_of_transformers(vision_folder: Callable[[str], Path
         mm_token_type_ids=torch.tensor([[int(one == token) for one in ids]]),
         image_grid_thw=torch.tensor([[1, 4, 6], [1, 8, 2], [1, 2, 2]]),
     )
-    ours = positions(np.array(ids, np.int32), images, token)
+    ours = rotary_positions(np.array(ids, np.int32), images, token)
     assert ours.tolist() == theirs[:, 0].tolist()
-    assert positions(np.array([7, 8, 9], np.int32), [], token).tolist() == [[0, 1, 2]] * 3
+    assert rotary_positions(np.array([7, 8, 9], np.int32), [], token).tolist() == [[0, 1, 2]] * 3
 
 
 def rendered(row: dict[str, Any], folder: Path, settings: ImageSettings | None = SETTINGS) -> Any:

@@ -58,7 +58,7 @@ def real(model: Any) -> MicroBatch:
         target_positions=torch.arange(LENGTH - TRAINED - 1, LENGTH - 1),
         targets=torch.randint(5, 40, (TRAINED,)),
         weights=None,
-        places=(),
+        row_refs=(),
         vision=Vision(torch.randn(128, values), torch.tensor([[1, 8, 8], [1, 8, 8]])),
     )
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Literal
@@ -10,79 +10,86 @@ from typing import Literal
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from surefoot.config import DatasetItem, LoadedConfig
-from surefoot.data.dataset import Dataset, SampleOptions
+from surefoot.data.dataset import Dataset
 from surefoot.data.image_processor import PROCESSORS, PixelReader, limits_of, load_processor
 from surefoot.data.images import ImageSettings
-from surefoot.data.prepare_pool import OnProgress
+from surefoot.data.prepare_pool import OnProgress, PrepareOptions
 from surefoot.data.render import TEXT_ONLY, RendererSource
+from surefoot.data.sample_selection import SampleOptions
 from surefoot.data.sources import Source, find_sources, is_of_hub
 from surefoot.errors import ConfigError, DataError
 
 MAX_WORKERS = 16
 VISION_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Model types that number image positions as `images.positions` does."""
+"""Model types that number image positions as `images.rotary_positions` does."""
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """What a model can read."""
+
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+    context: int | None
+    """Largest number of tokens that it has positions for; a prompt leaves room in it for its completion."""
+    reader: PixelReader | None
+    """Reader of images; None if it cannot read them."""
+    no_vision_reason: str
+    """Reason why it cannot read images."""
 
 
 def open_dataset(
     loaded: LoadedConfig,
     setting: Literal["dataset", "eval_dataset"],
-    tokenizer: PreTrainedTokenizerBase,
+    model: ModelInputs,
     *,
-    vocab_size: int | None,
-    reader: PixelReader | None = None,
-    no_vision_reason: str = TEXT_ONLY,
-    context: int | None = None,
     only_waits: bool = False,
     shard_digests: Mapping[str, str] | None = None,
     on_progress: OnProgress = lambda _: None,
 ) -> Dataset:
     """Open the dataset of a setting: find its files and detect their formats, but prepare nothing yet.
 
-    `RunConfig.row` defines what a row is. `reader` reads images; without one, `no_vision_reason` is why. `context`: the
-    largest number of tokens that the model has positions for; a prompt leaves room in it for its completion.
-    `only_waits`: another process prepares the data. `shard_digests`: `Dataset.seen` of the resumed run. With
-    `eval_fraction`, `dataset` is the training side; `held_out_side` returns the other.
+    `RunConfig.row` defines what a row is. `only_waits`: another process prepares the data. `shard_digests`: those of
+    the resumed run. With `eval_fraction`, `dataset` is the training side; `held_out_side` returns the other.
     Raises: DataError for files that are missing or of no known format.
     """
-    config = loaded.run
+    config, context = loaded.run, model.context
     renderer = RendererSource.of(
-        tokenizer,
+        model.tokenizer,
         config.template_variables,
         parse_special_tokens=config.parse_special_tokens,
         today=date.fromisoformat(config.chat_template_date),
-        images=reader.settings if reader is not None else None,
-        no_vision_reason=no_vision_reason,
+        images=model.reader.settings if model.reader is not None else None,
+        no_vision_reason=model.no_vision_reason,
     )
     longest, limit, added = config.max_row_tokens, config.row_limit_setting, config.max_added_tokens
-    way_out = ""
+    advice = ""
     if added and context is not None and context - added < longest:
         longest, limit = context - added, f"the context of {context} less max_completion_length"
-        way_out = "Lower max_completion_length"
+        advice = "Lower max_completion_length"
         if longest < 1:
             raise ConfigError(
                 f"max_completion_length={added} leaves no room for a prompt in the {context} "
                 f"tokens that the model can see. Lower it ({loaded.where('max_completion_length')})."
             )
-    reading = SampleOptions(
+    options = SampleOptions(
         max_length=longest,
         truncation=config.truncation,
-        limit=limit,
-        way_out=way_out,
+        limit_name=limit,
+        limit_advice=advice,
         train_on="all" if config.row.is_prompt else config.train_on,
         skip_bad_rows=config.on_bad_row == "skip",
-        vocab_size=vocab_size,
+        vocab_size=model.vocab_size,
         side="train" if config.eval_fraction and setting == "dataset" else "all",
         eval_fraction=config.eval_fraction,
     )
     return Dataset(
         sources_of(loaded, setting),
         renderer,
-        reading,
-        num_workers=num_workers(config.dataset_num_proc),
+        options,
+        prepare=PrepareOptions(_num_workers(config.dataset_num_proc), only_waits, on_progress),
         keep_columns=config.row.keeps_columns,
-        only_waits=only_waits,
         shard_digests=shard_digests,
-        on_progress=on_progress,
         where=loaded.where(setting),
     )
 
@@ -135,17 +142,17 @@ def open_images(
         return None, TEXT_ONLY
     processor = load_processor(base)
     if processor is None:
+        names, setting = " or ".join(PROCESSORS), ""
         if config.tuning == "full" and not config.freeze_vision_tower:
+            setting, demand = "freeze_vision_tower", "freeze_vision_tower=false"
+        elif config.tuning == "lora" and "vision" in config.target_modules:
+            setting, demand = "target_modules", "target_modules names vision"
+        if setting:
             raise ConfigError(
-                f"freeze_vision_tower=false, but {base} has no {' or '.join(PROCESSORS)}, without which no image is "
-                f"read, and the tower would learn from none ({loaded.where('freeze_vision_tower')})."
+                f"{demand}, but {base} has no {names}, without which no image is read, and the tower would learn from "
+                f"none ({loaded.where(setting)})."
             )
-        if config.tuning == "lora" and "vision" in config.target_modules:
-            raise ConfigError(
-                f"target_modules names vision, but {base} has no {' or '.join(PROCESSORS)}, without which no image is "
-                f"read, and the tower would learn from none ({loaded.where('target_modules')})."
-            )
-        return None, f"the model's folder has no {' or '.join(PROCESSORS)}, which says how to cut them"
+        return None, f"the model's folder has no {names}, which says how to cut them"
     token_id = int(model.image_token_id)
     least, most = limits_of(processor, base)
     least, most = config.min_pixels or least, config.max_pixels or most
@@ -179,9 +186,9 @@ def open_images(
 
 def held_out_side(dataset: Dataset) -> Dataset:
     """Return the samples that `eval_fraction` holds out of a dataset."""
-    return dataset.read_as(replace(dataset.reading, side="eval"))
+    return dataset.read_as(side="eval")
 
 
-def num_workers(requested: int | None) -> int:
+def _num_workers(requested: int | None) -> int:
     """Return the number of preparation workers: the requested one, or one per CPU core this process may use."""
     return requested if requested is not None else min(len(os.sched_getaffinity(0)), MAX_WORKERS)

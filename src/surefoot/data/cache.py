@@ -16,19 +16,19 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 import transformers
 
-from surefoot.data.file_readers import CHUNK_BYTES, CHUNK_ROWS, Chunk, Scan, scan
-from surefoot.data.prepare_worker import FileRecipe, detect_format, stamp_of
+from surefoot.data.conversation import BadRow
+from surefoot.data.file_readers import CHUNK_BYTES, CHUNK_ROWS, Chunk, ChunkReader, Scan, scan
 from surefoot.data.render import RendererSource
-from surefoot.data.row_formats import FormatSpec
+from surefoot.data.row_formats import FormatSpec, format_of
 from surefoot.data.rows import MAX_ROW_BYTES
 from surefoot.data.shard import Shard
 from surefoot.errors import DataError
@@ -38,6 +38,32 @@ VERSION = 8
 """Version in every key: raised when the same input gives different shards."""
 SETTLED_NS = 2_000_000_000
 """Age in nanoseconds below which a file may change again without a new mtime."""
+
+
+@dataclass(frozen=True)
+class FileRecipe:
+    """A file with its format and the folder of its shards."""
+
+    path: Path
+    name: str
+    """Name in places: `data.jsonl` of `data.jsonl:203`."""
+    spec: FormatSpec
+    folder: Path
+    format: str
+    """Format detected from the first row, before any worker reads the file."""
+    stamp: tuple[int, int, int]
+    """Size, mtime and inode of the file when its content was hashed."""
+    keep_columns: bool = False
+
+    def shard_path(self, index: int) -> Path:
+        return self.folder / f"{index:08d}.safetensors"
+
+    @staticmethod
+    def parse(values: Mapping[str, Any]) -> "FileRecipe":
+        """Return a recipe from its JSON values."""
+        path, folder = Path(values["path"]), Path(values["folder"])
+        spec, stamp = FormatSpec(**values["spec"]), tuple(values["stamp"])
+        return FileRecipe(**{**values, "path": path, "folder": folder, "spec": spec, "stamp": stamp})
 
 
 class CachedFile:
@@ -57,17 +83,17 @@ class CachedFile:
         has_images: bool = False,
     ) -> None:
         stamp = stamp_of(path)
-        scanned = scan_file(path, stamp)
+        scanned = _scan_or_reuse(path, stamp)
         self.chunks = scanned.chunks
-        self.format = detect_format(path, name, spec, scanned.chunks)
+        format = _detect_format(path, name, spec, scanned.chunks)
         limits = [CHUNK_ROWS, CHUNK_BYTES, MAX_ROW_BYTES]
         # Rows may name images by a path that begins there: equal files in two folders are two datasets then.
         image_folders = [str(path.parent.resolve()), str(Path.cwd())] if has_images else None
-        key = [VERSION, limits, scanned.sha256, path.suffixes, spec.as_dict(), self.format, renderer_key, keep_columns]
+        key = [VERSION, limits, scanned.sha256, path.suffixes, asdict(spec), format, renderer_key, keep_columns]
         key.append(image_folders)
         self.key = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
         folder = cache_folder() / "data" / self.key
-        self.recipe = FileRecipe(path, name, spec, folder, self.format, stamp, keep_columns)
+        self.recipe = FileRecipe(path, name, spec, folder, format, stamp, keep_columns)
         self.num_bytes = stamp[0]
         self._lock: int | None = None
 
@@ -149,6 +175,33 @@ class CachedFile:
             self._lock = None
 
 
+def stamp_of(path: Path) -> tuple[int, int, int]:
+    """Return size, mtime and inode, which show that a file changed. Raises: DataError if it is missing."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"dataset {path} cannot be read: {error.strerror or error}.") from error
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def _detect_format(path: Path, name: str, spec: FormatSpec, chunks: Sequence[Chunk]) -> str:
+    """Detect the format of a file from its first valid row.
+
+    Raises: DataError if there is no such row, or if its format is ambiguous or unknown.
+    """
+    rows = ChunkReader().rows(path, chunks[0]) if chunks else []
+    first = next((row for row in rows if row.problem is None), None)
+    if first is not None:
+        try:
+            return format_of(spec, first.columns)
+        except BadRow as error:
+            reason = str(error).encode("utf-8", "backslashreplace").decode()  # it may quote invalid text
+            raise DataError(f"{name}:{first.line}: {reason}.") from error
+    if rows:
+        raise DataError(f"{name}:{rows[0].line}: {rows[0].problem}.")
+    raise DataError(f"dataset {path} holds no rows.")
+
+
 def renderer_key(source: RendererSource) -> str:
     """Return a hash over everything that affects rendering and tokenising, library versions included."""
     values: dict[str, Any] = {**asdict(source), "versions": [transformers.__version__, tokenizers.__version__]}
@@ -156,7 +209,7 @@ def renderer_key(source: RendererSource) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def scan_file(path: Path, stamp: tuple[int, int, int]) -> Scan:
+def _scan_or_reuse(path: Path, stamp: tuple[int, int, int]) -> Scan:
     """Scan a file, or return the scan of an earlier run while the file is unchanged.
 
     Raises: DataError where the file cannot be read, is empty or broken as a whole.

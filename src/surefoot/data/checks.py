@@ -4,52 +4,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surefoot.data.dataset import Dataset
-from surefoot.data.render import (
-    ANSWER_IN_PROMPT,
-    BEGINS_TWICE,
-    DROPPED_REASONING,
-    EMPTY_ANSWER,
-    ENDS_TWICE,
-    LOOKALIKE,
-    LOST_REASONING,
-)
+from surefoot.data.oddities import Oddity
 from surefoot.findings import Finding
 
 LEAK_SHARE = 0.05
 """Share of answers contained in their prompts that is still normal, as in extraction tasks."""
 TRUNCATED_SHARE = 0.05
 
-FLAG_FINDINGS: dict[int, tuple[str, float, str, str]] = {
-    ENDS_TWICE: (
+FLAG_FINDINGS: dict[Oddity, tuple[str, float, str, str]] = {
+    Oddity.ENDS_TWICE: (
         "SF502", 0.0, "an answer is followed by two end-of-turn tokens, or ends with the text of one",
         "Remove the end-of-turn text from the data: the chat template writes it.",
     ),
-    BEGINS_TWICE: (
+    Oddity.BEGINS_TWICE: (
         "SF503", 0.0, "a sample begins with two beginning-of-sequence tokens",
         "Remove the token's text from the prompts, or from the chat template.",
     ),
-    ANSWER_IN_PROMPT: (
-        "SF504", LEAK_SHARE, "the whole answer stands word for word in what comes before it",
+    Oddity.ANSWER_IN_PROMPT: (
+        "SF504", LEAK_SHARE, "the messages before the answer contain all of it word for word",
         "Check that the prompt column does not contain the solution; map other columns with `columns`.",
     ),
-    LOOKALIKE: (
+    Oddity.LOOKALIKE: (
         "SF508", 0.0, "texts of the data look like special tokens; they are kept as text",
         "Nothing, if they are meant as text. If the data are already rendered, set parse_special_tokens: true.",
     ),
-    LOST_REASONING: (
+    Oddity.LOST_REASONING: (
         "SF509", 0.0, "the chat template does not show the reasoning of the last turn, so it is not trained",
         "Use a chat template that knows reasoning_content, or write the thoughts into the content.",
     ),
-    DROPPED_REASONING: (
+    Oddity.DROPPED_REASONING: (
         "SF509", 0.0, "the chat template shows no reasoning of earlier turns, so their answers are trained without it",
         "Where the model is to think before each answer: train_on: last_assistant, or a row for each turn.",
     ),
-    EMPTY_ANSWER: (
+    Oddity.EMPTY_ANSWER: (
         "SF511", 0.0, "the last answer is empty, so that the model is taught to say nothing",
         "Take these rows out, or check that the column of the answers is the right one.",
     ),
 }  # fmt: skip
-"""Map from flag to (code, share of samples that is still healthy, cause, fix)."""
+"""Map from oddity to (code, share of samples that is still healthy, cause, fix)."""
 
 
 def data_findings(train: Dataset, held_out: Dataset | None = None) -> list[Finding]:
@@ -63,7 +55,7 @@ def data_findings(train: Dataset, held_out: Dataset | None = None) -> list[Findi
 def _find_unusable(dataset: Dataset) -> list[Finding]:
     """Return the findings that make training impossible."""
     findings = []
-    counts, vocab_size = dataset.counts(), dataset.reading.vocab_size
+    counts, vocab_size = dataset.counts(), dataset.options.vocab_size
     are_samples = any(len(dataset.shard(number)) for number in range(len(dataset.chunks)))
     if counts.trained + counts.truncated == 0 and are_samples:  # if all rows are bad, their reasons suffice
         first = next(dataset.skipped(), ("none", "the dataset holds no rows"))
@@ -82,7 +74,7 @@ def _find_unusable(dataset: Dataset) -> list[Finding]:
 
 def digests(dataset: Dataset) -> NDArray[np.uint64]:
     """Return the sorted 64-bit digests of all samples in use; 8 bytes a sample."""
-    parts = [dataset.shard(n).digests[dataset.usable(n).samples] for n in range(len(dataset.chunks))]
+    parts = [dataset.shard(n).digests[dataset.chunk_samples(n).samples] for n in range(len(dataset.chunks))]
     return np.sort(np.concatenate([np.zeros(0, np.uint64), *parts]))
 
 
@@ -91,8 +83,8 @@ def _check_flags(dataset: Dataset) -> list[Finding]:
     places: dict[int, list[str]] = {flag: [] for flag in FLAG_FINDINGS}
     samples = 0
     for number in range(len(dataset.chunks)):
-        usable = dataset.usable(number)
-        flags = dataset.shard(number).flags[usable.samples]
+        part = dataset.chunk_samples(number)
+        flags = dataset.shard(number).flags[part.samples]
         samples += len(flags)
         if not flags.any():
             continue
@@ -100,10 +92,10 @@ def _check_flags(dataset: Dataset) -> list[Finding]:
             hits = np.flatnonzero(flags & flag)
             counts[flag] += len(hits)
             room = 3 - len(places[flag])
-            places[flag] += [dataset.sample(number, int(usable.samples[hit])).place for hit in hits[:room]]
+            places[flag] += [dataset.sample(number, int(part.samples[hit])).place for hit in hits[:room]]
     findings = []
     for flag, (code, healthy_share, cause, fix) in FLAG_FINDINGS.items():
-        if flag == DROPPED_REASONING and dataset.reading.train_on == "last_assistant":
+        if flag == Oddity.DROPPED_REASONING and dataset.options.train_on == "last_assistant":
             continue  # earlier answers are not trained
         if counts[flag] > healthy_share * samples:
             evidence = {"rows": counts[flag], "of": samples, "first": ", ".join(places[flag])}
@@ -115,13 +107,13 @@ def _check_counts(dataset: Dataset) -> list[Finding]:
     counts = dataset.counts()
     if counts.truncated <= TRUNCATED_SHARE * counts.read:
         return []
-    limit = dataset.reading.limit
+    limit = dataset.options.limit_name
     longest = max(int(dataset.shard(number).lengths.max(initial=0)) for number in range(len(dataset.chunks)))
     evidence = {
         "truncated": counts.truncated,
         "of": counts.read,
         "inside_a_trained_turn": counts.cut_inside,
-        limit: dataset.reading.max_length,
+        limit: dataset.options.max_length,
         "longest": longest,
     }
     share = counts.truncated / counts.read

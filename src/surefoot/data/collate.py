@@ -30,9 +30,9 @@ class MicroBatch:
     target_positions: Tensor
     targets: Tensor
     weights: Tensor | None
-    places: tuple[str, ...]
-    continues: tuple[int, ...] | None = None
-    """Index of the earlier sequence that each sequence continues and attends to, or -1; None: no sequence does."""
+    row_refs: tuple[str, ...]
+    prefix_of: tuple[int, ...] | None = None
+    """Index of the earlier sequence that is the prefix of each sequence, or -1; None if no sequence has one."""
     vision: Vision | None = None
     """Pixels of the images; None for a model that reads text only."""
     is_dummy: bool = False
@@ -76,7 +76,7 @@ def collate(samples: Sequence[Sample], reader: PixelReader | None = None) -> Mic
     target_positions = torch.from_numpy(np.flatnonzero(target_weights))
     weights = torch.from_numpy(target_weights)[target_positions]
     position_ids = [
-        torch.arange(len(sample.ids)) if reader is None else reader.places(sample.ids, sample.images)
+        torch.arange(len(sample.ids)) if reader is None else reader.positions(sample.ids, sample.images)
         for sample in samples
     ]
     return MicroBatch(
@@ -87,30 +87,15 @@ def collate(samples: Sequence[Sample], reader: PixelReader | None = None) -> Mic
         target_positions=target_positions,
         targets=ids[target_positions + 1],
         weights=None if bool((weights == 1).all()) else weights,
-        places=tuple(sample.place for sample in samples),
+        row_refs=tuple(sample.place for sample in samples),
         vision=reader.read([(sample.place, sample.images) for sample in samples]) if reader is not None else None,
     )
 
 
-DUMMY_BATCH = MicroBatch(
-    ids=torch.zeros(1, 2, dtype=torch.int64),
-    position_ids=torch.arange(2)[None],
-    lengths=[2],
-    cu_seq_lens=torch.tensor([0, 2], dtype=torch.int32),
-    target_positions=torch.zeros(1, dtype=torch.int64),
-    targets=torch.zeros(1, dtype=torch.int64),
-    weights=None,
-    places=(),
-    is_dummy=True,
-)
-"""Dummy batch of a model that reads text only; see `dummy_batch`."""
-
-
 def dummy_batch(reader: PixelReader | None) -> MicroBatch:
     """Return the batch that a rank computes while only other ranks have rows left."""
-    if reader is None:
-        return DUMMY_BATCH
-    return replace(DUMMY_BATCH, position_ids=DUMMY_BATCH.position_ids.expand(3, 1, -1), vision=reader.read([]))
+    sample = Sample(np.zeros(2, np.int32), np.ones(2, np.float32), place="")
+    return replace(collate([sample], reader), row_refs=(), is_dummy=True)
 
 
 def micro_batches(
@@ -121,7 +106,7 @@ def micro_batches(
     num_ranks: int = 1,
     reader: PixelReader | None = None,
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's share of a step's sequences, in micro-batches of at rows_per_rank `rows_each` sequences.
+    """Yield this rank's share of a step's sequences, in micro-batches of at most `rows_each` sequences.
 
     Sequences are dealt to the ranks in turn. All ranks get equally many micro-batches; the last ones may be dummies.
     """
@@ -136,7 +121,6 @@ def all_batches(
     dataset: Dataset, rows_each: int, rank: int = 0, num_ranks: int = 1, reader: PixelReader | None = None
 ) -> Iterator[MicroBatch]:
     """Yield this rank's share of the dataset in file order, one sample a sequence; each rank gets as many batches."""
-    samples = iter(dataset)
-    while batch := list(islice(samples, rows_each * num_ranks)):
-        local_samples = batch[rank::num_ranks]
-        yield collate(local_samples, reader) if local_samples else dummy_batch(reader)
+    keys = dataset.sample_keys()
+    while rows := [[key] for key in islice(keys, rows_each * num_ranks)]:
+        yield from micro_batches(rows, dataset, rows_each, rank, num_ranks, reader)

@@ -66,7 +66,7 @@ class Conversation:
 
     `kind`: `chat` goes through the chat template; `completion` is a prompt and its completion as bare text (two
     messages); `text` is one bare text, all of it trained (one message). `prompt` is a chat that ends before the
-    assistant's turn, `text prompt` a bare text to go on from (one message).
+    assistant's turn, `text prompt` a bare text to continue (one message).
     """
 
     messages: tuple[Message, ...]
@@ -97,10 +97,7 @@ that writes them as text."""
 
 
 def check_turns(messages: Sequence[Message]) -> None:
-    """Raise BadRow if turns are out of order, or if the conversation does not end with the assistant.
-
-    Raises: BadRow with the position of the first turn that is out of order.
-    """
+    """Raise BadRow if turns are out of order, or if the conversation does not end with the assistant."""
     roles = [message.role for message in messages]
     if not roles:
         raise BadRow("the conversation is empty")
@@ -111,8 +108,8 @@ def check_turns(messages: Sequence[Message]) -> None:
         if message.role not in FOLLOWERS[state]:
             after = f"after {'tool calls' if state == 'calls' else state}" if state else "at the start"
             raise BadRow(
-                f"roles out of order at message {position} of {len(roles)}: {message.role} {after}, where "
-                f"{' or '.join(FOLLOWERS[state])} must stand (roles: {_join_roles(roles)})"
+                f"roles out of order at message {position} of {len(roles)}: {message.role} {after}, "
+                f"expected {' or '.join(FOLLOWERS[state])} (roles: {_join_roles(roles)})"
             )
         in_words = message.role == "assistant" and "<tool_call>" in message.content  # Hermes writes calls as text
         state = "calls" if message.tool_calls else "calls in words" if in_words else message.role
@@ -121,10 +118,7 @@ def check_turns(messages: Sequence[Message]) -> None:
 
 
 def check_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
-    """Raise BadRow for calls of tools that the row does not declare: the model could not know them.
-
-    Raises: BadRow naming the tool.
-    """
+    """Raise BadRow for calls of tools that the row does not declare: the model could not know them."""
     declared = [tool.get("function", {}).get("name") for tool in tools]
     for message in messages:
         for call in message.tool_calls:

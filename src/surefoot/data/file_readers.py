@@ -11,12 +11,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from surefoot.data.json_rows import json_lines, json_values
 from surefoot.data.rows import MAX_ROW_BYTES, READ_BYTES, Broken, Row, lines_of, too_long
 from surefoot.data.table_rows import arrow_rows, csv_rows, parquet_rows
-from surefoot.data.zstandard_file import ZstandardFile
 from surefoot.errors import DataError
 
 CHUNK_ROWS = 4096
@@ -29,7 +28,10 @@ KINDS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+TEXT_READERS = {"jsonl": json_lines, "json": json_values, "csv": csv_rows}
 COMPRESSIONS = (".gz", ".zst")
+ZSTANDARD_BYTES = 1 << 10
+"""Compressed bytes read at a time. They expand to at most 32 MiB: a block of 4 bytes can hold 128 KiB."""
 
 
 @dataclass(frozen=True)
@@ -145,28 +147,18 @@ def stream_chunks(path: Path) -> Iterator[tuple[Chunk, list[Row]]]:
     kind, compression = kind_and_compression
     try:
         if kind in ("parquet", "arrow"):
-            rows = (parquet_rows if kind == "parquet" else arrow_rows)(path)
-            yield from _split_into_chunks(_add_file_name(rows, path))
+            yield from _split_into_chunks((parquet_rows if kind == "parquet" else arrow_rows)(path))
         else:
             with _open_decompressed(path, compression) as file:
-                rows = {"jsonl": json_lines, "json": json_values, "csv": csv_rows}[kind](file)
-                yield from _split_into_chunks(_add_file_name(rows, path))
+                yield from _split_into_chunks(TEXT_READERS[kind](file))
+    except Broken as error:
+        raise DataError(f"{path.name}{error}") from error.__cause__
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path.name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except Exception as error:
         if compression and type(error).__name__ == "ZstdError":
             raise DataError(f"{path.name}: not readable as Zstandard: {error}") from error
         raise
-
-
-Item = TypeVar("Item")
-
-
-def _add_file_name(rows: Iterable[Item], path: Path) -> Iterator[Item]:
-    try:
-        yield from rows
-    except Broken as error:
-        raise DataError(f"{path.name}{error}") from error.__cause__
 
 
 def _split_into_chunks(rows: Iterable[Row]) -> Iterator[tuple[Chunk, list[Row]]]:
@@ -202,3 +194,39 @@ def _open_decompressed(path: Path, compression: str) -> Any:
     if compression == ".zst":
         return io.BufferedReader(ZstandardFile(path), READ_BYTES)
     return open(path, "rb")
+
+
+class ZstandardFile(io.RawIOBase):
+    """Decompressed bytes of a Zstandard file. Unlike the library's own reader, this class detects truncated files.
+
+    Raises: EOFError for a file that ends within a frame.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self._frame: Any = None
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        import zstandard
+
+        while not self._ready:
+            content = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
+            content = content or self._file.read(ZSTANDARD_BYTES)
+            if not content:
+                if self._frame is not None and not self._frame.eof:
+                    raise EOFError("the compressed file ends before its data do. Was it copied whole?")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+            self._ready = memoryview(self._frame.decompress(content))
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

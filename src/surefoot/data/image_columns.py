@@ -82,7 +82,7 @@ def place_images(messages: Sequence[Message], sources: Sequence[ImageSource] | N
         if sources and not any(message.images for message in placed):
             first = next((i for i, message in enumerate(placed) if message.role == "user"), None)
             if first is None:
-                raise BadRow(f"the row has {len(sources)} images and no turn of the user that they could stand in")
+                raise BadRow(f"the row has {len(sources)} images and no turn of the user to put them into")
             user_turn = placed[first]
             placed[first] = replace(
                 user_turn,
@@ -99,7 +99,7 @@ def place_images(messages: Sequence[Message], sources: Sequence[ImageSource] | N
     filled = []
     for message in placed:
         if message.images and message.role == "assistant":
-            raise BadRow("the assistant's turn holds an image; only what is asked can")
+            raise BadRow("the assistant's turn holds an image; only other turns can")
         images = tuple(next(rest) if source is None else source for source in message.images)
         filled.append(replace(message, images=images) if images else message)
     return tuple(filled)

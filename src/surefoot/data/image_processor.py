@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from surefoot.data.images import Image, ImageSettings, open_image, positions
+from surefoot.data.images import Image, ImageSettings, open_image, rotary_positions
 from surefoot.errors import DataError
 from surefoot.system.json_files import read_object
 
@@ -77,26 +77,23 @@ class PixelReader:
             raise DataError(f"{place}: {error}") from error
         return file.getvalue()
 
-    def places(self, ids: NDArray[np.int32], images: Sequence[Image]) -> Tensor:
-        """Return `positions` of a sample as a tensor: int64 [3, n]."""
-        return torch.from_numpy(positions(ids, images, self.settings.token_id))
+    def positions(self, ids: NDArray[np.int32], images: Sequence[Image]) -> Tensor:
+        """Return `rotary_positions` of a sample as a tensor: int64 [3, n]."""
+        return torch.from_numpy(rotary_positions(ids, images, self.settings.token_id))
 
     def _load_patches(self, image: Image) -> Tensor:
         """Return the patches of one image, from the cache of the most recently used ones if possible."""
-        cached = self._cached_patches.pop(image, None)
-        self._cached_patches[image] = cached if cached is not None else self._read_pixels(image)
+        patches = self._cached_patches.pop(image, None)
+        if patches is None:
+            with open_image(image, self.settings.cell) as picture:
+                patches = self._processor(images=picture, do_resize=False, return_tensors="pt")["pixel_values"]
+        self._cached_patches[image] = patches
         while (
             len(self._cached_patches) > 1
-            and sum(patches.nbytes for patches in self._cached_patches.values()) > PATCH_CACHE_BYTES
+            and sum(cached.nbytes for cached in self._cached_patches.values()) > PATCH_CACHE_BYTES
         ):
             self._cached_patches.popitem(last=False)
-        return self._cached_patches[image]
-
-    def _read_pixels(self, image: Image) -> Tensor:
-        with open_image(image, self.settings.cell) as picture:
-            features = self._processor(images=picture, do_resize=False, return_tensors="pt")
-        pixels: Tensor = features["pixel_values"]
-        return pixels
+        return patches
 
 
 def load_processor(folder: Path) -> Qwen2VLImageProcessorPil | None:

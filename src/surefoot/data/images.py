@@ -31,11 +31,11 @@ from surefoot.data.download import download
 from surefoot.errors import DataError
 from surefoot.system.atomic_io import cache_folder, write_bytes
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Size limit of an image file in bytes; a larger file is a mistake."""
-MOST_PIXELS = 89_478_485
+MAX_PIXELS = 89_478_485
 """Limit of an image's pixels: Pillow warns of more. Decoding takes up to 24 bytes a pixel, 2 GiB."""
-MOST_ASPECT = 200
+MAX_ASPECT = 200
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Decoders that files may start. Some other decoders of Pillow run programs, such as Ghostscript for EPS."""
 
@@ -62,8 +62,8 @@ class ImageSettings:
 
     def cells(self, width: int, height: int) -> tuple[int, int]:
         """Return (rows, columns) of cells that an image is scaled to. Raises: BadRow for too narrow an image."""
-        if max(height, width) > MOST_ASPECT * min(height, width):
-            raise BadRow(f"an image of {width} x {height} pixels is more than {MOST_ASPECT} times as long as wide")
+        if max(height, width) > MAX_ASPECT * min(height, width):
+            raise BadRow(f"an image of {width} x {height} pixels is more than {MAX_ASPECT} times as long as wide")
         rows, columns = (round(side / self.cell) for side in (height, width))
         if rows * columns * self.cell**2 > self.max_pixels:
             shrink = math.sqrt(height * width / self.max_pixels)
@@ -161,7 +161,9 @@ def _resolve_path(source: ImageSource, folder: Path, settings: ImageSettings) ->
     if colon and scheme.lower() == "data":
         kind, comma, text = rest.partition(",")
         if not comma or not kind.endswith(";base64"):
-            raise BadRow(f"an image begins {source[:40]!r}; of data: addresses only data:image/...;base64,... is known")
+            raise BadRow(
+                f"an image begins {source[:40]!r}; the only data: address that is read is data:image/...;base64,..."
+            )
         return _cache_bytes(_decode_base64(text))
     if scheme == "base64" and colon:
         return _cache_bytes(_decode_base64(rest))
@@ -170,7 +172,7 @@ def _resolve_path(source: ImageSource, folder: Path, settings: ImageSettings) ->
     if scheme.lower() == "file" and rest.startswith("//"):
         source = urllib.parse.unquote(rest.removeprefix("//").removeprefix("localhost"))
     elif rest.startswith("//"):
-        raise BadRow(f"image {name} is an address of a kind that is not read; of these https is")
+        raise BadRow(f"image {name} is an address, and only http and https addresses are read")
     folders = [Path(settings.folder)] if settings.folder is not None else [folder, Path()]
     try:
         path = Path(source).expanduser()
@@ -178,7 +180,7 @@ def _resolve_path(source: ImageSource, folder: Path, settings: ImageSettings) ->
         existing = next((candidate.resolve() for candidate in tried if candidate.is_file()), None)
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, an unknown home, a NUL in it
         raise BadRow(
-            f"image {name} is no path ({type(error).__name__}); before base64 `data:image/png;base64,` must stand"
+            f"image {name} is no path ({type(error).__name__}); base64 text must begin with `data:image/png;base64,`"
         ) from error
     if existing is None:
         if any(candidate.is_dir() for candidate in tried):
@@ -225,7 +227,7 @@ def _download_once(address: str, settings: ImageSettings) -> Path:
 def _fetch_image(address: str) -> bytes:
     """Return the content of an image file. Raises: BadRow, BadImage; an error page is no image."""
     try:
-        content = download(address, most_bytes=MOST_BYTES)
+        content = download(address, most_bytes=MAX_BYTES)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise BadImage(f"image {address[:200]} could not be fetched: {error}") from error
     _check_size(len(content), address)
@@ -243,8 +245,8 @@ def _cache_bytes(content: bytes) -> Path:
 
 
 def _check_size(num_bytes: int, name: str) -> None:
-    if num_bytes > MOST_BYTES:
-        raise BadRow(f"image {name} has over {MOST_BYTES >> 20} MiB; larger ones are not read")
+    if num_bytes > MAX_BYTES:
+        raise BadRow(f"image {name} has over {MAX_BYTES >> 20} MiB; larger ones are not read")
 
 
 def _get_stamp(status: os.stat_result) -> tuple[int, int]:
@@ -264,7 +266,7 @@ def _read_regular_file(path: Path) -> tuple[bytes, tuple[int, int]]:
             if not stat.S_ISREG(status.st_mode):
                 raise BadImage(f"image {path} is not a regular file. Devices, pipes and sockets are not read")
             _check_size(status.st_size, str(path))
-            content = file.read(MOST_BYTES + 1)
+            content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise BadImage(f"image {path} cannot be read: {error.strerror or error}") from error
     _check_size(len(content), str(path))
@@ -320,7 +322,7 @@ def _open_header(content: bytes, name: str) -> Pillow.Image:
         pixels = re.search(r"\d+", str(error))
         raise _describe_too_large(name, pixels.group() if pixels else "far more") from error
     width, height = picture.size
-    if width * height > MOST_PIXELS:
+    if width * height > MAX_PIXELS:
         raise _describe_too_large(name, f"{width} x {height}")
     if width * height == 0:
         raise BadImage(f"image {name} is broken: it has {width} x {height} pixels")
@@ -329,12 +331,12 @@ def _open_header(content: bytes, name: str) -> Pillow.Image:
 
 def _describe_too_large(name: str, pixels: str) -> BadImage:
     return BadImage(
-        f"image {name} has {pixels} pixels, and no more than {MOST_PIXELS} are decoded, which takes 2 GiB of memory. "
+        f"image {name} has {pixels} pixels, and no more than {MAX_PIXELS} are decoded, which takes 2 GiB of memory. "
         "Scale it down"
     )
 
 
-def positions(ids: NDArray[np.int32], images: Sequence[Image], token_id: int) -> NDArray[np.int64]:
+def rotary_positions(ids: NDArray[np.int32], images: Sequence[Image], token_id: int) -> NDArray[np.int64]:
     """Return the rotary positions of a sample's tokens: time, row and column, [3, n].
 
     Text advances all three. The cells of an image count rows and columns from the image's first position, and the

@@ -9,10 +9,11 @@ import numpy as np
 
 from surefoot.data.checks import data_findings, digests
 from surefoot.data.conversation import BadRow
-from surefoot.data.dataset import ChunkSamples, Counts, Dataset
+from surefoot.data.dataset import Counts, Dataset
 from surefoot.data.file_readers import ChunkReader
 from surefoot.data.render import Renderer
 from surefoot.data.row_formats import Reader
+from surefoot.data.sample_selection import ChunkSamples
 from surefoot.errors import DataError
 from surefoot.findings import Finding
 
@@ -87,7 +88,7 @@ class DataReport:
         }
 
 
-def look(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataReport:
+def report_on(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataReport:
     """Return the report of a prepared dataset. Rows that training would refuse appear as findings or skipped rows."""
     refusal = None
     try:
@@ -96,8 +97,8 @@ def look(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataReport
         refusal = str(error)
     dataset = dataset.without_validation()
     held_out = held_out.without_validation() if held_out is not None else None
-    usable = [dataset.usable(number) for number in range(len(dataset.chunks))]
-    all_lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in usable)])
+    parts = [dataset.chunk_samples(number) for number in range(len(dataset.chunks))]
+    all_lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)])
     counts = dataset.counts()
     all_digests = digests(dataset)
     return DataReport(
@@ -105,24 +106,24 @@ def look(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataReport
         counts=counts,
         held_out=held_out.counts() if held_out is not None else None,
         tokens=int(all_lengths.sum()),
-        trained_tokens=sum(int(part.trained.sum()) for part in usable),
+        trained_tokens=sum(int(part.trained.sum()) for part in parts),
         duplicates=len(all_digests) - len(np.unique(all_digests)),
         lengths=_summarize(all_lengths),
-        images=_summarize_images(dataset, usable),
+        images=_summarize_images(dataset, parts),
         histogram=_build_histogram(all_lengths),
         skipped=list(islice(dataset.skipped(), SKIPPED_SHOWN)),
         findings=data_findings(dataset, held_out),
         refusal=refusal,
         samples=list(islice(_render_samples(dataset), show)),
-        are_prompts=any(source.spec.prompts for source in dataset.sources),
+        are_prompts=dataset.has_prompts,
     )
 
 
-def _summarize_images(dataset: Dataset, usable: Sequence[ChunkSamples]) -> dict[str, int]:
+def _summarize_images(dataset: Dataset, parts: Sequence[ChunkSamples]) -> dict[str, int]:
     """Return the number of images and the tokens per image; empty without images."""
     tokens = [
         image.num_tokens
-        for number, part in enumerate(usable)
+        for number, part in enumerate(parts)
         for sample in part.samples.tolist()
         for image in dataset.shard(number).images(sample)
     ]
@@ -149,11 +150,11 @@ def _render_samples(dataset: Dataset) -> Iterator[ShownSample]:
     """Yield samples in file order, rendered again, because the cache holds token ids only."""
     renderer, chunks = Renderer(dataset.renderer_source), ChunkReader()
     for number, ref in enumerate(dataset.chunks):
-        file = dataset.file_of(ref)
-        reader = Reader(file.recipe.spec, file.format)
+        file = dataset.files[ref.file]
+        reader = Reader(file.recipe.spec, file.recipe.format)
         rows = chunks.rows(file.recipe.path, file.chunks[ref.index])
         shard = dataset.shard(number)
-        for index in dataset.usable(number).samples.tolist():
+        for index in dataset.chunk_samples(number).samples.tolist():
             conversation = reader.read(rows[int(shard.rows[index])].columns)
             try:
                 text = renderer.render(conversation, file.recipe.path.parent)
@@ -163,7 +164,7 @@ def _render_samples(dataset: Dataset) -> Iterator[ShownSample]:
             assert not isinstance(rendered, BadRow)
             assert rendered.bounds is not None
             sample = dataset.sample(number, index)
-            first, last = dataset.window(len(rendered.ids))
+            first, last = dataset.options.kept_range(len(rendered.ids))
             bounds = rendered.bounds[first:last]
             begin = bounds[0][0] if first else 0
             end = bounds[-1][1] if last < len(rendered.ids) else len(text.text)

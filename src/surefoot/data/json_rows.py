@@ -3,6 +3,8 @@
 import codecs
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, islice
 from typing import IO, Any
 
 from surefoot.data.rows import MAX_DEPTH, MAX_ROW_BYTES, READ_BYTES, Broken, Row, lines_of, too_long
@@ -77,35 +79,29 @@ def json_values(file: IO[bytes]) -> Iterator[Row]:
             line = text.line
             yield _build_row(text.value(), line)
         return
+    items = _array_items(text)
+    first = list(islice(items, 2))
+    share_a_line = len(first) == 2 and first[0].line == first[1].line
+    for number, row in enumerate(chain(first, items), 1):
+        yield replace(row, line=number) if share_a_line else row
+
+
+def _array_items(text: "_TextWindow") -> Iterator[Row]:
+    """Yield the items of a JSON array. Raises: Broken."""
     if text.next_mark() != "[":
         raise Broken(f":{text.line}: expected a JSON array of objects, or one object a line")
     text.position += 1
-    number, has_lines = 0, True
-    first: Row | None = None
-    if text.next_mark() == "]":
-        return
-    while True:
+    mark = "" if text.next_mark() == "]" else ","
+    while mark == ",":
         text.next_mark()
-        number, line = number + 1, text.line
-        row = _build_row(text.value(), line)
-        if number == 2 and first is not None:  # the first row waits for the second, which may be on the same line
-            has_lines = first.line != line
-            yield Row(first.columns, first.line if has_lines else 1, first.problem)
-        if number == 1:
-            first = row
-        else:
-            yield row if has_lines else Row(row.columns, number, row.problem)
+        line = text.line
+        yield _build_row(text.value(), line)
         mark = text.next_mark()
-        if mark == "]":
-            text.position += 1
-            if trailing := text.next_mark():
-                raise Broken(f":{text.line}: {trailing!r} after the end of the array")
-            break
-        if mark != ",":
+        if mark not in (",", "]"):
             raise Broken(f":{text.line}: {_describe_cut(mark)}")
         text.position += 1
-    if number == 1 and first is not None:
-        yield first
+    if mark and (trailing := text.next_mark()):
+        raise Broken(f":{text.line}: {trailing!r} after the end of the array")
 
 
 def _describe_cut(mark: str) -> str:

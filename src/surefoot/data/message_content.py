@@ -67,7 +67,7 @@ def text_of(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise BadRow(f"{name} is {shown(value)}; it must be a text")
     if IMAGE in value:
-        raise BadRow(f"{name} holds the character U+{ord(IMAGE):X}, which stands for images here")
+        raise BadRow(f"{name} holds the character U+{ord(IMAGE):X}, which marks images here")
     if "\0" in value:
         raise BadRow(f"{name} holds a NUL character at position {value.index(chr(0)) + 1}: binary data, not text")
     try:

@@ -10,20 +10,23 @@ import signal
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
-from typing import Any, NoReturn
+from typing import Any
 
 from surefoot import errors
 from surefoot.data.cache import CachedFile
 from surefoot.data.file_readers import Chunk
 from surefoot.data.images import NOT_FETCHED
-from surefoot.data.prepare_worker import Preparer, source_as_dict
+from surefoot.data.prepare_worker import Preparer
 from surefoot.data.render import RendererSource
-from surefoot.data.template_process import TEMPLATE_PROCESS, TOO_LONG
+from surefoot.data.template_process import TEMPLATE_PROCESS
 from surefoot.errors import DataError, SurefootError
+from surefoot.system.compute_limits import STUCK_SIGNAL
+from surefoot.system.line_pipe import LinePipe
 from surefoot.system.process import PYTHON
 
 SMALL_BYTES = 1 << 20
@@ -35,6 +38,8 @@ CHUNK_DEADLINE_S = 600.0
 POLL_S = 0.05
 WAIT_S = 0.5
 GROWTH_EVERY_S = 1.0
+STATUS_WITHIN_S = 5.0
+"""Seconds until the exit status of a worker that has ended must be known."""
 
 
 @dataclass(frozen=True)
@@ -57,39 +62,49 @@ class Progress:
             return None
         return self.seconds * (self.bytes_total - self.bytes_done) / self.bytes_done
 
+    def as_text(self) -> str:
+        """Return a line for the console."""
+        share = eta = ""
+        if self.eta_s is not None:
+            done = self.bytes_done / self.bytes_total
+            share = f"[{'#' * round(20 * done):.<20}] {done:.0%}, "
+            eta = f", ETA {int(self.eta_s) // 60}:{int(self.eta_s) % 60:02d}"
+        return f"preparing data: {share}{self.rows} rows, {self.rows_per_second:.0f} rows/s{eta}"
+
 
 OnProgress = Callable[[Progress | None], None]
 """Callback with the progress; None means that another process or thread prepares and has written more shards."""
 
 
+@dataclass(frozen=True)
+class PrepareOptions:
+    """Options of the preparation in this process."""
+
+    num_workers: int = 0
+    only_waits: bool = False
+    """Whether another process of this machine prepares, and this one waits for its shards."""
+    on_progress: OnProgress = lambda _: None
+
+
 class Preparation:
     """The preparation of files with one renderer.
 
-    Chunks are dealt in the order of `first` (pairs of file and chunk), then in the files' order. With `only_waits`,
-    another process of this machine prepares.
+    Chunks are dealt in the order of `first` (pairs of file and chunk), then in the files' order.
     """
 
-    def __init__(
-        self,
-        files: Sequence[CachedFile],
-        source: RendererSource,
-        *,
-        num_workers: int,
-        only_waits: bool = False,
-        on_progress: OnProgress = lambda _: None,
-    ) -> None:
+    def __init__(self, files: Sequence[CachedFile], source: RendererSource, options: PrepareOptions) -> None:
         self._files = files
-        self._only_waits = only_waits
         self._source = source
-        self._num_workers = num_workers
-        self._on_progress = on_progress
+        self._only_waits = options.only_waits
+        self._num_workers = options.num_workers
+        self._on_progress = options.on_progress
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._rows = self._bytes = self._cached_bytes = 0
         self._began = time.monotonic()
         self._created_ns = time.time_ns()
-        self._num_shards, self._next_report_s = 0, 0.0
+        self._num_shards, self._next_report_s, self._last_growth_s = 0, 0.0, 0.0
 
     @property
     def is_complete(self) -> bool:
@@ -106,7 +121,7 @@ class Preparation:
         Raises: DataError for data, a template or a worker that fails; StorageError where writing fails.
         """
         NOT_FETCHED.clear()  # a download may succeed this time
-        deadline, num_shards = time.monotonic() + CHUNK_DEADLINE_S, 0
+        self._last_growth_s = time.monotonic()
         while not self._stopping.is_set():
             missing = [index for index, file in enumerate(self._files) if not file.is_complete]
             if not missing:
@@ -117,7 +132,7 @@ class Preparation:
                 incomplete = [index for index in locked if not self._files[index].is_complete]
                 if incomplete:
                     self._prepare_files(incomplete, first)
-                    deadline = time.monotonic() + CHUNK_DEADLINE_S
+                    self._last_growth_s = time.monotonic()
             finally:
                 for index in missing:
                     self._files[index].unlock()
@@ -125,10 +140,7 @@ class Preparation:
                 self._raise_remote_failure()
                 time.sleep(WAIT_S)
                 self._report_growth()
-                num_shards, before = self._count_shards(missing), num_shards
-                if num_shards > before:
-                    deadline = time.monotonic() + CHUNK_DEADLINE_S
-                if time.monotonic() > deadline:
+                if time.monotonic() - self._last_growth_s > CHUNK_DEADLINE_S:
                     lock = self._files[missing[0]].recipe.folder / "lock"
                     raise DataError(
                         f"another process holds {lock}, but has prepared nothing for {CHUNK_DEADLINE_S:.0f} s. End it "
@@ -195,13 +207,10 @@ class Preparation:
         if time.monotonic() < self._next_report_s:
             return
         self._next_report_s = time.monotonic() + GROWTH_EVERY_S
-        num_shards, before = self._count_shards(range(len(self._files))), self._num_shards
-        if num_shards > before:
-            self._num_shards = num_shards
+        num_shards = sum(1 for file in self._files for _ in file.recipe.folder.glob("*.safetensors"))
+        if num_shards > self._num_shards:
+            self._num_shards, self._last_growth_s = num_shards, time.monotonic()
             self._on_progress(None)
-
-    def _count_shards(self, files: Sequence[int]) -> int:
-        return sum(1 for index in files for _ in self._files[index].recipe.folder.glob("*.safetensors"))
 
     def _prepare_files(self, incomplete: Sequence[int], first: Sequence[tuple[int, int]]) -> None:
         self._began = time.monotonic()
@@ -234,10 +243,13 @@ class Preparation:
 class _Job:
     """A chunk to prepare."""
 
-    number: int
-    """Index of the file."""
     file: CachedFile
     chunk: Chunk
+    sent_s: float = 0.0
+    """Time at which a worker got it, on the monotonic clock."""
+
+    def __str__(self) -> str:
+        return f"chunk {self.chunk.index} (rows from {self.chunk.first_row + 1} on)"
 
 
 def _list_jobs(
@@ -249,7 +261,15 @@ def _list_jobs(
     for number, index in chain((pair for pair in first if pair[0] in incomplete), rest):
         if (number, index) not in dealt and not files[number].has(index):
             dealt.add((number, index))
-            yield _Job(number, files[number], files[number].chunks[index])
+            yield _Job(files[number], files[number].chunks[index])
+
+
+@dataclass
+class _Worker:
+    """A worker process as its pipe, and the jobs that it has not answered yet, in the order of its answers."""
+
+    pipe: LinePipe
+    jobs: deque[_Job] = field(default_factory=deque)
 
 
 class _WorkerPool:
@@ -258,44 +278,32 @@ class _WorkerPool:
     def __init__(self, source: RendererSource, count: int) -> None:
         self._source = source
         self._count = count
-        self._jobs: list[int] = []
-        """Descriptors for writing jobs, by worker."""
-        self._responses: list[int] = []
-        """Descriptors for reading responses, by worker."""
-        self._unread: dict[int, bytes] = {}
 
     def __enter__(self) -> "_WorkerPool":
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        pipe_ends: list[tuple[int, int]] = []
-        for _ in range(self._count):
-            jobs_end, jobs = os.pipe()
-            responses, responses_end = os.pipe()
-            self._jobs.append(jobs)
-            self._responses.append(responses)
-            pipe_ends.append((jobs_end, responses_end))
+        pipes = [(os.pipe(), os.pipe()) for _ in range(self._count)]
+        self._workers = [_Worker(LinePipe(answers[0], jobs[1])) for jobs, answers in pipes]
+        inherited = [(jobs[0], answers[1]) for jobs, answers in pipes]
         self._loader = subprocess.Popen(
-            [*PYTHON, "-m", "surefoot.data.prepare_worker", *(f"{jobs},{responses}" for jobs, responses in pipe_ends)],
+            [*PYTHON, "-m", "surefoot.data.prepare_worker", *(f"{jobs},{answers}" for jobs, answers in inherited)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=[descriptor for pair in pipe_ends for descriptor in pair],
-            env=environment,
+            pass_fds=[*chain(*inherited)],
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # this process handles interrupts from the keyboard
         )
-        for pair in pipe_ends:
-            for descriptor in pair:
-                os.close(descriptor)
-        assert self._loader.stdin is not None
-        with suppress(BrokenPipeError):  # the wait for responses detects and reports its end
-            self._loader.stdin.write(json.dumps(source_as_dict(self._source)).encode() + b"\n")
-            self._loader.stdin.flush()
+        for descriptor in chain(*inherited):
+            os.close(descriptor)
+        self._loader_pipe = LinePipe.to_process(self._loader)
+        with suppress(BrokenPipeError):  # the wait for answers detects and reports its end
+            self._loader_pipe.send(json.dumps(asdict(self._source)).encode())
         return self
 
     def __exit__(self, *_: object) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._loader.pid, signal.SIGKILL)
         self._loader.wait(timeout=30)
-        for descriptor in (*self._jobs, *self._responses):
-            os.close(descriptor)
+        for worker in self._workers:
+            worker.pipe.close()
         for pipe in (self._loader.stdin, self._loader.stdout):
             if pipe is not None:
                 with suppress(BrokenPipeError):
@@ -303,89 +311,67 @@ class _WorkerPool:
 
     def run(self, waiting: Iterator[_Job], stopping: threading.Event) -> Iterator[_Job]:
         """Deal out the jobs; yield each when it is done."""
-        running: dict[int, dict[tuple[int, int], tuple[_Job, float]]] = {i: {} for i in range(self._count)}
         with selectors.DefaultSelector() as selector:
-            for number, descriptor in enumerate(self._responses):
-                selector.register(descriptor, selectors.EVENT_READ, number)
-            for _ in range(2):
-                for number in running:
-                    self._send_job(number, waiting, running[number])
-            while any(running.values()) and not stopping.is_set():
+            for number, worker in enumerate(self._workers):
+                selector.register(worker.pipe.incoming, selectors.EVENT_READ, number)
+            for worker in self._workers * 2:
+                self._send_job(worker, waiting)
+            while any(worker.jobs for worker in self._workers) and not stopping.is_set():
                 for key, _ in selector.select(POLL_S):
-                    number = key.data
-                    for response in self._read_responses(number, running[number]):
-                        job, _ = running[number].pop((response["file"], response["index"]))
-                        if "error" in response:
-                            kind, text = response["error"]
+                    for answer in self._read_answers(key.data):
+                        job = self._workers[key.data].jobs.popleft()
+                        if "error" in answer:
+                            kind, text = answer["error"]
                             raise getattr(errors, kind, SurefootError)(text)
                         yield job
-                        self._send_job(number, waiting, running[number])
-                self._check_deadlines(running)
+                        self._send_job(self._workers[key.data], waiting)
+                self._check_deadlines()
 
-    def _read_responses(self, number: int, pending: dict[tuple[int, int], tuple[_Job, float]]) -> list[dict[str, Any]]:
-        """Read complete response lines of a worker. Raises: DataError if it has ended."""
-        piece = os.read(self._responses[number], 1 << 16)
-        if not piece:
-            self._raise_worker_death(number, pending)
-        *lines, self._unread[number] = (self._unread.get(number, b"") + piece).split(b"\n")
-        return [json.loads(line) for line in lines]
+    def _read_answers(self, number: int) -> list[dict[str, Any]]:
+        """Return the answers of a worker that are complete. Raises: DataError if it has ended."""
+        worker = self._workers[number]
+        try:
+            return [json.loads(line) for line in worker.pipe.receive_available()]
+        except EOFError:
+            status = self._find_exit_status(number)
+        how = f"was killed by signal {-status}" if status and status < 0 else f"ended with status {status}"
+        advice = "start again, with fewer dataset_num_proc if memory is short" if status == -9 else "start again"
+        if not worker.jobs:
+            raise DataError(f"a worker process that had nothing to prepare {how}. What was prepared is kept; {advice}.")
+        job = worker.jobs[0]
+        if status == -STUCK_SIGNAL:
+            raise DataError(
+                f"{job.file.recipe.name}: the chat template takes too long for a row of {job}: an endless loop? Give "
+                "another one with chat_template."
+            )
+        raise DataError(
+            f"{job.file.recipe.name}: a worker process {how} while it prepared {job}. What was prepared is kept; "
+            f"{advice}."
+        )
 
-    def _send_job(
-        self, number: int, waiting: Iterator[_Job], pending: dict[tuple[int, int], tuple[_Job, float]]
-    ) -> None:
+    def _send_job(self, worker: _Worker, waiting: Iterator[_Job]) -> None:
         job = next(waiting, None)
         if job is None:
             return
-        message = {
-            "file": job.number,
-            "recipe": job.file.recipe.as_dict(),
-            "chunk": vars(job.chunk),
-        }
-        pending[job.number, job.chunk.index] = (job, time.monotonic())
-        with suppress(BrokenPipeError):  # the wait for responses detects and reports its end
-            os.write(self._jobs[number], json.dumps(message).encode() + b"\n")
-
-    def _raise_worker_death(self, number: int, pending: dict[tuple[int, int], tuple[_Job, float]]) -> NoReturn:
-        status = self._find_exit_status(number)
-        how = f"was killed by signal {-status}" if status and status < 0 else f"ended with status {status}"
-        advice = "start again, with fewer dataset_num_proc if memory is short" if status == -9 else "start again"
-        if not pending:
-            raise DataError(f"a worker process that had nothing to prepare {how}. What was prepared is kept; {advice}.")
-        job, _ = next(iter(pending.values()))
-        if status == -TOO_LONG:
-            raise DataError(
-                f"{job.file.recipe.name}: the chat template takes too long for a row of chunk {job.chunk.index} (rows "
-                f"from {job.chunk.first_row + 1} on): an endless loop? Give another one with chat_template."
-            )
-        raise DataError(
-            f"{job.file.recipe.name}: a worker process {how} while it prepared chunk {job.chunk.index}"
-            f" (rows from {job.chunk.first_row + 1} on). What was prepared is kept; {advice}."
-        )
+        worker.jobs.append(replace(job, sent_s=time.monotonic()))
+        message = {"recipe": asdict(job.file.recipe), "chunk": asdict(job.chunk)}
+        with suppress(BrokenPipeError):  # the wait for answers detects and reports its end
+            worker.pipe.send(json.dumps(message, default=str).encode())
 
     def _find_exit_status(self, number: int) -> int | None:
         """Return the exit status of a worker as reported by its parent process, or that process's own."""
-        assert self._loader.stdout is not None
-        deadline = time.monotonic() + 10
-        output = b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._loader.stdout, selectors.EVENT_READ)
-            while time.monotonic() < deadline and selector.select(1):
-                piece = os.read(self._loader.stdout.fileno(), 1 << 16)
-                if not piece:
-                    break
-                output += piece
-                for line in output.splitlines():
-                    report = json.loads(line)
-                    if report["worker"] == number:
-                        return int(report["status"])
+        deadline = time.monotonic() + STATUS_WITHIN_S
+        with suppress(TimeoutError, EOFError):
+            while True:
+                report = json.loads(self._loader_pipe.receive(deadline))
+                if report["worker"] == number:
+                    return int(report["status"])
         return self._loader.poll()
 
-    def _check_deadlines(self, running: dict[int, dict[tuple[int, int], tuple[_Job, float]]]) -> None:
-        for pending in running.values():
-            for job, began in list(pending.values())[:1]:
-                if time.monotonic() - began > 2 * CHUNK_DEADLINE_S:
-                    raise DataError(
-                        f"{job.file.recipe.name}: preparing chunk {job.chunk.index} "
-                        f"(rows from {job.chunk.first_row + 1} on) took over "
-                        f"{2 * CHUNK_DEADLINE_S:.0f} s. Is the chat template very slow, or the machine overloaded?"
-                    )
+    def _check_deadlines(self) -> None:
+        for job in (worker.jobs[0] for worker in self._workers if worker.jobs):
+            if time.monotonic() - job.sent_s > 2 * CHUNK_DEADLINE_S:
+                raise DataError(
+                    f"{job.file.recipe.name}: preparing {job} took over {2 * CHUNK_DEADLINE_S:.0f} s. Is the chat "
+                    "template very slow, or the machine overloaded?"
+                )

@@ -12,96 +12,28 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from surefoot.data.cache import FileRecipe, stamp_of
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.file_readers import Chunk, ChunkReader
 from surefoot.data.images import BadImage, ImageSettings
 from surefoot.data.render import Renderer, RendererSource
-from surefoot.data.row_formats import FormatSpec, Reader, format_of
+from surefoot.data.row_formats import Reader
 from surefoot.data.rows import Row
-from surefoot.data.shard import ShardWriter
+from surefoot.data.shard import ShardRow, ShardWriter
 from surefoot.data.template import TemplateSource, Text
 from surefoot.data.template_process import TEMPLATE_PROCESS
 from surefoot.errors import DataError, SurefootError
+from surefoot.system.line_pipe import LinePipe
 
 BATCH_ROWS = 512
 BATCH_CHARACTERS = 1 << 18
 """Number of characters tokenised together; bounds memory."""
-
-
-@dataclass(frozen=True)
-class FileRecipe:
-    """A file with its format and the folder of its shards."""
-
-    path: Path
-    name: str
-    """Name in places: `data.jsonl` of `data.jsonl:203`."""
-    spec: FormatSpec
-    folder: Path
-    format: str
-    """Format detected from the first row, before any worker reads the file."""
-    stamp: tuple[int, int, int]
-    """Size, mtime and inode of the file when its content was hashed."""
-    keep_columns: bool = False
-
-    def shard_path(self, index: int) -> Path:
-        return self.folder / f"{index:08d}.safetensors"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the recipe as JSON values, for worker processes."""
-        return {
-            "path": str(self.path),
-            "name": self.name,
-            "spec": self.spec.as_dict(),
-            "folder": str(self.folder),
-            "format": self.format,
-            "stamp": self.stamp,
-            "keep_columns": self.keep_columns,
-        }
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> "FileRecipe":
-        return FileRecipe(
-            Path(values["path"]),
-            values["name"],
-            FormatSpec(**values["spec"]),
-            Path(values["folder"]),
-            values["format"],
-            tuple(values["stamp"]),
-            values["keep_columns"],
-        )
-
-
-def stamp_of(path: Path) -> tuple[int, int, int]:
-    """Return size, mtime and inode, which show that a file changed. Raises: DataError if it is missing."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise DataError(f"dataset {path} cannot be read: {error.strerror or error}.") from error
-    return status.st_size, status.st_mtime_ns, status.st_ino
-
-
-def detect_format(path: Path, name: str, spec: FormatSpec, chunks: Sequence[Chunk]) -> str:
-    """Detect the format of a file from its first valid row.
-
-    Raises: DataError if there is no such row, or if its format is ambiguous or unknown.
-    """
-    rows = ChunkReader().rows(path, chunks[0]) if chunks else []
-    first = next((row for row in rows if row.problem is None), None)
-    if first is not None:
-        try:
-            return format_of(spec, first.columns)
-        except BadRow as error:
-            reason = str(error).encode("utf-8", "backslashreplace").decode()  # it may quote invalid text
-            raise DataError(f"{name}:{first.line}: {reason}.") from error
-    if rows:
-        raise DataError(f"{name}:{rows[0].line}: {rows[0].problem}.")
-    raise DataError(f"dataset {path} holds no rows.")
 
 
 class Preparer:
@@ -118,9 +50,7 @@ class Preparer:
             rows = self._chunks.rows(recipe.path, chunk)
         except OSError as error:
             raise DataError(f"{recipe.name}: cannot be read: {error.strerror or error}.") from error
-        if (
-            stamp_of(recipe.path) != recipe.stamp
-        ):  # the key is of the old content, and its shard would be found for ever
+        if stamp_of(recipe.path) != recipe.stamp:  # the key is of the old content, and would hold the new one for ever
             raise DataError(f"{recipe.name} was changed while it was being prepared. Start again.")
         reader = self._readers.get(recipe.folder)
         if reader is None:
@@ -154,26 +84,19 @@ class Preparer:
             if isinstance(sample, BadRow):
                 writer.refuse(number, row.line, str(sample))
             else:
-                writer.add(number, row.line, sample, conversation.columns)
+                writer.rows.append(ShardRow(number, row.line, sample, conversation.columns))
 
 
-def source_as_dict(source: RendererSource) -> dict[str, Any]:
-    """Return a tokenizer and template as JSON values."""
-    return asdict(source)
-
-
-def source_from_dict(values: Mapping[str, Any]) -> RendererSource:
+def _parse_source(values: Mapping[str, Any]) -> RendererSource:
     template = {**values["template"], "controls": tuple(values["template"]["controls"])}
     images = ImageSettings(**values["images"]) if values["images"] is not None else None
-    return RendererSource(
-        TemplateSource(**template), values["tokenizer_sha256"], values["bos_id"], images, values["no_vision_reason"]
-    )
+    return RendererSource(**{**values, "template": TemplateSource(**template), "images": images})
 
 
 def main() -> None:
     """Load the tokenizer, fork the workers, and report the exit status of those that failed."""
     pairs = [(int(jobs), int(answers)) for jobs, answers in (pair.split(",") for pair in sys.argv[1:])]
-    preparer = Preparer(source_from_dict(json.loads(sys.stdin.readline())))
+    preparer = Preparer(_parse_source(json.loads(sys.stdin.readline())))
     _free_memory()
     workers: dict[int, int] = {}
     for number, (jobs, answers) in enumerate(pairs):
@@ -181,8 +104,9 @@ def main() -> None:
         if process == 0:
             for descriptor in {descriptor for pair in pairs[number:] for descriptor in pair} - {jobs, answers}:
                 os.close(descriptor)
+            TEMPLATE_PROCESS.is_worker = True
             with suppress(BrokenPipeError):  # the parent has ended
-                _process_jobs(preparer, jobs, answers)
+                LinePipe(jobs, answers).answer_requests(partial(_run_job, preparer))
             os._exit(0)
         os.close(jobs)
         os.close(answers)
@@ -203,20 +127,13 @@ def _free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _process_jobs(preparer: Preparer, jobs: int, answers: int) -> None:
-    """Process jobs until there are no more."""
-    TEMPLATE_PROCESS.is_worker = True
-    with open(jobs, encoding="utf-8") as lines, open(answers, "w", encoding="utf-8") as out:
-        for line in lines:
-            job = json.loads(line)
-            chunk = Chunk(**job["chunk"])
-            answer: dict[str, Any] = {"file": job["file"], "index": chunk.index}
-            try:
-                preparer.prepare(FileRecipe.from_dict(job["recipe"]), chunk)
-            except SurefootError as error:
-                answer["error"] = [type(error).__name__, str(error)]
-            out.write(json.dumps(answer) + "\n")
-            out.flush()
+def _run_job(preparer: Preparer, job: Mapping[str, Any]) -> dict[str, Any]:
+    """Prepare the chunk of a job. Return the class and the text of an error, if one ends the preparation."""
+    try:
+        preparer.prepare(FileRecipe.parse(job["recipe"]), Chunk(**job["chunk"]))
+    except SurefootError as error:
+        return {"error": [type(error).__name__, str(error)]}
+    return {}
 
 
 if __name__ == "__main__":

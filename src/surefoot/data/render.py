@@ -18,15 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.images import Image, ImageSettings, find_image
+from surefoot.data.oddities import Oddity
 from surefoot.data.template import RENDER_DEADLINE_S, ChatTemplate, Span, TemplateSource, Text
 from surefoot.data.template_process import TEMPLATE_PROCESS, Rendering
 from surefoot.errors import DataError, ModelError, is_panic
 from surefoot.system.atomic_io import cache_folder, write_bytes
 
-ENDS_TWICE, BEGINS_TWICE, ANSWER_IN_PROMPT = 1, 2, 4
-LOOKALIKE, LOST_REASONING, DROPPED_REASONING = 8, 16, 32
-EMPTY_ANSWER = 64
-"""Oddities of a sample, as bits of its flags."""
 TEXT_ONLY = "this model reads text only; Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE read images"
 
 
@@ -42,6 +39,7 @@ class Rendered:
     ids: NDArray[np.int32]
     spans: tuple[Span, ...]
     flags: int
+    """Bits of `Oddity`."""
     bounds: Sequence[tuple[int, int]] | None = None
     """Character range of each token, if requested."""
     images: tuple[Image, ...] = ()
@@ -254,7 +252,11 @@ class Renderer:
                     "tokens, so it cannot be kept as text. Remove it, or set parse_special_tokens: true"
                 )
                 continue
-            rendered = Rendered(np.asarray(ids, dtype=np.int32), spans, self._get_flags(text, ids), bounds, text.images)
+            begins_twice = list(ids[:2]) == [self._source.bos_id] * 2
+            flags = text.oddities | (Oddity.BEGINS_TWICE if begins_twice else 0)
+            rendered = Rendered(
+                np.asarray(ids, dtype=np.int32), spans, flags, bounds if with_bounds else None, text.images
+            )
             try:
                 yield self._expand_image_tokens(rendered)
             except BadRow as error:
@@ -335,19 +337,6 @@ class Renderer:
             return [token], [(0, len(piece))]
         encoding = self._plain_tokenizer.encode(piece, add_special_tokens=False)
         return encoding.ids, encoding.offsets
-
-    def _get_flags(self, text: Text, ids: Sequence[int]) -> int:
-        bos = self._source.bos_id
-        begins_twice = bos is not None and list(ids[:2]) == [bos, bos]
-        return (
-            text.ends_twice * ENDS_TWICE
-            | begins_twice * BEGINS_TWICE
-            | text.answer_in_prompt * ANSWER_IN_PROMPT
-            | text.has_lookalikes * LOOKALIKE
-            | text.lost_reasoning * LOST_REASONING
-            | text.dropped_reasoning * DROPPED_REASONING
-            | text.empty_answer * EMPTY_ANSWER
-        )
 
 
 def _find_overlap(bounds: Sequence[tuple[int, int]], span: Span) -> Span:

@@ -4,18 +4,10 @@ This module does not depend on files, templates or tokens.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from surefoot.data.conversation import (
-    BadRow,
-    Conversation,
-    Message,
-    Role,
-    check_tools,
-    check_turns,
-    shown,
-)
+from surefoot.data.conversation import BadRow, Conversation, Message, Role, check_tools, check_turns, shown
 from surefoot.data.image_columns import IMAGE_COLUMNS, PLACEHOLDER, looks_like_images, place_images, read_image_columns
 from surefoot.data.message_content import (
     REASONING,
@@ -40,6 +32,14 @@ ROLES: Mapping[str, str] = {
 }  # fmt: skip
 """Map from the formats' role names to Surefoot's; `calls` is an assistant turn that holds tool calls as JSON text."""
 
+ROLE_TAGS: Mapping[str, str] = {
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "observation_tag": "tool",
+    "function_tag": "calls",
+    "system_tag": "system",
+}
+"""Map from LLaMA-Factory's tags, which rename roles, to Surefoot's roles."""
 IN_THE_ROW = "bytes in the row"
 """Placeholder for an image that has no name."""
 ANSWERS = frozenset(("response", "output", "completion"))
@@ -64,10 +64,6 @@ class FormatSpec:
     prompts: bool = False
     """Whether rows are prompts, which the model answers in GRPO. A row's own answer is kept as a column."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the format as JSON values, for the cache key and worker processes."""
-        return {**asdict(self), "columns": dict(self.columns), "tags": dict(self.tags)}
-
 
 @dataclass(frozen=True)
 class Format:
@@ -77,13 +73,17 @@ class Format:
     optional: frozenset[str]
     read: Callable[["Reader", Columns], Conversation]
 
+    def required_columns(self, *, prompts: bool) -> frozenset[str]:
+        """Return the columns a row must have; a prompt needs no answer."""
+        return self.required - ANSWERS if prompts else self.required
+
 
 def detect(columns: Collection[str], *, prompts: bool = False) -> str:
     """Return the name of the format that has these columns; `prompts`: see `FormatSpec`.
 
     Raises: BadRow if no format or several fit; it lists the candidates.
     """
-    formats = {name: _get_required_columns(format, prompts=prompts) for name, format in FORMATS.items()}
+    formats = {name: format.required_columns(prompts=prompts) for name, format in FORMATS.items()}
     if prompts:
         del formats["text"]  # a text has no question
     candidates = [name for name, needed in formats.items() if needed <= set(columns)]
@@ -102,19 +102,14 @@ def detect(columns: Collection[str], *, prompts: bool = False) -> str:
     )
 
 
-def _get_required_columns(format: Format, *, prompts: bool) -> frozenset[str]:
-    """Return the columns a row must have."""
-    return format.required - ANSWERS if prompts else format.required
-
-
 def format_of(spec: FormatSpec, first_row: Columns) -> str:
     """Return the format of a file: the one named in its spec, or that of its first row.
 
     Raises: BadRow if it is ambiguous or unknown.
     """
-    return (
-        detect(_rename_columns(first_row, spec).keys(), prompts=spec.prompts) if spec.format == "auto" else spec.format
-    )
+    if spec.format != "auto":
+        return spec.format
+    return detect(_rename_columns(first_row, spec).keys(), prompts=spec.prompts)
 
 
 def _rename_columns(row: Columns, spec: FormatSpec) -> Columns:
@@ -147,15 +142,7 @@ class Reader:
         self._role_keys = (tags["role_tag"], "role", "from")
         self._content_keys = (tags["content_tag"], "content", "value")
         self._roles = dict(ROLES)
-        for tag, role in (
-            ("user_tag", "user"),
-            ("assistant_tag", "assistant"),
-            ("observation_tag", "tool"),
-            ("function_tag", "calls"),
-            ("system_tag", "system"),
-        ):
-            if tag in spec.tags:
-                self._roles[spec.tags[tag]] = role
+        self._roles |= {spec.tags[tag]: role for tag, role in ROLE_TAGS.items() if tag in spec.tags}
         self._detected: dict[tuple[str, ...], str] = {}
 
     def read(self, row: Columns) -> Conversation:
@@ -174,7 +161,7 @@ class Reader:
                     f"mixed formats: this row is {row_format}, the file began as {self.format}. Split the file"
                 )
         format = FORMATS[self.format]
-        missing = sorted(_get_required_columns(format, prompts=self.spec.prompts) - columns.keys())
+        missing = sorted(format.required_columns(prompts=self.spec.prompts) - columns.keys())
         if missing:
             raise BadRow(f"column '{missing[0]}' of format {self.format} is missing; the row has {shown(list(row))}")
         _refuse_untrainable(columns)
@@ -187,10 +174,7 @@ class Reader:
         if not self._keep_columns:
             return conversation
         used = format.required | format.optional
-        others = {name: value for name, value in columns.items() if name not in used}
-        return Conversation(
-            conversation.messages, conversation.kind, conversation.tools, conversation.first_trained, others
-        )
+        return replace(conversation, columns={name: value for name, value in columns.items() if name not in used})
 
     def _place_row_images(self, conversation: Conversation, columns: Columns) -> Conversation:
         """Return the conversation with the images of the row's columns put in their places."""
@@ -203,7 +187,7 @@ class Reader:
                 raise BadRow(f"a turn says {PLACEHOLDER}, and no column is `images`. Set columns: {{images: {likely}}}")
         if sources and conversation.kind in ("completion", "text", "text prompt"):
             raise BadRow(
-                "the row has images, but bare texts instead of messages, in which they could stand. Give messages, or "
+                "the row has images, but bare texts instead of messages to put them into. Give messages, or "
                 "name the text as a question: columns: {query: prompt}"
             )
         return replace(conversation, messages=place_images(conversation.messages, sources))
@@ -261,14 +245,11 @@ class Reader:
                 continue  # LLaMA-Factory v1 keeps the tools in a system turn of their own
             before = messages[-1] if messages else None
             if role == "calls" and before is not None and before.role == "assistant":
-                messages[-1] = Message(
-                    "assistant",
-                    before.content,
-                    before.tool_calls + message.tool_calls,
-                    before.reasoning,
-                    before.weight if message.weight is None else message.weight,
-                    before.others,
-                    before.images + message.images,
+                messages[-1] = replace(
+                    before,
+                    tool_calls=before.tool_calls + message.tool_calls,
+                    weight=before.weight if message.weight is None else message.weight,
+                    images=before.images + message.images,
                 )
             else:
                 messages.append(message)
@@ -310,16 +291,8 @@ class Reader:
             raise BadRow(f"{name} ({role}) has tool calls; only the assistant can call tools")
         check_texts(others, name)
         message_role: Role = "assistant" if role == "calls" else role  # type: ignore[assignment]
-        message = Message(
-            message_role,
-            content if parts.images else text_of(content, name),  # its parts are checked already
-            calls,
-            reasoning,
-            weight,
-            others,
-            parts.images,
-        )
-        return role, message, parts.tools
+        content = content if parts.images else text_of(content, name)  # its parts are checked already
+        return role, Message(message_role, content, calls, reasoning, weight, others, parts.images), parts.tools
 
     def conversation(self, columns: Columns, name: str) -> Conversation:
         """Return the conversation of a row whose `name` column is a list of messages."""

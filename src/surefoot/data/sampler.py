@@ -17,8 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from surefoot.data.dataset import ChunkRef, ChunkSamples
+from surefoot.data.dataset import ChunkRef
 from surefoot.data.packing import best_fit
+from surefoot.data.sample_selection import ChunkSamples
 from surefoot.errors import DataError
 from surefoot.system.json_files import is_size
 
@@ -31,7 +32,7 @@ class Samples(Protocol):
     @property
     def chunks(self) -> Sequence[ChunkRef]: ...
 
-    def usable(self, number: int) -> ChunkSamples: ...
+    def chunk_samples(self, number: int) -> ChunkSamples: ...
 
     def weight(self, number: int) -> float: ...
 
@@ -140,7 +141,9 @@ class GlobalOrder:
         windows = self._windows_of(epoch)
         if self._pack_length is None:  # counted without shuffling
             visits = (visit for visits in windows for visit in visits)
-            count = sum(len(self._select_samples(visit, epoch, self._data.usable(visit.chunk))) for visit in visits)
+            count = sum(
+                len(self._select_samples(visit, epoch, self._data.chunk_samples(visit.chunk))) for visit in visits
+            )
         else:
             count = sum(len(self._sequences_of(epoch, window)) for window in range(len(windows)))
         return ceil(count / self._per_step)
@@ -155,8 +158,8 @@ class GlobalOrder:
         windows = self._windows_of(position.epoch)
         if position.window >= len(windows):
             raise DataError(
-                f"the place to go on from is window {position.window} of data that have {len(windows)}. The counters "
-                "of the checkpoint are damaged: go on from an older one with resume_from_checkpoint."
+                f"the checkpoint continues at window {position.window} of data with {len(windows)} windows. Its "
+                "counters are damaged: resume from an older one with resume_from_checkpoint."
             )
         return windows
 
@@ -185,10 +188,10 @@ class GlobalOrder:
         keys: list[NDArray[np.int64]] = []
         lengths: list[NDArray[np.int64]] = []
         for visit in self._windows_of(epoch)[window]:
-            usable = self._data.usable(visit.chunk)
-            chosen = self._select_samples(visit, epoch, usable)
-            keys.append(np.stack([np.full(len(chosen), visit.chunk), usable.samples[chosen]], axis=1))
-            lengths.append(usable.lengths[chosen])
+            part = self._data.chunk_samples(visit.chunk)
+            chosen = self._select_samples(visit, epoch, part)
+            keys.append(np.stack([np.full(len(chosen), visit.chunk), part.samples[chosen]], axis=1))
+            lengths.append(part.lengths[chosen])
         if not keys:
             return []
         all_keys, all_lengths = np.concatenate(keys), np.concatenate(lengths)
@@ -200,9 +203,9 @@ class GlobalOrder:
             return [[pair] for pair in pairs]
         return [[pairs[index] for index in pack] for pack in best_fit(all_lengths.tolist(), self._pack_length)]
 
-    def _select_samples(self, visit: _Visit, epoch: int, usable: ChunkSamples) -> NDArray[np.int64]:
+    def _select_samples(self, visit: _Visit, epoch: int, part: ChunkSamples) -> NDArray[np.int64]:
         """Return the indices of a chunk's usable samples that a visit takes: all, or a share drawn anew each epoch."""
-        count = len(usable.samples)
+        count = len(part.samples)
         if visit.share == 1.0:
             return np.arange(count)
         # Rounded over the source, not over the chunk, and shifted each epoch: small chunks get their share in turn.
@@ -211,4 +214,4 @@ class GlobalOrder:
         end = ref.first_row + ref.num_rows
         quota = floor(end * visit.share + shift) - floor(ref.first_row * visit.share + shift)
         drawn = np.random.default_rng([self._seed, epoch, visit.chunk, 1]).permutation(ref.num_rows)[:quota]
-        return np.flatnonzero(np.isin(usable.rows, drawn))
+        return np.flatnonzero(np.isin(part.rows, drawn))

@@ -21,36 +21,27 @@ from surefoot.data.render import Rendered
 from surefoot.system.atomic_io import write_bytes
 
 
+@dataclass(frozen=True)
+class ShardRow:
+    """A sample with its place."""
+
+    number: int
+    """Number of its row in the chunk."""
+    line: int
+    """Line of the row in the file."""
+    sample: Rendered
+    columns: Mapping[str, Any]
+    """Columns to keep with it."""
+
+
 @dataclass
 class ShardWriter:
     """A writer that collects the samples of one chunk, then writes its shard."""
 
-    ids: list[NDArray[np.int32]] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    span_counts: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    lines: list[int] = field(default_factory=list)
-    digests: list[int] = field(default_factory=list)
-    flags: list[int] = field(default_factory=list)
+    rows: list[ShardRow] = field(default_factory=list)
     problems: list[tuple[int, int, str]] = field(default_factory=list)
-    columns: list[Mapping[str, Any]] = field(default_factory=list)
-    images: list[list[dict[str, Any]]] = field(default_factory=list)
     lost_images: list[list[tuple[str, tuple[int, int] | None]]] = field(default_factory=list)
     """Files that were tried, with their stamps at that time, for each row that lacks an image."""
-
-    def add(self, row: int, line: int, sample: Rendered, columns: Mapping[str, Any]) -> None:
-        """Add a sample with the number of its row in the chunk, the line of the row, and columns to keep with it."""
-        self.ids.append(sample.ids)
-        self.spans += [(span.begin, span.end) for span in sample.spans]
-        self.weights += [np.nan if span.weight is None else span.weight for span in sample.spans]
-        self.span_counts.append(len(sample.spans))
-        self.rows.append(row)
-        self.lines.append(line)
-        self.digests.append(sample.digest)
-        self.flags.append(sample.flags)
-        self.columns.append(columns)
-        self.images.append([asdict(image) for image in sample.images])
 
     def refuse(self, row: int, line: int, reason: str, *, lost: BadImage | None = None) -> None:
         """Add a row that is no sample; `lost`: it may become one when its image can be read."""
@@ -61,25 +52,30 @@ class ShardWriter:
 
     def write(self, path: Path) -> None:
         """Write the shard. Raises: StorageError if writing fails."""
+        samples = [row.sample for row in self.rows]
+        spans = [span for sample in samples for span in sample.spans]
+        ids = np.concatenate([np.zeros(0, np.int32), *(sample.ids for sample in samples)])
         tensors: dict[str, NDArray[Any]] = {
-            "ids": np.concatenate(self.ids) if self.ids else np.zeros(0, np.int32),
-            "offsets": np.cumsum([0, *map(len, self.ids)], dtype=np.int64),
-            "spans": np.array(self.spans, np.int32).reshape(-1, 2),
-            "weights": np.array(self.weights, np.float32),
-            "span_offsets": np.cumsum([0, *self.span_counts], dtype=np.int64),
-            "rows": np.array(self.rows, np.int32),
-            "lines": np.array(self.lines, np.int64),
-            "digests": np.array(self.digests, np.uint64),
-            "flags": np.array(self.flags, np.uint8),
-            "image_counts": np.array([len(images) for images in self.images], np.int32),
+            "ids": ids,
+            "offsets": np.cumsum([0, *(len(sample.ids) for sample in samples)], dtype=np.int64),
+            "spans": np.array([(span.begin, span.end) for span in spans], np.int32).reshape(-1, 2),
+            "weights": np.array([np.nan if span.weight is None else span.weight for span in spans], np.float32),
+            "span_offsets": np.cumsum([0, *(len(sample.spans) for sample in samples)], dtype=np.int64),
+            "rows": np.array([row.number for row in self.rows], np.int32),
+            "lines": np.array([row.line for row in self.rows], np.int64),
+            "digests": np.array([sample.digest for sample in samples], np.uint64),
+            "flags": np.array([sample.flags for sample in samples], np.uint8),
+            "image_counts": np.array([len(sample.images) for sample in samples], np.int32),
         }
+        columns = [row.columns for row in self.rows]
+        images = [[asdict(image) for image in sample.images] for sample in samples]
         metadata = {
             "problems": json.dumps(self.problems, ensure_ascii=False),
             # In ASCII, because a column may hold half a surrogate pair, which is invalid text.
-            "columns": json.dumps(self.columns if any(self.columns) else [], default=str),
-            "images": json.dumps(self.images if any(self.images) else [], ensure_ascii=False),
+            "columns": json.dumps(columns if any(columns) else [], default=str),
+            "images": json.dumps(images if any(images) else [], ensure_ascii=False),
             "lost_images": json.dumps(self.lost_images),
-            "max_id": str(int(tensors["ids"].max(initial=-1))),
+            "max_id": str(int(ids.max(initial=-1))),
         }
         write_bytes(path, save(tensors, metadata))
 
@@ -104,7 +100,7 @@ class Shard:
     digests: NDArray[np.uint64]
     """[S]: equal for samples that train the same."""
     flags: NDArray[np.uint8]
-    """[S]: bits of oddities, see `render`."""
+    """[S]: bits of `Oddity`."""
     image_counts: NDArray[np.int32]
     """[S]: images of each sample."""
 

@@ -53,35 +53,40 @@ class Source:
     rows: RowRange = RowRange()
 
 
+class _BadSource(Exception):
+    """A source that cannot be used; the text says why."""
+
+
 def find_sources(items: Sequence[DatasetItem], where: str = "dataset") -> list[Source]:
     """Return the sources of a dataset setting, in its order.
 
     `where` is shown in errors about the setting itself (`run.yaml:4`).
     Raises: DataError for sources that do not exist, have no data files, or cannot be fetched.
     """
-    return [_resolve_source(item, where) for item in items]
+    try:
+        return [_resolve_source(item) for item in items]
+    except _BadSource as error:
+        raise DataError(f"{error} ({where}).") from error
 
 
-def _resolve_source(item: DatasetItem, where: str) -> Source:
+def _resolve_source(item: DatasetItem) -> Source:
     split = SPLIT.match(item.split or "")
     if split is None:
-        raise DataError(f"split={item.split}: write a name, a range, or both: train, [:90%], train[:1000] ({where}).")
+        raise _BadSource(f"split={item.split}: write a name, a range, or both: train, [:90%], train[:1000]")
     rows = RowRange(split["begin"], split["end"])
     unknown = sorted(set(item.columns) - COLUMNS)
     if unknown:
         near = difflib.get_close_matches(unknown[0], sorted(COLUMNS), n=1, cutoff=0.5)
         hint = f"; did you mean '{near[0]}'?" if near else f". Known: {', '.join(sorted(COLUMNS))}."
-        raise DataError(f"columns: '{unknown[0]}' is no column of any format{hint} ({where}).")
+        raise _BadSource(f"columns: '{unknown[0]}' is no column of any format{hint}")
     spec = FormatSpec(item.format, item.columns)
     path_text, _, entry = item.path.partition(".json:")
     if entry or Path(item.path).name == "dataset_info.json" or item.name:
-        return _resolve_info_entry(
-            Path(path_text + ".json" if entry else item.path), item.name or entry, item, rows, where
-        )
+        return _resolve_info_entry(Path(path_text + ".json" if entry else item.path), item.name or entry, item, rows)
     if is_of_hub(item):
-        files = _load_from_hub(item.path, item.subset, split["name"] or "train", where)
+        files = _load_from_hub(item.path, item.subset, split["name"] or "train")
         return Source(files, tuple(f"{item.path}/{file.name}" for file in files), spec, item.weight, rows)
-    files = _find_local_files(item.path, split["name"], where)
+    files = _find_local_files(item.path, split["name"])
     return Source(files, _make_unique_names(files), spec, item.weight, rows)
 
 
@@ -94,39 +99,38 @@ def is_of_hub(item: DatasetItem) -> bool:
     return not is_local and HUB_ID.match(item.path) is not None
 
 
-def _find_local_files(text: str, split: str, where: str) -> tuple[Path, ...]:
+def _find_local_files(text: str, split: str) -> tuple[Path, ...]:
     path = Path(text)
     if path.is_dir():
-        return _select_split(_list_folder(path, where), path, split, where)
+        return _select_split(_list_folder(path), path, split)
     if glob.has_magic(text) and not path.exists():
         names = sorted(glob.iglob(text, recursive=True), reverse=True)  # noqa: PTH207 - the pattern may be absolute
         real = {Path(name).resolve(): Path(name) for name in names}  # each file once, even if links name it again
         files = tuple(sorted(path for target, path in real.items() if target.is_file()))
         if not files:
-            raise DataError(f"dataset {text}: the pattern matches no file ({where}).")
+            raise _BadSource(f"dataset {text}: the pattern matches no file")
         for file in files:
-            _check_kind(file, where)
-        return _select_split(files, Path(text.partition("*")[0]).parent, split, where) if split else files
+            _check_kind(file)
+        return _select_split(files, Path(text.partition("*")[0]).parent, split) if split else files
     try:
         path.stat()
     except FileNotFoundError:
-        raise DataError(
-            f"dataset {text} does not exist. Give a file, a folder, a pattern such as data/*.jsonl, or a hub id "
-            f"({where})."
+        raise _BadSource(
+            f"dataset {text} does not exist. Give a file, a folder, a pattern such as data/*.jsonl, or a hub id"
         ) from None
     except OSError as error:
-        raise DataError(f"dataset {text} cannot be read: {error.strerror or error} ({where}).") from error
-    _check_kind(path, where)
-    return _select_split((path,), path.parent, split, where) if split not in ("", "train") else (path,)
+        raise _BadSource(f"dataset {text} cannot be read: {error.strerror or error}") from error
+    _check_kind(path)
+    return _select_split((path,), path.parent, split) if split not in ("", "train") else (path,)
 
 
-def _check_kind(path: Path, where: str) -> None:
+def _check_kind(path: Path) -> None:
     if kind_of(path) is None:
         supported = f"{', '.join(KINDS)}, texts also with {' or '.join(COMPRESSIONS)}"
-        raise DataError(f"dataset {path}: '{path.suffix}' files are not read. Known: {supported} ({where}).")
+        raise _BadSource(f"dataset {path}: '{path.suffix}' files are not read. Known: {supported}")
 
 
-def _list_folder(folder: Path, where: str) -> tuple[Path, ...]:
+def _list_folder(folder: Path) -> tuple[Path, ...]:
     """List data files in a folder and its subfolders, sorted. Links to folders are not followed: they may be loops."""
     files = []
     for root, folders, names in os.walk(folder, followlinks=False):
@@ -134,11 +138,11 @@ def _list_folder(folder: Path, where: str) -> tuple[Path, ...]:
         paths = [Path(root, name) for name in sorted(names) if not name.startswith(".") and name not in NOT_DATA]
         files += [path for path in paths if kind_of(path) is not None]
     if not files:
-        raise DataError(f"dataset {folder}: the folder holds no {', '.join(KINDS)} file ({where}).")
+        raise _BadSource(f"dataset {folder}: the folder holds no {', '.join(KINDS)} file")
     return tuple(files)
 
 
-def _select_split(files: tuple[Path, ...], folder: Path, split: str, where: str) -> tuple[Path, ...]:
+def _select_split(files: tuple[Path, ...], folder: Path, split: str) -> tuple[Path, ...]:
     """Select the files of a split by the hub's convention: the file's name begins with it, or a parent folder has it.
 
     Raises: DataError if no file belongs to the split, or if there are several splits and none is named.
@@ -151,15 +155,15 @@ def _select_split(files: tuple[Path, ...], folder: Path, split: str, where: str)
     if split:
         chosen = select_files(split, True) or select_files(split, False)
         if not chosen:
-            raise DataError(
+            raise _BadSource(
                 f"dataset {folder}: no file belongs to split '{split}'; it holds "
-                f"{', '.join(file.name for file in files[:6])} ({where})."
+                f"{', '.join(file.name for file in files[:6])}"
             )
         return chosen
     splits = [name for name in SPLITS if select_files(name, False)]
     if any(name.startswith("train") for name in splits) and not all(name.startswith("train") for name in splits):
-        raise DataError(
-            f"dataset {folder} holds several splits: {', '.join(splits)}. Name one, split: train for example ({where})."
+        raise _BadSource(
+            f"dataset {folder} holds several splits: {', '.join(splits)}. Name one, split: train for example"
         )
     return files
 
@@ -182,77 +186,74 @@ def _make_unique_names(files: Sequence[Path]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _load_from_hub(name: str, subset: str | None, split: str, where: str) -> tuple[Path, ...]:
+def _load_from_hub(name: str, subset: str | None, split: str) -> tuple[Path, ...]:
     """Load a hub dataset, or build one from a local repository, with `datasets`; return its Arrow files."""
     try:
         import datasets
     except ImportError as error:
-        raise DataError(
-            f"dataset {name}: no such file or folder, and hub datasets need the package datasets: "
-            f"pip install datasets ({where})."
+        raise _BadSource(
+            f"dataset {name}: no such file or folder, and hub datasets need the package datasets: pip install datasets"
         ) from error
     try:
         fetched = datasets.load_dataset(name, subset, split=split)
+    except MemoryError:
+        raise
     except Exception as error:  # the library passes on any exception of its backends
-        if isinstance(error, KeyboardInterrupt | MemoryError):
-            raise
-        raise DataError(
+        raise _BadSource(
             f"dataset {name} (split {split}): no such file or folder here, and it cannot be fetched from the hub: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__} ({where})."
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
         ) from error
     return tuple(Path(file["filename"]) for file in fetched.cache_files)
 
 
-def _resolve_info_entry(info: Path, name: str | None, item: DatasetItem, rows: RowRange, where: str) -> Source:
+def _resolve_info_entry(info: Path, name: str | None, item: DatasetItem, rows: RowRange) -> Source:
     """Return the source of an entry in LLaMA-Factory's dataset_info.json: its file and the roles of its columns."""
     info = info / "dataset_info.json" if info.is_dir() else info
     if not info.exists():
-        raise DataError(f"{info} does not exist, so dataset '{name}' cannot be looked up ({where}).")
+        raise _BadSource(f"{info} does not exist, so dataset '{name}' cannot be looked up")
     try:
         entries: Mapping[str, Any] = read_object(info)
     except DamagedFile as error:
-        raise DataError(f"{error}. It cannot be read as JSON ({where}).") from error
+        raise _BadSource(f"{error}. It cannot be read as JSON") from error
     if not all(isinstance(entry, dict) for entry in entries.values()):
-        raise DataError(f"{info} is no dataset_info.json: expected an object with one object per dataset ({where}).")
+        raise _BadSource(f"{info} is no dataset_info.json: expected an object with one object per dataset")
     if not name and len(entries) == 1:
         name = next(iter(entries))
     if name not in entries:
         problem = f"has no dataset '{name}'" if name else "names several datasets"
-        raise DataError(
-            f"{info} {problem}. It has: {', '.join(sorted(entries)[:12])}. Ask for one with {info.name}:NAME ({where})."
+        raise _BadSource(
+            f"{info} {problem}. It has: {', '.join(sorted(entries)[:12])}. Ask for one with {info.name}:NAME"
         )
     entry = entries[str(name)]
     at = f"{info.name}, entry '{name}'"
     if entry.get("ranking"):
-        raise DataError(
-            f"{at} is a ranking dataset (chosen and rejected answers); this version trains on answers only."
+        raise _BadSource(
+            f"{at} is a ranking dataset (chosen and rejected answers); this version trains on answers only"
         )
     for key in ("script_url", "cloud_file_name"):
         if key in entry:
-            raise DataError(f"{at} uses {key}, which is not supported; give file_name or hf_hub_url ({where}).")
-    spec = _build_info_spec(entry, at, where)
+            raise _BadSource(f"{at} uses {key}, which is not supported; give file_name or hf_hub_url")
+    spec = _build_info_spec(entry, at)
     if spec.format == "auto":
         spec = replace(spec, format=item.format)
     samples = entry.get("num_samples")
     if samples is not None and not is_size(samples):
-        raise DataError(f"{at}: num_samples is {samples!r}; it must be a number ({where}).")
+        raise _BadSource(f"{at}: num_samples is {samples!r}; it must be a number")
     if samples is not None and rows == RowRange():
         rows = RowRange(None, str(samples))
     if "file_name" in entry:
         path = info.parent / str(entry["file_name"])
         if not path.exists():
-            raise DataError(f"{at}: its file_name {path} does not exist ({where}).")
+            raise _BadSource(f"{at}: its file_name {path} does not exist")
         split = SPLIT.match(item.split or str(entry.get("split") or ""))
-        files = _find_local_files(str(path), split["name"] if split else "", where)
+        files = _find_local_files(str(path), split["name"] if split else "")
         return Source(files, _make_unique_names(files), spec, item.weight, rows)
     if "hf_hub_url" not in entry:
-        raise DataError(
-            f"{at} has neither file_name nor hf_hub_url; it has {', '.join(sorted(entry)) or 'nothing'} ({where})."
-        )
+        raise _BadSource(f"{at} has neither file_name nor hf_hub_url; it has {', '.join(sorted(entry)) or 'nothing'}")
     hub = str(entry["hf_hub_url"])
     if entry.get("folder"):
-        raise DataError(f"{at} names a folder of a hub dataset, which is not supported; fetch it yourself ({where}).")
-    files = _load_from_hub(hub, entry.get("subset"), entry.get("split", "train"), where)
+        raise _BadSource(f"{at} names a folder of a hub dataset, which is not supported; fetch it yourself")
+    files = _load_from_hub(hub, entry.get("subset"), entry.get("split", "train"))
     return Source(files, tuple(f"{hub}/{file.name}" for file in files), spec, item.weight, rows)
 
 
@@ -266,25 +267,23 @@ INFO_TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag", "observatio
 UNTRAINABLE_INFO = ("videos", "audios", "chosen", "rejected", "kto_tag")
 
 
-def _build_info_spec(entry: Mapping[str, Any], at: str, where: str) -> FormatSpec:
+def _build_info_spec(entry: Mapping[str, Any], at: str) -> FormatSpec:
     formatting, columns, tags = (entry.get(name) for name in ("formatting", "columns", "tags"))
     formatting = formatting or "alpaca"
     if not isinstance(formatting, str) or formatting not in INFO_COLUMNS:
         known_formats = ", ".join(INFO_COLUMNS)
-        raise DataError(f"{at}: formatting {shown(formatting)} is not known. Known: {known_formats} ({where}).")
+        raise _BadSource(f"{at}: formatting {shown(formatting)} is not known. Known: {known_formats}")
     columns_by_name = {**INFO_COLUMNS[formatting], "system": "system", "tools": "tools", "images": "images"}
     for name, value, names in (("columns", columns, (*columns_by_name, *UNTRAINABLE_INFO)), ("tags", tags, INFO_TAGS)):
         if value is not None and not isinstance(value, dict):
-            raise DataError(f"{at}: {name} is {value!r}; it must be an object ({where}).")
+            raise _BadSource(f"{at}: {name} is {value!r}; it must be an object")
         for key in value or {}:
             if key not in names:
-                raise DataError(f"{at}: {name} names '{key}', which is not known. Known: {', '.join(names)} ({where}).")
+                raise _BadSource(f"{at}: {name} names '{key}', which is not known. Known: {', '.join(names)}")
     used = {str(name): str(column) for name, column in (columns or {}).items() if column}
     untrainable = sorted(used.keys() & set(UNTRAINABLE_INFO))
     if untrainable:
-        raise DataError(
-            f"{at} has {', '.join(untrainable)}; this version trains on answers to texts and images ({where})."
-        )
+        raise _BadSource(f"{at} has {', '.join(untrainable)}; this version trains on answers to texts and images")
     tags = {str(tag): str(value) for tag, value in (tags or {}).items()}
     if formatting == "openai":
         tags = {"role_tag": "role", "content_tag": "content", **tags}

@@ -10,21 +10,22 @@ token in the result. This module does not depend on token ids, files or batches.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from os.path import commonprefix
 from typing import Any
 
 from surefoot.data.conversation import BadRow, Conversation, Message
+from surefoot.data.hidden_conversation import HiddenConversation
 from surefoot.data.images import Image
+from surefoot.data.oddities import Oddity, find_oddities
 from surefoot.data.template_process import TEMPLATE_PROCESS, Rendering
 from surefoot.errors import DataError
 
 RENDER_DEADLINE_S = 3.0
 """CPU time limit of one rendering, which does not depend on the load of the machine."""
-STAND_INS = (0xF0000, 0x100000)
-"""First stand-in characters, in the private planes of Unicode; the second plane if a text uses the first."""
 PLAIN_TURNS = (Message("user", "Q1"), Message("assistant", "A1"), Message("user", "Q2"), Message("assistant", "A2"))
 """Turns that show how a template begins and ends turns."""
 MARK = "\U000ffffd"
@@ -71,18 +72,8 @@ class Text:
     text: str
     spans: tuple[Span, ...]
     pieces: tuple[tuple[str, bool], ...] | None = None
-    ends_twice: bool = False
-    """Whether an answer is followed by two end-of-turn tokens, or ends with the text of one."""
-    answer_in_prompt: bool = False
-    """Whether the messages before the last answer contain it word for word."""
-    has_lookalikes: bool = False
-    """Whether some text looks like a special token."""
-    lost_reasoning: bool = False
-    """Whether the template omits the last turn's reasoning."""
-    dropped_reasoning: bool = False
-    """Whether the template shows that, but omits the reasoning of earlier turns whose answers may be trained."""
-    empty_answer: bool = False
-    """Whether the last answer is trained but empty: no words, reasoning or calls."""
+    oddities: int = 0
+    """Bits of `Oddity`."""
     images: tuple[Image, ...] = ()
     """Images in order; each is still one token in the text."""
 
@@ -103,7 +94,7 @@ class ChatTemplate:
         """
         if conversation.kind not in ("chat", "prompt"):
             conversation = self._strip_special_tokens(conversation)
-        hidden = _HiddenConversation(conversation, self._control)
+        hidden = HiddenConversation(conversation, self._control)
         if conversation.kind == "chat":
             text, spans = self._render_chat(hidden.conversation)
         elif conversation.kind == "prompt":
@@ -180,14 +171,14 @@ class ChatTemplate:
         tail = prompt[prompt.find(MARK) + 1 :]
         bare = self._apply_template([*messages[: index - 1], marked], tools)
         least = len(bare) - bare.find(MARK) - 1  # the rest of the message before; the generation prompt comes after
-        shared = _count_common_prefix(full[anchor:], tail)
+        shared = len(commonprefix([full[anchor:], tail]))  # noqa: RUF071 - these are no paths
         if shared < len(tail):  # the prompt holds more than the turn (an empty thought): only its header is shared
             shared = self._find_header_end(tail[:shared], least)
         has_header = shared > least or shared == len(tail) == least  # Mistral has no generation prompt
         if marked_full.count(MARK) != 1 or marked_full.replace(MARK, "") != full or anchor < floor or not has_header:
             raise BadRow(
                 f"the chat template renders earlier turns differently once turn {index + 1} follows, so the trained "
-                "part cannot be told from the rest. Give another one with chat_template"
+                "part cannot be separated from the rest. Give another one with chat_template"
             )
         return anchor + shared
 
@@ -309,34 +300,19 @@ class ChatTemplate:
         conversation: Conversation,
         pieces: tuple[tuple[str, bool], ...] | None,
     ) -> Text:
-        last = conversation.messages[-1]
-        answer = last.content.strip()
-        context = conversation.messages[:-1]
-        ends_twice = any(
+        oddities = find_oddities(text, conversation, is_trained=bool(spans))
+        if self._ends_twice(text, spans, conversation):
+            oddities |= Oddity.ENDS_TWICE
+        if pieces is not None:
+            oddities |= Oddity.LOOKALIKE
+        return Text(text, spans, pieces, oddities)
+
+    def _ends_twice(self, text: str, spans: Sequence[Span], conversation: Conversation) -> bool:
+        return any(
             message.content.rstrip().endswith(self._ends)
             for message in conversation.messages
             if message.role == "assistant" and conversation.kind == "chat"
         ) or any(self._has_second_end(text, span.end) for span in spans)
-        newest = _get_last_exchange(conversation)
-        earlier = conversation.messages[: len(conversation.messages) - len(newest)]
-        lost_reasoning = any(thought not in text for message in newest if (thought := _get_reasoning(message)))
-        return Text(
-            text,
-            spans,
-            pieces,
-            ends_twice=ends_twice,
-            answer_in_prompt=bool(spans)
-            and len(answer) >= 20
-            and any(answer in message.content for message in context),
-            has_lookalikes=pieces is not None,
-            lost_reasoning=lost_reasoning,
-            dropped_reasoning=not lost_reasoning
-            and any(thought not in text for turn in earlier if turn.weight != 0 and (thought := _get_reasoning(turn))),
-            empty_answer=bool(spans)
-            and last.role == "assistant"
-            and last.weight != 0
-            and not (answer or last.tool_calls or last.reasoning),
-        )
 
     def _has_second_end(self, text: str, end: int) -> bool:
         match = self._control.match(text, end)
@@ -366,7 +342,7 @@ class ChatTemplate:
         )
 
     def _restore_lookalikes(
-        self, hidden_text: str, spans: tuple[Span, ...], conversation: Conversation, hidden: "_HiddenConversation"
+        self, hidden_text: str, spans: tuple[Span, ...], conversation: Conversation, hidden: HiddenConversation
     ) -> Text:
         """Return the text with look-alikes restored, cut into control tokens and plain text."""
         pieces: list[tuple[str, bool]] = []
@@ -402,92 +378,3 @@ class ChatTemplate:
             else tuple((part, is_control) for part, is_control in pieces if part)
         )
         return self._build_text(text, restored_spans, conversation, parts)
-
-
-class _HiddenConversation:
-    """A conversation with stand-ins for texts that look like special tokens. `base` is 0 if there are none."""
-
-    def __init__(self, conversation: Conversation, control: re.Pattern[str]) -> None:
-        self.base = 0
-        self.conversation = conversation
-        texts = "\n".join(_iterate_texts(conversation))
-        lookalikes = sorted(set(control.findall(texts)))
-        if not lookalikes:
-            return
-        self.base = next(
-            (base for base in STAND_INS if not any(chr(base + i) in texts for i in range(len(lookalikes)))), 0
-        )
-        if not self.base:
-            raise BadRow("the texts use characters of both private planes of Unicode, besides special tokens")
-        self._stand_ins = {text: chr(self.base + index) for index, text in enumerate(lookalikes)}
-        self._originals = {ord(stand_in): text for text, stand_in in self._stand_ins.items()}
-        self._control = control
-        self.conversation = Conversation(
-            tuple(
-                Message(
-                    message.role,
-                    self._hide(message.content),
-                    self._hide(message.tool_calls),
-                    self._hide(message.reasoning),
-                    message.weight,
-                    self._hide(message.others),
-                    message.images,
-                )
-                for message in conversation.messages
-            ),
-            conversation.kind,
-            self._hide(conversation.tools),
-            conversation.first_trained,
-        )
-
-    def _hide(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._control.sub(lambda match: self._stand_ins[match.group()], value)
-        if isinstance(value, dict):
-            return {self._hide(key): self._hide(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self._hide(item) for item in value)
-        return value
-
-    def restore(self, text: str) -> str:
-        return text.translate(self._originals)
-
-
-def _iterate_texts(value: Any) -> Iterator[str]:
-    """Yield every text inside a conversation."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Conversation):
-        for message in value.messages:
-            yield message.content
-            if message.reasoning or message.tool_calls or message.others:
-                yield from _iterate_texts([message.reasoning, message.tool_calls, message.others])
-        if value.tools:
-            yield from _iterate_texts(value.tools)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield str(key)
-            yield from _iterate_texts(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _iterate_texts(item)
-
-
-def _get_last_exchange(conversation: Conversation) -> Sequence[Message]:
-    """Return the last user turn and those after it; templates may drop the reasoning of earlier turns."""
-    messages = conversation.messages
-    return messages[max((i for i, message in enumerate(messages) if message.role == "user"), default=0) :]
-
-
-def _get_reasoning(message: Message) -> str:
-    """Return the assistant's reasoning: that of the message, or the content before the end of a thought."""
-    before, end, _ = message.content.partition("</think>")
-    written = before.removeprefix("<think>").strip() if end and message.role == "assistant" else ""
-    return message.reasoning.strip() if message.reasoning else written
-
-
-def _count_common_prefix(left: str, right: str) -> int:
-    length = min(len(left), len(right))
-    if left[:length] == right[:length]:
-        return length
-    return next(index for index in range(length) if left[index] != right[index])

@@ -8,10 +8,7 @@ so a template that escapes from its sandbox reaches only the child.
 import gc
 import json
 import os
-import resource
-import select
 import signal
-import struct
 import sys
 import threading
 import time
@@ -19,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
@@ -27,27 +23,23 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from surefoot.data.conversation import BadRow
 from surefoot.errors import DataError
+from surefoot.system.compute_limits import STUCK_SIGNAL, cpu_time_limit, memory_limit
+from surefoot.system.line_pipe import LinePipe
 from surefoot.system.process import describe_end, end_with_parent
 
-MOST_BYTES = 512 << 20
+MAX_BYTES = 512 << 20
 """Limit of additional memory for one rendering, in bytes."""
-MOST_REASON = 500
-MOST_CHARACTERS = 32 << 20
+MAX_REASON_CHARACTERS = 500
+MAX_CHARACTERS = 32 << 20
 """Length limit of one rendered text."""
-AGAIN_AFTER_S = 0.25
-OVERRUN_S = 1.0
-"""CPU time beyond the deadline, within one operation of Python, after which the process ends."""
 IDLE_S = 0.5
 ENDING_S = 0.2
 """Time for a child to end."""
-ANSWER_WITHIN_S = 120.0
+ANSWER_DEADLINE_S = 120.0
 """Wall-clock limit for a response. The limit on CPU time does not end a child that waits for a lock."""
 ATTEMPTS = 3
-TOO_LONG = signal.SIGVTALRM
-"""Signal that ends a process whose rendering is stuck in one operation."""
 RETRIED = (0, -signal.SIGKILL, -signal.SIGPIPE, -signal.SIGTERM)
 """Exit statuses not caused by the template: the child was idle, memory was short, or its forking thread ended."""
-LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,7 @@ def render_here(call: Rendering) -> str:
     Raises: DataError if the template cannot be used; BadRow if it refuses these messages.
     """
     try:
-        with deadline(call.deadline_s), memory_limit(MOST_BYTES):
+        with cpu_time_limit(call.deadline_s), memory_limit(MAX_BYTES):
             texts, _ = render_jinja_template(
                 [list(call.messages)],
                 tools=list(call.tools) or None,
@@ -84,19 +76,19 @@ def render_here(call: Rendering) -> str:
         raise took_too_long(call) from error
     except MemoryError:
         raise DataError(
-            f"the chat template took over {MOST_BYTES >> 20} MiB of memory for one row. Give another one with "
+            f"the chat template took over {MAX_BYTES >> 20} MiB of memory for one row. Give another one with "
             "chat_template"
         ) from None  # the traceback would hold what the template built
     except UndefinedError as error:
-        raise BadRow(f"the chat template uses something that is not there: {_shorten_reason(error)}") from error
+        raise BadRow(f"the chat template uses an undefined value: {_shorten_reason(error)}") from error
     except TemplateError as error:
         raise BadRow(f"the chat template refused the conversation: {_shorten_reason(error)}") from error
     except Exception as error:  # a template is an untrusted program
         raise BadRow(f"the chat template failed: {type(error).__name__}: {_shorten_reason(error)}") from error
     text = str(texts[0])
-    if len(text) > MOST_CHARACTERS:
+    if len(text) > MAX_CHARACTERS:
         raise DataError(
-            f"the chat template wrote {len(text)} characters for one row, and {MOST_CHARACTERS} is the most. Give "
+            f"the chat template wrote {len(text)} characters for one row, more than {MAX_CHARACTERS}. Give "
             "another one with chat_template"
         )
     return text
@@ -104,7 +96,7 @@ def render_here(call: Rendering) -> str:
 
 def _shorten_reason(error: Exception) -> str:
     """Return the message of a template's error, shortened, because a template can make it arbitrarily long."""
-    return str(error)[:MOST_REASON]
+    return str(error)[:MAX_REASON_CHARACTERS]
 
 
 def took_too_long(call: Rendering) -> DataError:
@@ -112,60 +104,19 @@ def took_too_long(call: Rendering) -> DataError:
     return DataError(f"the chat template took over {call.deadline_s:.0f} s for one row: an endless loop?")
 
 
-@contextmanager
-def deadline(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError after `seconds` of CPU time, in the main thread of a process that does nothing else.
-
-    During a single long operation (`10 ** 10 ** 8`) no handler can run: then the system ends the process.
-    """
-
-    def late(_number: int, _frame: FrameType | None) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGPROF, late)
-    # Repeat the signal, because Python suppresses exceptions in callbacks of the garbage collector.
-    signal.setitimer(signal.ITIMER_PROF, seconds, AGAIN_AFTER_S)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds + OVERRUN_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
-
-
-@contextmanager
-def memory_limit(num_bytes: int) -> Iterator[None]:
-    """Limit this process to `num_bytes` more than now; beyond that it raises MemoryError. Linux only."""
-    try:
-        descriptor = os.open("/proc/self/statm", os.O_RDONLY)  # takes a third of the time of `Path.read_text`
-    except OSError:
-        yield
-        return
-    pages = int(os.read(descriptor, 100).split()[0])
-    os.close(descriptor)
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    most = pages * resource.getpagesize() + num_bytes
-    limits = [limit for limit in (most, *before) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(limits), before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
 class _Child:
     """A forked process that renders requests, until it was idle for `IDLE_S`."""
 
     def __init__(self) -> None:
-        requests, self._requests = os.pipe()
-        self._answers, answers = os.pipe()
+        requests, to_child = os.pipe()
+        from_child, answers = os.pipe()
         with _silence_tokenizers():
             self._process = os.fork()
         if self._process == 0:
             _serve(requests, answers)
         os.close(requests)
         os.close(answers)
+        self._pipe = LinePipe(from_child, to_child)
         self._status = 0
         self._reaper = threading.Thread(target=self._reap, name="template", daemon=True)
         self._reaper.start()
@@ -176,16 +127,16 @@ class _Child:
 
     def ask(self, request: bytes) -> bytes | None:
         """Return the response, or None if the child has ended. Raises: TimeoutError."""
+        deadline = time.monotonic() + ANSWER_DEADLINE_S
         try:
-            _write_message(self._requests, request)
-            return _read_message(self._answers, time.monotonic() + ANSWER_WITHIN_S)
-        except BrokenPipeError:
+            self._pipe.send(request, deadline)
+            return self._pipe.receive(deadline)
+        except (BrokenPipeError, EOFError):
             return None
 
     def end(self) -> int:
         """End the child if it has not ended; return its exit status, negative for a signal."""
-        os.close(self._requests)
-        os.close(self._answers)
+        self._pipe.close()
         self._reaper.join(ENDING_S)
         if self._reaper.is_alive():
             with suppress(ProcessLookupError):  # it ended meanwhile
@@ -238,11 +189,11 @@ class TemplateProcess:
                     status = child.end()
             if answer is not None:
                 return answer
-            if status == -TOO_LONG:
+            if status == -STUCK_SIGNAL:
                 raise took_too_long(call)
             if status not in RETRIED:
                 raise DataError(f"the process that rendered the chat template {describe_end(status)}. Give another one")
-        raise DataError("the process that renders the chat template gives no answer. Is memory short? Start again")
+        raise DataError("the process that renders the chat template does not answer. Is memory short? Start again")
 
 
 def _serve(requests: int, answers: int) -> NoReturn:
@@ -250,7 +201,7 @@ def _serve(requests: int, answers: int) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        for number in (signal.SIGTERM, signal.SIGPIPE, TOO_LONG):
+        for number in (signal.SIGTERM, signal.SIGPIPE, STUCK_SIGNAL):
             signal.signal(number, signal.SIG_DFL)
         end_with_parent()
         gc.freeze()  # garbage of the parent must not be finalised here
@@ -258,16 +209,18 @@ def _serve(requests: int, answers: int) -> NoReturn:
             if int(entry.name) not in (requests, answers):
                 with suppress(OSError):
                     os.close(int(entry.name))
-        while _is_ready(requests, IDLE_S) and (request := _read_message(requests)) is not None:
-            call = Rendering(**json.loads(request))
-            try:
-                answer = ["text", render_here(call)]
-            except (DataError, BadRow) as error:
-                answer = [type(error).__name__, str(error)]
-            _write_message(answers, json.dumps(answer).encode())
+        LinePipe(requests, answers).answer_requests(_answer, idle_s=IDLE_S)
         os._exit(0)
     except BaseException:  # noqa: BLE001 - no code of the parent may run here
         os._exit(1)
+
+
+def _answer(request: dict[str, Any]) -> list[str]:
+    """Return (kind, text): the rendered text, or the name and the text of an error."""
+    try:
+        return ["text", render_here(Rendering(**request))]
+    except (DataError, BadRow) as error:
+        return [type(error).__name__, str(error)]
 
 
 @contextmanager
@@ -281,34 +234,6 @@ def _silence_tokenizers() -> Iterator[None]:
     finally:
         if not is_set:
             os.environ.pop(name, None)
-
-
-def _is_ready(descriptor: int, within_s: float) -> bool:
-    """Return whether data, or the end of the pipe, can be read within `within_s`."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(max(0.0, within_s) * 1000))
-
-
-def _write_message(descriptor: int, content: bytes) -> None:
-    view = memoryview(LENGTH.pack(len(content)) + content)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
-def _read_message(descriptor: int, end_s: float | None = None) -> bytes | None:
-    """Return one message; None at the end of the pipe. Raises: TimeoutError if it does not come in time."""
-    content, size = bytearray(), LENGTH.size
-    while len(content) < size:
-        if end_s is not None and not _is_ready(descriptor, end_s - time.monotonic()):
-            raise TimeoutError
-        piece = os.read(descriptor, min(size - len(content), 1 << 20))
-        if not piece:
-            return None
-        content += piece
-        if size == LENGTH.size and len(content) == size:
-            size += LENGTH.unpack(content)[0]
-    return bytes(content[LENGTH.size :])
 
 
 TEMPLATE_PROCESS = TemplateProcess()

@@ -29,9 +29,9 @@ def vision_inputs(batch: MicroBatch, model: PreTrainedModel) -> dict[str, Any]:
 
 def text_inputs(batch: MicroBatch) -> dict[str, Any]:
     """Return the decoder's inputs for a batch. The model passes the lengths to the attention function unread."""
-    continues = {} if batch.continues is None else {"continues": batch.continues}
+    prefix_of = {} if batch.prefix_of is None else {"prefix_of": batch.prefix_of}
     return {
-        **continues,
+        **prefix_of,
         "input_ids": batch.ids,
         "position_ids": batch.position_ids,
         "attention_mask": None,

@@ -10,12 +10,12 @@ from typing import Literal, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from surefoot.config import LoadedConfig
-from surefoot.data.build_dataset import check_sources, held_out_side, open_dataset, open_images
+from surefoot.data.build_dataset import ModelInputs, check_sources, held_out_side, open_dataset, open_images
 from surefoot.data.checks import data_findings
 from surefoot.data.collate import MicroBatch, all_batches, micro_batches
-from surefoot.data.dataset import Dataset, progress_line
+from surefoot.data.dataset import Dataset
 from surefoot.data.image_processor import PixelReader
-from surefoot.data.inspect import DataReport, look
+from surefoot.data.inspect import DataReport, report_on
 from surefoot.data.prepare_pool import Progress
 from surefoot.data.sampler import GlobalOrder, Position, StepBatch
 from surefoot.distributed.parallel_dims import Layout
@@ -132,14 +132,14 @@ class RunData:
         """
 
         def read_step() -> tuple[StepBatch, list[MicroBatch]]:
-            self.look()
+            self.check_prepared()
             step = self.order.step(position)
             part = self.layout.data_rank, self.layout.data_size
             return step, list(micro_batches(step.rows, self.train, self._rows_each, *part, self.reader))
 
         return self._read_batches(read_step)
 
-    def look(self) -> None:
+    def check_prepared(self) -> None:
         """Check the rows prepared so far. Raises: DataError, on this rank alone."""
         if not self._is_checked:
             self.train.preparation.raise_error()
@@ -182,7 +182,7 @@ class RunData:
 
 def _collect_columns(dataset: Dataset, chunk: int) -> dict[str, object]:
     columns: dict[str, object] = {}
-    for sample in dataset.usable(chunk).samples[:MAX_INSPECTED_ROWS]:
+    for sample in dataset.chunk_samples(chunk).samples[:MAX_INSPECTED_ROWS]:
         columns |= dataset.columns(chunk, int(sample))
     return columns
 
@@ -195,7 +195,7 @@ def describe(loaded: LoadedConfig, *, show: int, emit: Emit = lambda _: None) ->
     data.train.preparation.run()
     if data.held_out is not None:
         data.held_out.preparation.run()
-    return look(data.train, data.held_out, show=show)
+    return report_on(data.train, data.held_out, show=show)
 
 
 def open_data(
@@ -209,24 +209,24 @@ def open_data(
 ) -> RunData:
     """Open the data that a config names and detect its formats. `shard_digests`: see `Dataset`. Raises: DataError."""
     model = load_config(base)
-    vocab_size = int(model.get_text_config().vocab_size)
-    reader, no_vision_reason = open_images(loaded, base, model, tokenizer)
+    text_config = model.get_text_config()
+    inputs = ModelInputs(
+        tokenizer,
+        int(text_config.vocab_size),
+        longest_context(text_config.to_dict()),
+        *open_images(loaded, base, model, tokenizer),
+    )
 
     def report(progress: Progress | None) -> None:
         if threading.current_thread() is threading.main_thread():  # during training, the lines of steps are enough
-            emit(Heartbeat(progress_line(progress) if progress is not None else ""))
+            emit(Heartbeat(progress.as_text() if progress is not None else ""))
 
     def open_setting(setting: Literal["dataset", "eval_dataset"]) -> Dataset:
-        waits = ranks.local_rank > 0
         return open_dataset(
             loaded,
             setting,
-            tokenizer,
-            vocab_size=vocab_size,
-            reader=reader,
-            no_vision_reason=no_vision_reason,
-            context=longest_context(model.get_text_config().to_dict()),
-            only_waits=waits,
+            inputs,
+            only_waits=ranks.local_rank > 0,
             shard_digests=shard_digests if setting == "dataset" else None,
             on_progress=report,
         )
@@ -237,4 +237,4 @@ def open_data(
         held_out = open_setting("eval_dataset")
     elif loaded.run.eval_fraction:
         held_out = held_out_side(train)
-    return RunData(loaded, train, held_out, reader, emit, ranks)
+    return RunData(loaded, train, held_out, inputs.reader, emit, ranks)

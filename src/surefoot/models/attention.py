@@ -38,10 +38,10 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    continues: tuple[int, ...] | None = None,
+    prefix_of: tuple[int, ...] | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each sample; a sample that `continues` another also attends to all of that one.
+    """Compute causal attention within each sample; a sample with another one in `prefix_of` attends to all of that too.
 
     Shapes: query [1, heads, T, D], key and value [1, kv_heads, T, D] -> [1, T, heads, D]; sum(lengths) == T.
     Raises: ModelError for variants whose numbers would be wrong here (soft-capping, attention sinks).
@@ -51,9 +51,9 @@ def packed_attention(
             raise ModelError(f"{type(module).__name__} uses {name}, which attention over packed samples does not have.")
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         query, key, value = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value))
-    if continues is not None:
+    if prefix_of is not None:
         return _attend_with_shared_prefixes(
-            query, key, value, lengths, continues, scaling, dropout, sliding_window
+            query, key, value, lengths, prefix_of, scaling, dropout, sliding_window
         ), None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
         window = (sliding_window - 1, 0) if sliding_window else (-1, 0)
@@ -106,7 +106,7 @@ def _attend_with_shared_prefixes(
     key: Tensor,
     value: Tensor,
     lengths: list[int],
-    continues: tuple[int, ...],
+    prefix_of: tuple[int, ...],
     scaling: float | None,
     dropout: float,
     sliding_window: int | None,
@@ -114,13 +114,13 @@ def _attend_with_shared_prefixes(
     """Compute attention for samples that may continue an earlier sample, which is computed once for all of them.
 
     Samples that continue the same one form a batch of rows, padded to the longest; a sample's own positions count on
-    from the end of the one it continues. Shapes: as in `packed_attention`.
+    from the end of its prefix. Shapes: as in `packed_attention`.
     """
     ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
     spans = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
     outputs: dict[int, Tensor] = {}
-    for owner in (-1, *dict.fromkeys(prefix for prefix in continues if prefix >= 0)):
-        for rows in _group_rows(owner, continues):
+    for owner in (-1, *dict.fromkeys(prefix for prefix in prefix_of if prefix >= 0)):
+        for rows in _group_rows(owner, prefix_of):
             longest = max(lengths[row] for row in rows)
             before = lengths[owner] if owner >= 0 else 0
 
@@ -150,9 +150,9 @@ def _attend_with_shared_prefixes(
     return torch.cat([outputs[row] for row in range(len(lengths))])[None]
 
 
-def _group_rows(owner: int, continues: tuple[int, ...]) -> list[list[int]]:
+def _group_rows(owner: int, prefix_of: tuple[int, ...]) -> list[list[int]]:
     """Return the samples that continue `owner`, in batches: all in one batch, or each alone if they continue none."""
-    rows = [row for row, prefix in enumerate(continues) if prefix == owner]
+    rows = [row for row, prefix in enumerate(prefix_of) if prefix == owner]
     return [[row] for row in rows] if owner < 0 else [rows]
 
 

@@ -275,7 +275,7 @@ def make_shaped_batch(lengths: Sequence[int], trained: int, vision: Vision | Non
         target_positions=torch.empty(trained, dtype=torch.int64),
         targets=torch.empty(trained, dtype=torch.int64),
         weights=None,
-        places=(),
+        row_refs=(),
         vision=vision,
     )
 

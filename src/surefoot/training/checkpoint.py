@@ -55,7 +55,7 @@ class TrainState:
     """Fingerprint of the base weights that an adapter is trained on."""
     data_fingerprint: str = ""
     data_seen: Mapping[str, str] = field(default_factory=dict)
-    """Digests of data with images: see `Dataset.seen`."""
+    """Digests of data with images: see `Dataset.shard_digests`."""
     position: Position = field(default_factory=Position)
     """Position in the order of the data at which the next step begins."""
     epoch: float = 0.0

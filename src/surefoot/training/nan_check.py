@@ -40,7 +40,7 @@ def not_finite_finding(
         origin = _find_origin(learner, batches)
     reports = ranks.gather(
         {
-            "rows": [place for batch in batches for place in batch.places],
+            "rows": [place for batch in batches for place in batch.row_refs],
             "gradients": error.parameters,
             "weights": _list_not_finite_weights(learner.model),
             "module": origin.module if origin else None,
@@ -124,10 +124,10 @@ def _find_row(bad: Tensor, batch: MicroBatch) -> str:
     num_tokens = sum(batch.lengths)
     dim = next((dim for dim, size in enumerate(bad.shape) if size == num_tokens), None)
     if dim is None:  # an output that is not per token
-        return ", ".join(batch.places)
+        return ", ".join(batch.row_refs)
     token = int(bad.movedim(dim, 0).reshape(num_tokens, -1).any(1).nonzero()[0])
     ends = torch.tensor(batch.lengths).cumsum(0)
-    return batch.places[int((ends <= token).sum())]
+    return batch.row_refs[int((ends <= token).sum())]
 
 
 def _list_not_finite_weights(model: nn.Module) -> list[str]:

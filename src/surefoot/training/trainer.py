@@ -299,7 +299,7 @@ def _assemble(
 
     def as_saved(state: TrainState, wait_s: float) -> TrainState:
         pending = method.pending(state.position, state.step, wait_s)
-        return replace(state, pending=pending, data_seen=dict(data.train.seen), reward_files=code_files)
+        return replace(state, pending=pending, data_seen=dict(data.train.shard_digests), reward_files=code_files)
 
     job = LoopContext(
         config=config,

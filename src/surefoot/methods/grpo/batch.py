@@ -99,17 +99,17 @@ def collate_policy(
     ids: list[int] = []
     positions: list[Tensor] = []
     lengths: list[int] = []
-    continues: list[int] = []
+    prefix_of: list[int] = []
     target_positions: list[Tensor] = []
     token_at: list[Tensor] = []
     prompt_at: list[int] = []
-    places: list[str] = []
+    row_refs: list[str] = []
     row_images: list[tuple[str, Sequence[Image]]] = []
     for (prompt, images), group in groupby(trajectories, key=lambda trajectory: (trajectory.prompt, trajectory.images)):
         last_of_prompt = -1
         prompt_positions = torch.arange(len(prompt))
         if reader is not None:
-            prompt_positions = reader.places(np.array(prompt, np.int32), images)
+            prompt_positions = reader.positions(np.array(prompt, np.int32), images)
         first_position = int(prompt_positions.max()) + 1
         for trajectory in group:
             completion_positions = torch.arange(first_position, first_position + len(trajectory.ids))
@@ -120,9 +120,9 @@ def collate_policy(
                 ids += segment
                 positions += [prompt_positions] if share_prompts else [prompt_positions, completion_positions]
                 row_images.append((trajectory.place, images))
-                continues.append(-1)
+                prefix_of.append(-1)
                 lengths.append(len(segment))
-                places.append(trajectory.place)
+                row_refs.append(trajectory.place)
                 prompt_segment = len(lengths) - 1
             prompt_at.append(last_of_prompt + 1 - len(prompt))
             begin = last_of_prompt + 1
@@ -130,9 +130,9 @@ def collate_policy(
                 begin = len(ids)
                 ids += trajectory.ids
                 positions.append(completion_positions)
-                continues.append(prompt_segment)
+                prefix_of.append(prompt_segment)
                 lengths.append(len(trajectory.ids))
-                places.append(trajectory.place)
+                row_refs.append(trajectory.place)
             # A completion's first token is predicted at the end of its prompt, each other token at the one before it.
             token_at.append(torch.arange(begin, begin + len(trajectory.ids)))
             target_positions.append(torch.tensor([last_of_prompt, *range(begin, begin + len(trajectory.ids) - 1)]))
@@ -155,9 +155,9 @@ def collate_policy(
         target_positions=torch.cat(target_positions),
         targets=torch.tensor([token for trajectory in trajectories for token in trajectory.ids]),
         weights=repeat_per_token([trajectory.weight for trajectory in trajectories]),
-        places=tuple(places),
+        row_refs=tuple(row_refs),
         vision=reader.read(row_images) if reader is not None else None,
-        continues=tuple(continues) if share_prompts else None,
+        prefix_of=tuple(prefix_of) if share_prompts else None,
         advantages=repeat_per_token([trajectory.advantage for trajectory in trajectories]),
         rollout_logprobs=rollout_logprobs,
         token_at=torch.cat(token_at),

@@ -95,7 +95,7 @@ class Grpo(Method):
 
     def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:
         """Return completions with advantages. Raises: what `RolloutSource.batches` raises."""
-        self.context.ranks.run_or_raise_on_all(self.context.data.look)
+        self.context.ranks.run_or_raise_on_all(self.context.data.check_prepared)
         return self._loaded_source.batches(position, step, epoch)
 
     def evaluate(self, step: int) -> Mapping[str, float]:

@@ -13,13 +13,14 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any
 
 from surefoot.methods.grpo.builtin_rewards import BUILT_IN
+from surefoot.system.line_pipe import LinePipe
 from surefoot.system.process import end_with_parent
 
 Function = Callable[..., Any]
@@ -69,28 +70,32 @@ def main() -> None:
     """Answer calls until there are no more."""
     end_with_parent()
     sys.path.append(str(Path.cwd()))  # last, so that modules of the user's project hide no library
-    with os.fdopen(os.dup(0), encoding="utf-8") as jobs, os.fdopen(os.dup(1), "w", encoding="utf-8") as responses:
-        # A function that reads standard input gets the end of a file, and one that prints cannot break the protocol.
-        with open(os.devnull) as null_device:
-            os.dup2(null_device.fileno(), 0)
-        os.dup2(2, 1)
-        functions: list[Function] = []
-        names = json.loads(jobs.readline() or "[]")
-        name = ""
+    pipe = LinePipe(os.dup(0), os.dup(1))
+    # A function that reads standard input gets the end of a file, and one that prints cannot break the protocol.
+    with open(os.devnull) as null_device:
+        os.dup2(null_device.fileno(), 0)
+    os.dup2(2, 1)
+    functions: list[Function] = []
+    try:
+        response = _load_all(json.loads(pipe.receive()), functions)
+    except EOFError:
+        return
+    pipe.send(json.dumps(response).encode())
+    if "error" not in response:
+        pipe.answer_requests(lambda job: {"number": job["number"], **_run_job(functions, job)})
+
+
+def _load_all(names: Sequence[str], functions: list[Function]) -> dict[str, str]:
+    """Append the functions of these names to `functions`. Return the error of the first that cannot be loaded."""
+    for name in names:
         try:
-            for name in names:
-                functions.append(load(name))
+            functions.append(load(name))
         except NoSuchFunction as error:
-            _write_response(responses, {"error": str(error), "trace": ""})
-            return
+            return {"error": str(error)}
         except BaseException as error:  # noqa: BLE001 - a file that somebody else wrote
-            message = _format_location(error, _get_folder(name)) + str(_describe_error(error)["error"])
-            _write_response(responses, {"error": message, "trace": ""})
-            return
-        _write_response(responses, {"ready": True})
-        for line in jobs:
-            job = json.loads(line)
-            _write_response(responses, {"number": job["number"], **_run_job(functions, job)})
+            folder = Path(name.rpartition(":")[0]).resolve().parent
+            return {"error": _format_location(error, folder) + _describe_error(error)["error"]}
+    return {}
 
 
 def _run_job(functions: list[Function], job: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,16 +127,11 @@ def _to_float(value: Any) -> float:
     return float(value)
 
 
-def _describe_error(error: BaseException) -> dict[str, Any]:
+def _describe_error(error: BaseException) -> dict[str, str]:
     return {
         "error": f"{type(error).__name__}: {error}"[:MOST_CHARACTERS],
         "trace": "".join(traceback.format_exception(error))[-MOST_CHARACTERS:],
     }
-
-
-def _get_folder(name: str) -> Path:
-    """Return the folder of a function's file."""
-    return Path(name.rpartition(":")[0]).resolve().parent
 
 
 def _format_location(error: BaseException, folder: Path) -> str:
@@ -144,11 +144,6 @@ def _format_location(error: BaseException, folder: Path) -> str:
         if Path(frame.filename).resolve().is_relative_to(folder) and "site-packages" not in frame.filename
     ]
     return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
-
-
-def _write_response(responses: TextIO, response: Mapping[str, Any]) -> None:
-    responses.write(json.dumps(response) + "\n")
-    responses.flush()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import queue
-import select
 import signal
 import subprocess
 import threading
@@ -22,6 +21,7 @@ from surefoot.errors import ConfigError
 from surefoot.methods.grpo.builtin_rewards import BUILT_IN, NEEDS, SETTINGS_OF, settings_problem
 from surefoot.methods.grpo.settings import RewardItem
 from surefoot.methods.grpo.worker_output import BoundedOutput
+from surefoot.system.line_pipe import LinePipe
 from surefoot.system.process import PYTHON, describe_end
 
 START_DEADLINE_S = 120.0
@@ -262,13 +262,11 @@ class _Worker:
         self._names = names
         self._process: subprocess.Popen[bytes] | None = None
         self._output = BoundedOutput()
-        self._unread = bytearray()
         self._num_calls = 0
         self._is_over = False
 
     def start(self) -> None:
         """Start the process. Raises: _WorkerFailure with the error of its functions' files."""
-        self._unread.clear()
         self._num_calls = 0
         try:
             self._process = subprocess.Popen(
@@ -280,6 +278,7 @@ class _Worker:
             )
         except OSError as error:  # no memory, or too many processes
             raise _WorkerFailure(f"its process could not be started: {error.strerror}") from error
+        self._pipe = LinePipe.to_process(self._process, max_line_bytes=ANSWER_BYTES)
         assert self._process.stderr is not None
         self._output.follow(self._process.stderr)
         if self._is_over:  # `end` was called in the meantime
@@ -326,17 +325,17 @@ class _Worker:
 
     def _send_request(self, payload: Any, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
+        request = json.dumps(payload, default=str, ensure_ascii=False).encode("utf-8", "replace")
         try:
-            text = json.dumps(payload, default=str, ensure_ascii=False)
-            self._write(text.encode("utf-8", "replace") + b"\n", deadline)
-            line = self._read_line(deadline)
+            if self._process is None:
+                raise EOFError
+            self._pipe.send(request, deadline)
+            response = json.loads(self._pipe.receive(deadline))
         except TimeoutError:
             self.kill()
             raise _WorkerTimeout(f"it took over {timeout_s:g} s, and was ended") from None
         except (BrokenPipeError, EOFError):
             raise _WorkerFailure(f"its process {self._describe_process_end()}") from None
-        try:
-            response = json.loads(line)
         except (ValueError, RecursionError):
             response = None
         if not isinstance(response, dict):
@@ -357,42 +356,3 @@ class _Worker:
         is_running = process.returncode is None
         self.kill()
         return "closed the file that answers go to, and was ended" if is_running else describe_end(process.returncode)
-
-    def _write(self, content: bytes, deadline: float) -> None:
-        if self._process is None:
-            raise EOFError
-        assert self._process.stdin is not None
-        descriptor = self._process.stdin.fileno()
-        os.set_blocking(descriptor, False)
-        remaining = memoryview(content)
-        while remaining:
-            _wait_until_ready(descriptor, select.POLLOUT, deadline)
-            remaining = remaining[os.write(descriptor, remaining[:65536]) :]
-
-    def _read_line(self, deadline: float) -> bytes:
-        if self._process is None:
-            raise EOFError
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
-        searched = 0
-        while (end := self._unread.find(b"\n", searched)) < 0:
-            searched = len(self._unread)
-            _wait_until_ready(descriptor, select.POLLIN, deadline)
-            chunk = os.read(descriptor, 1 << 16)
-            if not chunk:
-                raise EOFError
-            self._unread += chunk
-            if len(self._unread) > ANSWER_BYTES:
-                self.kill()
-                raise _WorkerFailure(ODD_ANSWER)
-        line = bytes(self._unread[:end])
-        del self._unread[: end + 1]
-        return line
-
-
-def _wait_until_ready(descriptor: int, event: int, deadline: float) -> None:
-    """Wait with poll, because select takes no descriptor over 1023 and a rank has more. Raises: TimeoutError."""
-    poll = select.poll()
-    poll.register(descriptor, event)
-    if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
-        raise TimeoutError

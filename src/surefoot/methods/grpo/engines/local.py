@@ -164,7 +164,7 @@ class LocalEngine:
             inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "past_key_values": cache}
             return self._predict(**inputs), mask, positions[:, -1:]
         reader = self._reader
-        prompt_positions = [reader.places(np.array(request.prompt, np.int32), request.images) for request in prompts]
+        prompt_positions = [reader.positions(np.array(request.prompt, np.int32), request.images) for request in prompts]
         padded = [F.pad(row_positions, (n, 0)) for n, row_positions in zip(padding, prompt_positions, strict=True)]
         positions = torch.stack(padded).to(device)
         vision = self._ranks.run_or_raise_on_all(

@@ -1,0 +1,60 @@
+"""Oddities of samples: they can be trained on, but are suspicious. `checks` turns them into findings."""
+
+from collections.abc import Sequence
+from enum import IntFlag
+
+from surefoot.data.conversation import Conversation, Message
+
+LEAKED_CHARACTERS = 20
+"""Length of an answer from which its occurrence in the prompt is no coincidence."""
+
+
+class Oddity(IntFlag):
+    """An oddity, as a bit of a sample's flags in its shard."""
+
+    ENDS_TWICE = 1
+    """An answer is followed by two end-of-turn tokens, or ends with the text of one."""
+    BEGINS_TWICE = 2
+    """The sample begins with two beginning-of-sequence tokens."""
+    ANSWER_IN_PROMPT = 4
+    """The messages before the last answer contain it word for word."""
+    LOOKALIKE = 8
+    """Some text looks like a special token."""
+    LOST_REASONING = 16
+    """The template omits the last turn's reasoning."""
+    DROPPED_REASONING = 32
+    """The template shows that, but omits the reasoning of earlier turns whose answers may be trained."""
+    EMPTY_ANSWER = 64
+    """The last answer is trained but empty: no words, reasoning or calls."""
+
+
+def find_oddities(text: str, conversation: Conversation, *, is_trained: bool) -> int:
+    """Return the oddities of a rendered conversation that its messages show, as bits."""
+    *context, last = conversation.messages
+    answer = last.content.strip()
+    newest = _get_last_exchange(conversation)
+    earlier = conversation.messages[: len(conversation.messages) - len(newest)]
+    oddities = 0
+    if is_trained and len(answer) >= LEAKED_CHARACTERS and any(answer in message.content for message in context):
+        oddities |= Oddity.ANSWER_IN_PROMPT
+    if any(_get_reasoning(message) not in text for message in newest):
+        oddities |= Oddity.LOST_REASONING
+    elif any(_get_reasoning(message) not in text for message in earlier if message.weight != 0):
+        oddities |= Oddity.DROPPED_REASONING
+    is_empty = not (answer or last.tool_calls or last.reasoning)
+    if is_trained and is_empty and last.role == "assistant" and last.weight != 0:
+        oddities |= Oddity.EMPTY_ANSWER
+    return oddities
+
+
+def _get_last_exchange(conversation: Conversation) -> Sequence[Message]:
+    """Return the last user turn and those after it; templates may drop the reasoning of earlier turns."""
+    messages = conversation.messages
+    return messages[max((i for i, message in enumerate(messages) if message.role == "user"), default=0) :]
+
+
+def _get_reasoning(message: Message) -> str:
+    """Return the assistant's reasoning: that of the message, or the content before the end of a thought."""
+    before, end, _ = message.content.partition("</think>")
+    written = before.removeprefix("<think>").strip() if end and message.role == "assistant" else ""
+    return message.reasoning.strip() if message.reasoning else written

@@ -1,0 +1,159 @@
+"""The samples of a shard that a run uses: cut to `max_length`, weighted and counted."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surefoot.data.shard import Shard
+
+Truncation = Literal["error", "drop", "left", "right"]
+TrainOn = Literal["assistant", "last_assistant", "all"]
+Side = Literal["all", "train", "eval"]
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Options for reading prepared samples. None of them affects the cache."""
+
+    max_length: int
+    truncation: Truncation
+    limit_name: str = "max_length"
+    """Name of the setting that `max_length` comes from."""
+    limit_advice: str = ""
+    """Advice on making room for longer rows, where it is not to raise that setting."""
+    train_on: TrainOn = "assistant"
+    skip_bad_rows: bool = False
+    vocab_size: int | None = None
+    is_lenient: bool = False
+    """Accept samples that training would refuse, in order to inspect them."""
+    side: Side = "all"
+    eval_fraction: float = 0.0
+    """Share of the samples on the `eval` side, chosen by their content, so that equal samples are on the same side."""
+
+    @property
+    def limit(self) -> str:
+        """The limit as messages quote it."""
+        return f"{self.limit_name}={self.max_length}"
+
+    def kept_range(self, length: int) -> tuple[int, int]:
+        """Return the range of a sample's tokens that is kept."""
+        begin = max(length - self.max_length, 0) if self.truncation == "left" else 0
+        return begin, begin + min(length, self.max_length)
+
+
+@dataclass(frozen=True)
+class ChunkSamples:
+    """The samples in use of a chunk. Shapes: S samples."""
+
+    samples: NDArray[np.int64]
+    """[S]: indices in the shard."""
+    rows: NDArray[np.int64]
+    """[S]: row numbers in the chunk."""
+    lengths: NDArray[np.int64]
+    """[S]: tokens after cutting."""
+    trained: NDArray[np.int64]
+    """[S]: trained tokens after cutting."""
+    is_cut: NDArray[np.bool_]
+    """[S]: whether the sample was cut."""
+    cut_inside: NDArray[np.bool_]
+    """[S]: whether a part of a trained turn is lost."""
+    skipped: Sequence[tuple[int, str]]
+    """(line, reason) of the rows that give no sample."""
+    read: int
+    """Number of the chunk's rows that belong to the dataset."""
+
+
+def mask_samples(shard: Shard, rows: tuple[int, int], options: SampleOptions) -> NDArray[np.bool_]:
+    """Return a mask [S] of the samples in a range of the chunk's rows and on the side of the held-out split."""
+    in_range = (shard.rows >= rows[0]) & (shard.rows < rows[1])
+    if options.side == "all":
+        return in_range
+    is_held_out = shard.digests < np.uint64(round(options.eval_fraction * 2**64 * (1 - 1e-12)))
+    return in_range & (is_held_out if options.side == "eval" else ~is_held_out)
+
+
+def problems_in(shard: Shard, rows: tuple[int, int]) -> list[tuple[int, str]]:
+    """Return (line, reason) of the bad rows in a range of the chunk's rows."""
+    return [(line, reason) for row, line, reason in shard.problems if rows[0] <= row < rows[1]]
+
+
+def select_samples(shard: Shard, rows: tuple[int, int], options: SampleOptions, *, are_prompts: bool) -> ChunkSamples:
+    """Return the samples in use of a range of a chunk's rows, and the reasons of those that are skipped."""
+    in_range = mask_samples(shard, rows, options)
+    lengths = shard.lengths
+    too_long = lengths > options.max_length
+    cut_lengths = np.minimum(lengths, options.max_length)
+    begins = lengths - cut_lengths if options.truncation == "left" else np.zeros_like(lengths)
+    trained, loses_trained = _count_trained_tokens(shard, begins, begins + cut_lengths, options.train_on)
+    has_images = shard.image_counts > 0  # an image's tokens are meaningless if some are cut off
+    is_untrained = (lengths if are_prompts else trained) == 0
+    is_refused = too_long & (has_images | (options.truncation in ("error", "drop")))
+    used = in_range & ~(is_untrained | is_refused)
+    reasons = [
+        (int(shard.lines[i]), _explain_skip(int(lengths[i]), options, bool(loses_trained[i]), bool(has_images[i])))
+        for i in np.flatnonzero(in_range & ~used)
+    ]
+    # Each side of a held-out split counts its own samples; a bad row has no side and counts with the training rows.
+    bad_rows = problems_in(shard, rows) if options.side != "eval" else []
+    return ChunkSamples(
+        np.flatnonzero(used),
+        shard.rows[used].astype(np.int64),
+        cut_lengths[used],
+        trained[used],
+        too_long[used],
+        (too_long & loses_trained)[used],
+        sorted(reasons + bad_rows),
+        int(in_range.sum()) + len(bad_rows),
+    )
+
+
+def token_weights(shard: Shard, sample: int, train_on: TrainOn) -> NDArray[np.float32]:
+    """Return the weight of each token of an uncut sample in the loss: float32 [n]."""
+    weights = np.full(int(shard.lengths[sample]), train_on == "all", np.float32)
+    first, end = int(shard.span_offsets[sample]), int(shard.span_offsets[sample + 1])
+    for index in range(first, end):
+        span = slice(shard.spans[index, 0], shard.spans[index, 1])
+        if not np.isnan(shard.weights[index]):
+            weights[span] = shard.weights[index]
+        elif train_on == "assistant" or index == end - 1:
+            weights[span] = 1
+    return weights
+
+
+def _count_trained_tokens(
+    shard: Shard, first: NDArray[np.int64], last: NDArray[np.int64], train_on: TrainOn
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Count the trained tokens inside `[first, last)` of each sample [S]; the second mask [S]: any is outside.
+
+    The first token of the kept range is never predicted, so it does not count as inside.
+    """
+    counts = np.diff(shard.span_offsets)
+    owner = np.repeat(np.arange(len(shard)), counts)
+    begins, ends = shard.spans[:, 0].astype(np.int64), shard.spans[:, 1].astype(np.int64)
+    # The weight of each span; a weight set by the row overrides `train_on`.
+    default_weights = np.ones(len(owner), np.int64)
+    if train_on == "last_assistant":
+        default_weights[:] = 0
+        default_weights[shard.span_offsets[1:][counts > 0] - 1] = 1
+    is_trained = np.where(np.isnan(shard.weights), default_weights, shard.weights) > 0
+    inside = np.maximum(np.minimum(ends, last[owner]) - np.maximum(begins, first[owner] + 1), 0)
+    outside = (begins < first[owner]) | (ends > last[owner])
+    if train_on == "all":  # the whole sample without the spans of weight 0
+        untrained = np.bincount(owner[~is_trained], inside[~is_trained], minlength=len(shard)).astype(np.int64)
+        return np.maximum(last - first - 1, 0) - untrained, shard.lengths > last - first
+    trained = np.bincount(owner[is_trained], inside[is_trained], minlength=len(shard)).astype(np.int64)
+    return trained, np.bincount(owner[is_trained & outside], minlength=len(shard)) > 0
+
+
+def _explain_skip(length: int, options: SampleOptions, loses_trained: bool, has_images: bool) -> str:
+    if length > options.max_length:
+        if has_images:
+            return f"{length} tokens with images, which are never cut, longer than {options.limit}"
+        if options.truncation in ("error", "drop"):
+            return f"{length} tokens, longer than {options.limit}"
+        if loses_trained:
+            return f"{length} tokens: cut to {options.limit}, nothing trained is left"
+    return "no token of it is trained"
