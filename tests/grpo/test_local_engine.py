@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from surefoot.errors import StoppedOnFinding
-from surefoot.methods.grpo.batch import Trajectory, collate_policy
+from surefoot.methods.grpo.batch import Trajectory, collate_completions
 from surefoot.methods.grpo.engines.local import LocalEngine
 from surefoot.methods.grpo.types import Completion, Request, Sampling
 from surefoot.methods.token_loss import TokenLogprobs, text_inputs
@@ -45,7 +45,7 @@ def test_logprobs_are_those_that_training_sees(model: Any, tokenizer: Any) -> No
         for request, one in zip(requests(), made, strict=True)
     ]
     for share in (True, False):
-        batch = collate_policy(trajectories, share_prompts=share)
+        batch = collate_completions(trajectories, share_prompts=share)
         with torch.no_grad():
             found, entropy = TokenLogprobs(model, 0.8)(batch)
         torch.testing.assert_close(found, batch.rollout_logprobs, rtol=0, atol=2e-6)
@@ -141,7 +141,7 @@ def test_banned_tokens_are_never_drawn(model: Any, tokenizer: Any) -> None:
     # Logprobs are those of a policy without them.
     for request, one in zip(requests(), made, strict=True):
         trajectory = Trajectory(request.prompt, one.ids, one.logprobs, 0.0, 1.0, "x:1")
-        batch = collate_policy([trajectory], share_prompts=False)
+        batch = collate_completions([trajectory], share_prompts=False)
         with torch.no_grad():
             logits = model(**text_inputs(batch), logits_to_keep=batch.target_positions).logits[0] / 2.0
         logits[:, sorted(banned & set(range(logits.shape[-1])))] = -torch.inf
@@ -163,7 +163,7 @@ def test_completions_tell_the_experts_that_training_would_choose(
             Trajectory(request.prompt, one.ids, one.logprobs, 0.0, 1.0, "x:1", experts=one.experts)
             for request, one in zip(requests(), made, strict=True)
         ]
-        batch = collate_policy(trajectories, share_prompts=share)
+        batch = collate_completions(trajectories, share_prompts=share)
         logprobs = TokenLogprobs(built.model, 1.0)
         with torch.no_grad(), built.routing.recording() as layers:
             logprobs(batch)

@@ -28,10 +28,10 @@ from surefoot.methods.grpo.engines import server as serving
 from surefoot.methods.grpo.engines import vllm, vllm_sync
 from surefoot.methods.grpo.engines.server import Server, ServerFailed, start_server
 from surefoot.methods.grpo.engines.vllm import VllmEngine
-from surefoot.methods.grpo.engines.vllm_protocol import RoutingLayers, call_for, completion_of
+from surefoot.methods.grpo.engines.vllm_protocol import RoutingLayers, build_call, parse_completion
 from surefoot.methods.grpo.engines.vllm_sync import AdapterSync, FullSync
-from surefoot.methods.grpo.routed_experts import as_text, from_text
-from surefoot.methods.grpo.setup import drift_check, open_server, settle_server
+from surefoot.methods.grpo.routed_experts import decode_experts, encode_experts
+from surefoot.methods.grpo.setup import drift_check, open_server, reserve_server_memory
 from surefoot.methods.grpo.types import Request, Sampling
 from surefoot.models.adapter import WEIGHTS
 from surefoot.models.build import build_model
@@ -118,7 +118,7 @@ def test_each_policy_has_an_adapter_of_its_own(
     ours.publish(3)
     assert first == ["policy-00000000"]
     assert [path.name for path in (tmp_path / "adapters").iterdir()] == ["policy-00000003"]
-    made = ours.ask([Request([1, 2], (0, number)) for number in range(20)], SAMPLING, 3)(inf)
+    made = ours.submit([Request([1, 2], (0, number)) for number in range(20)], SAMPLING, 3)(inf)
     assert [(one.ids, one.policy_version, one.finish) for one in made] == [([7] * 5, 3, "length")] * 20
 
 
@@ -166,7 +166,7 @@ def test_a_rollout_that_is_not_as_asked_for_is_a_finding(
         ours._timeout_s = 2.0
     began = time.monotonic()
     with pytest.raises(StoppedOnFinding, match=cause) as stopped:
-        ours.ask([Request([1, 2], (0, number)) for number in range(4)], FINE, 0)(inf)
+        ours.submit([Request([1, 2], (0, number)) for number in range(4)], FINE, 0)(inf)
     assert stopped.value.finding.code == code
     assert stopped.value.finding.evidence["address"].startswith("http://127.0.0.1:")
     assert time.monotonic() - began < 30
@@ -195,7 +195,7 @@ def test_an_engine_that_is_over_begins_no_further_request(
     ours = engine(serve("late"))
     ours.publish(0)
     began = time.monotonic()
-    ours.ask([Request([1, 2], (0, number)) for number in range(300)], SAMPLING, 0)
+    ours.submit([Request([1, 2], (0, number)) for number in range(300)], SAMPLING, 0)
     ours.end()
     assert ours._queue._waiting.empty()
     assert time.monotonic() - began < 10
@@ -207,7 +207,7 @@ def test_what_comes_too_late_is_left_out_on_request(
     ours = engine(serve("late"))
     ours.publish(0)
     began = time.monotonic()
-    assert ours.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(0.5) is None
+    assert ours.submit([Request([1, 2], (0, 0))], SAMPLING, 0)(0.5) is None
     assert time.monotonic() - began < 10
 
 
@@ -216,7 +216,7 @@ def test_a_rollout_whose_time_is_over_says_so(serve: Callable[..., Server], engi
     ours.publish(0)
     ours._timeout_s = 0.0
     with pytest.raises(StoppedOnFinding, match=r"\b0 s of rollout_timeout_s") as stopped:
-        ours.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
+        ours.submit([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
     assert stopped.value.finding.code == "SF801"
 
 
@@ -226,18 +226,18 @@ def test_a_server_that_an_earlier_run_left_asleep_is_woken(
     server = serve()
     before = engine(server, sleeps=True)
     before.publish(0)
-    before.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
+    before.submit([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
     engine(server, sleeps=True).publish(0)  # the first one was killed
     assert server.get("/is_sleeping", 5) == {"is_sleeping": False}
-    before.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
+    before.submit([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
     before.end()
     assert server.get("/is_sleeping", 5) == {"is_sleeping": False}
 
 
 def test_a_models_own_generation_settings_are_overruled() -> None:
-    body = call_for(Request([1], (0,)), SAMPLING, "policy").body
+    body = build_call(Request([1], (0,)), SAMPLING, "policy").body
     assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1.0, 0, 0.0, 1.0)
-    body = call_for(Request([1], (0,)), Sampling(4, top_p=0.9, top_k=20), "policy").body
+    body = build_call(Request([1], (0,)), Sampling(4, top_p=0.9, top_k=20), "policy").body
     assert (body["top_p"], body["top_k"]) == (0.9, 20)
 
 
@@ -247,13 +247,13 @@ def test_experts_of_layers_without_a_router_are_left_out() -> None:
         "token_ids": [7, 7],
         "logprobs": {"token_logprobs": [-1.0, -1.0]},
         "finish_reason": "stop",
-        "routed_experts": as_text(of_all.astype(np.int16)),
+        "routed_experts": encode_experts(of_all.astype(np.int16)),
     }
     answer = {"model": "policy", "choices": [choice]}
     sampling = replace(SAMPLING, ends=frozenset({7}))
-    made = completion_of(answer, Request([1, 2], (0,)), sampling, "policy", 0, 64, RoutingLayers((1, 3), 4, 5))
+    made = parse_completion(answer, Request([1, 2], (0,)), sampling, "policy", 0, 64, RoutingLayers((1, 3), 4, 5))
     assert made.experts is not None
-    assert np.array_equal(from_text(made.experts), of_all[:, [1, 3]])
+    assert np.array_equal(decode_experts(made.experts), of_all[:, [1, 3]])
 
 
 def test_a_policy_that_never_arrives_ends_the_run() -> None:
@@ -280,11 +280,11 @@ def test_a_request_that_was_not_taken_is_asked_again(
     server = serve("busy_twice")
     ours = engine(server)
     ours.publish(0)
-    (made,) = ours.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(inf) or []
+    (made,) = ours.submit([Request([1, 2], (0, 0))], SAMPLING, 0)(inf) or []
     assert made.ids
     monkeypatch.setattr(vllm, "PAUSES_S", (0.01,))
     with pytest.raises(StoppedOnFinding, match="status 503") as stopped:
-        ours.ask([Request([1, 2], (0, 1))], SAMPLING, 0)(inf)
+        ours.submit([Request([1, 2], (0, 1))], SAMPLING, 0)(inf)
     assert stopped.value.finding.code == "SF801"
 
 
@@ -293,17 +293,17 @@ def test_a_server_that_shares_memory_is_asleep_before_the_model_is_loaded(serve:
     given = {"model": "m", "dataset": "d", "output_dir": "o", "method": "grpo", "reward_funcs": ["length"]}
     config = load_config(None, (), given).run
     heard: list[Event] = []
-    settle_server(config.model_copy(update={"device": "cpu"}), server, SINGLE_PROCESS, heard.append)
+    reserve_server_memory(config.model_copy(update={"device": "cpu"}), server, SINGLE_PROCESS, heard.append)
     assert server.get("/is_sleeping", 5) == {"is_sleeping": False}
-    settle_server(config.model_copy(update={"vllm_sleep": True}), server, SINGLE_PROCESS, heard.append)
+    reserve_server_memory(config.model_copy(update={"vllm_sleep": True}), server, SINGLE_PROCESS, heard.append)
     assert server.get("/is_sleeping", 5) == {"is_sleeping": True}
     assert heard == []
     gone = Server("http://127.0.0.1:9")
     late = config.model_copy(update={"device": "cuda", "vllm_start_timeout_s": 0.7})
     with pytest.raises(StoppedOnFinding, match=r"http://127\.0\.0\.1:9 .*\b1 s\b") as stopped:
-        settle_server(late, gone, SINGLE_PROCESS, heard.append)
+        reserve_server_memory(late, gone, SINGLE_PROCESS, heard.append)
     assert stopped.value.finding.code == "SF801"
-    settle_server(
+    reserve_server_memory(
         late.model_copy(update={"vllm_devices": "7"}), gone, SINGLE_PROCESS, heard.append
     )  # nothing is shared
 
@@ -314,7 +314,7 @@ def test_a_server_sleeps_between_rollouts(serve: Callable[..., Server], engine: 
     for version in range(2):
         ours.publish(version)
         assert server.get("/is_sleeping", 5) == {"is_sleeping": False}
-        ours.ask([Request([1, 2], (0, 0))], SAMPLING, version)(inf)
+        ours.submit([Request([1, 2], (0, 0))], SAMPLING, version)(inf)
         assert server.get("/is_sleeping", 5) == {"is_sleeping": True}
     ours.publish(1)  # as for groups that are replaced: the policy is there, and awake
     assert server.get("/is_sleeping", 5) == {"is_sleeping": False}
@@ -331,7 +331,7 @@ def test_a_server_that_does_not_sleep_is_a_finding(
 
     def roll_out() -> None:
         ours.publish(0)
-        ours.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
+        ours.submit([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
 
     with pytest.raises(StoppedOnFinding, match=cause) as stopped:
         roll_out()
@@ -353,7 +353,7 @@ def test_full_fine_tuning_lets_the_server_read_the_whole_model(
         said = server.get("/asked", 5)
         assert said["reload_weights"] == str(tmp_path / f"weights/policy-{version:08d}")
         assert said["caches"] == ["/reset_prefix_cache", "/reset_encoder_cache"]
-        (made,) = ours.ask([Request([1, 2], (0, 0))], SAMPLING, version)(inf)
+        (made,) = ours.submit([Request([1, 2], (0, 0))], SAMPLING, version)(inf)
         assert made.policy_version == version
         assert not (tmp_path / "weights").exists()  # the server has them in its memory
     for fault, cause in (("no_reload", "404.*DEV_MODE"), ("keeps_cache", "success: false")):

@@ -13,7 +13,7 @@ from surefoot.data.collate import MicroBatch, dummy_batch
 from surefoot.data.image_processor import PixelReader
 from surefoot.data.images import Image, image_of
 from surefoot.distributed.parallel_dims import Layout
-from surefoot.methods.grpo.routed_experts import as_text, from_text
+from surefoot.methods.grpo.routed_experts import decode_experts, encode_experts
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Trajectory:
 
 
 @dataclass(frozen=True)
-class PolicyBatch(MicroBatch):
+class CompletionBatch(MicroBatch):
     """Completions of one forward. Shapes: N completion tokens, C completions; see `MicroBatch`.
 
     `targets` are all tokens of the completions, in order. `weights` [N] are final: the weighted losses of a step sum to
@@ -68,7 +68,7 @@ class PolicyBatch(MicroBatch):
         for number, (trajectory, begin) in enumerate(zip(self.trajectories, self.prompt_at, strict=True)):
             completion_experts = chosen[self.token_at[self.completion == number][:-1]]
             experts = torch.cat([chosen[begin : begin + len(trajectory.prompt)], completion_experts])
-            trajectory.experts = as_text(experts.cpu().numpy())
+            trajectory.experts = encode_experts(experts.cpu().numpy())
 
     @property
     def num_tokens(self) -> int:
@@ -89,9 +89,9 @@ def trajectory_of(values: Mapping[str, Any]) -> Trajectory:
     return Trajectory(**{**values, "images": tuple(image_of(image) for image in values["images"])})
 
 
-def collate_policy(
+def collate_completions(
     trajectories: Sequence[Trajectory], *, share_prompts: bool, reader: PixelReader | None = None
-) -> PolicyBatch:
+) -> CompletionBatch:
     """Concatenate completions, each after its prompt; with `share_prompts`, neighbours share one copy of their prompt.
 
     `reader`: opens images; None for a model without vision. Raises: DataError for an image that cannot be read.
@@ -147,7 +147,7 @@ def collate_policy(
 
     rollout_logprobs = concat_field("rollout_logprobs")
     assert rollout_logprobs is not None
-    return PolicyBatch(
+    return CompletionBatch(
         ids=torch.tensor(ids)[None],
         position_ids=torch.cat(positions, dim=-1).unsqueeze(-2),
         lengths=lengths,
@@ -179,7 +179,7 @@ def _collate_experts(
         return None
     experts: Tensor | None = None
     for trajectory, begin, indices, text in zip(trajectories, prompt_at, token_at, texts, strict=True):
-        row_experts = torch.from_numpy(from_text(text))
+        row_experts = torch.from_numpy(decode_experts(text))
         prompt_length = len(trajectory.prompt)
         if experts is None:
             experts = row_experts.new_full((num_tokens, *row_experts.shape[1:]), -1)
@@ -195,7 +195,7 @@ def rank_slice(count: int, layout: Layout) -> range:
     return range(count * rank // num_ranks, count * (rank + 1) // num_ranks)
 
 
-def policy_batches(
+def completion_batches(
     trajectories: Sequence[Trajectory],
     rows_each: int,
     *,
@@ -203,7 +203,7 @@ def policy_batches(
     layout: Layout,
     is_first_use: bool = True,
     reader: PixelReader | None = None,
-) -> Iterator[PolicyBatch]:
+) -> Iterator[CompletionBatch]:
     """Yield this rank's part of a step in forwards of at most `rows_each` completions, as many on each rank.
 
     `is_first_use`: whether no step has trained on them yet.
@@ -213,19 +213,19 @@ def policy_batches(
     for begin in range(0, most, rows_each):
         rows = local[begin : begin + rows_each]
         if rows:
-            yield collate_policy(rows, share_prompts=share_prompts, reader=reader)
+            yield collate_completions(rows, share_prompts=share_prompts, reader=reader)
         else:
             yield _make_dummy_batch(is_first_use, reader)
 
 
-def _make_dummy_batch(is_first_use: bool, reader: PixelReader | None) -> PolicyBatch:
+def _make_dummy_batch(is_first_use: bool, reader: PixelReader | None) -> CompletionBatch:
     """Return a batch for a rank that has none left. Like others, it has stored logprobs unless this is the first use.
 
     A batch without them makes its rank compute them, and all ranks must take that forward together.
     """
     zero, zero_index = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
     values: dict[str, Any] = {**vars(dummy_batch(reader)), "weights": zero}
-    return PolicyBatch(
+    return CompletionBatch(
         **values,
         advantages=zero,
         rollout_logprobs=zero,

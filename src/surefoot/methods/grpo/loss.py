@@ -13,7 +13,7 @@ from surefoot.distributed.fsdp import reshard
 from surefoot.distributed.process_group import SINGLE_PROCESS, World, sum_over_ranks
 from surefoot.errors import ModelError
 from surefoot.methods.base import BatchTotals, LossTerms, Objective, PlannedLoss
-from surefoot.methods.grpo.batch import PolicyBatch, Trajectory, collate_policy
+from surefoot.methods.grpo.batch import CompletionBatch, Trajectory, collate_completions
 from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.methods.grpo.types import Request
 from surefoot.methods.token_loss import TokenLogprobs, eval_no_grad
@@ -61,7 +61,7 @@ class PolicyLoss:
             config.importance_floor,
         )
 
-    def __call__(self, logprobs: Tensor, batch: PolicyBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, logprobs: Tensor, batch: CompletionBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return unweighted losses and metrics per token. Shapes: logprobs [N] with graph -> losses [N], metrics [N].
 
         grpo, dapo, dr_grpo, bnpo: -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), r of each token (PPO,
@@ -117,7 +117,7 @@ class PolicyLoss:
         return losses, metrics
 
 
-def _sum_by_completion(values: Tensor, batch: PolicyBatch) -> Tensor:
+def _sum_by_completion(values: Tensor, batch: CompletionBatch) -> Tensor:
     """Return the sum over the tokens of each completion. Shapes: [N] -> [completions]."""
     return values.new_zeros(len(batch.trajectories) or 1).index_add(0, batch.completion, values)
 
@@ -168,7 +168,7 @@ class GrpoObjective(Objective):
     def _check_routers(self) -> None:
         """Check that every router can be recorded and replayed. Collective. Raises: ModelError on all ranks."""
         trajectory = Trajectory([0], [0, 0], [0.0, 0.0], 0.0, 1.0, "a check of routers")
-        batch = collate_policy([trajectory], share_prompts=False).to(self.model.device)
+        batch = collate_completions([trajectory], share_prompts=False).to(self.model.device)
         with eval_no_grad(self.model):
             with self._routing.recording() as layers:
                 self._logprobs(batch)
@@ -190,7 +190,7 @@ class GrpoObjective(Objective):
         self._counts, self._sums = None, []
         ready: list[MicroBatch] = []
         for batch in batches:
-            assert isinstance(batch, PolicyBatch)
+            assert isinstance(batch, CompletionBatch)
             if self._stores_old_logprobs:
                 batch = self._add_logprobs(batch, "old_logprobs", with_adapter=True)
             if self._loss.beta:
@@ -198,7 +198,7 @@ class GrpoObjective(Objective):
             ready.append(batch)
         return ready
 
-    def _add_logprobs(self, batch: PolicyBatch, field_name: str, *, with_adapter: bool) -> PolicyBatch:
+    def _add_logprobs(self, batch: CompletionBatch, field_name: str, *, with_adapter: bool) -> CompletionBatch:
         """Return the batch with log-probabilities in a field; compute and store them if it has none."""
         # All ranks take the forward or none does: either all completions of a step were trained on before, or none.
         if getattr(batch, field_name) is not None:
@@ -222,7 +222,7 @@ class GrpoObjective(Objective):
     def loss(self, batch: MicroBatch, totals: BatchTotals) -> LossTerms:
         """Return this micro-batch's share: the weights of its tokens are normalised over the step."""
         del totals
-        assert isinstance(batch, PolicyBatch)
+        assert isinstance(batch, CompletionBatch)
         assert batch.weights is not None
         replay = _replay_routing(batch)
         with self._routing.recording() as layers, replay:
@@ -263,15 +263,17 @@ class GrpoObjective(Objective):
     def score(
         self, request: Request, ids: list[int], device: torch.device, reader: PixelReader | None = None
     ) -> list[float]:
-        """Return the logprobs of tokens after a prompt, without dropout. Collective. `reader`: see `collate_policy`."""
+        """Return the logprobs of tokens after a prompt, without dropout. Collective. `reader`: opens images."""
         trajectory = Trajectory(request.prompt, ids, [0.0] * len(ids), 0.0, 1.0, request.place, request.images)
         with eval_no_grad(self.model):
-            logprobs, _ = self._logprobs(collate_policy([trajectory], share_prompts=False, reader=reader).to(device))
+            logprobs, _ = self._logprobs(
+                collate_completions([trajectory], share_prompts=False, reader=reader).to(device)
+            )
         reshard(self.model)
         return [float(value) for value in logprobs.tolist()]
 
 
-def _replay_routing(batch: PolicyBatch) -> AbstractContextManager[object]:
+def _replay_routing(batch: CompletionBatch) -> AbstractContextManager[object]:
     """Return a context in which routers choose the batch's recorded experts, if it has any."""
     return nullcontext() if batch.experts is None else ReplayedRouting(batch.experts)
 
@@ -294,7 +296,7 @@ class PlannedPolicyLoss(PlannedLoss):
         """Return the sum of the losses of the batch's tokens."""
         logprobs = TokenLogprobs(built.model, 1.0)
         tokens = torch.zeros(len(batch.targets))
-        policy = PolicyBatch(
+        policy = CompletionBatch(
             **{**vars(batch), "weights": tokens + 1},
             advantages=tokens,
             rollout_logprobs=tokens,

@@ -21,8 +21,8 @@ from surefoot.methods.grpo.setup import (
     check_routing_replay,
     drift_check,
     open_server,
+    reserve_server_memory,
     rollout_source,
-    settle_server,
     start_rewards,
 )
 from surefoot.models.build import BuiltModel
@@ -85,7 +85,7 @@ class Grpo(Method):
         if self._server is not None:
             self.context.ranks.run_or_raise_on_all(self._server.check_alive, names_rank=False)
             with self.context.phase("sync"):
-                settle_server(self._settings, self._server, self.context.ranks, self.context.emit)
+                reserve_server_memory(self._settings, self._server, self.context.ranks, self.context.emit)
 
     def load(self, config: RunConfig, learner: TrainContext) -> None:
         """Connect the engine to the model. Raises: StoppedOnFinding (SF801) if a server does not get ready."""

@@ -49,7 +49,7 @@ def _count_by_function(failures: Sequence[str]) -> dict[str, int]:
 
 
 @dataclass
-class EngineDrift:
+class EngineDriftDetector:
     """Detector of differences between the engine's logprobs and training's, which should have the same weights."""
 
     tolerance: float
@@ -89,7 +89,7 @@ MOSTLY = 0.9
 
 
 @dataclass
-class FlatRewards:
+class NoSignalDetector:
     """Detector of rollouts without a learning signal: rewards equal within each group, or completions left out."""
 
     rollouts: int = 0

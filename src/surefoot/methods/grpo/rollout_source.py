@@ -19,8 +19,8 @@ from surefoot.events import CompletionsMade, Event, FindingMade, Heartbeat
 from surefoot.findings import Finding
 from surefoot.methods.base import LAST_WAIT_S, Interrupted, MethodContext
 from surefoot.methods.grpo.advantage import has_learning_signal
-from surefoot.methods.grpo.batch import Trajectory, policy_batches, rank_slice, trajectory_of
-from surefoot.methods.grpo.reward_checks import FlatRewards, failing_rewards, no_rewards
+from surefoot.methods.grpo.batch import Trajectory, completion_batches, rank_slice, trajectory_of
+from surefoot.methods.grpo.reward_checks import NoSignalDetector, failing_rewards, no_rewards
 from surefoot.methods.grpo.rewards import Rewards
 from surefoot.methods.grpo.scoring import Group, GroupScorer, compute_metrics
 from surefoot.methods.grpo.settings import GrpoConfig
@@ -87,7 +87,7 @@ class RolloutSource:
         longest_context: int | None,
         share_prompts: bool,
     ) -> None:
-        """Create the source. `longest_context`: that of the model, in tokens. `share_prompts`: see `collate_policy`."""
+        """Create the source. `longest_context`: of the model, in tokens. `share_prompts`: see `collate_completions`."""
         self._config = config
         self._context = context
         self._data = context.data
@@ -100,7 +100,7 @@ class RolloutSource:
         self._current: _Current | None = None
         self._prefetches: list[_Prefetch] = []
         """At most two: the one that becomes the current rollout, and the next."""
-        self._flat = FlatRewards()
+        self._flat = NoSignalDetector()
         self._reported_functions: dict[bool, set[str]] = {False: set(), True: set()}
         """Reward functions whose failures a finding has reported, in training (False) and in evaluations (True)."""
 
@@ -119,7 +119,7 @@ class RolloutSource:
         # Each rank opens the images of its own part; an error of one is raised on all.
         micro_batches = self._ranks.run_or_raise_on_all(
             lambda: list[MicroBatch](
-                policy_batches(
+                completion_batches(
                     current.trajectories,
                     self._config.per_device_train_batch_size,
                     share_prompts=self._share_prompts,
@@ -306,7 +306,7 @@ class RolloutSource:
         with self._context.phase("sync"):
             self._engine.publish(step)
         with self._context.phase(self._engine.phase):
-            return self._engine.ask(requests, self._sampling, step)
+            return self._engine.submit(requests, self._sampling, step)
 
     def _wait_for_completions(self, wait: Wait) -> list[Completion]:
         """Return this rank's completions; the engine has its own deadline. Collective.
@@ -314,17 +314,17 @@ class RolloutSource:
         Raises: StoppedOnFinding (SF801, SF806).
         """
         with self._context.phase(self._engine.phase):
-            completions = self._poll(wait, inf, is_told_to_stop=self._context.is_told_to_stop)
+            completions = self._poll(wait, inf, stop_requested=self._context.stop_requested)
         assert completions is not None
         return completions
 
     def _poll(
-        self, wait: Wait, timeout_s: float, *, is_told_to_stop: Callable[[], bool] = lambda: False
+        self, wait: Wait, timeout_s: float, *, stop_requested: Callable[[], bool] = lambda: False
     ) -> list[Completion] | None:
         """Return the engine's completions; None after `timeout_s`. Collective. Raises: Interrupted."""
         left_s = timeout_s
         while left_s > 0:
-            completions = run_interruptible(self._ranks, partial(wait, min(left_s, POLL_S)), is_told_to_stop)
+            completions = run_interruptible(self._ranks, partial(wait, min(left_s, POLL_S)), stop_requested)
             if completions is not None:
                 return completions
             left_s -= POLL_S
@@ -334,7 +334,7 @@ class RolloutSource:
     def _wait_for_save(self, wait: Wait, timeout_s: float) -> list[Completion] | None:
         """Return the engine's completions; None after `timeout_s`, or `LAST_WAIT_S` after a stop signal. Collective."""
         try:
-            return self._poll(wait, timeout_s, is_told_to_stop=self._context.is_told_to_stop)
+            return self._poll(wait, timeout_s, stop_requested=self._context.stop_requested)
         except Interrupted:
             return self._poll(wait, min(timeout_s, LAST_WAIT_S))
 

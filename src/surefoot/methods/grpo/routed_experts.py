@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 Experts = NDArray[np.int16]
 
 
-def as_text(experts: Experts) -> str:
+def encode_experts(experts: Experts) -> str:
     """Return experts as text, with one byte per expert if that is enough."""
     is_small = bool(experts.size) and 0 <= experts.min() <= experts.max() < 256
     file = io.BytesIO()
@@ -21,7 +21,7 @@ def as_text(experts: Experts) -> str:
     return b64encode(file.getvalue()).decode()
 
 
-def from_text(text: str) -> Experts:
+def decode_experts(text: str) -> Experts:
     """Return the experts of a text. Raises: ValueError for a text of another form."""
     try:
         array = np.load(io.BytesIO(b64decode(text, validate=True)), allow_pickle=False)

@@ -172,7 +172,7 @@ class GroupScorer:
         ]
 
         def on_wait() -> None:
-            if self._context.is_told_to_stop():
+            if self._context.stop_requested():
                 raise Interrupted
             self._context.emit(Heartbeat())
 

@@ -32,7 +32,7 @@ from surefoot.methods.grpo.engines.vllm import VllmEngine, tolerance_of
 from surefoot.methods.grpo.engines.vllm_protocol import RoutingLayers
 from surefoot.methods.grpo.engines.vllm_sync import AdapterSync, FullSync, Sync
 from surefoot.methods.grpo.loss import GrpoObjective
-from surefoot.methods.grpo.reward_checks import EngineDrift
+from surefoot.methods.grpo.reward_checks import EngineDriftDetector
 from surefoot.methods.grpo.rewards import Rewards
 from surefoot.methods.grpo.rollout_source import RolloutSource
 from surefoot.methods.grpo.settings import GrpoConfig, grpo_settings
@@ -116,7 +116,7 @@ def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, 
     return servers[0] if servers else Server(address, log=log if config.vllm_server is None else None)
 
 
-def settle_server(config: GrpoConfig, server: Server, ranks: World, emit: Callable[[Event], None]) -> None:
+def reserve_server_memory(config: GrpoConfig, server: Server, ranks: World, emit: Callable[[Event], None]) -> None:
     """Let a server that shares GPUs with training take its memory first, and free it again if `vllm_sleep` is set.
 
     vLLM measures free GPU memory while it starts, so memory that other processes take or free meanwhile counts as its
@@ -145,7 +145,7 @@ def drift_check(config: GrpoConfig) -> Callable[[int, Mapping[str, float]], None
     if config.rollout_engine != "vllm":
         return lambda _step, _metrics: None
     # Twice the probe's tolerance: training makes some tokens of a step less likely than those of the probe.
-    drift = EngineDrift(2 * tolerance_of(getattr(torch, config.dtype)))
+    drift = EngineDriftDetector(2 * tolerance_of(getattr(torch, config.dtype)))
 
     def check_drift(step: int, metrics: Mapping[str, float]) -> None:
         finding = drift.add(step, metrics)
@@ -245,7 +245,7 @@ def rollout_source(
             reader=data.reader,
             routing=learner.objective.routing if config.routing_replay == "rollout" else None,
             timeout_s=config.rollout_timeout_s,
-            is_told_to_stop=_add_heartbeats(context.is_told_to_stop, emit),
+            stop_requested=_add_heartbeats(context.stop_requested, emit),
         )
     else:
         engine = _build_vllm_engine(config, learner, tokenizer, server, sampling, data.reader, context.base, emit)
@@ -261,7 +261,7 @@ def rollout_source(
     )
 
 
-def _add_heartbeats(is_told_to_stop: Callable[[], bool], emit: Callable[[Event], None]) -> Callable[[], bool]:
+def _add_heartbeats(stop_requested: Callable[[], bool], emit: Callable[[Event], None]) -> Callable[[], bool]:
     """Return the check, which runs at each token, with heartbeats: the supervisor must not see a stall."""
     last_heartbeat_s = time.monotonic()
 
@@ -270,7 +270,7 @@ def _add_heartbeats(is_told_to_stop: Callable[[], bool], emit: Callable[[Event],
         if time.monotonic() - last_heartbeat_s > HEARTBEAT_EVERY_S:
             last_heartbeat_s = time.monotonic()
             emit(Heartbeat())
-        return is_told_to_stop()
+        return stop_requested()
 
     return check
 

@@ -29,7 +29,7 @@ from surefoot.errors import StoppedOnFinding
 from surefoot.events import Phase
 from surefoot.findings import Finding
 from surefoot.methods.base import Interrupted
-from surefoot.methods.grpo.routed_experts import Experts, as_text
+from surefoot.methods.grpo.routed_experts import Experts, encode_experts
 from surefoot.methods.grpo.types import Completion, Request, Sampling, Wait
 from surefoot.models.generate import generating
 from surefoot.models.routing import LayerRouting, RoutingRecorder
@@ -60,17 +60,17 @@ class LocalEngine:
         reader: PixelReader | None = None,
         routing: RoutingRecorder | None = None,
         timeout_s: float = inf,
-        is_told_to_stop: Callable[[], bool] = lambda: False,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         """Create the engine.
 
         `in_step`: each forward of a rank needs the others (ZeRO 3, expert parallelism), so all take as many.
         `batch_size`: largest number of completions that are generated at a time. `reader`: opens images; None for a
         model without vision. `routing`: set if completions must record the experts of their tokens. `timeout_s`: for a
-        whole rollout. `is_told_to_stop`: called at each token; if true, `Interrupted` is raised on all ranks.
+        whole rollout. `stop_requested`: called at each token; if true, `Interrupted` is raised on all ranks.
         """
         self._timeout_s = timeout_s
-        self._is_told_to_stop = is_told_to_stop
+        self._is_told_to_stop = stop_requested
         self._model = model
         self._tokenizer = tokenizer
         self._ranks = ranks
@@ -89,7 +89,7 @@ class LocalEngine:
     def publish(self, policy_version: int) -> None:
         """Do nothing: the weights are the model's own."""
 
-    def ask(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> Wait:
+    def submit(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> Wait:
         """See `Engine`. Completions are generated in the wait for them."""
         return lambda _seconds: self.generate(requests, sampling, policy_version)
 
@@ -358,7 +358,7 @@ class _Rows:
                 logprobs,
                 "stop" if has_stopped else "length",
                 policy_version,
-                as_text(np.concatenate(experts)) if experts else None,
+                encode_experts(np.concatenate(experts)) if experts else None,
             )
             for ids, logprobs, has_stopped, experts in zip(
                 self._ids, self._logprobs, self._has_stopped, self._experts, strict=True

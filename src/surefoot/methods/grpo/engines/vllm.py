@@ -25,7 +25,7 @@ from surefoot.distributed.process_group import SINGLE_PROCESS, World
 from surefoot.errors import StoppedOnFinding, SurefootError
 from surefoot.events import Phase
 from surefoot.methods.grpo.engines.server import Server, ServerFailed
-from surefoot.methods.grpo.engines.vllm_protocol import Call, RoutingLayers, call_for, completion_of
+from surefoot.methods.grpo.engines.vllm_protocol import Call, RoutingLayers, build_call, parse_completion
 from surefoot.methods.grpo.engines.vllm_sync import Sync
 from surefoot.methods.grpo.types import Completion, Request, Sampling, Wait
 
@@ -137,7 +137,7 @@ class VllmEngine:
         self._ranks.broadcast_from_rank0(self._sync.settle)
         self._version = policy_version
 
-    def ask(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> Wait:
+    def submit(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> Wait:
         """See `Engine`. The server starts on them now, and has `timeout_s` for all of them."""
         assert self._version == policy_version
         model, deadline = self._model, time.monotonic() + self._timeout_s
@@ -320,7 +320,7 @@ class VllmEngine:
         is_probe: bool = False,
     ) -> Completion:
         """Request a completion and wait for it. Raises: StoppedOnFinding (SF801, SF806)."""
-        call = call_for(
+        call = build_call(
             request,
             sampling,
             model,
@@ -339,7 +339,7 @@ class VllmEngine:
         response = self._post_with_retries(call, deadline, request.place)
         try:
             layers = None if is_probe else self._routing
-            return completion_of(response, request, sampling, model, policy_version, self._vocab_size, layers)
+            return parse_completion(response, request, sampling, model, policy_version, self._vocab_size, layers)
         except ValueError as error:
             raise self._server.stopped("SF806", str(error), model=model) from error
 

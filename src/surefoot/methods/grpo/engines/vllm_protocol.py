@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from surefoot.methods.grpo.routed_experts import as_text, from_text
+from surefoot.methods.grpo.routed_experts import decode_experts, encode_experts
 from surefoot.methods.grpo.types import Completion, Request, Sampling
 
 BAN = -100.0
@@ -38,7 +38,7 @@ class Call:
     body: Mapping[str, Any]
 
 
-def call_for(
+def build_call(
     request: Request,
     sampling: Sampling,
     model: str,
@@ -93,7 +93,7 @@ def _collapse_image_tokens(request: Request, image_token: int) -> list[int]:
     return ids
 
 
-def completion_of(
+def parse_completion(
     response: Mapping[str, Any],
     request: Request,
     sampling: Sampling,
@@ -166,7 +166,7 @@ def _parse_experts(payload: Any, num_tokens: int, routing: RoutingLayers) -> str
             "a completion comes without the experts of its tokens. Start the server with "
             "--enable-return-routed-experts, or set routing_replay: none"
         )
-    experts = from_text(payload)
+    experts = decode_experts(payload)
     if experts.shape[:2] != (num_tokens, routing.decoder_layers):
         raise ValueError(
             f"a completion comes with the experts of {experts.shape[0]} tokens in {experts.shape[1]} layers, where "
@@ -177,4 +177,4 @@ def _parse_experts(payload: Any, num_tokens: int, routing: RoutingLayers) -> str
         raise ValueError(
             f"a completion comes with experts {experts.min()} to {experts.max()}, of a model with {routing.num_experts}"
         )
-    return as_text(experts)
+    return encode_experts(experts)
