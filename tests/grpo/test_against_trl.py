@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.methods.base import BatchTotals
-from surefoot.methods.grpo.advantage import Trained, token_weights
+from surefoot.methods.grpo.advantage import token_weights
 from surefoot.methods.grpo.batch import Trajectory, completion_batches
 from surefoot.methods.grpo.loss import GrpoObjective
 from surefoot.methods.grpo.settings import GrpoConfig
@@ -103,7 +103,7 @@ def test_the_gradient_is_that_of_trl(
     )  # fmt: skip
     built = build_model(model_folder("llama"), lora=None, device=torch.device("cpu"), dtype=torch.float32)
     objective = GrpoObjective(built, config)
-    trained = [Trained(len(one.ids), number == LEFT_OUT) for number, one in enumerate(rows)]
+    trained = [0 if number == LEFT_OUT else len(one.ids) for number, one in enumerate(rows)]
     weights = token_weights(loss_type, trained, MAX_LENGTH)
     for number, (one, weight) in enumerate(zip(rows, weights, strict=True)):
         one.weight, one.rollout_logprobs = weight, [0.0] * len(one.ids)

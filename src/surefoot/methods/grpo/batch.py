@@ -1,6 +1,6 @@
 """Collation of completions with advantages into micro-batches."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from surefoot.data.collate import MicroBatch, dummy_batch
 from surefoot.data.image_processor import PixelReader
-from surefoot.data.images import Image, image_of
+from surefoot.data.images import Image
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.methods.grpo.routed_experts import decode_experts, encode_experts
 
@@ -84,9 +84,55 @@ class CompletionBatch(MicroBatch):
         return sum(len(trajectory.ids) for trajectory in self.trajectories if trajectory.weight)
 
 
-def trajectory_of(values: Mapping[str, Any]) -> Trajectory:
-    """Return the trajectory that was written as JSON."""
-    return Trajectory(**{**values, "images": tuple(image_of(image) for image in values["images"])})
+@dataclass
+class _Layout:
+    """The sequences of a batch, end to end, and the places of completions and their prompts among them."""
+
+    ids: list[int] = field(default_factory=list)
+    positions: list[Tensor] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    """Number of tokens of each sequence."""
+    continues: list[int] = field(default_factory=list)
+    """Index of the sequence that each sequence continues, or -1."""
+    sources: list[Trajectory] = field(default_factory=list)
+    """A trajectory of each sequence."""
+    prompt_at: list[int] = field(default_factory=list)
+    """Index in `ids` at which the prompt of each completion begins."""
+    completion_at: list[int] = field(default_factory=list)
+
+    def append(self, trajectory: Trajectory, ids: list[int], positions: list[Tensor], continues: int = -1) -> int:
+        """Append a sequence; return the index in `ids` at which it begins."""
+        begin = len(self.ids)
+        self.ids += ids
+        self.positions += positions
+        self.lengths.append(len(ids))
+        self.continues.append(continues)
+        self.sources.append(trajectory)
+        return begin
+
+
+def _lay_out(trajectories: Sequence[Trajectory], *, share_prompts: bool, reader: PixelReader | None) -> _Layout:
+    layout = _Layout()
+    for (prompt, images), group in groupby(trajectories, key=lambda trajectory: (trajectory.prompt, trajectory.images)):
+        prompt_positions = torch.arange(len(prompt))
+        if reader is not None:
+            prompt_positions = reader.places(np.array(prompt, np.int32), images)
+        first_position = int(prompt_positions.max()) + 1
+        shared_prompt = -1
+        for trajectory in group:
+            positions = torch.arange(first_position, first_position + len(trajectory.ids))
+            positions = positions.expand(*prompt_positions.shape[:-1], -1)
+            if not share_prompts:
+                prompt_begin = layout.append(trajectory, prompt + trajectory.ids, [prompt_positions, positions])
+                begin = prompt_begin + len(prompt)
+            else:
+                if shared_prompt < 0:
+                    shared_prompt = len(layout.lengths)
+                    prompt_begin = layout.append(trajectory, prompt, [prompt_positions])
+                begin = layout.append(trajectory, trajectory.ids, [positions], shared_prompt)
+            layout.prompt_at.append(prompt_begin)
+            layout.completion_at.append(begin)
+    return layout
 
 
 def collate_completions(
@@ -96,46 +142,19 @@ def collate_completions(
 
     `reader`: opens images; None for a model without vision. Raises: DataError for an image that cannot be read.
     """
-    ids: list[int] = []
-    positions: list[Tensor] = []
-    lengths: list[int] = []
-    continues: list[int] = []
-    target_positions: list[Tensor] = []
+    layout = _lay_out(trajectories, share_prompts=share_prompts, reader=reader)
     token_at: list[Tensor] = []
-    prompt_at: list[int] = []
-    places: list[str] = []
-    row_images: list[tuple[str, Sequence[Image]]] = []
-    for (prompt, images), group in groupby(trajectories, key=lambda trajectory: (trajectory.prompt, trajectory.images)):
-        last_of_prompt = -1
-        prompt_positions = torch.arange(len(prompt))
-        if reader is not None:
-            prompt_positions = reader.places(np.array(prompt, np.int32), images)
-        first_position = int(prompt_positions.max()) + 1
-        for trajectory in group:
-            completion_positions = torch.arange(first_position, first_position + len(trajectory.ids))
-            completion_positions = completion_positions.expand(*prompt_positions.shape[:-1], -1)
-            if last_of_prompt < 0 or not share_prompts:
-                last_of_prompt = len(ids) + len(prompt) - 1
-                segment = prompt if share_prompts else prompt + trajectory.ids
-                ids += segment
-                positions += [prompt_positions] if share_prompts else [prompt_positions, completion_positions]
-                row_images.append((trajectory.place, images))
-                continues.append(-1)
-                lengths.append(len(segment))
-                places.append(trajectory.place)
-                prompt_segment = len(lengths) - 1
-            prompt_at.append(last_of_prompt + 1 - len(prompt))
-            begin = last_of_prompt + 1
-            if share_prompts:
-                begin = len(ids)
-                ids += trajectory.ids
-                positions.append(completion_positions)
-                continues.append(prompt_segment)
-                lengths.append(len(trajectory.ids))
-                places.append(trajectory.place)
-            # A completion's first token is predicted at the end of its prompt, each other token at the one before it.
-            token_at.append(torch.arange(begin, begin + len(trajectory.ids)))
-            target_positions.append(torch.tensor([last_of_prompt, *range(begin, begin + len(trajectory.ids) - 1)]))
+    target_positions: list[Tensor] = []
+    for trajectory, prompt_begin, begin in zip(trajectories, layout.prompt_at, layout.completion_at, strict=True):
+        end, last_of_prompt = begin + len(trajectory.ids), prompt_begin + len(trajectory.prompt) - 1
+        token_at.append(torch.arange(begin, end))
+        # A completion's first token is predicted at the end of its prompt, each other token at the one before it.
+        target_positions.append(torch.tensor([last_of_prompt, *range(begin, end - 1)]))
+    images = [
+        (trajectory.place, trajectory.images)
+        for trajectory, continues in zip(layout.sources, layout.continues, strict=True)
+        if continues < 0
+    ]
     counts = torch.tensor([len(trajectory.ids) for trajectory in trajectories])
 
     def repeat_per_token(values: Sequence[float]) -> Tensor:
@@ -148,24 +167,24 @@ def collate_completions(
     rollout_logprobs = concat_field("rollout_logprobs")
     assert rollout_logprobs is not None
     return CompletionBatch(
-        ids=torch.tensor(ids)[None],
-        position_ids=torch.cat(positions, dim=-1).unsqueeze(-2),
-        lengths=lengths,
-        cu_seq_lens=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
+        ids=torch.tensor(layout.ids)[None],
+        position_ids=torch.cat(layout.positions, dim=-1).unsqueeze(-2),
+        lengths=layout.lengths,
+        cu_seq_lens=torch.tensor([0, *layout.lengths]).cumsum(0, dtype=torch.int32),
         target_positions=torch.cat(target_positions),
         targets=torch.tensor([token for trajectory in trajectories for token in trajectory.ids]),
         weights=repeat_per_token([trajectory.weight for trajectory in trajectories]),
-        places=tuple(places),
-        vision=reader.read(row_images) if reader is not None else None,
-        continues=tuple(continues) if share_prompts else None,
+        places=tuple(trajectory.place for trajectory in layout.sources),
+        vision=reader.read(images) if reader is not None else None,
+        continues=tuple(layout.continues) if share_prompts else None,
         advantages=repeat_per_token([trajectory.advantage for trajectory in trajectories]),
         rollout_logprobs=rollout_logprobs,
         token_at=torch.cat(token_at),
         completion=torch.arange(len(trajectories)).repeat_interleave(counts),
         old_logprobs=concat_field("old_logprobs"),
         reference_logprobs=concat_field("reference_logprobs"),
-        experts=_collate_experts(trajectories, prompt_at, token_at, len(ids)),
-        prompt_at=tuple(prompt_at),
+        experts=_collate_experts(trajectories, layout.prompt_at, token_at, len(layout.ids)),
+        prompt_at=tuple(layout.prompt_at),
         trajectories=tuple(trajectories),
     )
 

@@ -12,7 +12,7 @@ from surefoot.distributed.process_group import World
 from surefoot.methods.base import Method, MethodContext, Objective, PlannedLoss, TrainContext
 from surefoot.methods.grpo.engines.server import Server
 from surefoot.methods.grpo.loss import GrpoObjective, PlannedPolicyLoss, PolicyLoss
-from surefoot.methods.grpo.pending_fields import problems_of_pending
+from surefoot.methods.grpo.pending import problems_of_pending
 from surefoot.methods.grpo.rewards import Rewards, check_reward
 from surefoot.methods.grpo.rollout_source import RolloutSource
 from surefoot.methods.grpo.settings import grpo_settings

@@ -76,7 +76,9 @@ class Completion:
 
 
 Wait = Callable[[float], list[Completion] | None]
-"""Seconds -> the requested completions, or None on all ranks if some are not finished by then. Collective."""
+"""Seconds -> the requested completions, or None on all ranks if some are not finished by then. Collective.
+
+An engine that generates during training returns them again in later calls."""
 
 
 class Engine(Protocol):
