@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.errors import ConfigError
-from surefoot.methods.grpo.builtin_rewards import BUILT_IN, NEEDS, SETTINGS_OF, settings_problem
+from surefoot.methods.grpo.builtin_rewards import BUILT_IN, settings_problem
 from surefoot.methods.grpo.settings import RewardItem
 from surefoot.methods.grpo.worker_output import BoundedOutput
 from surefoot.system.process import PYTHON, describe_end
@@ -75,15 +75,19 @@ class RewardResult:
     failure: str | None = None
 
 
-class _WorkerTimeout(Exception):
+class _CallFailed(Exception):
+    """A call of a function gave no rewards; the text says why."""
+
+
+class _WorkerTimeout(_CallFailed):
     """A worker did not respond in time."""
 
 
-class _WorkerFailure(Exception):
+class _WorkerFailure(_CallFailed):
     """A call failed, or its worker ended."""
 
 
-class _WrongRewardCount(Exception):
+class _WrongRewardCount(_CallFailed):
     """A function returned a wrong number of rewards."""
 
 
@@ -94,7 +98,6 @@ class Rewards:
         """Start the first worker. Raises: ConfigError for a missing function or package."""
         self._items = items
         self._timeout_s = timeout_s
-        self._where = where
         for item in items:
             check_reward(item, where)
         self._is_over = threading.Event()
@@ -108,7 +111,7 @@ class Rewards:
         self._threads = ThreadPoolExecutor(num_workers, "rewards")
         try:
             self._threads.submit(self._workers[0].start).result()
-        except (_WorkerTimeout, _WorkerFailure) as error:
+        except _CallFailed as error:
             self.end()
             raise ConfigError(f"reward_funcs cannot be loaded: {error} ({where}).") from error
         except BaseException:
@@ -163,13 +166,13 @@ class Rewards:
         indices = range(len(group.texts))
         late_before = self._late_groups[number]
         if late_before >= MOST_LATE_GROUPS:
-            why = f"not asked: all calls for {MOST_LATE_GROUPS} groups of this step took over {self._timeout_s:g} s"
+            why = f"not called: all calls for {MOST_LATE_GROUPS} groups of this step took over {self._timeout_s:g} s"
             return [RewardResult(None, why)] * len(indices)
         try:
             return self._call_function(group, number, indices)
         except _WrongRewardCount as error:
             return [RewardResult(None, str(error))] * len(indices)
-        except (_WorkerTimeout, _WorkerFailure) as error:
+        except _CallFailed as error:
             is_hopeless = isinstance(error, _WorkerTimeout) and late_before >= LATE_GROUPS
             if len(indices) == 1 or is_hopeless or self._is_over.is_set():
                 self._late_groups[number] += isinstance(error, _WorkerTimeout)
@@ -183,12 +186,12 @@ class Rewards:
                 continue
             if late == LONE_TRIES:
                 results.append(
-                    RewardResult(None, f"not asked again: {late} of its group took over {self._timeout_s:g} s")
+                    RewardResult(None, f"not called again: {late} of its group took over {self._timeout_s:g} s")
                 )
                 continue
             try:
                 results += self._call_function(group, number, [index])
-            except (_WorkerTimeout, _WorkerFailure, _WrongRewardCount) as error:
+            except _CallFailed as error:
                 late += isinstance(error, _WorkerTimeout)
                 results.append(RewardResult(None, str(error)))
         if late and not any(result.reward is not None for result in results):
@@ -196,13 +199,13 @@ class Rewards:
         # A function may score a completion differently alone than among the others, so it scores these together again.
         succeeded = [index for index in indices if results[index].failure is None]
         if len(succeeded) == len(indices):
-            failure = f"{group_error}; of each alone it says something, which is not used"
+            failure = f"{group_error}; its rewards for each completion alone are not used"
             return [RewardResult(None, failure)] * len(indices)
         if len(succeeded) > 1 and not self._is_over.is_set():
             try:
                 joint_results = self._call_function(group, number, succeeded)
-            except (_WorkerTimeout, _WorkerFailure, _WrongRewardCount) as error:
-                failure = f"{error}, without those on which it fails alone as well"
+            except _CallFailed as error:
+                failure = f"{error}, also without those on which it fails alone"
                 joint_results = [RewardResult(None, failure)] * len(succeeded)
             for index, result in zip(succeeded, joint_results, strict=True):
                 results[index] = result
@@ -212,7 +215,7 @@ class Rewards:
         item = self._items[number]
         arguments = group.arguments(indices)
         if item.func in BUILT_IN:  # a column with the name of a setting must not replace it
-            arguments = {name: value for name, value in arguments.items() if name not in SETTINGS_OF[item.func]}
+            arguments = {name: value for name, value in arguments.items() if name not in BUILT_IN[item.func].settings}
         worker = self._idle_workers.get()
         try:
             rewards = worker.call(number, {**arguments, **item.args}, self._timeout_s)
@@ -227,7 +230,7 @@ class Rewards:
 def _check_value(reward: float | None) -> RewardResult:
     """Return the reward as a result; a failure if it is not finite or too large."""
     if reward is not None and not math.isfinite(reward):
-        return RewardResult(None, f"the reward is {reward}, which is no finite number")
+        return RewardResult(None, f"the reward is {reward}, which is not a finite number")
     if reward is not None and abs(reward) > LARGEST:
         return RewardResult(None, f"the reward is {reward:g}, beyond {LARGEST:g}: too large to compare with others")
     return RewardResult(reward)
@@ -250,8 +253,9 @@ def check_reward(item: RewardItem, where: str) -> None:
     problem = settings_problem(item.func, item.args)
     if problem:
         raise ConfigError(f"reward_funcs: {item.func}: {problem} ({where}).")
-    module, package = NEEDS.get(item.func, ("", ""))
-    if module and importlib.util.find_spec(module) is None:
+    module = BUILT_IN[item.func].module
+    if module is not None and importlib.util.find_spec(module) is None:
+        package = module.replace("_", "-")
         raise ConfigError(f"reward_funcs: {item.func} needs the package {package}: pip install {package} ({where}).")
 
 
