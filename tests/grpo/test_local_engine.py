@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from surefoot.errors import StoppedOnFinding
 from surefoot.methods.grpo.batch import Trajectory, collate_completions
-from surefoot.methods.grpo.engines.local import LocalEngine
+from surefoot.methods.grpo.engines.local import LocalEngine, RolloutLimits
 from surefoot.methods.grpo.types import Completion, Request, Sampling
 from surefoot.methods.token_loss import TokenLogprobs, text_inputs
 from surefoot.models.build import build_model
@@ -63,7 +63,7 @@ def test_a_completion_depends_on_its_seed_alone(model: Any, tokenizer: Any) -> N
     assert [one.ids for one in alone] == [one.ids for one in together]
     backwards = engine.generate(requests()[::-1], sampling, 0)[::-1]
     assert [one.ids for one in backwards] == [one.ids for one in together]
-    in_waves = LocalEngine(model, tokenizer, batch_size=2).generate(requests(), sampling, 0)
+    in_waves = LocalEngine(model, tokenizer, limits=RolloutLimits(batch_size=2)).generate(requests(), sampling, 0)
     assert [one.ids for one in in_waves] == [one.ids for one in together]
 
 
@@ -120,7 +120,7 @@ def test_tokens_are_drawn_as_the_distribution_says(model_folder: Callable[[str],
 
 
 def test_a_rollout_has_a_deadline(model: Any, tokenizer: Any) -> None:
-    engine = LocalEngine(model, tokenizer, batch_size=2, timeout_s=1e-3)
+    engine = LocalEngine(model, tokenizer, limits=RolloutLimits(batch_size=2, timeout_s=1e-3))
     with pytest.raises(StoppedOnFinding, match="0.001 s of rollout_timeout_s") as late:
         engine.generate(requests(), Sampling(16), 0)
     assert late.value.finding.code == "SF801"
@@ -155,7 +155,7 @@ def test_completions_tell_the_experts_that_training_would_choose(
 ) -> None:
     lora = LoraSettings(rank=4, alpha=8.0, targets=("all",), seed=1)
     built = build_model(model_folder("qwen2_moe"), lora=lora, device=torch.device("cpu"), dtype=torch.float32)
-    engine = LocalEngine(built.model, tokenizer, batch_size=batch_size, routing=built.routing)
+    engine = LocalEngine(built.model, tokenizer, routing=built.routing, limits=RolloutLimits(batch_size=batch_size))
     made = engine.generate(requests(), Sampling(16, ends=frozenset(range(0, 512, 9))), 0)
     assert len({len(one.ids) for one in made}) > 3
     for share in (True, False):

@@ -25,11 +25,13 @@ from surefoot.distributed.process_group import SINGLE_PROCESS
 from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.events import Event
 from surefoot.methods.grpo.engines import server as serving
-from surefoot.methods.grpo.engines import vllm, vllm_sync
+from surefoot.methods.grpo.engines import vllm_client, vllm_sync
 from surefoot.methods.grpo.engines.server import Server, ServerFailed, start_server
 from surefoot.methods.grpo.engines.vllm import VllmEngine
-from surefoot.methods.grpo.engines.vllm_protocol import RoutingLayers, build_call, parse_completion
-from surefoot.methods.grpo.engines.vllm_sync import AdapterSync, FullSync
+from surefoot.methods.grpo.engines.vllm_client import CompletionClient
+from surefoot.methods.grpo.engines.vllm_probe import AddNoise, PolicyProbe, Score
+from surefoot.methods.grpo.engines.vllm_protocol import Policy, RoutingLayers, ServedModel, build_call, parse_completion
+from surefoot.methods.grpo.engines.vllm_sync import AdapterSync, FullSync, Sync
 from surefoot.methods.grpo.routed_experts import decode_experts, encode_experts
 from surefoot.methods.grpo.setup import drift_check, open_server, reserve_server_memory
 from surefoot.methods.grpo.types import Request, Sampling
@@ -65,7 +67,7 @@ def serve() -> Iterator[Callable[..., Server]]:
 
 
 def test_a_server_that_is_waited_for_is_named_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "WORD_EVERY_S", 0.6)
+    monkeypatch.setattr(serving, "NOTICE_EVERY_S", 0.6)
     heard: list[str] = []
     with pytest.raises(ServerFailed, match=r"http://127\.0\.0\.1:9 .*not ready .*\b2 s"):
         Server("http://127.0.0.1:9").wait_until_ready(2.0, heard.append)
@@ -92,18 +94,20 @@ def test_what_a_server_that_is_gone_left_is_ended() -> None:
 def engine(model_folder: Callable[[str], Path], tmp_path: Path) -> Callable[..., VllmEngine]:
     built = build_model(model_folder("llama"), lora=LORA, device=torch.device("cpu"), dtype=torch.float32)
 
-    def make(server: Server, **changes: Any) -> VllmEngine:
-        options: dict[str, Any] = {
-            "sync": AdapterSync(server, built.model, LORA, tmp_path / "adapters"),
-            "score": lambda _, ids: [-1.0] * len(ids),
-            "timeout_s": 60.0,
-            "probe": Request([5, 6], (0,)),
-            "sampling": SAMPLING,
-            "dtype": torch.float32,
-            "vocab_size": 1000,
-            **changes,
-        }
-        return VllmEngine(server, **options)
+    def make(
+        server: Server,
+        *,
+        sync: Sync | None = None,
+        score: Score = lambda _, ids: [-1.0] * len(ids),
+        sampling: Sampling = SAMPLING,
+        routing: RoutingLayers | None = None,
+        add_noise: AddNoise | None = None,
+        sleeps: bool = False,
+    ) -> VllmEngine:
+        client = CompletionClient(server, ServedModel(1000, routing=routing), timeout_s=60.0)
+        probe = PolicyProbe(client, score, Request([5, 6], (0,)), sampling, dtype=torch.float32, add_noise=add_noise)
+        sync = sync or AdapterSync(server, built.model, LORA, tmp_path / "adapters")
+        return VllmEngine(client, sync, probe, sleeps=sleeps)
 
     return make
 
@@ -163,7 +167,7 @@ def test_a_rollout_that_is_not_as_asked_for_is_a_finding(
     ours = engine(serve(fault), routing=RoutingLayers((0, 1), 2, 4) if fault.endswith("experts") else None)
     ours.publish(0)
     if fault in ("late", "trickles"):
-        ours._timeout_s = 2.0
+        ours._client.timeout_s = 2.0
     began = time.monotonic()
     with pytest.raises(StoppedOnFinding, match=cause) as stopped:
         ours.submit([Request([1, 2], (0, number)) for number in range(4)], FINE, 0)(inf)
@@ -197,7 +201,7 @@ def test_an_engine_that_is_over_begins_no_further_request(
     began = time.monotonic()
     ours.submit([Request([1, 2], (0, number)) for number in range(300)], SAMPLING, 0)
     ours.end()
-    assert ours._queue._waiting.empty()
+    assert ours._client._waiting.empty()
     assert time.monotonic() - began < 10
 
 
@@ -214,7 +218,7 @@ def test_what_comes_too_late_is_left_out_on_request(
 def test_a_rollout_whose_time_is_over_says_so(serve: Callable[..., Server], engine: Callable[..., VllmEngine]) -> None:
     ours = engine(serve())
     ours.publish(0)
-    ours._timeout_s = 0.0
+    ours._client.timeout_s = 0.0
     with pytest.raises(StoppedOnFinding, match=r"\b0 s of rollout_timeout_s") as stopped:
         ours.submit([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
     assert stopped.value.finding.code == "SF801"
@@ -235,9 +239,9 @@ def test_a_server_that_an_earlier_run_left_asleep_is_woken(
 
 
 def test_a_models_own_generation_settings_are_overruled() -> None:
-    body = build_call(Request([1], (0,)), SAMPLING, "policy").body
+    body = build_call(Request([1], (0,)), SAMPLING, "policy", ServedModel(64)).body
     assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1.0, 0, 0.0, 1.0)
-    body = build_call(Request([1], (0,)), Sampling(4, top_p=0.9, top_k=20), "policy").body
+    body = build_call(Request([1], (0,)), Sampling(4, top_p=0.9, top_k=20), "policy", ServedModel(64)).body
     assert (body["top_p"], body["top_k"]) == (0.9, 20)
 
 
@@ -251,7 +255,8 @@ def test_experts_of_layers_without_a_router_are_left_out() -> None:
     }
     answer = {"model": "policy", "choices": [choice]}
     sampling = replace(SAMPLING, ends=frozenset({7}))
-    made = parse_completion(answer, Request([1, 2], (0,)), sampling, "policy", 0, 64, RoutingLayers((1, 3), 4, 5))
+    model = ServedModel(64, routing=RoutingLayers((1, 3), 4, 5))
+    made = parse_completion(answer, Request([1, 2], (0,)), sampling, Policy("policy", 0), model)
     assert made.experts is not None
     assert np.array_equal(decode_experts(made.experts), of_all[:, [1, 3]])
 
@@ -276,13 +281,13 @@ def test_a_policy_that_never_arrives_ends_the_run() -> None:
 def test_a_request_that_was_not_taken_is_asked_again(
     serve: Callable[..., Server], engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm, "PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(vllm_client, "PAUSES_S", (0.01, 0.01))
     server = serve("busy_twice")
     ours = engine(server)
     ours.publish(0)
     (made,) = ours.submit([Request([1, 2], (0, 0))], SAMPLING, 0)(inf) or []
     assert made.ids
-    monkeypatch.setattr(vllm, "PAUSES_S", (0.01,))
+    monkeypatch.setattr(vllm_client, "PAUSES_S", (0.01,))
     with pytest.raises(StoppedOnFinding, match="status 503") as stopped:
         ours.submit([Request([1, 2], (0, 1))], SAMPLING, 0)(inf)
     assert stopped.value.finding.code == "SF801"
@@ -443,7 +448,7 @@ def test_a_server_must_show_that_it_applies_adapters(
         shows = tried[-1] > (enough if ids == [5, 6] else 10 * enough)  # of what the server draws only more does
         return [-2.0 if shows else -1.0] * len(ids)
 
-    ours = engine(serve(fault), noisy=noisy, score=score)
+    ours = engine(serve(fault), add_noise=noisy, score=score)
     if cause is not None:
         with pytest.raises(StoppedOnFinding, match=cause) as stopped:
             ours.publish(0)

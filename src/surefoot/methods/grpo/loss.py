@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from surefoot.methods.grpo.types import Request
 from surefoot.methods.token_loss import TokenLogprobs, eval_no_grad
 from surefoot.models.build import BuiltModel
 from surefoot.models.lora import disable_adapter
-from surefoot.models.routing import LayerRouting, ReplayedRouting, RoutingRecorder, expert_counts
+from surefoot.models.routing import LayerRouting, ReplayedRouting, expert_counts
 
 EPSILON = 0.2
 OWN_CLIPS = {"cispo": (EPSILON, 5.0), "gspo": (3e-4, 4e-4)}
@@ -47,19 +47,12 @@ class PolicyLoss:
     @staticmethod
     def of(config: GrpoConfig) -> "PolicyLoss":
         """Return the loss of a config, with the loss type's own clips if none are set."""
-        own_low, own_high = OWN_CLIPS.get(config.loss_type, (EPSILON, None))
-        low = config.epsilon if config.epsilon is not None else own_low
-        high = own_high if own_high is not None and config.epsilon is None else low
-        return PolicyLoss(
-            config.loss_type,
-            low,
-            config.epsilon_high if config.epsilon_high is not None else high,
-            config.beta,
-            config.importance_correction,
-            config.importance_cap,
-            config.knows_rollout_logprobs,
-            config.importance_floor,
-        )
+        low, high = OWN_CLIPS.get(config.loss_type, (EPSILON, EPSILON))
+        if config.epsilon is not None:
+            low = high = config.epsilon
+        settings = {setting.name: getattr(config, setting.name) for setting in fields(PolicyLoss)}
+        high = config.epsilon_high if config.epsilon_high is not None else high
+        return PolicyLoss(**{**settings, "epsilon": low, "epsilon_high": high})
 
     def __call__(self, logprobs: Tensor, batch: CompletionBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return unweighted losses and metrics per token. Shapes: logprobs [N] with graph -> losses [N], metrics [N].
@@ -127,7 +120,8 @@ class GrpoObjective(Objective):
 
     def __init__(self, built: BuiltModel, config: GrpoConfig, ranks: World = SINGLE_PROCESS) -> None:
         super().__init__(built.model)
-        self._routing = built.routing
+        self.routing = built.routing
+        """Recorder of the model's routers."""
         self._ranks = ranks
         self._loss = PolicyLoss.of(config)
         self._stores_old_logprobs = config.num_iterations > 1
@@ -139,11 +133,6 @@ class GrpoObjective(Objective):
         self._counts: Tensor | None = None
         self._sums: list[Tensor] = []
         self._metrics: dict[str, float] = {}
-
-    @property
-    def routing(self) -> RoutingRecorder:
-        """The recorder of the model's routers."""
-        return self._routing
 
     @property
     def expert_counts(self) -> Tensor | None:
@@ -170,11 +159,11 @@ class GrpoObjective(Objective):
         trajectory = Trajectory([0], [0, 0], [0.0, 0.0], 0.0, 1.0, "a check of routers")
         batch = collate_completions([trajectory], share_prompts=False).to(self.model.device)
         with eval_no_grad(self.model):
-            with self._routing.recording() as layers:
+            with self.routing.recording() as layers:
                 self._logprobs(batch)
-            if len(layers) != len(self._routing.names):
+            if len(layers) != len(self.routing.names):
                 raise ModelError(
-                    f"routing_replay: {len(layers)} of {len(self._routing.names)} routers of "
+                    f"routing_replay: {len(layers)} of {len(self.routing.names)} routers of "
                     f"{type(self.model).__name__} say which experts they chose. Set routing_replay: none."
                 )
             with ReplayedRouting(torch.stack([layer.index for layer in layers], dim=1)):
@@ -206,7 +195,7 @@ class GrpoObjective(Objective):
         # The reference is another model, so its routers choose for themselves.
         replay = _replay_routing(batch) if with_adapter else nullcontext()
         adapter = nullcontext() if with_adapter else disable_adapter(self.model)
-        with eval_no_grad(self.model), adapter, self._routing.recording() as layers, replay:
+        with eval_no_grad(self.model), adapter, self.routing.recording() as layers, replay:
             logprobs, _ = self._logprobs(batch)
         if batch.is_dummy:
             return batch
@@ -225,7 +214,7 @@ class GrpoObjective(Objective):
         assert isinstance(batch, CompletionBatch)
         assert batch.weights is not None
         replay = _replay_routing(batch)
-        with self._routing.recording() as layers, replay:
+        with self.routing.recording() as layers, replay:
             logprobs, entropy = self._logprobs(batch)
         losses, metrics = self._loss(logprobs, batch)
         is_trained = batch.weights > 0

@@ -1,4 +1,4 @@
-"""Setup of a GRPO run's parts besides model and loss: reward workers, an engine, and the source that joins them."""
+"""Setup of a GRPO run's engine, with the server if there is one, and of the batch source that uses it."""
 
 import json
 import re
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,17 @@ from surefoot.config import LoadedConfig
 from surefoot.data.image_processor import PixelReader
 from surefoot.data.images import ImageSettings, find_image
 from surefoot.data.render import answer_ends
-from surefoot.data.sampler import Position
 from surefoot.distributed.artifact import write_artifact
 from surefoot.distributed.process_group import World
-from surefoot.errors import ConfigError, StoppedOnFinding
+from surefoot.errors import StoppedOnFinding
 from surefoot.events import Event, Heartbeat, Notice
 from surefoot.methods.base import MethodContext, TrainContext
-from surefoot.methods.grpo.builtin_rewards import BUILT_IN, columns_problem
-from surefoot.methods.grpo.engines.local import LocalEngine
+from surefoot.methods.grpo.engines.local import LocalEngine, RolloutLimits
 from surefoot.methods.grpo.engines.server import Server, ServerFailed, start_server
-from surefoot.methods.grpo.engines.vllm import VllmEngine, tolerance_of
-from surefoot.methods.grpo.engines.vllm_protocol import RoutingLayers
+from surefoot.methods.grpo.engines.vllm import VllmEngine
+from surefoot.methods.grpo.engines.vllm_client import CompletionClient
+from surefoot.methods.grpo.engines.vllm_probe import PolicyProbe, tolerance_of
+from surefoot.methods.grpo.engines.vllm_protocol import RoutingLayers, ServedModel
 from surefoot.methods.grpo.engines.vllm_sync import AdapterSync, FullSync, Sync
 from surefoot.methods.grpo.loss import GrpoObjective
 from surefoot.methods.grpo.reward_checks import EngineDriftDetector
@@ -37,8 +36,7 @@ from surefoot.methods.grpo.rewards import Rewards
 from surefoot.methods.grpo.rollout_source import RolloutSource
 from surefoot.methods.grpo.settings import GrpoConfig, grpo_settings
 from surefoot.methods.grpo.types import Engine, Request, Sampling
-from surefoot.methods.training_data import HEARTBEAT_EVERY_S, RunData
-from surefoot.models.build import meta_model
+from surefoot.methods.training_data import HEARTBEAT_EVERY_S
 from surefoot.models.experts import experts_of, is_fused_experts
 from surefoot.models.generate import end_tokens
 from surefoot.models.lora import lora_settings, perturbed_lora
@@ -58,40 +56,6 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 OF_LAUNCHERS_BEGIN = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
 """Variables of the training ranks, with which a server would take itself for one of them."""
-
-
-def start_rewards(loaded: LoadedConfig) -> Rewards:
-    """Start the reward functions of a run on this rank. Raises: ConfigError if one cannot be loaded."""
-    config = grpo_settings(loaded.run)
-    return Rewards(
-        config.rewards,
-        num_workers=config.reward_num_proc,
-        timeout_s=config.reward_timeout_s,
-        where=loaded.where("reward_funcs"),
-    )
-
-
-def check_answers(loaded: LoadedConfig, data: RunData, position: Position) -> None:
-    """Raise ConfigError if rows at a position, or held-out rows, lack the answer that a built-in compares with."""
-    rows = [("the rows", data.first_columns(position)), ("the held-out rows", data.held_out_columns())]
-    for item, (which, columns) in product(grpo_settings(loaded.run).rewards, rows):
-        can_check = columns and item.func in BUILT_IN
-        problem = columns_problem(item.func, item.args, columns, which) if can_check else None
-        if problem is not None:
-            raise ConfigError(
-                f"{item.func}: {problem}. Name the one with the answer: reward_funcs: [{{func: {item.func}, args: "
-                f"{{answer_column: NAME}}}}] ({loaded.where('reward_funcs')})."
-            )
-
-
-def check_routing_replay(loaded: LoadedConfig, base: Path) -> None:
-    """Raise ConfigError if the routing of a model without routers is to be replayed. Reads no weights."""
-    replay = grpo_settings(loaded.run).routing_replay
-    if replay != "none" and not router_names(meta_model(base)):
-        raise ConfigError(
-            f"routing_replay={replay}, but {loaded.run.model} has no routers that say what they "
-            f"chose. Set routing_replay: none ({loaded.where('routing_replay')})."
-        )
 
 
 def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, ranks: World) -> Server:
@@ -150,9 +114,7 @@ def drift_check(config: GrpoConfig) -> Callable[[int, Mapping[str, float]], None
     def check_drift(step: int, metrics: Mapping[str, float]) -> None:
         finding = drift.add(step, metrics)
         if finding is not None:
-            stopped = StoppedOnFinding(finding)
-            stopped.is_agreed = True
-            raise stopped
+            raise StoppedOnFinding(finding, is_agreed=True)
 
     return check_drift
 
@@ -220,7 +182,7 @@ def rollout_source(
     config: GrpoConfig, context: MethodContext, learner: TrainContext, rewards: Rewards, server: Server | None
 ) -> RolloutSource:
     """Return the batch source. Collective. Raises: StoppedOnFinding (SF801) if a server does not get ready."""
-    data, tokenizer, emit = context.data, context.tokenizer, context.emit
+    tokenizer = context.tokenizer
     text = learner.model.config.get_text_config()
     ends = end_tokens(learner.model, tokenizer) | answer_ends(tokenizer, config.template_variables)
     sampling = Sampling(
@@ -239,16 +201,18 @@ def rollout_source(
             learner.model,
             tokenizer,
             ranks=learner.ranks,
-            in_step=config.zero_stage == 3 or config.expert_parallel_size != 1,
-            batch_size=config.rollout_batch_size,
+            in_lockstep=config.zero_stage == 3 or config.expert_parallel_size != 1,
             forward_context=learner.rollout_context,
-            reader=data.reader,
+            reader=context.data.reader,
             routing=learner.objective.routing if config.routing_replay == "rollout" else None,
-            timeout_s=config.rollout_timeout_s,
-            stop_requested=_add_heartbeats(context.stop_requested, emit),
+            limits=RolloutLimits(
+                config.rollout_batch_size,
+                config.rollout_timeout_s,
+                _add_heartbeats(context.stop_requested, context.emit),
+            ),
         )
     else:
-        engine = _build_vllm_engine(config, learner, tokenizer, server, sampling, data.reader, context.base, emit)
+        engine = _build_vllm_engine(config, context, learner, server, sampling)
     return RolloutSource(
         config,
         context,
@@ -276,39 +240,34 @@ def _add_heartbeats(stop_requested: Callable[[], bool], emit: Callable[[Event], 
 
 
 def _build_vllm_engine(
-    config: GrpoConfig,
-    learner: TrainContext,
-    tokenizer: PreTrainedTokenizerBase,
-    server: Server,
-    sampling: Sampling,
-    reader: PixelReader | None,
-    base: Path,
-    emit: Callable[[Event], None],
+    config: GrpoConfig, context: MethodContext, learner: TrainContext, server: Server, sampling: Sampling
 ) -> VllmEngine:
-    ranks, objective = learner.ranks, learner.objective
+    ranks, objective, reader = learner.ranks, learner.objective, context.data.reader
     assert isinstance(objective, GrpoObjective)
-    ranks.broadcast_from_rank0(lambda: _wait_for_server(server, config, emit))
+    ranks.broadcast_from_rank0(lambda: _wait_for_server(server, config, context.emit))
 
     def score(request: Request, ids: list[int]) -> list[float]:
         with learner.forward_context():
             return objective.score(request, ids, learner.device, reader)
 
-    return VllmEngine(
-        server,
-        _build_sync(config, learner, tokenizer, server, base),
-        score,
-        timeout_s=config.rollout_timeout_s,
-        probe=ranks.run_or_raise_on_all(lambda: _build_probe(learner.model, tokenizer, reader)),
-        sampling=sampling if config.knows_rollout_logprobs else replace(sampling, top_p=1.0, top_k=0),
+    model = ServedModel(
         vocab_size=int(learner.model.config.get_text_config().vocab_size),
-        dtype=getattr(torch, config.dtype),  # the server's type; full fine-tuning keeps its own weights in float32
-        has_seeds=config.device != "cpu",
-        sleeps=config.vllm_sleep,
+        image_token=reader.settings.token_id if reader is not None else None,
         routing=_find_routing_layers(learner) if config.routing_replay == "rollout" else None,
-        reader=reader,
-        ranks=ranks,
-        noisy=partial(perturbed_lora, learner.model) if config.tuning == "lora" else None,
+        has_seeds=config.device != "cpu",
     )
+    client = CompletionClient(server, model, timeout_s=config.rollout_timeout_s, reader=reader)
+    probe = PolicyProbe(
+        client,
+        score,
+        ranks.run_or_raise_on_all(lambda: _build_probe_prompt(learner.model, context.tokenizer, reader)),
+        sampling if config.knows_rollout_logprobs else replace(sampling, top_p=1.0, top_k=0),
+        dtype=getattr(torch, config.dtype),  # the server's type; full fine-tuning keeps its own weights in float32
+        add_noise=partial(perturbed_lora, learner.model) if config.tuning == "lora" else None,
+        ranks=ranks,
+    )
+    sync = _build_sync(config, context, learner, server)
+    return VllmEngine(client, sync, probe, sleeps=config.vllm_sleep, ranks=ranks)
 
 
 def _find_routing_layers(learner: TrainContext) -> RoutingLayers:
@@ -318,9 +277,7 @@ def _find_routing_layers(learner: TrainContext) -> RoutingLayers:
     return RoutingLayers(tuple(numbers), int(text.num_hidden_layers), experts)
 
 
-def _build_sync(
-    config: GrpoConfig, learner: TrainContext, tokenizer: PreTrainedTokenizerBase, server: Server, base: Path
-) -> Sync:
+def _build_sync(config: GrpoConfig, context: MethodContext, learner: TrainContext, server: Server) -> Sync:
     """Return the sync of adapters, or of the full model."""
     settings, ranks, folder = lora_settings(config), learner.ranks, config.run_folder / ENGINE
     if settings is not None:
@@ -329,12 +286,14 @@ def _build_sync(
     def write(target: Path) -> None:
         # The server's compute type: a smaller type of the base model would round away what training has learned.
         dtype = getattr(torch, config.dtype)
-        write_artifact(target, learner.model, tokenizer, None, base, config.model, ranks, dtype)
+        write_artifact(target, learner.model, context.tokenizer, None, context.base, config.model, ranks, dtype)
 
     return FullSync(server, write, folder / "weights", config.rollout_timeout_s, ranks)
 
 
-def _build_probe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reader: PixelReader | None) -> Request:
+def _build_probe_prompt(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reader: PixelReader | None
+) -> Request:
     """Return a prompt that trainer and server can read, with an image for a model with vision. Raises: StorageError."""
     text_ids: list[int] = tokenizer(PROBE_TEXT)["input_ids"]
     if reader is None:
