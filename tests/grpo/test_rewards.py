@@ -188,7 +188,7 @@ def test_each_function_has_a_name_of_its_own(tmp_path: Path) -> None:
 def test_whoever_waits_hears_that_rewards_are_waited_for(
     rewards: Callable[..., Rewards], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("surefoot.methods.grpo.rewards.SIGN_OF_LIFE_S", 0.1)
+    monkeypatch.setattr("surefoot.methods.grpo.rewards.HEARTBEAT_EVERY_S", 0.1)
     heard: list[float] = []
     rewards("hangs_on_bad", timeout_s=0.5).score([asked(["bad"])], waiting=lambda: heard.append(time.monotonic()))
     assert len(heard) >= 3

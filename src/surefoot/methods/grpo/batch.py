@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Any
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -84,55 +84,36 @@ class CompletionBatch(MicroBatch):
         return sum(len(trajectory.ids) for trajectory in self.trajectories if trajectory.weight)
 
 
-@dataclass
-class _Layout:
-    """The sequences of a batch, end to end, and the places of completions and their prompts among them."""
+class _Sequence(NamedTuple):
+    """A sequence of a batch: a prompt with its completion, or one of both."""
 
-    ids: list[int] = field(default_factory=list)
-    positions: list[Tensor] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    """Number of tokens of each sequence."""
-    continues: list[int] = field(default_factory=list)
-    """Index of the sequence that each sequence continues, or -1."""
-    sources: list[Trajectory] = field(default_factory=list)
-    """A trajectory of each sequence."""
-    prompt_at: list[int] = field(default_factory=list)
-    """Index in `ids` at which the prompt of each completion begins."""
-    completion_at: list[int] = field(default_factory=list)
-
-    def append(self, trajectory: Trajectory, ids: list[int], positions: list[Tensor], continues: int = -1) -> int:
-        """Append a sequence; return the index in `ids` at which it begins."""
-        begin = len(self.ids)
-        self.ids += ids
-        self.positions += positions
-        self.lengths.append(len(ids))
-        self.continues.append(continues)
-        self.sources.append(trajectory)
-        return begin
+    trajectory: Trajectory
+    """One of those that it belongs to."""
+    ids: list[int]
+    positions: Tensor
+    continues: int = -1
+    """Index of the sequence that it continues: its prompt, where completions share one; else -1."""
 
 
-def _lay_out(trajectories: Sequence[Trajectory], *, share_prompts: bool, reader: PixelReader | None) -> _Layout:
-    layout = _Layout()
+def _lay_out(trajectories: Sequence[Trajectory], *, share_prompts: bool, reader: PixelReader | None) -> list[_Sequence]:
+    sequences: list[_Sequence] = []
     for (prompt, images), group in groupby(trajectories, key=lambda trajectory: (trajectory.prompt, trajectory.images)):
         prompt_positions = torch.arange(len(prompt))
         if reader is not None:
             prompt_positions = reader.places(np.array(prompt, np.int32), images)
         first_position = int(prompt_positions.max()) + 1
-        shared_prompt = -1
-        for trajectory in group:
+        prompt_index = len(sequences)
+        for number, trajectory in enumerate(group):
             positions = torch.arange(first_position, first_position + len(trajectory.ids))
             positions = positions.expand(*prompt_positions.shape[:-1], -1)
-            if not share_prompts:
-                prompt_begin = layout.append(trajectory, prompt + trajectory.ids, [prompt_positions, positions])
-                begin = prompt_begin + len(prompt)
+            if share_prompts:
+                if number == 0:
+                    sequences.append(_Sequence(trajectory, prompt, prompt_positions))
+                sequences.append(_Sequence(trajectory, trajectory.ids, positions, prompt_index))
             else:
-                if shared_prompt < 0:
-                    shared_prompt = len(layout.lengths)
-                    prompt_begin = layout.append(trajectory, prompt, [prompt_positions])
-                begin = layout.append(trajectory, trajectory.ids, [positions], shared_prompt)
-            layout.prompt_at.append(prompt_begin)
-            layout.completion_at.append(begin)
-    return layout
+                positions = torch.cat([prompt_positions, positions], dim=-1)
+                sequences.append(_Sequence(trajectory, prompt + trajectory.ids, positions))
+    return sequences
 
 
 def collate_completions(
@@ -142,18 +123,24 @@ def collate_completions(
 
     `reader`: opens images; None for a model without vision. Raises: DataError for an image that cannot be read.
     """
-    layout = _lay_out(trajectories, share_prompts=share_prompts, reader=reader)
+    sequences = _lay_out(trajectories, share_prompts=share_prompts, reader=reader)
+    ids = [token for sequence in sequences for token in sequence.ids]
+    lengths = [len(sequence.ids) for sequence in sequences]
+    begins = [0, *accumulate(lengths)]
+    prompt_at: list[int] = []
     token_at: list[Tensor] = []
     target_positions: list[Tensor] = []
-    for trajectory, prompt_begin, begin in zip(trajectories, layout.prompt_at, layout.completion_at, strict=True):
-        end, last_of_prompt = begin + len(trajectory.ids), prompt_begin + len(trajectory.prompt) - 1
+    for index, (trajectory, _, _, continues) in enumerate(sequences):
+        if share_prompts and continues < 0:
+            continue  # a prompt alone
+        prompt_at.append(begins[continues if share_prompts else index])
+        end, last_of_prompt = begins[index + 1], prompt_at[-1] + len(trajectory.prompt) - 1
+        begin = end - len(trajectory.ids)
         token_at.append(torch.arange(begin, end))
         # A completion's first token is predicted at the end of its prompt, each other token at the one before it.
         target_positions.append(torch.tensor([last_of_prompt, *range(begin, end - 1)]))
     images = [
-        (trajectory.place, trajectory.images)
-        for trajectory, continues in zip(layout.sources, layout.continues, strict=True)
-        if continues < 0
+        (sequence.trajectory.place, sequence.trajectory.images) for sequence in sequences if sequence.continues < 0
     ]
     counts = torch.tensor([len(trajectory.ids) for trajectory in trajectories])
 
@@ -167,24 +154,24 @@ def collate_completions(
     rollout_logprobs = concat_field("rollout_logprobs")
     assert rollout_logprobs is not None
     return CompletionBatch(
-        ids=torch.tensor(layout.ids)[None],
-        position_ids=torch.cat(layout.positions, dim=-1).unsqueeze(-2),
-        lengths=layout.lengths,
-        cu_seq_lens=torch.tensor([0, *layout.lengths]).cumsum(0, dtype=torch.int32),
+        ids=torch.tensor(ids)[None],
+        position_ids=torch.cat([sequence.positions for sequence in sequences], dim=-1).unsqueeze(-2),
+        lengths=lengths,
+        cu_seq_lens=torch.tensor(begins, dtype=torch.int32),
         target_positions=torch.cat(target_positions),
         targets=torch.tensor([token for trajectory in trajectories for token in trajectory.ids]),
         weights=repeat_per_token([trajectory.weight for trajectory in trajectories]),
-        places=tuple(trajectory.place for trajectory in layout.sources),
+        places=tuple(sequence.trajectory.place for sequence in sequences),
         vision=reader.read(images) if reader is not None else None,
-        continues=tuple(layout.continues) if share_prompts else None,
+        continues=tuple(sequence.continues for sequence in sequences) if share_prompts else None,
         advantages=repeat_per_token([trajectory.advantage for trajectory in trajectories]),
         rollout_logprobs=rollout_logprobs,
         token_at=torch.cat(token_at),
         completion=torch.arange(len(trajectories)).repeat_interleave(counts),
         old_logprobs=concat_field("old_logprobs"),
         reference_logprobs=concat_field("reference_logprobs"),
-        experts=_collate_experts(trajectories, layout.prompt_at, token_at, len(layout.ids)),
-        prompt_at=tuple(layout.prompt_at),
+        experts=_collate_experts(trajectories, prompt_at, token_at, len(ids)),
+        prompt_at=tuple(prompt_at),
         trajectories=tuple(trajectories),
     )
 

@@ -164,7 +164,7 @@ class GrpoObjective(Objective):
             if len(layers) != len(self.routing.names):
                 raise ModelError(
                     f"routing_replay: {len(layers)} of {len(self.routing.names)} routers of "
-                    f"{type(self.model).__name__} say which experts they chose. Set routing_replay: none."
+                    f"{type(self.model).__name__} report their choices. Set routing_replay: none."
                 )
             with ReplayedRouting(torch.stack([layer.index for layer in layers], dim=1)):
                 self._logprobs(batch)

@@ -29,7 +29,7 @@ START_DEADLINE_S = 120.0
 KILLED_WITHIN_S = 10.0
 END_NOTICE_S = 2.0
 """Seconds that a process has to end after it closed its files."""
-SIGN_OF_LIFE_S = 5.0
+HEARTBEAT_EVERY_S = 5.0
 """Seconds between two heartbeats while rewards are computed."""
 ANSWER_BYTES = 16 << 20
 """Largest size of a worker's response: about 25 bytes per completion, or the text of an error."""
@@ -38,10 +38,10 @@ ERROR_CHARACTERS = 5000
 ODD_ANSWER = "its process answered something else: does the function fork, or write to open files?"
 LARGEST = 1e12
 """Largest magnitude of a reward: the squares of much larger ones would overflow."""
-LONE_TRIES = 2
-"""Number of deadlines spent on finding the late completions of a late group; the rest of it is masked with them."""
-LATE_GROUPS, MOST_LATE_GROUPS = 2, 8
-"""Numbers of late groups in a row from which a further group costs one deadline, and none at all."""
+MAX_LATE_SINGLE_CALLS = 2
+"""Number of completions of a late group that may be late alone; after them the rest of the group is masked."""
+LATE_GROUPS_UNTIL_ONE_CALL, LATE_GROUPS_UNTIL_NO_CALL = 2, 8
+"""Numbers of late groups in a row from which a function is called once per group, and not at all."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,12 @@ class Rewards:
     ) -> list[list[list[RewardResult]]]:
         """Return results as [group][completion][function]. Errors of functions are results, and are not raised.
 
-        `waiting`: called every `SIGN_OF_LIFE_S` seconds.
+        `waiting`: called every `HEARTBEAT_EVERY_S` seconds.
         """
         self._late_groups = [0] * len(self._items)
         jobs = [(group, number) for group in groups for number in range(len(self._items))]
         futures = [self._threads.submit(self._score_group, *job) for job in jobs]
-        while wait(futures, SIGN_OF_LIFE_S).not_done:  # each call has its deadline
+        while wait(futures, HEARTBEAT_EVERY_S).not_done:  # each call has its deadline
             waiting()
         by_function = [future.result() for future in futures]
         each = len(self._items)
@@ -165,42 +165,30 @@ class Rewards:
         """
         indices = range(len(group.texts))
         late_before = self._late_groups[number]
-        if late_before >= MOST_LATE_GROUPS:
-            why = f"not called: all calls for {MOST_LATE_GROUPS} groups of this step took over {self._timeout_s:g} s"
-            return [RewardResult(None, why)] * len(indices)
+
+        def fail_all(why: object) -> list[RewardResult]:
+            return [RewardResult(None, str(why))] * len(indices)
+
+        if late_before >= LATE_GROUPS_UNTIL_NO_CALL:
+            return fail_all(
+                f"not called: all calls for {LATE_GROUPS_UNTIL_NO_CALL} groups of this step took over {self._timeout_s:g} s"
+            )
         try:
             return self._call_function(group, number, indices)
         except _WrongRewardCount as error:
-            return [RewardResult(None, str(error))] * len(indices)
+            return fail_all(error)
         except _CallFailed as error:
-            is_hopeless = isinstance(error, _WorkerTimeout) and late_before >= LATE_GROUPS
+            is_late = isinstance(error, _WorkerTimeout)
+            is_hopeless = is_late and late_before >= LATE_GROUPS_UNTIL_ONE_CALL
             if len(indices) == 1 or is_hopeless or self._is_over.is_set():
-                self._late_groups[number] += isinstance(error, _WorkerTimeout)
-                return [RewardResult(None, str(error))] * len(indices)
-            group_error = str(error)
-        results: list[RewardResult] = []
-        late = 0
-        for index in indices:
-            if self._is_over.is_set():
-                results.append(RewardResult(None, "the run is over"))
-                continue
-            if late == LONE_TRIES:
-                results.append(
-                    RewardResult(None, f"not called again: {late} of its group took over {self._timeout_s:g} s")
-                )
-                continue
-            try:
-                results += self._call_function(group, number, [index])
-            except _CallFailed as error:
-                late += isinstance(error, _WorkerTimeout)
-                results.append(RewardResult(None, str(error)))
-        if late and not any(result.reward is not None for result in results):
-            self._late_groups[number] += 1
+                self._late_groups[number] += is_late
+                return fail_all(error)
+            group_error = error
+        results = self._score_each_alone(group, number)
         # A function may score a completion differently alone than among the others, so it scores these together again.
         succeeded = [index for index in indices if results[index].failure is None]
         if len(succeeded) == len(indices):
-            failure = f"{group_error}; its rewards for each completion alone are not used"
-            return [RewardResult(None, failure)] * len(indices)
+            return fail_all(f"{group_error}; its rewards for each completion alone are not used")
         if len(succeeded) > 1 and not self._is_over.is_set():
             try:
                 joint_results = self._call_function(group, number, succeeded)
@@ -209,6 +197,24 @@ class Rewards:
                 joint_results = [RewardResult(None, failure)] * len(succeeded)
             for index, result in zip(succeeded, joint_results, strict=True):
                 results[index] = result
+        return results
+
+    def _score_each_alone(self, group: RewardInputs, number: int) -> list[RewardResult]:
+        """Return a function's results for each completion of a group alone; after some late ones, the rest fails."""
+        results: list[RewardResult] = []
+        late = 0
+        for index in range(len(group.texts)):
+            try:
+                if self._is_over.is_set():
+                    raise _CallFailed("the run is over")
+                if late == MAX_LATE_SINGLE_CALLS:
+                    raise _CallFailed(f"not called again: {late} of its group took over {self._timeout_s:g} s")
+                results += self._call_function(group, number, [index])
+            except _CallFailed as error:
+                late += isinstance(error, _WorkerTimeout)
+                results.append(RewardResult(None, str(error)))
+        if late and not any(result.reward is not None for result in results):
+            self._late_groups[number] += 1
         return results
 
     def _call_function(self, group: RewardInputs, number: int, indices: Sequence[int]) -> list[RewardResult]:

@@ -26,7 +26,7 @@ def decode_experts(text: str) -> Experts:
     try:
         array = np.load(io.BytesIO(b64decode(text, validate=True)), allow_pickle=False)
     except (TypeError, EOFError, OSError) as error:
-        raise ValueError(f"no array: {type(error).__name__}: {error}") from error
+        raise ValueError(f"not an array: {type(error).__name__}: {error}") from error
     if array.ndim != 3 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"an array of {array.dtype} and shape {array.shape}, not of integers [tokens, layers, K]")
     experts: Experts = array.astype(np.int16)

@@ -121,7 +121,7 @@ class Server:
             ) from error
         if state is not is_asleep:
             raise self.stopped(
-                "SF801", f"after POST {path} the server says is_sleeping: {state}. Set vllm_sleep: false", path=path
+                "SF801", f"after POST {path} the server reports is_sleeping: {state}. Set vllm_sleep: false", path=path
             )
 
     @property
