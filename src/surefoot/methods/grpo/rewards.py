@@ -170,9 +170,8 @@ class Rewards:
             return [RewardResult(None, str(why))] * len(indices)
 
         if late_before >= LATE_GROUPS_UNTIL_NO_CALL:
-            return fail_all(
-                f"not called: all calls for {LATE_GROUPS_UNTIL_NO_CALL} groups of this step took over {self._timeout_s:g} s"
-            )
+            groups = f"{LATE_GROUPS_UNTIL_NO_CALL} groups of this step"
+            return fail_all(f"not called: all calls for {groups} took over {self._timeout_s:g} s")
         try:
             return self._call_function(group, number, indices)
         except _WrongRewardCount as error:
