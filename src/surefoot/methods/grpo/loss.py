@@ -22,12 +22,12 @@ from surefoot.models.lora import disable_adapter
 from surefoot.models.routing import LayerRouting, ReplayedRouting, expert_counts
 
 EPSILON = 0.2
-OWN_CLIPS = {"cispo": (EPSILON, 5.0), "gspo": (3e-4, 4e-4)}
+DEFAULT_CLIPS = {"cispo": (EPSILON, 5.0), "gspo": (3e-4, 4e-4)}
 """epsilon and epsilon_high if none is set. For cispo, the latter is the largest ratio (ScaleRL, arXiv:2510.13786); for
 gspo, the ratios of whole completions are closer to 1 (GSPO, arXiv:2507.18071, sec. 5.1)."""
-LARGEST_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
 """Largest log-ratio of training's to sampling's probability. Larger ones add no meaning and would overflow the mean."""
-SUMS = ("entropy", "kl", "clip_ratio", "importance_ratio", "logprob_difference", "ratio", "routing_agreement")
+METRICS = ("entropy", "kl", "clip_ratio", "importance_ratio", "logprob_difference", "ratio", "routing_agreement")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PolicyLoss:
     @staticmethod
     def of(config: GrpoConfig) -> "PolicyLoss":
         """Return the loss of a config, with the loss type's own clips if none are set."""
-        low, high = OWN_CLIPS.get(config.loss_type, (EPSILON, EPSILON))
+        low, high = DEFAULT_CLIPS.get(config.loss_type, (EPSILON, EPSILON))
         if config.epsilon is not None:
             low = high = config.epsilon
         settings = {setting.name: getattr(config, setting.name) for setting in fields(PolicyLoss)}
@@ -91,12 +91,12 @@ class PolicyLoss:
         metrics = {"clip_ratio": is_clipped.float(), "ratio": ratio.detach()}
         if self.knows_rollout_logprobs:
             log_importance = old - torch.where(is_trained, batch.rollout_logprobs, zeros)
-            importance = log_importance.clamp(max=LARGEST_LOG_RATIO).exp()
+            importance = log_importance.clamp(max=MAX_LOG_RATIO).exp()
             if self.importance_correction != "none":
                 weights = importance
                 if self.importance_correction.startswith("sequence"):
                     log_product = _sum_by_completion(log_importance, batch)[batch.completion]
-                    weights = log_product.clamp(max=LARGEST_LOG_RATIO).exp()
+                    weights = log_product.clamp(max=MAX_LOG_RATIO).exp()
                 bounded_weights = weights.clamp(self.importance_floor, self.importance_cap)
                 if self.importance_correction.endswith("mask"):
                     bounded_weights = torch.where(weights == bounded_weights, weights, zeros)
@@ -145,7 +145,6 @@ class GrpoObjective(Objective):
 
     @property
     def holds_all_logits(self) -> bool:
-        """See `Objective`."""
         return self._logprobs.holds_all_logits
 
     @property
@@ -230,7 +229,7 @@ class GrpoObjective(Objective):
         if isinstance(replay, ReplayedRouting):
             metrics["routing_agreement"] = _compute_agreement(replay.own, layers)[batch.target_positions]
         zeros = torch.zeros_like(entropy)
-        sums = [torch.where(is_trained, metrics.get(name, zeros), zeros).sum() for name in SUMS]
+        sums = [torch.where(is_trained, metrics.get(name, zeros), zeros).sum() for name in METRICS]
         self._sums.append(torch.stack([*sums, is_trained.sum()]).double())
         return LossTerms((losses * batch.weights).sum())
 
@@ -238,14 +237,14 @@ class GrpoObjective(Objective):
         """Complete the metrics. Collective: one sum of a few numbers, and another if there are experts."""
         if self._counts is not None:
             self._counts = sum_over_ranks(self._counts, self._ranks)
-        local_sums = torch.stack(self._sums).sum(0).tolist() if self._sums else [0.0] * (len(SUMS) + 1)
+        local_sums = torch.stack(self._sums).sum(0).tolist() if self._sums else [0.0] * (len(METRICS) + 1)
         *sums, tokens = self._ranks.sum(local_sums)
         has_rollout_logprobs = self._loss.knows_rollout_logprobs
         is_measured = {"kl": bool(self._loss.beta), "routing_agreement": self._replays_routing}
         is_measured |= {"importance_ratio": has_rollout_logprobs, "logprob_difference": has_rollout_logprobs}
         self._metrics = {  # empty if no token was trained
             name: value / tokens
-            for name, value in zip(SUMS, sums, strict=True)
+            for name, value in zip(METRICS, sums, strict=True)
             if tokens and is_measured.get(name, True)
         }
 

@@ -51,19 +51,16 @@ class Grpo(Method):
 
     @classmethod
     def planned_loss(cls, run: RunConfig) -> PlannedLoss:
-        """Return the clipped policy loss."""
         settings = grpo_settings(run)
         return PlannedPolicyLoss(settings.max_completion_length, PolicyLoss.of(settings))
 
     @staticmethod
     def check_files(loaded: LoadedConfig) -> None:
-        """Check that reward functions exist."""
         for item in grpo_settings(loaded.run).rewards:
             check_reward(item, loaded.where("reward_funcs"))
 
     @staticmethod
     def build_objective(built: BuiltModel, config: RunConfig, ranks: World) -> Objective:
-        """Return the clipped policy loss."""
         return GrpoObjective(built, grpo_settings(config), ranks)
 
     def start(self) -> None:
@@ -118,7 +115,6 @@ class Grpo(Method):
         return self._loaded_source.batches(position, step, epoch)
 
     def evaluate(self, step: int) -> Mapping[str, float]:
-        """Return the rewards of completions of held-out prompts."""
         assert self.context.data.held_out is not None
         return self._loaded_source.evaluate(self.context.data.held_out, step)
 
@@ -127,20 +123,16 @@ class Grpo(Method):
         self._check_drift(step, metrics)
 
     def pending(self, position: Position, step: int, wait_s: float) -> list[dict[str, Any]]:
-        """Return the completions that further steps train on."""
         return self._loaded_source.pending(position, step, wait_s)
 
     @staticmethod
     def problems_of_pending(pending: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-        """Yield why entries of a checkpoint are no completions."""
         return problems_of_pending(pending)
 
     def restore(self, pending: Sequence[Mapping[str, Any]]) -> None:
-        """Continue with the completions of a checkpoint."""
         self._loaded_source.restore(pending)
 
     def end(self) -> None:
-        """End the engine, the server and the reward workers."""
         self._parts.close()
 
     @property

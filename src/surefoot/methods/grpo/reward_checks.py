@@ -8,13 +8,13 @@ from math import isnan
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.methods.grpo.scoring import ScoredCompletion
 
-FAR_STEPS = 3
+DRIFT_STEPS = 3
 """Number of steps in a row beyond the tolerance after which a finding is due."""
-STALE_NATS = 1.0
+MAX_STALE_DIFFERENCE = 1.0
 """Largest mean difference that a few steps of training cause; beyond it, the engine's weights are not older ones."""
 FLAT_ROLLOUTS = 10
 """Number of rollouts in a row without a learning signal after which a finding is due."""
-MOSTLY = 0.9
+MOSTLY_TRUNCATED = 0.9
 """Share of truncated completions at which truncation is reported as the reason for equal rewards."""
 
 
@@ -90,16 +90,16 @@ class EngineDriftDetector:
     """Number of steps in a row beyond the tolerance."""
 
     def add(self, step: int, metrics: Mapping[str, float]) -> Finding | None:
-        """Return the finding after `FAR_STEPS` steps in a row beyond the tolerance. `metrics`: means over tokens."""
+        """Return the finding after `DRIFT_STEPS` steps in a row beyond the tolerance. `metrics`: means over tokens."""
         difference = metrics.get("logprob_difference")
         if difference is None:
             return None
         is_stale = bool(metrics.get("staleness", 0.0))  # older weights differ, but only so far
-        tolerance = max(self.tolerance, STALE_NATS) if is_stale else self.tolerance
+        tolerance = max(self.tolerance, MAX_STALE_DIFFERENCE) if is_stale else self.tolerance
         if is_stale and difference <= tolerance:
             return None  # shows neither that the engine has the weights nor that it lacks them
         self.steps = 0 if difference <= tolerance else self.steps + 1
-        if self.steps < FAR_STEPS:
+        if self.steps < DRIFT_STEPS:
             return None
         return Finding(
             "SF805",
@@ -156,7 +156,7 @@ class NoSignalDetector:
                 "all completions of each prompt had the same reward (the last rewards range from "
                 f"{min(rewards):g} to {max(rewards):g})"
             )
-            if truncated_share >= MOSTLY:
+            if truncated_share >= MOSTLY_TRUNCATED:
                 cause += f"; {truncated_share:.0%} of the last completions were cut at max_completion_length"
                 fix = "Raise max_completion_length: a reward function cannot tell unfinished answers apart."
         evidence = {

@@ -36,7 +36,7 @@ ANSWER_BYTES = 16 << 20
 ERROR_CHARACTERS = 5000
 """Largest length of an error's text with its trace; a worker sends less."""
 ODD_ANSWER = "its process answered something else: does the function fork, or write to open files?"
-LARGEST = 1e12
+MAX_REWARD = 1e12
 """Largest magnitude of a reward: the squares of much larger ones would overflow."""
 MAX_LATE_SINGLE_CALLS = 2
 """Number of completions of a late group that may be late alone; after them the rest of the group is masked."""
@@ -236,8 +236,8 @@ def _check_value(reward: float | None) -> RewardResult:
     """Return the reward as a result; a failure if it is not finite or too large."""
     if reward is not None and not math.isfinite(reward):
         return RewardResult(None, f"the reward is {reward}, which is not a finite number")
-    if reward is not None and abs(reward) > LARGEST:
-        return RewardResult(None, f"the reward is {reward:g}, beyond {LARGEST:g}: too large to compare with others")
+    if reward is not None and abs(reward) > MAX_REWARD:
+        return RewardResult(None, f"the reward is {reward:g}, beyond {MAX_REWARD:g}: too large to compare with others")
     return RewardResult(reward)
 
 

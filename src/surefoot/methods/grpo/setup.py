@@ -45,16 +45,16 @@ from surefoot.models.routing import router_names
 from surefoot.models.vision import image_tokens
 from surefoot.system import loopback
 
-ENGINE = "engine"
+ENGINE_FOLDER = "engine"
 """Subfolder of the run folder for the server's log and the weights that are sent to it."""
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that --max-lora-rank accepts."""
 PROBE_TEXT = "One, two, three, four, five"
-LEAST_CONTEXT = 128
+MIN_CONTEXT_TOKENS = 128
 """Smallest context length of a server, in tokens: the probe may need it."""
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-OF_LAUNCHERS_BEGIN = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
 """Variables of the training ranks, with which a server would take itself for one of them."""
 
 
@@ -64,7 +64,7 @@ def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, 
     `images`: the model's image settings. Collective. Raises: ConfigError on all ranks if it cannot be started.
     """
     config = grpo_settings(loaded.run)
-    log = config.run_folder / ENGINE / "vllm.log"
+    log = config.run_folder / ENGINE_FOLDER / "vllm.log"
     servers: list[Server] = []
 
     def open_on_rank0() -> str:
@@ -124,7 +124,7 @@ def _build_options(config: GrpoConfig, images: ImageSettings | None) -> list[str
     is_raw = config.cuts_sampling and config.temperature == 1.0
     options: dict[str, Any] = {
         "--dtype": config.dtype,
-        "--max-model-len": max(config.max_row_tokens + config.max_completion_length, LEAST_CONTEXT),
+        "--max-model-len": max(config.max_row_tokens + config.max_completion_length, MIN_CONTEXT_TOKENS),
         # Logprobs are those before temperature and cut, or after both. With either alone, one mode matches training.
         "--logprobs-mode": "raw_logprobs" if is_raw else "processed_logprobs",
         "--generation-config": "vllm",  # ignore the model's own top_p, top_k and penalties
@@ -135,7 +135,9 @@ def _build_options(config: GrpoConfig, images: ImageSettings | None) -> list[str
         flags = ["--enforce-eager", "--block-size", "32"]  # the smallest: completions of a group share whole blocks
     if config.tuning == "lora":
         flags.append("--enable-lora")
-        options["--max-lora-rank"] = next((rank for rank in VLLM_RANKS if rank >= config.lora_rank), config.lora_rank)
+        options["--max-lora-rank"] = next(
+            (rank for rank in VLLM_LORA_RANKS if rank >= config.lora_rank), config.lora_rank
+        )
         options["--max-loras"] = 2  # the newest adapter is loaded before the previous one is unloaded
     if config.vllm_sleep:
         flags.append("--enable-sleep-mode")
@@ -159,7 +161,9 @@ def _build_environment(config: GrpoConfig) -> dict[str, str]:
     if config.vllm_devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = config.vllm_devices
     if config.vllm_sleep:  # memory that grows in segments cannot be freed
-        variables |= {name: _drop_expandable_segments(variables[name]) for name in ALLOCATOR if name in variables}
+        variables |= {
+            name: _drop_expandable_segments(variables[name]) for name in ALLOCATOR_VARIABLES if name in variables
+        }
     if config.tuning == "full" or config.vllm_sleep:  # new weights, sleep and wake are endpoints of this mode
         variables["VLLM_SERVER_DEV_MODE"] = "1"
     if config.routing_replay == "rollout":  # the model runner that reports the experts of tokens
@@ -175,7 +179,7 @@ def _drop_expandable_segments(options: str) -> str:
 
 
 def _is_launcher_variable(name: str) -> bool:
-    return name in OF_LAUNCHERS or name.startswith(OF_LAUNCHERS_BEGIN)
+    return name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES)
 
 
 def rollout_source(
@@ -279,7 +283,7 @@ def _find_routing_layers(learner: TrainContext) -> RoutingLayers:
 
 def _build_sync(config: GrpoConfig, context: MethodContext, learner: TrainContext, server: Server) -> Sync:
     """Return the sync of adapters, or of the full model."""
-    settings, ranks, folder = lora_settings(config), learner.ranks, config.run_folder / ENGINE
+    settings, ranks, folder = lora_settings(config), learner.ranks, config.run_folder / ENGINE_FOLDER
     if settings is not None:
         return AdapterSync(server, learner.model, settings, folder / "adapters", ranks)
 

@@ -19,11 +19,11 @@ from surefoot.methods.grpo.types import Request, Sampling
 PROBE_TOKENS = 24
 PROBE_TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
 """Mean difference of logprobs, in nats, that other kernels of this precision may cause."""
-CLEAR_TIMES = 5.0
+NOISE_EFFECT_FACTOR = 5.0
 """Factor by which noise in an adapter must change logprobs more than kernels do, so that its effect is visible."""
-TRIAL_TIMES, TRIAL_SHARE = 2.0, 0.25
+TRIAL_TOLERANCE_FACTOR, TRIAL_CHANGE_SHARE = 2.0, 0.25
 """Allowed difference in that trial: this factor of the tolerance, or this share of the change, whichever is larger."""
-NOISES = tuple(2.0**power for power in range(-16, 5, 2))
+NOISE_LEVELS = tuple(2.0**power for power in range(-16, 5, 2))
 """Standard deviations of the noise to try, in turn."""
 
 Score = Callable[[Request, list[int]], list[float]]
@@ -73,9 +73,9 @@ class PolicyProbe:
         if self._add_noise is None:
             return
         tokens = [token for token in self._prompt.prompt[-PROBE_TOKENS:] if token not in self._sampling.banned]
-        threshold, change = CLEAR_TIMES * self._tolerance, 0.0
+        threshold, change = NOISE_EFFECT_FACTOR * self._tolerance, 0.0
         without_noise = self._score(self._prompt, tokens)
-        for noise in NOISES:
+        for noise in NOISE_LEVELS:
             with self._add_noise(noise):
                 change = self._broadcast_difference(self._score(self._prompt, tokens), without_noise)
                 if not change >= threshold:
@@ -95,8 +95,8 @@ class PolicyProbe:
         def stop_without_effect() -> None:
             raise self._client.server.stopped(
                 "SF805",
-                f"noise of {NOISES[-1]:g} in the adapter changes the trainer's own logprobs by {change:.3g}: nothing "
-                "can show whether the server applies it",
+                f"noise of {NOISE_LEVELS[-1]:g} in the adapter changes the trainer's own logprobs by {change:.3g}, "
+                "which cannot show whether the server applies it",
             )
 
         self._ranks.broadcast_from_rank0(stop_without_effect)
@@ -133,7 +133,7 @@ class PolicyProbe:
                 model=policy_name,
                 change=float(f"{change:.4g}"),
             )
-        tolerance = max(TRIAL_TIMES * self._tolerance, TRIAL_SHARE * change)
+        tolerance = max(TRIAL_TOLERANCE_FACTOR * self._tolerance, TRIAL_CHANGE_SHARE * change)
         note = f". The adapter had noise in it, which changes the trainer's by {change:.3g}"
         self._check_agreement(policy_name, trainer_logprobs, server_logprobs, tolerance, note)
 

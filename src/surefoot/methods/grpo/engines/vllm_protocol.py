@@ -12,11 +12,11 @@ from typing import Any
 from surefoot.methods.grpo.routed_experts import decode_experts, encode_experts
 from surefoot.methods.grpo.types import Completion, Request, Sampling
 
-BAN = -100.0
+BANNED_BIAS = -100.0
 """Bias added to the logit of a token that must never be drawn."""
-LARGEST = 1e4
+MAX_LOGPROB = 1e4
 """Largest magnitude of the logprob of a drawn token, in nats."""
-ROUNDING = 1e-3
+MAX_ROUNDING_ERROR = 1e-3
 """Largest logprob above 0 that is still a rounding error."""
 
 
@@ -90,7 +90,7 @@ def build_call(
         "ignore_eos": is_probe,
     }
     if sampling.banned:
-        sampling_params["logit_bias"] = {str(token): BAN for token in sorted(sampling.banned)}
+        sampling_params["logit_bias"] = {str(token): BANNED_BIAS for token in sorted(sampling.banned)}
     if not image_urls:
         body = {"model": policy_name, "prompt": request.prompt, "return_token_ids": True, "add_special_tokens": False}
         return Call("/v1/completions", body | sampling_params)
@@ -149,7 +149,9 @@ def parse_completion(
             f"a completion has the token {invalid_ids[0]!r}, which a model of {model.vocab_size} tokens cannot draw"
         )
     invalid_logprobs = [
-        logprob for logprob in logprobs if not isinstance(logprob, int | float) or not -LARGEST <= logprob <= ROUNDING
+        logprob
+        for logprob in logprobs
+        if not isinstance(logprob, int | float) or not -MAX_LOGPROB <= logprob <= MAX_ROUNDING_ERROR
     ]
     if invalid_logprobs:
         raise ValueError(f"a completion has {invalid_logprobs[0]!r} as a logprob")

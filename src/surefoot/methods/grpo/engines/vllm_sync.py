@@ -88,7 +88,6 @@ class AdapterSync(Sync):
         """Digest of each tensor of the adapter that was written last."""
 
     def remove_older(self) -> None:
-        """See `Sync`."""
         *older, _ = self._loaded
         for name in older:
             try:
@@ -98,7 +97,6 @@ class AdapterSync(Sync):
             shutil.rmtree(self._loaded.pop(name), ignore_errors=True)
 
     def end(self) -> None:
-        """See `Sync`."""
         for name in self._loaded:
             with suppress(ServerFailed):  # the run may be over because the server has ended
                 self._server.post("/v1/unload_lora_adapter", {"lora_name": name}, END_TIMEOUT_S)
@@ -132,7 +130,7 @@ class AdapterSync(Sync):
         self._ranks.run_or_raise_on_all(write, names_rank=False)
 
     def _load(self, target: Path) -> str:
-        """See `Sync`. Checks first that the file holds every tensor."""
+        """Check that the file holds every tensor, and let the server load it."""
         digests = self._digests
         shapes = {name: parameter.shape for name, parameter in trainable_parameters(self._model).items()}
         try:
@@ -179,16 +177,13 @@ class FullSync(Sync):
         self._timeout_s = timeout_s
 
     def remove_older(self) -> None:
-        """See `Sync`."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _write(self, target: Path) -> None:
-        """See `Sync`."""
         self._ranks.broadcast_from_rank0(self.remove_older)
         self._write_model(target)
 
     def _load(self, target: Path) -> str:
-        """See `Sync`. The server reloads its weights."""
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
         try:
             self._server.post("/collective_rpc", reload, self._timeout_s)
