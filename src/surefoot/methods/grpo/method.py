@@ -19,7 +19,7 @@ from surefoot.methods.grpo.pending import problems_of_pending
 from surefoot.methods.grpo.rewards import Rewards, check_reward
 from surefoot.methods.grpo.rollout_source import RolloutSource
 from surefoot.methods.grpo.settings import grpo_settings
-from surefoot.methods.grpo.setup import drift_check, open_server, reserve_server_memory, rollout_source
+from surefoot.methods.grpo.setup import build_rollout_source, drift_check, open_server, reserve_server_memory
 from surefoot.models.build import BuiltModel, meta_model
 from surefoot.models.routing import router_names
 
@@ -106,7 +106,7 @@ class Grpo(Method):
     def load(self, config: RunConfig, learner: TrainContext) -> None:
         """Connect the engine to the model. Raises: StoppedOnFinding (SF801) if a server does not get ready."""
         assert self._rewards is not None
-        self._source = rollout_source(grpo_settings(config), self.context, learner, self._rewards, self._server)
+        self._source = build_rollout_source(grpo_settings(config), self.context, learner, self._rewards, self._server)
         self._parts.callback(self._source.end)
 
     def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:

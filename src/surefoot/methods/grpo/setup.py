@@ -182,7 +182,7 @@ def _is_launcher_variable(name: str) -> bool:
     return name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES)
 
 
-def rollout_source(
+def build_rollout_source(
     config: GrpoConfig, context: MethodContext, learner: TrainContext, rewards: Rewards, server: Server | None
 ) -> RolloutSource:
     """Return the batch source. Collective. Raises: StoppedOnFinding (SF801) if a server does not get ready."""
