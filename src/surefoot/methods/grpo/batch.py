@@ -91,8 +91,8 @@ class _Sequence(NamedTuple):
     """One of those that it belongs to."""
     ids: list[int]
     positions: Tensor
-    continues: int = -1
-    """Index of the sequence that it continues: its prompt, where completions share one; else -1."""
+    prefix_of: int = -1
+    """Index of the sequence that is its prefix: its prompt, if completions share one; else -1."""
 
 
 def _lay_out(trajectories: Sequence[Trajectory], *, share_prompts: bool, reader: PixelReader | None) -> list[_Sequence]:
@@ -130,17 +130,17 @@ def collate_completions(
     prompt_at: list[int] = []
     token_at: list[Tensor] = []
     target_positions: list[Tensor] = []
-    for index, (trajectory, _, _, continues) in enumerate(sequences):
-        if share_prompts and continues < 0:
+    for index, (trajectory, _, _, prefix) in enumerate(sequences):
+        if share_prompts and prefix < 0:
             continue  # a prompt alone
-        prompt_at.append(begins[continues if share_prompts else index])
+        prompt_at.append(begins[prefix if share_prompts else index])
         end, last_of_prompt = begins[index + 1], prompt_at[-1] + len(trajectory.prompt) - 1
         begin = end - len(trajectory.ids)
         token_at.append(torch.arange(begin, end))
         # A completion's first token is predicted at the end of its prompt, each other token at the one before it.
         target_positions.append(torch.tensor([last_of_prompt, *range(begin, end - 1)]))
     images = [
-        (sequence.trajectory.place, sequence.trajectory.images) for sequence in sequences if sequence.continues < 0
+        (sequence.trajectory.place, sequence.trajectory.images) for sequence in sequences if sequence.prefix_of < 0
     ]
     counts = torch.tensor([len(trajectory.ids) for trajectory in trajectories])
 
@@ -163,7 +163,7 @@ def collate_completions(
         weights=repeat_per_token([trajectory.weight for trajectory in trajectories]),
         places=tuple(sequence.trajectory.place for sequence in sequences),
         vision=reader.read(images) if reader is not None else None,
-        continues=tuple(sequence.continues for sequence in sequences) if share_prompts else None,
+        continues=tuple(sequence.prefix_of for sequence in sequences) if share_prompts else None,
         advantages=repeat_per_token([trajectory.advantage for trajectory in trajectories]),
         rollout_logprobs=rollout_logprobs,
         token_at=torch.cat(token_at),
