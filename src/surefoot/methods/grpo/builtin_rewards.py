@@ -109,7 +109,7 @@ def settings_problem(name: str, args: Mapping[str, Any]) -> str | None:
         return f"it needs args: {{{required}: ...}}"
     for key, value in args.items():
         if key not in types:
-            return f"args has the unknown key '{key}'; it takes {', '.join(types)}"
+            return f"args has the key '{key}', which is unknown; it takes {', '.join(types)}"
         if not isinstance(value, types[key]) or isinstance(value, bool):
             return f"args: {key} is {value!r}, which is not of type {types[key].__name__}"
     if name == "length" and args.get("max") is not None and args.get("min", 1) > args["max"]:
