@@ -124,10 +124,7 @@ def parse_completion(
     *,
     is_probe: bool = False,
 ) -> Completion:
-    """Return the completion of a server's response; for a probe, without experts.
-
-    Raises: ValueError, whose text says what differs from the request.
-    """
+    """Return the completion of a response, without experts for a probe. Raises: ValueError for a wrong one."""
     try:
         (choice,) = response["choices"]
         ids, finish, response_model = list(choice["token_ids"]), choice["finish_reason"], response["model"]
