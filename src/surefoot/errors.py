@@ -54,9 +54,10 @@ class StoppedOnFinding(SurefootError):
 
     exit_status = 3
 
-    def __init__(self, finding: Finding) -> None:
+    def __init__(self, finding: Finding, *, is_agreed: bool = False) -> None:
         super().__init__(finding.as_text())
         self.finding = finding
+        self.is_agreed = is_agreed
 
 
 def is_panic(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from surefoot.methods.grpo.routed_experts import as_text
+from surefoot.methods.grpo.routed_experts import encode_experts
 
 FAULT = sys.argv[2]
 PROBE_TOKENS = 24
@@ -91,11 +91,11 @@ class Handler(BaseHTTPRequestHandler):
             of_tokens = choice[name] if name == "token_ids" else choice[name]["token_logprobs"]
             of_tokens[-1] = value
         if FAULT == "few_experts":
-            choice["routed_experts"] = as_text(np.zeros((3, 2, 2), np.int16))
+            choice["routed_experts"] = encode_experts(np.zeros((3, 2, 2), np.int16))
         if FAULT == "odd_experts":
             choice["routed_experts"] = [[0, 1]]
         if FAULT == "other_experts":
-            choice["routed_experts"] = as_text(np.full((6, 2, 2), 9, np.int16))
+            choice["routed_experts"] = encode_experts(np.full((6, 2, 2), 9, np.int16))
         return {"model": body["model"], "choices": [choice]}
 
     def _answer(self, status: int, body: Any) -> None:

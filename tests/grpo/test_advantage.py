@@ -4,7 +4,7 @@ from math import isnan, nan, sqrt
 
 import pytest
 
-from surefoot.methods.grpo.advantage import Trained, advantages, has_learning_signal, overlong_penalty, token_weights
+from surefoot.methods.grpo.advantage import advantages, has_learning_signal, overlong_penalty, token_weights
 
 E = 1e-4
 
@@ -52,9 +52,8 @@ def test_the_overlong_penalty_falls_over_the_last_tokens() -> None:
     ],
 )
 def test_each_loss_type_weighs_tokens_in_its_own_way(loss_type: str, expected: list[float]) -> None:
-    completions = [Trained(2, False), Trained(6, False), Trained(10, True)]
-    assert token_weights(loss_type, completions, 10) == pytest.approx(expected)
+    assert token_weights(loss_type, [2, 6, 0], 10) == pytest.approx(expected)
 
 
 def test_a_step_of_masked_completions_weighs_nothing() -> None:
-    assert token_weights("dapo", [Trained(3, True)], 10) == [0.0]
+    assert token_weights("dapo", [0], 10) == [0.0]

@@ -14,8 +14,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.methods.base import BatchTotals
-from surefoot.methods.grpo.advantage import Trained, token_weights
-from surefoot.methods.grpo.batch import Trajectory, policy_batches
+from surefoot.methods.grpo.advantage import token_weights
+from surefoot.methods.grpo.batch import Trajectory, completion_batches
 from surefoot.methods.grpo.loss import GrpoObjective
 from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.models.build import build_model
@@ -103,18 +103,18 @@ def test_the_gradient_is_that_of_trl(
     )  # fmt: skip
     built = build_model(model_folder("llama"), lora=None, device=torch.device("cpu"), dtype=torch.float32)
     objective = GrpoObjective(built, config)
-    trained = [Trained(len(one.ids), number == LEFT_OUT) for number, one in enumerate(rows)]
+    trained = [0 if number == LEFT_OUT else len(one.ids) for number, one in enumerate(rows)]
     weights = token_weights(loss_type, trained, MAX_LENGTH)
     for number, (one, weight) in enumerate(zip(rows, weights, strict=True)):
         one.weight, one.rollout_logprobs = weight, [0.0] * len(one.ids)
-        (alone,) = policy_batches([one], 1, share_prompts=False, layout=ONE_RANK)
+        (alone,) = completion_batches([one], 1, share_prompts=False, layout=ONE_RANK)
         with torch.no_grad():
             own = objective._logprobs(alone)[0].tolist()
         one.old_logprobs, one.reference_logprobs = near(own, 0.5, number), near(own, 1.0, number + 10)
         one.rollout_logprobs = near(one.old_logprobs, 0.3, number + 20)
 
     total = torch.zeros(())
-    for batch in policy_batches(
+    for batch in completion_batches(
         rows, 4, share_prompts=share_prompts, layout=ONE_RANK
     ):  # 4 of 6: the second group is cut
         loss = objective.loss(batch, BatchTotals(0, 0, 0.0)).total

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from surefoot.errors import StoppedOnFinding
-from surefoot.methods.grpo.batch import Trajectory, collate_policy
-from surefoot.methods.grpo.engines.local import LocalEngine
+from surefoot.methods.grpo.batch import Trajectory, collate_completions
+from surefoot.methods.grpo.engines.local import LocalEngine, RolloutLimits
 from surefoot.methods.grpo.types import Completion, Request, Sampling
 from surefoot.methods.token_loss import TokenLogprobs, text_inputs
 from surefoot.models.build import build_model
@@ -45,7 +45,7 @@ def test_logprobs_are_those_that_training_sees(model: Any, tokenizer: Any) -> No
         for request, one in zip(requests(), made, strict=True)
     ]
     for share in (True, False):
-        batch = collate_policy(trajectories, share_prompts=share)
+        batch = collate_completions(trajectories, share_prompts=share)
         with torch.no_grad():
             found, entropy = TokenLogprobs(model, 0.8)(batch)
         torch.testing.assert_close(found, batch.rollout_logprobs, rtol=0, atol=2e-6)
@@ -63,7 +63,7 @@ def test_a_completion_depends_on_its_seed_alone(model: Any, tokenizer: Any) -> N
     assert [one.ids for one in alone] == [one.ids for one in together]
     backwards = engine.generate(requests()[::-1], sampling, 0)[::-1]
     assert [one.ids for one in backwards] == [one.ids for one in together]
-    in_waves = LocalEngine(model, tokenizer, batch_size=2).generate(requests(), sampling, 0)
+    in_waves = LocalEngine(model, tokenizer, limits=RolloutLimits(batch_size=2)).generate(requests(), sampling, 0)
     assert [one.ids for one in in_waves] == [one.ids for one in together]
 
 
@@ -120,7 +120,7 @@ def test_tokens_are_drawn_as_the_distribution_says(model_folder: Callable[[str],
 
 
 def test_a_rollout_has_a_deadline(model: Any, tokenizer: Any) -> None:
-    engine = LocalEngine(model, tokenizer, batch_size=2, timeout_s=1e-3)
+    engine = LocalEngine(model, tokenizer, limits=RolloutLimits(batch_size=2, timeout_s=1e-3))
     with pytest.raises(StoppedOnFinding, match="0.001 s of rollout_timeout_s") as late:
         engine.generate(requests(), Sampling(16), 0)
     assert late.value.finding.code == "SF801"
@@ -141,7 +141,7 @@ def test_banned_tokens_are_never_drawn(model: Any, tokenizer: Any) -> None:
     # Logprobs are those of a policy without them.
     for request, one in zip(requests(), made, strict=True):
         trajectory = Trajectory(request.prompt, one.ids, one.logprobs, 0.0, 1.0, "x:1")
-        batch = collate_policy([trajectory], share_prompts=False)
+        batch = collate_completions([trajectory], share_prompts=False)
         with torch.no_grad():
             logits = model(**text_inputs(batch), logits_to_keep=batch.target_positions).logits[0] / 2.0
         logits[:, sorted(banned & set(range(logits.shape[-1])))] = -torch.inf
@@ -155,7 +155,7 @@ def test_completions_tell_the_experts_that_training_would_choose(
 ) -> None:
     lora = LoraSettings(rank=4, alpha=8.0, targets=("all",), seed=1)
     built = build_model(model_folder("qwen2_moe"), lora=lora, device=torch.device("cpu"), dtype=torch.float32)
-    engine = LocalEngine(built.model, tokenizer, batch_size=batch_size, routing=built.routing)
+    engine = LocalEngine(built.model, tokenizer, routing=built.routing, limits=RolloutLimits(batch_size=batch_size))
     made = engine.generate(requests(), Sampling(16, ends=frozenset(range(0, 512, 9))), 0)
     assert len({len(one.ids) for one in made}) > 3
     for share in (True, False):
@@ -163,7 +163,7 @@ def test_completions_tell_the_experts_that_training_would_choose(
             Trajectory(request.prompt, one.ids, one.logprobs, 0.0, 1.0, "x:1", experts=one.experts)
             for request, one in zip(requests(), made, strict=True)
         ]
-        batch = collate_policy(trajectories, share_prompts=share)
+        batch = collate_completions(trajectories, share_prompts=share)
         logprobs = TokenLogprobs(built.model, 1.0)
         with torch.no_grad(), built.routing.recording() as layers:
             logprobs(batch)

@@ -9,7 +9,7 @@ import torch
 
 from surefoot.config import load_config
 from surefoot.errors import ConfigError
-from surefoot.methods.grpo.batch import PolicyBatch, Trajectory, collate_policy
+from surefoot.methods.grpo.batch import CompletionBatch, Trajectory, collate_completions
 from surefoot.methods.grpo.loss import PolicyLoss
 
 PROMPT = [5, 6, 7]
@@ -21,12 +21,12 @@ def trajectory(ids: list[int], advantage: float, **changes: Any) -> Trajectory:
     return Trajectory(prompt=PROMPT, ids=ids, advantage=advantage, **{**defaults, **changes})
 
 
-def batch_of(*trajectories: Trajectory) -> PolicyBatch:
-    return collate_policy(trajectories, share_prompts=True)
+def batch_of(*trajectories: Trajectory) -> CompletionBatch:
+    return collate_completions(trajectories, share_prompts=True)
 
 
 def losses(
-    loss_type: str, logprobs: list[float], batch: PolicyBatch, **changes: Any
+    loss_type: str, logprobs: list[float], batch: CompletionBatch, **changes: Any
 ) -> tuple[list[float], list[float]]:
     """(losses, gradient of their sum)."""
     options = {

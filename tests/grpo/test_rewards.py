@@ -188,7 +188,7 @@ def test_each_function_has_a_name_of_its_own(tmp_path: Path) -> None:
 def test_whoever_waits_hears_that_rewards_are_waited_for(
     rewards: Callable[..., Rewards], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("surefoot.methods.grpo.rewards.SIGN_OF_LIFE_S", 0.1)
+    monkeypatch.setattr("surefoot.methods.grpo.rewards.HEARTBEAT_EVERY_S", 0.1)
     heard: list[float] = []
     rewards("hangs_on_bad", timeout_s=0.5).score([asked(["bad"])], waiting=lambda: heard.append(time.monotonic()))
     assert len(heard) >= 3
@@ -239,7 +239,7 @@ def test_a_group_in_which_all_hang_is_given_up_after_a_few_deadlines(rewards: Ca
     assert time.monotonic() - began < 10
     failures = [of_one[0].failure or "" for of_one in scored]
     assert all("over 0.5 s" in failure for failure in failures)
-    assert sum("not asked again" in failure for failure in failures) == 4
+    assert sum("not called again" in failure for failure in failures) == 4
     assert values(ours.score([asked(["good"])])[0]) == [[1.0]]  # the worker is there again
 
 
@@ -248,13 +248,13 @@ def test_a_function_that_always_hangs_is_not_waited_for_in_each_group(rewards: C
     scored = ours.score([asked(["bad"] * 3) for _ in range(10)])
     failures = [[of_one[0].failure or "" for of_one in of_group] for of_group in scored]
     assert all("over 0.5 s" in failure for of_group in failures for failure in of_group)
-    given_up = [all(failure.startswith("not asked:") for failure in of_group) for of_group in failures]
+    given_up = [all(failure.startswith("not called:") for failure in of_group) for of_group in failures]
     assert given_up == [False] * 8 + [True] * 2
-    asked_alone = [any("not asked again" in failure for failure in of_group) for of_group in failures]
+    asked_alone = [any("not called again" in failure for failure in of_group) for of_group in failures]
     assert asked_alone == [True] * 2 + [False] * 8
     good, bad = ours.score([asked(["good"] * 2), asked(["bad"] * 2)])  # in the next step it is asked again
     assert values(good) == [[1.0]] * 2
-    assert not any((of_one[0].failure or "").startswith("not asked:") for of_one in bad)
+    assert not any((of_one[0].failure or "").startswith("not called:") for of_one in bad)
 
 
 def test_a_function_that_hangs_at_first_is_asked_on(rewards: Callable[..., Rewards]) -> None:
@@ -267,7 +267,7 @@ def test_a_function_that_hangs_now_and_then_is_asked_on(rewards: Callable[..., R
     hanging, sound = asked(["bad"] * 2), asked(["good"] * 2)
     scored = rewards("hangs_on_bad", timeout_s=0.5).score([hanging, sound, hanging, sound, hanging, sound])
     assert [values(of_group) for of_group in scored[1::2]] == [[[1.0]] * 2] * 3
-    assert not any((of_one[0].failure or "").startswith("not asked:") for of_group in scored for of_one in of_group)
+    assert not any((of_one[0].failure or "").startswith("not called:") for of_group in scored for of_one in of_group)
 
 
 def test_a_failure_may_quote_half_a_character(rewards: Callable[..., Rewards]) -> None:

@@ -25,13 +25,15 @@ from surefoot.distributed.process_group import SINGLE_PROCESS
 from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.events import Event
 from surefoot.methods.grpo.engines import server as serving
-from surefoot.methods.grpo.engines import vllm, vllm_sync
+from surefoot.methods.grpo.engines import vllm_client, vllm_sync
 from surefoot.methods.grpo.engines.server import Server, ServerFailed, start_server
 from surefoot.methods.grpo.engines.vllm import VllmEngine
-from surefoot.methods.grpo.engines.vllm_protocol import RoutingLayers, call_for, completion_of
-from surefoot.methods.grpo.engines.vllm_sync import AdapterSync, FullSync
-from surefoot.methods.grpo.routed_experts import as_text, from_text
-from surefoot.methods.grpo.setup import drift_check, open_server, settle_server
+from surefoot.methods.grpo.engines.vllm_client import CompletionClient
+from surefoot.methods.grpo.engines.vllm_probe import AddNoise, PolicyProbe, Score
+from surefoot.methods.grpo.engines.vllm_protocol import Policy, RoutingLayers, ServedModel, build_call, parse_completion
+from surefoot.methods.grpo.engines.vllm_sync import AdapterSync, FullSync, Sync
+from surefoot.methods.grpo.routed_experts import decode_experts, encode_experts
+from surefoot.methods.grpo.setup import drift_check, open_server, reserve_server_memory
 from surefoot.methods.grpo.types import Request, Sampling
 from surefoot.models.adapter import WEIGHTS
 from surefoot.models.build import build_model
@@ -65,7 +67,7 @@ def serve() -> Iterator[Callable[..., Server]]:
 
 
 def test_a_server_that_is_waited_for_is_named_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "WORD_EVERY_S", 0.6)
+    monkeypatch.setattr(serving, "NOTICE_EVERY_S", 0.6)
     heard: list[str] = []
     with pytest.raises(ServerFailed, match=r"http://127\.0\.0\.1:9 .*not ready .*\b2 s"):
         Server("http://127.0.0.1:9").wait_until_ready(2.0, heard.append)
@@ -92,18 +94,20 @@ def test_what_a_server_that_is_gone_left_is_ended() -> None:
 def engine(model_folder: Callable[[str], Path], tmp_path: Path) -> Callable[..., VllmEngine]:
     built = build_model(model_folder("llama"), lora=LORA, device=torch.device("cpu"), dtype=torch.float32)
 
-    def make(server: Server, **changes: Any) -> VllmEngine:
-        options: dict[str, Any] = {
-            "sync": AdapterSync(server, built.model, LORA, tmp_path / "adapters"),
-            "score": lambda _, ids: [-1.0] * len(ids),
-            "timeout_s": 60.0,
-            "probe": Request([5, 6], (0,)),
-            "sampling": SAMPLING,
-            "dtype": torch.float32,
-            "vocab_size": 1000,
-            **changes,
-        }
-        return VllmEngine(server, **options)
+    def make(
+        server: Server,
+        *,
+        sync: Sync | None = None,
+        score: Score = lambda _, ids: [-1.0] * len(ids),
+        sampling: Sampling = SAMPLING,
+        routing: RoutingLayers | None = None,
+        add_noise: AddNoise | None = None,
+        sleeps: bool = False,
+    ) -> VllmEngine:
+        client = CompletionClient(server, ServedModel(1000, routing=routing), timeout_s=60.0)
+        probe = PolicyProbe(client, score, Request([5, 6], (0,)), sampling, dtype=torch.float32, add_noise=add_noise)
+        sync = sync or AdapterSync(server, built.model, LORA, tmp_path / "adapters")
+        return VllmEngine(client, sync, probe, sleeps=sleeps)
 
     return make
 
@@ -118,7 +122,7 @@ def test_each_policy_has_an_adapter_of_its_own(
     ours.publish(3)
     assert first == ["policy-00000000"]
     assert [path.name for path in (tmp_path / "adapters").iterdir()] == ["policy-00000003"]
-    made = ours.ask([Request([1, 2], (0, number)) for number in range(20)], SAMPLING, 3)(inf)
+    made = ours.submit([Request([1, 2], (0, number)) for number in range(20)], SAMPLING, 3)(inf)
     assert [(one.ids, one.policy_version, one.finish) for one in made] == [([7] * 5, 3, "length")] * 20
 
 
@@ -163,10 +167,10 @@ def test_a_rollout_that_is_not_as_asked_for_is_a_finding(
     ours = engine(serve(fault), routing=RoutingLayers((0, 1), 2, 4) if fault.endswith("experts") else None)
     ours.publish(0)
     if fault in ("late", "trickles"):
-        ours._timeout_s = 2.0
+        ours._client.timeout_s = 2.0
     began = time.monotonic()
     with pytest.raises(StoppedOnFinding, match=cause) as stopped:
-        ours.ask([Request([1, 2], (0, number)) for number in range(4)], FINE, 0)(inf)
+        ours.submit([Request([1, 2], (0, number)) for number in range(4)], FINE, 0)(inf)
     assert stopped.value.finding.code == code
     assert stopped.value.finding.evidence["address"].startswith("http://127.0.0.1:")
     assert time.monotonic() - began < 30
@@ -195,9 +199,9 @@ def test_an_engine_that_is_over_begins_no_further_request(
     ours = engine(serve("late"))
     ours.publish(0)
     began = time.monotonic()
-    ours.ask([Request([1, 2], (0, number)) for number in range(300)], SAMPLING, 0)
+    ours.submit([Request([1, 2], (0, number)) for number in range(300)], SAMPLING, 0)
     ours.end()
-    assert ours._queue._waiting.empty()
+    assert ours._client._waiting.empty()
     assert time.monotonic() - began < 10
 
 
@@ -207,16 +211,16 @@ def test_what_comes_too_late_is_left_out_on_request(
     ours = engine(serve("late"))
     ours.publish(0)
     began = time.monotonic()
-    assert ours.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(0.5) is None
+    assert ours.submit([Request([1, 2], (0, 0))], SAMPLING, 0)(0.5) is None
     assert time.monotonic() - began < 10
 
 
 def test_a_rollout_whose_time_is_over_says_so(serve: Callable[..., Server], engine: Callable[..., VllmEngine]) -> None:
     ours = engine(serve())
     ours.publish(0)
-    ours._timeout_s = 0.0
+    ours._client.timeout_s = 0.0
     with pytest.raises(StoppedOnFinding, match=r"\b0 s of rollout_timeout_s") as stopped:
-        ours.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
+        ours.submit([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
     assert stopped.value.finding.code == "SF801"
 
 
@@ -226,18 +230,18 @@ def test_a_server_that_an_earlier_run_left_asleep_is_woken(
     server = serve()
     before = engine(server, sleeps=True)
     before.publish(0)
-    before.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
+    before.submit([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
     engine(server, sleeps=True).publish(0)  # the first one was killed
     assert server.get("/is_sleeping", 5) == {"is_sleeping": False}
-    before.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
+    before.submit([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
     before.end()
     assert server.get("/is_sleeping", 5) == {"is_sleeping": False}
 
 
 def test_a_models_own_generation_settings_are_overruled() -> None:
-    body = call_for(Request([1], (0,)), SAMPLING, "policy").body
+    body = build_call(Request([1], (0,)), SAMPLING, "policy", ServedModel(64)).body
     assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1.0, 0, 0.0, 1.0)
-    body = call_for(Request([1], (0,)), Sampling(4, top_p=0.9, top_k=20), "policy").body
+    body = build_call(Request([1], (0,)), Sampling(4, top_p=0.9, top_k=20), "policy", ServedModel(64)).body
     assert (body["top_p"], body["top_k"]) == (0.9, 20)
 
 
@@ -247,13 +251,14 @@ def test_experts_of_layers_without_a_router_are_left_out() -> None:
         "token_ids": [7, 7],
         "logprobs": {"token_logprobs": [-1.0, -1.0]},
         "finish_reason": "stop",
-        "routed_experts": as_text(of_all.astype(np.int16)),
+        "routed_experts": encode_experts(of_all.astype(np.int16)),
     }
     answer = {"model": "policy", "choices": [choice]}
     sampling = replace(SAMPLING, ends=frozenset({7}))
-    made = completion_of(answer, Request([1, 2], (0,)), sampling, "policy", 0, 64, RoutingLayers((1, 3), 4, 5))
+    model = ServedModel(64, routing=RoutingLayers((1, 3), 4, 5))
+    made = parse_completion(answer, Request([1, 2], (0,)), sampling, Policy("policy", 0), model)
     assert made.experts is not None
-    assert np.array_equal(from_text(made.experts), of_all[:, [1, 3]])
+    assert np.array_equal(decode_experts(made.experts), of_all[:, [1, 3]])
 
 
 def test_a_policy_that_never_arrives_ends_the_run() -> None:
@@ -276,15 +281,15 @@ def test_a_policy_that_never_arrives_ends_the_run() -> None:
 def test_a_request_that_was_not_taken_is_asked_again(
     serve: Callable[..., Server], engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm, "PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(vllm_client, "PAUSES_S", (0.01, 0.01))
     server = serve("busy_twice")
     ours = engine(server)
     ours.publish(0)
-    (made,) = ours.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(inf) or []
+    (made,) = ours.submit([Request([1, 2], (0, 0))], SAMPLING, 0)(inf) or []
     assert made.ids
-    monkeypatch.setattr(vllm, "PAUSES_S", (0.01,))
+    monkeypatch.setattr(vllm_client, "PAUSES_S", (0.01,))
     with pytest.raises(StoppedOnFinding, match="status 503") as stopped:
-        ours.ask([Request([1, 2], (0, 1))], SAMPLING, 0)(inf)
+        ours.submit([Request([1, 2], (0, 1))], SAMPLING, 0)(inf)
     assert stopped.value.finding.code == "SF801"
 
 
@@ -293,17 +298,17 @@ def test_a_server_that_shares_memory_is_asleep_before_the_model_is_loaded(serve:
     given = {"model": "m", "dataset": "d", "output_dir": "o", "method": "grpo", "reward_funcs": ["length"]}
     config = load_config(None, (), given).run
     heard: list[Event] = []
-    settle_server(config.model_copy(update={"device": "cpu"}), server, SINGLE_PROCESS, heard.append)
+    reserve_server_memory(config.model_copy(update={"device": "cpu"}), server, SINGLE_PROCESS, heard.append)
     assert server.get("/is_sleeping", 5) == {"is_sleeping": False}
-    settle_server(config.model_copy(update={"vllm_sleep": True}), server, SINGLE_PROCESS, heard.append)
+    reserve_server_memory(config.model_copy(update={"vllm_sleep": True}), server, SINGLE_PROCESS, heard.append)
     assert server.get("/is_sleeping", 5) == {"is_sleeping": True}
     assert heard == []
     gone = Server("http://127.0.0.1:9")
     late = config.model_copy(update={"device": "cuda", "vllm_start_timeout_s": 0.7})
     with pytest.raises(StoppedOnFinding, match=r"http://127\.0\.0\.1:9 .*\b1 s\b") as stopped:
-        settle_server(late, gone, SINGLE_PROCESS, heard.append)
+        reserve_server_memory(late, gone, SINGLE_PROCESS, heard.append)
     assert stopped.value.finding.code == "SF801"
-    settle_server(
+    reserve_server_memory(
         late.model_copy(update={"vllm_devices": "7"}), gone, SINGLE_PROCESS, heard.append
     )  # nothing is shared
 
@@ -314,7 +319,7 @@ def test_a_server_sleeps_between_rollouts(serve: Callable[..., Server], engine: 
     for version in range(2):
         ours.publish(version)
         assert server.get("/is_sleeping", 5) == {"is_sleeping": False}
-        ours.ask([Request([1, 2], (0, 0))], SAMPLING, version)(inf)
+        ours.submit([Request([1, 2], (0, 0))], SAMPLING, version)(inf)
         assert server.get("/is_sleeping", 5) == {"is_sleeping": True}
     ours.publish(1)  # as for groups that are replaced: the policy is there, and awake
     assert server.get("/is_sleeping", 5) == {"is_sleeping": False}
@@ -331,7 +336,7 @@ def test_a_server_that_does_not_sleep_is_a_finding(
 
     def roll_out() -> None:
         ours.publish(0)
-        ours.ask([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
+        ours.submit([Request([1, 2], (0, 0))], SAMPLING, 0)(inf)
 
     with pytest.raises(StoppedOnFinding, match=cause) as stopped:
         roll_out()
@@ -353,7 +358,7 @@ def test_full_fine_tuning_lets_the_server_read_the_whole_model(
         said = server.get("/asked", 5)
         assert said["reload_weights"] == str(tmp_path / f"weights/policy-{version:08d}")
         assert said["caches"] == ["/reset_prefix_cache", "/reset_encoder_cache"]
-        (made,) = ours.ask([Request([1, 2], (0, 0))], SAMPLING, version)(inf)
+        (made,) = ours.submit([Request([1, 2], (0, 0))], SAMPLING, version)(inf)
         assert made.policy_version == version
         assert not (tmp_path / "weights").exists()  # the server has them in its memory
     for fault, cause in (("no_reload", "404.*DEV_MODE"), ("keeps_cache", "success: false")):
@@ -443,7 +448,7 @@ def test_a_server_must_show_that_it_applies_adapters(
         shows = tried[-1] > (enough if ids == [5, 6] else 10 * enough)  # of what the server draws only more does
         return [-2.0 if shows else -1.0] * len(ids)
 
-    ours = engine(serve(fault), noisy=noisy, score=score)
+    ours = engine(serve(fault), add_noise=noisy, score=score)
     if cause is not None:
         with pytest.raises(StoppedOnFinding, match=cause) as stopped:
             ours.publish(0)

@@ -14,9 +14,9 @@ from surefoot.data.collate import MicroBatch, collate
 from surefoot.data.dataset import Sample
 from surefoot.errors import ModelError
 from surefoot.methods.base import BatchTotals
-from surefoot.methods.grpo.batch import PolicyBatch, Trajectory, collate_policy
+from surefoot.methods.grpo.batch import CompletionBatch, Trajectory, collate_completions
 from surefoot.methods.grpo.loss import GrpoObjective
-from surefoot.methods.grpo.routed_experts import as_text
+from surefoot.methods.grpo.routed_experts import encode_experts
 from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.methods.sft.method import SftObjective
 from surefoot.methods.token_loss import text_inputs
@@ -287,9 +287,9 @@ def test_the_reference_goes_its_own_ways(model_folder: Callable[[str], Path]) ->
     objective = GrpoObjective(build(folder), GrpoConfig.model_validate({**given, "routing_replay": "rollout"}))
     made = Trajectory([5, 6, 7], [8, 9], [0.0, 0.0], 1.0, 1.0, "x:1")
     found = []
-    for experts in (None, as_text(np.tile(np.int16([4, 5]), (4, 2, 1)))):
-        (batch,) = objective.begin_step([collate_policy([replace(made, experts=experts)], share_prompts=False)])
-        assert isinstance(batch, PolicyBatch)
+    for experts in (None, encode_experts(np.tile(np.int16([4, 5]), (4, 2, 1)))):
+        (batch,) = objective.begin_step([collate_completions([replace(made, experts=experts)], share_prompts=False)])
+        assert isinstance(batch, CompletionBatch)
         losses = objective.loss(batch, BatchTotals(5, 2, 2.0)).main
         assert batch.reference_logprobs is not None
         found.append((batch.reference_logprobs, losses.detach()))

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from surefoot.config import DatasetItem
 from surefoot.methods.base import BatchTotals
-from surefoot.methods.grpo.batch import Trajectory, collate_policy
+from surefoot.methods.grpo.batch import Trajectory, collate_completions
 from surefoot.methods.grpo.loss import GrpoObjective, PlannedPolicyLoss, PolicyLoss
 from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.methods.sft.method import Sft, SftObjective
@@ -90,7 +90,7 @@ def test_the_peak_of_grpo_is_that_of_real_tensors(loss_type: str, is_kept: bool,
     real = build_model(folder, lora=LORA, device=torch.device("cpu"), dtype=torch.float32)
     kept = [-1.0] * answer if is_kept else None
     one = Trajectory([5] * prompt, [6] * answer, [-1.0] * answer, 0.5, 1.0, "x:1", (), kept, kept)
-    policy = collate_policy([one] * count, share_prompts=False)
+    policy = collate_completions([one] * count, share_prompts=False)
     objective = GrpoObjective(real, config)
     (policy,) = objective.begin_step([policy])
     layers = {one: n for n, layer in enumerate(real.model.get_decoder().layers) for one in layer.parameters()}

@@ -35,7 +35,7 @@ class EagerEngine(LocalEngine):
     """Of the policies that it was asked for."""
     ends: ClassVar[list[frozenset[int]]] = []
 
-    def ask(self, *arguments: Any) -> Wait:
+    def submit(self, *arguments: Any) -> Wait:
         self.versions.append(arguments[2])
         self.ends.append(arguments[1].ends)
         made = self.generate(*arguments)

@@ -19,7 +19,7 @@ from surefoot.data.inspect import as_text
 from surefoot.errors import ConfigError, DataError, StoppedOnFinding
 from surefoot.events import Event, FindingMade, PhaseBegan
 from surefoot.methods.grpo.engines.local import LocalEngine
-from surefoot.methods.grpo.reward_checks import EngineDrift, FlatRewards
+from surefoot.methods.grpo.reward_checks import EngineDriftDetector, NoSignalDetector
 from surefoot.methods.training_data import describe
 from surefoot.training.checkpoint import list_checkpoints
 from surefoot.training.trainer import train
@@ -386,14 +386,14 @@ def test_rewards_that_tell_nothing_apart_are_a_finding(grpo: dict[str, Any], tmp
 
 def test_completions_of_older_weights_are_watched_too() -> None:
     def after(difference: float, staleness: float) -> bool:
-        drift = EngineDrift(0.1)
+        drift = EngineDriftDetector(0.1)
         measured = {"logprob_difference": difference, "staleness": staleness}
         return [drift.add(step, measured) is not None for step in range(4)] == [False, False, True, True]
 
     assert after(0.2, 0.0)
     assert not after(0.2, 1.0), "one step of training may do that"
     assert after(3.0, 1.0)
-    drift = EngineDrift(0.1)
+    drift = EngineDriftDetector(0.1)
     fresh, stale = {"logprob_difference": 0.2}, {"logprob_difference": 0.2, "staleness": 1.0}
     found = [drift.add(step, measured) for step, measured in enumerate((fresh, stale, fresh, stale, fresh))]
     assert [one is not None for one in found] == [False, False, False, False, True], "num_iterations: 2"
@@ -401,7 +401,7 @@ def test_completions_of_older_weights_are_watched_too() -> None:
 
 def test_rewards_of_answers_that_are_cut_are_told_from_those_of_whole_ones() -> None:
     def cause(share: float) -> str:
-        flat, found = FlatRewards(), []
+        flat, found = NoSignalDetector(), []
         for step in range(12):
             found += flat.add(
                 step, has_learning_signal=False, is_truncated=False, truncated_share=share, rewards=[0.0, 0.0]

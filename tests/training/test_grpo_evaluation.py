@@ -144,8 +144,8 @@ class BusyEngine(EagerEngine):
         super().__init__(*arguments)
         self.under_way: set[int] = set()
 
-    def ask(self, requests: Any, sampling: Any, policy_version: int) -> Any:
-        wait, number = super().ask(requests, sampling, policy_version), len(self.versions)
+    def submit(self, requests: Any, sampling: Any, policy_version: int) -> Any:
+        wait, number = super().submit(requests, sampling, policy_version), len(self.versions)
         self.under_way.add(number)
 
         def made(seconds: float) -> Any:
@@ -169,10 +169,10 @@ def test_what_is_under_way_is_waited_for_before_an_evaluation(
 class DiesInEvaluation(EagerEngine):
     """One that answers steps alone."""
 
-    def ask(self, requests: Any, sampling: Any, policy_version: int) -> Any:
+    def submit(self, requests: Any, sampling: Any, policy_version: int) -> Any:
         if any(request.seed[1] >= 1 << 32 for request in requests):
             raise broken()
-        return super().ask(requests, sampling, policy_version)
+        return super().submit(requests, sampling, policy_version)
 
 
 def test_an_engine_that_dies_in_an_evaluation_loses_no_step(

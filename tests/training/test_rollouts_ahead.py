@@ -23,7 +23,7 @@ from tests.support.runs import SignalAfter, assert_same_run, train_with
 class LateEngine(EagerEngine):
     """One whose completions are never there soon."""
 
-    def ask(self, *arguments: Any) -> Wait:
+    def submit(self, *arguments: Any) -> Wait:
         made, waited_s = self.generate(*arguments), 0.0
 
         def wait(seconds: float) -> list[Completion] | None:
@@ -37,8 +37,8 @@ class LateEngine(EagerEngine):
 class BrokenEngine(EagerEngine):
     """One that has died by the time of the third rollout."""
 
-    def ask(self, requests: Any, sampling: Any, policy_version: int) -> Wait:
-        made = super().ask(requests, sampling, policy_version)
+    def submit(self, requests: Any, sampling: Any, policy_version: int) -> Wait:
+        made = super().submit(requests, sampling, policy_version)
 
         def fail(_seconds: float) -> list[Completion]:
             raise broken()

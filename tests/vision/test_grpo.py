@@ -19,9 +19,9 @@ import surefoot
 from surefoot.distributed.process_group import World
 from surefoot.errors import DataError
 from surefoot.methods.base import Interrupted
-from surefoot.methods.grpo.batch import Trajectory, collate_policy
-from surefoot.methods.grpo.engines.local import LocalEngine
-from surefoot.methods.grpo.engines.vllm_protocol import call_for, completion_of
+from surefoot.methods.grpo.batch import Trajectory, collate_completions
+from surefoot.methods.grpo.engines.local import LocalEngine, RolloutLimits
+from surefoot.methods.grpo.engines.vllm_protocol import Policy, ServedModel, build_call, parse_completion
 from surefoot.methods.grpo.types import Request, Sampling
 from surefoot.methods.token_loss import TokenLogprobs
 from surefoot.models.build import trainable_parameters
@@ -56,7 +56,7 @@ def test_logprobs_are_those_that_training_sees(kind: str, vision: Any, vision_fo
         for request, one in zip(requests, made, strict=True)
     ]
     for share in (True, False):
-        batch = collate_policy(trajectories, share_prompts=share, reader=reader)
+        batch = collate_completions(trajectories, share_prompts=share, reader=reader)
         found, _ = TokenLogprobs(model, 1.0)(batch)
         torch.testing.assert_close(found.detach(), batch.rollout_logprobs, rtol=0, atol=5e-6)
         found.sum().backward()
@@ -98,7 +98,7 @@ def test_a_rank_that_reads_images_with_others_stops_at_the_next_token(vision: An
         times.append(len(times))
         return len(times) > 5
 
-    engine = LocalEngine(model, tokenizer, ranks=World(), reader=reader, is_told_to_stop=told)
+    engine = LocalEngine(model, tokenizer, ranks=World(), reader=reader, limits=RolloutLimits(stop_requested=told))
     with pytest.raises(Interrupted):
         engine.generate(requests, Sampling(200), 0)
     assert len(times) < 10
@@ -207,7 +207,8 @@ def test_a_server_is_shown_the_pixels_of_training(vision: Any) -> None:
     assert cells[0] != cells[1]
     request = Request([8, *[token] * cells[0], 9, *[token] * cells[1], 7], (0,), images, "x:1")
     sampling = Sampling(3, banned=frozenset({token}))
-    call = call_for(request, sampling, "policy", pictures=["data:0", "data:1"], image_token=token)
+    model = ServedModel(1000, image_token=token)
+    call = build_call(request, sampling, "policy", model, ["data:0", "data:1"])
     assert call.body["token_ids"] == [8, token, 9, token, 7]
     assert call.body["content_parts"] == [{"type": "image_url", "url": f"data:{number}"} for number in (0, 1)]
     assert call.body["sampling_params"]["logit_bias"] == {str(token): -100.0}
@@ -217,11 +218,11 @@ def test_a_server_is_shown_the_pixels_of_training(vision: Any) -> None:
         "finish_reason": "length",
     }
     answer = {"model": "policy", "choices": [choice], "prompt_token_ids": request.prompt}
-    made = completion_of(answer, request, sampling, "policy", 4, 1000)
+    made = parse_completion(answer, request, sampling, Policy("policy", 4), model)
     assert (made.ids, made.logprobs, made.policy_version) == ([5, 6, 7], [-5.0, -6.0, -7.0], 4)
     answer["prompt_token_ids"] = [8, *[token] * (cells[0] + 1), 9, *[token] * cells[1], 7]
     with pytest.raises(ValueError, match="prompt of x:1 .* tokens.*scales images"):
-        completion_of(answer, request, sampling, "policy", 4, 1000)
+        parse_completion(answer, request, sampling, Policy("policy", 4), model)
 
 
 def test_the_experts_of_rollouts_on_images_are_used_again(grpo: Any, tmp_path: Path, vision_folder: Make) -> None:

@@ -132,7 +132,7 @@ class MethodContext:
     ranks: World
     phase: Callable[[Phase], AbstractContextManager[None]]
     emit: Callable[[Event], None]
-    is_told_to_stop: Callable[[], bool]
+    stop_requested: Callable[[], bool]
     """Whether this rank has received a stop signal."""
 
 

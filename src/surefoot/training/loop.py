@@ -263,9 +263,7 @@ def _run_step(job: LoopContext, state: TrainState, ready: _ReadyStep) -> TrainSt
             learning_rate=learning_rate,
             last_good=next(iter(reversed(list_checkpoints(job.run_folder))), None),
         )
-        stopped = StoppedOnFinding(finding)
-        stopped.is_agreed = True
-        raise stopped from error
+        raise StoppedOnFinding(finding, is_agreed=True) from error
     step_time_s = time.perf_counter() - ready.began
     state = replace(
         state,

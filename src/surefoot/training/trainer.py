@@ -267,7 +267,7 @@ def _assemble(
     emit: Emit,
     undo: ExitStack,
     ranks: World,
-    is_told_to_stop: Callable[[], bool],
+    stop_requested: Callable[[], bool],
 ) -> _AssembledRun:
     """Assemble prepared data, model, optimizer and state.
 
@@ -278,7 +278,7 @@ def _assemble(
     device = gpu_of(ranks.rank, ranks.local_rank) if config.device == "cuda" else torch.device("cpu")
     phases = Phases(emit, ranks.rank)
     undo.callback(data.stop)
-    context = MethodContext(loaded, base, opened.tokenizer, data, ranks, phases, emit, is_told_to_stop)
+    context = MethodContext(loaded, base, opened.tokenizer, data, ranks, phases, emit, stop_requested)
     method = method_of(config)(context)
     undo.callback(method.end)
     method.start()

@@ -1,7 +1,6 @@
 """Advantages from rewards, and each token's weight in the loss. Pure: plain floats, NaN for a masked reward."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import isnan, nan, sqrt
 from typing import Literal
 
@@ -23,7 +22,7 @@ def overlong_penalty(length: int, max_length: int, soft_length: int) -> float:
 
 def has_learning_signal(rewards: Sequence[float]) -> bool:
     """Return whether a group's unmasked rewards differ: equal rewards have no gradient."""
-    unmasked = [reward for reward in rewards if not isnan(reward)]
+    unmasked = _drop_masked(rewards)
     return len(unmasked) > 1 and max(unmasked) > min(unmasked)
 
 
@@ -43,44 +42,39 @@ def advantages(groups: Sequence[Sequence[float]], scale: Scale) -> list[list[flo
     return result
 
 
-@dataclass(frozen=True)
-class Trained:
-    """The length of a completion, and whether the loss uses it."""
-
-    length: int
-    is_masked: bool
-    """Whether it is left out of the loss, although it is generated and counted."""
-
-
-def token_weights(loss_type: str, completions: Sequence[Trained], max_length: int) -> list[float]:
+def token_weights(loss_type: str, trained_tokens: Sequence[int], max_length: int) -> list[float]:
     """Return the weight of each completion's tokens in the loss of the step, over all ranks; 0 if it is masked.
 
+    `trained_tokens`: number of tokens of each completion; 0 if it is masked, that is left out of the loss.
     grpo, gspo: mean over a completion's tokens, then over completions (arXiv:2402.03300; 2507.18071, eq. 5).
     dapo, bnpo, cispo: mean over all trained tokens (arXiv:2503.14476, eq. 8; bnpo: TRL; 2506.13585, eq. 4).
     dr_grpo: sum over tokens, over completions times `max_length` (arXiv:2503.20783).
     """
-    trained = sum(completion.length for completion in completions if not completion.is_masked)
-    count = len(completions)
+    count, total = len(trained_tokens), sum(trained_tokens)
 
-    def compute_weight(completion: Trained) -> float:
-        if completion.is_masked:
+    def compute_weight(length: int) -> float:
+        if not length:
             return 0.0
         if loss_type in ("grpo", "gspo"):
-            return 1 / (completion.length * count)
-        return 1 / (count * max_length) if loss_type == "dr_grpo" else 1 / trained
+            return 1 / (length * count)
+        return 1 / (count * max_length) if loss_type == "dr_grpo" else 1 / total
 
-    return [compute_weight(completion) for completion in completions]
-
-
-def _average(rewards: Sequence[float]) -> float:
-    unmasked = [reward for reward in rewards if not isnan(reward)]
-    return sum(unmasked) / len(unmasked) if unmasked else nan
+    return [compute_weight(length) for length in trained_tokens]
 
 
 def deviation(rewards: Sequence[float]) -> float:
     """Return the sample standard deviation (n - 1) of unmasked rewards; 0 for fewer than two."""
-    unmasked = [reward for reward in rewards if not isnan(reward)]
+    unmasked = _drop_masked(rewards)
     if len(unmasked) < 2:
         return 0.0
-    mean = sum(unmasked) / len(unmasked)
+    mean = _average(unmasked)
     return sqrt(sum((reward - mean) ** 2 for reward in unmasked) / (len(unmasked) - 1))
+
+
+def _average(rewards: Sequence[float]) -> float:
+    unmasked = _drop_masked(rewards)
+    return sum(unmasked) / len(unmasked) if unmasked else nan
+
+
+def _drop_masked(rewards: Sequence[float]) -> list[float]:
+    return [reward for reward in rewards if not isnan(reward)]

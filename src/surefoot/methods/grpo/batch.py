@@ -1,9 +1,9 @@
 """Collation of completions with advantages into micro-batches."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Any
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from surefoot.data.collate import MicroBatch, dummy_batch
 from surefoot.data.image_processor import PixelReader
-from surefoot.data.images import Image, image_of
+from surefoot.data.images import Image
 from surefoot.distributed.parallel_dims import Layout
-from surefoot.methods.grpo.routed_experts import as_text, from_text
+from surefoot.methods.grpo.routed_experts import decode_experts, encode_experts
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Trajectory:
 
 
 @dataclass(frozen=True)
-class PolicyBatch(MicroBatch):
+class CompletionBatch(MicroBatch):
     """Completions of one forward. Shapes: N completion tokens, C completions; see `MicroBatch`.
 
     `targets` are all tokens of the completions, in order. `weights` [N] are final: the weighted losses of a step sum to
@@ -68,7 +68,7 @@ class PolicyBatch(MicroBatch):
         for number, (trajectory, begin) in enumerate(zip(self.trajectories, self.prompt_at, strict=True)):
             completion_experts = chosen[self.token_at[self.completion == number][:-1]]
             experts = torch.cat([chosen[begin : begin + len(trajectory.prompt)], completion_experts])
-            trajectory.experts = as_text(experts.cpu().numpy())
+            trajectory.experts = encode_experts(experts.cpu().numpy())
 
     @property
     def num_tokens(self) -> int:
@@ -84,58 +84,64 @@ class PolicyBatch(MicroBatch):
         return sum(len(trajectory.ids) for trajectory in self.trajectories if trajectory.weight)
 
 
-def trajectory_of(values: Mapping[str, Any]) -> Trajectory:
-    """Return the trajectory that was written as JSON."""
-    return Trajectory(**{**values, "images": tuple(image_of(image) for image in values["images"])})
+class _Sequence(NamedTuple):
+    """A sequence of a batch: a prompt with its completion, or one of both."""
+
+    trajectory: Trajectory
+    """One of those that it belongs to."""
+    ids: list[int]
+    positions: Tensor
+    prefix_of: int = -1
+    """Index of the sequence that is its prefix: its prompt, if completions share one; else -1."""
 
 
-def collate_policy(
-    trajectories: Sequence[Trajectory], *, share_prompts: bool, reader: PixelReader | None = None
-) -> PolicyBatch:
-    """Concatenate completions, each after its prompt; with `share_prompts`, neighbours share one copy of their prompt.
-
-    `reader`: opens images; None for a model without vision. Raises: DataError for an image that cannot be read.
-    """
-    ids: list[int] = []
-    positions: list[Tensor] = []
-    lengths: list[int] = []
-    prefix_of: list[int] = []
-    target_positions: list[Tensor] = []
-    token_at: list[Tensor] = []
-    prompt_at: list[int] = []
-    row_refs: list[str] = []
-    row_images: list[tuple[str, Sequence[Image]]] = []
+def _lay_out(trajectories: Sequence[Trajectory], *, share_prompts: bool, reader: PixelReader | None) -> list[_Sequence]:
+    sequences: list[_Sequence] = []
     for (prompt, images), group in groupby(trajectories, key=lambda trajectory: (trajectory.prompt, trajectory.images)):
-        last_of_prompt = -1
         prompt_positions = torch.arange(len(prompt))
         if reader is not None:
             prompt_positions = reader.positions(np.array(prompt, np.int32), images)
         first_position = int(prompt_positions.max()) + 1
-        for trajectory in group:
-            completion_positions = torch.arange(first_position, first_position + len(trajectory.ids))
-            completion_positions = completion_positions.expand(*prompt_positions.shape[:-1], -1)
-            if last_of_prompt < 0 or not share_prompts:
-                last_of_prompt = len(ids) + len(prompt) - 1
-                segment = prompt if share_prompts else prompt + trajectory.ids
-                ids += segment
-                positions += [prompt_positions] if share_prompts else [prompt_positions, completion_positions]
-                row_images.append((trajectory.place, images))
-                prefix_of.append(-1)
-                lengths.append(len(segment))
-                row_refs.append(trajectory.place)
-                prompt_segment = len(lengths) - 1
-            prompt_at.append(last_of_prompt + 1 - len(prompt))
-            begin = last_of_prompt + 1
+        prompt_index = len(sequences)
+        for number, trajectory in enumerate(group):
+            positions = torch.arange(first_position, first_position + len(trajectory.ids))
+            positions = positions.expand(*prompt_positions.shape[:-1], -1)
             if share_prompts:
-                begin = len(ids)
-                ids += trajectory.ids
-                positions.append(completion_positions)
-                prefix_of.append(prompt_segment)
-                lengths.append(len(trajectory.ids))
-                row_refs.append(trajectory.place)
-            # A completion's first token is predicted at the end of its prompt, each other token at the one before it.
-            token_at.append(torch.arange(begin, begin + len(trajectory.ids)))
-            target_positions.append(torch.tensor([last_of_prompt, *range(begin, begin + len(trajectory.ids) - 1)]))
+                if number == 0:
+                    sequences.append(_Sequence(trajectory, prompt, prompt_positions))
+                sequences.append(_Sequence(trajectory, trajectory.ids, positions, prompt_index))
+            else:
+                positions = torch.cat([prompt_positions, positions], dim=-1)
+                sequences.append(_Sequence(trajectory, prompt + trajectory.ids, positions))
+    return sequences
+
+
+def collate_completions(
+    trajectories: Sequence[Trajectory], *, share_prompts: bool, reader: PixelReader | None = None
+) -> CompletionBatch:
+    """Concatenate completions, each after its prompt; with `share_prompts`, neighbours share one copy of their prompt.
+
+    `reader`: opens images; None for a model without vision. Raises: DataError for an image that cannot be read.
+    """
+    sequences = _lay_out(trajectories, share_prompts=share_prompts, reader=reader)
+    ids = [token for sequence in sequences for token in sequence.ids]
+    lengths = [len(sequence.ids) for sequence in sequences]
+    begins = [0, *accumulate(lengths)]
+    prompt_at: list[int] = []
+    token_at: list[Tensor] = []
+    target_positions: list[Tensor] = []
+    for index, (trajectory, _, _, prefix) in enumerate(sequences):
+        if share_prompts and prefix < 0:
+            continue  # a prompt alone
+        prompt_at.append(begins[prefix if share_prompts else index])
+        end, last_of_prompt = begins[index + 1], prompt_at[-1] + len(trajectory.prompt) - 1
+        begin = end - len(trajectory.ids)
+        token_at.append(torch.arange(begin, end))
+        # A completion's first token is predicted at the end of its prompt, each other token at the one before it.
+        target_positions.append(torch.tensor([last_of_prompt, *range(begin, end - 1)]))
+    images = [
+        (sequence.trajectory.place, sequence.trajectory.images) for sequence in sequences if sequence.prefix_of < 0
+    ]
     counts = torch.tensor([len(trajectory.ids) for trajectory in trajectories])
 
     def repeat_per_token(values: Sequence[float]) -> Tensor:
@@ -147,17 +153,17 @@ def collate_policy(
 
     rollout_logprobs = concat_field("rollout_logprobs")
     assert rollout_logprobs is not None
-    return PolicyBatch(
+    return CompletionBatch(
         ids=torch.tensor(ids)[None],
-        position_ids=torch.cat(positions, dim=-1).unsqueeze(-2),
+        position_ids=torch.cat([sequence.positions for sequence in sequences], dim=-1).unsqueeze(-2),
         lengths=lengths,
-        cu_seq_lens=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
+        cu_seq_lens=torch.tensor(begins, dtype=torch.int32),
         target_positions=torch.cat(target_positions),
         targets=torch.tensor([token for trajectory in trajectories for token in trajectory.ids]),
         weights=repeat_per_token([trajectory.weight for trajectory in trajectories]),
-        row_refs=tuple(row_refs),
-        vision=reader.read(row_images) if reader is not None else None,
-        prefix_of=tuple(prefix_of) if share_prompts else None,
+        row_refs=tuple(sequence.trajectory.place for sequence in sequences),
+        vision=reader.read(images) if reader is not None else None,
+        prefix_of=tuple(sequence.prefix_of for sequence in sequences) if share_prompts else None,
         advantages=repeat_per_token([trajectory.advantage for trajectory in trajectories]),
         rollout_logprobs=rollout_logprobs,
         token_at=torch.cat(token_at),
@@ -179,7 +185,7 @@ def _collate_experts(
         return None
     experts: Tensor | None = None
     for trajectory, begin, indices, text in zip(trajectories, prompt_at, token_at, texts, strict=True):
-        row_experts = torch.from_numpy(from_text(text))
+        row_experts = torch.from_numpy(decode_experts(text))
         prompt_length = len(trajectory.prompt)
         if experts is None:
             experts = row_experts.new_full((num_tokens, *row_experts.shape[1:]), -1)
@@ -195,7 +201,7 @@ def rank_slice(count: int, layout: Layout) -> range:
     return range(count * rank // num_ranks, count * (rank + 1) // num_ranks)
 
 
-def policy_batches(
+def completion_batches(
     trajectories: Sequence[Trajectory],
     rows_each: int,
     *,
@@ -203,7 +209,7 @@ def policy_batches(
     layout: Layout,
     is_first_use: bool = True,
     reader: PixelReader | None = None,
-) -> Iterator[PolicyBatch]:
+) -> Iterator[CompletionBatch]:
     """Yield this rank's part of a step in forwards of at most `rows_each` completions, as many on each rank.
 
     `is_first_use`: whether no step has trained on them yet.
@@ -213,19 +219,19 @@ def policy_batches(
     for begin in range(0, most, rows_each):
         rows = local[begin : begin + rows_each]
         if rows:
-            yield collate_policy(rows, share_prompts=share_prompts, reader=reader)
+            yield collate_completions(rows, share_prompts=share_prompts, reader=reader)
         else:
             yield _make_dummy_batch(is_first_use, reader)
 
 
-def _make_dummy_batch(is_first_use: bool, reader: PixelReader | None) -> PolicyBatch:
+def _make_dummy_batch(is_first_use: bool, reader: PixelReader | None) -> CompletionBatch:
     """Return a batch for a rank that has none left. Like others, it has stored logprobs unless this is the first use.
 
     A batch without them makes its rank compute them, and all ranks must take that forward together.
     """
     zero, zero_index = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
     values: dict[str, Any] = {**vars(dummy_batch(reader)), "weights": zero}
-    return PolicyBatch(
+    return CompletionBatch(
         **values,
         advantages=zero,
         rollout_logprobs=zero,

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Completions = Sequence[Any]
@@ -79,48 +80,45 @@ def length(
     return [float(min <= len(ids) and (max is None or len(ids) <= max)) for ids in completion_ids]
 
 
-BUILT_IN: Mapping[str, Callable[..., Sequence[float | None]]] = {
-    "exact_match": exact_match,
-    "math_verify": math_verify,
-    "regex": regex,
-    "json_schema": json_schema,
-    "length": length,
-}
-NEEDS: Mapping[str, tuple[str, str]] = {
-    "math_verify": ("math_verify", "math-verify"),
-    "json_schema": ("jsonschema", "jsonschema"),
-}
-"""Module and package that each built-in needs."""
+@dataclass(frozen=True)
+class BuiltIn:
+    """A built-in reward function, and what it needs."""
+
+    function: Callable[..., Sequence[float | None]]
+    settings: Mapping[str, type]
+    """Arguments that come from `args` alone, whatever columns a row has."""
+    required: str | None = None
+    """Setting without a default."""
+    module: str | None = None
+    """Module that it imports."""
 
 
-SETTINGS_OF: Mapping[str, Mapping[str, type]] = {
-    "exact_match": {"answer_column": str},
-    "math_verify": {"answer_column": str},
-    "regex": {"pattern": str},
-    "json_schema": {"schema": dict},
-    "length": {"min": int, "max": int},
+BUILT_IN: Mapping[str, BuiltIn] = {
+    "exact_match": BuiltIn(exact_match, {"answer_column": str}),
+    "math_verify": BuiltIn(math_verify, {"answer_column": str}, module="math_verify"),
+    "regex": BuiltIn(regex, {"pattern": str}, required="pattern"),
+    "json_schema": BuiltIn(json_schema, {"schema": dict}, required="schema", module="jsonschema"),
+    "length": BuiltIn(length, {"min": int, "max": int}),
 }
-"""Arguments of each built-in that come from `args` alone, whatever columns a row has."""
 
 
 def settings_problem(name: str, args: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the `args` of a built-in, or None."""
-    types = SETTINGS_OF[name]
-    required = {"regex": "pattern", "json_schema": "schema"}.get(name)
+    types, required = BUILT_IN[name].settings, BUILT_IN[name].required
     if required is not None and required not in args:
         return f"it needs args: {{{required}: ...}}"
     for key, value in args.items():
         if key not in types:
-            return f"args has '{key}', which it does not know; it knows {', '.join(types)}"
+            return f"args has the key '{key}', which is unknown; it takes {', '.join(types)}"
         if not isinstance(value, types[key]) or isinstance(value, bool):
-            return f"args: {key} is {value!r}, and not of the type {types[key].__name__}"
+            return f"args: {key} is {value!r}, which is not of type {types[key].__name__}"
     if name == "length" and args.get("max") is not None and args.get("min", 1) > args["max"]:
         return f"args: no completion has at least {args.get('min', 1)} and at most {args['max']} tokens"
     if name == "regex":
         try:
             re.compile(args["pattern"])
         except re.error as error:
-            return f"the pattern {args['pattern']!r} is no regular expression: {error}"
+            return f"the pattern {args['pattern']!r} is not a regular expression: {error}"
     return _find_schema_problem(args["schema"]) if name == "json_schema" else None
 
 
@@ -131,7 +129,7 @@ def _find_schema_problem(schema: Mapping[str, Any]) -> str | None:
     try:
         package.Draft202012Validator.check_schema(schema)
     except package.SchemaError as error:
-        return f"the schema is none: {error.message}"
+        return f"the schema is invalid: {error.message}"
     return None
 
 
@@ -157,7 +155,7 @@ def columns_problem(
 ) -> str | None:
     """Return what a built-in lacks in rows with these columns, or None. `which`: name of the rows in the message."""
     answer_column = args.get("answer_column")
-    if "answer_column" not in SETTINGS_OF[name] or _find_answer_column(columns, answer_column) is not None:
+    if "answer_column" not in BUILT_IN[name].settings or _find_answer_column(columns, answer_column) is not None:
         return None
     return _describe_missing_answers(columns, answer_column, which)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -13,21 +13,21 @@ from surefoot.distributed.fsdp import reshard
 from surefoot.distributed.process_group import SINGLE_PROCESS, World, sum_over_ranks
 from surefoot.errors import ModelError
 from surefoot.methods.base import BatchTotals, LossTerms, Objective, PlannedLoss
-from surefoot.methods.grpo.batch import PolicyBatch, Trajectory, collate_policy
+from surefoot.methods.grpo.batch import CompletionBatch, Trajectory, collate_completions
 from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.methods.grpo.types import Request
 from surefoot.methods.token_loss import TokenLogprobs, eval_no_grad
 from surefoot.models.build import BuiltModel
 from surefoot.models.lora import disable_adapter
-from surefoot.models.routing import LayerRouting, ReplayedRouting, RoutingRecorder, expert_counts
+from surefoot.models.routing import LayerRouting, ReplayedRouting, expert_counts
 
 EPSILON = 0.2
-OWN_CLIPS = {"cispo": (EPSILON, 5.0), "gspo": (3e-4, 4e-4)}
+DEFAULT_CLIPS = {"cispo": (EPSILON, 5.0), "gspo": (3e-4, 4e-4)}
 """epsilon and epsilon_high if none is set. For cispo, the latter is the largest ratio (ScaleRL, arXiv:2510.13786); for
 gspo, the ratios of whole completions are closer to 1 (GSPO, arXiv:2507.18071, sec. 5.1)."""
-LARGEST_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
 """Largest log-ratio of training's to sampling's probability. Larger ones add no meaning and would overflow the mean."""
-SUMS = ("entropy", "kl", "clip_ratio", "importance_ratio", "logprob_difference", "ratio", "routing_agreement")
+METRICS = ("entropy", "kl", "clip_ratio", "importance_ratio", "logprob_difference", "ratio", "routing_agreement")
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,14 @@ class PolicyLoss:
     @staticmethod
     def of(config: GrpoConfig) -> "PolicyLoss":
         """Return the loss of a config, with the loss type's own clips if none are set."""
-        own_low, own_high = OWN_CLIPS.get(config.loss_type, (EPSILON, None))
-        low = config.epsilon if config.epsilon is not None else own_low
-        high = own_high if own_high is not None and config.epsilon is None else low
-        return PolicyLoss(
-            config.loss_type,
-            low,
-            config.epsilon_high if config.epsilon_high is not None else high,
-            config.beta,
-            config.importance_correction,
-            config.importance_cap,
-            config.knows_rollout_logprobs,
-            config.importance_floor,
-        )
+        low, high = DEFAULT_CLIPS.get(config.loss_type, (EPSILON, EPSILON))
+        if config.epsilon is not None:
+            low = high = config.epsilon
+        settings = {setting.name: getattr(config, setting.name) for setting in fields(PolicyLoss)}
+        high = config.epsilon_high if config.epsilon_high is not None else high
+        return PolicyLoss(**{**settings, "epsilon": low, "epsilon_high": high})
 
-    def __call__(self, logprobs: Tensor, batch: PolicyBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, logprobs: Tensor, batch: CompletionBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return unweighted losses and metrics per token. Shapes: logprobs [N] with graph -> losses [N], metrics [N].
 
         grpo, dapo, dr_grpo, bnpo: -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), r of each token (PPO,
@@ -98,12 +91,12 @@ class PolicyLoss:
         metrics = {"clip_ratio": is_clipped.float(), "ratio": ratio.detach()}
         if self.knows_rollout_logprobs:
             log_importance = old - torch.where(is_trained, batch.rollout_logprobs, zeros)
-            importance = log_importance.clamp(max=LARGEST_LOG_RATIO).exp()
+            importance = log_importance.clamp(max=MAX_LOG_RATIO).exp()
             if self.importance_correction != "none":
                 weights = importance
                 if self.importance_correction.startswith("sequence"):
                     log_product = _sum_by_completion(log_importance, batch)[batch.completion]
-                    weights = log_product.clamp(max=LARGEST_LOG_RATIO).exp()
+                    weights = log_product.clamp(max=MAX_LOG_RATIO).exp()
                 bounded_weights = weights.clamp(self.importance_floor, self.importance_cap)
                 if self.importance_correction.endswith("mask"):
                     bounded_weights = torch.where(weights == bounded_weights, weights, zeros)
@@ -117,7 +110,7 @@ class PolicyLoss:
         return losses, metrics
 
 
-def _sum_by_completion(values: Tensor, batch: PolicyBatch) -> Tensor:
+def _sum_by_completion(values: Tensor, batch: CompletionBatch) -> Tensor:
     """Return the sum over the tokens of each completion. Shapes: [N] -> [completions]."""
     return values.new_zeros(len(batch.trajectories) or 1).index_add(0, batch.completion, values)
 
@@ -127,7 +120,8 @@ class GrpoObjective(Objective):
 
     def __init__(self, built: BuiltModel, config: GrpoConfig, ranks: World = SINGLE_PROCESS) -> None:
         super().__init__(built.model)
-        self._routing = built.routing
+        self.routing = built.routing
+        """Recorder of the model's routers."""
         self._ranks = ranks
         self._loss = PolicyLoss.of(config)
         self._stores_old_logprobs = config.num_iterations > 1
@@ -141,11 +135,6 @@ class GrpoObjective(Objective):
         self._metrics: dict[str, float] = {}
 
     @property
-    def routing(self) -> RoutingRecorder:
-        """The recorder of the model's routers."""
-        return self._routing
-
-    @property
     def expert_counts(self) -> Tensor | None:
         """Rows of each expert among the last step's trained tokens, int64 [layers, E]; None for a dense model."""
         return self._counts
@@ -156,7 +145,6 @@ class GrpoObjective(Objective):
 
     @property
     def holds_all_logits(self) -> bool:
-        """See `Objective`."""
         return self._logprobs.holds_all_logits
 
     @property
@@ -168,14 +156,14 @@ class GrpoObjective(Objective):
     def _check_routers(self) -> None:
         """Check that every router can be recorded and replayed. Collective. Raises: ModelError on all ranks."""
         trajectory = Trajectory([0], [0, 0], [0.0, 0.0], 0.0, 1.0, "a check of routers")
-        batch = collate_policy([trajectory], share_prompts=False).to(self.model.device)
+        batch = collate_completions([trajectory], share_prompts=False).to(self.model.device)
         with eval_no_grad(self.model):
-            with self._routing.recording() as layers:
+            with self.routing.recording() as layers:
                 self._logprobs(batch)
-            if len(layers) != len(self._routing.names):
+            if len(layers) != len(self.routing.names):
                 raise ModelError(
-                    f"routing_replay: {len(layers)} of {len(self._routing.names)} routers of "
-                    f"{type(self.model).__name__} say which experts they chose. Set routing_replay: none."
+                    f"routing_replay: {len(layers)} of {len(self.routing.names)} routers of "
+                    f"{type(self.model).__name__} report their choices. Set routing_replay: none."
                 )
             with ReplayedRouting(torch.stack([layer.index for layer in layers], dim=1)):
                 self._logprobs(batch)
@@ -190,7 +178,7 @@ class GrpoObjective(Objective):
         self._counts, self._sums = None, []
         ready: list[MicroBatch] = []
         for batch in batches:
-            assert isinstance(batch, PolicyBatch)
+            assert isinstance(batch, CompletionBatch)
             if self._stores_old_logprobs:
                 batch = self._add_logprobs(batch, "old_logprobs", with_adapter=True)
             if self._loss.beta:
@@ -198,7 +186,7 @@ class GrpoObjective(Objective):
             ready.append(batch)
         return ready
 
-    def _add_logprobs(self, batch: PolicyBatch, field_name: str, *, with_adapter: bool) -> PolicyBatch:
+    def _add_logprobs(self, batch: CompletionBatch, field_name: str, *, with_adapter: bool) -> CompletionBatch:
         """Return the batch with log-probabilities in a field; compute and store them if it has none."""
         # All ranks take the forward or none does: either all completions of a step were trained on before, or none.
         if getattr(batch, field_name) is not None:
@@ -206,7 +194,7 @@ class GrpoObjective(Objective):
         # The reference is another model, so its routers choose for themselves.
         replay = _replay_routing(batch) if with_adapter else nullcontext()
         adapter = nullcontext() if with_adapter else disable_adapter(self.model)
-        with eval_no_grad(self.model), adapter, self._routing.recording() as layers, replay:
+        with eval_no_grad(self.model), adapter, self.routing.recording() as layers, replay:
             logprobs, _ = self._logprobs(batch)
         if batch.is_dummy:
             return batch
@@ -222,10 +210,10 @@ class GrpoObjective(Objective):
     def loss(self, batch: MicroBatch, totals: BatchTotals) -> LossTerms:
         """Return this micro-batch's share: the weights of its tokens are normalised over the step."""
         del totals
-        assert isinstance(batch, PolicyBatch)
+        assert isinstance(batch, CompletionBatch)
         assert batch.weights is not None
         replay = _replay_routing(batch)
-        with self._routing.recording() as layers, replay:
+        with self.routing.recording() as layers, replay:
             logprobs, entropy = self._logprobs(batch)
         losses, metrics = self._loss(logprobs, batch)
         is_trained = batch.weights > 0
@@ -241,7 +229,7 @@ class GrpoObjective(Objective):
         if isinstance(replay, ReplayedRouting):
             metrics["routing_agreement"] = _compute_agreement(replay.own, layers)[batch.target_positions]
         zeros = torch.zeros_like(entropy)
-        sums = [torch.where(is_trained, metrics.get(name, zeros), zeros).sum() for name in SUMS]
+        sums = [torch.where(is_trained, metrics.get(name, zeros), zeros).sum() for name in METRICS]
         self._sums.append(torch.stack([*sums, is_trained.sum()]).double())
         return LossTerms((losses * batch.weights).sum())
 
@@ -249,29 +237,31 @@ class GrpoObjective(Objective):
         """Complete the metrics. Collective: one sum of a few numbers, and another if there are experts."""
         if self._counts is not None:
             self._counts = sum_over_ranks(self._counts, self._ranks)
-        local_sums = torch.stack(self._sums).sum(0).tolist() if self._sums else [0.0] * (len(SUMS) + 1)
+        local_sums = torch.stack(self._sums).sum(0).tolist() if self._sums else [0.0] * (len(METRICS) + 1)
         *sums, tokens = self._ranks.sum(local_sums)
         has_rollout_logprobs = self._loss.knows_rollout_logprobs
         is_measured = {"kl": bool(self._loss.beta), "routing_agreement": self._replays_routing}
         is_measured |= {"importance_ratio": has_rollout_logprobs, "logprob_difference": has_rollout_logprobs}
         self._metrics = {  # empty if no token was trained
             name: value / tokens
-            for name, value in zip(SUMS, sums, strict=True)
+            for name, value in zip(METRICS, sums, strict=True)
             if tokens and is_measured.get(name, True)
         }
 
     def score(
         self, request: Request, ids: list[int], device: torch.device, reader: PixelReader | None = None
     ) -> list[float]:
-        """Return the logprobs of tokens after a prompt, without dropout. Collective. `reader`: see `collate_policy`."""
+        """Return the logprobs of tokens after a prompt, without dropout. Collective. `reader`: opens images."""
         trajectory = Trajectory(request.prompt, ids, [0.0] * len(ids), 0.0, 1.0, request.place, request.images)
         with eval_no_grad(self.model):
-            logprobs, _ = self._logprobs(collate_policy([trajectory], share_prompts=False, reader=reader).to(device))
+            logprobs, _ = self._logprobs(
+                collate_completions([trajectory], share_prompts=False, reader=reader).to(device)
+            )
         reshard(self.model)
         return [float(value) for value in logprobs.tolist()]
 
 
-def _replay_routing(batch: PolicyBatch) -> AbstractContextManager[object]:
+def _replay_routing(batch: CompletionBatch) -> AbstractContextManager[object]:
     """Return a context in which routers choose the batch's recorded experts, if it has any."""
     return nullcontext() if batch.experts is None else ReplayedRouting(batch.experts)
 
@@ -294,7 +284,7 @@ class PlannedPolicyLoss(PlannedLoss):
         """Return the sum of the losses of the batch's tokens."""
         logprobs = TokenLogprobs(built.model, 1.0)
         tokens = torch.zeros(len(batch.targets))
-        policy = PolicyBatch(
+        policy = CompletionBatch(
             **{**vars(batch), "weights": tokens + 1},
             advantages=tokens,
             rollout_logprobs=tokens,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +10,18 @@ from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.collate import MicroBatch
 from surefoot.data.sampler import Position, StepBatch
 from surefoot.distributed.process_group import World
+from surefoot.errors import ConfigError
 from surefoot.methods.base import Method, MethodContext, Objective, PlannedLoss, TrainContext
+from surefoot.methods.grpo.builtin_rewards import BUILT_IN, columns_problem
 from surefoot.methods.grpo.engines.server import Server
 from surefoot.methods.grpo.loss import GrpoObjective, PlannedPolicyLoss, PolicyLoss
-from surefoot.methods.grpo.pending_fields import problems_of_pending
+from surefoot.methods.grpo.pending import problems_of_pending
 from surefoot.methods.grpo.rewards import Rewards, check_reward
 from surefoot.methods.grpo.rollout_source import RolloutSource
 from surefoot.methods.grpo.settings import grpo_settings
-from surefoot.methods.grpo.setup import (
-    check_answers,
-    check_routing_replay,
-    drift_check,
-    open_server,
-    rollout_source,
-    settle_server,
-    start_rewards,
-)
-from surefoot.models.build import BuiltModel
+from surefoot.methods.grpo.setup import build_rollout_source, drift_check, open_server, reserve_server_memory
+from surefoot.models.build import BuiltModel, meta_model
+from surefoot.models.routing import router_names
 
 
 class Grpo(Method):
@@ -45,52 +41,72 @@ class Grpo(Method):
 
     @staticmethod
     def check_model(loaded: LoadedConfig, base: Path) -> None:
-        """Raise ConfigError if the routing of a model without routers is to be replayed."""
-        check_routing_replay(loaded, base)
+        """Raise ConfigError if the routing of a model without routers is to be replayed. Reads no weights."""
+        replay = grpo_settings(loaded.run).routing_replay
+        if replay != "none" and not router_names(meta_model(base)):
+            raise ConfigError(
+                f"routing_replay={replay}, but {loaded.run.model} has no routers whose choices can be recorded. Set "
+                f"routing_replay: none ({loaded.where('routing_replay')})."
+            )
 
     @classmethod
     def planned_loss(cls, run: RunConfig) -> PlannedLoss:
-        """Return the clipped policy loss."""
         settings = grpo_settings(run)
         return PlannedPolicyLoss(settings.max_completion_length, PolicyLoss.of(settings))
 
     @staticmethod
     def check_files(loaded: LoadedConfig) -> None:
-        """Check that reward functions exist."""
         for item in grpo_settings(loaded.run).rewards:
             check_reward(item, loaded.where("reward_funcs"))
 
     @staticmethod
     def build_objective(built: BuiltModel, config: RunConfig, ranks: World) -> Objective:
-        """Return the clipped policy loss."""
         return GrpoObjective(built, grpo_settings(config), ranks)
 
     def start(self) -> None:
         """Start reward workers, and the server if there is one, which gets ready while the data are prepared."""
-        context, reader = self.context, self.context.data.reader
+        context, reader, settings = self.context, self.context.data.reader, self._settings
+
+        def start_rewards() -> Rewards:
+            return Rewards(
+                settings.rewards,
+                num_workers=settings.reward_num_proc,
+                timeout_s=settings.reward_timeout_s,
+                where=context.loaded.where("reward_funcs"),
+            )
+
         with context.phase("load"):
-            self._rewards = context.ranks.run_or_raise_on_all(lambda: start_rewards(context.loaded))
+            self._rewards = context.ranks.run_or_raise_on_all(start_rewards)
             self._parts.callback(self._rewards.end)
-            if self._settings.rollout_engine == "vllm":
+            if settings.rollout_engine == "vllm":
                 images = reader.settings if reader is not None else None
                 self._server = open_server(context.loaded, context.base, images, context.ranks)
                 self._parts.callback(self._server.end)
 
     def check_data(self, position: Position) -> None:
-        """Check that rows have the answers that built-in rewards compare with."""
-        check_answers(self.context.loaded, self.context.data, position)
+        """Raise ConfigError if rows at a position, or held-out rows, lack the answer that a built-in compares with."""
+        data, where = self.context.data, self.context.loaded.where("reward_funcs")
+        rows = [("the rows", data.first_columns(position)), ("the held-out rows", data.held_out_columns())]
+        for item, (which, columns) in product(self._settings.rewards, rows):
+            can_check = columns and item.func in BUILT_IN
+            problem = columns_problem(item.func, item.args, columns, which) if can_check else None
+            if problem is not None:
+                raise ConfigError(
+                    f"{item.func}: {problem}. Name the column with the answer: reward_funcs: [{{func: {item.func}, "
+                    f"args: {{answer_column: NAME}}}}] ({where})."
+                )
 
     def connect(self) -> None:
         """Wait for the server to take its memory before training does."""
         if self._server is not None:
             self.context.ranks.run_or_raise_on_all(self._server.check_alive, names_rank=False)
             with self.context.phase("sync"):
-                settle_server(self._settings, self._server, self.context.ranks, self.context.emit)
+                reserve_server_memory(self._settings, self._server, self.context.ranks, self.context.emit)
 
     def load(self, config: RunConfig, learner: TrainContext) -> None:
         """Connect the engine to the model. Raises: StoppedOnFinding (SF801) if a server does not get ready."""
         assert self._rewards is not None
-        self._source = rollout_source(grpo_settings(config), self.context, learner, self._rewards, self._server)
+        self._source = build_rollout_source(grpo_settings(config), self.context, learner, self._rewards, self._server)
         self._parts.callback(self._source.end)
 
     def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:
@@ -99,7 +115,6 @@ class Grpo(Method):
         return self._loaded_source.batches(position, step, epoch)
 
     def evaluate(self, step: int) -> Mapping[str, float]:
-        """Return the rewards of completions of held-out prompts."""
         assert self.context.data.held_out is not None
         return self._loaded_source.evaluate(self.context.data.held_out, step)
 
@@ -108,20 +123,16 @@ class Grpo(Method):
         self._check_drift(step, metrics)
 
     def pending(self, position: Position, step: int, wait_s: float) -> list[dict[str, Any]]:
-        """Return the completions that further steps train on."""
         return self._loaded_source.pending(position, step, wait_s)
 
     @staticmethod
     def problems_of_pending(pending: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-        """Yield why entries of a checkpoint are no completions."""
         return problems_of_pending(pending)
 
     def restore(self, pending: Sequence[Mapping[str, Any]]) -> None:
-        """Continue with the completions of a checkpoint."""
         self._loaded_source.restore(pending)
 
     def end(self) -> None:
-        """End the engine, the server and the reward workers."""
         self._parts.close()
 
     @property

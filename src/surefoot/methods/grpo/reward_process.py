@@ -31,7 +31,7 @@ MOST_CHARACTERS = 2000
 def load(name: str) -> Function:
     """Return a built-in, or a function of a Python file. Raises: any error of the file; ImportError; NoSuchFunction."""
     if name in BUILT_IN:
-        return BUILT_IN[name]
+        return BUILT_IN[name].function
     file, _, function = name.rpartition(":")
     module = _import_module(Path(file))
     value: Function | None = getattr(module, function, None)

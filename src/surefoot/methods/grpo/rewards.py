@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.errors import ConfigError
-from surefoot.methods.grpo.builtin_rewards import BUILT_IN, NEEDS, SETTINGS_OF, settings_problem
+from surefoot.methods.grpo.builtin_rewards import BUILT_IN, settings_problem
 from surefoot.methods.grpo.settings import RewardItem
 from surefoot.methods.grpo.worker_output import BoundedOutput
 from surefoot.system.line_pipe import LinePipe
@@ -29,19 +29,19 @@ START_DEADLINE_S = 120.0
 KILLED_WITHIN_S = 10.0
 END_NOTICE_S = 2.0
 """Seconds that a process has to end after it closed its files."""
-SIGN_OF_LIFE_S = 5.0
+HEARTBEAT_EVERY_S = 5.0
 """Seconds between two heartbeats while rewards are computed."""
 ANSWER_BYTES = 16 << 20
 """Largest size of a worker's response: about 25 bytes per completion, or the text of an error."""
 ERROR_CHARACTERS = 5000
 """Largest length of an error's text with its trace; a worker sends less."""
 ODD_ANSWER = "its process answered something else: does the function fork, or write to open files?"
-LARGEST = 1e12
+MAX_REWARD = 1e12
 """Largest magnitude of a reward: the squares of much larger ones would overflow."""
-LONE_TRIES = 2
-"""Number of deadlines spent on finding the late completions of a late group; the rest of it is masked with them."""
-LATE_GROUPS, MOST_LATE_GROUPS = 2, 8
-"""Numbers of late groups in a row from which a further group costs one deadline, and none at all."""
+MAX_LATE_SINGLE_CALLS = 2
+"""Number of completions of a late group that may be late alone; after them the rest of the group is masked."""
+LATE_GROUPS_UNTIL_ONE_CALL, LATE_GROUPS_UNTIL_NO_CALL = 2, 8
+"""Numbers of late groups in a row from which a function is called once per group, and not at all."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,19 @@ class RewardResult:
     failure: str | None = None
 
 
-class _WorkerTimeout(Exception):
+class _CallFailed(Exception):
+    """A call of a function gave no rewards; the text says why."""
+
+
+class _WorkerTimeout(_CallFailed):
     """A worker did not respond in time."""
 
 
-class _WorkerFailure(Exception):
+class _WorkerFailure(_CallFailed):
     """A call failed, or its worker ended."""
 
 
-class _WrongRewardCount(Exception):
+class _WrongRewardCount(_CallFailed):
     """A function returned a wrong number of rewards."""
 
 
@@ -94,7 +98,6 @@ class Rewards:
         """Start the first worker. Raises: ConfigError for a missing function or package."""
         self._items = items
         self._timeout_s = timeout_s
-        self._where = where
         for item in items:
             check_reward(item, where)
         self._is_over = threading.Event()
@@ -108,7 +111,7 @@ class Rewards:
         self._threads = ThreadPoolExecutor(num_workers, "rewards")
         try:
             self._threads.submit(self._workers[0].start).result()
-        except (_WorkerTimeout, _WorkerFailure) as error:
+        except _CallFailed as error:
             self.end()
             raise ConfigError(f"reward_funcs cannot be loaded: {error} ({where}).") from error
         except BaseException:
@@ -130,12 +133,12 @@ class Rewards:
     ) -> list[list[list[RewardResult]]]:
         """Return results as [group][completion][function]. Errors of functions are results, and are not raised.
 
-        `waiting`: called every `SIGN_OF_LIFE_S` seconds.
+        `waiting`: called every `HEARTBEAT_EVERY_S` seconds.
         """
         self._late_groups = [0] * len(self._items)
         jobs = [(group, number) for group in groups for number in range(len(self._items))]
         futures = [self._threads.submit(self._score_group, *job) for job in jobs]
-        while wait(futures, SIGN_OF_LIFE_S).not_done:  # each call has its deadline
+        while wait(futures, HEARTBEAT_EVERY_S).not_done:  # each call has its deadline
             waiting()
         by_function = [future.result() for future in futures]
         each = len(self._items)
@@ -162,57 +165,62 @@ class Rewards:
         """
         indices = range(len(group.texts))
         late_before = self._late_groups[number]
-        if late_before >= MOST_LATE_GROUPS:
-            why = f"not asked: all calls for {MOST_LATE_GROUPS} groups of this step took over {self._timeout_s:g} s"
-            return [RewardResult(None, why)] * len(indices)
+
+        def fail_all(why: object) -> list[RewardResult]:
+            return [RewardResult(None, str(why))] * len(indices)
+
+        if late_before >= LATE_GROUPS_UNTIL_NO_CALL:
+            groups = f"{LATE_GROUPS_UNTIL_NO_CALL} groups of this step"
+            return fail_all(f"not called: all calls for {groups} took over {self._timeout_s:g} s")
         try:
             return self._call_function(group, number, indices)
         except _WrongRewardCount as error:
-            return [RewardResult(None, str(error))] * len(indices)
-        except (_WorkerTimeout, _WorkerFailure) as error:
-            is_hopeless = isinstance(error, _WorkerTimeout) and late_before >= LATE_GROUPS
+            return fail_all(error)
+        except _CallFailed as error:
+            is_late = isinstance(error, _WorkerTimeout)
+            is_hopeless = is_late and late_before >= LATE_GROUPS_UNTIL_ONE_CALL
             if len(indices) == 1 or is_hopeless or self._is_over.is_set():
-                self._late_groups[number] += isinstance(error, _WorkerTimeout)
-                return [RewardResult(None, str(error))] * len(indices)
-            group_error = str(error)
+                self._late_groups[number] += is_late
+                return fail_all(error)
+            group_error = error
+        results = self._score_each_alone(group, number)
+        # A function may score a completion differently alone than among the others, so it scores these together again.
+        succeeded = [index for index in indices if results[index].failure is None]
+        if len(succeeded) == len(indices):
+            return fail_all(f"{group_error}; its rewards for each completion alone are not used")
+        if len(succeeded) > 1 and not self._is_over.is_set():
+            try:
+                joint_results = self._call_function(group, number, succeeded)
+            except _CallFailed as error:
+                failure = f"{error}, also without those on which it fails alone"
+                joint_results = [RewardResult(None, failure)] * len(succeeded)
+            for index, result in zip(succeeded, joint_results, strict=True):
+                results[index] = result
+        return results
+
+    def _score_each_alone(self, group: RewardInputs, number: int) -> list[RewardResult]:
+        """Return a function's results for each completion of a group alone; after some late ones, the rest fails."""
         results: list[RewardResult] = []
         late = 0
-        for index in indices:
-            if self._is_over.is_set():
-                results.append(RewardResult(None, "the run is over"))
-                continue
-            if late == LONE_TRIES:
-                results.append(
-                    RewardResult(None, f"not asked again: {late} of its group took over {self._timeout_s:g} s")
-                )
-                continue
+        for index in range(len(group.texts)):
             try:
+                if self._is_over.is_set():
+                    raise _CallFailed("the run is over")
+                if late == MAX_LATE_SINGLE_CALLS:
+                    raise _CallFailed(f"not called again: {late} of its group took over {self._timeout_s:g} s")
                 results += self._call_function(group, number, [index])
-            except (_WorkerTimeout, _WorkerFailure, _WrongRewardCount) as error:
+            except _CallFailed as error:
                 late += isinstance(error, _WorkerTimeout)
                 results.append(RewardResult(None, str(error)))
         if late and not any(result.reward is not None for result in results):
             self._late_groups[number] += 1
-        # A function may score a completion differently alone than among the others, so it scores these together again.
-        succeeded = [index for index in indices if results[index].failure is None]
-        if len(succeeded) == len(indices):
-            failure = f"{group_error}; of each alone it says something, which is not used"
-            return [RewardResult(None, failure)] * len(indices)
-        if len(succeeded) > 1 and not self._is_over.is_set():
-            try:
-                joint_results = self._call_function(group, number, succeeded)
-            except (_WorkerTimeout, _WorkerFailure, _WrongRewardCount) as error:
-                failure = f"{error}, without those on which it fails alone as well"
-                joint_results = [RewardResult(None, failure)] * len(succeeded)
-            for index, result in zip(succeeded, joint_results, strict=True):
-                results[index] = result
         return results
 
     def _call_function(self, group: RewardInputs, number: int, indices: Sequence[int]) -> list[RewardResult]:
         item = self._items[number]
         arguments = group.arguments(indices)
         if item.func in BUILT_IN:  # a column with the name of a setting must not replace it
-            arguments = {name: value for name, value in arguments.items() if name not in SETTINGS_OF[item.func]}
+            arguments = {name: value for name, value in arguments.items() if name not in BUILT_IN[item.func].settings}
         worker = self._idle_workers.get()
         try:
             rewards = worker.call(number, {**arguments, **item.args}, self._timeout_s)
@@ -227,9 +235,9 @@ class Rewards:
 def _check_value(reward: float | None) -> RewardResult:
     """Return the reward as a result; a failure if it is not finite or too large."""
     if reward is not None and not math.isfinite(reward):
-        return RewardResult(None, f"the reward is {reward}, which is no finite number")
-    if reward is not None and abs(reward) > LARGEST:
-        return RewardResult(None, f"the reward is {reward:g}, beyond {LARGEST:g}: too large to compare with others")
+        return RewardResult(None, f"the reward is {reward}, which is not a finite number")
+    if reward is not None and abs(reward) > MAX_REWARD:
+        return RewardResult(None, f"the reward is {reward:g}, beyond {MAX_REWARD:g}: too large to compare with others")
     return RewardResult(reward)
 
 
@@ -250,8 +258,9 @@ def check_reward(item: RewardItem, where: str) -> None:
     problem = settings_problem(item.func, item.args)
     if problem:
         raise ConfigError(f"reward_funcs: {item.func}: {problem} ({where}).")
-    module, package = NEEDS.get(item.func, ("", ""))
-    if module and importlib.util.find_spec(module) is None:
+    module = BUILT_IN[item.func].module
+    if module is not None and importlib.util.find_spec(module) is None:
+        package = module.replace("_", "-")
         raise ConfigError(f"reward_funcs: {item.func} needs the package {package}: pip install {package} ({where}).")
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 Experts = NDArray[np.int16]
 
 
-def as_text(experts: Experts) -> str:
+def encode_experts(experts: Experts) -> str:
     """Return experts as text, with one byte per expert if that is enough."""
     is_small = bool(experts.size) and 0 <= experts.min() <= experts.max() < 256
     file = io.BytesIO()
@@ -21,12 +21,12 @@ def as_text(experts: Experts) -> str:
     return b64encode(file.getvalue()).decode()
 
 
-def from_text(text: str) -> Experts:
+def decode_experts(text: str) -> Experts:
     """Return the experts of a text. Raises: ValueError for a text of another form."""
     try:
         array = np.load(io.BytesIO(b64decode(text, validate=True)), allow_pickle=False)
     except (TypeError, EOFError, OSError) as error:
-        raise ValueError(f"no array: {type(error).__name__}: {error}") from error
+        raise ValueError(f"not an array: {type(error).__name__}: {error}") from error
     if array.ndim != 3 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"an array of {array.dtype} and shape {array.shape}, not of integers [tokens, layers, K]")
     experts: Experts = array.astype(np.int16)

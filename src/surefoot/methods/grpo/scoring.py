@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from math import isnan, nan
 from typing import Any
 
 from surefoot.events import Heartbeat
 from surefoot.methods.base import Interrupted, MethodContext
 from surefoot.methods.grpo.advantage import (
-    Trained,
     advantages,
     deviation,
     has_learning_signal,
@@ -21,17 +21,20 @@ from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.methods.grpo.types import Completion, Prompt, run_interruptible
 
 
-@dataclass(frozen=True)
-class ScoredCompletion:
+@dataclass(frozen=True, kw_only=True)
+class ScoredCompletion(Completion):
     """A completion with the results of the reward functions."""
 
-    completion: Completion
     text: str
+    """The completion as the functions read it."""
     rewards: list[float | None]
-    """Reward of each function."""
+    """Value of each function."""
     failures: list[str]
-    is_scored: bool
-    """Whether none of the functions with a weight failed on it, and at least one scored it."""
+    """Each begins with the name of its function."""
+    reward: float
+    """Weighted sum of `rewards`; NaN if a function with a weight failed, or if none of them scored the completion."""
+    total: float
+    """`reward` with the penalty for the completion's length."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,12 @@ class Group:
     """The completions of one prompt."""
 
     prompt: Prompt
-    answers: list[ScoredCompletion]
-    rewards: list[float]
-    """Weighted reward of each completion, before the penalty for its length; NaN without a reward."""
-    totals: list[float]
-    """Reward of each completion with the penalty."""
+    completions: list[ScoredCompletion]
+
+    @property
+    def totals(self) -> list[float]:
+        """Reward of each completion with the penalty for its length; NaN without a reward."""
+        return [completion.total for completion in self.completions]
 
 
 class GroupScorer:
@@ -54,16 +58,10 @@ class GroupScorer:
         self._context = context
         self._ranks = context.ranks
         self._rewards = rewards
-
-    @property
-    def names(self) -> list[str]:
+        self.names = rewards.names
         """Names of the reward functions."""
-        return self._rewards.names
-
-    @property
-    def weighted_names(self) -> set[str]:
+        self.weighted_names = {name for name, item in zip(self.names, config.rewards, strict=True) if item.weight}
         """Names of the reward functions with a weight; the others are only logged."""
-        return {name for name, item in zip(self.names, self._config.rewards, strict=True) if item.weight}
 
     def score_groups(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Group]:
         """Score this rank's `completions`, and return the groups of all ranks. Collective.
@@ -72,27 +70,32 @@ class GroupScorer:
         """
         each = self._config.num_generations
         with self._context.phase("collectives"):
-            gathered = self._ranks.gather([asdict(completion) for completion in completions])
-        all_completions = [Completion(**values) for rank_values in gathered for values in rank_values]
+            gathered = chain.from_iterable(self._ranks.gather([asdict(completion) for completion in completions]))
+        all_completions = [Completion(**values) for values in gathered]
         by_prompt = [all_completions[begin : begin + each] for begin in range(0, len(all_completions), each)]
         local_range = rank_slice(len(prompts), self._context.data.layout)
         with self._context.phase("reward"):
             local_groups = [(prompts[number], by_prompt[number]) for number in local_range]
             local_scores = run_interruptible(self._ranks, lambda: self._score_local_groups(local_groups))
         with self._context.phase("collectives"):
-            scores = [group_scores for rank_scores in self._ranks.gather(local_scores) for group_scores in rank_scores]
-        groups = []
-        for prompt, group_completions, group_scores in zip(prompts, by_prompt, scores, strict=True):
-            pairs = zip(group_completions, group_scores, strict=True)
-            answers = [ScoredCompletion(completion, *values) for completion, values in pairs]
-            rewards = [self._sum_rewards(answer) for answer in answers]
-            penalties = [self._compute_penalty(answer.completion) for answer in answers]
-            totals = [reward + penalty for reward, penalty in zip(rewards, penalties, strict=True)]
-            groups.append(Group(prompt, answers, rewards, totals))
-        return groups
+            scores = chain.from_iterable(self._ranks.gather(local_scores))
+        return [
+            Group(
+                prompt,
+                [
+                    ScoredCompletion(**vars(completion), **values)
+                    for completion, values in zip(group_completions, group_scores, strict=True)
+                ],
+            )
+            for prompt, group_completions, group_scores in zip(prompts, by_prompt, scores, strict=True)
+        ]
 
-    def is_left_out(self, completion: Completion) -> bool:
-        """Return whether a completion is left out of the loss because it is truncated."""
+    def is_masked(self, completion: ScoredCompletion) -> bool:
+        """Return whether the loss leaves a completion out: it has no reward, or is truncated and the config says so."""
+        return isnan(completion.total) or self.is_masked_as_truncated(completion)
+
+    def is_masked_as_truncated(self, completion: Completion) -> bool:
+        """Return whether the loss leaves a completion out because it is truncated."""
         return self._config.mask_truncated_completions and completion.finish == "length"
 
     def has_learning_signal(self, group: Group) -> bool:
@@ -100,137 +103,121 @@ class GroupScorer:
 
         DAPO keeps groups that are neither all right nor all wrong (arXiv:2503.14476, 3.2).
         """
-        return has_learning_signal(group.rewards) and self._has_trained(group)
+        rewards = [completion.reward for completion in group.completions]
+        return has_learning_signal(rewards) and not all(map(self.is_masked, group.completions))
 
     def has_gradient(self, group: Group) -> bool:
         """Return whether a group has a gradient, if only from penalties for length."""
-        return has_learning_signal(group.totals) and self._has_trained(group)
-
-    def _has_trained(self, group: Group) -> bool:
-        pairs = zip(group.answers, group.totals, strict=True)
-        return any(not isnan(total) and not self.is_left_out(answer.completion) for answer, total in pairs)
+        return has_learning_signal(group.totals) and not all(map(self.is_masked, group.completions))
 
     def build_trajectories(self, groups: Sequence[Group]) -> tuple[list[Trajectory], list[dict[str, Any]]]:
-        """Return the trajectories to train on, and their lines of completions.jsonl.
-
-        Completions without a reward are masked, and truncated ones if the config says so.
-        """
+        """Return the trajectories to train on, and their lines of completions.jsonl. Masked ones have weight 0."""
         config = self._config
         group_advantages = advantages([group.totals for group in groups], config.scale_rewards)
         rows = [
-            (group.prompt, answer, total, advantage)
+            (group.prompt, completion, advantage)
             for group, values in zip(groups, group_advantages, strict=True)
-            for answer, total, advantage in zip(group.answers, group.totals, values, strict=True)
+            for completion, advantage in zip(group.completions, values, strict=True)
         ]
-        lengths = [
-            Trained(len(answer.completion.ids), isnan(advantage) or self.is_left_out(answer.completion))
-            for _, answer, _, advantage in rows
-        ]
-        weights = token_weights(config.loss_type, lengths, config.max_completion_length)
+        trained_tokens = [0 if self.is_masked(completion) else len(completion.ids) for _, completion, _ in rows]
+        weights = token_weights(config.loss_type, trained_tokens, config.max_completion_length)
         trajectories = [
             Trajectory(
                 prompt.ids,
-                answer.completion.ids,
-                answer.completion.logprobs,
+                completion.ids,
+                completion.logprobs,
                 0.0 if isnan(advantage) else advantage,
                 weight,
                 prompt.place,
                 prompt.images,
-                experts=answer.completion.experts,
+                experts=completion.experts,
             )
-            for (prompt, answer, _, advantage), weight in zip(rows, weights, strict=True)
+            for (prompt, completion, advantage), weight in zip(rows, weights, strict=True)
         ]
         return trajectories, [self._format_line(*row) for row in rows]
 
     def format_lines(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
         """Return the lines of completions.jsonl for completions that are not trained on."""
         return [
-            self._format_line(group.prompt, answer, total, nan)
-            for group in groups
-            for answer, total in zip(group.answers, group.totals, strict=True)
+            self._format_line(group.prompt, completion, nan) for group in groups for completion in group.completions
         ]
 
-    def _format_line(self, prompt: Prompt, answer: ScoredCompletion, total: float, advantage: float) -> dict[str, Any]:
+    def _format_line(self, prompt: Prompt, completion: ScoredCompletion, advantage: float) -> dict[str, Any]:
         return {
             "place": prompt.place,
             "prompt": prompt.columns.get("prompt"),
-            "completion": answer.text,
-            "tokens": len(answer.completion.ids),
-            "finish": answer.completion.finish,
-            "reward": None if isnan(total) else total,
-            "rewards": dict(zip(self.names, answer.rewards, strict=True)),
+            "completion": completion.text,
+            "tokens": len(completion.ids),
+            "finish": completion.finish,
+            "reward": None if isnan(completion.total) else completion.total,
+            "rewards": dict(zip(self.names, completion.rewards, strict=True)),
             "advantage": None if isnan(advantage) else advantage,
-            **({"failures": answer.failures} if answer.failures else {}),
+            **({"failures": completion.failures} if completion.failures else {}),
         }
 
-    def _score_local_groups(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[list[Any]]]:
-        """Return the fields of `ScoredCompletion` after the completion itself, as [group][completion][field]."""
-        texts = [[self._decode(completion) for completion in completions] for _, completions in groups]
+    def _score_local_groups(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[dict[str, Any]]]:
+        """Return the fields that `ScoredCompletion` adds to a completion, as [group][completion]."""
+        # As in TRL, reward functions read texts without special tokens.
+        decode = self._context.tokenizer.decode
         inputs = [
-            RewardInputs(prompt.columns, group_texts, [completion.ids for completion in completions])
-            for (prompt, completions), group_texts in zip(groups, texts, strict=True)
+            RewardInputs(
+                prompt.columns,
+                [str(decode(completion.ids, skip_special_tokens=True)) for completion in completions],
+                [completion.ids for completion in completions],
+            )
+            for prompt, completions in groups
         ]
 
         def on_wait() -> None:
-            if self._context.is_told_to_stop():
+            if self._context.stop_requested():
                 raise Interrupted
             self._context.emit(Heartbeat())
 
         scores = self._rewards.score(inputs, waiting=on_wait)
         return [
             [
-                [
-                    text,
-                    [result.reward for result in results],
-                    self._format_failures(results),
-                    self._is_scored(results),
-                ]
-                for text, results in zip(group_texts, group_scores, strict=True)
+                self._sum_up(text, len(ids), results)
+                for text, ids, results in zip(group.texts, group.ids, group_scores, strict=True)
             ]
-            for group_texts, group_scores in zip(texts, scores, strict=True)
+            for group, group_scores in zip(inputs, scores, strict=True)
         ]
 
-    def _decode(self, completion: Completion) -> str:
-        """Return the text that reward functions read: without special tokens, as in TRL."""
-        return str(self._context.tokenizer.decode(completion.ids, skip_special_tokens=True))
-
-    def _format_failures(self, results: Sequence[RewardResult]) -> list[str]:
-        """Return the failures on a completion, each with the name of its function."""
-        pairs = zip(self.names, results, strict=True)
-        return [f"{name}: {result.failure}" for name, result in pairs if result.failure]
-
-    def _is_scored(self, results: Sequence[RewardResult]) -> bool:
-        pairs = zip(self._config.rewards, results, strict=True)
-        weighted = [result for item, result in pairs if item.weight]
-        return not any(result.failure for result in weighted) and any(result.reward is not None for result in weighted)
-
-    def _sum_rewards(self, answer: ScoredCompletion) -> float:
-        if not answer.is_scored:
-            return nan
-        pairs = zip(self._config.rewards, answer.rewards, strict=True)
-        return sum(item.weight * reward for item, reward in pairs if reward is not None)
-
-    def _compute_penalty(self, completion: Completion) -> float:
+    def _sum_up(self, text: str, length: int, results: Sequence[RewardResult]) -> dict[str, Any]:
+        """Return the fields that `ScoredCompletion` adds. `results`: of each function."""
         config = self._config
-        return overlong_penalty(len(completion.ids), config.max_completion_length, config.soft_overlong_length)
+        weighted = [(item.weight, result) for item, result in zip(config.rewards, results, strict=True) if item.weight]
+        reward = nan
+        if not any(result.failure for _, result in weighted) and any(
+            result.reward is not None for _, result in weighted
+        ):
+            reward = sum(weight * result.reward for weight, result in weighted if result.reward is not None)
+        return {
+            "text": text,
+            "rewards": [result.reward for result in results],
+            "failures": [
+                f"{name}: {result.failure}" for name, result in zip(self.names, results, strict=True) if result.failure
+            ],
+            "reward": reward,
+            "total": reward + overlong_penalty(length, config.max_completion_length, config.soft_overlong_length),
+        }
 
 
 def compute_metrics(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float]:
     """Return means over completions, by name; no mean reward if none has one. `names`: of the reward functions."""
-    answers = [answer for group in groups for answer in group.answers]
-    unmasked = [total for group in groups for total in group.totals if not isnan(total)]
+    completions = [completion for group in groups for completion in group.completions]
+    unmasked = [completion.total for completion in completions if not isnan(completion.total)]
     spreads = [deviation(group.totals) for group in groups]
     metrics: dict[str, float] = {}
     if unmasked:
         metrics = {"reward": sum(unmasked) / len(unmasked), "reward_std": sum(spreads) / len(spreads)}
     metrics |= {
-        "completion_length": sum(len(answer.completion.ids) for answer in answers) / len(answers),
-        "truncated_share": sum(answer.completion.finish == "length" for answer in answers) / len(answers),
+        "completion_length": sum(len(completion.ids) for completion in completions) / len(completions),
+        "truncated_share": sum(completion.finish == "length" for completion in completions) / len(completions),
         "groups_without_spread": float(sum(not has_learning_signal(group.totals) for group in groups)),
-        "rewards_failed": float(sum(bool(answer.failures) for answer in answers)),
+        "rewards_failed": float(sum(bool(completion.failures) for completion in completions)),
     }
     for number, name in enumerate(names):
-        rewards = [reward for answer in answers if (reward := answer.rewards[number]) is not None]
+        rewards = [reward for completion in completions if (reward := completion.rewards[number]) is not None]
         if rewards:
             metrics[f"reward/{name}"] = sum(rewards) / len(rewards)
     return metrics

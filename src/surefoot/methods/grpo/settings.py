@@ -54,7 +54,7 @@ class GrpoConfig(RolloutConfig):
     reward_weights: list[Weight] | None = None
     """A weight for each of `reward_funcs`, in their order, instead of their own `weight`."""
     reward_timeout_s: Free[float] = Field(default=60.0, gt=0)
-    """Seconds that a reward function may take for one group; a slower one is ended and its samples are masked."""
+    """Seconds that a reward function may take for one group; a slower call is ended, and its completions are masked."""
     reward_num_proc: Free[int] = Field(default=1, gt=0)
     """Worker processes of each rank for reward functions."""
     loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo"] = "dapo"
@@ -121,8 +121,8 @@ class GrpoConfig(RolloutConfig):
         yield from self._check_divergence()
         if self.lora_dropout and self.tuning == "lora":
             yield Contradiction(
-                f"lora_dropout={self.lora_dropout} with method=grpo: completions are drawn without dropout, so that "
-                "each token would be trained on under another policy than the one that drew it. Drop it",
+                f"lora_dropout={self.lora_dropout} with method=grpo: completions are sampled without dropout, so "
+                "training with dropout would use another policy than the one that sampled them. Set lora_dropout: 0",
                 "lora_dropout",
                 "method",
             )
@@ -136,7 +136,7 @@ class GrpoConfig(RolloutConfig):
             "compile": self.compile,
             "expert_parallel_size": self.expert_parallel_size == "auto",
         }
-        for name in (name for name, is_requested in unavailable.items() if is_requested):
+        for name in (name for name, is_set in unavailable.items() if is_set):
             value = getattr(self, name)
             shown = f"{name}={value}" if isinstance(value, str | int | float) else name
             yield Contradiction(f"{shown} is not available with method: grpo. Drop it", name)
@@ -144,7 +144,7 @@ class GrpoConfig(RolloutConfig):
     def _check_rewards(self) -> Iterator[Contradiction]:
         if not self.reward_funcs:
             yield Contradiction(
-                "method=grpo without reward_funcs: nothing says which answers are better. Name some", "method"
+                "method=grpo without reward_funcs: GRPO learns from rewards alone. Set reward_funcs", "method"
             )
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
             yield Contradiction(
@@ -160,14 +160,14 @@ class GrpoConfig(RolloutConfig):
             )
         if self.global_batch_size is not None and self.global_batch_size % self.num_generations:
             yield Contradiction(
-                f"global_batch_size={self.global_batch_size} completions a step are no multiple of "
-                f"num_generations={self.num_generations}, so that a group would be cut",
+                f"global_batch_size={self.global_batch_size} completions per step are not a multiple of "
+                f"num_generations={self.num_generations}, so a group would be split between steps",
                 "global_batch_size",
                 "num_generations",
             )
 
     def _check_divergence(self) -> Iterator[Contradiction]:
-        """Yield why the model without its adapter does not exist, or is not the one that training began with."""
+        """Yield why `beta` has no reference: no model without its adapter, or one that training did not begin with."""
         if not self.beta:
             return
         if self.tuning == "full":
@@ -189,7 +189,7 @@ class GrpoConfig(RolloutConfig):
         if self.init_adapter:
             yield Contradiction(
                 f"beta={self.beta} with init_adapter: the divergence is measured from the model without any adapter, "
-                "so it would pull back to what the model was before that adapter was trained. Merge it first "
+                "so it would pull the model back to its state before that adapter was trained. Merge it first "
                 "(`surefoot export RUN FOLDER --merge`) and start from the result, or set beta: 0",
                 "beta",
                 "init_adapter",
@@ -205,9 +205,9 @@ class GrpoConfig(RolloutConfig):
             )
         if self.loss_type == "cispo" and self.epsilon_high is not None and self.epsilon_high < 1:
             yield Contradiction(
-                f"epsilon_high={self.epsilon_high} with loss_type=cispo, whose largest ratio it is: every token would "
-                f"be clipped, and the loss be {self.epsilon_high} of itself. Set 5, or 1 and what other losses would "
-                "have",
+                f"epsilon_high={self.epsilon_high} with loss_type=cispo, for which it is the largest ratio itself: "
+                f"every token would be clipped, and the loss scaled by {self.epsilon_high}. Set 5, or 1 plus the value "
+                "for other losses",
                 "epsilon_high",
                 "loss_type",
             )
@@ -220,15 +220,15 @@ class GrpoConfig(RolloutConfig):
         """Yield conflicts between how completions are generated and how the loss corrects for it."""
         if self.routing_replay == "first" and self.num_iterations == 1:
             yield Contradiction(
-                "routing_replay=first with num_iterations=1: there is one forward on each completion, and none to "
-                "repeat it. Set routing_replay: rollout, or none",
+                "routing_replay=first with num_iterations=1: each completion has a single forward, so nothing can be "
+                "replayed. Set routing_replay: rollout, or none",
                 "routing_replay",
                 "num_iterations",
             )
         if self.rollout_engine == "vllm" and 0 < self.max_staleness < self.num_iterations:
             yield Contradiction(
                 f"max_staleness={self.max_staleness} with num_iterations={self.num_iterations}: completions that are "
-                f"made while others are trained on lag by {self.num_iterations} steps. Set it to 0, or to "
+                f"generated during training lag by {self.num_iterations} steps. Set max_staleness: 0, or "
                 f"{self.num_iterations}",
                 "max_staleness",
                 "num_iterations",
@@ -243,21 +243,23 @@ class GrpoConfig(RolloutConfig):
             )
         if self.importance_floor and not corrects:
             yield Contradiction(
-                f"importance_floor={self.importance_floor} with importance_correction=none, which weighs nothing. "
-                "Drop it, or set importance_correction",
+                f"importance_floor={self.importance_floor} with importance_correction=none has no effect. Drop "
+                "importance_floor, or set importance_correction",
                 "importance_floor",
                 "importance_correction",
             )
         if is_vllm and self.device == "cpu" and self.routing_replay == "rollout":
             yield Contradiction(
-                "routing_replay with device=cpu: vLLM does not have it on the CPU. Drop it", "routing_replay", "device"
+                "routing_replay with device=cpu: vLLM does not support it on the CPU. Set routing_replay: none",
+                "routing_replay",
+                "device",
             )
         if is_vllm and corrects and not self.knows_rollout_logprobs:
             yield Contradiction(
                 f"rollout_engine=vllm with top_p or top_k at temperature={self.temperature:g}: the server's logprobs "
-                "are then those of the tokens left after cutting, which "
-                f"importance_correction={self.importance_correction} cannot compare with training's. Set temperature: "
-                "1.0, importance_correction: none or rollout_engine: local, or drop top_p and top_k",
+                "are then normalised over the tokens that these leave, so "
+                f"importance_correction={self.importance_correction} cannot compare them with training's. Set "
+                "temperature: 1.0, importance_correction: none or rollout_engine: local, or drop top_p and top_k",
                 "top_p",
                 "top_k",
                 "temperature",

@@ -1,4 +1,4 @@
-"""Setup of a GRPO run's parts besides model and loss: reward workers, an engine, and the source that joins them."""
+"""Setup of a GRPO run's engine, with the server if there is one, and of the batch source that uses it."""
 
 import json
 import re
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +18,25 @@ from surefoot.config import LoadedConfig
 from surefoot.data.image_processor import PixelReader
 from surefoot.data.images import ImageSettings, find_image
 from surefoot.data.render import answer_ends
-from surefoot.data.sampler import Position
 from surefoot.distributed.artifact import write_artifact
 from surefoot.distributed.process_group import World
-from surefoot.errors import ConfigError, StoppedOnFinding
+from surefoot.errors import StoppedOnFinding
 from surefoot.events import Event, Heartbeat, Notice
 from surefoot.methods.base import MethodContext, TrainContext
-from surefoot.methods.grpo.builtin_rewards import BUILT_IN, columns_problem
-from surefoot.methods.grpo.engines.local import LocalEngine
+from surefoot.methods.grpo.engines.local import LocalEngine, RolloutLimits
 from surefoot.methods.grpo.engines.server import Server, ServerFailed, start_server
-from surefoot.methods.grpo.engines.vllm import VllmEngine, tolerance_of
-from surefoot.methods.grpo.engines.vllm_protocol import RoutingLayers
+from surefoot.methods.grpo.engines.vllm import VllmEngine
+from surefoot.methods.grpo.engines.vllm_client import CompletionClient
+from surefoot.methods.grpo.engines.vllm_probe import PolicyProbe, tolerance_of
+from surefoot.methods.grpo.engines.vllm_protocol import RoutingLayers, ServedModel
 from surefoot.methods.grpo.engines.vllm_sync import AdapterSync, FullSync, Sync
 from surefoot.methods.grpo.loss import GrpoObjective
-from surefoot.methods.grpo.reward_checks import EngineDrift
+from surefoot.methods.grpo.reward_checks import EngineDriftDetector
 from surefoot.methods.grpo.rewards import Rewards
 from surefoot.methods.grpo.rollout_source import RolloutSource
 from surefoot.methods.grpo.settings import GrpoConfig, grpo_settings
 from surefoot.methods.grpo.types import Engine, Request, Sampling
-from surefoot.methods.training_data import HEARTBEAT_EVERY_S, RunData
-from surefoot.models.build import meta_model
+from surefoot.methods.training_data import HEARTBEAT_EVERY_S
 from surefoot.models.experts import experts_of, is_fused_experts
 from surefoot.models.generate import end_tokens
 from surefoot.models.lora import lora_settings, perturbed_lora
@@ -47,51 +45,17 @@ from surefoot.models.routing import router_names
 from surefoot.models.vision import image_tokens
 from surefoot.system import loopback
 
-ENGINE = "engine"
+ENGINE_FOLDER = "engine"
 """Subfolder of the run folder for the server's log and the weights that are sent to it."""
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that --max-lora-rank accepts."""
 PROBE_TEXT = "One, two, three, four, five"
-LEAST_CONTEXT = 128
+MIN_CONTEXT_TOKENS = 128
 """Smallest context length of a server, in tokens: the probe may need it."""
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-OF_LAUNCHERS_BEGIN = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
 """Variables of the training ranks, with which a server would take itself for one of them."""
-
-
-def start_rewards(loaded: LoadedConfig) -> Rewards:
-    """Start the reward functions of a run on this rank. Raises: ConfigError if one cannot be loaded."""
-    config = grpo_settings(loaded.run)
-    return Rewards(
-        config.rewards,
-        num_workers=config.reward_num_proc,
-        timeout_s=config.reward_timeout_s,
-        where=loaded.where("reward_funcs"),
-    )
-
-
-def check_answers(loaded: LoadedConfig, data: RunData, position: Position) -> None:
-    """Raise ConfigError if rows at a position, or held-out rows, lack the answer that a built-in compares with."""
-    rows = [("the rows", data.first_columns(position)), ("the held-out rows", data.held_out_columns())]
-    for item, (which, columns) in product(grpo_settings(loaded.run).rewards, rows):
-        can_check = columns and item.func in BUILT_IN
-        problem = columns_problem(item.func, item.args, columns, which) if can_check else None
-        if problem is not None:
-            raise ConfigError(
-                f"{item.func}: {problem}. Name the one with the answer: reward_funcs: [{{func: {item.func}, args: "
-                f"{{answer_column: NAME}}}}] ({loaded.where('reward_funcs')})."
-            )
-
-
-def check_routing_replay(loaded: LoadedConfig, base: Path) -> None:
-    """Raise ConfigError if the routing of a model without routers is to be replayed. Reads no weights."""
-    replay = grpo_settings(loaded.run).routing_replay
-    if replay != "none" and not router_names(meta_model(base)):
-        raise ConfigError(
-            f"routing_replay={replay}, but {loaded.run.model} has no routers that say what they "
-            f"chose. Set routing_replay: none ({loaded.where('routing_replay')})."
-        )
 
 
 def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, ranks: World) -> Server:
@@ -100,7 +64,7 @@ def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, 
     `images`: the model's image settings. Collective. Raises: ConfigError on all ranks if it cannot be started.
     """
     config = grpo_settings(loaded.run)
-    log = config.run_folder / ENGINE / "vllm.log"
+    log = config.run_folder / ENGINE_FOLDER / "vllm.log"
     servers: list[Server] = []
 
     def open_on_rank0() -> str:
@@ -116,7 +80,7 @@ def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, 
     return servers[0] if servers else Server(address, log=log if config.vllm_server is None else None)
 
 
-def settle_server(config: GrpoConfig, server: Server, ranks: World, emit: Callable[[Event], None]) -> None:
+def reserve_server_memory(config: GrpoConfig, server: Server, ranks: World, emit: Callable[[Event], None]) -> None:
     """Let a server that shares GPUs with training take its memory first, and free it again if `vllm_sleep` is set.
 
     vLLM measures free GPU memory while it starts, so memory that other processes take or free meanwhile counts as its
@@ -145,14 +109,12 @@ def drift_check(config: GrpoConfig) -> Callable[[int, Mapping[str, float]], None
     if config.rollout_engine != "vllm":
         return lambda _step, _metrics: None
     # Twice the probe's tolerance: training makes some tokens of a step less likely than those of the probe.
-    drift = EngineDrift(2 * tolerance_of(getattr(torch, config.dtype)))
+    drift = EngineDriftDetector(2 * tolerance_of(getattr(torch, config.dtype)))
 
     def check_drift(step: int, metrics: Mapping[str, float]) -> None:
         finding = drift.add(step, metrics)
         if finding is not None:
-            stopped = StoppedOnFinding(finding)
-            stopped.is_agreed = True
-            raise stopped
+            raise StoppedOnFinding(finding, is_agreed=True)
 
     return check_drift
 
@@ -162,7 +124,7 @@ def _build_options(config: GrpoConfig, images: ImageSettings | None) -> list[str
     is_raw = config.cuts_sampling and config.temperature == 1.0
     options: dict[str, Any] = {
         "--dtype": config.dtype,
-        "--max-model-len": max(config.max_row_tokens + config.max_completion_length, LEAST_CONTEXT),
+        "--max-model-len": max(config.max_row_tokens + config.max_completion_length, MIN_CONTEXT_TOKENS),
         # Logprobs are those before temperature and cut, or after both. With either alone, one mode matches training.
         "--logprobs-mode": "raw_logprobs" if is_raw else "processed_logprobs",
         "--generation-config": "vllm",  # ignore the model's own top_p, top_k and penalties
@@ -173,7 +135,9 @@ def _build_options(config: GrpoConfig, images: ImageSettings | None) -> list[str
         flags = ["--enforce-eager", "--block-size", "32"]  # the smallest: completions of a group share whole blocks
     if config.tuning == "lora":
         flags.append("--enable-lora")
-        options["--max-lora-rank"] = next((rank for rank in VLLM_RANKS if rank >= config.lora_rank), config.lora_rank)
+        options["--max-lora-rank"] = next(
+            (rank for rank in VLLM_LORA_RANKS if rank >= config.lora_rank), config.lora_rank
+        )
         options["--max-loras"] = 2  # the newest adapter is loaded before the previous one is unloaded
     if config.vllm_sleep:
         flags.append("--enable-sleep-mode")
@@ -197,7 +161,9 @@ def _build_environment(config: GrpoConfig) -> dict[str, str]:
     if config.vllm_devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = config.vllm_devices
     if config.vllm_sleep:  # memory that grows in segments cannot be freed
-        variables |= {name: _drop_expandable_segments(variables[name]) for name in ALLOCATOR if name in variables}
+        variables |= {
+            name: _drop_expandable_segments(variables[name]) for name in ALLOCATOR_VARIABLES if name in variables
+        }
     if config.tuning == "full" or config.vllm_sleep:  # new weights, sleep and wake are endpoints of this mode
         variables["VLLM_SERVER_DEV_MODE"] = "1"
     if config.routing_replay == "rollout":  # the model runner that reports the experts of tokens
@@ -213,14 +179,14 @@ def _drop_expandable_segments(options: str) -> str:
 
 
 def _is_launcher_variable(name: str) -> bool:
-    return name in OF_LAUNCHERS or name.startswith(OF_LAUNCHERS_BEGIN)
+    return name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES)
 
 
-def rollout_source(
+def build_rollout_source(
     config: GrpoConfig, context: MethodContext, learner: TrainContext, rewards: Rewards, server: Server | None
 ) -> RolloutSource:
     """Return the batch source. Collective. Raises: StoppedOnFinding (SF801) if a server does not get ready."""
-    data, tokenizer, emit = context.data, context.tokenizer, context.emit
+    tokenizer = context.tokenizer
     text = learner.model.config.get_text_config()
     ends = end_tokens(learner.model, tokenizer) | answer_ends(tokenizer, config.template_variables)
     sampling = Sampling(
@@ -239,16 +205,18 @@ def rollout_source(
             learner.model,
             tokenizer,
             ranks=learner.ranks,
-            in_step=config.zero_stage == 3 or config.expert_parallel_size != 1,
-            batch_size=config.rollout_batch_size,
+            in_lockstep=config.zero_stage == 3 or config.expert_parallel_size != 1,
             forward_context=learner.rollout_context,
-            reader=data.reader,
+            reader=context.data.reader,
             routing=learner.objective.routing if config.routing_replay == "rollout" else None,
-            timeout_s=config.rollout_timeout_s,
-            is_told_to_stop=_add_heartbeats(context.is_told_to_stop, emit),
+            limits=RolloutLimits(
+                config.rollout_batch_size,
+                config.rollout_timeout_s,
+                _add_heartbeats(context.stop_requested, context.emit),
+            ),
         )
     else:
-        engine = _build_vllm_engine(config, learner, tokenizer, server, sampling, data.reader, context.base, emit)
+        engine = _build_vllm_engine(config, context, learner, server, sampling)
     return RolloutSource(
         config,
         context,
@@ -261,7 +229,7 @@ def rollout_source(
     )
 
 
-def _add_heartbeats(is_told_to_stop: Callable[[], bool], emit: Callable[[Event], None]) -> Callable[[], bool]:
+def _add_heartbeats(stop_requested: Callable[[], bool], emit: Callable[[Event], None]) -> Callable[[], bool]:
     """Return the check, which runs at each token, with heartbeats: the supervisor must not see a stall."""
     last_heartbeat_s = time.monotonic()
 
@@ -270,45 +238,40 @@ def _add_heartbeats(is_told_to_stop: Callable[[], bool], emit: Callable[[Event],
         if time.monotonic() - last_heartbeat_s > HEARTBEAT_EVERY_S:
             last_heartbeat_s = time.monotonic()
             emit(Heartbeat())
-        return is_told_to_stop()
+        return stop_requested()
 
     return check
 
 
 def _build_vllm_engine(
-    config: GrpoConfig,
-    learner: TrainContext,
-    tokenizer: PreTrainedTokenizerBase,
-    server: Server,
-    sampling: Sampling,
-    reader: PixelReader | None,
-    base: Path,
-    emit: Callable[[Event], None],
+    config: GrpoConfig, context: MethodContext, learner: TrainContext, server: Server, sampling: Sampling
 ) -> VllmEngine:
-    ranks, objective = learner.ranks, learner.objective
+    ranks, objective, reader = learner.ranks, learner.objective, context.data.reader
     assert isinstance(objective, GrpoObjective)
-    ranks.broadcast_from_rank0(lambda: _wait_for_server(server, config, emit))
+    ranks.broadcast_from_rank0(lambda: _wait_for_server(server, config, context.emit))
 
     def score(request: Request, ids: list[int]) -> list[float]:
         with learner.forward_context():
             return objective.score(request, ids, learner.device, reader)
 
-    return VllmEngine(
-        server,
-        _build_sync(config, learner, tokenizer, server, base),
-        score,
-        timeout_s=config.rollout_timeout_s,
-        probe=ranks.run_or_raise_on_all(lambda: _build_probe(learner.model, tokenizer, reader)),
-        sampling=sampling if config.knows_rollout_logprobs else replace(sampling, top_p=1.0, top_k=0),
+    model = ServedModel(
         vocab_size=int(learner.model.config.get_text_config().vocab_size),
-        dtype=getattr(torch, config.dtype),  # the server's type; full fine-tuning keeps its own weights in float32
-        has_seeds=config.device != "cpu",
-        sleeps=config.vllm_sleep,
+        image_token=reader.settings.token_id if reader is not None else None,
         routing=_find_routing_layers(learner) if config.routing_replay == "rollout" else None,
-        reader=reader,
-        ranks=ranks,
-        noisy=partial(perturbed_lora, learner.model) if config.tuning == "lora" else None,
+        has_seeds=config.device != "cpu",
     )
+    client = CompletionClient(server, model, timeout_s=config.rollout_timeout_s, reader=reader)
+    probe = PolicyProbe(
+        client,
+        score,
+        ranks.run_or_raise_on_all(lambda: _build_probe_prompt(learner.model, context.tokenizer, reader)),
+        sampling if config.knows_rollout_logprobs else replace(sampling, top_p=1.0, top_k=0),
+        dtype=getattr(torch, config.dtype),  # the server's type; full fine-tuning keeps its own weights in float32
+        add_noise=partial(perturbed_lora, learner.model) if config.tuning == "lora" else None,
+        ranks=ranks,
+    )
+    sync = _build_sync(config, context, learner, server)
+    return VllmEngine(client, sync, probe, sleeps=config.vllm_sleep, ranks=ranks)
 
 
 def _find_routing_layers(learner: TrainContext) -> RoutingLayers:
@@ -318,23 +281,23 @@ def _find_routing_layers(learner: TrainContext) -> RoutingLayers:
     return RoutingLayers(tuple(numbers), int(text.num_hidden_layers), experts)
 
 
-def _build_sync(
-    config: GrpoConfig, learner: TrainContext, tokenizer: PreTrainedTokenizerBase, server: Server, base: Path
-) -> Sync:
+def _build_sync(config: GrpoConfig, context: MethodContext, learner: TrainContext, server: Server) -> Sync:
     """Return the sync of adapters, or of the full model."""
-    settings, ranks, folder = lora_settings(config), learner.ranks, config.run_folder / ENGINE
+    settings, ranks, folder = lora_settings(config), learner.ranks, config.run_folder / ENGINE_FOLDER
     if settings is not None:
         return AdapterSync(server, learner.model, settings, folder / "adapters", ranks)
 
     def write(target: Path) -> None:
         # The server's compute type: a smaller type of the base model would round away what training has learned.
         dtype = getattr(torch, config.dtype)
-        write_artifact(target, learner.model, tokenizer, None, base, config.model, ranks, dtype)
+        write_artifact(target, learner.model, context.tokenizer, None, context.base, config.model, ranks, dtype)
 
     return FullSync(server, write, folder / "weights", config.rollout_timeout_s, ranks)
 
 
-def _build_probe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reader: PixelReader | None) -> Request:
+def _build_probe_prompt(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reader: PixelReader | None
+) -> Request:
     """Return a prompt that trainer and server can read, with an image for a model with vision. Raises: StorageError."""
     text_ids: list[int] = tokenizer(PROBE_TEXT)["input_ids"]
     if reader is None:

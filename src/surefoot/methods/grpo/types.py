@@ -76,7 +76,9 @@ class Completion:
 
 
 Wait = Callable[[float], list[Completion] | None]
-"""Seconds -> the requested completions, or None on all ranks if some are not finished by then. Collective."""
+"""Seconds -> the requested completions, or None on all ranks if some are not finished by then. Collective.
+
+An engine that generates during training returns them again in later calls."""
 
 
 class Engine(Protocol):
@@ -96,7 +98,7 @@ class Engine(Protocol):
         Raises: StoppedOnFinding (SF801, SF805) on all ranks if the engine does not get them.
         """
 
-    def ask(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> Wait:
+    def submit(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> Wait:
         """Request a completion of the published policy for each request, in order. Collective, also without a request.
 
         Waiting for them raises: StoppedOnFinding (SF801, SF806) on all ranks if one is late, missing, or not as
@@ -107,11 +109,11 @@ class Engine(Protocol):
         """Release the engine at the end of the run, whether it succeeded or not."""
 
 
-def run_interruptible(ranks: World, work: Callable[[], T], is_told_to_stop: Callable[[], bool] = lambda: False) -> T:
+def run_interruptible(ranks: World, work: Callable[[], T], stop_requested: Callable[[], bool] = lambda: False) -> T:
     """Return the value of `work`. Collective: one sum. Raises: Interrupted on all ranks if one got a stop signal."""
     values: list[T] = []
     with suppress(Interrupted):
         values.append(work())
-    if ranks.sum([not values or is_told_to_stop()])[0]:
+    if ranks.sum([not values or stop_requested()])[0]:
         raise Interrupted
     return values[0]

@@ -134,18 +134,18 @@ class SftObjective(Objective):
 
     @torch.no_grad()
     def evaluate(
-        self, batches: Iterable[MicroBatch], is_told_to_stop: Callable[[], bool] = lambda: False
+        self, batches: Iterable[MicroBatch], stop_requested: Callable[[], bool] = lambda: False
     ) -> tuple[float, int]:
         """Return (mean negative log-likelihood, trained tokens) over held-out batches, with dropout off. Collective.
 
-        `is_told_to_stop`: whether this rank received a stop signal; called before each batch.
+        `stop_requested`: whether this rank received a stop signal; called before each batch.
         Raises: Interrupted on all ranks.
         """
         total, trained, weight = 0.0, 0.0, 0.0
         self.model.eval()
         try:
             for batch in batches:
-                if self._ranks.sum([is_told_to_stop()])[0]:
+                if self._ranks.sum([stop_requested()])[0]:
                     raise Interrupted
                 loss = self._token_loss(batch).item()
                 total += 0.0 if batch.is_dummy else loss
@@ -192,5 +192,5 @@ class Sft(Method):
         assert isinstance(learner.objective, SftObjective)
         with learner.forward_context():
             held_out = (batch.to(learner.device) for batch in self.context.data.eval_batches())
-            loss, trained = learner.objective.evaluate(held_out, self.context.is_told_to_stop)
+            loss, trained = learner.objective.evaluate(held_out, self.context.stop_requested)
         return {"eval_loss": loss, "eval_trained_tokens": trained}

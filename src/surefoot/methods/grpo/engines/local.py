@@ -8,11 +8,13 @@ group is read once. (On two CPU cores it takes half the time of continuous batch
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -29,7 +31,7 @@ from surefoot.errors import StoppedOnFinding
 from surefoot.events import Phase
 from surefoot.findings import Finding
 from surefoot.methods.base import Interrupted
-from surefoot.methods.grpo.routed_experts import Experts, as_text
+from surefoot.methods.grpo.routed_experts import Experts, encode_experts
 from surefoot.methods.grpo.types import Completion, Request, Sampling, Wait
 from surefoot.models.generate import generating
 from surefoot.models.routing import LayerRouting, RoutingRecorder
@@ -43,10 +45,22 @@ STOP_TAIL = 32
 """Number of tokens at the end of a completion that are searched for a stop text; more if a stop text is longer."""
 
 
+@dataclass(frozen=True)
+class RolloutLimits:
+    """Limits of a rollout on a rank."""
+
+    batch_size: int | None = None
+    """Largest number of completions that are generated at a time."""
+    timeout_s: float = inf
+    stop_requested: Callable[[], bool] = field(default=lambda: False)
+    """Called at each token; if true, `Interrupted` is raised on all ranks."""
+
+
 class LocalEngine:
     """`Engine` on the trained model itself."""
 
     phase: Phase = "rollout"
+    bytes_sent = 0
 
     def __init__(
         self,
@@ -54,42 +68,32 @@ class LocalEngine:
         tokenizer: PreTrainedTokenizerBase,
         *,
         ranks: World = SINGLE_PROCESS,
-        in_step: bool = False,
-        batch_size: int | None = None,
+        in_lockstep: bool = False,
         forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
         reader: PixelReader | None = None,
         routing: RoutingRecorder | None = None,
-        timeout_s: float = inf,
-        is_told_to_stop: Callable[[], bool] = lambda: False,
+        limits: RolloutLimits = RolloutLimits(),
     ) -> None:
         """Create the engine.
 
-        `in_step`: each forward of a rank needs the others (ZeRO 3, expert parallelism), so all take as many.
-        `batch_size`: largest number of completions that are generated at a time. `reader`: opens images; None for a
-        model without vision. `routing`: set if completions must record the experts of their tokens. `timeout_s`: for a
-        whole rollout. `is_told_to_stop`: called at each token; if true, `Interrupted` is raised on all ranks.
+        `in_lockstep`: each forward of a rank needs the others (ZeRO 3, expert parallelism), so all take as many.
+        `reader`: opens images; None for a model without vision. `routing`: set if completions must record the experts
+        of their tokens.
         """
-        self._timeout_s = timeout_s
-        self._is_told_to_stop = is_told_to_stop
         self._model = model
         self._tokenizer = tokenizer
         self._ranks = ranks
-        self._in_step = ranks if in_step else SINGLE_PROCESS
-        self._batch_size = batch_size
+        self._lockstep_ranks = ranks if in_lockstep else SINGLE_PROCESS
+        self._limits = limits
         self._forward_context = forward_context
         self._reader = reader
         self._routing = routing
         self._run_vision_prompts = as_fsdp_forward(model, self._predict_with_images)
 
-    @property
-    def bytes_sent(self) -> int:
-        """0: nothing is sent."""
-        return 0
-
     def publish(self, policy_version: int) -> None:
         """Do nothing: the weights are the model's own."""
 
-    def ask(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> Wait:
+    def submit(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> Wait:
         """See `Engine`. Completions are generated in the wait for them."""
         return lambda _seconds: self.generate(requests, sampling, policy_version)
 
@@ -98,43 +102,39 @@ class LocalEngine:
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> list[Completion]:
-        """Return a completion for each request, in order.
-
-        Collective, also without a request: a forward may gather weights.
+        """Return a completion for each request, in order. Collective, also without a request.
 
         Raises: StoppedOnFinding (SF801), Interrupted; on all ranks.
         """
-        deadline_s = time.monotonic() + self._timeout_s
-        each = self._batch_size or max(len(requests), 1)
+        deadline_s = time.monotonic() + self._limits.timeout_s
+        each = self._limits.batch_size or max(len(requests), 1)
         waves = [requests[begin : begin + each] for begin in range(0, len(requests), each)]
         most = max(self._ranks.gather(len(waves)))
         waves += [[] for _ in range(max(most, 1) - len(waves))]
         completions: list[Completion] = []
-        was_late = False
         with generating(self._model), self._forward_context():
             try:
                 for number, wave in enumerate(waves):
                     if self._reader is not None:  # prompts are read together, so ranks stop together: between waves
                         if self._ranks.sum([self._is_over(deadline_s)])[0]:
                             break
-                    elif number and self._in_step is SINGLE_PROCESS and self._is_over(deadline_s):
+                    elif number and self._lockstep_ranks is SINGLE_PROCESS and self._is_over(deadline_s):
                         break  # no other rank waits for its forwards; the first may have gathered weights with them
                     wave_completions = self._generate_wave(wave, sampling, policy_version, deadline_s)
                     completions += wave_completions or []
-                    if wave_completions is None and self._in_step is not SINGLE_PROCESS:
-                        break  # all ranks in step have stopped
+                    if wave_completions is None and self._lockstep_ranks is not SINGLE_PROCESS:
+                        break  # all ranks in lockstep have stopped
             finally:
                 was_late = time.monotonic() > deadline_s
                 reshard(self._model)
-        num_interrupted, missing = self._ranks.sum([self._is_told_to_stop(), len(requests) - len(completions)])
+        num_interrupted, missing = self._ranks.sum([self._limits.stop_requested(), len(requests) - len(completions)])
         if num_interrupted:
             raise Interrupted
         if missing:
             places = list(dict.fromkeys(request.place for request in requests[len(completions) :] if request.place))
             rank_states = self._ranks.gather([was_late, places])
-            stopped = StoppedOnFinding(_timeout_finding(rank_states, round(missing), self._timeout_s))
-            stopped.is_agreed = True
-            raise stopped
+            finding = _timeout_finding(rank_states, round(missing), self._limits.timeout_s)
+            raise StoppedOnFinding(finding, is_agreed=True)
         return completions
 
     def _predict(self, **inputs: Any) -> Tensor:
@@ -194,26 +194,27 @@ class LocalEngine:
     def _generate_wave(
         self, requests: Sequence[Request], sampling: Sampling, policy_version: int, deadline_s: float
     ) -> list[Completion] | None:
-        """Return completions of some requests; None if this rank, or one in step with it, must stop or is late."""
-        rows = _Rows(requests or [Request([0], (0,))], sampling, self._tokenizer, is_real=bool(requests))
-        prompts = list({(tuple(request.prompt), request.images): request for request in rows.requests}.values())
+        """Return completions of some requests; None if this rank, or one in lockstep with it, must stop or is late."""
+        is_dummy = not requests  # other ranks may need the forwards of this one
+        requests = requests or [Request([0], (0,))]
+        rows = _Rows(requests, sampling, self._tokenizer, is_dummy=is_dummy)
+        keys = [(tuple(request.prompt), request.images) for request in requests]
+        prompts = dict(zip(keys, requests, strict=True))
         device = self._model.device
         cache = DynamicCache(config=self._model.config)
         with self._record_routing() as layers:
-            logits, mask, positions = self._read_prompts(prompts, cache)
-        numbers = {(tuple(request.prompt), request.images): number for number, request in enumerate(prompts)}
-        prompt_of_row = torch.tensor(
-            [numbers[tuple(request.prompt), request.images] for request in rows.requests], device=device
-        )
+            logits, mask, positions = self._read_prompts(list(prompts.values()), cache)
+        numbers = {key: number for number, key in enumerate(prompts)}
+        prompt_of_row = torch.tensor([numbers[key] for key in keys], device=device)
         if layers:
             experts = _stack_experts(layers).unflatten(0, mask.shape).numpy()
             rows.append_prompt_experts([experts[number] for number in prompt_of_row.tolist()])
         logits, mask, positions = _select_rows((logits, mask, positions), cache, prompt_of_row)
         while True:
             tokens = rows.draw(logits)
-            num_running, stops = self._in_step.sum([rows.num_running, self._is_over(deadline_s)])
+            num_running, stops = self._lockstep_ranks.sum([rows.num_running, self._is_over(deadline_s)])
             if not num_running:
-                return rows.completions(policy_version)
+                return [] if is_dummy else rows.completions(policy_version)
             if stops:
                 return None
             remaining = rows.drop_complete()
@@ -233,7 +234,7 @@ class LocalEngine:
                 rows.append_experts(_stack_experts(layers).numpy())
 
     def _is_over(self, deadline_s: float) -> bool:
-        return self._is_told_to_stop() or time.monotonic() > deadline_s
+        return self._limits.stop_requested() or time.monotonic() > deadline_s
 
     def _record_routing(self) -> AbstractContextManager[list[LayerRouting]]:
         return nullcontext([]) if self._routing is None else self._routing.recording()
@@ -267,37 +268,46 @@ def _select_rows(state: tuple[Tensor, ...], cache: Any, index: Tensor) -> tuple[
     return tuple(tensor[index] for tensor in state)
 
 
+@dataclass
+class _Row:
+    """A completion while it is generated."""
+
+    request: Request
+    uniform: NDArray[np.float64]
+    """A random number in [0, 1) for the draw of each token."""
+    has_stopped: bool
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    experts: list[Experts] = field(default_factory=list)
+
+
 class _Rows:
-    """The completions of one wave while they are generated. `_in_batch` has the numbers of the rows in the batch."""
+    """The completions of one wave while they are generated."""
 
     def __init__(
-        self, requests: Sequence[Request], sampling: Sampling, tokenizer: PreTrainedTokenizerBase, *, is_real: bool
+        self, requests: Sequence[Request], sampling: Sampling, tokenizer: PreTrainedTokenizerBase, *, is_dummy: bool
     ) -> None:
-        self.requests = list(requests)
         self._sampling = sampling
         self._stop_tail = max([STOP_TAIL, *(len(stop.encode()) for stop in sampling.stops)])
         self._tokenizer = tokenizer
-        self._is_real = is_real
-        self._in_batch = list(range(len(requests)))
-        self._ids: list[list[int]] = [[] for _ in requests]
-        self._logprobs: list[list[float]] = [[] for _ in requests]
-        self._experts: list[list[Experts]] = [[] for _ in requests]
-        self._has_stopped = [not is_real for _ in requests]
-        self._uniform = np.stack(
-            [np.random.default_rng(request.seed).random(sampling.max_tokens) for request in requests]
-        )
+        self._rows = [
+            _Row(request, np.random.default_rng(request.seed).random(sampling.max_tokens), has_stopped=is_dummy)
+            for request in requests
+        ]
+        self._in_batch = self._rows
+        """Rows of the batch: all at first, without complete ones later."""
         self._filters: list[Callable[[Any, Tensor], Tensor]] = []
         if sampling.top_k:
             self._filters.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
             self._filters.append(TopPLogitsWarper(sampling.top_p))
 
-    def _is_running(self, row: int) -> bool:
-        return not self._has_stopped[row] and len(self._ids[row]) < self._sampling.max_tokens
+    def _is_running(self, row: _Row) -> bool:
+        return not row.has_stopped and len(row.ids) < self._sampling.max_tokens
 
     @property
     def num_running(self) -> int:
-        return sum(map(self._is_running, range(len(self.requests))))
+        return sum(map(self._is_running, self._rows))
 
     def draw(self, logits: Tensor) -> Tensor:
         """Draw the next token of each row of the batch, by inverting the distribution at the row's next uniform number.
@@ -312,34 +322,35 @@ class _Rows:
             scores = apply_filter(None, scores)
         # In float64: the sum over a large vocabulary must resolve tokens of small probability.
         cumulative = torch.softmax(scores.double(), dim=-1).cumsum(-1)
-        draw_index = [min(len(self._ids[row]), self._sampling.max_tokens - 1) for row in self._in_batch]
-        uniform = torch.from_numpy(self._uniform[self._in_batch, draw_index]).to(cumulative.device)
+        last = self._sampling.max_tokens - 1
+        numbers = [row.uniform[min(len(row.ids), last)] for row in self._in_batch]
+        uniform = torch.tensor(numbers, dtype=torch.float64, device=cumulative.device)
         tokens = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True)
         tokens = tokens.clamp(max=logits.shape[-1] - 1)
         pairs = torch.cat([tokens.double(), logprobs.gather(1, tokens).double()], dim=1).tolist()
         for row, (token, logprob) in zip(self._in_batch, pairs, strict=True):
             if self._is_running(row):
-                self._ids[row].append(int(token))
-                self._logprobs[row].append(logprob)
-                self._has_stopped[row] = int(token) in self._sampling.ends or self._has_stop_text(row)
+                row.ids.append(int(token))
+                row.logprobs.append(logprob)
+                row.has_stopped = int(token) in self._sampling.ends or self._has_stop_text(row)
         return tokens[:, 0]
 
-    def _has_stop_text(self, row: int) -> bool:
+    def _has_stop_text(self, row: _Row) -> bool:
         if not self._sampling.stops:
             return False
-        text = self._tokenizer.decode(self._ids[row][-self._stop_tail :])
+        text = self._tokenizer.decode(row.ids[-self._stop_tail :])
         return any(stop in text for stop in self._sampling.stops)
 
     def append_prompt_experts(self, experts: Sequence[Experts]) -> None:
         """Record the experts of the prompts. Shapes: [width, layers, K] for each row, padded on the left like it."""
-        for row, request in enumerate(self.requests):
-            self._experts[row].append(experts[row][-len(request.prompt) :])
+        for row, row_experts in zip(self._rows, experts, strict=True):
+            row.experts.append(row_experts[-len(row.request.prompt) :])
 
     def append_experts(self, experts: Experts) -> None:
         """Record the experts of the newest token of each running row. Shapes: [R, layers, K]."""
         for row, row_experts in zip(self._in_batch, experts, strict=True):
             if self._is_running(row):
-                self._experts[row].append(row_experts[None])
+                row.experts.append(row_experts[None])
 
     def drop_complete(self) -> list[int] | None:
         """Drop complete rows; return the batch indices of the remaining ones, at least one, or None if all remain."""
@@ -350,17 +361,13 @@ class _Rows:
         return running
 
     def completions(self, policy_version: int) -> list[Completion]:
-        if not self._is_real:
-            return []
         return [
             Completion(
-                ids,
-                logprobs,
-                "stop" if has_stopped else "length",
+                row.ids,
+                row.logprobs,
+                "stop" if row.has_stopped else "length",
                 policy_version,
-                as_text(np.concatenate(experts)) if experts else None,
+                encode_experts(np.concatenate(row.experts)) if row.experts else None,
             )
-            for ids, logprobs, has_stopped, experts in zip(
-                self._ids, self._logprobs, self._has_stopped, self._experts, strict=True
-            )
+            for row in self._rows
         ]

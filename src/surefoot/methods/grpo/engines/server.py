@@ -19,7 +19,7 @@ from surefoot.system.process import describe_end, end_with_parent
 
 LOG_TAIL_BYTES = 3000
 POLL_S = 0.5
-WORD_EVERY_S = 15.0
+NOTICE_EVERY_S = 15.0
 """Seconds between two notices that the server is not ready yet."""
 END_S = 20.0
 """Seconds that a server has to end by itself before it is killed."""
@@ -83,21 +83,21 @@ class Server:
         return payload if isinstance(payload, dict) else {"text": text}
 
     def wait_until_ready(self, timeout_s: float, notify: Callable[[str], None]) -> None:
-        """Wait for the server, and call `notify` with a line every `WORD_EVERY_S` seconds.
+        """Wait for the server, and call `notify` with a line every `NOTICE_EVERY_S` seconds.
 
         Raises: ServerFailed if the server ends, or is not ready in time.
         """
         began_s = time.monotonic()
-        deadline, next_notice_s = began_s + timeout_s, began_s + WORD_EVERY_S
+        deadline, next_notice_s = began_s + timeout_s, began_s + NOTICE_EVERY_S
         while time.monotonic() < deadline:
             if time.monotonic() > next_notice_s:
-                next_notice_s += WORD_EVERY_S
+                next_notice_s += NOTICE_EVERY_S
                 notify(f"waiting for the vLLM server at {self.address}, up to {timeout_s:.0f} s")
             with suppress(ServerFailed):  # refused until it listens; the request also waits a moment for its end
                 self._send_request("GET", "/health", None, HEALTH_TIMEOUT_S)
                 return
-            if self._process is not None and self._process.poll() is not None:
-                raise ServerFailed(f"the server {describe_end(self._process.returncode)} before it was ready")
+            if not self.is_running:
+                raise ServerFailed(f"the server {self._describe_process()} before it was ready")
             time.sleep(POLL_S)
         raise ServerFailed(f"the server at {self.address} was not ready in {timeout_s:.0f} s")
 
@@ -121,7 +121,7 @@ class Server:
             ) from error
         if state is not is_asleep:
             raise self.stopped(
-                "SF801", f"after POST {path} the server says is_sleeping: {state}. Set vllm_sleep: false", path=path
+                "SF801", f"after POST {path} the server reports is_sleeping: {state}. Set vllm_sleep: false", path=path
             )
 
     @property
@@ -131,16 +131,14 @@ class Server:
 
     def check_alive(self) -> None:
         """Raise StoppedOnFinding (SF801) if the server's process has ended."""
-        if self._process is not None and self._process.poll() is not None:
-            raise self.stopped("SF801", f"the server {describe_end(self._process.returncode)}")
+        if not self.is_running:
+            raise self.stopped("SF801", f"the server {self._describe_process()}")
 
     def evidence(self) -> dict[str, Any]:
         """Return the server's address, and the state of its process and the end of its log if this rank has them."""
         evidence: dict[str, Any] = {"address": self.address}
         if self._process is not None:
-            code = self._process.poll()
-            state = "is running" if code is None else describe_end(code)
-            evidence["server"] = f"process {self._process.pid} {state}"
+            evidence["server"] = f"process {self._process.pid} {self._describe_process()}"
         if self._log is not None and self._log.is_file():
             with open(self._log, "rb") as file:
                 file.seek(max(0, self._log.stat().st_size - LOG_TAIL_BYTES))
@@ -165,15 +163,16 @@ class Server:
         with suppress(ProcessLookupError):  # workers that outlived it
             os.killpg(self._process.pid, signal.SIGKILL)
 
+    def _describe_process(self) -> str:
+        code = self._process.poll() if self._process is not None else None
+        return "is running" if code is None else describe_end(code)
+
     def _describe_server_end(self) -> str:
         """Wait a moment, because a connection is reset just before its process ends; return how it ended, if it did."""
-        if self._process is None:
-            return ""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_NOTICE_S)
-        if self._process.returncode is None:
-            return ""
-        return f"; the server {describe_end(self._process.returncode)}"
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_NOTICE_S)
+        return "" if self.is_running else f"; the server {self._describe_process()}"
 
 
 def start_server(

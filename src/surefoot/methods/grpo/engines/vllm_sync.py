@@ -3,10 +3,11 @@
 import hashlib
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,29 +24,49 @@ SYNC_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 5.0
 
 
-class Sync(Protocol):
-    """Transfer of a policy's weights to a server."""
+class Sync(ABC):
+    """Transfer of a policy's weights to a server, in files that the server reads."""
 
-    bytes_sent: int
-    """Number of bytes of the last policy that the server reads."""
+    def __init__(self, server: Server, folder: Path, ranks: World) -> None:
+        """Create the sync. `folder`: where the files are written; the server must be able to read it."""
+        self._server = server
+        self._folder = folder
+        self._ranks = ranks
+        self.bytes_sent = 0
+        """Number of bytes of the last policy that the server reads."""
 
     def send(self, label: str) -> str:
         """Send the current weights under a label; return the name of the model to request. Collective.
 
         Raises: StoppedOnFinding (SF801, SF805) on all ranks.
         """
+        target = self._folder / label
+        self._write(target)
+        loaded: list[Any] = self._ranks.broadcast_from_rank0(lambda: [self._load(target), _count_bytes(target)])
+        name, self.bytes_sent = str(loaded[0]), int(loaded[1])
+        return name
 
-    def settle(self) -> None:
-        """Remove older policies, and the files the newest was sent with, once it works. Rank 0 calls it.
+    @abstractmethod
+    def _write(self, target: Path) -> None:
+        """Write the current weights into a new folder. Collective."""
+
+    @abstractmethod
+    def _load(self, target: Path) -> str:
+        """Let the server load a folder; return the name of its model. Rank 0 calls it."""
+
+    @abstractmethod
+    def remove_older(self) -> None:
+        """Remove older policies, and files that the server no longer needs, once the newest works. Rank 0 calls it.
 
         Raises: StoppedOnFinding (SF801).
         """
 
     def end(self) -> None:
         """Remove the run's policies, at its end, from a server that keeps running. Rank 0 calls it."""
+        self.remove_older()
 
 
-class AdapterSync:
+class AdapterSync(Sync):
     """`Sync` of LoRA: each policy is an adapter with its own name, which also keys the server's prefix cache."""
 
     def __init__(
@@ -56,30 +77,19 @@ class AdapterSync:
         folder: Path,
         ranks: World = SINGLE_PROCESS,
     ) -> None:
-        """Create the sync. `folder`: where adapters are written; the server must be able to read it."""
-        self._server = server
+        super().__init__(server, folder, ranks)
         self._model = model
         self._settings = settings
-        self._folder = folder
-        self._ranks = ranks
         self._start = secrets.token_hex(4)
         """Part of the names of this start's adapters: a server may have others of the same versions."""
         self._loaded: dict[str, Path] = {}
         """Adapters that the server has loaded, oldest first; filled on rank 0."""
-        self.bytes_sent = 0
+        self._digests: dict[str, str] = {}
+        """Digest of each tensor of the adapter that was written last."""
 
-    def send(self, label: str) -> str:
-        """See `Sync`. Only trained parameters are gathered, one at a time."""
-        target = self._folder / label
-        digests = self._write_adapter(target)
-        loaded: list[Any] = self._ranks.broadcast_from_rank0(lambda: list(self._load_adapter(target, digests)))
-        self.bytes_sent = int(loaded[1])
-        return str(loaded[0])
-
-    def settle(self) -> None:
-        """See `Sync`."""
-        *before, _ = self._loaded
-        for name in before:
+    def remove_older(self) -> None:
+        *older, _ = self._loaded
+        for name in older:
             try:
                 self._server.post("/v1/unload_lora_adapter", {"lora_name": name}, SYNC_TIMEOUT_S)
             except ServerFailed as error:
@@ -87,15 +97,15 @@ class AdapterSync:
             shutil.rmtree(self._loaded.pop(name), ignore_errors=True)
 
     def end(self) -> None:
-        """See `Sync`."""
         for name in self._loaded:
             with suppress(ServerFailed):  # the run may be over because the server has ended
                 self._server.post("/v1/unload_lora_adapter", {"lora_name": name}, END_TIMEOUT_S)
 
-    def _write_adapter(self, target: Path) -> dict[str, str]:
-        """Gather a tensor at a time and write it on rank 0; return the digest of each tensor. Collective."""
+    def _write(self, target: Path) -> None:
+        """Gather each trained parameter, one at a time, and write it on rank 0."""
         parameters = trainable_parameters(self._model)
-        digests: dict[str, str] = {}
+        digests = self._digests
+        digests.clear()
 
         def gather_tensors() -> Any:
             for name, parameter in parameters.items():
@@ -118,10 +128,10 @@ class AdapterSync:
                     pass
 
         self._ranks.run_or_raise_on_all(write, names_rank=False)
-        return digests
 
-    def _load_adapter(self, target: Path, digests: Mapping[str, str]) -> tuple[str, int]:
-        """Check that the file holds every tensor, and let the server load it. Return its name and size in bytes."""
+    def _load(self, target: Path) -> str:
+        """Check that the file holds every tensor, and let the server load it."""
+        digests = self._digests
         shapes = {name: parameter.shape for name, parameter in trainable_parameters(self._model).items()}
         try:
             tensors = read_adapter(target, shapes, self._settings)
@@ -132,7 +142,7 @@ class AdapterSync:
         if wrong:
             raise self._server.stopped(
                 "SF805",
-                f"{len(wrong)} of {len(digests)} tensors of the adapter {target.name} are not what was "
+                f"{len(wrong)} of {len(digests)} tensors of the adapter {target.name} differ from those that were "
                 f"trained, {wrong[0]} first",
                 tensors=len(digests),
                 wrong=", ".join(wrong[:8]),
@@ -144,10 +154,10 @@ class AdapterSync:
         except ServerFailed as error:
             raise self._server.stopped("SF801", f"the adapter {target.name} could not be loaded: {error}") from error
         self._loaded[name] = target
-        return name, _count_bytes(target)
+        return name
 
 
-class FullSync:
+class FullSync(Sync):
     """`Sync` of full fine-tuning: the model is written a layer at a time, and the server reloads its weights from it.
 
     It takes as long as writing and reading the model; `folder` may be a file system in memory.
@@ -162,32 +172,18 @@ class FullSync:
         ranks: World = SINGLE_PROCESS,
     ) -> None:
         """Create the sync. `write`: writes the current model into a new folder, a layer at a time. Collective."""
-        self._server = server
-        self._write = write
-        self._folder = folder
+        super().__init__(server, folder, ranks)
+        self._write_model = write
         self._timeout_s = timeout_s
-        self._ranks = ranks
-        self.bytes_sent = 0
 
-    def send(self, label: str) -> str:
-        """See `Sync`."""
-        target = self._folder / label
-        self._ranks.broadcast_from_rank0(lambda: shutil.rmtree(self._folder, ignore_errors=True))
-        self._write(target)
-        loaded: list[Any] = self._ranks.broadcast_from_rank0(lambda: list(self._reload_weights(target)))
-        self.bytes_sent = int(loaded[1])
-        return str(loaded[0])
-
-    def settle(self) -> None:
-        """See `Sync`."""
+    def remove_older(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def end(self) -> None:
-        """See `Sync`."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def _write(self, target: Path) -> None:
+        self._ranks.broadcast_from_rank0(self.remove_older)
+        self._write_model(target)
 
-    def _reload_weights(self, target: Path) -> tuple[str, int]:
-        """Let the server reload its weights; return the name of its model and the number of bytes it read."""
+    def _load(self, target: Path) -> str:
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
         try:
             self._server.post("/collective_rpc", reload, self._timeout_s)
@@ -196,7 +192,7 @@ class FullSync:
                 if self._server.post(cache, {}, SYNC_TIMEOUT_S).get("success") is False:
                     raise ServerFailed(f"POST {cache} was answered with success: false")
             models = self._server.get("/v1/models", SYNC_TIMEOUT_S)
-            return str(models["data"][0]["id"]), _count_bytes(target)
+            return str(models["data"][0]["id"])
         except (ServerFailed, LookupError, TypeError) as error:
             raise self._server.stopped(
                 "SF801",
