@@ -269,7 +269,7 @@ def _run_import(arguments: argparse.Namespace) -> int:
     converted = convert(parsed_run)
     if arguments.to is not None:
         if Path(arguments.to).exists():
-            raise ConfigError(f"--to {arguments.to}: there is such a file. Name another one.")
+            raise ConfigError(f"--to {arguments.to}: this file exists. Give another name.")
         converted = converted.moved(parsed_run.base, Path(arguments.to).resolve().parent)
         write_text(Path(arguments.to), converted.as_yaml())
     if arguments.json:

@@ -30,11 +30,11 @@ from surefoot.errors import CheckpointError, ConfigError, DataError, ModelError,
 from surefoot.events import CompletionsMade, StepEnded
 from surefoot.findings import Finding
 from surefoot.methods.token_loss import TokenLoss
+from surefoot.system.json_files import DamagedFile
+from surefoot.system.process import StopSignal
 from surefoot.training import async_checkpoint
 from surefoot.training.checkpoint import find_newest, list_checkpoints, verify
 from surefoot.training.export import export, load
-from surefoot.training.loop import StopSignal
-from surefoot.training.manifest import DamagedCheckpoint
 from surefoot.training.metrics import CompletionsFile
 from surefoot.training.run_summary import FindingLog
 from surefoot.training.sharded_tensors import ShardedTensors
@@ -261,7 +261,7 @@ def test_naming_a_damaged_checkpoint_is_refused(settings: dict[str, Any], tmp_pa
     run = surefoot.train(settings, screen=False).run_folder
     path = list_checkpoints(run)[-1]
     os.truncate(next((path / "optimizer").glob("*.safetensors")), 100)
-    with pytest.raises(DamagedCheckpoint, match=r"optimizer/.*\.safetensors"):
+    with pytest.raises(DamagedFile, match=r"optimizer/.*\.safetensors"):
         verify(path)
     with pytest.raises(CheckpointError, match=f"resume_from_checkpoint=.*{path.name} is damaged"):
         surefoot.train(settings, screen=False, output_dir=tmp_path / "new", resume_from_checkpoint=path)
@@ -663,16 +663,17 @@ def test_a_link_in_a_run_folder_is_not_written_through(settings: dict[str, Any],
     assert (tmp_path / "bashrc").read_text() == "mine"
 
 
-def test_a_linked_folder_of_checkpoints_is_used_and_an_overwriting_run_leaves_it_alone(
+def test_a_linked_folder_of_checkpoints_is_used_and_an_overwriting_run_is_refused(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     run = surefoot.train(settings, screen=False).run_folder
     shutil.move(run / "checkpoints", tmp_path / "other")
     (run / "checkpoints").symlink_to(tmp_path / "other")
     assert surefoot.train(settings, screen=False).status == "completed"
-    assert surefoot.train(settings, screen=False, overwrite_output_dir=True).status == "completed"
-    assert not (run / "checkpoints").is_symlink()
-    assert list((tmp_path / "other").iterdir())
+    with pytest.raises(ConfigError, match="checkpoints is a link to .*other, and overwrite_output_dir "):
+        surefoot.train(settings, screen=False, overwrite_output_dir=True)
+    assert list_checkpoints(run)
+    assert (run / "checkpoints").is_symlink(), "neither the checkpoints nor the link to them are lost"
 
 
 def test_an_old_checkpoint_that_is_a_link_is_pruned_and_what_it_leads_to_stays(tmp_path: Path) -> None:

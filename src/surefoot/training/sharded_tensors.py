@@ -140,7 +140,7 @@ class ShardedTensors:
             num_read += piece.numel()
         if num_read != block.local.numel():
             raise CheckpointError(
-                f"{self._folder}: of {name} {block.local.numel()} elements are needed and {num_read} are there."
+                f"{self._folder}: {name} needs {block.local.numel()} elements, and the files hold {num_read} of them."
             )
 
     def read(self, name: str) -> Tensor:

@@ -215,8 +215,8 @@ class Recorder:
             numbers = (event.loss, event.grad_norm, event.step_time_s, event.peak_memory_bytes)
             self._write("step", event.step, *numbers, self._garbage.since_last_s())
         elif isinstance(event, Evaluated):
-            reward = event.measured.get("eval_reward", nan)  # nan where no completion has one
-            self._write("evaluated", event.step, event.measured.get("eval_loss", reward))
+            reward = event.metrics.get("eval_reward", nan)  # nan where no completion has one
+            self._write("evaluated", event.step, event.metrics.get("eval_loss", reward))
         elif isinstance(event, CheckpointSaved):
             self._write("checkpoint", event.step, event.save_time_s)
         elif isinstance(event, Heartbeat):
