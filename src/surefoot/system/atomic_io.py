@@ -205,6 +205,15 @@ def storage_error(path: Path, error: OSError) -> StorageError:
     )
 
 
+@contextmanager
+def raise_storage_error(path: Path) -> Iterator[None]:
+    """Raise StorageError for `path` if the system refuses an operation of the block."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(path, error) from error
+
+
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file in hex. The file is read in chunks of 1 MiB."""
     digest = hashlib.sha256()

@@ -32,6 +32,7 @@ from surefoot.models.dtensor_blocks import LocalShard, block_of
 from surefoot.system.atomic_io import (
     delete,
     make_folder,
+    raise_storage_error,
     replace_folder,
     sha256_of,
     storage_error,
@@ -226,14 +227,12 @@ def _delete_checkpoint(checkpoint: Path) -> None:
 
 
 def _empty_folders(temporary: Path, target: Path) -> None:
-    try:
+    with raise_storage_error(target):
         make_folder(target.parent)
         if temporary.exists():
             shutil.rmtree(temporary)
         for part in (*PARTS, NOTES):
             (temporary / part).mkdir(parents=True)
-    except OSError as error:
-        raise storage_error(target, error) from error
 
 
 def _leave_note(path: Path, note: Mapping[str, Any]) -> None:
@@ -248,14 +247,13 @@ def _write_part(temporary: Path, target: Path, blocks: Blocks, ranks: World) -> 
     digests = {}
     for part in PARTS:
         path = temporary / part / f"rank-{ranks.rank:05d}.safetensors"
-        try:
-            write_pieces(path, blocks[part])
+        with raise_storage_error(target):
+            try:
+                write_pieces(path, blocks[part])
+            except SafetensorError as error:  # it wraps the system's error
+                raise OSError(errno.EIO, str(error)) from error
             sync(path)
             digests[str(path.relative_to(temporary))] = sha256_of(path)
-        except OSError as error:
-            raise storage_error(target, error) from error
-        except SafetensorError as error:  # it wraps the system's error
-            raise storage_error(target, OSError(errno.EIO, str(error))) from error
     return digests
 
 

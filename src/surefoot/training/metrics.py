@@ -5,8 +5,8 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO, TypeGuard
@@ -26,7 +26,7 @@ from surefoot.events import (
     RunStarted,
     StepEnded,
 )
-from surefoot.system.atomic_io import storage_error
+from surefoot.system.atomic_io import raise_storage_error
 from surefoot.system.console import write
 from surefoot.system.json_files import is_count, keep_lines
 from surefoot.training.run_summary import COMPLETIONS, EVAL_COMPLETIONS, METRICS
@@ -53,11 +53,11 @@ class MetricsFile:
     def observe(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             drop_lines_from(self._path, event.first_step, is_evaluation if event.evaluates_again else None)
-            with _raise_storage_errors(self._path):
+            with raise_storage_error(self._path):
                 self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed at the end of the run
         elif is_logged(event, self._every):
             assert self._file is not None
-            with _raise_storage_errors(self._path):
+            with raise_storage_error(self._path):
                 self._file.write(json.dumps(as_metrics(event)) + "\n")
                 self._file.flush()
         elif isinstance(event, RunEnded) and self._file is not None:
@@ -84,17 +84,8 @@ class CompletionsFile:
             path = self._of_evaluations if event.is_evaluation else self._path
             about = {"step": event.step, "policy_version": event.policy_version}
             # A lone surrogate, which JSON data may hold, is written as JSON would escape it.
-            with _raise_storage_errors(path), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+            with raise_storage_error(path), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.writelines(json.dumps({**about, **sample}, ensure_ascii=False) + "\n" for sample in event.samples)
-
-
-@contextmanager
-def _raise_storage_errors(path: Path) -> Iterator[None]:
-    """Raise StorageError for errors of the file system."""
-    try:
-        yield
-    except OSError as error:
-        raise storage_error(path, error) from error
 
 
 def is_evaluation(line: Mapping[str, Any]) -> bool:
@@ -119,7 +110,7 @@ def drop_lines_from(
         is_last_step = step == first_step - 1
         return bool(step < first_step) and not (goes_before is not None and is_last_step and goes_before(line))
 
-    with _raise_storage_errors(path):
+    with raise_storage_error(path):
         keep_lines(path, is_kept)
     num_damaged = sum(are_damaged[:-1])
     if num_damaged:
