@@ -61,7 +61,6 @@ def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: b
     events of this rank; losses, checkpoints and findings are the same on all.
     Raises: InputError (nothing was changed), StoppedOnFinding, StorageError; summary.json then has status `failed`.
     """
-
     with ExitStack() as process_group:
         with Phases(_emit_to(observers), launcher_number("RANK"))("launch"):
             ranks = process_group.enter_context(
@@ -234,7 +233,7 @@ def _assemble(run: _Run, opened: _OpenedRun, undo: ExitStack, is_told_to_stop: C
 
     Resources that must be closed with the run, however it ends, are pushed on `undo`.
     """
-    loaded, folder, ranks, phases = run.loaded, run.loaded.run.run_folder, run.ranks, run.phases
+    loaded, ranks, phases = run.loaded, run.ranks, run.phases
     base, data, state = opened.base, opened.data, opened.state
     device = gpu_of(ranks.rank, ranks.local_rank) if loaded.run.device == "cuda" else torch.device("cpu")
     undo.callback(data.stop)
@@ -253,6 +252,23 @@ def _assemble(run: _Run, opened: _OpenedRun, undo: ExitStack, is_told_to_stop: C
         method.load(config, learner)
     method.restore(state.pending)
     state = replace(state, pending=[])
+    job = _build_loop_context(run, config, learner, data, method, code_files)
+    undo.callback(job.saver.end)
+    _begin_run_folder(run, config, state.step, device, step_times_s)
+    run.emit(_build_start_event(job, state))
+    lora = lora_settings(config)
+    target = config.run_folder / ("adapter" if lora else "model")
+    return _AssembledRun(
+        job,
+        state,
+        lambda: write_artifact(target, learner.model, opened.tokenizer, lora, base, config.model, ranks),
+    )
+
+
+def _build_loop_context(
+    run: _Run, config: RunConfig, learner: TrainContext, data: RunData, method: Method, code_files: dict[str, str]
+) -> LoopContext:
+    """Return what the loop works with. `code_files`: SHA-256 of the files of the user's code."""
 
     def batches(state: TrainState) -> tuple[StepBatch, list[MicroBatch]]:
         return method.batches(state.position, state.step, state.epoch)
@@ -261,9 +277,9 @@ def _assemble(run: _Run, opened: _OpenedRun, undo: ExitStack, is_told_to_stop: C
         pending = method.pending(state.position, state.step, wait_s)
         return replace(state, pending=pending, data_seen=dict(data.train.seen), reward_files=code_files)
 
-    job = LoopContext(
+    return LoopContext(
         config=config,
-        run_folder=folder,
+        run_folder=config.run_folder,
         total_steps=data.total_steps(),
         batches=batches,
         agrees_to_stop_before_batches=method.agrees_to_stop_before_batches,
@@ -271,25 +287,15 @@ def _assemble(run: _Run, opened: _OpenedRun, undo: ExitStack, is_told_to_stop: C
         before_evaluation=data.finish,
         as_saved=as_saved,
         learner=learner,
-        phases=phases,
+        phases=run.phases,
         emit=run.emit,
         check_step=method.check_step,
-        saver=Saver(folder, config.model_dump(mode="json"), config.save_total_limit, ranks),
+        saver=Saver(config.run_folder, config.model_dump(mode="json"), config.save_total_limit, run.ranks),
         expert_use=ExpertUse(
-            ranks.rank,
+            run.ranks.rank,
             trains_routers=trains_routers(learner.model, learner.parameters),
             shared_out=int(config.expert_parallel_size),
         ),
-    )
-    undo.callback(job.saver.end)
-    _begin_run_folder(run, config, state.step, device, step_times_s)
-    run.emit(_build_start_event(job, state))
-    lora = lora_settings(config)
-    target = folder / ("adapter" if lora else "model")
-    return _AssembledRun(
-        job,
-        state,
-        lambda: write_artifact(target, learner.model, opened.tokenizer, lora, base, config.model, ranks),
     )
 
 
