@@ -120,13 +120,13 @@ def test_kill_9_at_any_moment_then_resume_bit_for_bit(settings: dict[str, Any], 
 
 
 def test_sigterm_during_a_save_lets_it_finish(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = async_checkpoint.write_pieces
+    original = async_checkpoint.write_blocks
 
     def interrupted(*args: Any, **options: Any) -> None:
         original(*args, **options)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(async_checkpoint, "write_pieces", interrupted)
+    monkeypatch.setattr(async_checkpoint, "write_blocks", interrupted)
     result = surefoot.train(settings, screen=False, save_steps=2, max_steps=40)
     assert result.status == "interrupted"
     assert 2 <= result.steps < 40, "training goes on beside the save until it sees the signal"
@@ -497,7 +497,7 @@ def test_a_save_that_fails_in_any_way_is_an_error_of_the_run(
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(async_checkpoint, "write_pieces", broken)
+    monkeypatch.setattr(async_checkpoint, "write_blocks", broken)
     with pytest.raises(StorageError, match="step-00000002: .*RuntimeError: broken on purpose"):
         surefoot.train(settings, save_steps=2, screen=False)
     assert list_checkpoints(Path(settings["output_dir"])) == []
@@ -588,7 +588,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     """What is written is the state at the save, not the one training has come to since."""
     base = {**settings, "save_steps": 2, "lr_scheduler_type": "constant"}
     surefoot.train({**base, "output_dir": str(tmp_path / "quick"), "max_steps": 2}, screen=False)
-    original, metrics = async_checkpoint.write_pieces, Path(base["output_dir"]) / "metrics.jsonl"
+    original, metrics = async_checkpoint.write_blocks, Path(base["output_dir"]) / "metrics.jsonl"
     waited: list[Path] = []
 
     def after_two_more_steps(path: Path, *args: Any, **options: Any) -> None:
@@ -600,7 +600,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
             waited.append(path)
         original(path, *args, **options)
 
-    monkeypatch.setattr(async_checkpoint, "write_pieces", after_two_more_steps)
+    monkeypatch.setattr(async_checkpoint, "write_blocks", after_two_more_steps)
     surefoot.train({**base, "max_steps": 5}, screen=False)
     assert len(waited) == 2
     folder = "checkpoints/step-00000002/model"

@@ -41,7 +41,7 @@ from surefoot.system.atomic_io import (
 )
 from surefoot.training.checkpoint import MOMENTS, TrainState, checkpoint_folder, list_checkpoints
 from surefoot.training.manifest import FORMAT_VERSION, MANIFEST, PARTS, STATE, seal
-from surefoot.training.sharded_tensors import of_this_rank, write_pieces
+from surefoot.training.sharded_tensors import select_owned_blocks, write_blocks
 
 LOGGER = logging.getLogger(__name__)
 DEADLINE_S = 3600.0
@@ -151,7 +151,7 @@ class Saver:
         is_cuda = any(parameter.is_cuda for parameter in parameters.values())
         copied: Blocks = {part: {} for part in PARTS}
         for part, named in blocks.items():
-            for name, block in of_this_rank(named, is_first=self._ranks.is_first).items():
+            for name, block in select_owned_blocks(named, is_first=self._ranks.is_first).items():
                 copy = self._copies.get((part, name))
                 if copy is None or copy.shape != block.local.shape:
                     copy = torch.empty_like(block.local, device="cpu", pin_memory=block.local.is_cuda)
@@ -249,7 +249,7 @@ def _write_part(temporary: Path, target: Path, blocks: Blocks, ranks: World) -> 
         path = temporary / part / f"rank-{ranks.rank:05d}.safetensors"
         with raise_storage_error(target):
             try:
-                write_pieces(path, blocks[part])
+                write_blocks(path, blocks[part])
             except SafetensorError as error:  # it wraps the system's error
                 raise OSError(errno.EIO, str(error)) from error
             sync(path)

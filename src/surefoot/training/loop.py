@@ -22,7 +22,7 @@ from surefoot.methods.base import LAST_WAIT_S, BatchTotals, Interrupted, TrainCo
 from surefoot.system.process import StopSignal
 from surefoot.training.async_checkpoint import Saver
 from surefoot.training.checkpoint import TrainState, checkpoint_folder, list_checkpoints
-from surefoot.training.expert_load import ExpertUse
+from surefoot.training.expert_load import ExpertLoadCounter
 from surefoot.training.lr_schedule import learning_rate_at
 from surefoot.training.memory_stats import peak_memory_bytes, sample_device_memory, sample_memory
 from surefoot.training.nan_check import not_finite_finding
@@ -58,7 +58,7 @@ class LoopContext:
     saver: Saver
     check_step: Callable[[int, Mapping[str, float]], None]
     """Check of the metrics of each step, which are equal on all ranks. Raises: StoppedOnFinding, on all of them."""
-    expert_use: ExpertUse
+    expert_load_counter: ExpertLoadCounter
     """Expert load, reported for trained routers only."""
 
     @property
@@ -228,7 +228,9 @@ def _run_step(job: LoopContext, state: TrainState, ready: _ReadyStep) -> TrainSt
     job.check_step(state.step, metrics)
     counts = job.learner.objective.expert_counts
     if counts is not None:
-        for used in job.expert_use.add(state.step, counts, job.learner.objective.counted_tokens(result.totals)):
+        for used in job.expert_load_counter.add(
+            state.step, counts, job.learner.objective.counted_tokens(result.totals)
+        ):
             job.emit(used)
     return state
 

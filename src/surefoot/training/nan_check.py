@@ -100,7 +100,7 @@ def _find_origin(learner: TrainContext, batches: Sequence[MicroBatch]) -> _Origi
             yield batch
 
     def make_hook(name: str) -> Callable[..., None]:
-        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        def check_module_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
             if origins or not isinstance(tensor, Tensor) or not tensor.is_floating_point() or current[0].is_dummy:
                 return
@@ -108,7 +108,7 @@ def _find_origin(learner: TrainContext, batches: Sequence[MicroBatch]) -> _Origi
             if bool(bad.any()):
                 origins.append(_Origin(name or type(_module).__name__, _find_row(bad, current[0])))
 
-        return look
+        return check_module_output
 
     hooks = [module.register_forward_hook(make_hook(name)) for name, module in learner.model.named_modules()]
     try:

@@ -59,7 +59,7 @@ class MemoryWatch:
         self._batch: BatchDescribed | None = None
         self._tokens: deque[int] = deque(maxlen=200)
         """Tokens of the batches before it."""
-        self._ledger: MemorySampled | None = None
+        self._memory: MemorySampled | None = None
 
     def observe(self, event: Event) -> None:
         if isinstance(event, PhaseBegan):
@@ -68,7 +68,7 @@ class MemoryWatch:
             self._tokens.extend([self._batch.tokens] if self._batch is not None else [])
             self._batch = event
         elif isinstance(event, MemorySampled):
-            self._ledger = event
+            self._memory = event
 
     def finding(self, error: BaseException, device: DeviceNow | None) -> Finding:
         """Build the finding. `error`: an error with `is_out_of_memory`; `device`: its memory at that time."""
@@ -85,9 +85,9 @@ class MemoryWatch:
             evidence |= {"tokens_of_its_batch": self._batch.tokens, "usual_tokens": round(usual)}
             if self._batch.tokens >= LARGE_TIMES * usual:
                 cause += f", for a batch of {self._batch.tokens} tokens, where {usual:.0f} are usual"
-        if self._ledger is not None:
+        if self._memory is not None:
             names = ("frozen", "trained", "gradients", "optimizer")
-            evidence |= {f"{name}_gib": round(getattr(self._ledger, name) / 2**30, 2) for name in names}
+            evidence |= {f"{name}_gib": round(getattr(self._memory, name) / 2**30, 2) for name in names}
         if device is not None:
             unused, others = device.reserved - device.allocated, device.total - device.free - device.reserved
             evidence |= {

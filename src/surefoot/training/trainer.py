@@ -31,7 +31,7 @@ from surefoot.system.atomic_io import write_json, write_text
 from surefoot.system.process import StopSignal, launcher_number
 from surefoot.training.async_checkpoint import Saver
 from surefoot.training.checkpoint import TrainState, check_resumable, load_checkpoint, read_state
-from surefoot.training.expert_load import ExpertUse, trains_routers
+from surefoot.training.expert_load import ExpertLoadCounter, trains_routers
 from surefoot.training.expert_parallel import check_experts, choose_expert_parallel, describe_choice
 from surefoot.training.loop import LoopContext, fit
 from surefoot.training.metrics import build_observers
@@ -291,7 +291,7 @@ def _build_loop_context(
         emit=run.emit,
         check_step=method.check_step,
         saver=Saver(config.run_folder, config.model_dump(mode="json"), config.save_total_limit, run.ranks),
-        expert_use=ExpertUse(
+        expert_load_counter=ExpertLoadCounter(
             run.ranks.rank,
             trains_routers=trains_routers(learner.model, learner.parameters),
             shared_out=int(config.expert_parallel_size),
